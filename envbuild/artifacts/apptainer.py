@@ -76,10 +76,7 @@ def recipe_definition(recipe: str, target: str, plan_digest: str) -> str:
 
 
 def all_labels(config: Mapping[str, Any], definition: str) -> dict[str, str]:
-    """Return the labels of an image as `apptainer inspect` prints them, sorted by name.
-
-    They are the image's own, then those of Apptainer that do not depend on host or time.
-    """
+    """Return the labels of an image as `apptainer inspect` prints them, sorted: its own, and Apptainer's."""
     found = {**run_of(config).labels, "org.label-schema.schema-version": "1.0"}
     architecture = config.get("architecture")
     if isinstance(architecture, str) and architecture:

@@ -69,7 +69,12 @@ def build_with_apptainer(source: str, out: Path, environment: Environment, *, ar
         with _temporary(environment.variables) as variables:
             image = folder / "image.sif"
             _run(engine, [source, str(image), *options], folder, variables)
-            _check(image, arch)
+            if not image.is_file():
+                raise BuildError("the tool ended without an error and without an image")
+            with image.open("rb") as stream:
+                found = read_sif(stream, "what the tool made").arch
+            if found != arch:
+                raise BuildError(f"the tool made an image for {found or 'no architecture'}, not {arch}")
         with writing(out.parent):
             image.chmod(0o755)  # executable, as the tool's own SIF files are
             os.replace(image, out)
@@ -77,13 +82,9 @@ def build_with_apptainer(source: str, out: Path, environment: Environment, *, ar
 
 @contextmanager
 def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the variables for the tool; its temporary files go into a folder that is removed at the end.
-
-    That folder is where the tool would put it. Apptainer also reads SINGULARITY_*, but SingularityCE reads no
-    APPTAINER_*: both get both.
-    """
+    """Yield the tool's variables, for both its names; its temporary files go into a folder that is removed."""
     made = dict(variables)
-    for setting in _SETTINGS:
+    for setting in _SETTINGS:  # Apptainer also reads SINGULARITY_*, but SingularityCE reads no APPTAINER_*
         value = made.get(f"APPTAINER_{setting}") or made.get(f"SINGULARITY_{setting}")
         if value:
             made[f"APPTAINER_{setting}"] = made[f"SINGULARITY_{setting}"] = value
@@ -122,13 +123,3 @@ def _run(engine: str, arguments: list[str], folder: Path, variables: Mapping[str
             f"{os.path.basename(engine)} did not build the image (exit {told}):\n{said}",
             "set APPTAINER_TMPDIR, and APPTAINER_CACHEDIR, to folders with more room" if full else None,
         )
-
-
-def _check(image: Path, arch: str) -> None:
-    """Raise BuildError when the tool reported success but did not write the requested image."""
-    if not image.is_file():
-        raise BuildError("the tool ended without an error and without an image")
-    with image.open("rb") as stream:
-        found = read_sif(stream, "what the tool made")
-    if found.arch != arch:
-        raise BuildError(f"the tool made an image for {found.arch or 'no architecture'}, not {arch}")

@@ -95,10 +95,7 @@ def build(wanted: FolderBuild) -> State:
 
 
 def _add_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile]) -> None:
-    """Install `wheels`, the plan's and the trainer's, into the new conda environment.
-
-    Raises BuildError for a wheel that would replace a file of a conda package, and when uv fails.
-    """
+    """Install `wheels`, the plan's and the trainer's. Raises BuildError for one that would replace conda's files."""
     staged, python = wanted.staged, wanted.plan.python
     packages = site_packages(staged, python)
     with atomic.writing(staged):
@@ -123,26 +120,17 @@ def _refuse_over(wheel: WheelFile, python: str, before: dict[str, str], staged: 
     for path in wheel_paths(wheel.path, Scheme("prefix", python)):
         relative = path.removeprefix("prefix/")
         if os.path.lexists(staged / relative):
-            owner = _owner(staged, relative)
+            found = (one for one in read_records(staged) if relative in one["files"])
+            owners = [f"conda package {one['name']}-{one['version']}-{one['build']}" for one in found]
+            owners += [f"what is in {META}" if relative.startswith(META) else "the environment"]
             raise BuildError(
-                f"{wheel.path.name} would replace {relative} of {owner}",
+                f"{wheel.path.name} would replace {relative} of {owners[0]}",
                 "remove one of the two from [conda] in the recipe, and lock again",
             )
 
 
-def _owner(staged: Path, relative: str) -> str:
-    for record in read_records(staged):
-        if relative in record["files"]:
-            return f"conda package {record['name']}-{record['version']}-{record['build']}"
-    return f"what is in {META}" if relative.startswith(META) else "the environment"
-
-
 def _release_scripts(record: Path, staged: Path) -> None:
-    """Let the scripts of a distribution find their interpreter from their own path, and update the RECORD.
-
-    uv wrote the path of the staging folder into them. Each file is replaced by a new one, because it may be a link into
-    uv's cache.
-    """
+    """Let scripts, in which uv wrote the staging folder, find their interpreter by their own path; renew the RECORD."""
     with record.open(encoding="utf-8", newline="") as stream:
         rows = [row for row in csv.reader(stream) if row]
     changed = False
@@ -177,6 +165,7 @@ def _without_interpreter(data: bytes, python: bytes) -> bytes | None:
 
 
 def _rewrite(path: Path, data: bytes) -> None:
+    # A new file, because the old one may be a link into uv's cache.
     mode = path.stat().st_mode & 0o7777
     path.unlink()
     path.write_bytes(data)

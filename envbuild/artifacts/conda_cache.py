@@ -123,10 +123,7 @@ def forget(store: Store, packages: Iterable[CondaPackage]) -> None:
 
 @contextlib.contextmanager
 def held(store: Store) -> Iterator[None]:
-    """Hold the lock on the unpacked packages, and remove leftovers of killed processes; other processes wait.
-
-    Raises BuildError when the store is not writable.
-    """
+    """Hold the lock on the unpacked packages, and remove leftovers of killed processes. Raises BuildError."""
     pkgs = store.folder("conda", "pkgs")
     store.folder("conda", "stamps")
     told = f"another envbuild uses the conda packages in {store.root}; waiting for it …"
@@ -140,10 +137,7 @@ def held(store: Store) -> Iterator[None]:
 
 
 def archives(store: Store, packages: Sequence[CondaPackage], locate: Locate) -> dict[CondaPackage, Path]:
-    """Return the archives of `packages` after checking their digests, because rattler unpacks without a check.
-
-    An archive that was damaged in the store is removed and located once more. Raises BuildError.
-    """
+    """Return the archives of `packages`, checked because rattler does not check; damaged ones are located once more."""
     found = dict(locate(packages))
     bad = _mismatched(store, found)
     for package in bad:

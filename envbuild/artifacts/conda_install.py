@@ -114,10 +114,7 @@ def _prepared(wanted: FolderBuild, locate: Locate) -> _Work:
 
 
 def _link_and_check(work: _Work, then: Callable[[], None]) -> list[CondaPackage]:
-    """Unpack and link packages and call `then`; return the packages that changed since they were unpacked.
-
-    An error is not raised if a package is damaged, because the damage explains it.
-    """
+    """Link packages and call `then`; return the damaged packages, which explain an error: then it is not raised."""
     with contextlib.closing(Workers(1)) as pool:
         checking: Answer[list[CondaPackage]] | None = None
         try:
@@ -171,10 +168,7 @@ def _link(work: _Work, on_progress: OnProgress) -> None:
 
 
 def _record(package: CondaPackage, work: _Work) -> dict[str, Any]:
-    """Return the record that rattler installs and writes to conda-meta, with the solved dependencies.
-
-    rattler unpacks an archive only if the record has that file's URL: `_clean_records` restores the canonical URL.
-    """
+    """Return a record to install. rattler unpacks only by the archive's URL, which `_clean_records` replaces."""
     row, archive = work.known[package], work.new.get(package)
     return {
         "index": os.fspath(row.index),
@@ -208,10 +202,7 @@ def _explained(text: str, work: _Work) -> BuildError:
 
 
 def _clean_records(work: _Work) -> None:
-    """Make conda-meta the same on every host: canonical URLs, and no paths of the store.
-
-    The files are edited as text, because parsing takes longer than installing.
-    """
+    """Make conda-meta the same on every host. Edited as text: parsing takes longer than installing."""
     for package in work.known:
         path = work.staged / META / f"{package.stem}.json"
         data = path.read_bytes()

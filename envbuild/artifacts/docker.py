@@ -77,11 +77,7 @@ def load_tagged(image: AssembledImage, tag: str, environment: Environment) -> di
 
 @contextmanager
 def loaded(client: Any, image: AssembledImage, *, keep: bool) -> Iterator[None]:
-    """Keep the image in the daemon, without a name, during the block.
-
-    It is removed at the end, unless `keep` is true or it was there before; an image that failed its verification stays
-    for inspection.
-    """
+    """Keep the image in the daemon, without a name, during the block, and longer if it was there or must stay."""
     from docker.errors import DockerException
 
     done = _load(client, image, [])
@@ -90,7 +86,7 @@ def loaded(client: Any, image: AssembledImage, *, keep: bool) -> Iterator[None]:
         yield
         stays = stays or keep
     except VerificationError:
-        stays = True
+        stays = True  # for inspection
         raise
     finally:
         if not stays:

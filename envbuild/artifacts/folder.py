@@ -86,10 +86,7 @@ def site_packages(path: Path, python: str) -> Path:
 
 
 def install_wheels(wanted: FolderBuild, wheels: Sequence[Path], *options: str) -> None:
-    """Install the wheels of the plan and the trainer's, all among the files `wheels`, by uv.
-
-    `options` are further options of `uv pip install`. Raises BuildError with uv's message.
-    """
+    """Install the wheels of the plan and the trainer's, all among the files `wheels`, by uv. Raises BuildError."""
     environment, trainer, staged = wanted.environment, wanted.trainer, wanted.staged
     listed = staged / ".requirements.txt"
     own = f"ddp-train=={trainer.version} --hash=sha256:{hashlib.sha256(trainer.wheel()).hexdigest()}\n"

@@ -40,11 +40,7 @@ _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True, slots=True)
 class PreparedImage:
-    """One image to build.
-
-    It has the plan, the trainer, the interpreter that compiles its bytecode, and the lock of the builder image for its
-    source layers, None without source layers.
-    """
+    """One image to build; `compiler` compiles its bytecode, `builder` is the lock of its layers' builder image."""
 
     plan: Plan
     trainer: Trainer
@@ -99,10 +95,7 @@ class Filled(Generic[M]):
 def assemble(
     one: PreparedImage, layers: Sequence[LayerFolder], environment: Environment, *, offline: bool
 ) -> AssembledImage:
-    """Assemble the image `one` in the store, from cached layers if possible; `layers` are its source layers.
-
-    Raises BuildError or LockError for a wheel, package or base image that no source has.
-    """
+    """Assemble the image `one` in the store; `layers` are its source layers. Raises BuildError and LockError."""
     filled = fill(one, layers, environment, TarCache(environment.store, log), offline=offline)
     plan, blobs, arch = one.plan, environment.store.blobs, GOARCH[one.target.arch]
     history = [

@@ -22,10 +22,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class ProgramConfig:
-    """The start of an image's program.
-
-    `env` has each variable once, with the value that counts; `workdir` and `volumes` are absolute.
-    """
+    """The start of an image's program; `env` has each variable once, `workdir` and `volumes` are absolute."""
 
     entrypoint: tuple[str, ...]
     cmd: tuple[str, ...]
@@ -64,14 +61,9 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
-def encoded(text: str) -> bytes:
-    """Return `text` in UTF-8; characters that it cannot encode, which JSON's escapes allow, become question marks."""
-    return text.encode("utf-8", "replace")
-
-
 def file(path: str, text: str, mtime: int, mode: int = 0o644) -> Addition:
-    """Return a file with the content `text`."""
-    data = encoded(text)
+    """Return a file with the content `text`; characters without UTF-8, which JSON allows, become question marks."""
+    data = text.encode("utf-8", "replace")
     return Entry(path, FILE, mode, len(data), mtime=mtime), data
 
 

@@ -137,10 +137,7 @@ def _is_recorded(path: str, expected: str, size: int | None) -> bool:
 
 
 def file_digest(path: str | Path, algorithm: str = "sha256") -> bytes:
-    """Return the digest of a file, as hashlib.file_digest does from Python 3.11 on.
-
-    Raises ValueError for an unknown algorithm, and OSError.
-    """
+    """Return a file's digest, as hashlib.file_digest does since 3.11. Raises ValueError (algorithm) and OSError."""
     digest = hashlib.new(algorithm)
     with open(path, "rb", buffering=0) as stream:
         while block := stream.read(1 << 17):
@@ -262,10 +259,7 @@ def _file(row: Mapping[str, Any]) -> LayerFile:
 
 
 def check_layers(root: Path, report: FileReport) -> dict[str, str]:
-    """Compare the files of all layers in the environment at `root` with their lists; add differences to `report`.
-
-    Returns layer name → digest of the files in its list, "" for an invalid list.
-    """
+    """Add differences of layers' files from their lists to `report`; return name → digest, "" for an invalid list."""
     found: dict[str, str] = {}
     for path in sorted((root / LAYER_LISTS).glob("*.json")):
         try:

@@ -77,11 +77,7 @@ def layer_folder(source: SourceLayer, folder: Path) -> LayerFolder:
 
 
 def install_layers(layers: Sequence[LayerFolder], root: Path) -> tuple[BuiltLayer, ...]:
-    """Copy the layers below `root`, an environment that is being built.
-
-    They are copied and not hard-linked, so that a write in the environment cannot change the store. Raises
-    BuildError for a path that already exists, OSError.
-    """
+    """Copy the layers below `root`, a new environment. Raises BuildError for a path that already exists, OSError."""
     for layer in layers:
         for one in layer.listed.files:
             place = root / one.path
@@ -98,10 +94,7 @@ def install_layers(layers: Sequence[LayerFolder], root: Path) -> tuple[BuiltLaye
 
 
 def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterable[str]]]) -> None:
-    """Raise BuildError when two layers, or a layer and one of `owners`, have the same path.
-
-    An owner is its name for messages, and its paths below the environment's root.
-    """
+    """Raise BuildError when two layers, or a layer and an owner (its name, its paths), have the same path."""
     taken: dict[str, LayerFolder] = {}
     for layer in layers:
         for path in [*(one.path for one in layer.listed.files), list_path(layer.source.name)]:
@@ -117,10 +110,7 @@ def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterab
 def check_paths(
     layers: Sequence[LayerFolder], wheels: Sequence[WheelFile], conda: Sequence[CondaFile], scheme: Scheme, store: Store
 ) -> None:
-    """Raise BuildError when a layer and a package of an image have the same path.
-
-    A success is recorded in the store, because reading the lists of all packages takes a while.
-    """
+    """Raise BuildError when a layer and a package of an image have the same path; the store remembers a success."""
     if not layers:
         return
     inputs: list[object] = [scheme.prefix, scheme.python, [one.listed.digest for one in layers]]
@@ -168,6 +158,7 @@ def layer_part(layer: LayerFolder, prefix: str, mtime: int) -> LayerRequest:
 
 
 def _copy(source: Path, place: Path) -> None:
+    # Not hard-linked: a write in the environment must not change the store.
     with source.open("rb") as one, place.open("xb") as other:
         try:
             fcntl.ioctl(other.fileno(), _FICLONE, one.fileno())

@@ -52,10 +52,7 @@ def missing_packages(layers: Iterable[SourceLayer]) -> list[str]:
 
 
 def build(description: Path, archives: Path, prefix: Path) -> None:
-    """Build the layers of `description` from the files in `archives` into `prefix`.
-
-    Raises EnvbuildError for a missing file and for a build that fails, OSError.
-    """
+    """Build the layers of `description` from the files in `archives` into `prefix`. Raises EnvbuildError, OSError."""
     layers, hosts = read_description(description.read_text(encoding="utf-8"))
     built: dict[str, Path] = {}
     with tempfile.TemporaryDirectory(prefix="envbuild-") as work:

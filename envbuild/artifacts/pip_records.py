@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from envbuild.names import normalise
 from envbuild.plan.plan import Plan
 
 _SCRIPTS = "../../../bin/"
-_NOTES = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
+_NOTES = re.compile(r"[^/]*\.dist-info/(INSTALLER|REQUESTED|RECORD|direct_url\.json)", re.DOTALL)
 _SHOWN = 10
 # Runs in the image, with any Python 3.
 _READER = """
@@ -40,10 +41,7 @@ print(json.dumps([platform.python_version(), getattr(sys, "_base_executable", sy
 
 @dataclass(frozen=True, slots=True)
 class PipEnvironment:
-    """An environment in an image: its interpreter's version and path, its RECORDs by .dist-info folder.
-
-    `layers` are the file lists of source layers by name.
-    """
+    """An environment in an image: its interpreter, RECORDs by .dist-info folder, and layers' file lists by name."""
 
     python_version: str
     interpreter: str
@@ -52,10 +50,7 @@ class PipEnvironment:
 
 
 def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
-    """Read the environment of an image in the daemon of `client`, in a container without a network.
-
-    Raises BuildError when its interpreter does not run.
-    """
+    """Read the environment of an image in `client`'s daemon. Raises BuildError when its interpreter does not run."""
     from docker.errors import DockerException
 
     folders = [f"/{Scheme(PREFIX, python).site_packages}", f"/{PREFIX}/{LAYER_LISTS}"]
@@ -88,10 +83,7 @@ def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
 
 
 def check_installed(installed: PipEnvironment, wheels: Sequence[WheelFile], python: str) -> list[tuple[str, str, str]]:
-    """Return (name, version, digest of RECORD) of each distribution, after comparing them with `wheels`.
-
-    Raises BuildError that lists the differences.
-    """
+    """Return (name, version, digest of RECORD) of each distribution. Raises BuildError if they are not `wheels`."""
     scheme = Scheme(PREFIX, python)
     found: dict[tuple[str, str], bytes] = {}
     for folder, record in installed.records.items():
@@ -113,10 +105,7 @@ def check_installed(installed: PipEnvironment, wheels: Sequence[WheelFile], pyth
 
 
 def built_layers(plan: Plan, lists: Mapping[str, bytes]) -> list[BuiltLayer]:
-    """Return the source layers of `plan` in an image, from the `lists` of their files there (name → text).
-
-    Raises BuildError when a list is missing or damaged.
-    """
+    """Return the source layers of `plan` in an image, by their file `lists`. Raises BuildError without a valid list."""
     found = []
     for layer in plan.sources:
         try:
@@ -148,9 +137,4 @@ def record_differences(wheel: bytes, installed: bytes) -> list[str]:
 
 def _rows(record: bytes) -> dict[str, tuple[str, ...]]:
     rows = csv.reader(io.StringIO(record.decode("utf-8", "surrogateescape"), newline=""))
-    return {row[0]: tuple(row[1:]) for row in rows if row and not _of_pip(row)}
-
-
-def _of_pip(row: Sequence[str]) -> bool:
-    folder, _, name = row[0].rpartition("/")
-    return folder.endswith(".dist-info") and "/" not in folder and name in _NOTES
+    return {row[0]: tuple(row[1:]) for row in rows if row and not _NOTES.fullmatch(row[0])}

@@ -80,10 +80,7 @@ def composed(
 
 
 def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
-    """Yield the entries as images for unprivileged users contain them.
-
-    If the first name of a file is left out, its next name becomes the file.
-    """
+    """Yield the entries for unprivileged users; if a file's first name is left out, its next name becomes the file."""
     moved: dict[str, str] = {}
     for path, merged in entries.items():
         entry = merged.entry
@@ -108,10 +105,7 @@ def write_sqsh(root: SquashTree, out: BinaryIO, on_progress: OnProgress) -> None
 
 
 def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None) -> None:
-    """Write the SIF to `out`, a new file; `squashfs` is that of `root` if it was written already.
-
-    Raises BuildError (too little disk space) and OSError.
-    """
+    """Write the SIF to `out`, a new file, with `squashfs` if it was written already. Raises BuildError and OSError."""
     definition = root.definition.encode()
     jsons = [
         ("inspect-metadata.json", inspect_metadata(root.config, root.definition)),

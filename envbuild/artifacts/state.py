@@ -116,10 +116,7 @@ def has_packages(root: Path, state: State, found: Iterable[tuple[str, str]]) -> 
 
 
 def read_state(folder: Path) -> State | None:
-    """Return the state of the environment in `folder`, None when envbuild did not build it.
-
-    Raises BuildError when the file exists but cannot be read or is invalid.
-    """
+    """Return the state of the environment in `folder`, None without one. Raises BuildError for an invalid file."""
     path = folder / FILE
     try:
         text = path.read_bytes()
@@ -148,10 +145,7 @@ def _layer(name: str, version: str, files: str, path: str = "", check: Iterable[
 
 
 def check_place(path: Path) -> State | None:
-    """Return the state of the existing environment at `path`, None if the path is free.
-
-    Raises UsageError when the path holds something that envbuild did not build.
-    """
+    """Return the state of the environment at `path`, None if the path is free. Raises UsageError for other content."""
     state = read_state(path)
     if state is None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(

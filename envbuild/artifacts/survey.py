@@ -57,10 +57,7 @@ class Survey:
 
 
 def survey(root: Path, site_packages: Path, elf_machine: int) -> Survey:
-    """Survey the environment at `root`; `elf_machine` is the expected e_machine of its libraries.
-
-    In a conda environment, packages are conda's and those that pip added, and paths of files are relative to `root`.
-    """
+    """Survey the environment at `root`; `elf_machine` is the expected e_machine of its libraries."""
     elf = scan_elf(root, elf_machine)
     elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
     if is_conda(root):

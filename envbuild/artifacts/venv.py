@@ -23,10 +23,7 @@ TITLE = "venv"
 
 
 def is_current(path: Path, state: State, python: str | None = None) -> bool:
-    """Return whether the environment at `path` matches its `state` and `python`, by a quick check.
-
-    The check compares names and versions of packages, and the interpreter if `python` is a path.
-    """
+    """Return whether the environment matches its `state`, and its interpreter the path `python`, by a quick check."""
     if not interpreter(path).exists():
         return False
     if python is not None and os.sep in python and os.path.realpath(python) != os.path.realpath(state.interpreter):

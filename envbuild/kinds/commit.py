@@ -88,10 +88,7 @@ def _verdict(subject: Subject, settings: Settings, environment: Environment, pat
 
 
 def open_subject(path: Path, environment: Environment | None = None, runtime: str | None = None) -> Subject:
-    """Return the artifact at `path` as the subject of a verification, see `Artifact.subject`.
-
-    Raises UsageError when there is none.
-    """
+    """Return the artifact at `path` as the subject of a verification. Raises UsageError when there is none."""
     kind = kind_at(path)
     if kind is None:
         if runtime is not None:
@@ -134,16 +131,13 @@ def commit(staged: Path, final: Path, receipt: dict[str, Any] | None, *, known: 
 
 
 def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
-    """Write the receipt of the artifact at `path`, or remove the previous artifact's receipt for None.
-
-    The receipt of NAME.failed is kept as long as that artifact exists.
-    """
+    """Write the receipt of the artifact at `path`, or remove the previous artifact's receipt for None."""
     with atomic.writing(path.parent):
         if receipt is None:
             receipt_path(path).unlink(missing_ok=True)
             return
         write_receipt(receipt, path)
-        if not failed_path(path).exists():
+        if not failed_path(path).exists():  # else its receipt stays, too
             receipt_path(failed_path(path)).unlink(missing_ok=True)
 
 

@@ -162,10 +162,7 @@ def _record_push(
     options: ImageOptions,
     name: str,
 ) -> None:
-    """Record in each image's receipt the reference that nodes pull: its own manifest as `sent`, even within an index.
-
-    A copy of the receipt is written where jobs look for it.
-    """
+    """Record in each image's receipt, and in a copy for jobs, the reference that nodes pull: its manifest as `sent`."""
     for one, image, pushed in zip(prepared, images, sent, strict=True):
         usual = DOCKER.default_path(one.plan.recipe, one.plan.target)
         with atomic.writing(usual.parent):

@@ -76,10 +76,7 @@ def build_hosts(
 def _image_build_host(
     layers: RequestedLayers, folder: Path, environment: Environment, work: Path, offline: bool
 ) -> Iterator[BuildHost]:
-    """Start the builder image of `layers` as the build host: by enroot if it is installed, else in own namespaces.
-
-    `work` is the folder that it shares with this host. Raises HostError when neither can start it.
-    """
+    """Start the builder image, by enroot or in own namespaces, with `work` shared. Raises HostError if neither can."""
     from envbuild.artifacts.builder import builder_file
     from envbuild.verify.image_file import open_image_file, passed
     from envbuild.verify.runtimes import runtime_for

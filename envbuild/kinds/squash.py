@@ -69,10 +69,7 @@ class ImageFileOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Build:
-    """The build of image files: their architecture (x86_64, aarch64) and its start (time.monotonic()).
-
-    `state` and `plan` are None for the conversion of an existing image: the state is then read from the file.
-    """
+    """A build of image files, begun at time.monotonic(). A conversion has no `plan`, and its state is in the file."""
 
     options: ImageFileOptions
     environment: Environment
@@ -119,11 +116,7 @@ def _locked(options: ImageFileOptions) -> Iterator[None]:
 def make_from_recipe(
     one: PreparedImage, options: ImageFileOptions, environment: Environment, *, offline: bool
 ) -> list[Result]:
-    """Build and verify the image files of a recipe.
-
-    Each file replaces the old one only after it passed. Raises BuildError, LockError, and VerificationError after
-    keeping the failed file.
-    """
+    """Build and verify the image files of a recipe. Raises BuildError, LockError and VerificationError."""
     plan, arch = one.plan, one.target.arch
     log(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
     with _locked(options):
@@ -240,10 +233,7 @@ def _by_engine(build: _Build, blobs: Blobs, manifest: Descriptor) -> list[Result
 
 
 def _accept(build: _Build, staged: Sequence[Path]) -> list[Result]:
-    """Verify each of the `staged` files, in the order of the options, and move it to its path.
-
-    Raises VerificationError after keeping the failed file as FILE.failed, with its receipt.
-    """
+    """Verify each `staged` file and move it to its path. Raises VerificationError after keeping it as FILE.failed."""
     results = []
     for file, path in zip(build.options.files, staged, strict=True):
         digest = file_digest(path)

@@ -76,11 +76,7 @@ class Plan:
 
     @property
     def has_torch(self) -> bool:
-        """Whether the artifact has torch.
-
-        torch comes from the locks, from source, or from an existing base image: an environment of wheels sees
-        its packages.
-        """
+        """Whether the artifact has torch: from the locks, from source, or from an existing base image."""
         if self.image is not None and self.image.base != "debian" and not self.conda:
             return True
         names = {one.name for one in self.packages} | {one.name for one in self.sources}
