@@ -15,7 +15,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
-    from envbuild.kinds.base import FolderArtifact
+    from envbuild.kinds import FolderArtifact
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ def build_folder(
 ) -> None:
     """Build the environment of the kind `name`, on this host or in a job, and print its path."""
     from envbuild.artifacts.state import check_place
-    from envbuild.kinds import ARTIFACTS
-    from envbuild.kinds.base import FolderArtifact
+    from envbuild.kinds import ARTIFACTS, FolderArtifact
     from envbuild.kinds.folder import make_environment, prepare_folder
     from envbuild.verify.needs_torch import check_torch
 

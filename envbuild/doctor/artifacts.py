@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envbuild.doctor.model import HostFinding, Status
-from envbuild.kinds import ARTIFACTS
-from envbuild.kinds.base import Artifact
+from envbuild.kinds import ARTIFACTS, Artifact
 
 STEPS = ("build", "verify", "run")
 # Content of the store that replaces an unprobed source.

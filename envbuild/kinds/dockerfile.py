@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -98,11 +99,8 @@ def make_by_dockerfile(
     the tag moves from an older image to this one.
     """
     started = time.monotonic()
-    _check(prepared, options)
-    one, plan = prepared[0], prepared[0].plan
-    command = dockerfile.find_docker(environment.variables)
-    with connect(environment.variables) as client:
-        _check_daemon(client, one.target)
+    with _docker(prepared, options, environment) as (command, client):
+        one, plan = prepared[0], prepared[0].plan
         image = _build(client, command, one, environment, offline)
         beside = options.beside(plan)
         if options.verify and not has_receipt(beside, image.digest, plan, options.faults):
@@ -116,13 +114,15 @@ def make_by_dockerfile(
 
 def check_dockerfile(prepared: Sequence[PreparedImage], options: ImageOptions, environment: Environment) -> None:
     """Raise UsageError for an option that `docker build` does not support, HostError when docker cannot build here."""
-    _check(prepared, options)
-    dockerfile.find_docker(environment.variables)
-    with connect(environment.variables) as client:
-        _check_daemon(client, prepared[0].target)
+    with _docker(prepared, options, environment):
+        pass
 
 
-def _check(prepared: Sequence[PreparedImage], options: ImageOptions) -> None:
+@contextmanager
+def _docker(
+    prepared: Sequence[PreparedImage], options: ImageOptions, environment: Environment
+) -> Iterator[tuple[dockerfile.DockerCommand, Any]]:
+    """Yield docker's command and a client of its daemon, if they can build the image with these options."""
     if len(prepared) > 1:
         raise UsageError("--builder dockerfile makes the image of one target", "name one, with --target")
     if options.push:
@@ -135,16 +135,16 @@ def _check(prepared: Sequence[PreparedImage], options: ImageOptions) -> None:
             "--builder dockerfile leaves the image in the daemon; it writes none",
             f"leave --out out, then: docker save {options.tag}",
         )
-
-
-def _check_daemon(client: Any, target: Target) -> None:
-    version = client.version()
-    system, arch = str(version.get("Os", "linux")), str(version.get("Arch", ""))
-    if (system, arch) != ("linux", GOARCH[target.arch]):
-        raise HostError(
-            f"the docker daemon builds for {system}/{arch}, {target.name} is linux/{GOARCH[target.arch]}",
-            "name a daemon of that architecture with DOCKER_HOST; the native builder builds for all",
-        )
+    command, target = dockerfile.find_docker(environment.variables), prepared[0].target
+    with connect(environment.variables) as client:
+        version = client.version()
+        system, arch = str(version.get("Os", "linux")), str(version.get("Arch", ""))
+        if (system, arch) != ("linux", GOARCH[target.arch]):
+            raise HostError(
+                f"the docker daemon builds for {system}/{arch}, {target.name} is linux/{GOARCH[target.arch]}",
+                "name a daemon of that architecture with DOCKER_HOST; the native builder builds for all",
+            )
+        yield command, client
 
 
 def _build(

@@ -14,10 +14,9 @@ from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
-from envbuild.kinds.base import FolderArtifact
+from envbuild.kinds import FolderArtifact
 from envbuild.kinds.commit import Result, commit, has_receipt, keep_receipt, settings_of, verify_staged
-from envbuild.kinds.prepare import prepare
-from envbuild.kinds.source_layers import build_layers
+from envbuild.kinds.prepare import build_layers, prepare
 from envbuild.layers.requested import RequestedLayers, before_environment, check_here, for_host, requested_layers
 from envbuild.layers.trainer import Trainer
 from envbuild.lock.state import LockUse

@@ -19,8 +19,7 @@ from envbuild.image.daemon import connect
 from envbuild.image.model import docker_manifest
 from envbuild.kinds import DOCKER
 from envbuild.kinds.commit import has_receipt, keep_receipt, settings_of, verify_staged
-from envbuild.kinds.prepare import prepare
-from envbuild.kinds.source_layers import build_layers
+from envbuild.kinds.prepare import build_layers, prepare
 from envbuild.layers.compiler import compiler_for
 from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.requested import check_here, for_image

@@ -32,7 +32,7 @@ from envbuild.image.squashfs.codec import Codec
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
 from envbuild.kinds.image import source_date
-from envbuild.kinds.source_layers import build_layers
+from envbuild.kinds.prepare import build_layers
 from envbuild.layers.segments import CachedSegment, SegmentCache
 from envbuild.lock.base_oci import fetch_image
 from envbuild.plan.plan import Plan

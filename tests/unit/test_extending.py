@@ -23,8 +23,7 @@ from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
 from envbuild.jobs.render import render
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.kinds import ARTIFACTS, kind_at, kinds_of, plan_of
-from envbuild.kinds.base import FileArtifact, FolderArtifact
+from envbuild.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kind_at, kinds_of, plan_of
 from envbuild.kinds.commit import Result, failed_path, open_subject
 from envbuild.kinds.folder import make_environment
 from envbuild.kinds.prepare import prepare

@@ -24,7 +24,7 @@ from envbuild.environment import load_environment
 from envbuild.errors import BuildError, HostError, LockError, UsageError
 from envbuild.image.entry import DIR, SYMLINK, Entry
 from envbuild.inspect.metadata import interest, source_built
-from envbuild.kinds import source_layers
+from envbuild.kinds import prepare
 from envbuild.layers import requested
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.requested import RequestedLayers
@@ -378,7 +378,7 @@ def test_layers_for_another_processor_are_not_built_here(tmp_path: Path) -> None
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}[os.uname().machine]
     layer = dataclasses.replace(SOURCE, target=f"cpu-{other}")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
-    build_host = source_layers.build_hosts(RequestedLayers((layer,)), tmp_path, environment, offline=False)
+    build_host = prepare.build_hosts(RequestedLayers((layer,)), tmp_path, environment, offline=False)
     with (
         pytest.raises(HostError, match=f"the store has not all of libfoo for {other}") as refused,
         build_host(tmp_path),
@@ -435,4 +435,4 @@ def test_a_python_project_is_not_built_alone(tmp_path: Path) -> None:
     layer = dataclasses.replace(SOURCE, system="wheel")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
     with pytest.raises(UsageError, match="not alone"):
-        source_layers.build_layers(RequestedLayers((layer,)), tmp_path, environment, offline=True)
+        prepare.build_layers(RequestedLayers((layer,)), tmp_path, environment, offline=True)
