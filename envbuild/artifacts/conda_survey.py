@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,8 @@ from envbuild.fingerprint import conda_digest
 from envbuild.names import normalise
 
 META = "conda-meta"
-_DIST_INFO = b'.dist-info/METADATA"'
-# Generated during installation, with the prefix in it: the package does not contain it.
-_ENTRY_POINT = "unix_python_entry_point"
+# The .dist-info folders in a record, found by a text search: parsing takes 50 times as long.
+_DIST_INFO = re.compile(rb'/site-packages/([^/"]+\.dist-info)/METADATA"')
 
 
 def is_conda(root: Path) -> bool:
@@ -35,18 +35,17 @@ def read_records(root: Path) -> list[dict[str, Any]]:
 
 def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:
     """Return the packages of `records`; a digest covers the list of files and does not depend on the prefix."""
-    return [
-        Distribution(
-            str(record["name"]),
-            str(record["version"]),
-            conda_digest(
-                (row.get("original_path") or row["_path"], _original(row))
-                for row in _rows(record)
-                if not row["_path"].endswith(".pyc")
-            ),
-        )
-        for record in records
-    ]
+
+    def original(row: dict[str, Any]) -> tuple[str, str]:
+        # Scripts are generated during installation, with the prefix in them: the package does not contain them.
+        generated = row.get("path_type") == "unix_python_entry_point"
+        return row.get("original_path") or row["_path"], "" if generated else str(row.get("sha256") or "")
+
+    found = []
+    for record in records:
+        digest = conda_digest(original(row) for row in _rows(record) if not row["_path"].endswith(".pyc"))
+        found.append(Distribution(str(record["name"]), str(record["version"]), digest))
+    return found
 
 
 def owned_dist_infos(records: list[dict[str, Any]], site_packages: str) -> frozenset[str]:
@@ -97,7 +96,7 @@ def quick_names(root: Path, site_packages: Path) -> set[tuple[str, str]]:
     for path in (root / META).glob("*.json"):
         name, _, version = path.stem.rpartition("-")[0].rpartition("-")
         found.add((name, version))
-        owned |= _dist_infos(path.read_bytes())
+        owned |= {os.fsdecode(folder) for folder in _DIST_INFO.findall(path.read_bytes())}
     here = {name for name in os.listdir(site_packages) if name.endswith(".dist-info")}
     for folder in here - owned:
         name, _, version = folder[: -len(".dist-info")].partition("-")
@@ -106,26 +105,9 @@ def quick_names(root: Path, site_packages: Path) -> set[tuple[str, str]]:
     return found
 
 
-def _dist_infos(record: bytes) -> set[str]:
-    """Return the .dist-info folders in a record, found by a text search: parsing takes 50 times as long."""
-    found = set()
-    at = record.find(_DIST_INFO)
-    while at >= 0:
-        path = record[record.rfind(b'"', 0, at) + 1 : at]
-        folder, _, name = path.rpartition(b"/")
-        if folder.endswith(b"/site-packages"):
-            found.add(os.fsdecode(name) + ".dist-info")
-        at = record.find(_DIST_INFO, at + 1)
-    return found
-
-
 def _rows(record: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = record["paths_data"]["paths"]
     return rows
-
-
-def _original(row: dict[str, Any]) -> str:
-    return "" if row.get("path_type") == _ENTRY_POINT else str(row.get("sha256") or "")
 
 
 def _is_intact(path: str, row: dict[str, Any], report: FileReport) -> bool:
