@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from functools import partial
 from pathlib import Path
 
 from envbuild import resources
@@ -15,12 +16,11 @@ from envbuild.debian.defaults import rules_digest
 from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.file_lock import file_lock
-from envbuild.image.entry import Tree
 from envbuild.image.model import GOARCH
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.base import image_layers, locked_files
 from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
-from envbuild.layers.segments import CachedSegment, SegmentCache
+from envbuild.layers.segments import SegmentCache
 from envbuild.lock.base_oci import pull
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.progress import log, transfer
@@ -60,35 +60,24 @@ def _title(lock: ImageLock) -> str:
 
 def _write(lock: ImageLock, folder: Path, path: Path, environment: Environment, offline: bool) -> None:
     maker = SegmentCache(environment.store, codec_of(_CODEC), resources.workers(environment.variables), log)
-    arch = Target.parse(lock.target).arch
-    layers, env = _layers(lock, folder, environment, maker, offline)
+    base, arch, env = lock.base, Target.parse(lock.target).arch, list(_ENV)
+    if isinstance(base, OciLock):
+        pulled = pull(base.reference, base.digest, arch, environment, folder)
+        env = list((pulled.config.get("config") or {}).get("Env") or _ENV)
+        layers = image_layers(pulled, base.reference, maker)
+    else:
+        key = ["builder", FIXED_TIME, rules_digest()]
+        key += [f"{deb.name} {deb.version} {deb.arch} {deb.sha256}" for deb in base.packages]
+        tree = partial(locked_files, base, FIXED_TIME, environment, offline=offline)
+        layers = (maker.part(LayerRequest(_title(lock), key_of("debian", key), tree)),)
     config = {"architecture": GOARCH[arch], "os": "linux", "config": {"Env": env}}
     origin = f"envbuild:builder:{lock.target}@{lock.digest}"
-    tree = composed(layers, maker, config, provenance=origin, definition="", arch=arch, mtime=FIXED_TIME)
+    root_of = composed(layers, maker, config, provenance=origin, definition="", arch=arch, mtime=FIXED_TIME)
     with environment.store.working("builders", "new") as made:
         new = made / path.name
-        with new.open("x+b") as out, tree as root:
+        with new.open("x+b") as out, root_of as root:
             check_disk_space(made, root.size)
             with transfer("writing the builder", None) as on_progress:
                 write_sqsh(root, out, on_progress)
         new.chmod(0o644)
         os.replace(new, path)
-
-
-def _layers(
-    lock: ImageLock, folder: Path, environment: Environment, maker: SegmentCache, offline: bool
-) -> tuple[list[CachedSegment], list[str]]:
-    """Return the layers of the builder image, and its variables."""
-    base = lock.base
-    if isinstance(base, OciLock):
-        arch = Target.parse(lock.target).arch
-        pulled = pull(base.reference, base.digest, arch, environment, folder)
-        config = pulled.config.get("config") or {}
-        return list(image_layers(pulled, base.reference, maker)), list(config.get("Env") or _ENV)
-
-    def tree() -> Tree:
-        return locked_files(base, FIXED_TIME, environment, offline=offline)
-
-    key = ["builder", FIXED_TIME, rules_digest()]
-    key += [f"{deb.name} {deb.version} {deb.arch} {deb.sha256}" for deb in base.packages]
-    return [maker.part(LayerRequest(_title(lock), key_of("debian", key), tree))], list(_ENV)

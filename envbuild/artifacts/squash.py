@@ -121,10 +121,7 @@ def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs
     else:
         size = _write(root, out, start, on_progress)
     out.truncate(start + size)
-    finish_sif(
-        out, definition, jsons, root.arch,
-        partition_offset=start, partition_size=size, mtime=root.mtime,
-    )  # fmt: skip
+    finish_sif(out, definition, jsons, root.arch, partition_offset=start, partition_size=size, mtime=root.mtime)
 
 
 def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
