@@ -56,10 +56,7 @@ def mount_points(has: Callable[[str], bool], mtime: int) -> list[Addition]:
 
 
 def definition(source: str) -> str:
-    """Return a definition file for an image that was made from `source`, such as `docker://debian:12`.
-
-    A source that no definition file can name becomes a comment. A password in it is left out.
-    """
+    """Return a definition file for an image from `source`, a comment if none can name it. Passwords are left out."""
     shown = redact(source)
     if shown.startswith("docker://") and "\n" not in shown:
         return f"Bootstrap: docker\nFrom: {shown.removeprefix('docker://')}\n"
@@ -89,10 +86,7 @@ def all_labels(config: Mapping[str, Any], definition: str) -> dict[str, str]:
 
 
 def inspect_metadata(config: Mapping[str, Any], definition: str) -> bytes:
-    """Return inspect-metadata.json of a SIF, which `apptainer inspect` reads instead of the file system.
-
-    The JSON has the form that Apptainer's pkg/inspect writes; texts lose their final newlines, as there.
-    """
+    """Return inspect-metadata.json of a SIF, which `apptainer inspect` reads, as Apptainer's pkg/inspect writes it."""
     texts = {path: text.rstrip("\n") for path, text in _scripts(run_of(config)).items()}
     attributes = {
         "environment": {f"/{_HOME}/{path}": texts[path] for path in (_DOCKER_ENV, _OWN_ENV)},

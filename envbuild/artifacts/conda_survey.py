@@ -60,10 +60,7 @@ def owned_dist_infos(records: list[dict[str, Any]], site_packages: str) -> froze
 
 
 def survey_conda(root: Path, site_packages: Path) -> tuple[dict[str, Distribution], FileReport]:
-    """Return the packages of the conda environment at `root` by name, also those that pip added, and its files.
-
-    Paths are relative to `root`. Bytecode is left out, because Python renews it.
-    """
+    """Return the packages of the conda environment at `root`, with pip's, and its files, relative to it."""
     inside = os.path.relpath(site_packages, root)
     try:
         records = read_records(root)

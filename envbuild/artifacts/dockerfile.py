@@ -136,11 +136,7 @@ def build_context(
 
 
 def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[str, Path | bytes]:
-    """Return the files from which a stage builds the source layers of `plan`, by name.
-
-    They are archives, patches, CUDA's headers as wheels, and a description of the layers. Raises BuildError for a file
-    that no source has.
-    """
+    """Return the files from which a stage builds the source layers of `plan`, by name. Raises BuildError."""
     if not plan.sources:
         return {}
 
@@ -264,10 +260,7 @@ def _certificates(environment: Environment) -> str | None:
 
 
 def explain(lines: Sequence[str]) -> str:
-    """Return the output of the failed step in what `docker build --progress=plain` printed, indented.
-
-    BuildKit's own summary repeats the step's whole command, which says nothing about the cause.
-    """
+    """Return the failed step's output in a plain log of `docker build`, whose own summary repeats only the command."""
     steps = [(match[1], match[2]) for line in lines if (match := _STEP_OUTPUT.fullmatch(line))]
     failed = next((number for number, text in steps if text.startswith("ERROR: ")), None)
     said = [match[1] for line in lines if failed and (match := re.fullmatch(rf"#{failed} \d+\.\d+ (.*)", line))]

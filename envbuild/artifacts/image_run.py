@@ -1,7 +1,4 @@
-"""The start of an image's program, as the image's configuration defines it.
-
-Source: OCI image specification 1.1, config.md; docker's older images have a single word instead of a list of words.
-"""
+"""The start of an image's program, as the image's configuration defines it (OCI image specification 1.1, config.md)."""
 
 from __future__ import annotations
 
@@ -79,7 +76,7 @@ def link(path: str, target: str, mtime: int) -> Addition:
 
 def _words(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
     value = data.get(key) or []
-    if isinstance(value, str):
+    if isinstance(value, str):  # in docker's older images
         value = [value]
     if not isinstance(value, list):
         raise _wrong(key)

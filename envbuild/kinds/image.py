@@ -96,10 +96,7 @@ def source_date(environment: Environment) -> int:
 def make_images(
     prepared: Sequence[PreparedImage], options: ImageOptions, environment: Environment, *, offline: bool
 ) -> dict[str, Any]:
-    """Assemble the images, verify those that this host can run, and write them to the requested outputs.
-
-    Returns the object that `--json` prints. Raises VerificationError before any output is replaced.
-    """
+    """Assemble, verify and write images; return what `--json` prints. Raises VerificationError before any output."""
     started = time.monotonic()
     check_options(options, len(prepared), environment)
     images = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ def make_from_recipe(
             image = assemble(one, layers, environment, offline=offline)
             build = _Build(options, environment, arch, started, image.state, plan)
             return _by_engine(build, image.blobs, image.descriptor)
-        maker = _maker(options, environment)
+        maker = SegmentCache(environment.store, options.codec, resources.workers(environment.variables), log)
         filled = fill(one, layers, environment, maker, offline=offline)
         build = _Build(options, environment, arch, started, filled.state, plan)
         config = {"architecture": GOARCH[arch], "os": "linux", "config": run_config(plan, filled.base)}
@@ -149,7 +149,7 @@ def make_from_image(
         if options.engine != "native":
             pulled = fetch_image(source.name, target.arch, environment, Path())
             return _by_engine(build, pulled.blobs, pulled.manifest.descriptor)
-        maker = _maker(options, environment)
+        maker = SegmentCache(environment.store, options.codec, resources.workers(environment.variables), log)
         image = _image_at(source, target.arch, environment)
         count = len(image.layers)
         layers = [
@@ -182,10 +182,6 @@ def _check_user(source: ImageSource, environment: Environment) -> None:
     if found is None or found.username != source.user:
         has = f"those of {found.username!r} ({found.source})" if found else "none"
         raise UsageError(f"no credentials of {source.user!r} for {registry}: found {has}", PLACES)
-
-
-def _maker(options: ImageFileOptions, environment: Environment) -> SegmentCache:
-    return SegmentCache(environment.store, options.codec, resources.workers(environment.variables), log)
 
 
 def _natively(
@@ -237,7 +233,10 @@ def _accept(build: _Build, staged: Sequence[Path]) -> list[Result]:
     results = []
     for file, path in zip(build.options.files, staged, strict=True):
         digest = file_digest(path)
-        state = build.state or _state_inside(path)
+        state = build.state
+        if state is None:
+            with suppress(UsageError):  # the image is not one of envbuild's
+                state = image_state(open_image_file(path))
         if build.plan is None:
             passed = passing_receipt(file.path, digest) is not None
         else:
@@ -253,13 +252,6 @@ def _accept(build: _Build, staged: Sequence[Path]) -> list[Result]:
         warnings = build.plan.warnings if build.plan else ()
         results.append(Result(file.path, digest, target, at, seconds, True, receipt is not None, warnings))
     return results
-
-
-def _state_inside(path: Path) -> State | None:
-    try:
-        return image_state(open_image_file(path))
-    except UsageError:
-        return None
 
 
 def _verified(build: _Build, file: OutputFile, path: Path, digest: str, state: State | None) -> dict[str, Any] | None:
