@@ -1,32 +1,52 @@
-"""A root file system for enroot, Apptainer and Charliecloud: one squashfs, from layers as segments.
+"""A root file system as one squashfs, from layers as segments: for enroot, Apptainer and Charliecloud, and the builder.
 
-The same squashfs is the .sqsh and the partition of the .sif: files for one runtime do not disturb the others.
+The same squashfs is the .sqsh and the partition of the .sif: files for one runtime do not disturb the others. The
+builder image, in which source layers of images are compiled, is builders/<digest>.sqsh in the store: the digest of its
+lock and of the rules by which packages become a tree.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from envbuild import resources
 from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.artifacts.enroot import enroot_files, normalised
-from envbuild.disk_space import reserve
+from envbuild.debian.defaults import rules_digest
+from envbuild.disk_space import check_disk_space, reserve
+from envbuild.environment import Environment
+from envbuild.file_lock import file_lock
 from envbuild.image.entry import FILE, HARDLINK
 from envbuild.image.merge import MergedEntry, Merging
+from envbuild.image.model import GOARCH
 from envbuild.image.sif import finish_sif, write_sif_front
+from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
 from envbuild.image.squashfs.write import estimate, write_image
+from envbuild.layers.base import image_layers, locked_files
+from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
 from envbuild.layers.segments import CachedSegment, SegmentCache
-from envbuild.progress import OnProgress
+from envbuild.lock.base_oci import pull
+from envbuild.lock.image import ImageLock, OciLock
+from envbuild.progress import OnProgress, log, transfer
+from envbuild.recipe.targets import Target
 
 _COPY = 8 << 20
+# Increase it when builder images change although their locks do not.
+_BUILDER_FORMAT = 1
+# The image is written once and read often, by anything that can mount it.
+_BUILDER_CODEC = "zstd:1"
+_BUILDER_ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +147,53 @@ def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs
 def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
     maker = root.maker
     return write_image(root.entries, root.segments, out, base, maker.codec, root.mtime, maker.workers, on_progress)
+
+
+def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, offline: bool) -> Path:
+    """Return the .sqsh of the builder image that `lock` describes; it is written if missing. `folder` is the recipe's.
+
+    Raises BuildError when no source has a part of it, and when the store is not writable.
+    """
+    key = hashlib.sha256(f"{_BUILDER_FORMAT} {lock.digest} {rules_digest()}".encode()).hexdigest()
+    path = environment.store.folder("builders") / f"{key}.sqsh"
+    if path.is_file():
+        return path
+    try:
+        with file_lock(path.with_suffix(".lock"), remove=True):
+            if not path.is_file():  # another process may have written it meanwhile
+                log(f"the builder of {lock.target} is made: {_title(lock)}")
+                _write_builder(lock, folder, path, environment, offline)
+    except OSError as error:
+        raise environment.store.unwritable(error) from error
+    return path
+
+
+def _title(lock: ImageLock) -> str:
+    if isinstance(lock.base, OciLock):
+        return lock.base.reference
+    return f"Debian {lock.base.suite} with compilers, {len(lock.base.packages)} packages"
+
+
+def _write_builder(lock: ImageLock, folder: Path, path: Path, environment: Environment, offline: bool) -> None:
+    maker = SegmentCache(environment.store, codec_of(_BUILDER_CODEC), resources.workers(environment.variables), log)
+    base, arch, env = lock.base, Target.parse(lock.target).arch, list(_BUILDER_ENV)
+    if isinstance(base, OciLock):
+        pulled = pull(base.reference, base.digest, arch, environment, folder)
+        env = list((pulled.config.get("config") or {}).get("Env") or _BUILDER_ENV)
+        layers = image_layers(pulled, base.reference, maker)
+    else:
+        key = ["builder", FIXED_TIME, rules_digest()]
+        key += [f"{deb.name} {deb.version} {deb.arch} {deb.sha256}" for deb in base.packages]
+        tree = partial(locked_files, base, FIXED_TIME, environment, offline=offline)
+        layers = (maker.part(LayerRequest(_title(lock), key_of("debian", key), tree)),)
+    config = {"architecture": GOARCH[arch], "os": "linux", "config": {"Env": env}}
+    origin = f"envbuild:builder:{lock.target}@{lock.digest}"
+    root_of = composed(layers, maker, config, provenance=origin, definition="", arch=arch, mtime=FIXED_TIME)
+    with environment.store.working("builders", "new") as made:
+        new = made / path.name
+        with new.open("x+b") as out, root_of as root:
+            check_disk_space(made, root.size)
+            with transfer("writing the builder", None) as on_progress:
+                write_sqsh(root, out, on_progress)
+        new.chmod(0o644)
+        os.replace(new, path)
