@@ -27,7 +27,7 @@ def run_job(job: Path, on_line: Callable[[str], None]) -> None:
     """Run the job in the file `job` in a child process, and call `on_line` with each line that it prints."""
     home = os.fspath(Path(envbuild.__file__).parents[1])
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-P", "-m", __name__, job]
+    command = [sys.executable, "-P", "-m", __name__, str(job)]
     process.follow(command, {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"}, on_line)
 
 

@@ -162,7 +162,8 @@ def _environment_layer(
     """Return the last layer, and the state of the whole environment, which that layer contains."""
     plan = one.plan
     found = [distribution for layer in made for distribution in layer.distributions]
-    wanted = {(package.name, package.version) for package in (*plan.conda, *plan.packages)}
+    wanted = {(conda.name, conda.version) for conda in plan.conda}
+    wanted |= {(package.name, package.version) for package in plan.packages}
     wanted |= {distribution for layer in layers for distribution in layer.distributions}
     if differing := wanted ^ {(name, version) for name, version, _ in found}:
         names = sorted(f"{name} {version}" for name, version in differing)
@@ -233,4 +234,4 @@ def _variables(plan: Plan, base: BaseImage[M]) -> dict[str, str]:
     torch += [p.version for p in plan.conda if p.name == "pytorch"]
     if torch:
         variables["PYTORCH_VERSION"] = torch[-1]
-    return {**Target.parse(plan.target).family.container_variables, **variables, **plan.image.env}
+    return {**dict(Target.parse(plan.target).family.container_variables), **variables, **plan.image.env}
