@@ -39,7 +39,6 @@ from spython.main import Client
 source, image, *options = sys.argv[1:]
 Client.build(recipe=source, image=image, options=options, singularity_options=["--nocolor"], sudo=False, quiet=True)
 """
-_SETTINGS = ("CACHEDIR", "TMPDIR")
 
 
 def find_engine(variables: Mapping[str, str]) -> str:
@@ -84,7 +83,7 @@ def build_with_apptainer(source: str, out: Path, environment: Environment, *, ar
 def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
     """Yield the tool's variables, for both its names; its temporary files go into a folder that is removed."""
     made = dict(variables)
-    for setting in _SETTINGS:  # Apptainer also reads SINGULARITY_*, but SingularityCE reads no APPTAINER_*
+    for setting in ("CACHEDIR", "TMPDIR"):  # Apptainer also reads SINGULARITY_*, but SingularityCE reads no APPTAINER_*
         value = made.get(f"APPTAINER_{setting}") or made.get(f"SINGULARITY_{setting}")
         if value:
             made[f"APPTAINER_{setting}"] = made[f"SINGULARITY_{setting}"] = value

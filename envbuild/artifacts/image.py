@@ -58,11 +58,11 @@ class PreparedImage:
 class AssembledImage:
     """An assembled image: its manifest, configuration, layers from the lowest up, and the store of their blobs."""
 
+    plan: Plan
     manifest: ImageManifest
     config: bytes
     layers: tuple[CachedLayer, ...]
     state: State
-    arch: str
     base_name: str
     blobs: Blobs
 
@@ -80,7 +80,7 @@ class AssembledImage:
     def descriptor(self) -> Descriptor:
         """The manifest with its platform, for an index."""
         one = self.manifest.descriptor
-        return Descriptor(one.media_type, one.digest, one.size, self.arch, "linux")
+        return Descriptor(one.media_type, one.digest, one.size, GOARCH[Target.parse(self.plan.target).arch], "linux")
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ def assemble(
 ) -> AssembledImage:
     """Assemble the image `one` in the store; `layers` are its source layers. Raises BuildError and LockError."""
     filled = fill(one, layers, environment, TarCache(environment.store, log), offline=offline)
-    plan, blobs, arch = one.plan, environment.store.blobs, GOARCH[one.target.arch]
+    plan, blobs = one.plan, environment.store.blobs
     history = [
         {"created": created(plan), "created_by": f"envbuild: {layer.title}", "comment": "envbuild"}
         for layer in filled.layers
     ]
     config = canonical({
         "created": created(plan),
-        "architecture": arch,
+        "architecture": GOARCH[one.target.arch],
         "os": "linux",
         "config": run_config(plan, filled.base),
         "rootfs": {"type": "layers", "diff_ids": [made.layer.diff_id for made in filled.layers]},
@@ -118,7 +118,7 @@ def assemble(
     }), "the image's manifest")  # fmt: skip
     assert isinstance(manifest, ImageManifest)
     blobs.add(manifest.raw)
-    return AssembledImage(manifest, config, filled.layers, filled.state, arch, filled.base.name, blobs)
+    return AssembledImage(plan, manifest, config, filled.layers, filled.state, filled.base.name, blobs)
 
 
 def fill(

@@ -23,11 +23,7 @@ from envbuild.verify.subject import Subject
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished artifact.
-
-    `receipt` is None without verification. `built` and `verified` say whether this run did so or found it done.
-    `warnings` are those of the lock.
-    """
+    """A finished artifact; `receipt` is None without verification. `built`, `verified`: by this run, not before it."""
 
     path: Path
     digest: str

@@ -107,7 +107,7 @@ def make_images(
         log(f"{one.plan.recipe} for {one.target.name}: {count} packages")
         images.append(assemble(one, layers, environment, offline=offline))
     index = docker.index_of(images) if len(images) > 1 else None
-    receipts = [_verified(one, image, options, environment) for one, image in zip(prepared, images, strict=True)]
+    receipts = [_verified(image, options, environment) for image in images]
     result = {"path": options.tag, "digest": index.digest if index else images[0].digest}
     if options.load:
         result |= docker.load_tagged(images[0], options.tag, environment)
@@ -119,7 +119,7 @@ def make_images(
         if options.form == "docker":  # other manifests, the same blobs
             sent = [replace(image, manifest=docker_manifest(image.manifest)) for image in images]
         result |= docker.push(sent, options.tag, environment)
-        _record_push(prepared, images, sent, options, result["reference"].partition("@")[0])
+        _record_push(images, sent, options, result["reference"].partition("@")[0])
     return result | report(prepared, [image.digest for image in images], receipts, started)
 
 
@@ -152,35 +152,32 @@ def check_options(options: ImageOptions, count: int, environment: Environment) -
 
 
 def _record_push(
-    prepared: Sequence[PreparedImage],
-    images: Sequence[AssembledImage],
-    sent: Sequence[AssembledImage],
-    options: ImageOptions,
-    name: str,
+    images: Sequence[AssembledImage], sent: Sequence[AssembledImage], options: ImageOptions, name: str
 ) -> None:
     """Record in each image's receipt, and in a copy for jobs, the reference that nodes pull: its manifest as `sent`."""
-    for one, image, pushed in zip(prepared, images, sent, strict=True):
-        usual = DOCKER.default_path(one.plan.recipe, one.plan.target)
+    for image, pushed in zip(images, sent, strict=True):
+        usual = DOCKER.default_path(image.plan.recipe, image.plan.target)
         with atomic.writing(usual.parent):
-            record_push(options.beside(one.plan), image.digest, f"{name}@{pushed.digest}", usual)
+            record_push(options.beside(image.plan), image.digest, f"{name}@{pushed.digest}", usual)
 
 
-def _verified(one: PreparedImage, image: AssembledImage, options: ImageOptions, environment: Environment) -> str | None:
+def _verified(image: AssembledImage, options: ImageOptions, environment: Environment) -> str | None:
     """Verify `image` and return the path of its receipt; None, after a message, when it cannot be verified here."""
+    plan = image.plan
     if not options.verify:
         return None
-    if one.target.arch != host_arch():
-        log(f"{one.target.name}: not verified: this {host_arch()} host cannot run it")
+    if Target.parse(plan.target).arch != host_arch():
+        log(f"{plan.target}: not verified: this {host_arch()} host cannot run it")
         return None
-    beside = options.beside(one.plan)
-    if not has_receipt(beside, image.digest, one.plan, options.faults):
+    beside = options.beside(plan)
+    if not has_receipt(beside, image.digest, plan, options.faults):
         try:
             with connect(environment.variables) as client, docker.loaded(client, image, keep=options.load):
-                verify_image(client, one.plan, image, options, environment)
+                verify_image(client, plan, image, options, environment)
         except HostError as error:
             if options.load:
                 raise
-            log(f"{one.target.name}: not verified: {error.message}")
+            log(f"{plan.target}: not verified: {error.message}")
             return None
     return str(receipt_path(beside).absolute())
 

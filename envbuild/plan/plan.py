@@ -126,11 +126,7 @@ def make_plan(
     artifact: str, trainer_version: str, trainer_digest: str, compile_bytecode: bool = False,
     image: ImageInputs | None = None, sources: tuple[SourceLayer, ...] = (), host_layers: tuple[HostLayer, ...] = (),
 ) -> Plan:  # fmt: skip
-    """Return the plan of one artifact.
-
-    Its steps are the interpreter or the base, every locked package by name, the source layers, the host layers,
-    the fabric, the trainer, and the settings of an image.
-    """
+    """Return the plan of one artifact, with its steps in the order of the build."""
     recipe = loaded.recipe
     wheels = lock.pip if isinstance(lock, CondaLock) else lock
     conda = lock.packages if isinstance(lock, CondaLock) else ()
