@@ -59,11 +59,7 @@ def is_current(path: Path, state: State, python: str | None = None) -> bool:
 
 
 def build(wanted: FolderBuild) -> State:
-    """Build the environment, and return its state.
-
-    Raises the errors of its `layers`, and BuildError for a package or wheel that is damaged or that no source has, for
-    a path too long for a package, and for a disk that is full or not writable.
-    """
+    """Build the environment, and return its state. Raises BuildError, LockError and the errors of its `layers`."""
     plan, environment, staged, final = wanted.plan, wanted.environment, wanted.staged, wanted.final
     version = next((package.version for package in plan.conda if package.name == "python"), plan.python)
 
@@ -195,11 +191,7 @@ def _runs(file: Path, root: Path) -> bool:
 
 
 def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` as after `conda activate` of the environment at `path`, without a caller's Python settings.
-
-    bash runs the environment's activation scripts (etc/conda/activate.d/*.sh). Raises HostError when there are some and
-    they cannot be run.
-    """
+    """Return `env` as after `conda activate`, whose scripts bash runs, without Python settings. Raises HostError."""
     root = path.absolute()
     result = {name: value for name, value in env.items() if name not in _DROPPED}
     result |= {

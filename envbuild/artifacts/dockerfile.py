@@ -58,8 +58,7 @@ def find_docker(env: Mapping[str, str]) -> DockerCommand:
     Before version 23, BuildKit is part of docker's command line; since then it is the plugin buildx.
     """
     # The SDK, which verification uses, knows no docker contexts: both must use the same daemon.
-    variables = {**env, "DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default"}
-    variables |= {"BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+    variables = {**env, "DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     variables.pop("DOCKER_CONTEXT", None)
     if not env.get("DOCKER_HOST"):
         variables["DOCKER_CONTEXT"] = "default"

@@ -118,11 +118,7 @@ def tool_hint(said: str) -> str:
 
 
 def link_mode(store: Path, folder: Path) -> str:
-    """Return uv's `--link-mode` for installing from `store` to `folder`, which both exist.
-
-    It is "clone" on a file system whose files can share blocks, "hardlink" within one local file system, "copy" across
-    devices and on network file systems.
-    """
+    """Return uv's `--link-mode` from `store` to `folder`: shared blocks, local hard links, or copies elsewhere."""
     if os.stat(store).st_dev != os.stat(folder).st_dev:
         return "copy"
     try:

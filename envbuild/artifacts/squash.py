@@ -73,11 +73,7 @@ def composed(
     layers: Sequence[CachedSegment], maker: SegmentCache, config: Mapping[str, Any], *,
     provenance: str, definition: str, arch: str, mtime: int,
 ) -> Iterator[SquashTree]:  # fmt: skip
-    """Yield the tree of `layers` of `maker`, lowest first, with the files that runtimes need.
-
-    The added files are in a temporary file in the store meanwhile. Raises BuildError for invalid layers or an invalid
-    configuration.
-    """
+    """Yield the tree of `layers` of `maker`, lowest first, with the files that runtimes need. Raises BuildError."""
     merging = Merging()
     for layer in layers:
         merging.add(layer.title, layer.segment.members)

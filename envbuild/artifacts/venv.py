@@ -35,11 +35,7 @@ def is_current(path: Path, state: State, python: str | None = None) -> bool:
 
 
 def build(wanted: FolderBuild) -> State:
-    """Build the environment, which can be moved anywhere, and return its state.
-
-    Raises BuildError, LockError (a wheel that no source has), HostError (no suitable interpreter), and the errors of
-    its `layers`.
-    """
+    """Build the environment, which can be moved anywhere, and return its state. Raises BuildError and HostError."""
     plan, environment, staged = wanted.plan, wanted.environment, wanted.staged
     # --relocatable: the folder is built beside its final path and moved, so that no script may contain its path.
     creating = process.start(

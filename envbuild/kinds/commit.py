@@ -97,11 +97,7 @@ def open_subject(path: Path, environment: Environment | None = None, runtime: st
 def verify_artifact(
     path: Path, environment: Environment, overrides: dict[str, Any], runtime: str | None = None
 ) -> tuple[State, dict[str, Any]]:
-    """Verify the artifact at `path` again, and write its receipt, passing or not.
-
-    `runtime` starts an image file, None for the best one on this host. Returns the artifact's state and the receipt.
-    Raises UsageError when there is no artifact of envbuild's.
-    """
+    """Verify the artifact at `path` again, and write its receipt, passing or not; return its state and the receipt."""
     subject = open_subject(path, environment, runtime)
     check_built_torch(subject.state, path)
     verdict = _verdict(subject, settings_of(subject.state.verify, overrides), environment, path)

@@ -169,9 +169,8 @@ def _layers(
 ) -> RequestedLayers:
     """Return the source layers that a stage of the Dockerfile builds, and the image of that stage.
 
-    That image is the recipe's `build_base`, by its locked digest; with the default base of Dockerfile.gpu, its
-    BUILD_BASE; else the base itself, into which compilers are installed. Raises UsageError for layers that no
-    stage can build.
+    That is the recipe's `build_base`; with the default base of Dockerfile.gpu, its BUILD_BASE; else the base itself,
+    into which compilers are installed. Raises UsageError for layers that no stage can build.
     """
     found = requested_layers(loaded, target)
     if not found.sources:

@@ -34,11 +34,7 @@ def prepare_folder(
     kind: FolderArtifact, loaded: LoadedRecipe, target: Target, environment: Environment, *,
     compile_bytecode: bool = False, here: bool = True, **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:  # fmt: skip
-    """Return the plan of an environment of `kind`, and its trainer; see `prepare`.
-
-    Raises UsageError when this kind cannot be built from the recipe, HostError when it is to be built `here`
-    and this host cannot build it.
-    """
+    """Return the plan of an environment of `kind`, and its trainer. Raises UsageError, HostError if built `here`."""
     if here:
         check_host(kind.module().TITLE, target)
     if not kind.of_conda and not has_wheels(loaded, target):

@@ -62,11 +62,7 @@ def prepare_image(
     loaded: LoadedRecipe, target: Target, environment: Environment, *,
     bytecode: bool, here: bool = True, **use: Unpack[LockUse],
 ) -> PreparedImage:  # fmt: skip
-    """Return the plan of an image; missing or stale locks are updated first.
-
-    The recipe says whether its environment consists of wheels or of conda packages. Raises HostError for source layers
-    that are not in the store and cannot be built `here`.
-    """
+    """Return the plan of an image, with current locks. Raises HostError for layers that cannot be built `here`."""
     layers = for_image(loaded, target, environment, **use)
     base = ensure(image_lock(loaded, target), environment, **use)
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None

@@ -138,10 +138,7 @@ def make_from_recipe(
 def make_from_image(
     source: ImageSource, target: Target, options: ImageFileOptions, environment: Environment
 ) -> list[Result]:
-    """Convert an existing image for `target`'s architecture; one that envbuild built is also verified.
-
-    Raises BuildError for an image that is damaged, missing, or for another architecture.
-    """
+    """Convert an existing image for `target`; one that envbuild built is also verified. Raises BuildError."""
     with _locked(options):
         environment.store.clean_stale()
         _check_user(source, environment)
