@@ -138,7 +138,6 @@ def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[
     """Return the files from which a stage builds the source layers of `plan`, by name. Raises BuildError."""
     if not plan.sources:
         return {}
-
     files: dict[str, Path | bytes] = {}
     described = []
     for layer in plan.sources:
