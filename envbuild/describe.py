@@ -11,7 +11,7 @@ from typing import Any
 
 from envbuild.inspect.facts import Description, Inventory, completed
 from envbuild.inspect.masking import masked, masked_text, masked_words
-from envbuild.kinds.docker import DOCKER
+from envbuild.kinds import DOCKER
 from envbuild.verify.receipt import receipt_path
 
 FORMAT = 1

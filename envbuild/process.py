@@ -108,6 +108,23 @@ def run(
     return done
 
 
+def follow(command: Sequence[str | Path], env: Mapping[str, str], on_line: Callable[[str], None]) -> int:
+    """Run `command`, call `on_line` with each line of both its streams as it comes, and return its exit status.
+
+    An interrupt, or an error of `on_line`, stops the child and all its children.
+    """
+    child = start(command, env=env, stderr=subprocess.STDOUT)
+    assert child.stdout is not None
+    try:
+        with child.stdout:
+            for line in child.stdout:
+                on_line(line.decode(errors="replace").rstrip())
+        return child.wait()
+    except BaseException:
+        stop([child])
+        raise
+
+
 def tail(done: subprocess.CompletedProcess[str], lines: int = TAIL_LINES) -> str:
     """Return the last `lines` lines of a tool's output, indented: of stderr, or of stdout if stderr is empty."""
     text = (done.stderr.strip() or done.stdout.strip()).splitlines()

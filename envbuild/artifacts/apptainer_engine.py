@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from envbuild import process
 from envbuild.artifacts.image_run import quoted
-from envbuild.atomic import remove, staged, writing
+from envbuild.atomic import staged, writing
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import read_sif
+from envbuild.progress import log
 from envbuild.site.pip_config import redact
+from envbuild.store.store import remove_tree
 
-Log = Callable[[str], None]
 PROGRAMS = ("apptainer", "singularity")
 # The compression level of envbuild's own squashfs; gzip, the tool's default, takes four times as long.
 _SQUASHFS = "-comp zstd -Xcompression-level 3"
@@ -39,7 +39,6 @@ from spython.main import Client
 source, image, *options = sys.argv[1:]
 Client.build(recipe=source, image=image, options=options, singularity_options=["--nocolor"], sudo=False, quiet=True)
 """
-_SETTINGS = ("CACHEDIR", "TMPDIR")
 
 
 def find_engine(variables: Mapping[str, str]) -> str:
@@ -53,40 +52,38 @@ def find_engine(variables: Mapping[str, str]) -> str:
     )
 
 
-def build_with_apptainer(source: str, out: Path, environment: Environment, log: Log, *, arch: str) -> None:
+def build_with_apptainer(source: str, out: Path, environment: Environment, *, arch: str) -> None:
     """Build the SIF `out` from `source` (`docker-archive:FILE`, `oci:FOLDER`) for `arch` (x86_64, aarch64).
 
     The tool's own settings apply: APPTAINER_CACHEDIR, APPTAINER_TMPDIR, and the same with SINGULARITY. `out` is
-    replaced when the new image is complete; an interrupted build leaves nothing behind. Raises HostError
-    without the tool, BuildError with the end of its output when it fails or writes another image.
+    replaced when the new image is complete; an interrupted build leaves nothing behind. Raises HostError without the
+    tool, BuildError with the end of its output when it fails or writes another image.
     """
     engine = find_engine(environment.variables)
-    options = _options(engine, arch, environment.variables)
+    options = [] if arch == os.uname().machine else ["--arch", GOARCH[arch]]
+    known = process.run([engine, "build", "--help"], env=environment.variables, failure=HostError)
+    if _OPTION in known.stdout:
+        options += [_OPTION, _SQUASHFS]
     with staged(out) as folder:
         with _temporary(environment.variables) as variables:
             image = folder / "image.sif"
-            _run(engine, [source, str(image), *options], folder, variables, log)
-            _check(image, arch)
+            _run(engine, [source, str(image), *options], folder, variables)
+            if not image.is_file():
+                raise BuildError("the tool ended without an error and without an image")
+            with image.open("rb") as stream:
+                found = read_sif(stream, "what the tool made").arch
+            if found != arch:
+                raise BuildError(f"the tool made an image for {found or 'no architecture'}, not {arch}")
         with writing(out.parent):
             image.chmod(0o755)  # executable, as the tool's own SIF files are
             os.replace(image, out)
 
 
-def _options(engine: str, arch: str, variables: Mapping[str, str]) -> list[str]:
-    options = [] if arch == os.uname().machine else ["--arch", GOARCH[arch]]
-    known = process.run([engine, "build", "--help"], env=variables, failure=HostError)
-    return [*options, _OPTION, _SQUASHFS] if _OPTION in known.stdout else options
-
-
 @contextmanager
 def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Yield the variables for the tool; its temporary files go into a folder that is removed at the end.
-
-    That folder is where the tool would put it. Apptainer also reads SINGULARITY_*, but SingularityCE reads no
-    APPTAINER_*: both get both.
-    """
+    """Yield the tool's variables, for both its names; its temporary files go into a folder that is removed."""
     made = dict(variables)
-    for setting in _SETTINGS:
+    for setting in ("CACHEDIR", "TMPDIR"):  # Apptainer also reads SINGULARITY_*, but SingularityCE reads no APPTAINER_*
         value = made.get(f"APPTAINER_{setting}") or made.get(f"SINGULARITY_{setting}")
         if value:
             made[f"APPTAINER_{setting}"] = made[f"SINGULARITY_{setting}"] = value
@@ -97,15 +94,10 @@ def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
     try:
         yield made
     finally:
-        for path, folders, _ in os.walk(own):
-            # A tree may have folders that not even their owner may write to.
-            for name in folders:
-                if not os.path.islink(os.path.join(path, name)):
-                    os.chmod(os.path.join(path, name), 0o700)
-        remove(own)
+        remove_tree(own)  # a tree may have folders that not even their owner may write to
 
 
-def _run(engine: str, arguments: list[str], folder: Path, variables: Mapping[str, str], log: Log) -> None:
+def _run(engine: str, arguments: list[str], folder: Path, variables: Mapping[str, str]) -> None:
     """Let spython build. Raises BuildError with the tool's last lines when it fails."""
     code = folder / "code"
     script = folder / "bin/singularity"
@@ -113,39 +105,20 @@ def _run(engine: str, arguments: list[str], folder: Path, variables: Mapping[str
     script.write_text(f'#!/bin/sh\n{quoted(engine)} "$@" 2>&1\ncode=$?\necho $code > {quoted(str(code))}\nexit $code\n')
     script.chmod(0o755)
     path = f"{script.parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
-    child = process.start(
-        [sys.executable, "-P", "-c", _CHILD, *arguments], env={**variables, "PATH": path}, stderr=subprocess.STDOUT
-    )
     last: deque[str] = deque(maxlen=process.TAIL_LINES)
-    try:
-        assert child.stdout is not None
-        for raw in child.stdout:
-            line = redact(raw.decode(errors="replace").rstrip())
-            if line:
-                last.append(line)
-                log(line)
-        child.wait()
-    except BaseException:
-        process.stop([child])
-        raise
+
+    def show(text: str) -> None:
+        line = redact(text)
+        if line:
+            last.append(line)
+            log(line)
+
+    exit_code = process.follow([sys.executable, "-P", "-c", _CHILD, *arguments], {**variables, "PATH": path}, show)
     told = code.read_text().strip() if code.exists() else "no exit code"
-    if child.returncode != 0 or told != "0":
+    if exit_code != 0 or told != "0":
         said = "\n".join("  " + line for line in last)
-        name = os.path.basename(engine)
-        raise BuildError(f"{name} did not build the image (exit {told}):\n{said}", _hint(said))
-
-
-def _hint(said: str) -> str | None:
-    if "no space left" in said.lower():
-        return "set APPTAINER_TMPDIR, and APPTAINER_CACHEDIR, to folders with more room"
-    return None
-
-
-def _check(image: Path, arch: str) -> None:
-    """Raise BuildError when the tool reported success but did not write the requested image."""
-    if not image.is_file():
-        raise BuildError("the tool ended without an error and without an image")
-    with image.open("rb") as stream:
-        found = read_sif(stream, "what the tool made")
-    if found.arch != arch:
-        raise BuildError(f"the tool made an image for {found.arch or 'no architecture'}, not {arch}")
+        full = "no space left" in said.lower()
+        raise BuildError(
+            f"{os.path.basename(engine)} did not build the image (exit {told}):\n{said}",
+            "set APPTAINER_TMPDIR, and APPTAINER_CACHEDIR, to folders with more room" if full else None,
+        )

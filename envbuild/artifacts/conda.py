@@ -1,128 +1,182 @@
-"""A conda environment from a plan: packages from the store, installed by rattler and uv, put in place atomically.
+"""A conda environment from a plan: packages from the store by rattler, then wheels by uv, never over conda's files.
 
-Unlike a venv, its files contain its path: it is built in a folder beside its final path, with the final path in
-its files.
+Unlike a venv, its files contain its path: it is built in a folder beside its final path, with the final path in its
+files. Sources: conda's documentation "Managing environments" (CONDA_PREFIX, activate.d, env_vars.d, conda-meta/state);
+PyPA "Recording installed projects" (RECORD) and "Entry points specification".
 """
 
 from __future__ import annotations
 
+import base64
+import csv
+import hashlib
+import io
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from envbuild import atomic, process, resources
-from envbuild.artifacts import installed
-from envbuild.artifacts.conda_activate import activated
 from envbuild.artifacts.conda_cache import Located
-from envbuild.artifacts.conda_survey import conda_packages, owned_dist_infos, quick_names, read_records
-from envbuild.artifacts.folder import check_installed, interpreter, site_packages
-from envbuild.artifacts.state import FILE, State, has_layers, packages_of, state_of
-from envbuild.environment import Environment
-from envbuild.errors import BuildError
+from envbuild.artifacts.conda_install import install_packages
+from envbuild.artifacts.conda_survey import META, conda_packages, owned_dist_infos, quick_names, read_records
+from envbuild.artifacts.folder import PYTHON_SETTINGS, FolderBuild, finish, install_wheels, interpreter, site_packages
+from envbuild.artifacts.installed import names_and_versions
+from envbuild.artifacts.state import State, has_packages
+from envbuild.errors import BuildError, HostError
+from envbuild.layers.compose import WheelFile
 from envbuild.layers.conda_files import locate_conda
-from envbuild.layers.trainer import Trainer
+from envbuild.layers.wheel import Scheme, wheel_paths
 from envbuild.layers.wheels import locate
 from envbuild.lock.conda import CondaPackage
-from envbuild.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from envbuild.artifacts.layers_in import LayerFolder
 
 TITLE = "conda environment"
+_DROPPED = PYTHON_SETTINGS | {"VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT"}
+# Runs each script, with its output kept apart from the variables. As in conda, a failing script stops nothing.
+_SOURCE = """exec 3>&1 1>&2
+for script in "$@"; do . "$script"; done
+exec "$CONDA_PREFIX/bin/python" -I -S -c 'import os
+os.write(3, b"\\0".join(k + b"=" + v for k, v in os.environb.items()))'
+"""
+# As uv writes it for relocatable environments: the interpreter is found from the script's own path.
+_RELOCATABLE = b"""#!/bin/sh
+'''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
+' '''
+"""
+# Variables that the shell sets for itself.
+_SHELLS = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
 
 
 def is_current(path: Path, state: State, python: str | None = None) -> bool:
-    """Return whether the environment at `path` matches its `state`, by a quick check of names, versions and path.
-
-    `python` has no meaning here: the packages contain the interpreter.
-    """
-    if not interpreter(path).exists() or state.interpreter != os.fspath(interpreter(_place(path))):
+    """Return whether the environment at `path` matches its `state`, by a quick check of names, versions and path."""
+    if not interpreter(path).exists() or state.interpreter != os.path.abspath(interpreter(path)):
         return False
     try:
-        found = quick_names(path, site_packages(path, state.python))
+        return has_packages(path, state, quick_names(path, site_packages(path, state.python)))
     except OSError:
         return False
-    wanted = {(name, version) for name, version, _ in state.packages}
-    return found == wanted and has_layers(path, state)
 
 
-def build(
-    plan: Plan,
-    trainer: Trainer,
-    environment: Environment,
-    staged: Path,
-    final: Path,
-    *,
-    offline: bool,
-    layers: Callable[[Path], Sequence[LayerFolder]] = lambda _python: (),
-    python: str | None = None,
-) -> State:
-    """Build the environment of `plan` in the empty folder `staged` for the final path `final`; return its state.
-
-    `layers` returns the plan's source layers; it is called with the interpreter in `staged` after all packages
-    are installed. Raises the errors of `layers`, and BuildError for a package or wheel that is damaged or that
-    no source has, for a path too long for a package, and for a disk that is full or not writable.
-    """
-    from envbuild.artifacts.conda_install import install_packages
-    from envbuild.artifacts.conda_pip import add_wheels
-    from envbuild.artifacts.layers_in import install_layers
-
-    final = _place(final)
+def build(wanted: FolderBuild) -> State:
+    """Build the environment, and return its state. Raises BuildError, LockError and the errors of its `layers`."""
+    plan, environment, staged, final = wanted.plan, wanted.environment, wanted.staged, wanted.final
+    version = next((package.version for package in plan.conda if package.name == "python"), plan.python)
 
     def find(packages: Sequence[CondaPackage]) -> Located:
-        return locate_conda(replace(plan, conda=tuple(packages)), environment, offline=offline)
+        return locate_conda(replace(plan, conda=tuple(packages)), environment, offline=wanted.offline)
 
     def add() -> None:
-        _check_python(plan, staged)
-        add_wheels(plan, trainer, [*wheels, own], environment, staged)
+        if not interpreter(staged).exists() or not version.startswith(f"{plan.python}."):
+            raise BuildError(
+                f"the locked conda packages bring no Python {plan.python} (bin/python): {version} is locked",
+                "lock again",
+            )
+        _add_wheels(wanted, [*wheels, own])
 
     with atomic.writing(environment.store.root):
-        wheels, own = locate(plan, trainer, environment, offline)
-        command = f"envbuild conda {plan.recipe} --target {plan.target}"
-        install_packages(plan.conda, environment.store, staged, final, command, find, add)
-    if plan.compile_bytecode:
-        _compile(staged, final, environment)
-    folders = layers(interpreter(staged))
+        wheels, own = locate(plan, wanted.trainer, environment, wanted.offline)
+        install_packages(wanted, find, add)
+    if plan.compile_bytecode:  # of modules that have none yet; those that do not compile are left, as installers do
+        process.run(
+            [interpreter(staged), "-m", "compileall", "-qq", "-j", str(resources.workers(environment.variables)),
+             "-s", staged, "-p", final, staged / "lib"],
+            env={**environment.variables, "PYTHONDONTWRITEBYTECODE": ""},
+            check=False,
+        )  # fmt: skip
     with atomic.writing(staged):
-        built = install_layers(folders, staged)
         records = read_records(staged)
-        inside = os.fspath(site_packages(Path(), plan.python))
-        added = installed.distributions(staged / inside, owned_dist_infos(records, inside)).values()
-        check_installed(plan, trainer, folders, {d.name: d.version for d in added})
-        state = state_of(
-            plan,
-            python_version=_python_version(plan),
-            interpreter=os.fspath(interpreter(final)),
-            packages=packages_of([*conda_packages(records), *added]),
-            layers=built,
+    owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
+    return finish(wanted, version, os.fspath(interpreter(final)), conda_packages(records), owned)
+
+
+def _add_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile]) -> None:
+    """Install `wheels`, the plan's and the trainer's. Raises BuildError for one that would replace conda's files."""
+    staged, python = wanted.staged, wanted.plan.python
+    packages = site_packages(staged, python)
+    with atomic.writing(staged):
+        packages.mkdir(parents=True, exist_ok=True)
+    before = names_and_versions(packages)
+    for wheel in wheels:
+        _refuse_over(wheel, python, before, staged)
+    install_wheels(wanted, [wheel.path for wheel in wheels], "--break-system-packages")
+    with atomic.writing(staged):
+        for installer in packages.glob("*.dist-info/INSTALLER"):
+            record = installer.with_name("RECORD")
+            if installer.read_text(encoding="utf-8").strip() == "uv" and record.is_file():
+                _release_scripts(record, staged)
+
+
+def _refuse_over(wheel: WheelFile, python: str, before: dict[str, str], staged: Path) -> None:
+    if wheel.name in before:
+        raise BuildError(
+            f"{wheel.path.name}: conda packages bring {wheel.name} {before[wheel.name]}, pip would replace it",
+            "remove it from `requirements` of [conda], or the conda package from `dependencies`; then lock again",
         )
-        (staged / FILE).write_text(state.render(), encoding="utf-8")
-    return state
+    for path in wheel_paths(wheel.path, Scheme("prefix", python)):
+        relative = path.removeprefix("prefix/")
+        if os.path.lexists(staged / relative):
+            found = (one for one in read_records(staged) if relative in one["files"])
+            owners = [f"conda package {one['name']}-{one['version']}-{one['build']}" for one in found]
+            owners += [f"what is in {META}" if relative.startswith(META) else "the environment"]
+            raise BuildError(
+                f"{wheel.path.name} would replace {relative} of {owners[0]}",
+                "remove one of the two from [conda] in the recipe, and lock again",
+            )
+
+
+def _release_scripts(record: Path, staged: Path) -> None:
+    """Let scripts, in which uv wrote the staging folder, find their interpreter by their own path; renew the RECORD."""
+    with record.open(encoding="utf-8", newline="") as stream:
+        rows = [row for row in csv.reader(stream) if row]
+    changed = False
+    for row in rows:
+        path = Path(os.path.normpath(record.parents[1] / row[0]))
+        if path.parent != staged / "bin" or path.is_symlink():
+            continue
+        data = path.read_bytes()
+        body = _without_interpreter(data, os.fsencode(staged / "bin" / "python"))
+        if body is None:
+            continue
+        data = _RELOCATABLE + body
+        _rewrite(path, data)
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        row[1:] = [f"sha256={digest}", str(len(data))]
+        changed = True
+    if changed:
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(rows)
+        _rewrite(record, out.getvalue().encode())
+
+
+def _without_interpreter(data: bytes, python: bytes) -> bytes | None:
+    """Return a script without the lines that start `python`, None if it does not start that interpreter."""
+    lines = data.split(b"\n", 3)
+    if lines[0].startswith(b"#!" + python):
+        return data[len(lines[0]) + 1 :]
+    # The form for interpreter paths that the kernel would not accept.
+    if lines[0] == b"#!/bin/sh" and len(lines) == 4 and lines[1].startswith(b"'''exec' "):
+        return lines[3] if python in lines[1] else None
+    return None
+
+
+def _rewrite(path: Path, data: bytes) -> None:
+    # A new file, because the old one may be a link into uv's cache.
+    mode = path.stat().st_mode & 0o7777
+    path.unlink()
+    path.write_bytes(data)
+    path.chmod(mode)
 
 
 def command(path: Path, program: str, *arguments: str) -> list[str]:
     """Return the command line that runs `program` (torchrun, python) in the environment at `path`.
 
-    Before the environment is moved to its final path, its scripts name an interpreter that does not exist yet:
-    they are then run by the interpreter at `path`.
+    Before the environment is moved to its final path, its scripts name an interpreter that does not exist yet: they are
+    then run by the interpreter at `path`.
     """
     file = path.absolute() / "bin" / program
     line = [os.fspath(file), *arguments]
     return line if _runs(file, path.absolute()) else [os.fspath(interpreter(path.absolute())), *line]
-
-
-def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a program in the environment, as after `conda activate`.
-
-    A caller's Python settings are dropped. Raises HostError when the activation scripts cannot be run.
-    """
-    return activated(path, env)
-
-
-def _place(path: Path) -> Path:
-    return Path(os.path.abspath(path))
 
 
 def _runs(file: Path, root: Path) -> bool:
@@ -132,30 +186,47 @@ def _runs(file: Path, root: Path) -> bool:
             head = stream.read(1024)
     except OSError:
         return True  # starting it will report the error
-    if not head.startswith(b"#!"):
-        return True
     lines = b"\n".join(head.split(b"\n", 2)[:2])
-    return b"/bin/python" not in lines or os.fsencode(interpreter(root)) in lines
+    return not head.startswith(b"#!") or b"/bin/python" not in lines or os.fsencode(interpreter(root)) in lines
 
 
-def _python_version(plan: Plan) -> str:
-    return next((p.version for p in plan.conda if p.name == "python"), plan.python)
+def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` as after `conda activate`, whose scripts bash runs, without Python settings. Raises HostError."""
+    root = path.absolute()
+    result = {name: value for name, value in env.items() if name not in _DROPPED}
+    result |= {
+        "CONDA_PREFIX": os.fspath(root),
+        # conda calls an environment in an envs folder by its name, any other by its path.
+        "CONDA_DEFAULT_ENV": root.name if root.parent.name == "envs" else os.fspath(root),
+        "CONDA_SHLVL": "1",
+        "PATH": f"{root / 'bin'}{os.pathsep}{env.get('PATH') or os.defpath}",
+    }
+    result |= set_variables(root)
+    scripts = sorted((root / "etc" / "conda" / "activate.d").glob("*.sh"))
+    return _sourced(scripts, result) if scripts else result
 
 
-def _check_python(plan: Plan, staged: Path) -> None:
-    version = _python_version(plan)
-    if not interpreter(staged).exists() or not version.startswith(f"{plan.python}."):
-        raise BuildError(
-            f"the locked conda packages bring no Python {plan.python} (bin/python): {version} is locked", "lock again"
-        )
+def set_variables(root: Path) -> dict[str, str]:
+    """Return the variables that packages and users (`conda env config vars set`) set; damaged files are skipped."""
+    found: dict[str, str] = {}
+    files = sorted((root / "etc" / "conda" / "env_vars.d").glob("*.json"))
+    for file in [*files, root / "conda-meta" / "state"]:
+        try:
+            data = json.loads(file.read_bytes())
+        except (OSError, ValueError):
+            continue
+        values = data.get("env_vars") if file.name == "state" and isinstance(data, dict) else data
+        if isinstance(values, dict):
+            found |= {str(name): str(value) for name, value in values.items()}
+    return found
 
 
-def _compile(staged: Path, final: Path, environment: Environment) -> None:
-    """Compile modules that have no bytecode yet; modules that do not compile are left, as installers do."""
-    jobs = resources.workers(environment.variables)
-    process.run(
-        [interpreter(staged), "-m", "compileall", "-qq", "-j", str(jobs), "-s", staged, "-p", final,
-         staged / "lib"],
-        env={**environment.variables, "PYTHONDONTWRITEBYTECODE": ""},
-        check=False,
+def _sourced(scripts: list[Path], env: dict[str, str]) -> dict[str, str]:
+    done = process.run(
+        ["bash", "--noprofile", "--norc", "-c", _SOURCE, "bash", *scripts],
+        env=env, failure=HostError, what="the environment's activation (etc/conda/activate.d)",
     )  # fmt: skip
+    pairs = (line.partition("=") for line in done.stdout.split("\0") if "=" in line)
+    found = {name: value for name, _, value in pairs}
+    own = {name: env[name] for name in _SHELLS if name in env}
+    return {name: value for name, value in found.items() if name not in _SHELLS} | own

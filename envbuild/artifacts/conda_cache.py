@@ -20,7 +20,7 @@ from pathlib import Path
 
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
-from envbuild.layers.conda_package import Info, read_info
+from envbuild.layers.conda_package import read_info
 from envbuild.lock.conda import CondaPackage
 from envbuild.progress import log
 from envbuild.store.store import Store, remove_tree
@@ -33,17 +33,17 @@ _OURS = "envbuild"
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Metadata:
     """The metadata of an archive.
 
-    `index` is a file with its index.json, `size` the archive's size in bytes. `room` is the maximum length in
-    bytes of a prefix that replaces the placeholder in `file`, None if any length fits. `scripts` are the
-    package's link scripts.
+    `index` is a file with its index.json, `size` the archive's size in bytes. `longest` is the maximum length in bytes
+    of a prefix that replaces the placeholder in `file`, None if any length fits. `scripts` are the package's link
+    scripts.
     """
 
     index: Path
     size: int
-    room: int | None
+    longest: int | None
     file: str
     scripts: tuple[str, ...]
 
@@ -53,23 +53,22 @@ def folder(store: Store, package: CondaPackage) -> Path:
     return store.root / "conda" / "pkgs" / package.stem
 
 
-def facts(store: Store, package: CondaPackage) -> Facts | None:
+def metadata(store: Store, package: CondaPackage) -> Metadata | None:
     """Return the stored metadata of `package`'s archive, None if the archive was never read."""
     path = store.root / "conda" / "info" / f"{package.sha256}.json"
     try:
         ours = json.loads(path.read_bytes())[_OURS]
-        return Facts(path, ours["size"], ours["room"], ours["file"], tuple(ours["scripts"]))
+        return Metadata(path, ours["size"], ours["room"], ours["file"], tuple(ours["scripts"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def known(store: Store, package: CondaPackage) -> Facts | None:
+def known(store: Store, package: CondaPackage) -> Metadata | None:
     """Return the metadata of `package` if it is unpacked, else None; `damaged` says whether its files are intact."""
-    there = _stamp(store, package) and folder(store, package).is_dir()
-    return facts(store, package) if there else None
+    return metadata(store, package) if _stamp(store, package) and folder(store, package).is_dir() else None
 
 
-def read_facts(store: Store, package: CondaPackage, archive: Path) -> Facts:
+def read_metadata(store: Store, package: CondaPackage, archive: Path) -> Metadata:
     """Read the metadata of `archive`, and store it. Raises BuildError when it is not the locked package."""
     info = read_info(archive)
     found = [str(info.index.get(key)) for key in ("name", "version", "build")]
@@ -78,63 +77,59 @@ def read_facts(store: Store, package: CondaPackage, archive: Path) -> Facts:
             f"{archive.name}: it is {' '.join(found)}, locked is {package.stem}",
             "lock again: the lock was edited, or its channel has files under wrong names",
         )
-    room, file = _room(info)
+    # The shortest placeholder in a binary file: no prefix may be longer.
+    binaries = [
+        (len(row.placeholder.encode()), path)
+        for path, row in info.paths.items()
+        if row.placeholder and row.mode == "binary"
+    ]
+    longest, file = min(binaries, default=(None, ""))
     scripts = sorted(path for path in info.paths if _SCRIPT.fullmatch(path))
     size = archive.stat().st_size
-    ours = {"size": size, "room": room, "file": file, "scripts": scripts}
     path = store.folder("conda", "info") / f"{package.sha256}.json"
+    ours = {"size": size, "room": longest, "file": file, "scripts": scripts}
     _write(store, path, {**info.index, _OURS: ours})
-    return Facts(path, size, room, file, tuple(scripts))
+    return Metadata(path, size, longest, file, tuple(scripts))
 
 
 def damaged(store: Store, packages: Iterable[CondaPackage]) -> list[CondaPackage]:
     """Return those of `packages` whose files changed since they were unpacked."""
-    found = []
-    for package in packages:
-        try:
-            if _stamp(store, package) != tree_digest(folder(store, package)):
-                found.append(package)
-        except OSError:
-            found.append(package)
-    return found
+
+    def is_intact(package: CondaPackage) -> bool:
+        with contextlib.suppress(OSError):
+            return _stamp(store, package) == tree_digest(folder(store, package))
+        return False
+
+    return [package for package in packages if not is_intact(package)]
 
 
 def stamp(store: Store, packages: Iterable[CondaPackage]) -> None:
     """Record the files of `packages`, which were just unpacked. Raises BuildError when the store is not writable."""
     for package in packages:
-        try:
+        with _writing(store):
             tree = tree_digest(folder(store, package))
-        except OSError as error:
-            raise store.unwritable(error) from error
         _write(store, _note(store, package), {"sha256": package.sha256, "tree": tree})
 
 
 def forget(store: Store, packages: Iterable[CondaPackage]) -> None:
     """Remove unpacked packages; environments that are linked from them keep their files."""
     for package in packages:
-        place = folder(store, package)
-        try:
+        with _writing(store):
             _note(store, package).unlink(missing_ok=True)
-        except OSError as error:
-            raise store.unwritable(error) from error
-        remove_tree(place)
-        place.with_name(f"{place.name}.lock").unlink(missing_ok=True)
+        unpacked = folder(store, package)
+        remove_tree(unpacked)
+        unpacked.with_name(f"{unpacked.name}.lock").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def held(store: Store) -> Iterator[None]:
-    """Hold the lock on the unpacked packages, and remove leftovers of killed processes; other processes wait.
-
-    Raises BuildError when the store is not writable.
-    """
+    """Hold the lock on the unpacked packages, and remove leftovers of killed processes. Raises BuildError."""
     pkgs = store.folder("conda", "pkgs")
     store.folder("conda", "stamps")
     told = f"another envbuild uses the conda packages in {store.root}; waiting for it …"
     with contextlib.ExitStack() as stack:
-        try:  # on a file system without locks, rattler's own locks have to do
+        with _writing(store):  # on a file system without locks, rattler's own locks have to do
             stack.enter_context(file_lock(store.root / "conda" / "lock", lambda: log(told)))
-        except OSError as error:
-            raise store.unwritable(error) from error
         for left in pkgs.glob(".*"):
             if left.is_dir():
                 remove_tree(left)
@@ -142,28 +137,24 @@ def held(store: Store) -> Iterator[None]:
 
 
 def archives(store: Store, packages: Sequence[CondaPackage], locate: Locate) -> dict[CondaPackage, Path]:
-    """Return the archives of `packages` after checking their digests, because rattler unpacks without a check.
-
-    An archive that was damaged in the store is removed and located once more. Raises BuildError.
-    """
+    """Return the archives of `packages`, checked because rattler does not check; damaged ones are located once more."""
     found = dict(locate(packages))
     bad = _mismatched(store, found)
     for package in bad:
-        if not found[package].is_relative_to(store.root):
+        path = found[package]
+        if not path.is_relative_to(store.root):
             raise BuildError(
-                f"{found[package]}: its content changed after it was hashed",
+                f"{path}: its content changed after it was hashed",
                 "run it again; a mirror's files must not be edited in place",
             )
-        log(f"{found[package].name}: damaged in the store; looking for it again")
-        found[package].unlink(missing_ok=True)
-    if bad:
-        again = dict(locate(bad))
-        if bad := _mismatched(store, again):
-            raise BuildError(
-                f"{bad[0].file_name}: damaged again as soon as it was stored", f"check the disk that holds {store.root}"
-            )
-        found |= again
-    return found
+        log(f"{path.name}: damaged in the store; looking for it again")
+        path.unlink(missing_ok=True)
+    again = dict(locate(bad)) if bad else {}
+    if bad := _mismatched(store, again):
+        raise BuildError(
+            f"{bad[0].file_name}: damaged again as soon as it was stored", f"check the disk that holds {store.root}"
+        )
+    return found | again
 
 
 def tree_digest(root: Path) -> str:
@@ -198,25 +189,18 @@ def _note(store: Store, package: CondaPackage) -> Path:
     return store.root / "conda" / "stamps" / f"{package.stem}.json"
 
 
-def _write(store: Store, path: Path, data: object) -> None:
-    """Write `data` as JSON to `path`.
-
-    No atomic replace is needed: a file cut off by a crash is no JSON and counts as missing.
-    """
+@contextlib.contextmanager
+def _writing(store: Store) -> Iterator[None]:
     try:
-        path.write_text(json.dumps(data), encoding="utf-8")
+        yield
     except OSError as error:
         raise store.unwritable(error) from error
 
 
-def _room(info: Info) -> tuple[int | None, str]:
-    """Return the length of the shortest placeholder in a binary file, which no prefix may exceed, and that file."""
-    found = [
-        (len(row.placeholder.encode()), path)
-        for path, row in info.paths.items()
-        if row.placeholder and row.mode == "binary"
-    ]
-    return min(found, default=(None, ""))
+def _write(store: Store, path: Path, data: object) -> None:
+    # No atomic replace is needed: a file cut off by a crash is no JSON and counts as missing.
+    with _writing(store):
+        path.write_text(json.dumps(data), encoding="utf-8")
 
 
 def _mismatched(store: Store, found: dict[CondaPackage, Path]) -> list[CondaPackage]:

@@ -14,9 +14,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +23,12 @@ import envbuild
 from envbuild import process
 
 
-def run_job(job: Path) -> Generator[str, None, None]:
-    """Run the job in the file `job` in a child process, and yield the lines that it prints."""
+def run_job(job: Path, on_line: Callable[[str], None]) -> None:
+    """Run the job in the file `job` in a child process, and call `on_line` with each line that it prints."""
     home = os.fspath(Path(envbuild.__file__).parents[1])
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-    child = process.start(
-        [sys.executable, "-P", "-m", __name__, job],
-        env={**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"},
-        stderr=subprocess.STDOUT,
-    )
-    assert child.stdout is not None
-    try:
-        for line in child.stdout:
-            yield line.decode(errors="replace").rstrip("\n")
-        child.wait()
-    finally:
-        process.stop([child])
-        child.stdout.close()
+    command = [sys.executable, "-P", "-m", __name__, str(job)]
+    process.follow(command, {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"}, on_line)
 
 
 def main(job: str) -> None:

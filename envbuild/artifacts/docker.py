@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from envbuild import atomic
@@ -14,29 +14,12 @@ from envbuild.artifacts.image import AssembledImage
 from envbuild.environment import Environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.image.archive import archive_pieces
+from envbuild.image.daemon import Loaded, connect, load
 from envbuild.image.layout import fill_layout
-from envbuild.image.model import (
-    DOCKER_INDEX,
-    DOCKER_MANIFEST,
-    OCI_INDEX,
-    Descriptor,
-    ImageIndex,
-    canonical,
-    docker_manifest,
-    parse,
-)
+from envbuild.image.model import DOCKER_INDEX, DOCKER_MANIFEST, OCI_INDEX, Descriptor, ImageIndex, canonical, parse
 from envbuild.image.reference import parse_reference
 from envbuild.lock.base import registry_of
-from envbuild.progress import transfer
-
-if TYPE_CHECKING:
-    from envbuild.image.daemon import Loaded
-
-Log = Callable[[str], None]
-
-FORMS = ("oci", "docker-archive")
-# The formats of pushed images, by their media types.
-FORMATS = OCI, DOCKER = ("oci", "docker")
+from envbuild.progress import log, transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +33,12 @@ class ImageOutput:
     def parse(cls, text: str) -> ImageOutput:
         """Parse `oci:DIR` or `docker-archive:FILE`. Raises UsageError for any other text."""
         form, colon, path = text.partition(":")
-        if form not in FORMS or not colon or not path:
+        if form not in ("oci", "docker-archive") or not colon or not path:
             raise UsageError(
                 f"--out {text!r}: an image is written as oci:DIR or docker-archive:FILE",
                 f"write --out oci:{text.rpartition(':')[2] or 'DIR'}",
             )
         return cls(form, Path(path))
-
-
-def default_tag(recipe: str, target: str) -> str:
-    """Return the name of an image in the daemon without --tag."""
-    return f"{recipe}:{target}"
 
 
 def check_tag(tag: str, *, push: bool) -> str:
@@ -80,43 +58,35 @@ def index_of(images: Sequence[AssembledImage]) -> ImageIndex:
     """Return the index of images for several platforms, ordered by architecture, in the format of the images."""
     docker = images[0].manifest.media_type == DOCKER_MANIFEST
     manifests: list[Descriptor] = sorted((i.descriptor for i in images), key=lambda d: d.arch)
-    raw = canonical(
-        {
-            "schemaVersion": 2,
-            "mediaType": DOCKER_INDEX if docker else OCI_INDEX,
-            "manifests": [descriptor.as_json() for descriptor in manifests],
-        }
-    )
+    raw = canonical({
+        "schemaVersion": 2,
+        "mediaType": DOCKER_INDEX if docker else OCI_INDEX,
+        "manifests": [descriptor.as_json() for descriptor in manifests],
+    })  # fmt: skip
     index = parse(raw, "the image's index")
     assert isinstance(index, ImageIndex)
     return index
 
 
-def load_tagged(image: AssembledImage, tag: str, environment: Environment, log: Log) -> dict[str, Any]:
+def load_tagged(image: AssembledImage, tag: str, environment: Environment) -> dict[str, Any]:
     """Load the image into the daemon under the name `tag`, and return what `--json` prints about it."""
-    from envbuild.image.daemon import connect
-
     with connect(environment.variables) as client:
-        done = _load(client, image, [tag], log)
+        done = _load(client, image, [tag])
     return {"image_id": done.image_id, "layers_sent": done.layers_sent}
 
 
 @contextmanager
-def loaded(client: Any, image: AssembledImage, log: Log, *, keep: bool) -> Iterator[None]:
-    """Keep the image in the daemon, without a name, during the block.
-
-    It is removed at the end, unless `keep` is true or it was there before; an image that failed its
-    verification stays for inspection.
-    """
+def loaded(client: Any, image: AssembledImage, *, keep: bool) -> Iterator[None]:
+    """Keep the image in the daemon, without a name, during the block, and longer if it was there or must stay."""
     from docker.errors import DockerException
 
-    done = _load(client, image, [], log)
+    done = _load(client, image, [])
     stays = done.was_there
     try:
         yield
         stays = stays or keep
     except VerificationError:
-        stays = True
+        stays = True  # for inspection
         raise
     finally:
         if not stays:
@@ -124,9 +94,7 @@ def loaded(client: Any, image: AssembledImage, log: Log, *, keep: bool) -> Itera
                 client.images.remove(done.image_id)
 
 
-def _load(client: Any, image: AssembledImage, tags: Sequence[str], log: Log) -> Loaded:
-    from envbuild.image.daemon import load
-
+def _load(client: Any, image: AssembledImage, tags: Sequence[str]) -> Loaded:
     layers = [made.layer for made in image.layers]
     with transfer("loading into the docker daemon", None) as on_progress:
         done = load(client, image.config, layers, tags, image.blobs, on_progress)
@@ -135,7 +103,7 @@ def _load(client: Any, image: AssembledImage, tags: Sequence[str], log: Log) -> 
     return done
 
 
-def write(images: Sequence[AssembledImage], index: ImageIndex | None, out: ImageOutput, tag: str, log: Log) -> None:
+def write(images: Sequence[AssembledImage], index: ImageIndex | None, out: ImageOutput, tag: str) -> None:
     """Write the layout or archive beside its final path, then replace that atomically."""
     path = out.path.absolute()
     with atomic.exclusive(path, log), atomic.writing(path.parent), atomic.staged(path) as staged:
@@ -145,18 +113,14 @@ def write(images: Sequence[AssembledImage], index: ImageIndex | None, out: Image
                 images[0].blobs.add(index.raw)
                 root = index.descriptor
             fill_layout(staged, images[0].blobs, [(root, tag)])
-            atomic.replace(staged, path)
+            new = staged
         else:
-            file = staged / path.name
-            with file.open("wb") as stream:
-                _archive(stream, images[0], tag)
-            file.chmod(0o644)
-            atomic.replace(file, path)
-
-
-def _archive(stream: Any, image: AssembledImage, tag: str) -> None:
-    descriptors = [made.layer.blob for made in image.layers]
-    stream.writelines(archive_pieces(image.config, descriptors, image.blobs, [tag]))
+            new = staged / path.name
+            with new.open("wb") as stream:
+                layers = [made.layer.blob for made in images[0].layers]
+                stream.writelines(archive_pieces(images[0].config, layers, images[0].blobs, [tag]))
+            new.chmod(0o644)
+        atomic.replace(new, path)
 
 
 def check_place(out: ImageOutput, count: int) -> None:
@@ -175,14 +139,7 @@ def check_place(out: ImageOutput, count: int) -> None:
         raise UsageError(f"{path} is a folder", "name a file: --out docker-archive:FILE")
 
 
-def in_format(images: Sequence[AssembledImage], form: str) -> Sequence[AssembledImage]:
-    """Return `images` as they are pushed in one of FORMATS: other manifests, the same blobs."""
-    if form == OCI:
-        return images
-    return [replace(image, manifest=docker_manifest(image.manifest)) for image in images]
-
-
-def push(images: Sequence[AssembledImage], tag: str, environment: Environment, log: Log) -> dict[str, Any]:
+def push(images: Sequence[AssembledImage], tag: str, environment: Environment) -> dict[str, Any]:
     """Push what the registry lacks: manifests by digest first, then the index or manifest by its tag."""
     registry = registry_of(tag, environment)
     index = index_of(images) if len(images) > 1 else None

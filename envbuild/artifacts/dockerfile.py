@@ -10,28 +10,33 @@ import contextlib
 import os
 import re
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from envbuild import __version__, process
+from envbuild import process
+from envbuild.artifacts import image
+from envbuild.artifacts.image import PreparedImage
 from envbuild.artifacts.layers_stage import MODULES
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.files import shipped
+from envbuild.image.reference import parse_reference
 from envbuild.layers.compose import WheelFile
-from envbuild.layers.trainer import Trainer
+from envbuild.layers.source_build import fetch_source
+from envbuild.layers.source_files import patchelf_program
+from envbuild.layers.source_standalone import describe
+from envbuild.layers.wheels import fetch_wheels
 from envbuild.lock.format import lock_file_name, requirements
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.plan.plan import Plan
-from envbuild.recipe.targets import Target
+from envbuild.progress import log
+from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.pip_config import ca_bundle, redact
 
-Log = Callable[[str], None]
 # Files of this package that the Dockerfiles use, to build the trainer's wheel and source layers.
 SOURCES = (*MODULES, "files.py", "layers/trainer.py")
+DESCRIPTION = "layers.json"
 # Predefined build arguments: they are in no layer, history or cache key.
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 # BuildKit refuses larger secrets (bytes).
@@ -54,8 +59,7 @@ def find_docker(env: Mapping[str, str]) -> DockerCommand:
     Before version 23, BuildKit is part of docker's command line; since then it is the plugin buildx.
     """
     # The SDK, which verification uses, knows no docker contexts: both must use the same daemon.
-    variables = {**env, "DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default"}
-    variables |= {"BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
+    variables = {**env, "DOCKER_BUILDKIT": "1", "BUILDX_BUILDER": "default", "BUILDX_NO_DEFAULT_ATTESTATIONS": "1"}
     variables.pop("DOCKER_CONTEXT", None)
     if not env.get("DOCKER_HOST"):
         variables["DOCKER_CONTEXT"] = "default"
@@ -83,14 +87,9 @@ def find_docker(env: Mapping[str, str]) -> DockerCommand:
     )
 
 
-def dockerfile_name(target: Target) -> str:
-    """Return the name of the Dockerfile for a target."""
-    return target.family.dockerfile
-
-
 def read_dockerfile(target: Target) -> str:
     """Return the text of the Dockerfile that ships with envbuild. Raises BuildError when it is missing."""
-    file = shipped(dockerfile_name(target))
+    file = shipped(target.family.dockerfile)
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
@@ -106,49 +105,61 @@ def default_base(target: Target, argument: str = "BASE") -> str:
 
 @contextlib.contextmanager
 def build_context(
-    plan: Plan,
-    trainer: Trainer,
-    wheels: Sequence[WheelFile],
-    environment: Environment,
-    sources: Mapping[str, Path | bytes] = {},
+    one: PreparedImage, wheels: Sequence[WheelFile], environment: Environment, sources: Mapping[str, Path | bytes]
 ) -> Iterator[Path]:
-    """Yield a temporary folder with all that the Dockerfile reads; `sources` are files of source layers by name."""
+    """Yield a temporary folder with all that the Dockerfile reads; `sources` are the files that `stage_files` found."""
+    plan, package = one.plan, Path(__file__).resolve().parents[1]
+    lock = f"# python: {plan.python}\n{requirements(plan.packages)}"
+    files: dict[str, Path | bytes] = {
+        "Dockerfile": _dockerfile(plan).encode(),
+        f"recipes/{plan.recipe}/recipe.toml": b"",  # its content is in the plan
+        f"recipes/{plan.recipe}/{lock_file_name(plan.target)}": lock.encode(),
+        **{f"envbuild/{name}": (package / name).read_bytes() for name in SOURCES},
+        **dict(one.trainer.files),
+        **{f"wheels/{wheel.path.name}": wheel.path for wheel in wheels},
+        **{f"sources/{name}": source for name, source in sources.items()},
+    }
     # In the store, because most wheels are there.
-    folder = Path(tempfile.mkdtemp(prefix="context-", dir=environment.store.folder("docker")))
-    try:
-        files = {"Dockerfile": _dockerfile(plan).encode()}
-        files[f"recipes/{plan.recipe}/recipe.toml"] = b""  # its content is in the plan
-        lock = f"# python: {plan.python}\n{requirements(plan.packages)}"
-        files[f"recipes/{plan.recipe}/{lock_file_name(plan.target)}"] = lock.encode()
-        package = Path(__file__).resolve().parents[1]
-        files |= {f"envbuild/{name}": (package / name).read_bytes() for name in SOURCES}
-        files |= dict(trainer.files)
-        for name, content in files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        (folder / "wheels").mkdir()
-        for wheel in wheels:
-            _link(wheel.path, folder / "wheels" / wheel.path.name)
-        for name, source in sources.items():
-            place = folder / "sources" / name
-            place.parent.mkdir(exist_ok=True)
-            if isinstance(source, bytes):
-                place.write_bytes(source)
-            else:
-                _link(source, place)
-        yield folder
-    except OSError as error:
-        raise environment.store.unwritable(error) from error
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with environment.store.working("docker") as folder:
+        try:
+            for name, source in files.items():
+                path = folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if isinstance(source, bytes):
+                    path.write_bytes(source)
+                else:
+                    _link(source, path)
+            (folder / "wheels").mkdir(exist_ok=True)
+            yield folder
+        except OSError as error:
+            raise environment.store.unwritable(error) from error
 
 
-def _link(source: Path, place: Path) -> None:
+def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[str, Path | bytes]:
+    """Return the files from which a stage builds the source layers of `plan`, by name. Raises BuildError."""
+    if not plan.sources:
+        return {}
+    files: dict[str, Path | bytes] = {}
+    described = []
+    for layer in plan.sources:
+        files[f"{layer.sha256}.source"] = fetch_source(layer, environment, offline=offline)
+        for wheel in fetch_wheels(layer.wheels, environment, offline=offline):
+            files[wheel.name] = wheel
+        files |= {f"{patch.sha256}.patch": Path(patch.path) for patch in layer.patches}
+        # A stage finds its files by hash: paths are of this host alone, and the URL may hold a password.
+        patches = tuple(replace(patch, path=os.path.basename(patch.path)) for patch in layer.patches)
+        described.append(replace(layer, patches=patches, url=""))
+    if Target.parse(plan.target).arch == host_arch():  # patchelf is one static program
+        files["patchelf"] = Path(patchelf_program())
+    files[DESCRIPTION] = describe(described).encode()
+    return files
+
+
+def _link(source: Path, path: Path) -> None:
     try:
-        os.link(source, place)
+        os.link(source, path)
     except OSError:  # another file system, or another user's file
-        shutil.copy2(source, place)
+        shutil.copy2(source, path)
 
 
 def _dockerfile(plan: Plan) -> str:
@@ -160,12 +171,6 @@ def _dockerfile(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def base_name(plan: Plan) -> str:
-    """Return the plan's base image for `docker build`."""
-    assert plan.base is not None
-    return image_name(plan.base)
-
-
 def image_name(lock: ImageLock) -> str:
     """Return the image that `lock` names for `docker build`: by its digest if it has one."""
     assert isinstance(lock.base, OciLock)
@@ -173,82 +178,75 @@ def image_name(lock: ImageLock) -> str:
     local = reference.removeprefix("docker-daemon:")
     if local != reference or not digest:
         return local
-    from envbuild.image.reference import parse_reference
-
     return f"{parse_reference(reference).name}@{digest}"
 
 
-def build_arguments(plan: Plan, builder: str | None = None) -> dict[str, str]:
+def build_arguments(plan: Plan, builder: ImageLock | None = None) -> dict[str, str]:
     """Return the Dockerfile's arguments for `plan`; `builder` (None: the base) is the image that builds source layers.
 
     As by the native builder, an environment on an image that the recipe names sees its interpreter's packages.
     """
-    assert plan.image is not None
-    system_packages = plan.image.base != "debian"
-    torch = next((p.version for p in plan.packages if p.name == "torch"), "")
-    arguments = {
-        "BASE": base_name(plan),
+    assert plan.image is not None and plan.base is not None
+    variables = {f"ENVBUILD_ENV_{number}": value for number, value in enumerate(plan.image.env.values())}
+    return {
+        "BASE": image_name(plan.base),
         # Without source layers, no compilers are needed.
-        "BUILD_BASE": builder or base_name(plan),
+        "BUILD_BASE": image_name(builder or plan.base),
         "RECIPE": plan.recipe,
         "TARGET": plan.target,
         "NO_INDEX": "1",
         "BYTECODE": str(int(plan.compile_bytecode)),
         "WORKDIR": plan.image.workdir,
-        "TORCH": torch,
+        "TORCH": next((p.version for p in plan.packages if p.name == "torch"), ""),
         "INTERPRETER": plan.image.python,
-        "VENV_OPTIONS": "--system-site-packages" if system_packages else "",
+        "VENV_OPTIONS": "" if plan.image.base == "debian" else "--system-site-packages",
+        **variables,
     }
-    for number, value in enumerate(plan.image.env.values()):
-        arguments[f"ENVBUILD_ENV_{number}"] = value
-    return arguments
 
 
-def labels(plan: Plan, created: str) -> dict[str, str]:
+def labels(plan: Plan) -> dict[str, str]:
     """Return the labels that the native builder sets, except those in the Dockerfile."""
     assert plan.base is not None and isinstance(plan.base.base, OciLock)
-    digest = plan.base.base.digest
-    known = {"org.opencontainers.image.base.digest": digest} if digest else {}
-    if digest:
-        known["org.envbuild.base.digest"] = plan.base.digest
-    return known | {
-        "org.opencontainers.image.created": created,
-        "org.envbuild.recipe.digest": plan.recipe_digest,
-        "org.envbuild.lock.digest": plan.lock_digest,
-        "org.envbuild.plan.digest": plan.digest,
-        "org.envbuild.version": __version__,
-    }
+    known = image.labels(plan)
+    if digest := plan.base.base.digest:
+        known |= {"org.opencontainers.image.base.digest": digest, "org.envbuild.base.digest": plan.base.digest}
+    return known
 
 
 def build(
-    command: DockerCommand,
-    context: Path,
-    arguments: Mapping[str, str],
-    labels: Mapping[str, str],
-    environment: Environment,
-    log: Log,
+    command: DockerCommand, context: Path, plan: Plan, builder: ImageLock | None, environment: Environment
 ) -> str:
     """Run `docker build` in `context` and return the image's id. Raises BuildError with the failed step's output."""
-    line: list[str] = [command.program, "build", "--progress=plain", "--iidfile"]
-    line += [os.fspath(context / "id"), "--file", os.fspath(context / "Dockerfile")]
-    for name, value in arguments.items():
+    line = [command.program, "build", "--progress=plain", "--iidfile", str(context / "id")]
+    line += ["--file", str(context / "Dockerfile")]
+    for name, value in build_arguments(plan, builder).items():
         line += ["--build-arg", f"{name}={value}"]
     for name in _PROXIES:
         for known in (name, name.lower()):
             if command.env.get(known):  # by name: the value may hold a password
                 line += ["--build-arg", known]
-    for name, value in labels.items():
+    for name, value in labels(plan).items():
         line += ["--label", f"{name}={value}"]
-    if bundle := _certificates(environment, log):
+    if bundle := _certificates(environment):
         line += ["--secret", f"id=ca,src={bundle}"]
-    _stream([*line, os.fspath(context)], command.env, log)
+    seen: list[str] = []
+
+    def show(said: str) -> None:
+        text = redact(said)
+        seen.append(text)
+        if text and not re.fullmatch(r"#\d+ sha256:[0-9a-f]{64}", text):
+            log("  " + (text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"))
+
+    code = process.follow([*line, str(context)], command.env, show)
+    if code != 0:
+        raise BuildError(f"docker build failed (exit {code}):\n{explain(seen)}")
     try:
         return (context / "id").read_text(encoding="ascii").strip()
     except OSError as error:
         raise BuildError(f"docker build left no image id: {error.strerror}") from error
 
 
-def _certificates(environment: Environment, log: Log) -> str | None:
+def _certificates(environment: Environment) -> str | None:
     bundle = ca_bundle(environment.pip, environment.variables)
     try:
         size = os.stat(bundle).st_size if bundle else 0
@@ -260,31 +258,8 @@ def _certificates(environment: Environment, log: Log) -> str | None:
     return os.path.abspath(bundle) if bundle else None
 
 
-def _stream(line: Sequence[str], env: Mapping[str, str], log: Log) -> None:
-    child = process.start(line, env=env, stderr=subprocess.STDOUT)
-    assert child.stdout is not None
-    seen: list[str] = []
-    try:
-        for raw in child.stdout:
-            text = redact(raw.decode(errors="replace").rstrip())
-            seen.append(text)
-            if text and not re.fullmatch(r"#\d+ sha256:[0-9a-f]{64}", text):
-                log("  " + (text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"))
-        child.wait()
-    except BaseException:
-        process.stop([child])
-        raise
-    finally:
-        child.stdout.close()
-    if child.returncode != 0:
-        raise BuildError(f"docker build failed (exit {child.returncode}):\n{explain(seen)}")
-
-
 def explain(lines: Sequence[str]) -> str:
-    """Return the output of the failed step in what `docker build --progress=plain` printed, indented.
-
-    BuildKit's own summary repeats the step's whole command, which says nothing about the cause.
-    """
+    """Return the failed step's output in a plain log of `docker build`, whose own summary repeats only the command."""
     steps = [(match[1], match[2]) for line in lines if (match := _STEP_OUTPUT.fullmatch(line))]
     failed = next((number for number, text in steps if text.startswith("ERROR: ")), None)
     said = [match[1] for line in lines if failed and (match := re.fullmatch(rf"#{failed} \d+\.\d+ (.*)", line))]

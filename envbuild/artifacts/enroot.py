@@ -59,20 +59,15 @@ def enroot_files(config: Mapping[str, Any], provenance: str, mtime: int) -> list
     run = run_of(config)
     parts = run.workdir.strip("/").split("/") if run.workdir != "/" else []
     folders = ["/".join(parts[: depth + 1]) for depth in range(len(parts))]
+    unchanged = [f"{name}={value}\n" for name, value in run.env.items() if _known(name) and _left_alone(value)]
     return [
         folder("etc", mtime),
-        file("etc/environment", _environment(run), mtime),
+        file("etc/environment", "".join(unchanged), mtime),
         file("etc/fstab", _fstab(run), mtime),
         file("etc/rc", _rc(run, redact(provenance)), mtime),
         file("etc/rc.local", _RC_LOCAL, mtime),
         *(folder(path, mtime) for path in folders if path != "etc"),
     ]
-
-
-def _environment(run: ProgramConfig) -> str:
-    """Return a line NAME=VALUE for each variable whose value enroot leaves unchanged."""
-    lines = (f"{n}={v}\n" for n, v in run.env.items() if _known(n) and _left_alone(v))
-    return "".join(lines)
 
 
 def _known(name: str) -> bool:
@@ -87,21 +82,17 @@ def _left_alone(value: str) -> bool:
 
 def _fstab(run: ProgramConfig) -> str:
     """Return a line that binds each volume onto itself, so that it is writable where the rest is not."""
+
+    def word(path: str) -> str:
+        # getmntent(3) decodes these; a `$` must not start a variable of enroot's, and a `#` no comment.
+        return re.sub(r"[\s\\$#]", lambda match: f"\\{ord(match.group()):03o}", path, flags=re.ASCII)
+
     options = "x-create=dir,bind,rw,nosuid,nodev"
-    paths = [_fstab_word(path) for path in run.volumes]
-    return "".join(f"${{ENROOT_ROOTFS}}{path} {path} none {options}\n" for path in paths)
-
-
-def _fstab_word(path: str) -> str:
-    # getmntent(3) decodes these; a `$` must not start a variable of enroot's, and a `#` no comment.
-    return re.sub(r"[\s\\$#]", lambda match: f"\\{ord(match.group()):03o}", path, flags=re.ASCII)
+    return "".join(f"${{ENROOT_ROOTFS}}{path} {path} none {options}\n" for path in map(word, run.volumes))
 
 
 def _rc(run: ProgramConfig, provenance: str) -> str:
-    """Return the script that enroot runs, with /bin/sh and the arguments of the container, to start a program.
-
-    enroot's own script quotes by bash's rules, which other shells do not know, and loses values with newlines.
-    """
+    """Return the script that starts the program: POSIX sh, unlike enroot's own, and any value keeps its newlines."""
     comments = [f"enroot-provenance: {provenance}"]
     comments += [f"{name} {value}" for name, value in run.labels.items()]
     lines = ["# " + " ".join(re.split(r"[\r\n]", comment)) for comment in comments] + [""]

@@ -1,41 +1,64 @@
-"""Common parts of environments in folders, which venv.py and conda.py build."""
+"""Common parts of environments in folders, which venv.py and conda.py build: host, wheels, source layers, state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from envbuild.artifacts.state import State
+from envbuild import atomic, process
+from envbuild.artifacts.installed import Distribution, distributions
+from envbuild.artifacts.layers_in import LayerFolder, install_layers
+from envbuild.artifacts.state import FILE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.layers.trainer import NAME, Trainer
+from envbuild.lock.format import requirements
+from envbuild.mounts import mount_of, read_mounts
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target, host_arch
 
-if TYPE_CHECKING:
-    from envbuild.artifacts.layers_in import LayerFolder
+# Variables of a caller that would change the Python of an environment.
+PYTHON_SETTINGS = frozenset(
+    {"PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONDONTWRITEBYTECODE", "__PYVENV_LAUNCHER__"}
+)
+# Hard links into a shared cache on NFS break under root_squash and delayed attributes, and uv's own fallback prints a
+# warning in each run; uv's maintainers advise copying there.
+_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"})
+_REFLINK = frozenset({"btrfs"})
 
 
-class FolderModule(Protocol):
-    """A module that builds environments of one kind, called TITLE, and starts programs in them.
+@dataclass(frozen=True, slots=True)
+class FolderBuild:
+    """The build of an environment in the empty folder `staged`, for the final absolute path `final`.
 
-    `python` is the path or version of an interpreter of this host, None for the recipe's version; kinds that
+    `layers` returns the plan's source layers; it is called with the environment's interpreter after all packages are
+    installed. `python` is the path or version of an interpreter of this host, None for the recipe's version; kinds that
     contain their own interpreter ignore it.
     """
 
+    plan: Plan
+    trainer: Trainer
+    environment: Environment
+    staged: Path
+    final: Path
+    offline: bool
+    layers: Callable[[Path], Sequence[LayerFolder]] = lambda _python: ()
+    python: str | None = None
+
+
+class FolderModule(Protocol):
+    """A module that builds environments of one kind, called TITLE, and starts programs in them."""
+
     TITLE: str
 
-    def is_current(self, path: Path, state: State, python: str | None = None) -> bool:
-        """Return whether the environment at `path` matches its `state`, by a quick check."""
-        ...
-
-    def build(
-        self, plan: Plan, trainer: Trainer, environment: Environment, staged: Path, final: Path, *,
-        offline: bool, layers: Callable[[Path], Sequence[LayerFolder]], python: str | None = None,
-    ) -> State:  # fmt: skip
-        """Build the environment in the empty folder `staged` for the final path `final`, and return its state."""
-        ...
+    # Whether the environment at `path` matches its `state`, by a quick check; `python` as in `FolderBuild`.
+    def is_current(self, path: Path, state: State, python: str | None = None) -> bool: ...
+    def build(self, wanted: FolderBuild) -> State: ...
 
     # The command line of a program (torchrun, python) in the environment at `path`, and its variables.
     def command(self, path: Path, program: str, *arguments: str) -> list[str]: ...
@@ -62,15 +85,83 @@ def site_packages(path: Path, python: str) -> Path:
     return path / "lib" / f"python{python}" / "site-packages"
 
 
-def check_installed(plan: Plan, trainer: Trainer, layers: Sequence[LayerFolder], found: Mapping[str, str]) -> None:
-    """Raise BuildError when the distributions `found` (name → version) are not those of plan, layers and trainer."""
-    wanted = {package.name: package.version for package in plan.packages}
-    wanted |= {name: version for layer in layers for name, version in layer.distributions}
-    wanted[NAME] = trainer.version
+def install_wheels(wanted: FolderBuild, wheels: Sequence[Path], *options: str) -> None:
+    """Install the wheels of the plan and the trainer's, all among the files `wheels`, by uv. Raises BuildError."""
+    environment, trainer, staged = wanted.environment, wanted.trainer, wanted.staged
+    listed = staged / ".requirements.txt"
+    own = f"ddp-train=={trainer.version} --hash=sha256:{hashlib.sha256(trainer.wheel()).hexdigest()}\n"
+    with atomic.writing(staged):
+        listed.write_text(requirements(wanted.plan.packages) + own)
+    command: list[str | Path] = [
+        environment.uv, "pip", "install", "--no-deps", "--require-hashes", "--no-index", "--offline",
+        "--no-config", "--quiet", "--python", interpreter(staged), "--requirements", listed,
+        "--link-mode", link_mode(environment.store.uv_cache, staged), *options,
+    ]  # fmt: skip
+    for source in dict.fromkeys(wheel.parent for wheel in wheels):
+        command += ["--find-links", source]
+    done = process.run(command, env=environment.uv_environment(), check=False)
+    if done.returncode != 0:
+        raise BuildError(f"uv could not install the locked wheels:\n{process.tail(done)}", tool_hint(done.stderr))
+    listed.unlink()
+
+
+def tool_hint(said: str) -> str:
+    """Return the hint for uv's error message `said`."""
+    text = said.lower()
+    if "no space left" in text or "quota" in text:
+        return atomic.write_hint(errno.ENOSPC)
+    if "read-only file system" in text or "permission denied" in text:
+        return atomic.write_hint(errno.EROFS)
+    if "hash mismatch" in text:
+        return "a wheel changed since it was locked; remove it from its source, or lock again"
+    return "run it again; if it persists, remove the store's uv folder (it is only a cache)"
+
+
+def link_mode(store: Path, folder: Path) -> str:
+    """Return uv's `--link-mode` from `store` to `folder`: shared blocks, local hard links, or copies elsewhere."""
+    if os.stat(store).st_dev != os.stat(folder).st_dev:
+        return "copy"
+    try:
+        found = mount_of(folder, read_mounts())
+    except OSError:
+        found = None
+    if found and found.kind in _NETWORK:
+        return "copy"
+    return "clone" if found and found.kind in _REFLINK else "hardlink"
+
+
+def finish(
+    wanted: FolderBuild,
+    python_version: str,
+    python: str,
+    conda: Sequence[Distribution] = (),
+    owned: Collection[str] = (),
+) -> State:
+    """Install the source layers into an environment that has all packages, check those, and write and return its state.
+
+    `python` is the interpreter that the state names. `conda` are the conda packages, `owned` their .dist-info folders.
+    Raises the errors of `layers`, and BuildError when the Python packages are not those of plan, layers and trainer.
+    """
+    plan, staged = wanted.plan, wanted.staged
+    layers = wanted.layers(interpreter(staged))
+    with atomic.writing(staged):
+        built = install_layers(layers, staged)
+        added = distributions(site_packages(staged, plan.python), owned).values()
+        _check_installed(wanted, layers, {one.name: one.version for one in added})
+        packages = [(one.name, one.version, one.record) for one in (*conda, *added)]
+        state = state_of(plan, python_version, python, packages, built)
+        (staged / FILE).write_text(state.render(), encoding="utf-8")
+    return state
+
+
+def _check_installed(wanted: FolderBuild, layers: Sequence[LayerFolder], found: Mapping[str, str]) -> None:
+    locked = {package.name: package.version for package in wanted.plan.packages}
+    locked |= {name: version for layer in layers for name, version in layer.distributions}
+    locked[NAME] = wanted.trainer.version
     wrong = sorted(
-        f"{name}: locked {wanted.get(name, 'nothing')}, installed {found.get(name, 'nothing')}"
-        for name in wanted.keys() | found.keys()
-        if wanted.get(name) != found.get(name)
+        f"{name}: locked {locked.get(name, 'nothing')}, installed {found.get(name, 'nothing')}"
+        for name in locked.keys() | found.keys()
+        if locked.get(name) != found.get(name)
     )
     if wrong:
         raise BuildError("the installed packages differ from the lock:\n  " + "\n  ".join(wrong))

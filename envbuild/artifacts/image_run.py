@@ -1,8 +1,4 @@
-"""The start of an image's program, as the image's configuration defines it.
-
-Source: OCI image specification 1.1, config.md; docker's older images have a single word instead of a list of
-words.
-"""
+"""The start of an image's program, as the image's configuration defines it (OCI image specification 1.1, config.md)."""
 
 from __future__ import annotations
 
@@ -23,10 +19,7 @@ NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True, slots=True)
 class ProgramConfig:
-    """The start of an image's program.
-
-    `env` has each variable once, with the value that counts; `workdir` and `volumes` are absolute.
-    """
+    """The start of an image's program; `env` has each variable once, `workdir` and `volumes` are absolute."""
 
     entrypoint: tuple[str, ...]
     cmd: tuple[str, ...]
@@ -65,14 +58,9 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
-def encoded(text: str) -> bytes:
-    """Return `text` in UTF-8; characters that it cannot encode, which JSON's escapes allow, become question marks."""
-    return text.encode("utf-8", "replace")
-
-
 def file(path: str, text: str, mtime: int, mode: int = 0o644) -> Addition:
-    """Return a file with the content `text`."""
-    data = encoded(text)
+    """Return a file with the content `text`; characters without UTF-8, which JSON allows, become question marks."""
+    data = text.encode("utf-8", "replace")
     return Entry(path, FILE, mode, len(data), mtime=mtime), data
 
 
@@ -88,7 +76,7 @@ def link(path: str, target: str, mtime: int) -> Addition:
 
 def _words(data: Mapping[str, Any], key: str) -> tuple[str, ...]:
     value = data.get(key) or []
-    if isinstance(value, str):
+    if isinstance(value, str):  # in docker's older images
         value = [value]
     if not isinstance(value, list):
         raise _wrong(key)

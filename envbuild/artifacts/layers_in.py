@@ -14,7 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.artifacts.layer_files import LayerFile, LayerList, licences_of, list_files, list_path, parse_list
+from envbuild.artifacts.installed import LAYER_LISTS, LayerList, list_files, list_path, parse_list
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
@@ -59,10 +59,6 @@ class LayerFolder:
         found = (_RECORD.fullmatch(one.path) for one in self.listed.files)
         return {(normalise(match[1]), match[2]) for match in found if match}
 
-    def paths(self) -> list[str]:
-        """Return the paths of its files, and of its list, below the environment's root."""
-        return [*(one.path for one in self.listed.files), list_path(self.source.name)]
-
 
 def layer_folder(source: SourceLayer, folder: Path) -> LayerFolder:
     """Return the layer that was built into `folder`. Raises BuildError for one that cannot be installed."""
@@ -77,58 +73,44 @@ def layer_folder(source: SourceLayer, folder: Path) -> LayerFolder:
             f"layer {source.name} {source.version}: its build installed nothing",
             "look into its log; `make install` has to heed DESTDIR",
         )
-    licences = licences_of(files, source.name)
-    listed = LayerList(source.name, source.version, source.sha256, licences, files)
-    return LayerFolder(source, folder, listed)
+    return LayerFolder(source, folder, LayerList(source.name, source.version, source.sha256, files))
 
 
 def install_layers(layers: Sequence[LayerFolder], root: Path) -> tuple[BuiltLayer, ...]:
-    """Copy the layers below `root`, an environment that is being built.
-
-    They are copied and not hard-linked, so that a write in the environment cannot change the store. Raises
-    BuildError for a path that already exists, OSError.
-    """
+    """Copy the layers below `root`, a new environment. Raises BuildError for a path that already exists, OSError."""
     for layer in layers:
         for one in layer.listed.files:
             place = root / one.path
-            _free(place, one.path, layer, root)
+            if os.path.lexists(place):
+                raise _clash(layer, one.path, next(_owners(root, one.path), "the environment"))
             place.parent.mkdir(parents=True, exist_ok=True)
             if one.target:
                 place.symlink_to(one.target)
             else:
                 _copy(layer.folder / one.path, place)
-                place.chmod(0o755 if one.executable else 0o644)
-        place = root / list_path(layer.source.name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(layer.listed.render())
+                place.chmod(one.mode)
+        layer.listed.write(root)
     return tuple(layer.built for layer in layers)
 
 
 def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterable[str]]]) -> None:
-    """Raise BuildError when two layers, or a layer and one of `owners`, have the same path.
-
-    An owner is its name for messages, and its paths below the environment's root.
-    """
-    taken: dict[str, str] = {}
+    """Raise BuildError when two layers, or a layer and an owner (its name, its paths), have the same path."""
+    taken: dict[str, LayerFolder] = {}
     for layer in layers:
-        for path in layer.paths():
+        for path in [*(one.path for one in layer.listed.files), list_path(layer.source.name)]:
             if path in taken:
-                raise _clash(layer, path, taken[path])
-            taken[path] = f"layer {layer.title}"
-    by_title = {f"layer {layer.title}": layer for layer in layers}
+                raise _clash(layer, path, f"layer {taken[path].title}")
+            taken[path] = layer
     for owner, paths in owners:
         for path in paths:
             if path in taken:
-                raise _clash(by_title[taken[path]], path, owner)
+                raise _clash(taken[path], path, owner)
 
 
 def check_paths(
     layers: Sequence[LayerFolder], wheels: Sequence[WheelFile], conda: Sequence[CondaFile], scheme: Scheme, store: Store
 ) -> None:
-    """Raise BuildError when a layer and a package of an image have the same path.
-
-    A success is recorded in the store, because reading the lists of all packages takes a while.
-    """
+    """Raise BuildError when a layer and a package of an image have the same path; the store remembers a success."""
     if not layers:
         return
     inputs: list[object] = [scheme.prefix, scheme.python, [one.listed.digest for one in layers]]
@@ -146,8 +128,7 @@ def _package_paths(
 ) -> Iterator[tuple[str, list[str]]]:
     for wheel in wheels:
         paths = wheel_paths(wheel.path, scheme)
-        start = f"{scheme.prefix}/"
-        yield f"{wheel.name} {wheel.version}", [path.removeprefix(start) for path in paths]
+        yield f"{wheel.name} {wheel.version}", [path.removeprefix(f"{scheme.prefix}/") for path in paths]
     if conda:
         from envbuild.layers.conda_files import installed_paths
         from envbuild.layers.conda_package import read_info
@@ -157,17 +138,18 @@ def _package_paths(
             yield f"conda package {one.name} {one.package.version}", listed
 
 
-def layer_parts(layers: Sequence[LayerFolder], prefix: str, mtime: int) -> list[LayerRequest]:
-    """Return an image layer for each of `layers`: files below `prefix`, owned by root, with the time `mtime`."""
-    return [_part(layer, prefix, mtime) for layer in layers]
-
-
-def _part(layer: LayerFolder, prefix: str, mtime: int) -> LayerRequest:
+def layer_part(layer: LayerFolder, prefix: str, mtime: int) -> LayerRequest:
+    """Return the image layer of `layer`: files below `prefix`, owned by root, with the time `mtime`."""
     text = layer.listed.render()
 
     def files() -> Tree:
         for one in layer.listed.files:
-            yield from _item(layer, one, f"{prefix}/{one.path}", mtime)
+            path = f"{prefix}/{one.path}"
+            if one.target:
+                yield Entry(path, SYMLINK, 0o777, target=one.target, mtime=mtime), None
+                continue
+            with (layer.folder / one.path).open("rb") as stream:
+                yield Entry(path, FILE, one.mode, one.size, mtime=mtime), stream
         place = f"{prefix}/{list_path(layer.source.name)}"
         yield Entry(place, FILE, 0o644, len(text), mtime=mtime), BytesIO(text)
 
@@ -175,26 +157,13 @@ def _part(layer: LayerFolder, prefix: str, mtime: int) -> LayerRequest:
     return LayerRequest(layer.title, key_of("source", key), lambda: with_parents(files(), mtime))
 
 
-def _item(layer: LayerFolder, one: LayerFile, path: str, mtime: int) -> Tree:
-    if one.target:
-        yield Entry(path, SYMLINK, 0o777, target=one.target, mtime=mtime), None
-        return
-    mode = 0o755 if one.executable else 0o644
-    with (layer.folder / one.path).open("rb") as stream:
-        yield Entry(path, FILE, mode, one.size, mtime=mtime), stream
-
-
 def _copy(source: Path, place: Path) -> None:
+    # Not hard-linked: a write in the environment must not change the store.
     with source.open("rb") as one, place.open("xb") as other:
-        with contextlib.suppress(OSError):
+        try:
             fcntl.ioctl(other.fileno(), _FICLONE, one.fileno())
-            return
-        shutil.copyfileobj(one, other, 4 << 20)
-
-
-def _free(place: Path, path: str, layer: LayerFolder, root: Path) -> None:
-    if os.path.lexists(place):
-        raise _clash(layer, path, _owner(root, path))
+        except OSError:
+            shutil.copyfileobj(one, other, 4 << 20)
 
 
 def _clash(layer: LayerFolder, path: str, other: str) -> BuildError:
@@ -204,14 +173,10 @@ def _clash(layer: LayerFolder, path: str, other: str) -> BuildError:
     )
 
 
-def _owner(root: Path, path: str) -> str:
-    """Return the owner of `path` in the environment at `root`, for a message."""
-    return next(_owners(root, path), "the environment")
-
-
 def _owners(root: Path, path: str) -> Iterator[str]:
+    """Yield the owners of `path` in the environment at `root`, for a message."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        for file in sorted((root / list_path("x")).parent.glob("*.json")):
+        for file in sorted((root / LAYER_LISTS).glob("*.json")):
             known = parse_list(file.read_bytes())
             if any(one.path == path for one in known.files):
                 yield f"layer {known.name} {known.version}"

@@ -17,43 +17,23 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from envbuild.artifacts.layer_files import LayerList, licences_of, list_files, list_path
+from envbuild.artifacts.installed import LayerList, list_files
 from envbuild.errors import BuildError, EnvbuildError, UsageError
 from envbuild.layers.source_standalone import build_one, read_description
 from envbuild.recipe.sources import SourceLayer
 
 # The modules that this one needs, relative to the package's folder.
 MODULES = (
-    "__init__.py",
-    "artifacts/__init__.py",
-    "artifacts/installed.py",
-    "artifacts/layer_files.py",
-    "artifacts/layers_stage.py",
-    "data/__init__.py",
-    "data/diagnoses.toml",
-    "data/nccl_log.toml",
-    "diagnose/__init__.py",
-    "diagnose/engine.py",
-    "diagnose/exception.py",
-    "diagnose/nccl_log.py",
-    "diagnose/rules.py",
-    "elf.py",
-    "errors.py",
-    "fingerprint.py",
-    "layers/__init__.py",
-    "layers/local_build_host.py",
-    "layers/source_causes.py",
-    "layers/source_files.py",
-    "layers/source_job.py",
-    "layers/source_standalone.py",
-    "layers/source_steps.py",
-    "names.py",
-    "process.py",
-    "recipe/__init__.py",
-    "recipe/sources.py",
-    "site/__init__.py",
-    "site/pip_config.py",
-)
+    "__init__.py", "elf.py", "errors.py", "fingerprint.py", "names.py", "process.py",
+    "artifacts/__init__.py", "artifacts/installed.py", "artifacts/layers_stage.py",
+    "data/__init__.py", "data/diagnoses.toml", "data/nccl_log.toml",
+    "diagnose/__init__.py", "diagnose/engine.py", "diagnose/exception.py",
+    "diagnose/nccl_log.py", "diagnose/rules.py",
+    "layers/__init__.py", "layers/local_build_host.py", "layers/source_files.py",
+    "layers/source_causes.py", "layers/source_job.py", "layers/source_standalone.py", "layers/source_steps.py",
+    "recipe/__init__.py", "recipe/sources.py",
+    "site/__init__.py", "site/pip_config.py",
+)  # fmt: skip
 # Packages for every layer; a program of the same name in PATH will do as well.
 _ALWAYS = ("patchelf",)
 
@@ -71,18 +51,13 @@ def missing_packages(layers: Iterable[SourceLayer]) -> list[str]:
 
 
 def build(description: Path, archives: Path, prefix: Path) -> None:
-    """Build the layers of `description` from the files in `archives` into `prefix`.
-
-    Raises EnvbuildError for a missing file and for a build that fails, OSError.
-    """
+    """Build the layers of `description` from the files in `archives` into `prefix`. Raises EnvbuildError, OSError."""
     layers, hosts = read_description(description.read_text(encoding="utf-8"))
     built: dict[str, Path] = {}
     with tempfile.TemporaryDirectory(prefix="envbuild-") as work:
         for layer in layers:
             tree = build_one(layer, built, hosts, archives, Path(work, layer.name))
             files = list_files(tree)
-            licences = licences_of(files, layer.name)
-            listed = LayerList(layer.name, layer.version, layer.sha256, licences, files)
             built[layer.name] = tree
             both = next((one.path for one in files if os.path.lexists(prefix / one.path)), None)
             if both is not None:
@@ -91,9 +66,7 @@ def build(description: Path, archives: Path, prefix: Path) -> None:
                     "leave one of them out of the recipe",
                 )
             shutil.copytree(tree, prefix, symlinks=True, dirs_exist_ok=True)
-            place = prefix / list_path(layer.name)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(listed.render())
+            LayerList(layer.name, layer.version, layer.sha256, files).write(prefix)
             print(f"{layer.name} {layer.version}: {len(files)} files", flush=True)
 
 

@@ -1,9 +1,9 @@
-"""Comparison of what pip installed in an image with the wheels that it was told to install.
+"""Comparison of the packages that pip installed in an image with their wheels, and its source layers.
 
-pip's RECORDs (PyPA "Recording installed projects") name the wheel's files with the wheel's own hashes, and also
-files that pip generates: scripts and its notes. So they cannot equal the RECORDs of the native builder, and
-their digests cannot be known in advance. Therefore every row that pip did not generate is compared; the digests
-stored for later are those of RECORDs that passed this comparison.
+pip's RECORDs (PyPA "Recording installed projects") name the wheel's files with the wheel's own hashes, and also files
+that pip generates: scripts and its notes. So they cannot equal the RECORDs of the native builder, and their digests
+cannot be known in advance. Therefore every row that pip did not generate is compared; the digests stored for later are
+those of RECORDs that passed this comparison.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from envbuild.artifacts.layer_files import FOLDER as LISTS
+from envbuild.artifacts.installed import LAYER_LISTS, parse_list
+from envbuild.artifacts.state import BuiltLayer
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.names import normalise
+from envbuild.plan.plan import Plan
 
 _SCRIPTS = "../../../bin/"
-_NOTES = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
+_NOTES = re.compile(r"[^/]*\.dist-info/(INSTALLER|REQUESTED|RECORD|direct_url\.json)", re.DOTALL)
 _SHOWN = 10
 # Runs in the image, with any Python 3.
 _READER = """
@@ -38,11 +41,7 @@ print(json.dumps([platform.python_version(), getattr(sys, "_base_executable", sy
 
 @dataclass(frozen=True, slots=True)
 class PipEnvironment:
-    """An environment in an image.
-
-    It has the version and path of the interpreter, the RECORDs by .dist-info folder, and the file lists of
-    source layers by name.
-    """
+    """An environment in an image: its interpreter, RECORDs by .dist-info folder, and layers' file lists by name."""
 
     python_version: str
     interpreter: str
@@ -51,13 +50,10 @@ class PipEnvironment:
 
 
 def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
-    """Read the environment of an image in the daemon of `client`, in a container without a network.
-
-    Raises BuildError when its interpreter does not run.
-    """
+    """Read the environment of an image in `client`'s daemon. Raises BuildError when its interpreter does not run."""
     from docker.errors import DockerException
 
-    folders = [f"/{Scheme(PREFIX, python).site_packages}", f"/{PREFIX}/{LISTS}"]
+    folders = [f"/{Scheme(PREFIX, python).site_packages}", f"/{PREFIX}/{LAYER_LISTS}"]
     container = None
     try:
         container = client.containers.create(
@@ -86,13 +82,8 @@ def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
     return PipEnvironment(version, interpreter, records, layers)
 
 
-def check_installed(
-    installed: PipEnvironment, wheels: Sequence[WheelFile], python: str
-) -> tuple[tuple[str, str, str], ...]:
-    """Return (name, version, digest of RECORD) of each distribution, after comparing them with `wheels`.
-
-    Raises BuildError that lists the differences.
-    """
+def check_installed(installed: PipEnvironment, wheels: Sequence[WheelFile], python: str) -> list[tuple[str, str, str]]:
+    """Return (name, version, digest of RECORD) of each distribution. Raises BuildError if they are not `wheels`."""
     scheme = Scheme(PREFIX, python)
     found: dict[tuple[str, str], bytes] = {}
     for folder, record in installed.records.items():
@@ -110,7 +101,22 @@ def check_installed(
             "its base image may install packages into /opt/env, or change what pip does (PIP_* "
             "variables, pip.conf): choose another base",
         )
-    return tuple(sorted((*key, record_digest(record)) for key, record in found.items()))
+    return sorted((*key, record_digest(record)) for key, record in found.items())
+
+
+def built_layers(plan: Plan, lists: Mapping[str, bytes]) -> list[BuiltLayer]:
+    """Return the source layers of `plan` in an image, by their file `lists`. Raises BuildError without a valid list."""
+    found = []
+    for layer in plan.sources:
+        try:
+            listed = parse_list(lists[layer.name])
+        except (KeyError, ValueError, TypeError) as error:
+            raise BuildError(
+                f"the image has no layer {layer.name} {layer.version}, or its list of files is damaged",
+                "a base image that has files in /opt/env cannot be built on: choose another",
+            ) from error
+        found.append(BuiltLayer(layer.name, layer.version, listed.digest, check=layer.check))
+    return found
 
 
 def record_differences(wheel: bytes, installed: bytes) -> list[str]:
@@ -131,9 +137,4 @@ def record_differences(wheel: bytes, installed: bytes) -> list[str]:
 
 def _rows(record: bytes) -> dict[str, tuple[str, ...]]:
     rows = csv.reader(io.StringIO(record.decode("utf-8", "surrogateescape"), newline=""))
-    return {row[0]: tuple(row[1:]) for row in rows if row and not _of_pip(row)}
-
-
-def _of_pip(row: Sequence[str]) -> bool:
-    folder, _, name = row[0].rpartition("/")
-    return folder.endswith(".dist-info") and "/" not in folder and name in _NOTES
+    return {row[0]: tuple(row[1:]) for row in rows if row and not _NOTES.fullmatch(row[0])}

@@ -1,115 +1,114 @@
-"""A root file system for enroot, Apptainer and Charliecloud: one squashfs, from layers as segments.
+"""A root file system as one squashfs, from layers as segments: for enroot, Apptainer and Charliecloud, and the builder.
 
-The same squashfs is the .sqsh and the partition of the .sif: files for one runtime do not disturb the others.
+The same squashfs is the .sqsh and the partition of the .sif: files for one runtime do not disturb the others. The
+builder image, in which source layers of images are compiled, is builders/<digest>.sqsh in the store: the digest of its
+lock and of the rules by which packages become a tree.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from envbuild import resources
 from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.artifacts.enroot import enroot_files, normalised
-from envbuild.disk_space import reserve
+from envbuild.debian.defaults import rules_digest
+from envbuild.disk_space import check_disk_space, reserve
+from envbuild.environment import Environment
+from envbuild.file_lock import file_lock
 from envbuild.image.entry import FILE, HARDLINK
+from envbuild.image.model import GOARCH
 from envbuild.image.sif import finish_sif, write_sif_front
-from envbuild.image.squashfs.codec import Codec
+from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
 from envbuild.image.squashfs.write import estimate, write_image
 from envbuild.image.tree import MergedEntry, MergedTree
-from envbuild.layers.layer_cache import CachedSegment
-from envbuild.progress import OnProgress
+from envbuild.layers.base import image_layers, locked_files
+from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
+from envbuild.layers.layer_cache import CachedSegment, SegmentCache
+from envbuild.lock.base import pull
+from envbuild.lock.image import ImageLock, OciLock
+from envbuild.progress import OnProgress, log, transfer
+from envbuild.recipe.targets import Target
 
 _COPY = 8 << 20
+# Increase it when builder images change although their locks do not.
+_BUILDER_FORMAT = 1
+# The image is written once and read often, by anything that can mount it.
+_BUILDER_CODEC = "zstd:1"
+_BUILDER_ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8")
 
 
 @dataclass(frozen=True, slots=True)
 class SquashTree:
-    """The tree to write, over its segments.
+    """The tree to write, over its segments, which `maker` made.
 
-    `config` is the image's OCI configuration (its JSON object), `definition` the text in place of a definition
-    file, `mtime` the time of the file system in seconds since 1970, `arch` x86_64 or aarch64, `size` the
-    maximum size of the squashfs in bytes.
+    `config` is the image's OCI configuration (its JSON object), `definition` the text in place of a definition file,
+    `arch` x86_64 or aarch64, `mtime` the time of the file system in seconds since 1970, `size` the maximum size of the
+    squashfs in bytes.
     """
 
     entries: Sequence[MergedEntry]
     segments: Sequence[Segment]
+    maker: SegmentCache
     config: Mapping[str, Any]
     definition: str
     arch: str
-    codec: Codec
     mtime: int
-    workers: int
     size: int
 
 
 @contextlib.contextmanager
 def composed(
-    layers: Sequence[CachedSegment],
-    config: Mapping[str, Any],
-    *,
-    provenance: str,
-    definition: str,
-    arch: str,
-    codec: Codec,
-    mtime: int,
-    workers: int,
-    folder: Path,
-) -> Iterator[SquashTree]:
-    """Yield the tree of `layers`, lowest first, with the files that runtimes need.
-
-    The added files are in a temporary file in `folder` meanwhile. Raises BuildError for invalid layers or an
-    invalid configuration.
-    """
+    layers: Sequence[CachedSegment], maker: SegmentCache, config: Mapping[str, Any], *,
+    provenance: str, definition: str, arch: str, mtime: int,
+) -> Iterator[SquashTree]:  # fmt: skip
+    """Yield the tree of `layers` of `maker`, lowest first, with the files that runtimes need. Raises BuildError."""
     merging = MergedTree()
     for layer in layers:
         merging.add(layer.title, layer.segment.members)
-    added = enroot_files(config, provenance, mtime) + apptainer_files(config, definition, {}, mtime)
+    added = enroot_files(config, provenance, mtime) + apptainer_files(config, definition, mtime)
     # A file replaces an existing one; a folder or link is added only if nothing has its path.
     added = [item for item in added if item[0].kind == FILE or not merging.has(item[0].path)]
     paths = {entry.path for entry, _ in added}
     added += mount_points(lambda path: path in paths or merging.has(path), mtime)
-    handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
+    handle, name = tempfile.mkstemp(dir=maker.store.folder("segments"), prefix=".new-")
     os.close(handle)
     try:
         items = ((of_entry(e), None if data is None else io.BytesIO(data)) for e, data in added)
-        segment = write_segment(items, Path(name), codec, 1)
+        segment = write_segment(items, Path(name), maker.codec, 1)
         merging.add("what runtimes need", segment.members)
         entries = list(_normalised(merging.entries()))
         segments = [*(layer.segment for layer in layers), segment]
-        size = estimate(entries, segments)
-        yield SquashTree(entries, segments, config, definition, arch, codec, mtime, workers, size)
+        yield SquashTree(entries, segments, maker, config, definition, arch, mtime, estimate(entries, segments))
     finally:
         Path(name).unlink(missing_ok=True)
 
 
 def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
-    """Yield the entries as images for unprivileged users contain them.
-
-    If the first name of a file is left out, its next name becomes the file.
-    """
+    """Yield the entries for unprivileged users; if a file's first name is left out, its next name becomes the file."""
     moved: dict[str, str] = {}
     for path, merged in entries.items():
         entry = merged.entry
-        first = entry.target if entry.kind == HARDLINK else path
         if entry.kind == HARDLINK:
+            first = entry.target
             origin = entries[first].entry
-            if normalised(origin) is not None:
-                target = first
-            elif normalised(replace(origin, path=path)) is None:
-                continue
-            elif first not in moved:
-                moved[first] = path
-                entry, target = replace(origin, path=path), ""
-            else:
-                target = moved[first]
-            entry = replace(entry, target=target) if target else entry
+            if normalised(origin) is None:
+                own = replace(origin, path=path)
+                if normalised(own) is None:
+                    continue
+                entry = replace(entry, target=moved[first]) if first in moved else own
+                moved.setdefault(first, path)
         kept = normalised(entry)
         if kept is not None:
             yield MergedEntry(kept, merged.layer, merged.member)
@@ -118,34 +117,79 @@ def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
 def write_sqsh(root: SquashTree, out: BinaryIO, on_progress: OnProgress) -> None:
     """Write the squashfs to `out`, a new file. Raises BuildError (too little disk space) and OSError."""
     reserve(out, root.size)
-    size = _image(root, out, 0, on_progress)
-    out.truncate(size)
+    out.truncate(_write(root, out, 0, on_progress))
 
 
 def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None) -> None:
-    """Write the SIF to `out`, a new file; `squashfs` is that of `root` if it was written already.
-
-    Raises BuildError (too little disk space) and OSError.
-    """
+    """Write the SIF to `out`, a new file, with `squashfs` if it was written already. Raises BuildError and OSError."""
     definition = root.definition.encode()
     jsons = [
-        ("inspect-metadata.json", inspect_metadata(root.config, root.definition, {})),
+        ("inspect-metadata.json", inspect_metadata(root.config, root.definition)),
         ("oci-config.json", oci_config(root.config)),
     ]
     start = write_sif_front(out, definition, jsons, root.arch)
     reserve(out, start + (squashfs.stat().st_size if squashfs else root.size))
-    size = _copy(squashfs, out, start) if squashfs else _image(root, out, start, on_progress)
+    if squashfs:
+        out.seek(start)
+        with squashfs.open("rb") as stream:
+            shutil.copyfileobj(stream, out, _COPY)
+            size = stream.tell()
+    else:
+        size = _write(root, out, start, on_progress)
     out.truncate(start + size)
     finish_sif(out, definition, jsons, root.arch, partition_size=size, mtime=root.mtime)
 
 
-def _image(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
-    return write_image(root.entries, root.segments, out, base, root.codec, root.mtime, root.workers, on_progress)
+def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
+    maker = root.maker
+    return write_image(root.entries, root.segments, out, base, maker.codec, root.mtime, maker.workers, on_progress)
 
 
-def _copy(source: Path, out: BinaryIO, offset: int) -> int:
-    out.seek(offset)
-    with source.open("rb") as stream:
-        while data := stream.read(_COPY):
-            out.write(data)
-        return stream.tell()
+def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, offline: bool) -> Path:
+    """Return the .sqsh of the builder image that `lock` describes; it is written if missing. `folder` is the recipe's.
+
+    Raises BuildError when no source has a part of it, and when the store is not writable.
+    """
+    key = hashlib.sha256(f"{_BUILDER_FORMAT} {lock.digest} {rules_digest()}".encode()).hexdigest()
+    path = environment.store.folder("builders") / f"{key}.sqsh"
+    if path.is_file():
+        return path
+    try:
+        with file_lock(path.with_suffix(".lock"), remove=True):
+            if not path.is_file():  # another process may have written it meanwhile
+                log(f"the builder of {lock.target} is made: {_title(lock)}")
+                _write_builder(lock, folder, path, environment, offline)
+    except OSError as error:
+        raise environment.store.unwritable(error) from error
+    return path
+
+
+def _title(lock: ImageLock) -> str:
+    if isinstance(lock.base, OciLock):
+        return lock.base.reference
+    return f"Debian {lock.base.suite} with compilers, {len(lock.base.packages)} packages"
+
+
+def _write_builder(lock: ImageLock, folder: Path, path: Path, environment: Environment, offline: bool) -> None:
+    maker = SegmentCache(environment.store, codec_of(_BUILDER_CODEC), resources.workers(environment.variables), log)
+    base, arch, env = lock.base, Target.parse(lock.target).arch, list(_BUILDER_ENV)
+    if isinstance(base, OciLock):
+        pulled = pull(base.reference, base.digest, arch, environment, folder)
+        env = list((pulled.config.get("config") or {}).get("Env") or _BUILDER_ENV)
+        layers = image_layers(pulled, base.reference, maker)
+    else:
+        key = ["builder", FIXED_TIME, rules_digest()]
+        key += [f"{deb.name} {deb.version} {deb.arch} {deb.sha256}" for deb in base.packages]
+        tree = partial(locked_files, base, FIXED_TIME, environment, offline=offline)
+        layers = (maker.part(LayerRequest(_title(lock), key_of("debian", key), tree)),)
+    config = {"architecture": GOARCH[arch], "os": "linux", "config": {"Env": env}}
+    origin = f"envbuild:builder:{lock.target}@{lock.digest}"
+    root_of = composed(layers, maker, config, provenance=origin, definition="", arch=arch, mtime=FIXED_TIME)
+    with environment.store.working("builders", "new") as made:
+        new = made / path.name
+        with new.open("x+b") as out, root_of as root:
+            check_disk_space(made, root.size)
+            with transfer("writing the builder", None) as on_progress:
+                write_sqsh(root, out, on_progress)
+        new.chmod(0o644)
+        os.replace(new, path)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from envbuild import __version__
-from envbuild.artifacts.installed import Distribution
-from envbuild.artifacts.layer_files import quick_lists
+from envbuild.artifacts.installed import list_path
 from envbuild.errors import BuildError, UsageError
 from envbuild.plan.plan import Plan
 
@@ -25,8 +24,8 @@ FORMAT = 1
 class BuiltLayer:
     """A layer of the recipe's [layers] in an environment.
 
-    `files` is the sha256 of the list of its files (path, sha256), "" for a layer at `path` on the host. `check`
-    is a command of the environment that proves that the layer works, () for none.
+    `files` is the sha256 of the list of its files (path, sha256), "" for a layer at `path` on the host. `check` is a
+    command of the environment that proves that the layer works, () for none.
     """
 
     name: str
@@ -40,9 +39,9 @@ class BuiltLayer:
 class State:
     """The state of a built environment; `digest` covers its content, `plan_digest` the request.
 
-    `packages` holds [name, version, sha256 of the sorted RECORD] of each distribution; in a conda `environment`
-    also the conda packages, with the sha256 of their list of files. `verify` is the recipe's [verify] table at
-    the time of the build.
+    `packages` holds [name, version, sha256 of the sorted RECORD] of each distribution; in a conda `environment` also
+    the conda packages, with the sha256 of their list of files. `verify` is the recipe's [verify] table at the time of
+    the build.
     """
 
     artifact: str
@@ -81,11 +80,10 @@ class State:
 
 def state_of(
     plan: Plan,
-    *,
     python_version: str,
     interpreter: str,
-    packages: tuple[tuple[str, str, str], ...],
-    layers: Iterable[BuiltLayer] = (),
+    packages: Iterable[tuple[str, str, str]],
+    layers: Sequence[BuiltLayer] = (),
 ) -> State:
     """Return the state of an environment built from `plan`; `layers` are its source layers as installed."""
     hosts = (BuiltLayer(one.name, one.version, "", one.path) for one in plan.host_layers)
@@ -99,7 +97,7 @@ def state_of(
         python=plan.python,
         python_version=python_version,
         interpreter=interpreter,
-        packages=packages,
+        packages=tuple(sorted(packages)),
         verify=plan.verify_settings(),
         envbuild=__version__,
         environment="conda" if plan.conda else "venv",
@@ -108,22 +106,17 @@ def state_of(
     )
 
 
-def packages_of(found: Iterable[Distribution]) -> tuple[tuple[str, str, str], ...]:
-    """Return `found` in the form of `State.packages`, sorted by name."""
-    return tuple(sorted((d.name, d.version, d.record) for d in found))
+def has_packages(root: Path, state: State, found: Iterable[tuple[str, str]]) -> bool:
+    """Return whether `found`, (name, version) of the packages in the environment at `root`, are those of its `state`.
 
-
-def has_layers(root: Path, state: State) -> bool:
-    """Return whether the environment at `root` has the layers of its `state`, by the names of their lists alone."""
-    wanted = {layer.name for layer in state.layers if layer.files}
-    return not wanted or wanted <= quick_lists(root)
+    Its layers must be there too, by the names of their lists alone.
+    """
+    packages = {(name, version) for name, version, _ in state.packages}
+    return set(found) == packages and all((root / list_path(one.name)).exists() for one in state.layers if one.files)
 
 
 def read_state(folder: Path) -> State | None:
-    """Return the state of the environment in `folder`, None when envbuild did not build it.
-
-    Raises BuildError when the file exists but cannot be read or is invalid.
-    """
+    """Return the state of the environment in `folder`, None without one. Raises BuildError for an invalid file."""
     path = folder / FILE
     try:
         text = path.read_bytes()
@@ -152,10 +145,7 @@ def _layer(name: str, version: str, files: str, path: str = "", check: Iterable[
 
 
 def check_place(path: Path) -> State | None:
-    """Return the state of the existing environment at `path`, None if the path is free.
-
-    Raises UsageError when the path holds something that envbuild did not build.
-    """
+    """Return the state of the environment at `path`, None if the path is free. Raises UsageError for other content."""
     state = read_state(path)
     if state is None and path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(

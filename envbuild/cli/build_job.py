@@ -15,7 +15,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
-    from envbuild.kinds.base import FolderArtifact
+    from envbuild.kinds import FolderArtifact
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ def build_folder(
 ) -> None:
     """Build the environment of the kind `name`, on this host or in a job, and print its path."""
     from envbuild.artifacts.state import check_place
-    from envbuild.kinds import ARTIFACTS
-    from envbuild.kinds.base import FolderArtifact
+    from envbuild.kinds import ARTIFACTS, FolderArtifact
     from envbuild.kinds.folder import make_environment, prepare_folder
     from envbuild.verify.static_checks import check_torch
 
@@ -88,7 +87,7 @@ def build_folder(
         show_plan(plan, how.as_json, path)
         return
     result = make_environment(
-        kind, plan, trainer, environment, path, log, offline=how.offline, python=python,
+        kind, plan, trainer, environment, path, offline=how.offline, python=python,
         verify=not how.no_verify, faults=how.faults,
     )  # fmt: skip
     finish(result, path, how.as_json)
@@ -123,7 +122,7 @@ def _build_by_job(
     check_out(as_job.script, "--script")
     site = load_site(environment.variables, as_job.site)
     top = Path(site.paths.shared or Path.cwd()) / "build"
-    place = (out or top / loaded.recipe.name / target.name / kind.place).absolute()
+    place = (out or top / loaded.recipe.name / target.name / kind.default_name).absolute()
     if not how.dry_run:  # nodes may be unable to reach an index, so resolve now
         plan_of(
             kind, loaded, target, environment, locked=how.locked, offline=how.offline, log=log,

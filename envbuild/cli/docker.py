@@ -73,10 +73,10 @@ def docker_command(
       envbuild docker pt_cpu --builder dockerfile --base registry.example.org/library/python:3.11-slim-bookworm
       docker run --rm pt_cpu:cpu-x86_64 torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
-    from envbuild.artifacts.docker import ImageOutput, check_tag, default_tag
+    from envbuild.artifacts.docker import ImageOutput, check_tag
     from envbuild.errors import UsageError
     from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
-    from envbuild.kinds.image import ImageOptions, check_wish, make_images, prepare_image
+    from envbuild.kinds.image import ImageOptions, check_options, make_images, prepare_image
     from envbuild.verify.static_checks import check_torch
 
     place = ImageOutput.parse(out) if out else None
@@ -102,15 +102,15 @@ def docker_command(
         )
         for target in wanted
     ]  # fmt: skip
-    name = check_tag(tag or default_tag(loaded.recipe.name, wanted[0].name), push=push)
-    wish = ImageOptions(name, place, push, verify=not how.no_verify, faults=how.faults, form=form)
+    name = check_tag(tag or f"{loaded.recipe.name}:{wanted[0].name}", push=push)
+    options = ImageOptions(name, place, push, verify=not how.no_verify, faults=how.faults, form=form)
     for one in prepared:
         check_torch(loaded, one.plan, verify=not how.no_verify)
     if how.dry_run:
         if builder == "native":
-            check_wish(wish, len(prepared), environment)
+            check_options(options, len(prepared), environment)
         else:
-            check_dockerfile(prepared, wish, environment)
+            check_dockerfile(prepared, options, environment)
         for one in prepared:
             if how.as_json:
                 print_json({**one.plan.as_json(), "path": name})
@@ -120,7 +120,7 @@ def docker_command(
             click.echo(name)
         return
     make = make_images if builder == "native" else make_by_dockerfile
-    result = make(prepared, wish, environment, log, offline=how.offline)
+    result = make(prepared, options, environment, offline=how.offline)
     if how.as_json:
         print_json(result)
     else:

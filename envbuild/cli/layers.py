@@ -40,7 +40,7 @@ def layers_command(recipe: str, target: str | None, place: str, locked: bool, of
       srun -p arm envbuild layers pt_efa --target cu130-aarch64
       envbuild layers pt_efa --for host --json
     """
-    from envbuild.kinds.source_layers import build_layers
+    from envbuild.kinds.prepare import build_layers
     from envbuild.layers.requested import before_environment, for_host, for_image
 
     environment = load_environment()
@@ -53,7 +53,7 @@ def layers_command(recipe: str, target: str | None, place: str, locked: bool, of
         found = before_environment(every)
         for late in (one for one in every.sources if one not in found.sources):
             log(f"{late.name} {late.version} is compiled with its environment: envbuild venv")
-    built = build_layers(found, loaded.folder, environment, log, offline=offline)
+    built = build_layers(found, loaded.folder, environment, offline=offline)
     if as_json:
         layers = [
             {

@@ -82,10 +82,8 @@ def make(
     from envbuild.artifacts.apptainer_engine import find_engine
     from envbuild.image.reference import parse_source
     from envbuild.image.squashfs.codec import codec_of
-    from envbuild.kinds import ARTIFACTS
+    from envbuild.kinds import ARTIFACTS, squash
     from envbuild.kinds.image import prepare_image
-    from envbuild.kinds.image_file import ImageFileOptions, OutputFile, check_files
-    from envbuild.kinds.squash import imported_file, make_from_image, make_from_recipe
     from envbuild.recipe.targets import Target, host_arch
     from envbuild.verify.static_checks import check_torch
 
@@ -98,15 +96,15 @@ def make(
     if engine != "native":
         find_engine(environment.variables)
 
-    def wish(file: Callable[[str], OutputFile]) -> ImageFileOptions:
-        files = tuple(OutputFile(kind, out) if out else file(kind) for kind in kinds)
-        return ImageFileOptions(files, codec, not choices.no_verify, choices.faults, choices.runtime, engine)
+    def options_for(file: Callable[[str], squash.OutputFile]) -> squash.ImageFileOptions:
+        files = tuple(squash.OutputFile(kind, out) if out else file(kind) for kind in kinds)
+        return squash.ImageFileOptions(files, codec, not choices.no_verify, choices.faults, choices.runtime, engine)
 
     if source is not None:
         image = parse_source(source)
-        of_image = wish(lambda kind: imported_file(kind, image))
+        of_image = options_for(lambda kind: squash.imported_file(kind, image))
         if choices.dry_run:
-            check_files(of_image)
+            squash.check_files(of_image)
             for file in of_image.files:
                 about = {"kind": file.kind, "from": image.url, "path": str(file.path.absolute())}
                 if choices.as_json:
@@ -115,7 +113,7 @@ def make(
                     log(f"{file.kind}: {image.url} to {file.path}")
             return
         chosen = Target.parse(choices.target or f"cpu-{host_arch()}")
-        show(make_from_image(image, chosen, of_image, environment, log), choices)
+        show(squash.make_from_image(image, chosen, of_image, environment), choices)
         return
     loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
     one = prepare_image(
@@ -124,12 +122,14 @@ def make(
     )  # fmt: skip
     plan = one.plan
     check_torch(loaded, plan, verify=not choices.no_verify)
-    of_recipe = wish(lambda kind: OutputFile(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target)))
+    of_recipe = options_for(
+        lambda kind: squash.OutputFile(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target))
+    )
     if choices.dry_run:
-        check_files(of_recipe)
+        squash.check_files(of_recipe)
         show_plan(plan, choices.as_json)
         return
-    show(make_from_recipe(one, of_recipe, environment, log, offline=choices.offline), choices)
+    show(squash.make_from_recipe(one, of_recipe, environment, offline=choices.offline), choices)
 
 
 def _check_runtime(kinds: Sequence[str], choices: Choices, environment: Environment) -> None:

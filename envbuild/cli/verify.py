@@ -41,11 +41,11 @@ def verify_command(
       envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
-    from envbuild.kinds.verify import verify_artifact
+    from envbuild.kinds.commit import verify_artifact
     from envbuild.verify.receipt import check_lines, failures, receipt_path
 
     overrides = {"nodes": nodes, "nproc_per_node": nproc_per_node, "epochs": epochs, "faults": faults}
-    state, receipt = verify_artifact(path, load_environment(), log, overrides, runtime)
+    state, receipt = verify_artifact(path, load_environment(), overrides, runtime)
     for line in check_lines(receipt):
         log(line)
     if as_json:

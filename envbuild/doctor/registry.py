@@ -12,8 +12,7 @@ from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storag
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError
-from envbuild.kinds import ARTIFACTS
-from envbuild.kinds.base import Artifact
+from envbuild.kinds import ARTIFACTS, Artifact
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.schedulers import TITLES
 from envbuild.site.settings import Site

@@ -11,8 +11,7 @@ from envbuild.artifacts.state import BuiltLayer, read_state
 from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import find_fabric
 from envbuild.jobs.model import JobArtifact
-from envbuild.kinds import ARTIFACTS, kind_at
-from envbuild.kinds.docker import DOCKER
+from envbuild.kinds import ARTIFACTS, DOCKER, kind_at
 from envbuild.layers.compose import PREFIX
 from envbuild.verify.network import nccl_version
 from envbuild.verify.receipt import passing_receipt, receipt_path
@@ -80,7 +79,7 @@ def _places(top: Path, recipe: str, kinds: tuple[str, ...], target: str | None) 
     found = []
     for name in targets:
         for kind in kinds:
-            place = top / name / ARTIFACTS[kind].place.format(recipe=recipe)
+            place = top / name / ARTIFACTS[kind].default_name.format(recipe=recipe)
             pushed = ARTIFACTS[kind].form == "registry"
             if (receipt_path(place) if pushed else place).exists():
                 found.append((kind, name, place))

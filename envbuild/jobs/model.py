@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from envbuild import torchrun
-from envbuild.kinds import ARTIFACTS
-from envbuild.kinds.base import Artifact
+from envbuild.kinds import ARTIFACTS, Artifact
 from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
 from envbuild.site.settings import Site as JobSite
 

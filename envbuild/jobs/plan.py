@@ -11,8 +11,7 @@ from envbuild.jobs.job_env import container_mounts, job_env
 from envbuild.jobs.model import JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.kinds import ARTIFACTS, kinds_of
-from envbuild.kinds.base import Artifact
+from envbuild.kinds import ARTIFACTS, Artifact, kinds_of
 from envbuild.site.jobs import time_problem
 from envbuild.site.schedulers import LAUNCHERS
 from envbuild.site.settings import Site as JobSite

@@ -1,30 +1,27 @@
-"""Verification of a new artifact, and its replacement of the old one; shared by all kinds."""
+"""Verification of artifacts of all kinds; a new artifact then replaces the old one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from envbuild import atomic
-from envbuild.environment import Environment
-from envbuild.errors import VerificationError
+from envbuild.artifacts.state import State
+from envbuild.environment import Environment, load_environment
+from envbuild.errors import UsageError, VerificationError
+from envbuild.kinds import kind_at
 from envbuild.plan.plan import Plan
-
-if TYPE_CHECKING:
-    from envbuild.verify.model import Settings, Subject
-
-Log = Callable[[str], None]
+from envbuild.progress import log
+from envbuild.verify.model import Settings, Subject, Verdict
+from envbuild.verify.receipt import failures, make_receipt, passing_receipt, receipt_path, write_receipt
+from envbuild.verify.static_checks import check_built_torch
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished artifact.
-
-    `receipt` is None without verification. `built` and `verified` say whether this run did so or found it done.
-    `warnings` are those of the lock.
-    """
+    """A finished artifact; `receipt` is None without verification. `built`, `verified`: by this run, not before it."""
 
     path: Path
     digest: str
@@ -50,30 +47,19 @@ class Result:
 
 
 def verify_staged(
-    subject: Subject,
-    settings: Settings,
-    environment: Environment,
-    log: Log,
-    final: Path,
-    *,
-    staged: Path | None = None,
-    held: str = "",
-    told: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Verify `subject`, to be placed at `final`, and return its passing receipt, which includes `told`.
+    subject: Subject, settings: Settings, environment: Environment, final: Path, *,
+    staged: Path | None = None, held: str = "", more: Mapping[str, Any] = {},
+) -> dict[str, Any]:  # fmt: skip
+    """Verify `subject`, to be placed at `final`, and return its passing receipt, with `more` about the artifact.
 
-    When verification fails, moves `staged` to NAME.failed, writes the failing receipt beside that path, and
-    raises VerificationError; an artifact that is already at `final` stays there. `held` says where a failed
-    artifact is that has no path.
+    When verification fails, moves `staged` to NAME.failed, writes the failing receipt beside that path, and raises
+    VerificationError; an artifact that is already at `final` stays there. `held` says where a failed artifact is that
+    has no path.
     """
-    from envbuild.verify.receipt import failures, make_receipt, receipt_path, write_receipt
-    from envbuild.verify.run import verify
-
-    logs = final.with_name(f"{final.name}.verify-logs")
-    verdict = verify(subject, settings, environment.variables, log, logs=logs)
+    verdict = _verdict(subject, settings, environment, final)
     failed = final if verdict.passed or staged == final else failed_path(final)
     receipt = make_receipt(subject, verdict, failed)
-    receipt["artifact"] |= told or {}
+    receipt["artifact"] |= more
     if verdict.passed:
         log(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
         return receipt
@@ -87,6 +73,37 @@ def verify_staged(
     raise VerificationError(
         failures(receipt), f"{held}, the evidence {receipt_path(failed)}, the nodes' logs {verdict.logs}"
     )
+
+
+def _verdict(subject: Subject, settings: Settings, environment: Environment, path: Path) -> Verdict:
+    from envbuild.verify.run import verify
+
+    return verify(subject, settings, environment.variables, log, logs=path.with_name(f"{path.name}.verify-logs"))
+
+
+def open_subject(path: Path, environment: Environment | None = None, runtime: str | None = None) -> Subject:
+    """Return the artifact at `path` as the subject of a verification. Raises UsageError when there is none."""
+    kind = kind_at(path)
+    if kind is None:
+        if runtime is not None:
+            raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
+        what = "is not an artifact of envbuild" if path.exists() else "does not exist"
+        raise UsageError(f"{path} {what}", "give the folder or file that envbuild printed as its last line")
+    return kind.subject(path, environment or load_environment(), runtime)
+
+
+def verify_artifact(
+    path: Path, environment: Environment, overrides: dict[str, Any], runtime: str | None = None
+) -> tuple[State, dict[str, Any]]:
+    """Verify the artifact at `path` again, and write its receipt, passing or not; return its state and the receipt."""
+    subject = open_subject(path, environment, runtime)
+    check_built_torch(subject.state, path)
+    verdict = _verdict(subject, settings_of(subject.state.verify, overrides), environment, path)
+    receipt = make_receipt(subject, verdict, path)
+    receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
+    with atomic.writing(path.parent):
+        write_receipt(receipt, path)
+    return subject.state, receipt
 
 
 def failed_path(path: Path) -> Path:
@@ -104,25 +121,18 @@ def commit(staged: Path, final: Path, receipt: dict[str, Any] | None, *, known: 
 
 
 def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
-    """Write the receipt of the artifact at `path`, or remove the previous artifact's receipt for None.
-
-    The receipt of NAME.failed is kept as long as that artifact exists.
-    """
-    from envbuild.verify.receipt import receipt_path, write_receipt
-
+    """Write the receipt of the artifact at `path`, or remove the previous artifact's receipt for None."""
     with atomic.writing(path.parent):
         if receipt is None:
             receipt_path(path).unlink(missing_ok=True)
             return
         write_receipt(receipt, path)
-        if not failed_path(path).exists():
+        if not failed_path(path).exists():  # else its receipt stays, too
             receipt_path(failed_path(path)).unlink(missing_ok=True)
 
 
 def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:
     """Return the settings of a verification: the recipe's [verify] `table` with `overrides` that are not None."""
-    from envbuild.verify.model import Settings
-
     known = {field.name for field in fields(Settings)}
     given = {name: value for name, value in overrides.items() if value is not None}
     return Settings(**{name: value for name, value in {**table, **given}.items() if name in known})
@@ -130,8 +140,6 @@ def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:
 
 def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
     """Return whether a passing receipt for this content, as thorough as the plan requires, is beside `path`."""
-    from envbuild.verify.receipt import passing_receipt
-
     receipt = passing_receipt(path, digest)
     if receipt is None:
         return False

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any, Unpack
 
-from envbuild.artifacts import dockerfile, dockerfile_layers, pip_records
+from envbuild.artifacts import dockerfile, pip_records
+from envbuild.artifacts.image import PreparedImage
 from envbuild.artifacts.state import IMAGE, state_of
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
+from envbuild.image.daemon import connect
 from envbuild.image.model import GOARCH
 from envbuild.image.reference import parse_reference
 from envbuild.kinds.commit import has_receipt
-from envbuild.kinds.docker import DOCKER
-from envbuild.kinds.image import ImageOptions, PreparedImage, source_date, verify_image
+from envbuild.kinds.image import ImageOptions, report, source_date, verify_image
 from envbuild.kinds.prepare import prepare
 from envbuild.layers.requested import RequestedLayers, requested_layers
 from envbuild.layers.wheels import locate
@@ -25,27 +26,22 @@ from envbuild.lock.base import builder_lock, image_lock
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.plan.plan import ImageInputs
+from envbuild.progress import log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
 from envbuild.verify.containers import BuiltImage
-
-Log = Callable[[str], None]
+from envbuild.verify.receipt import receipt_path
 
 
 def prepare_dockerfile(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    bytecode: bool,
-    base: str | None = None,
-    **use: Unpack[LockUse],
-) -> PreparedImage:
+    loaded: LoadedRecipe, target: Target, environment: Environment, *,
+    bytecode: bool, base: str | None = None, **use: Unpack[LockUse],
+) -> PreparedImage:  # fmt: skip
     """Return the plan of an image for `docker build`.
 
-    The base is `base`, else the existing image that the recipe names, else the Dockerfile's own. Raises
-    UsageError for a base or a layer that docker cannot build, and for recipes of conda packages.
+    The base is `base`, else the existing image that the recipe names, else the Dockerfile's own. Raises UsageError for
+    a base or a layer that docker cannot build, and for recipes of conda packages.
     """
     if loaded.recipe.environment == "conda":
         raise UsageError(
@@ -76,113 +72,83 @@ def prepare_dockerfile(
     compiler = f"pip {loaded.recipe.python} -" if bytecode else None
     plan, trainer = prepare(
         loaded, target, environment, artifact=IMAGE, compile_bytecode=bytecode,
-        image=ImageInputs(lock, compiler, source_date(environment)),
-        layers=layers, **use,
+        image=ImageInputs(lock, compiler, source_date(environment)), layers=layers, **use,
     )  # fmt: skip
     return PreparedImage(plan, trainer, None, target, layers.builder)
 
 
 def make_by_dockerfile(
-    prepared: Sequence[PreparedImage], wish: ImageOptions, environment: Environment, log: Log, *, offline: bool
+    prepared: Sequence[PreparedImage], options: ImageOptions, environment: Environment, *, offline: bool
 ) -> dict[str, Any]:
     """Build the image, verify it, and tag it in the daemon; return the object that `--json` prints.
 
-    Raises HostError when docker cannot build for the target, BuildError when the build fails, VerificationError
-    before the tag moves from an older image to this one.
+    Raises HostError when docker cannot build for the target, BuildError when the build fails, VerificationError before
+    the tag moves from an older image to this one.
     """
-    from envbuild.image.daemon import connect
-    from envbuild.verify.receipt import receipt_path
-
     started = time.monotonic()
-    _check(prepared, wish)
-    one, plan = prepared[0], prepared[0].plan
-    command = dockerfile.find_docker(environment.variables)
-    with connect(environment.variables) as client:
-        _check_daemon(client, one.target)
-        image = _build(client, command, one, environment, log, offline)
-        beside = DOCKER.default_path(plan.recipe, plan.target)
-        if wish.verify and not has_receipt(beside, image.digest, plan, wish.faults):
-            verify_image(client, one, image, wish, beside, environment, log)
-        name, _, label = wish.tag.rpartition(":")
+    with _docker(prepared, options, environment) as (command, client):
+        one, plan = prepared[0], prepared[0].plan
+        image = _build(client, command, one, environment, offline)
+        beside = options.beside(plan)
+        if options.verify and not has_receipt(beside, image.digest, plan, options.faults):
+            verify_image(client, plan, image, options, environment)
+        name, _, label = options.tag.rpartition(":")
         client.api.tag(image.image_id, name, label)
-    receipt = str(receipt_path(beside).absolute()) if wish.verify else None
-    return {
-        "path": wish.tag,
-        "digest": image.digest,
-        "image_id": image.image_id,
-        "receipt": receipt,
-        "target": plan.target,
-        "targets": [{"target": plan.target, "digest": image.digest, "receipt": receipt}],
-        "warnings": list(plan.warnings),
-        "seconds": round(time.monotonic() - started, 3),
-    }
+    receipt = str(receipt_path(beside).absolute()) if options.verify else None
+    known = {"path": options.tag, "digest": image.digest, "image_id": image.image_id}
+    return known | report(prepared, [image.digest], [receipt], started)
 
 
-def check_dockerfile(prepared: Sequence[PreparedImage], wish: ImageOptions, environment: Environment) -> None:
+def check_dockerfile(prepared: Sequence[PreparedImage], options: ImageOptions, environment: Environment) -> None:
     """Raise UsageError for an option that `docker build` does not support, HostError when docker cannot build here."""
-    from envbuild.image.daemon import connect
-
-    _check(prepared, wish)
-    dockerfile.find_docker(environment.variables)
-    with connect(environment.variables) as client:
-        _check_daemon(client, prepared[0].target)
+    with _docker(prepared, options, environment):
+        pass
 
 
-def _check(prepared: Sequence[PreparedImage], wish: ImageOptions) -> None:
+@contextmanager
+def _docker(
+    prepared: Sequence[PreparedImage], options: ImageOptions, environment: Environment
+) -> Iterator[tuple[dockerfile.DockerCommand, Any]]:
+    """Yield docker's command and a client of its daemon, if they can build the image with these options."""
     if len(prepared) > 1:
         raise UsageError("--builder dockerfile makes the image of one target", "name one, with --target")
-    if wish.push:
+    if options.push:
         raise UsageError(
             "--builder dockerfile leaves the image in the daemon; it does not push",
-            f"leave --push out, then: docker push {wish.tag}",
+            f"leave --push out, then: docker push {options.tag}",
         )
-    if wish.out is not None:
+    if options.out is not None:
         raise UsageError(
             "--builder dockerfile leaves the image in the daemon; it writes none",
-            f"leave --out out, then: docker save {wish.tag}",
+            f"leave --out out, then: docker save {options.tag}",
         )
-
-
-def _check_daemon(client: Any, target: Target) -> None:
-    version = client.version()
-    system, arch = str(version.get("Os", "linux")), str(version.get("Arch", ""))
-    if (system, arch) != ("linux", GOARCH[target.arch]):
-        raise HostError(
-            f"the docker daemon builds for {system}/{arch}, {target.name} is linux/{GOARCH[target.arch]}",
-            "name a daemon of that architecture with DOCKER_HOST; the native builder builds for all",
-        )
+    command, target = dockerfile.find_docker(environment.variables), prepared[0].target
+    with connect(environment.variables) as client:
+        version = client.version()
+        system, arch = str(version.get("Os", "linux")), str(version.get("Arch", ""))
+        if (system, arch) != ("linux", GOARCH[target.arch]):
+            raise HostError(
+                f"the docker daemon builds for {system}/{arch}, {target.name} is linux/{GOARCH[target.arch]}",
+                "name a daemon of that architecture with DOCKER_HOST; the native builder builds for all",
+            )
+        yield command, client
 
 
 def _build(
-    client: Any,
-    command: dockerfile.DockerCommand,
-    one: PreparedImage,
-    environment: Environment,
-    log: Log,
-    offline: bool,
+    client: Any, command: dockerfile.DockerCommand, one: PreparedImage, environment: Environment, offline: bool
 ) -> BuiltImage:
     plan = one.plan
     assert plan.base is not None
     log(f"{plan.recipe} for {plan.target}: {len(plan.packages)} packages")
-    log(f"{dockerfile.dockerfile_name(one.target)} on {dockerfile.base_name(plan)}")
+    log(f"{one.target.family.dockerfile} on {dockerfile.image_name(plan.base)}")
     wheels, own = locate(plan, one.trainer, environment, offline)
-    sources = dockerfile_layers.stage_files(plan, environment, offline=offline)
-    builder = dockerfile.image_name(one.builder) if one.builder else None
-    created = datetime.fromtimestamp(plan.mtime, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    with dockerfile.build_context(plan, one.trainer, wheels, environment, sources) as context:
-        image_id = dockerfile.build(
-            command, context, dockerfile.build_arguments(plan, builder),
-            dockerfile.labels(plan, created), environment, log,
-        )  # fmt: skip
+    sources = dockerfile.stage_files(plan, environment, offline=offline)
+    with dockerfile.build_context(one, wheels, environment, sources) as context:
+        image_id = dockerfile.build(command, context, plan, one.builder, environment)
     installed = pip_records.read_installed(client, image_id, plan.python)
     packages = pip_records.check_installed(installed, [*wheels, own], plan.python)
-    state = state_of(
-        plan,
-        python_version=installed.python_version,
-        interpreter=installed.interpreter,
-        packages=packages,
-        layers=dockerfile_layers.built_layers(plan, installed.layers),
-    )
+    layers = pip_records.built_layers(plan, installed.layers)
+    state = state_of(plan, installed.python_version, installed.interpreter, packages, layers)
     return BuiltImage(image_id, state, image_id)  # it has no manifest yet
 
 
@@ -191,9 +157,8 @@ def _layers(
 ) -> RequestedLayers:
     """Return the source layers that a stage of the Dockerfile builds, and the image of that stage.
 
-    That image is the recipe's `build_base`, by its locked digest; with the default base of Dockerfile.gpu, its
-    BUILD_BASE; else the base itself, into which compilers are installed. Raises UsageError for layers that no
-    stage can build.
+    That is the recipe's `build_base`; with the default base of Dockerfile.gpu, its BUILD_BASE; else the base itself,
+    into which compilers are installed. Raises UsageError for layers that no stage can build.
     """
     found = requested_layers(loaded, target)
     if not found.sources:
@@ -235,7 +200,7 @@ def _default_base(loaded: LoadedRecipe, target: Target) -> str:
         return re.sub(r"(?<=/python:)[0-9.]+", python, base)
     if f":{target.version}." not in base:
         raise UsageError(
-            f"{dockerfile.dockerfile_name(target)} builds on {base}, which is not for {target.name}",
+            f"{target.family.dockerfile} builds on {base}, which is not for {target.name}",
             f"name an image with CUDA {target.version}: --base docker.io/nvidia/cuda:TAG",
         )
     return base
@@ -247,5 +212,5 @@ def _mirrored(base: str, site: Site) -> str:
     mirrors = site.registry(reference.registry).mirrors
     if not mirrors:
         return base
-    place = mirrors[0].partition("://")[2].strip("/")
-    return f"{place}/{reference.repository}:{reference.pointer}"
+    mirror = mirrors[0].partition("://")[2].strip("/")
+    return f"{mirror}/{reference.repository}:{reference.pointer}"

@@ -4,64 +4,40 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from envbuild import atomic
 from envbuild.artifacts import docker
-from envbuild.artifacts.image import AssembledImage, assemble
-from envbuild.artifacts.layers_in import LayerFolder
+from envbuild.artifacts.image import AssembledImage, PreparedImage, assemble
 from envbuild.artifacts.state import IMAGE
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
+from envbuild.image.daemon import connect
+from envbuild.image.model import docker_manifest
+from envbuild.kinds import DOCKER
 from envbuild.kinds.commit import has_receipt, keep_receipt, settings_of, verify_staged
-from envbuild.kinds.docker import DOCKER
-from envbuild.kinds.prepare import prepare
-from envbuild.kinds.source_layers import build_layers
-from envbuild.layers.bytecode import Compiler, compiler_for
+from envbuild.kinds.prepare import build_layers, prepare
+from envbuild.layers.bytecode import compiler_for
 from envbuild.layers.compose import FIXED_TIME
-from envbuild.layers.requested import RequestedLayers, check_here, for_image
-from envbuild.layers.trainer import Trainer
+from envbuild.layers.requested import check_here, for_image
 from envbuild.lock.base import image_lock
-from envbuild.lock.image import ImageLock
 from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.plan.plan import ImageInputs, Plan
+from envbuild.progress import log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
-
-if TYPE_CHECKING:
-    from envbuild.verify.containers import BuiltImage
-
-Log = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedImage:
-    """One image to build.
-
-    It has the plan, the trainer, the interpreter that compiles its bytecode, and the lock of the builder image
-    for its source layers, None without source layers.
-    """
-
-    plan: Plan
-    trainer: Trainer
-    compiler: Compiler | None
-    target: Target
-    builder: ImageLock | None = None
-
-    def layers(self, environment: Environment, log: Log, *, offline: bool) -> list[LayerFolder]:
-        """Return the source layers of the image, from the store or built now. Raises BuildError and HostError."""
-        wanted = RequestedLayers(self.plan.sources, self.plan.host_layers, self.builder)
-        return build_layers(wanted, self.plan.folder, environment, log, offline=offline)
+from envbuild.verify.containers import BuiltImage, image_subject
+from envbuild.verify.receipt import pushed_as, receipt_path, record_push
 
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
     """Outputs requested for images: a name in a daemon, a file or folder, a registry.
 
-    Images are pushed in `form`, one of docker.FORMATS.
+    Images are pushed in `form`, "oci" or "docker", which is that of their media types.
     """
 
     tag: str
@@ -69,28 +45,23 @@ class ImageOptions:
     push: bool
     verify: bool
     faults: bool
-    form: str = docker.OCI
+    form: str = "oci"
 
     @property
     def load(self) -> bool:
         """Whether the image goes to the docker daemon."""
         return self.out is None and not self.push
 
+    def beside(self, plan: Plan) -> Path:
+        """Return the path beside which the receipt of an image of `plan` is."""
+        return self.out.path if self.out else DOCKER.default_path(plan.recipe, plan.target)
+
 
 def prepare_image(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    bytecode: bool,
-    here: bool = True,
-    **use: Unpack[LockUse],
-) -> PreparedImage:
-    """Return the plan of an image; missing or stale locks are updated first.
-
-    The recipe says whether its environment consists of wheels or of conda packages. Raises HostError for source
-    layers that are not in the store and cannot be built `here`.
-    """
+    loaded: LoadedRecipe, target: Target, environment: Environment, *,
+    bytecode: bool, here: bool = True, **use: Unpack[LockUse],
+) -> PreparedImage:  # fmt: skip
+    """Return the plan of an image, with current locks. Raises HostError for layers that cannot be built `here`."""
     layers = for_image(loaded, target, environment, **use)
     base = ensure(image_lock(loaded, target), environment, **use)
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
@@ -118,140 +89,102 @@ def source_date(environment: Environment) -> int:
 
 
 def make_images(
-    prepared: Sequence[PreparedImage], wish: ImageOptions, environment: Environment, log: Log, *, offline: bool
+    prepared: Sequence[PreparedImage], options: ImageOptions, environment: Environment, *, offline: bool
 ) -> dict[str, Any]:
-    """Assemble the images, verify those that this host can run, and write them to the requested outputs.
-
-    Returns the object that `--json` prints. Raises VerificationError before any output is replaced.
-    """
+    """Assemble, verify and write images; return what `--json` prints. Raises VerificationError before any output."""
     started = time.monotonic()
-    check_wish(wish, len(prepared), environment)
+    check_options(options, len(prepared), environment)
     images = []
     # All layers before the first image: layers of another architecture may be unavailable here.
-    built = [one.layers(environment, log, offline=offline) for one in prepared]
+    built = [build_layers(one.requested, one.plan.folder, environment, offline=offline) for one in prepared]
     for one, layers in zip(prepared, built, strict=True):
         count = len(one.plan.conda) + len(one.plan.packages)
         log(f"{one.plan.recipe} for {one.target.name}: {count} packages")
-        images.append(
-            assemble(
-                one.plan, one.trainer, one.compiler, environment, log,
-                offline=offline, layers=layers,
-            )
-        )  # fmt: skip
+        images.append(assemble(one, layers, environment, offline=offline))
     index = docker.index_of(images) if len(images) > 1 else None
-    digest = index.digest if index else images[0].digest
-    receipts = [_verified(one, image, wish, environment, log) for one, image in zip(prepared, images, strict=True)]
-    result = {"path": wish.tag, "digest": digest}
-    if wish.load:
-        result |= docker.load_tagged(images[0], wish.tag, environment, log)
-    if wish.out is not None:
-        docker.write(images, index, wish.out, wish.tag, log)
-        result["path"] = os.path.abspath(wish.out.path)
-    if wish.push:
-        sent = docker.in_format(images, wish.form)
-        result |= docker.push(sent, wish.tag, environment, log)
-        _record_push(prepared, images, sent, wish, result["reference"].partition("@")[0])
-    targets = [
-        {"target": one.target.name, "digest": image.digest, "receipt": receipt}
-        for one, image, receipt in zip(prepared, images, receipts, strict=True)
-    ]
+    receipts = [_verified(image, options, environment) for image in images]
+    result = {"path": options.tag, "digest": index.digest if index else images[0].digest}
+    if options.load:
+        result |= docker.load_tagged(images[0], options.tag, environment)
+    if options.out is not None:
+        docker.write(images, index, options.out, options.tag)
+        result["path"] = os.path.abspath(options.out.path)
+    if options.push:
+        sent = images
+        if options.form == "docker":  # other manifests, the same blobs
+            sent = [replace(image, manifest=docker_manifest(image.manifest)) for image in images]
+        result |= docker.push(sent, options.tag, environment)
+        _record_push(images, sent, options, result["reference"].partition("@")[0])
+    return result | report(prepared, [image.digest for image in images], receipts, started)
+
+
+def report(
+    prepared: Sequence[PreparedImage], digests: Sequence[str], receipts: Sequence[str | None], started: float
+) -> dict[str, Any]:
+    """Return what `--json` prints of the images' receipts, targets and warnings."""
+    rows = zip(prepared, digests, receipts, strict=True)
     return {
-        **result,
-        "receipt": next((r for r in receipts if r), None),
+        "receipt": next((receipt for receipt in receipts if receipt), None),
         "target": prepared[0].target.name,
-        "targets": targets,
+        "targets": [{"target": one.target.name, "digest": digest, "receipt": path} for one, digest, path in rows],
         "warnings": [line for one in prepared for line in one.plan.warnings],
         "seconds": round(time.monotonic() - started, 3),
     }
 
 
-def check_wish(wish: ImageOptions, count: int, environment: Environment) -> None:
+def check_options(options: ImageOptions, count: int, environment: Environment) -> None:
     """Raise early what would fail later for `count` images: invalid options, a taken path, no daemon to load into."""
-    from envbuild.image.daemon import connect
-
-    if wish.load and count > 1:
+    if options.load and count > 1:
         raise UsageError(
             "a docker daemon holds images of one platform; several targets need --out or --push",
             "add --out oci:DIR, or --tag REGISTRY/NAME:TAG --push",
         )
-    if wish.out is not None:
-        docker.check_place(wish.out, count)
-    if wish.load:
+    if options.out is not None:
+        docker.check_place(options.out, count)
+    if options.load:
         with connect(environment.variables):
             pass
 
 
-def _beside(plan: Plan, wish: ImageOptions) -> Path:
-    """Return the path beside which the receipt of an image of `plan` is."""
-    return wish.out.path if wish.out else DOCKER.default_path(plan.recipe, plan.target)
-
-
 def _record_push(
-    prepared: Sequence[PreparedImage],
-    images: Sequence[AssembledImage],
-    sent: Sequence[AssembledImage],
-    wish: ImageOptions,
-    name: str,
+    images: Sequence[AssembledImage], sent: Sequence[AssembledImage], options: ImageOptions, name: str
 ) -> None:
-    """Record in each image's receipt the reference that nodes pull: its own manifest as `sent`, even within an index.
-
-    A copy of the receipt is written where jobs look for it.
-    """
-    from envbuild.verify.receipt import record_push
-
-    for one, image, pushed in zip(prepared, images, sent, strict=True):
-        usual = DOCKER.default_path(one.plan.recipe, one.plan.target)
-        reference = f"{name}@{pushed.digest}"
+    """Record in each image's receipt, and in a copy for jobs, the reference that nodes pull: its manifest as `sent`."""
+    for image, pushed in zip(images, sent, strict=True):
+        usual = DOCKER.default_path(image.plan.recipe, image.plan.target)
         with atomic.writing(usual.parent):
-            record_push(_beside(one.plan, wish), image.digest, reference, usual)
+            record_push(options.beside(image.plan), image.digest, f"{name}@{pushed.digest}", usual)
 
 
-def _verified(
-    one: PreparedImage, image: AssembledImage, wish: ImageOptions, environment: Environment, log: Log
-) -> str | None:
+def _verified(image: AssembledImage, options: ImageOptions, environment: Environment) -> str | None:
     """Verify `image` and return the path of its receipt; None, after a message, when it cannot be verified here."""
-    from envbuild.image.daemon import connect
-    from envbuild.verify.containers import BuiltImage
-    from envbuild.verify.receipt import receipt_path
-
-    beside = _beside(one.plan, wish)
-    path = receipt_path(beside)
-    if not wish.verify:
+    plan = image.plan
+    if not options.verify:
         return None
-    if one.target.arch != host_arch():
-        log(f"{one.target.name}: not verified: this {host_arch()} host cannot run it")
+    if Target.parse(plan.target).arch != host_arch():
+        log(f"{plan.target}: not verified: this {host_arch()} host cannot run it")
         return None
-    if has_receipt(beside, image.digest, one.plan, wish.faults):
-        return str(path.absolute())
-    try:
-        with connect(environment.variables) as client, docker.loaded(client, image, log, keep=wish.load):
-            loaded = BuiltImage(image.image_id, image.state, image.digest)
-            verify_image(client, one, loaded, wish, beside, environment, log)
-    except HostError as error:
-        if wish.load:
-            raise
-        log(f"{one.target.name}: not verified: {error.message}")
-        return None
-    return str(path.absolute())
+    beside = options.beside(plan)
+    if not has_receipt(beside, image.digest, plan, options.faults):
+        try:
+            with connect(environment.variables) as client, docker.loaded(client, image, keep=options.load):
+                built = BuiltImage(image.image_id, image.state, image.digest)
+                verify_image(client, plan, built, options, environment)
+        except HostError as error:
+            if options.load:
+                raise
+            log(f"{plan.target}: not verified: {error.message}")
+            return None
+    return str(receipt_path(beside).absolute())
 
 
-def verify_image(
-    client: Any,
-    one: PreparedImage,
-    image: BuiltImage,
-    wish: ImageOptions,
-    beside: Path,
-    environment: Environment,
-    log: Log,
-) -> None:
+def verify_image(client: Any, plan: Plan, image: BuiltImage, options: ImageOptions, environment: Environment) -> None:
     """Verify an image in the daemon of `client`, and write its receipt. Raises VerificationError."""
-    from envbuild.verify.containers import image_subject
-    from envbuild.verify.receipt import pushed_as
-
-    settings = settings_of(one.plan.verify_settings(), {"faults": wish.faults})
-    told = {"path": str(wish.out.path.absolute()) if wish.out else wish.tag}
+    beside = options.beside(plan)
+    settings = settings_of(plan.verify_settings(), {"faults": options.faults})
+    more = {"path": str(options.out.path.absolute()) if options.out else options.tag}
     if pushed := pushed_as(beside, image.digest):
-        told["pushed"] = pushed
+        more["pushed"] = pushed
     subject = image_subject(client, image, settings)
     held = f"the daemon keeps the failed image as {image.image_id[:19]}"
-    keep_receipt(verify_staged(subject, settings, environment, log, beside, held=held, told=told), beside)
+    keep_receipt(verify_staged(subject, settings, environment, beside, held=held, more=more), beside)

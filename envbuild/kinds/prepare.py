@@ -1,37 +1,44 @@
-"""The plan of an artifact from its recipe; missing or stale locks are updated first."""
+"""Preparation of an artifact's build: its plan, with current locks, and its source layers, built here if needed."""
 
 from __future__ import annotations
 
-from typing import Unpack
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath, PurePosixPath
+from typing import TYPE_CHECKING, Unpack
 
+from envbuild import process
 from envbuild.environment import Environment
-from envbuild.layers.requested import RequestedLayers, bind_to_lock, for_host
+from envbuild.layers.requested import RequestedLayers, bind_to_lock, check_python, for_host, other_host
 from envbuild.layers.trainer import Trainer, load_trainer
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.lock.wheels import wheel_lock
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
+from envbuild.progress import log
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import Target, host_arch
+
+if TYPE_CHECKING:
+    from envbuild.artifacts.layers_in import LayerFolder
+    from envbuild.layers.source_job import BuildHost
+
+# Runs a command in the folder that is its first argument; a shell exits with 127 if there is no such program.
+_IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
 
 
 def prepare(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    artifact: str,
-    compile_bytecode: bool = False,
-    image: ImageInputs | None = None,
-    conda: bool = False,
-    layers: RequestedLayers | None = None,
-    **use: Unpack[LockUse],
-) -> tuple[Plan, Trainer]:
+    loaded: LoadedRecipe, target: Target, environment: Environment, *,
+    artifact: str, compile_bytecode: bool = False, image: ImageInputs | None = None, conda: bool = False,
+    layers: RequestedLayers | None = None, **use: Unpack[LockUse],
+) -> tuple[Plan, Trainer]:  # fmt: skip
     """Return the plan of `artifact` and its trainer; a missing or stale lock is updated first.
 
-    `conda` says that the artifact consists of the recipe's conda packages. `layers` are its source layers, None
-    for those that this host builds.
+    `conda` says that the artifact consists of the recipe's conda packages. `layers` are its source layers, None for
+    those that this host builds.
     """
     layers = layers or for_host(loaded, target, environment)
     lock: Lock | CondaLock
@@ -44,17 +51,96 @@ def prepare(
     layers = bind_to_lock(layers, lock)
     trainer = load_trainer()
     plan = make_plan(
-        loaded.recipe,
-        loaded.digest,
-        lock,
-        target,
-        artifact=artifact,
-        trainer_version=trainer.version,
-        trainer_digest=trainer.digest,
-        compile_bytecode=compile_bytecode,
-        image=image,
-        folder=loaded.folder,
-        sources=layers.sources,
-        host_layers=layers.hosts,
-    )
+        loaded, lock, target, artifact=artifact, trainer_version=trainer.version, trainer_digest=trainer.digest,
+        compile_bytecode=compile_bytecode, image=image, sources=layers.sources, host_layers=layers.hosts,
+    )  # fmt: skip
     return plan, trainer
+
+
+def build_layers(
+    layers: RequestedLayers, folder: Path, environment: Environment, *, offline: bool, python: Path | None = None
+) -> list[LayerFolder]:
+    """Return every source layer of `layers`, from the store, or built now and kept there; `folder` is the recipe's.
+
+    `python` is the interpreter of the finished environment against which Python projects are compiled. Raises
+    BuildError for a build that fails, HostError when no build can run here, UsageError for a layer that cannot be
+    built.
+    """
+    if not layers.sources:
+        return []
+    # Imported here: most recipes have no source layers and need none of this.
+    from envbuild.artifacts.layers_in import check_free, layer_folder
+    from envbuild.layers.source_build import build_layer
+
+    check_python(layers, python)
+    build_host = build_hosts(layers, folder, environment, offline=offline)
+    hosts = {one.name: one.path for one in layers.hosts}
+    if python is not None:
+        hosts["python"] = os.path.abspath(python)
+    done: dict[str, LayerFolder] = {}
+    for source in layers.sources:
+        requires = {name: done[name].folder for name in source.requires if name in done}
+        built = build_layer(source, requires, build_host, environment, log, offline=offline, hosts=hosts)
+        done[source.name] = layer_folder(source, built)
+    check_free(list(done.values()), ())
+    return list(done.values())
+
+
+def build_hosts(
+    layers: RequestedLayers, folder: Path, environment: Environment, *, offline: bool
+) -> Callable[[Path], AbstractContextManager[BuildHost]]:
+    """Return a function that opens the build host of `layers`; it raises HostError when that cannot run here."""
+    arch = Target.parse(layers.sources[0].target).arch
+
+    @contextmanager
+    def nowhere(work: Path) -> Iterator[BuildHost]:
+        raise other_host(layers.sources, arch)
+        yield
+
+    if arch != host_arch():
+        return nowhere
+    if layers.builder is None:
+        from envbuild.layers.local_build_host import local_build_host
+
+        return lambda work: local_build_host(work, environment.variables)
+    return lambda work: _image_build_host(layers, folder, environment, work, offline)
+
+
+@contextmanager
+def _image_build_host(
+    layers: RequestedLayers, folder: Path, environment: Environment, work: Path, offline: bool
+) -> Iterator[BuildHost]:
+    """Start the builder image, by enroot or in own namespaces, with `work` shared. Raises HostError if neither can."""
+    from envbuild.artifacts.squash import builder_file
+    from envbuild.verify.image_file import open_image_file, passed
+    from envbuild.verify.runtimes import runtime_for
+
+    assert layers.builder is not None
+    path = builder_file(layers.builder, folder, environment, offline=offline)
+    # A build must not depend on variables that the caller has set for the programs of a job.
+    kept = environment.variables.keys() - passed(environment.variables).keys()
+    plain = replace(environment, variables={name: environment.variables[name] for name in kept})
+    runtime = runtime_for(open_image_file(path), None, plain)
+    log(f"  layers are built in {path.name[:12]}… by {runtime.name}")
+    with runtime.open(work) as launch:
+        yield _ImageBuildHost(work, PurePosixPath(runtime.work), launch)
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageBuildHost:
+    """A `BuildHost` in the builder image. `launch` is that of the runtime (verify/host.py)."""
+
+    work: Path
+    inside: PurePath
+    launch: Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]
+
+    def run(self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path) -> int:
+        words = ["-c", _IN_FOLDER, "sh", os.fspath(cwd), *command]
+        line, own = self.launch("/bin/sh", words, variables)
+        with log.open("ab") as stream:
+            child = process.start(line, env=own, cwd=self.work, stdout=stream.fileno(), stderr=stream.fileno())
+        try:
+            return child.wait()
+        except BaseException:
+            process.stop([child])
+            raise

@@ -1,95 +1,151 @@
-"""Verified .sqsh and .sif files from a recipe or an image: both contain one squashfs, which is written once."""
+"""Verified .sqsh and .sif files from a recipe or an image: both contain one squashfs, which is written once.
+
+Each file is written beside its final path, verified, and then moved there.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from envbuild import atomic, resources
 from envbuild.artifacts.apptainer import definition, recipe_definition
-from envbuild.artifacts.image import assemble, fill, run_config
-from envbuild.artifacts.squash import SquashTree, composed, write_sif, write_sqsh
+from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
+from envbuild.artifacts.image import PreparedImage, assemble, fill, run_config
+from envbuild.artifacts.squash import composed, write_sif, write_sqsh
+from envbuild.artifacts.state import State
 from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
-from envbuild.errors import UsageError
+from envbuild.errors import HostError, UsageError
 from envbuild.image.archive import archive_at
-from envbuild.image.blobs import Blobs, ImageAt, of_pulled
+from envbuild.image.blobs import Blobs, ImageAt, file_digest, of_pulled
+from envbuild.image.credentials import PLACES, find_credentials
 from envbuild.image.layout import fill_layout, layout_at
 from envbuild.image.model import GOARCH, Descriptor
-from envbuild.image.reference import ImageSource, folder_and_tag
+from envbuild.image.reference import ImageSource, folder_and_tag, parse_reference
+from envbuild.image.squashfs.codec import Codec
 from envbuild.kinds import ARTIFACTS
-from envbuild.kinds.commit import Result
-from envbuild.kinds.image import PreparedImage, source_date
-from envbuild.kinds.image_file import ImageFileBuild, ImageFileOptions, OutputFile, accept, places
-from envbuild.layers.layer_cache import SegmentCache
+from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
+from envbuild.kinds.image import source_date
+from envbuild.kinds.prepare import build_layers
+from envbuild.layers.layer_cache import CachedSegment, SegmentCache
 from envbuild.lock.base import pull
-from envbuild.progress import human_size, transfer
-from envbuild.recipe.targets import Target
-from envbuild.verify.image_file import ENROOT
+from envbuild.plan.plan import Plan
+from envbuild.progress import human_size, log, transfer
+from envbuild.recipe.targets import Target, host_arch
+from envbuild.verify.image_file import ENROOT, image_kind, image_state, open_image_file
+from envbuild.verify.receipt import passing_receipt, receipt_path
+from envbuild.verify.runtimes import file_subject
 
-Log = Callable[[str], None]
+
+@dataclass(frozen=True, slots=True)
+class OutputFile:
+    """An image file to write: the name of its kind, and its path."""
+
+    kind: str
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFileOptions:
+    """Outputs requested for an image: files in the order in which they are written, compressed by `codec`.
+
+    `runtime` starts them for verification, None for the best one on this host; `engine`, "native" or "apptainer",
+    writes them.
+    """
+
+    files: tuple[OutputFile, ...]
+    codec: Codec
+    verify: bool
+    faults: bool
+    runtime: str | None = None
+    engine: str = "native"
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """A build of image files, begun at time.monotonic(). A conversion has no `plan`, and its state is in the file."""
+
+    options: ImageFileOptions
+    environment: Environment
+    arch: str
+    started: float
+    state: State | None = None
+    plan: Plan | None = None
 
 
 def imported_file(kind: str, source: ImageSource) -> OutputFile:
     """Return the file that `enroot import` or `apptainer pull` would write for an image."""
     joint = "+" if kind == ENROOT else "_"
     words = source.words if kind == ENROOT else source.words[-2:]
-    return OutputFile(kind, Path(joint.join(words) + Path(ARTIFACTS[kind].place).suffix))
+    return OutputFile(kind, Path(joint.join(words) + Path(ARTIFACTS[kind].default_name).suffix))
+
+
+def check_files(options: ImageFileOptions) -> None:
+    """Raise UsageError when the path of a file holds something that must not be replaced."""
+    for path in (file.path for file in options.files):
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder", "name a file with --out")
+        if path.exists() and path.stat().st_size and image_kind(path) is None:
+            raise UsageError(
+                f"{path} exists and is neither a squashfs nor a SIF; it is left as it is",
+                "remove it, or choose another path with --out",
+            )
+
+
+@contextmanager
+def _locked(options: ImageFileOptions) -> Iterator[None]:
+    """Hold the locks for the paths of all files, which must be free or replaceable. Raises UsageError."""
+    check_files(options)
+    with ExitStack() as stack:
+        held: set[Path] = set()
+        for path in (file.path.absolute() for file in options.files):
+            if path.parent in held:  # a second flock of this process would wait for the first
+                atomic.recover(path)
+            else:
+                stack.enter_context(atomic.exclusive(path, log))
+                held.add(path.parent)
+        yield
 
 
 def make_from_recipe(
-    one: PreparedImage, wish: ImageFileOptions, environment: Environment, log: Log, *, offline: bool
+    one: PreparedImage, options: ImageFileOptions, environment: Environment, *, offline: bool
 ) -> list[Result]:
-    """Build and verify the image files of a recipe.
-
-    Each file replaces the old one only after it passed. Raises BuildError, LockError, and VerificationError
-    after keeping the failed file.
-    """
+    """Build and verify the image files of a recipe. Raises BuildError, LockError and VerificationError."""
     plan, arch = one.plan, one.target.arch
     log(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
-    with places(wish, log):
+    with _locked(options):
         started = time.monotonic()
-        layers = one.layers(environment, log, offline=offline)
-        if wish.engine != "native":
-            image = assemble(plan, one.trainer, one.compiler, environment, log, offline=offline, layers=layers)
-            made = ImageFileBuild(arch, started, image.state, plan)
-            return _by_engine(image.blobs, image.descriptor, wish, made, environment, log)
-        maker = _maker(wish, environment, log)
-        filled = fill(plan, one.trainer, one.compiler, environment, maker, offline=offline, layers=layers)
-        run = run_config(plan, filled.base)
-        with composed(
-            filled.layers,
-            {"architecture": GOARCH[arch], "os": "linux", "config": run},
-            provenance=f"envbuild:{plan.recipe}:{plan.target}@{plan.digest}",
-            definition=recipe_definition(plan.recipe, plan.target, plan.digest),
-            arch=arch,
-            codec=wish.codec,
-            mtime=plan.mtime,
-            workers=maker.workers,
-            folder=environment.store.folder("segments"),
-        ) as root:
-            made = ImageFileBuild(arch, started, filled.state, plan)
-            return _natively(root, wish, made, environment, log)
+        layers = build_layers(one.requested, plan.folder, environment, offline=offline)
+        if options.engine != "native":
+            image = assemble(one, layers, environment, offline=offline)
+            build = _Build(options, environment, arch, started, image.state, plan)
+            return _by_engine(build, image.blobs, image.descriptor)
+        maker = SegmentCache(environment.store, options.codec, resources.workers(environment.variables), log)
+        filled = fill(one, layers, environment, maker, offline=offline)
+        build = _Build(options, environment, arch, started, filled.state, plan)
+        config = {"architecture": GOARCH[arch], "os": "linux", "config": run_config(plan, filled.base)}
+        origin = f"envbuild:{plan.recipe}:{plan.target}@{plan.digest}"
+        text = recipe_definition(plan.recipe, plan.target, plan.digest)
+        return _natively(build, filled.layers, maker, config, origin=origin, text=text, mtime=plan.mtime)
 
 
 def make_from_image(
-    source: ImageSource, target: Target, wish: ImageFileOptions, environment: Environment, log: Log
+    source: ImageSource, target: Target, options: ImageFileOptions, environment: Environment
 ) -> list[Result]:
-    """Convert an existing image for `target`'s architecture; one that envbuild built is also verified.
-
-    Raises BuildError for an image that is damaged, missing, or for another architecture.
-    """
-    with places(wish, log):
+    """Convert an existing image for `target`; one that envbuild built is also verified. Raises BuildError."""
+    with _locked(options):
         environment.store.clean_stale()
         _check_user(source, environment)
-        made = ImageFileBuild(target.arch, time.monotonic())
-        if wish.engine != "native":
+        build = _Build(options, environment, target.arch, time.monotonic())
+        if options.engine != "native":
             pulled = pull(source.name, None, target.arch, environment, Path())
-            manifest = pulled.manifest.descriptor
-            return _by_engine(pulled.blobs, manifest, wish, made, environment, log)
-        maker = _maker(wish, environment, log)
+            return _by_engine(build, pulled.blobs, pulled.manifest.descriptor)
+        maker = SegmentCache(environment.store, options.codec, resources.workers(environment.variables), log)
         image = _image_at(source, target.arch, environment)
         count, diff_ids = len(image.layers), image.config["rootfs"]["diff_ids"]
         layers = [
@@ -97,18 +153,8 @@ def make_from_image(
             for number, (diff_id, opens) in enumerate(zip(diff_ids, image.layers, strict=True), 1)
         ]
         origin = source.provenance(image.image_id)
-        with composed(
-            layers,
-            image.config,
-            provenance=origin,
-            definition=definition(origin),
-            arch=target.arch,
-            codec=wish.codec,
-            mtime=source_date(environment),
-            workers=maker.workers,
-            folder=environment.store.folder("segments"),
-        ) as root:
-            return _natively(root, wish, made, environment, log)
+        text, mtime = definition(origin), source_date(environment)
+        return _natively(build, layers, maker, image.config, origin=origin, text=text, mtime=mtime)
 
 
 def _image_at(source: ImageSource, arch: str, environment: Environment) -> ImageAt:
@@ -125,9 +171,6 @@ def _image_at(source: ImageSource, arch: str, environment: Environment) -> Image
 
 def _check_user(source: ImageSource, environment: Environment) -> None:
     """Raise UsageError when `source` names a user and the credentials found are not those of that user."""
-    from envbuild.image.credentials import PLACES, find_credentials
-    from envbuild.image.reference import parse_reference
-
     if not source.user:
         return
     registry = parse_reference(source.rest).registry
@@ -137,38 +180,30 @@ def _check_user(source: ImageSource, environment: Environment) -> None:
         raise UsageError(f"no credentials of {source.user!r} for {registry}: found {has}", PLACES)
 
 
-def _maker(wish: ImageFileOptions, environment: Environment, log: Log) -> SegmentCache:
-    workers = resources.workers(environment.variables)
-    return SegmentCache(environment.store, wish.codec, workers, log)
-
-
 def _natively(
-    root: SquashTree, wish: ImageFileOptions, made: ImageFileBuild, environment: Environment, log: Log
-) -> list[Result]:
-    with ExitStack() as stack:
-        staged = _written(root, wish.files, stack, log)
-        return accept(staged, wish, made, environment, log)
-
-
-def _written(root: SquashTree, files: Sequence[OutputFile], stack: ExitStack, log: Log) -> list[Path]:
-    """Write each file into a folder beside its path; a SIF reuses the squashfs of a .sqsh file written before it."""
+    build: _Build, layers: Sequence[CachedSegment], maker: SegmentCache, config: Mapping[str, Any], *,
+    origin: str, text: str, mtime: int,
+) -> list[Result]:  # fmt: skip
+    """Write the files; a SIF reuses the squashfs of a .sqsh file written before it. `text` is the definition file."""
     staged: list[Path] = []
     squashfs: Path | None = None
-    for file in files:
-        path = _beside(file, stack)
-        check_disk_space(path.parent, squashfs.stat().st_size if squashfs else root.size)
-        with atomic.writing(file.path.parent), path.open("x+b") as out:
-            with transfer(f"writing {file.path.name}", None) as on_progress:
-                if file.kind == ENROOT:
-                    write_sqsh(root, out, on_progress)
-                    squashfs = path
-                else:
-                    write_sif(root, out, on_progress, squashfs)
-            # A SIF is executable, as Apptainer's own are.
-            path.chmod(0o644 if file.kind == ENROOT else 0o755)
-        log(f"  {file.path.name}: {human_size(path.stat().st_size)}")
-        staged.append(path)
-    return staged
+    tree = composed(layers, maker, config, provenance=origin, definition=text, arch=build.arch, mtime=mtime)
+    with tree as root, ExitStack() as stack:
+        for file in build.options.files:
+            path = _beside(file, stack)
+            check_disk_space(path.parent, squashfs.stat().st_size if squashfs else root.size)
+            with atomic.writing(file.path.parent), path.open("x+b") as out:
+                with transfer(f"writing {file.path.name}", None) as on_progress:
+                    if file.kind == ENROOT:
+                        write_sqsh(root, out, on_progress)
+                        squashfs = path
+                    else:
+                        write_sif(root, out, on_progress, squashfs)
+                # A SIF is executable, as Apptainer's own are.
+                path.chmod(0o644 if file.kind == ENROOT else 0o755)
+            log(f"  {file.path.name}: {human_size(path.stat().st_size)}")
+            staged.append(path)
+        return _accept(build, staged)
 
 
 def _beside(file: OutputFile, stack: ExitStack) -> Path:
@@ -177,17 +212,57 @@ def _beside(file: OutputFile, stack: ExitStack) -> Path:
     return stack.enter_context(atomic.staged(wanted)) / wanted.name
 
 
-def _by_engine(
-    blobs: Blobs, manifest: Descriptor, wish: ImageFileOptions, made: ImageFileBuild, environment: Environment, log: Log
-) -> list[Result]:
+def _by_engine(build: _Build, blobs: Blobs, manifest: Descriptor) -> list[Result]:
     """Build the SIF with the installed Apptainer, from an OCI layout of the same layers."""
-    from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
-
-    find_engine(environment.variables)  # raises before a layout is written
+    find_engine(build.environment.variables)  # raises before a layout is written
     with ExitStack() as stack:
-        staged = _beside(wish.files[0], stack)
+        staged = _beside(build.options.files[0], stack)
         # Beside the blobs, so that they are hard-linked and not copied.
-        layout = stack.enter_context(environment.store.working("layouts"))
+        layout = stack.enter_context(build.environment.store.working("layouts"))
         fill_layout(layout, blobs, [(manifest, "image")])
-        build_with_apptainer(f"oci:{layout}", staged, environment, log, arch=made.arch)
-        return accept([staged], wish, made, environment, log)
+        build_with_apptainer(f"oci:{layout}", staged, build.environment, arch=build.arch)
+        return _accept(build, [staged])
+
+
+def _accept(build: _Build, staged: Sequence[Path]) -> list[Result]:
+    """Verify each `staged` file and move it to its path. Raises VerificationError after keeping it as FILE.failed."""
+    results = []
+    for file, path in zip(build.options.files, staged, strict=True):
+        digest = file_digest(path)
+        state = build.state
+        if state is None:
+            with suppress(UsageError):  # the image is not one of envbuild's
+                state = image_state(open_image_file(path))
+        if build.plan is None:
+            passed = passing_receipt(file.path, digest) is not None
+        else:
+            passed = has_receipt(file.path, digest, build.plan, build.options.faults)
+        known = build.options.verify and passed
+        receipt = _verified(build, file, path, digest, state) if build.options.verify and not known else None
+        if receipt is not None:
+            failed_path(file.path).unlink(missing_ok=True)
+        commit(path, file.path, receipt, known=known)
+        seconds = time.monotonic() - build.started
+        target = state.target if state else build.arch
+        at = receipt_path(file.path) if known or receipt else None
+        warnings = build.plan.warnings if build.plan else ()
+        results.append(Result(file.path, digest, target, at, seconds, True, receipt is not None, warnings))
+    return results
+
+
+def _verified(build: _Build, file: OutputFile, path: Path, digest: str, state: State | None) -> dict[str, Any] | None:
+    """Verify the file at `path` and return its receipt; None, after a message, when it cannot be verified here."""
+    if state is None:
+        why = "the image holds no environment of envbuild's"
+    elif build.arch != host_arch():
+        why = f"this {host_arch()} host cannot run {build.arch}"
+    else:
+        settings = settings_of(state.verify, {"faults": build.options.faults})
+        runtime = build.options.runtime
+        try:
+            subject = file_subject(path, file.kind, state, digest, settings, build.environment, runtime)
+            return verify_staged(subject, settings, build.environment, file.path, staged=path)
+        except HostError as error:
+            why = error.message
+    log(f"{file.path}: not verified: {why}")
+    return None

@@ -11,7 +11,8 @@ from typing import Any
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.recipe.model import ImageTable, Recipe, VerifyTable
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.model import ImageTable, VerifyTable
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target
 
@@ -69,24 +70,12 @@ class Plan:
     @property
     def digest(self) -> str:
         """sha256 over the inputs of the artifact's content; the sources of wheels and the verification do not count."""
-        return _digest(
-            [
-                FORMAT,
-                self.artifact,
-                self.target,
-                self.python,
-                self.compile_bytecode,
-                [[layer.kind, layer.name, layer.version, layer.digest] for layer in self.layers],
-            ]
-        )
+        steps = [[step.kind, step.name, step.version, step.digest] for step in self.layers]
+        return _digest([FORMAT, self.artifact, self.target, self.python, self.compile_bytecode, steps])
 
     @property
     def has_torch(self) -> bool:
-        """Whether the artifact has torch.
-
-        torch comes from the locks, from source, or from an existing base image: an environment of wheels sees
-        its packages.
-        """
+        """Whether the artifact has torch: from the locks, from source, or from an existing base image."""
         if self.image is not None and self.image.base != "debian" and not self.conda:
             return True
         names = {one.name for one in self.packages} | {one.name for one in self.sources}
@@ -98,15 +87,18 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `envbuild plan --json` prints it."""
+        names = (
+            "recipe",
+            "recipe_digest",
+            "lock_digest",
+            "artifact",
+            "target",
+            "python",
+            "platform",
+            "compile_bytecode",
+        )
         return {
-            "recipe": self.recipe,
-            "recipe_digest": self.recipe_digest,
-            "lock_digest": self.lock_digest,
-            "artifact": self.artifact,
-            "target": self.target,
-            "python": self.python,
-            "platform": self.platform,
-            "compile_bytecode": self.compile_bytecode,
+            **{name: getattr(self, name) for name in names},
             **({"base": self.base.digest} if self.base else {}),
             "digest": self.digest,
             "fabric": self.fabric,
@@ -129,66 +121,44 @@ class ImageInputs:
 
 
 def make_plan(
-    recipe: Recipe,
-    recipe_digest: str,
-    lock: Lock | CondaLock,
-    target: Target,
-    *,
-    artifact: str,
-    trainer_version: str,
-    trainer_digest: str,
-    compile_bytecode: bool = False,
-    image: ImageInputs | None = None,
-    folder: Path = Path(),
-    sources: tuple[SourceLayer, ...] = (),
-    host_layers: tuple[HostLayer, ...] = (),
-) -> Plan:
-    """Return the plan of one artifact.
-
-    Its steps are the interpreter or the base, every locked package by name, the source layers, the host layers,
-    the fabric, the trainer, and the settings of an image.
-    """
+    loaded: LoadedRecipe, lock: Lock | CondaLock, target: Target, *,
+    artifact: str, trainer_version: str, trainer_digest: str, compile_bytecode: bool = False,
+    image: ImageInputs | None = None, sources: tuple[SourceLayer, ...] = (), host_layers: tuple[HostLayer, ...] = (),
+) -> Plan:  # fmt: skip
+    """Return the plan of one artifact, with its steps in the order of the build."""
+    recipe = loaded.recipe
     wheels = lock.pip if isinstance(lock, CondaLock) else lock
     conda = lock.packages if isinstance(lock, CondaLock) else ()
-    layers = _base_layers(image) if image else []
+    steps = _base_steps(image) if image else []
     if not conda and image is None:
-        python = _digest(["python", wheels.python, wheels.platform])
-        layers = [Step("python", "python", wheels.python, python)]
-    layers += [
-        Step("conda", package.name, f"{package.version} {package.build}", f"sha256:{package.sha256}")
-        for package in conda
-    ]
-    layers += [
-        Step("wheel", package.name, package.version, _digest(["wheel", package.hashes])) for package in wheels.packages
-    ]
-    layers += [Step("source", one.name, one.version, one.digest) for one in sources]
-    layers += [
-        Step("host", one.name, one.version, _digest(["host", one.name, one.version, one.path])) for one in host_layers
-    ]
+        steps = [_step("python", "python", wheels.python, wheels.python, wheels.platform)]
+    steps += [Step("conda", one.name, f"{one.version} {one.build}", f"sha256:{one.sha256}") for one in conda]
+    steps += [_step("wheel", one.name, one.version, one.hashes) for one in wheels.packages]
+    steps += [Step("source", one.name, one.version, one.digest) for one in sources]
+    steps += [_step("host", one.name, one.version, one.name, one.version, one.path) for one in host_layers]
     if recipe.fabric != "any":  # the artifact records the network that it is for
-        layers.append(Step("fabric", recipe.fabric, "", _digest(["fabric", recipe.fabric])))
-    layers.append(Step("trainer", "ddp-train", trainer_version, trainer_digest))
+        steps.append(_step("fabric", recipe.fabric, "", recipe.fabric))
+    steps.append(Step("trainer", "ddp-train", trainer_version, trainer_digest))
     if image is not None:
         settings = [recipe.image.workdir, sorted(recipe.image.env.items()), recipe.image.python]
-        layers.append(Step("config", "image", "", _digest([*settings, image.mtime])))
-    table = recipe.targets[target.name]
+        steps.append(Step("config", "image", "", _digest([*settings, image.mtime])))
     return Plan(
         recipe=recipe.name,
-        recipe_digest=recipe_digest,
+        recipe_digest=loaded.digest,
         lock_digest=lock.digest,
         artifact=artifact,
         target=target.name,
         python=wheels.python,
         platform=wheels.platform,
-        indexes=table.indexes,
+        indexes=recipe.targets[target.name].indexes,
         packages=wheels.packages,
-        layers=tuple(layers),
+        layers=tuple(steps),
         verify=recipe.verify,
         compile_bytecode=compile_bytecode,
         base=image.base if image else None,
         image=recipe.image if image else None,
         mtime=image.mtime if image else 0,
-        folder=folder,
+        folder=loaded.folder,
         conda=conda,
         sources=sources,
         host_layers=host_layers,
@@ -197,17 +167,20 @@ def make_plan(
     )
 
 
-def _base_layers(image: ImageInputs) -> list[Step]:
+def _base_steps(image: ImageInputs) -> list[Step]:
     base = image.base.base
     if isinstance(base, OciLock):
         first = Step("base", base.reference, base.digest.removeprefix("sha256:")[:12], base.digest)
     else:
-        version = f"{len(base.packages)} packages"
-        first = Step("base", f"debian {base.suite}", version, image.base.digest)
+        first = Step("base", f"debian {base.suite}", f"{len(base.packages)} packages", image.base.digest)
     if image.compiler is None:
         return [first]
     tag, version, _ = image.compiler.split(" ")
-    return [first, Step("bytecode", tag, version, _digest(["bytecode", image.compiler]))]
+    return [first, _step("bytecode", tag, version, image.compiler)]
+
+
+def _step(kind: str, name: str, version: str, *inputs: object) -> Step:
+    return Step(kind, name, version, _digest([kind, *inputs]))
 
 
 def _digest(value: object) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from envbuild.artifacts import venv
-from envbuild.kinds.verify import open_subject
+from envbuild.kinds.commit import open_subject
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
 from envbuild.verify.model import Check, Nodes, Settings, Subject

@@ -23,6 +23,7 @@ from lab.wheels import make_wheel
 
 from envbuild.artifacts import conda, conda_cache
 from envbuild.artifacts.conda_survey import read_records
+from envbuild.artifacts.folder import FolderBuild
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.environment import Environment
@@ -70,7 +71,7 @@ def plan_of(channel: Channel, more: Sequence[Path] = (), wheels: Sequence[Path] 
     )  # fmt: skip
     trainer = load_trainer()
     return make_plan(
-        load_recipe(REPOSITORY / "recipes" / "pt_cpu" / "recipe.toml").recipe, "d", lock, TARGET,
+        load_recipe(REPOSITORY / "recipes" / "pt_cpu" / "recipe.toml"), lock, TARGET,
         artifact="conda", trainer_version=trainer.version, trainer_digest=trainer.digest,
         compile_bytecode=compiled,
     )  # fmt: skip
@@ -101,7 +102,7 @@ class Lab:
         staged = final.with_name(f".{final.name}.staged")
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
-        state = conda.build(plan, load_trainer(), self.environment, staged, final, offline=offline)
+        state = conda.build(FolderBuild(plan, load_trainer(), self.environment, staged, final, offline))
         shutil.rmtree(final, ignore_errors=True)
         staged.rename(final)
         return state
@@ -198,7 +199,7 @@ def test_before_it_is_in_its_place_programs_are_run_by_its_own_interpreter(lab: 
     plan, final = plan_of(conda_channel), lab.folder / "final"
     staged = lab.folder / "staged"
     staged.mkdir()
-    conda.build(plan, load_trainer(), lab.environment, staged, final, offline=True)
+    conda.build(FolderBuild(plan, load_trainer(), lab.environment, staged, final, True))
     env = conda.launch_environment(staged, {"PATH": "/usr/bin:/bin", "VIRTUAL_ENV": "/x", "A": "1\n2"})
     for program, said in (("labtool", "labtool 1.1\n"), ("python", "Python 3.11.2\n")):
         arguments = ["--version"] if program == "python" else []
@@ -537,7 +538,7 @@ def test_a_read_only_disk_is_said(lab: Lab, conda_channel: Channel, where: str) 
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
         chosen = replace(lab, store=disk / "store") if where == "store" else lab
         with pytest.raises(BuildError, match="Read-only file system") as caught:
-            conda.build(plan_of(conda_channel), load_trainer(), chosen.environment, staged, place, offline=True)
+            conda.build(FolderBuild(plan_of(conda_channel), load_trainer(), chosen.environment, staged, place, True))
         assert caught.value.hint
 
 
@@ -547,11 +548,11 @@ def test_a_path_too_long_for_a_package_is_refused_before_anything_is_written(lab
     staged = lab.folder / "staged"
     staged.mkdir()
     with pytest.raises(BuildError) as caught:
-        conda.build(plan, load_trainer(), lab.environment, staged, Path(longest + "x"), offline=True)
+        conda.build(FolderBuild(plan, load_trainer(), lab.environment, staged, Path(longest + "x"), True))
     message = caught.value.message
     assert "256 bytes" in message and "at most 255" in message and "bin/python3.11" in message
     assert not list(staged.iterdir())
-    conda.build(plan, load_trainer(), lab.environment, staged, Path(longest), offline=True)
+    conda.build(FolderBuild(plan, load_trainer(), lab.environment, staged, Path(longest), True))
     assert longest.encode() in (staged / "bin/python3.11").read_bytes()
 
 

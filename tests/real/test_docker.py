@@ -175,7 +175,7 @@ def _assembled(docker_daemon: Lab, session_store: Path) -> tuple[Any, _Client, d
     one = prepare_image(
         loaded, loaded.target("cpu-x86_64")[0], environment, locked=True, offline=False, bytecode=True, log=print
     )  # fmt: skip
-    image = assemble(one.plan, one.trainer, one.compiler, environment, print, offline=False)
+    image = assemble(one, [], environment, offline=False)
     return image, _Client(sdk.from_env(environment=variables)), variables
 
 

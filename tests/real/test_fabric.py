@@ -21,7 +21,7 @@ from envbuild.artifacts.state import BuiltLayer
 from envbuild.diagnose.engine import explain
 from envbuild.diagnose.nccl_log import NcclLog, parse_nccl_log
 from envbuild.environment import load_environment
-from envbuild.kinds.verify import open_subject
+from envbuild.kinds.commit import open_subject
 from envbuild.recipe.targets import host_arch
 from envbuild.store.fetch import WantedWheel, locate_wheels
 from envbuild.verify.model import Subject

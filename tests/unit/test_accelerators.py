@@ -12,8 +12,8 @@ from unit.job_plans import AWS, GPU_SIF, MOUNTS, PLAN, SIF
 from unit.test_job_kubernetes import GPUS, ON_GPUS
 
 from ddp_train.preflight.host import amd_gpus
-from envbuild.artifacts.elf_scan import scan_elf
 from envbuild.artifacts.state import BuiltLayer
+from envbuild.artifacts.survey import scan_elf
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.doctor import machine
@@ -149,8 +149,8 @@ def test_the_shipped_recipe_is_planned_with_a_plugin_for_rocm() -> None:
     assert not plugin.wheels and [one.name for one in hosts] == ["libfabric"]
     lock = Lock("lumi_rocm", TARGET.name, "3.11", "x", "d", tuple(packages("torch==2.9.1+rocm6.4")))
     plan = make_plan(
-        LUMI.recipe, LUMI.digest, lock, TARGET, artifact="venv", trainer_version="1",
-        trainer_digest="t", compile_bytecode=False, folder=LUMI.folder, sources=sources, host_layers=hosts,
+        LUMI, lock, TARGET, artifact="venv", trainer_version="1", trainer_digest="t", sources=sources,
+        host_layers=hosts,
     )  # fmt: skip
     assert plan.target == TARGET.name and plan.fabric == "cxi"
 

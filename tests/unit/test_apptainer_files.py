@@ -46,7 +46,7 @@ CONFIG: dict[str, Any] = {
 
 def texts(**run: Any) -> dict[str, str]:
     """The files for an image whose `config` is `run`, by path."""
-    made = apptainer_files({"config": run}, "# none\n", {}, 7)
+    made = apptainer_files({"config": run}, "# none\n", 7)
     return {entry.path: data.decode() for entry, data in made if data is not None}
 
 
@@ -154,7 +154,7 @@ def small_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "Entrypoint": ["/bin/sh", "-c", 'echo "ran [$*]"', "-"],
         "Cmd": ["from cmd"],
     }
-    for entry, data in apptainer_files({"config": run}, "# none\n", {}, 7):
+    for entry, data in apptainer_files({"config": run}, "# none\n", 7):
         path = root / entry.path
         if entry.kind == DIR:
             path.mkdir()
@@ -167,8 +167,9 @@ def small_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_files_are_these_byte_for_byte() -> None:
-    made = apptainer_files(CONFIG, definition("docker://debian:12"), {"added": "1"}, 315532800)
-    assert made == apptainer_files(CONFIG, definition("docker://debian:12"), {"added": "1"}, 315532800)
+    config = {**CONFIG, "config": {**CONFIG["config"], "Labels": {**CONFIG["config"]["Labels"], "added": "1"}}}
+    made = apptainer_files(config, definition("docker://debian:12"), 315532800)
+    assert made == apptainer_files(config, definition("docker://debian:12"), 315532800)
     files = {}
     for entry, data in made:
         assert (entry.uid, entry.gid, entry.mtime) == (0, 0, 315532800)
@@ -178,14 +179,14 @@ def test_the_files_are_these_byte_for_byte() -> None:
             files[name] = data
             plain = entry.path.endswith(("labels.json", "Singularity"))
             assert entry.mode == (0o644 if plain else 0o755)
-    files["inspect-metadata.json"] = inspect_metadata(CONFIG, definition("docker://debian:12"), {"added": "1"})
+    files["inspect-metadata.json"] = inspect_metadata(config, definition("docker://debian:12"))
     assert sorted(files) == sorted(path.name for path in GOLDEN.iterdir())
     for name, data in files.items():
         assert data == (GOLDEN / name).read_bytes(), name
 
 
 def test_parents_come_first_and_links_lead_to_what_is_there() -> None:
-    made = [entry for entry, _ in apptainer_files(CONFIG, "", {}, 0)]
+    made = [entry for entry, _ in apptainer_files(CONFIG, "", 0)]
     known = {""}
     for entry in made:
         assert entry.path.rpartition("/")[0] in known
@@ -196,8 +197,8 @@ def test_parents_come_first_and_links_lead_to_what_is_there() -> None:
 
 def test_inspect_says_what_is_in_the_tree() -> None:
     text = definition("docker://debian:12")
-    files = {e.path: d for e, d in apptainer_files(CONFIG, text, {}, 0) if d is not None}
-    shown = json.loads(inspect_metadata(CONFIG, text, {}))
+    files = {e.path: d for e, d in apptainer_files(CONFIG, text, 0) if d is not None}
+    shown = json.loads(inspect_metadata(CONFIG, text))
     assert shown["type"] == "container"
     attributes = shown["data"]["attributes"]
     for name in ("runscript", "startscript"):
@@ -210,14 +211,14 @@ def test_inspect_says_what_is_in_the_tree() -> None:
 
 
 def test_labels_of_the_image_and_those_asked_for_come_together() -> None:
-    found = all_labels(CONFIG, definition("docker://debian:12"), {"text": "mine"})
+    found = all_labels(CONFIG, definition("docker://debian:12"))
     assert found == {
         "org.label-schema.build-arch": "arm64",
         "org.label-schema.schema-version": "1.0",
         "org.label-schema.usage.singularity.deffile.bootstrap": "docker",
         "org.label-schema.usage.singularity.deffile.from": "debian:12",
         "org.opencontainers.image.title": "lab",
-        "text": "mine",
+        "text": "two\nlines",
     }
     assert list(found) == sorted(found)
 

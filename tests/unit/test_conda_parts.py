@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.artifacts import conda_cache
-from envbuild.artifacts.conda_activate import activated
+from envbuild.artifacts.conda import launch_environment
 from envbuild.artifacts.conda_survey import conda_packages, owned_dist_infos, quick_names, survey_conda
 from envbuild.artifacts.survey import MODULES
 from envbuild.errors import BuildError, HostError
@@ -123,7 +123,7 @@ def test_variables_that_packages_and_users_set_are_set(tmp_path: Path) -> None:
     put(root / "etc/conda/env_vars.d/pkg.json", b'{"A": "1", "B": "pkg"}')
     put(root / "etc/conda/env_vars.d/odd.json", b"[")
     put(root / "conda-meta/state", b'{"env_vars": {"B": "user"}}')
-    env = activated(root, {"PYTHONPATH": "/x", "HOME": "/h"})
+    env = launch_environment(root, {"PYTHONPATH": "/x", "HOME": "/h"})
     assert env["A"] == "1" and env["B"] == "user" and env["HOME"] == "/h"
     assert "PYTHONPATH" not in env and env["CONDA_DEFAULT_ENV"] == "mine"
     assert env["PATH"] == f"{root}/bin:{os.defpath}"
@@ -132,7 +132,7 @@ def test_variables_that_packages_and_users_set_are_set(tmp_path: Path) -> None:
 def test_an_activation_that_cannot_end_is_an_error(tmp_path: Path) -> None:
     put(tmp_path / "etc/conda/activate.d/a.sh", b"exit 3\n")
     with pytest.raises(HostError, match=r"activate\.d.*exit 3"):
-        activated(tmp_path, {"PATH": os.environ["PATH"]})
+        launch_environment(tmp_path, {"PATH": os.environ["PATH"]})
 
 
 # ---- archives and what is unpacked

@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.artifacts import dockerfile, layers_stage
-from envbuild.artifacts.dockerfile import SOURCES
-from envbuild.artifacts.dockerfile_layers import built_layers, stage_files
-from envbuild.artifacts.layer_files import LayerFile, LayerList
-from envbuild.artifacts.pip_records import PipEnvironment, check_installed, record_differences
+from envbuild.artifacts.dockerfile import SOURCES, stage_files
+from envbuild.artifacts.image import PreparedImage
+from envbuild.artifacts.installed import LayerFile, LayerList
+from envbuild.artifacts.pip_records import PipEnvironment, built_layers, check_installed, record_differences
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, HostError, UsageError
 from envbuild.kinds.dockerfile import prepare_dockerfile
-from envbuild.kinds.image import PreparedImage
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.trainer import load_trainer
@@ -250,8 +249,8 @@ def plan_of(folder: Path, base: OciLock, target: str = "cpu-x86_64", extra: str 
     locked = Lock("one", target, "3.11", "x", "d", (LockedPackage("one", "1.0", ("0" * 64,)),))
     inputs = ImageInputs(ImageLock("one", target, "d", base), "pip 3.11 -", 0)
     return make_plan(
-        loaded.recipe, loaded.digest, locked, Target.parse(target), artifact="docker", trainer_version="1",
-        trainer_digest="t", compile_bytecode=True, image=inputs,
+        loaded, locked, Target.parse(target), artifact="docker", trainer_version="1", trainer_digest="t",
+        compile_bytecode=True, image=inputs,
     )  # fmt: skip
 
 
@@ -260,13 +259,11 @@ def test_a_context_holds_all_that_is_copied_links_wheels_and_is_removed(
 ) -> None:
     extra = "[image]\n[image.env]\nQUOTES = '''it's \"$HOME\"'''\n"
     plan = plan_of(tmp_path, OciLock("base:1", ""), extra=extra)
+    one = PreparedImage(plan, load_trainer(), None, Target.parse(plan.target))
     path = make_wheel(tmp_path / "wheels", "one")
     wheel = WheelFile("one", "1.0", path, "", 0)
     sources = {"layers.json": b"{}", "5.source": path}
-    with (
-        pytest.raises(KeyboardInterrupt),
-        dockerfile.build_context(plan, load_trainer(), [wheel], environment, sources) as context,
-    ):
+    with pytest.raises(KeyboardInterrupt), dockerfile.build_context(one, [wheel], environment, sources) as context:
         text = (context / "Dockerfile").read_text()
         assert text.startswith(CPU) and text.endswith("ENV QUOTES=${ENVBUILD_ENV_0}\n")
         assert dockerfile.build_arguments(plan)["ENVBUILD_ENV_0"] == 'it\'s "$HOME"'
@@ -315,7 +312,7 @@ def test_a_stage_gets_archives_by_their_hash_and_no_path_of_this_host(tmp_path: 
 
 def test_an_image_without_a_layer_of_its_plan_is_refused(tmp_path: Path) -> None:
     plan = replace(plan_of(tmp_path, OciLock("base:1", "")), sources=(LAYER,))
-    listed = LayerList("greet", "1.0", LAYER.sha256, (), (LayerFile("bin/greet", 1, "7" * 64),))
+    listed = LayerList("greet", "1.0", LAYER.sha256, (LayerFile("bin/greet", 1, "7" * 64),))
     (built,) = built_layers(plan, {"greet": listed.render()})
     assert (built.name, built.files) == ("greet", listed.digest)
     for lists in ({}, {"other": listed.render()}, {"greet": b"{}"}, {"greet": b"\xff"}):
@@ -342,8 +339,7 @@ def test_layers_are_built_in_the_image_with_compilers_that_belongs_to_the_base(
     tmp_path: Path, environment: Environment, base: str | None, layers: str, builder: str
 ) -> None:
     prepared = prepare(tmp_path, environment, "cu126-x86_64", layers, base)
-    name = dockerfile.image_name(prepared.builder) if prepared.builder else None
-    arguments = dockerfile.build_arguments(prepared.plan, name)
+    arguments = dockerfile.build_arguments(prepared.plan, prepared.builder)
     assert arguments["BUILD_BASE"] == builder
     assert all(builder in source.environment for source in prepared.plan.sources)
 
@@ -406,4 +402,4 @@ def test_the_base_follows_python_cuda_and_the_site_s_mirror(
     except UsageError as error:
         assert base in f"{error.message} {error.hint}"
     else:
-        assert dockerfile.base_name(prepared.plan) == base
+        assert dockerfile.build_arguments(prepared.plan)["BASE"] == base

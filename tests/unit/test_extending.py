@@ -1,4 +1,4 @@
-"""Adding a thing costs one module and one line: a toy of each, put into its table, is seen by all that reads it."""
+"""Adding a thing costs one module and one entry: a toy of each, put into its table, is seen by all that reads it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from envbuild.artifacts import venv
+from envbuild.artifacts.folder import FolderBuild
 from envbuild.artifacts.state import FILE, State, read_state, state_of
 from envbuild.doctor.registry import judge
 from envbuild.environment import Environment, load_environment
@@ -22,14 +23,11 @@ from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
 from envbuild.jobs.render import render
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.kinds import ARTIFACTS, kind_at, kinds_of, plan_of
-from envbuild.kinds.base import FileArtifact, FolderArtifact
-from envbuild.kinds.commit import Result, failed_path
+from envbuild.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kind_at, kinds_of, plan_of
+from envbuild.kinds.commit import Result, failed_path, open_subject
 from envbuild.kinds.folder import make_environment
 from envbuild.kinds.prepare import prepare
-from envbuild.kinds.verify import open_subject
 from envbuild.matrix import SelectedRecipe, make_jobs
-from envbuild.plan.plan import Plan
 from envbuild.recipe.accelerators import ACCELERATORS, CUDA, gpu_families
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
@@ -46,12 +44,11 @@ TOY = FolderArtifact("toy", "Build a toy.", "toy", sources=("package index",), i
 
 @pytest.fixture
 def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FolderArtifact:
-    """A kind of environments that hold a state and nothing else: `artifacts/toy.py` and one line."""
+    """A kind of environments that hold a state and nothing else: `artifacts/toy.py` and one entry."""
 
-    def build(plan: Plan, *given: Any, **_more: Any) -> State:
-        staged: Path = given[2]
-        state = state_of(plan, python_version="3.11.7", interpreter="toy", packages=(("torch", "2", ""),))  # fmt: skip
-        (staged / FILE).write_text(state.render())
+    def build(wanted: FolderBuild) -> State:
+        state = state_of(wanted.plan, "3.11.7", "toy", [("torch", "2", "")])
+        (wanted.staged / FILE).write_text(state.render())
         return state
 
     module = SimpleNamespace(
@@ -87,7 +84,7 @@ def built(
     loaded, target = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml"), Target.parse(HERE)
     plan, trainer = prepare(loaded, target, environment, artifact=kind.name, locked=True, offline=True, log=print)
     path = kind.default_path("pt_cpu", HERE)
-    return make_environment(kind, plan, trainer, environment, path, print, offline=True)
+    return make_environment(kind, plan, trainer, environment, path, offline=True)
 
 
 def test_an_artifact_kind_is_planned_and_offered(toy: FolderArtifact, environment: Environment) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.artifacts.elf_scan import scan_elf
 from envbuild.artifacts.installed import check_files, distributions, names_and_versions
+from envbuild.artifacts.survey import scan_elf
 from envbuild.elf import elf_machine
 
 

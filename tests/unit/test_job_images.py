@@ -78,23 +78,25 @@ def test_a_push_of_another_image_leaves_the_receipt_as_it_is() -> None:
 def test_receipts_of_several_targets_lie_at_their_own_and_name_their_own_manifests() -> None:
     """Also where `--out` wrote the image, whose receipt lies beside it: jobs look at the target's place."""
     digests = {"cpu-aarch64": OTHER, "cpu-x86_64": MANIFEST}
-    prepared: Any = [SimpleNamespace(plan=SimpleNamespace(recipe="pt_cpu", target=target)) for target in digests]
-    images: Any = [SimpleNamespace(digest=digest) for digest in digests.values()]
+    images: Any = [
+        SimpleNamespace(digest=digest, plan=SimpleNamespace(recipe="pt_cpu", target=target))
+        for target, digest in digests.items()
+    ]
     wish = image_kind.ImageOptions(f"{NAME}:1", None, push=True, verify=True, faults=False)
-    places = {one.plan.target: image_kind._beside(one.plan, wish) for one in prepared}
+    places = {one.plan.target: wish.beside(one.plan) for one in images}
     assert places == {target: Path(f"build/pt_cpu/{target}/docker") for target in digests}
     receipt("cpu-x86_64")
     sent: Any = [SimpleNamespace(digest=ID), SimpleNamespace(digest=ID)]
-    image_kind._record_push(prepared, images, sent, wish, NAME)  # with --format docker
+    image_kind._record_push(images, sent, wish, NAME)  # with --format docker
     assert open_artifact("pt_cpu", ("docker",), None).artifact.path == f"{NAME}@{ID}"
-    image_kind._record_push(prepared, images, images, wish, NAME)
+    image_kind._record_push(images, images, wish, NAME)
     assert open_artifact("pt_cpu", ("docker",), None).artifact.path == f"{NAME}@{MANIFEST}"
     assert not receipt_path(places["cpu-aarch64"]).exists()
 
     out: Any = SimpleNamespace(path=Path("layout"))
     receipt_path(places["cpu-x86_64"]).rename(receipt_path(out.path))
     written = image_kind.ImageOptions(f"{NAME}:1", out, push=True, verify=True, faults=False)
-    image_kind._record_push(prepared, images, images, written, "other.example/x")
+    image_kind._record_push(images, images, written, "other.example/x")
     assert pushed_as(out.path, MANIFEST) == f"other.example/x@{MANIFEST}"
     assert passing_receipt(out.path, MANIFEST) == passing_receipt(places["cpu-x86_64"], MANIFEST)
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.artifacts.links import file_system, link_mode
+from envbuild.artifacts import folder
+from envbuild.mounts import mount_of, parse_mounts
 
 MOUNTS = """22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
 30 22 0:40 / {home} rw,relatime shared:1 - {kind} server:/export rw
@@ -16,17 +17,19 @@ MOUNTS = """22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
     ("kind", "mode"),
     [("ext4", "hardlink"), ("xfs", "hardlink"), ("lustre", "hardlink"), ("nfs4", "copy"), ("btrfs", "clone")],
 )
-def test_the_mode_follows_the_file_system(tmp_path: Path, kind: str, mode: str) -> None:
-    mounts = MOUNTS.format(home=tmp_path, kind=kind)
-    assert file_system(tmp_path / "x", mounts) == kind
-    assert link_mode(tmp_path, tmp_path, mounts) == mode
+def test_the_mode_follows_the_file_system(
+    tmp_path: Path, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = list(parse_mounts(MOUNTS.format(home=tmp_path, kind=kind)))
+    monkeypatch.setattr(folder, "read_mounts", lambda: mounts)
+    assert folder.link_mode(tmp_path, tmp_path) == mode
 
 
 def test_across_devices_files_are_copied(tmp_path: Path) -> None:
-    assert link_mode(Path("/proc"), tmp_path) == "copy"
+    assert folder.link_mode(Path("/proc"), tmp_path) == "copy"
 
 
 def test_a_later_mount_covers_an_earlier_one_and_spaces_are_unescaped() -> None:
-    mounts = MOUNTS.format(home="/some where", kind="nfs")
-    assert file_system(Path("/some where/x"), mounts) == "tmpfs"
-    assert file_system(Path("/some whereelse"), mounts) == "ext4"
+    mounts = list(parse_mounts(MOUNTS.format(home="/some where", kind="nfs")))
+    kinds = [found.kind for path in ("/some where/x", "/some whereelse") if (found := mount_of(Path(path), mounts))]
+    assert kinds == ["tmpfs", "ext4"]

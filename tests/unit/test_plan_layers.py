@@ -14,19 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.artifacts import layer_files, layers_in
-from envbuild.artifacts.elf_scan import ElfReport
-from envbuild.artifacts.installed import FileReport
-from envbuild.artifacts.layer_files import LayerFile, LayerList
+from envbuild.artifacts import installed, layers_in
+from envbuild.artifacts.installed import FileReport, LayerFile, LayerList
 from envbuild.artifacts.layers_in import LayerFolder, layer_folder
-from envbuild.artifacts.state import BuiltLayer, State, has_layers, parse_state, state_of
-from envbuild.artifacts.survey import Survey, read_survey
+from envbuild.artifacts.state import BuiltLayer, State, has_packages, parse_state, state_of
+from envbuild.artifacts.survey import ElfReport, Survey, read_survey
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.environment import load_environment
 from envbuild.errors import BuildError, HostError, LockError, UsageError
 from envbuild.image.entry import DIR, SYMLINK, Entry
 from envbuild.inspect.metadata import interest, source_built
-from envbuild.kinds import source_layers
+from envbuild.kinds import prepare
 from envbuild.layers import requested
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.requested import RequestedLayers
@@ -59,8 +57,8 @@ def the_plan(recipe: LoadedRecipe, *sources: SourceLayer, hosts: tuple[HostLayer
     packages = (LockedPackage("numpy", "2.2.6", ("a" * 64,)),)
     lock = Lock("r", TARGET.name, "3.11", "x86_64-manylinux_2_28", "sha256:d", packages)
     return make_plan(
-        recipe.recipe, "sha256:r", lock, TARGET, artifact="venv", trainer_version="1",
-        trainer_digest="sha256:t", sources=sources, host_layers=hosts,
+        recipe, lock, TARGET, artifact="venv", trainer_version="1", trainer_digest="sha256:t", sources=sources,
+        host_layers=hosts,
     )  # fmt: skip
 
 
@@ -142,14 +140,13 @@ FILES = st.one_of(
     st.builds(LayerFile, PATHS, target=PATHS),
 )  # fmt: skip
 LISTS = st.builds(
-    LayerList, NAMES, NAMES, NAMES, st.lists(PATHS).map(tuple),
-    st.lists(FILES, unique_by=lambda one: one.path).map(tuple),
+    LayerList, NAMES, NAMES, NAMES, st.lists(FILES, unique_by=lambda one: one.path).map(tuple),
 )  # fmt: skip
 
 
 @given(LISTS)
 def test_a_list_is_read_back_as_it_was_written(listed: LayerList) -> None:
-    again = layer_files.parse_list(listed.render())
+    again = installed.parse_list(listed.render())
     assert again == listed and again.digest == listed.digest
 
 
@@ -176,7 +173,7 @@ def test_a_list_cannot_name_what_lies_outside() -> None:
     row = {"path": "../../etc/passwd", "size": 1, "sha256": "0" * 64}
     data = {"format": 1, "name": "x", "version": "1", "source": "", "licences": [], "files": [row]}
     with pytest.raises(ValueError, match="not below"):
-        layer_files.parse_list(json.dumps(data).encode())
+        installed.parse_list(json.dumps(data).encode())
 
 
 def test_an_installed_layer_is_a_copy_and_every_change_of_it_is_seen(tmp_path: Path) -> None:
@@ -191,7 +188,7 @@ def test_an_installed_layer_is_a_copy_and_every_change_of_it_is_seen(tmp_path: P
 
     def survey() -> tuple[FileReport, dict[str, str]]:
         report = FileReport()
-        return report, layer_files.check_layers(root, report)
+        return report, installed.check_layers(root, report)
 
     report, found = survey()
     assert found == {"libfoo": told.files} and report.files == 4
@@ -204,9 +201,11 @@ def test_an_installed_layer_is_a_copy_and_every_change_of_it_is_seen(tmp_path: P
     assert report.missing == ["bin/foo (layer libfoo)"] and found == {"libfoo": told.files}
     assert report.altered == ["lib/libfoo.so.1 (layer libfoo)", "lib/libfoo.so.1.0 (layer libfoo)"]
     state = dataclasses.replace(STATE, layers=(told,))
-    assert has_layers(root, state)
+    found = [(name, version) for name, version, _ in state.packages]
+    assert has_packages(root, state, found)
+    assert not has_packages(root, state, [*found, ("numpy", "9.9")])
     (root / "share/envbuild/layers/libfoo.json").unlink()
-    assert survey()[1] == {} and not has_layers(root, state)
+    assert survey()[1] == {} and not has_packages(root, state, found)
 
 
 def test_the_check_of_what_is_installed_wants_each_list_as_it_was() -> None:
@@ -281,8 +280,8 @@ def test_the_layer_of_an_image_is_the_same_whoever_built_it_and_changes_with_its
         same = built(tmp_path / "two")
     finally:
         os.umask(before)
-    (part,) = layers_in.layer_parts([layer], PREFIX, 1577836800)
-    (again,) = layers_in.layer_parts([same], PREFIX, 1577836800)
+    part = layers_in.layer_part(layer, PREFIX, 1577836800)
+    again = layers_in.layer_part(same, PREFIX, 1577836800)
     assert part.key == again.key and part.title == "libfoo 1.0"
 
     def items(of: Any) -> list[tuple[Entry, bytes]]:
@@ -296,8 +295,8 @@ def test_the_layer_of_an_image_is_the_same_whoever_built_it_and_changes_with_its
     files = [entry.path for entry, _ in items(part) if entry.kind != DIR]
     assert files[:-1] == sorted(files[:-1]) and files[-1].endswith("/layers/libfoo.json")
     changed = built(tmp_path / "three", **{"lib/libfoo.so.1.0": "ELF 2"})
-    assert layers_in.layer_parts([changed], PREFIX, 1577836800)[0].key != part.key
-    assert layers_in.layer_parts([layer], PREFIX, 1577836801)[0].key != part.key
+    assert layers_in.layer_part(changed, PREFIX, 1577836800).key != part.key
+    assert layers_in.layer_part(layer, PREFIX, 1577836801).key != part.key
 
 
 def test_what_is_no_file_or_nothing_at_all_is_no_layer(tmp_path: Path) -> None:
@@ -379,7 +378,7 @@ def test_layers_for_another_processor_are_not_built_here(tmp_path: Path) -> None
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}[os.uname().machine]
     layer = dataclasses.replace(SOURCE, target=f"cpu-{other}")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
-    build_host = source_layers.build_hosts(RequestedLayers((layer,)), tmp_path, environment, print, offline=False)
+    build_host = prepare.build_hosts(RequestedLayers((layer,)), tmp_path, environment, offline=False)
     with (
         pytest.raises(HostError, match=f"the store has not all of libfoo for {other}") as refused,
         build_host(tmp_path),
@@ -436,4 +435,4 @@ def test_a_python_project_is_not_built_alone(tmp_path: Path) -> None:
     layer = dataclasses.replace(SOURCE, system="wheel")
     environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "s")})
     with pytest.raises(UsageError, match="not alone"):
-        source_layers.build_layers(RequestedLayers((layer,)), tmp_path, environment, print, offline=True)
+        prepare.build_layers(RequestedLayers((layer,)), tmp_path, environment, offline=True)

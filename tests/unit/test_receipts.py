@@ -34,9 +34,7 @@ def the_plan(python: str = "3.11", **lock: Any) -> Plan:
     target = Target.parse("cpu-x86_64")
     packages = lock.get("packages", (LockedPackage("numpy", "2.2.6", ("a" * 64,)),))
     locked = Lock("pt_minimal", target.name, python, "x86_64-manylinux_2_28", "sha256:d", packages)
-    return make_plan(
-        loaded.recipe, loaded.digest, locked, target, artifact="venv", trainer_version="1", trainer_digest="sha256:t"
-    )
+    return make_plan(loaded, locked, target, artifact="venv", trainer_version="1", trainer_digest="sha256:t")
 
 
 def test_the_plan_digest_follows_what_decides_the_content() -> None:

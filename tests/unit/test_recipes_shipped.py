@@ -47,8 +47,8 @@ def test_a_target_is_locked_for_its_accelerator_and_planned_with_its_layers(name
     check_accelerator(found, lock.packages, name)
     sources, hosts = source_layers(recipe, found)
     plan = make_plan(
-        recipe.recipe, recipe.digest, lock, found, artifact="venv", trainer_version="1",
-        trainer_digest="t", compile_bytecode=False, folder=recipe.folder, sources=sources, host_layers=hosts,
+        recipe, lock, found, artifact="venv", trainer_version="1", trainer_digest="t", sources=sources,
+        host_layers=hosts,
     )  # fmt: skip
     named = {one.name for one in (*plan.sources, *plan.host_layers)}
     wanted = {one for one, table in recipe.recipe.layers.items() if table.for_target(target)}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import HostError, UsageError
-from envbuild.kinds.verify import open_subject
+from envbuild.kinds.commit import open_subject
 from envbuild.verify import own_runtime, runtimes
 from envbuild.verify.image_file import APPTAINER, ENROOT, ImageFile, image_kind, open_image_file, passed
 from envbuild.verify.namespace import image_variables
