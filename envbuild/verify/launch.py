@@ -140,7 +140,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The context of a verification's launches; `floor` is the bus bandwidth to reach in GB/s, set by `floor_of`."""
+    """The context of launches, with files in this host's folder `work`; `floor_of` set the bandwidth `floor` (GB/s)."""
 
     nodes: Nodes
     work: Path

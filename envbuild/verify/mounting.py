@@ -1,5 +1,4 @@
-"""Mounts without external tools: system calls through the C library, the ways to mount an image's squashfs, and
-bind mounts of the host's folders and files in an image, which itself is read-only.
+"""Mounts without external tools: an image's squashfs, and bind mounts of the host's files in that read-only image.
 
 Needs only the standard library. Sources: mount(2), prctl(2), proc(5), loop(4), linux/loop.h, squashfuse(1).
 """

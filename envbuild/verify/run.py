@@ -21,10 +21,8 @@ from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_li
 from envbuild.verify.static_checks import check_accelerator, check_architecture, check_installed, check_layer
 
 Log = Callable[[str], None]
-# Long enough to kill a rank in the middle of training, even on a fast machine.
-_FAULT_EPOCHS = 40
-# A rank is killed once this many snapshots were saved.
-_KILLED_AFTER = 2
+# Long enough to kill a rank in the middle of training, even on a fast machine: after this many snapshots.
+_FAULT_EPOCHS, _KILLED_AFTER = 40, 2
 _SAVED = re.compile(r"Epoch (\d+) \| Training snapshot saved")
 # Read by the trainer (ddp_train/loop.py).
 RESUME_AFTER = "DDP_TRAIN_RESUME_AFTER"

@@ -1,5 +1,6 @@
-"""An image file as the subject of a verification, and the runtimes that start programs in it: an installed one for
-its format, or the own one. The nodes are groups of processes on this host that communicate over loopback.
+"""An image file as the subject of a verification, and the runtimes that start programs in it.
+
+The nodes are groups of processes on this host. The runtime is an installed one for the image's format, or the own one.
 
 enroot: written from its public sources and never run with the real enroot. It starts an image without unpacking
 it if squashfuse and the kernel's overlayfs allow that; otherwise the image is unpacked into a folder of the
