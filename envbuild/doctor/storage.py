@@ -1,7 +1,4 @@
-"""Checks of the file systems of the store, the home folder, temporary files and the current folder.
-
-Sources: proc(5), statvfs(3).
-"""
+"""Checks of the file systems of the store, home, temporary and current folder. Sources: proc(5), statvfs(3)."""
 
 from __future__ import annotations
 
@@ -101,10 +98,7 @@ def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> HostFin
 
 
 def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[Status, str, str]:
-    """Return (status, problem, advised change) for a folder with these facts.
-
-    `heavy` means that environments are written to the folder.
-    """
+    """Return (status, problem, advised change) for a folder; `heavy`: environments are written to it."""
     other = {"store": "set ENVBUILD_STORE", "tmp": "set TMPDIR", "home": "move caches"}
     elsewhere = f"{other.get(name, 'use --out')} to a folder"
     free, inodes = facts["free"], facts["inodes"]

@@ -74,10 +74,7 @@ def index_problem(url: str) -> str | None:
 
 
 def base_problem(text: str) -> str | None:
-    """Return why `text` is not a base image, or None.
-
-    A base image is `debian`, or an image in a registry, daemon, archive or layout.
-    """
+    """Return why `text` is neither `debian` nor an image in a registry, daemon, archive or layout, or None."""
     if text == "debian":
         return None
     kind, _, rest = text.partition(":")

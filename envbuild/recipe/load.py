@@ -77,10 +77,7 @@ class LoadedRecipe:
         )  # fmt: skip
 
     def resolution_digest(self, target: Target) -> str:
-        """Return `sha256:...` over the inputs of the wheel lock of `target`, and nothing else.
-
-        Raises UsageError when the recipe has no such target.
-        """
+        """Return `sha256:...` over the inputs of the wheel lock of `target`. Raises UsageError for an unknown one."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         nccl = self.nccl_wheel(target)
         more = {} if nccl is None else {"nccl": nccl}
