@@ -16,10 +16,7 @@ _TITLES = {"plugin": "aws-ofi-nccl", "cuda": "CUDA", "rocm": "ROCm", "python": "
 
 
 def judge(stack: Stack, rows: Rows | None = None) -> list[CompatFinding]:
-    """Judge `stack` by `rows` (default: data/compatibility.toml), from glibc up to the network.
-
-    Malformed versions do not raise; they give "unknown".
-    """
+    """Judge `stack` by `rows` (default: data/compatibility.toml). A malformed version gives "unknown", no error."""
     rows = rows or load_rows()
     links = (
         _glibc_links, _driver_links, _torch_links, _rocm_links, _nccl_links, _net_api_links, _libfabric_links,

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from importlib import resources
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from envbuild.compat.versions import matches
 from envbuild.fabrics import Fabric
@@ -155,12 +155,8 @@ def row_of(rows: Iterable[R], version: str | None) -> R | None:
 def load_rows() -> Rows:
     """Return the rows of data/compatibility.toml."""
     data = tomllib.loads(resources.files("envbuild.data").joinpath("compatibility.toml").read_text("utf-8"))
-    tables = {
-        "drivers": Driver, "torch": TorchBuild, "torch_rocm": TorchRocm, "rccl": Rccl,
-        "nccl_pins": NcclPin, "nccl": Nccl, "plugins": Plugin,
-        "libfabric": Libfabric, "rules": CompatRule,
-    }  # fmt: skip
-    return Rows(**{name: tuple(_row(tables[name], row) for row in rows) for name, rows in data.items()})
+    kinds = {name: get_args(hint)[0] for name, hint in get_type_hints(Rows).items()}
+    return Rows(**{name: tuple(_row(kinds[name], row) for row in rows) for name, rows in data.items()})
 
 
 def _row(kind: Callable[..., T], row: dict[str, Any]) -> T:

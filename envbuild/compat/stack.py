@@ -74,11 +74,7 @@ _FIELDS = EXACT | {"python", "glibc", "cuda", "rocm", "driver", "torch", "nccl",
 def stack_of(
     loaded: LoadedRecipe, target: Target, packages: Mapping[str, str] | None, *, conda: bool = False
 ) -> Stack:  # fmt: skip
-    """Return the stack of `target`.
-
-    `packages` are the locked distributions (name → version), or None without a lock; the recipe's pins are used
-    then. With `conda`, they are conda packages.
-    """
+    """Return the stack of `target` with these locked packages (`conda`: of conda), or None: with the recipe's pins."""
     recipe, table = loaded.recipe, loaded.recipe.targets[target.name]
     if packages is None:
         found, origin = dict(_pins(recipe.requirements + table.requirements)), "recipe"

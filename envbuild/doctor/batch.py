@@ -208,10 +208,7 @@ def _cluster(site: Site, variables: Mapping[str, str]) -> list[HostFinding]:
 
 
 def missing(name: str, what: str, here: bool, hint: str) -> HostFinding:
-    """Return the finding for a requirement on nodes that this host does not meet.
-
-    It is a failure if this host belongs to the site (`here`).
-    """
+    """Return the finding for a requirement that this host does not meet: a failure on a host of the site (`here`)."""
     if here:
         return HostFinding(name, "fail", what, hint)
     return HostFinding(name, "info", f"{what} here; not one of the site's hosts, so nodes may differ", hint)

@@ -93,10 +93,7 @@ def package_index(host: Host) -> Iterator[HostFinding]:
 
 
 def _default_index(environment: Environment) -> str:
-    """Return uv's default index. Raises HostError when uv does not report it.
-
-    Unlike Environment.default_index, this has a short timeout and no cache: a check must not write to the store.
-    """
+    """Return uv's default index, found with a short timeout and no cache: a check must not write to the store."""
     with tempfile.TemporaryDirectory() as folder:
         env = uv_environment(environment.pip, environment.variables, Path(folder))
         command = [environment.uv, "pip", "compile", os.devnull, "--emit-index-url", "--no-header", "--no-config"]

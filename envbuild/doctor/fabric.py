@@ -87,7 +87,7 @@ def adapters(host: Host) -> list[HostFinding]:
     rows, kinds, down, mounted = [], set(), [], set()
     known = [(fabric.name, fabric.adapter) for fabric in load_fabrics().values() if fabric.adapter]
     classes = dict.fromkeys(adapter.sysfs for _, adapter in known)
-    for device in (device for name in classes for device in _entries(host.root / "sys/class" / name)):
+    for device in (device for name in classes for device in sorted((host.root / "sys/class" / name).glob("*"))):
         driver = os.path.basename(os.path.realpath(device / "device/driver"))
         found = [row for row in known if row[1].sysfs == device.parent.name and row[1].driver in ("", driver)]
         if not found:
@@ -96,7 +96,7 @@ def adapters(host: Host) -> list[HostFinding]:
         name, adapter = max(found, key=lambda row: row[1].driver)
         ports = [
             [read_text(port / file).strip() for file in ("link_layer", "state", "rate")]
-            for port in _entries(device / "ports")
+            for port in sorted((device / "ports").glob("*"))
         ]
         kind = next((adapter.link_layers[layer] for layer, _, _ in ports if layer in adapter.link_layers), name)
         kinds.add(kind)
@@ -132,10 +132,3 @@ def libfabric(host: Host) -> list[HostFinding]:
     providers = [line.strip().rstrip(":") for line in said.splitlines() if line.strip().endswith(":")]
     facts = {"path": tool, "providers": providers}
     return [HostFinding("libfabric", "ok", f"providers {', '.join(providers)} ({tool})", facts=facts)]
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []

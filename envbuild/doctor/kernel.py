@@ -134,10 +134,7 @@ def _attempt(folder: Path, way: str, compressor: str) -> tuple[bool, str, str]:
 
 
 def tiny_image(compressor: str) -> bytes:
-    """Return an empty squashfs whose blocks are stored uncompressed.
-
-    Only its superblock names the compressor, which the kernel must support to mount it.
-    """
+    """Return an empty squashfs with uncompressed blocks: only its superblock names the compressor."""
     # Only lz4 requires compressor options: version 1, no flags.
     options = struct.pack("<II", 1, 0) if compressor == "lz4" else b""
     codec = replace(codec_of("xz"), number=COMPRESSORS[compressor], options=options, compress=bytes)

@@ -1,7 +1,4 @@
-"""Checks of processors, memory, GPUs, user, clock, locale and the host's own name.
-
-Sources: envbuild/resources.py; nvidia-smi(1); adjtimex(2).
-"""
+"""Checks of processors, memory, GPUs, user, clock, locale and own name. Sources: nvidia-smi(1), adjtimex(2)."""
 
 from __future__ import annotations
 

@@ -73,10 +73,7 @@ class HostProbe:
 def run_checks(
     checks: Sequence[HostProbe], host: Host, deadline_s: float = _DEADLINE_S
 ) -> list[tuple[HostProbe, list[HostFinding]]]:
-    """Run the checks and return each with its findings, in order.
-
-    A check that raises, or has not ended after `deadline_s` seconds, gets an additional finding that says so.
-    """
+    """Run the checks and return each with its findings. One that raises or is late gets a finding that says so."""
     found: list[list[HostFinding]] = [[] for _ in checks]
     ended: set[int] = set()
 
@@ -139,10 +136,7 @@ def find(program: str, variables: Mapping[str, str], more: str = "/usr/sbin:/sbi
 def run_probe(
     command: Sequence[str], variables: Mapping[str, str], patience_s: float = PATIENCE_S
 ) -> tuple[int | None, str]:
-    """Return (exit status, stdout and stderr) of `command`.
-
-    The status is None, with the reason as text, when the command cannot be run or does not end in `patience_s` seconds.
-    """
+    """Return (exit status, output) of `command`, or (None, reason) if it cannot run or takes more than `patience_s`."""
     # Charliecloud requires $USER, which containers often lack.
     env = {"USER": "user", **variables, "LC_ALL": "C"}
     try:

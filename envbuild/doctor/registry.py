@@ -65,11 +65,7 @@ def this_host(variables: Mapping[str, str], *, offline: bool = False) -> Host:
 
 @dataclass(frozen=True, slots=True)
 class StepVerdict:
-    """Verdict on one step of one kind of artifact on this host.
-
-    `status` is `ok`, `info` (works under a condition), `warn` (works partly, or not on this host) or `fail`
-    (does not work).
-    """
+    """Verdict on one step of one kind: `ok`, `info` (on a condition), `warn` (partly, not on this host), `fail`."""
 
     status: Status
     what: str

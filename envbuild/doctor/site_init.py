@@ -15,7 +15,6 @@ from envbuild.doctor.tools import module_init
 from envbuild.fabrics import load_fabrics
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
-from envbuild.mounts import read_mounts
 from envbuild.site.jobs import job_variable_problem, value_problem
 from envbuild.site.schedulers import TITLES, listed
 
@@ -141,7 +140,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[str]:
 
 def _paths(host: Host) -> Iterator[str]:
     shared = []
-    for place in dict.fromkeys([*_SHARED, *_mounts(host.root)]):
+    mounted = [one.at for one in storage.mounts(host.root) if one.shared and not re.search(r"[\s\\]", one.at)]
+    for place in dict.fromkeys([*_SHARED, *mounted]):
         mount = storage.mount_at(Path(place), host.root)
         if mount and mount.shared and mount.at != "/" and Path(place).is_dir():
             shared.append((place, mount.kind))
@@ -158,14 +158,6 @@ def _paths(host: Host) -> Iterator[str]:
     scratch = next((p for p in ("/local_scratch", "/localscratch", "/scratch/local", "/nvme") if os.path.isdir(p)), "")
     yield _said("scratch", scratch or "/tmp", "a node's own disk", off=not scratch)
     yield _said("logs", "logs")
-
-
-def _mounts(root: Path) -> list[str]:
-    try:
-        mounts = read_mounts(root)
-    except OSError:
-        return []
-    return [mount.at for mount in mounts if mount.shared and not re.search(r"[\s\\]", mount.at)]
 
 
 def _container(variables: Mapping[str, str]) -> Iterator[str]:

@@ -1,7 +1,4 @@
-"""Checks of the file systems of the store, the home folder, temporary files and the current folder.
-
-Sources: proc(5), statvfs(3).
-"""
+"""Checks of the file systems of the store, home, temporary and current folder. Sources: proc(5), statvfs(3)."""
 
 from __future__ import annotations
 
@@ -26,12 +23,17 @@ _INODES = 60_000
 _HOLDS = {"wheels": "wheels", "conda packages": "conda/archives", "image blobs": "blobs/sha256"}
 
 
+def mounts(root: Path = Path("/")) -> list[Mount]:
+    """Return the mounts of this host, [] if the kernel does not report them."""
+    try:
+        return read_mounts(root)
+    except OSError:
+        return []
+
+
 def mount_at(path: Path, root: Path = Path("/")) -> Mount | None:
     """Return the file system of `path`, or None if the kernel does not report it."""
-    try:
-        return mount_of(path, read_mounts(root))
-    except OSError:
-        return None
+    return mount_of(path, mounts(root))
 
 
 def store(host: Host) -> Iterator[HostFinding]:
@@ -39,15 +41,8 @@ def store(host: Host) -> Iterator[HostFinding]:
     if host.environment is not None:
         folder = host.environment.site.store
         found = _place("store", folder, host, heavy=True)
-        holds = {what: _count(folder / place) for what, place in _HOLDS.items()}
+        holds = {what: len(list((folder / place).glob("*"))) for what, place in _HOLDS.items()}
         yield replace(found, facts={**found.facts, "holds": holds})
-
-
-def _count(folder: Path) -> int:
-    try:
-        return len(os.listdir(folder))
-    except OSError:
-        return 0
 
 
 def home(host: Host) -> Iterator[HostFinding]:
@@ -103,10 +98,7 @@ def _place(name: str, path: Path, host: Host, *, heavy: bool = False) -> HostFin
 
 
 def judge_place(name: str, facts: Mapping[str, Any], *, heavy: bool) -> tuple[Status, str, str]:
-    """Return (status, problem, advised change) for a folder with these facts.
-
-    `heavy` means that environments are written to the folder.
-    """
+    """Return (status, problem, advised change) for a folder; `heavy`: environments are written to it."""
     other = {"store": "set ENVBUILD_STORE", "tmp": "set TMPDIR", "home": "move caches"}
     elsewhere = f"{other.get(name, 'use --out')} to a folder"
     free, inodes = facts["free"], facts["inodes"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
+from envbuild.names import normalise
 from envbuild.toml import form
 
 # Matches the common `name` or `name[extra]==1.2.3+local` without an import of packaging.
@@ -49,8 +50,7 @@ def requirement_parts(text: str) -> tuple[str, str]:
     found = _START.fullmatch(text.strip())
     if found is None:
         return text, ""
-    name = re.sub(r"[-_.]+", "-", found[1]).strip("-").lower()
-    return name, re.sub(r"\s+", "", found[2])
+    return normalise(found[1]).strip("-"), re.sub(r"\s+", "", found[2])
 
 
 def index_problem(url: str) -> str | None:
@@ -74,10 +74,7 @@ def index_problem(url: str) -> str | None:
 
 
 def base_problem(text: str) -> str | None:
-    """Return why `text` is not a base image, or None.
-
-    A base image is `debian`, or an image in a registry, daemon, archive or layout.
-    """
+    """Return why `text` is neither `debian` nor an image in a registry, daemon, archive or layout, or None."""
     if text == "debian":
         return None
     kind, _, rest = text.partition(":")

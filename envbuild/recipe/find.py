@@ -79,10 +79,7 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
 
 
 def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path]) -> Target:
-    """Return the target `name` of the recipe, as `LoadedRecipe.target`.
-
-    Raises UsageError; if the recipe lacks the target, the error names the recipes in `folders` that have it.
-    """
+    """Return the target `name` of the recipe. UsageError for an unknown one names the recipes in `folders` with it."""
     try:
         return loaded.target(name)[0]
     except UsageError:

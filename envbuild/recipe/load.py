@@ -77,10 +77,7 @@ class LoadedRecipe:
         )  # fmt: skip
 
     def resolution_digest(self, target: Target) -> str:
-        """Return `sha256:...` over the inputs of the wheel lock of `target`, and nothing else.
-
-        Raises UsageError when the recipe has no such target.
-        """
+        """Return `sha256:...` over the inputs of the wheel lock of `target`. Raises UsageError for an unknown one."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         nccl = self.nccl_wheel(target)
         more = {} if nccl is None else {"nccl": nccl}
@@ -112,9 +109,8 @@ def load_recipe(path: Path) -> LoadedRecipe:
 def _wrong_folder(document: Document) -> Iterator[Problem]:
     """Yield a `name` that differs from the folder's: recipes are found by their folder, so it would mislead."""
     path, name = document.path.absolute(), document.data.get("name")
-    if path.name != "recipe.toml" or path.parent.parent.name != "recipes":
-        return
-    if isinstance(name, str) and name != path.parent.name:
+    in_recipes = path.name == "recipe.toml" and path.parent.parent.name == "recipes"
+    if in_recipes and isinstance(name, str) and name != path.parent.name:
         yield ("name",), f"{name!r} is not the name of its folder, {path.parent.name!r}"
 
 

@@ -180,10 +180,7 @@ class Recipe:
 
 
 def duplicate_requirements(document: Document) -> Iterator[Problem]:
-    """Yield projects that a target requires twice with different specifiers.
-
-    The data may contain other mistakes, so that all mistakes are reported at once.
-    """
+    """Yield projects that a target requires twice with different specifiers, whatever other mistakes the data have."""
     common = _strings(document.data, ("requirements",))
     targets = document.data.get("targets")
     of_targets = [

@@ -44,10 +44,7 @@ def redact(text: str) -> str:
 
 @dataclass(frozen=True, repr=False)
 class PipConfig:
-    """pip's settings about the sources of files.
-
-    `index_url` None means the client's own default index. `repr()` hides credentials.
-    """
+    """pip's settings about sources of files; `index_url` None: the client's own default. `repr()` hides credentials."""
 
     index_url: str | None = None
     extra_index_urls: tuple[str, ...] = ()
@@ -71,10 +68,7 @@ class _Setting:
 
 
 def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Path = Path("/etc")) -> PipConfig:
-    """Read pip's configuration as pip would with the environment `env` and the Python at `prefix`.
-
-    Raises RecipeError, naming file and line, for an unreadable file or an invalid value.
-    """
+    """Read pip's configuration as pip does with `env` and the Python at `prefix`. RecipeErrors name file and line."""
     settings = _merged(env, prefix, etc)
     home = home_folder(env)
 
@@ -113,10 +107,7 @@ def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Pa
 
 
 def ca_bundle(pip: PipConfig, env: Mapping[str, str]) -> str | None:
-    """Return the CA bundle to trust, or None for the client's own.
-
-    pip's `cert` comes first, then the variables that pip's HTTP library reads, then the one that OpenSSL reads.
-    """
+    """Return the CA bundle of pip, else of its HTTP library's and OpenSSL's variables, or None for the client's own."""
     variables = ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_FILE")
     return pip.cert or next((env[name] for name in variables if env.get(name)), None)
 

@@ -182,11 +182,7 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
 
 
 def site_files(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:
-    """Return the effective site files.
-
-    $ENVBUILD_SITE replaces all others; otherwise they are /etc/envbuild/site.toml and then the user's own, if
-    they exist.
-    """
+    """Return the effective files: $ENVBUILD_SITE alone, else /etc/envbuild/site.toml and the user's, if they exist."""
     if named := env.get("ENVBUILD_SITE"):
         return [Path(named)]
     places = (etc / "envbuild" / "site.toml", _user_folder(env) / "site.toml")
@@ -199,10 +195,7 @@ def site_folders(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Pa
 
 
 def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Path:
-    """Return the site file `name`: a path if it has a separator or ends in .toml, else a name to search for.
-
-    Raises UsageError when the file does not exist.
-    """
+    """Return the site file `name`: a path with / or .toml, else a name to search for. Raises UsageError without one."""
     if "/" in name or name.endswith(".toml"):
         if not os.path.isfile(name):
             raise UsageError(f"there is no site file {name}")

@@ -21,10 +21,7 @@ _DROPPED = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME")
 
 
 def uv_settings(pip: PipConfig, indexes: Sequence[str]) -> str:
-    """Return the text of a uv.toml with a recipe's `indexes` followed by pip's.
-
-    It may hold credentials: write it to a file that only its owner can read, never to a command line.
-    """
+    """Return a uv.toml with a recipe's `indexes`, then pip's. It may hold credentials: no command line may show it."""
     lines = [
         # pip takes the best version from all indexes together. uv's default stops at the first index that knows
         # a name, so an old copy on a recipe's index would hide every newer version. Locked hashes protect

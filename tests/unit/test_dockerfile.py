@@ -390,7 +390,7 @@ def test_the_base_follows_python_cuda_and_the_site_s_mirror(
     file = place / "recipe.toml"
     file.write_text(file.read_text().replace('python = "3.11"', f'python = "{python}"'))
     if mirror:
-        site = replace(environment.site, registries=(("docker.io", RegistryTable((mirror,))),))
+        site = replace(environment.site, registries={"docker.io": RegistryTable((mirror,))})
         environment = replace(environment, site=site)
     loaded = load_recipe(file)
     found = Target.parse(target)
