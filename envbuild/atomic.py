@@ -1,9 +1,8 @@
 """Atomic replace of a file or folder, and clean-up after a killed run.
 
-A reader of a file sees its old content or its new content, never a part of either.
-A new folder is built beside its final path as `.NAME.envbuild-XXXX`. renameat2(2) with RENAME_EXCHANGE
-exchanges it with the old one, so that the path always holds the old folder or the new one. On file systems
-without it (NFS), two renames replace the folder.
+A reader of a file sees its old content or its new content, never a part of either. A new folder is built beside its
+final path as `.NAME.envbuild-XXXX`. renameat2(2) with RENAME_EXCHANGE exchanges it with the old one, so that the path
+always holds the old folder or the new one. On file systems without it (NFS), two renames replace the folder.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def replace(staged: Path, place: Path) -> None:
             staged.rename(place)
             return
         if not _exchange(staged, place):
-            # Two renames if the file system cannot exchange (NFS); `recover` undoes an interruption between
-            # them.
+            # Two renames if the file system cannot exchange (NFS); `recover` undoes an interruption between them.
             old = staged.with_name(f"{staged.name}-old")
             place.rename(old)
             staged.rename(place)

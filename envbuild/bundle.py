@@ -55,11 +55,11 @@ def make_bundle(
 ) -> dict[str, Any]:
     """Write the bundle of `loaded` for `target` to the folder `path`, and return the content of bundle.json.
 
-    The bundle holds what builds of the artifact kinds `kinds` (venv, conda) read; with `tools`, also envbuild
-    itself. An existing bundle with the same content is left unchanged.
+    The bundle holds what builds of the artifact kinds `kinds` (venv, conda) read; with `tools`, also envbuild itself.
+    An existing bundle with the same content is left unchanged.
 
-    Raises UsageError when `path` holds something other than a bundle, LockError or BuildError when a lock or a
-    file is not available.
+    Raises UsageError when `path` holds something other than a bundle, LockError or BuildError when a lock or a file is
+    not available.
     """
     wanted = tuple(kinds)
     plans = [
@@ -76,8 +76,7 @@ def make_bundle(
         "target": target.name,
         "kinds": list(wanted),
         "plans": [plan.digest for plan, _ in plans],
-        # All files of the recipe: a plan's digest leaves out tables that do not change the content, such as
-        # [verify].
+        # All files of the recipe: a plan's digest leaves out tables that do not change the content, such as [verify].
         "files": _digest((file, str(file.relative_to(loaded.folder))) for file in _files(loaded.folder)),
         "python": python,
         "envbuild": _digest(_own_files()) if tools else "",

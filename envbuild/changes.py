@@ -24,8 +24,8 @@ class Changes:
 def changes_since(revision: str, folder: Path) -> Changes:
     """Return the files that the branch checked out at `folder` changed since it left `revision`.
 
-    As for `git diff REVISION...`, only commits count. Raises UsageError when `folder` is not in a git checkout
-    or git does not know the revision, HostError when git is not installed.
+    As for `git diff REVISION...`, only commits count. Raises UsageError when `folder` is not in a git checkout or git
+    does not know the revision, HostError when git is not installed.
     """
     top = _git(folder, "rev-parse", "--show-toplevel")
     if top.returncode != 0:

@@ -78,8 +78,8 @@ def describe(about: Description, contents: Inventory | None) -> dict[str, Any]:
 def receipt_of(about: Description) -> dict[str, Any] | None:
     """Return the receipt of an artifact, None when there is none.
 
-    It is beside the artifact; for an artifact without a path, it is beside the default path of `envbuild
-    docker`. `matches` says whether the receipt is for this very artifact.
+    It is beside the artifact; for an artifact without a path, it is beside the default path of `envbuild docker`.
+    `matches` says whether the receipt is for this very artifact.
     """
     if about.place is not None:
         path = receipt_path(about.place.absolute())

@@ -20,8 +20,7 @@ _HINT = "free disk space, write elsewhere with --out, or set ENVBUILD_STORE to a
 def check_disk_space(folder: Path, size: int) -> None:
     """Check that a new file of `size` bytes fits into the existing folder `folder`.
 
-    Raises BuildError when the file system has too little space or no inode left for this user. Quotas are not
-    checked.
+    Raises BuildError when the file system has too little space or no inode left for this user. Quotas are not checked.
     """
     try:
         about = os.statvfs(folder)
@@ -38,8 +37,8 @@ def check_disk_space(folder: Path, size: int) -> None:
 def reserve(stream: BinaryIO, size: int) -> None:
     """Reserve `size` bytes of disk space, from the stream's position on; this detects quotas too.
 
-    The file does not get longer: `stream.truncate()` releases the space that was not used. Does nothing if the
-    file system cannot reserve space. Raises BuildError when there is too little space.
+    The file does not get longer: `stream.truncate()` releases the space that was not used. Does nothing if the file
+    system cannot reserve space. Raises BuildError when there is too little space.
     """
     if size <= 0:
         return

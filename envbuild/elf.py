@@ -1,8 +1,7 @@
 """Reader of ELF files. Needs only Python 3.9.
 
-Sources: System V ABI, chapters 4 and 5 (header, program header, dynamic section); the Linux Standard Base's
-symbol versioning (DT_VERNEED). Like the dynamic linker, it uses program headers: section headers may be
-stripped.
+Sources: System V ABI, chapters 4 and 5 (header, program header, dynamic section); the Linux Standard Base's symbol
+versioning (DT_VERNEED). Like the dynamic linker, it uses program headers: section headers may be stripped.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _GLIBC = re.compile(r"GLIBC_([0-9]+)\.([0-9]+)(?:\.[0-9]+)?")
 class Elf:
     """A 64-bit ELF file.
 
-    `dynamic` says whether it has a dynamic section. `runpath` is DT_RUNPATH, or DT_RPATH if there is none;
-    `versions` are the symbol versions that it needs, such as GLIBC_2.34.
+    `dynamic` says whether it has a dynamic section. `runpath` is DT_RUNPATH, or DT_RPATH if there is none; `versions`
+    are the symbol versions that it needs, such as GLIBC_2.34.
     """
 
     machine: int

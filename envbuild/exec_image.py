@@ -1,8 +1,8 @@
 """`envbuild exec`: one program in a .sqsh or .sif file, without a container runtime, root or daemon.
 
-The image is opened as for a verification (verify/own_runtime.py): mounted by the kernel, mounted by squashfuse,
-or unpacked. Unlike there, no way is tried out first, the namespace is for one program, and nothing is kept in
-the store, which the nodes of a cluster may share.
+The image is opened as for a verification (verify/own_runtime.py): mounted by the kernel, mounted by squashfuse, or
+unpacked. Unlike there, no way is tried out first, the namespace is for one program, and nothing is kept in the store,
+which the nodes of a cluster may share.
 """
 
 from __future__ import annotations
@@ -101,12 +101,11 @@ def exec_image(
 ) -> int:
     """Run `command` in the image at `path` with this process's streams, and return its wait status.
 
-    `variables` override those that the image sets and those that are `inherited`. `folder` is the working
-    folder inside the image; the default is the current folder if a bind shows it, else /. `runtime` is one of
-    RUNTIMES.
+    `variables` override those that the image sets and those that are `inherited`. `folder` is the working folder inside
+    the image; the default is the current folder if a bind shows it, else /. `runtime` is one of RUNTIMES.
 
-    Raises UsageError for a file that is not an image and for a bind that does not fit the image, HostError when
-    this host cannot start it.
+    Raises UsageError for a file that is not an image and for a bind that does not fit the image, HostError when this
+    host cannot start it.
     """
     if runtime not in RUNTIMES:
         raise UsageError(f"no runtime is called {runtime!r}", f"one of {', '.join(RUNTIMES)}")

@@ -34,8 +34,8 @@ class FabricAdapter:
     """The network adapters of a fabric, as Linux shows them.
 
     `called` are their names in messages, `sysfs` is their class below /sys/class, `driver` the driver that
-    distinguishes them from other adapters of that class, `mounted` the folder that a container needs, `devices`
-    a glob of files for preflight, `resource` the Kubernetes resource that provides them.
+    distinguishes them from other adapters of that class, `mounted` the folder that a container needs, `devices` a glob
+    of files for preflight, `resource` the Kubernetes resource that provides them.
     """
 
     called: tuple[str, ...]
@@ -64,9 +64,9 @@ class FabricOptions:
 class Fabric:
     """A network between nodes.
 
-    `nccl_net` is the value of NCCL_NET, "" to leave the choice to NCCL. `names` are the names that NCCL's log
-    may use for it. `provider` is the provider of libfabric, "" without libfabric. `run_on` is the hardware on
-    which the settings were run, "" for none.
+    `nccl_net` is the value of NCCL_NET, "" to leave the choice to NCCL. `names` are the names that NCCL's log may use
+    for it. `provider` is the provider of libfabric, "" without libfabric. `run_on` is the hardware on which the
+    settings were run, "" for none.
     """
 
     name: str

@@ -24,9 +24,9 @@ def file_lock(
 ) -> Iterator[bool]:
     """Hold an exclusive lock on the file `path`, and yield whether its file system supports locks.
 
-    A missing file is created. `on_wait` is called when another process holds the lock. With `pause`, the lock
-    is polled: `pause` is called with the seconds to wait between two attempts, and may raise. `remove` deletes
-    the file at the end. Raises OSError when the file cannot be opened.
+    A missing file is created. `on_wait` is called when another process holds the lock. With `pause`, the lock is
+    polled: `pause` is called with the seconds to wait between two attempts, and may raise. `remove` deletes the file at
+    the end. Raises OSError when the file cannot be opened.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

@@ -63,8 +63,8 @@ def builder_sources(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, 
 def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], log: Log) -> None:
     """Report each needed lock in `parts` that is current.
 
-    Raises LockError that lists all locks that are not current, with the command that updates them, or that
-    names a known incompatibility in a current lock.
+    Raises LockError that lists all locks that are not current, with the command that updates them, or that names a
+    known incompatibility in a current lock.
     """
     faults: dict[str, None] = {}
     missing: dict[str, set[str]] = {}

@@ -23,8 +23,7 @@ from envbuild.toml import nearest
 GITHUB_LIMIT = 256
 # Paths at the top of envbuild's own checkout that can change the artifacts of every recipe.
 _DECIDE_ALL = ("envbuild", "ddp_train", "Dockerfile.*", "pyproject.toml")
-# No default: envbuild is on no package index, and whoever registered its name there could run code on the
-# runner.
+# No default: envbuild is on no package index, and whoever registered its name there could run code on the runner.
 _GITLAB_PACKAGE = "${ENVBUILD_PACKAGE:?what pip takes envbuild from, such as git+https://HOST/GROUP/envbuild@VERSION}"
 _GITLAB_DEFAULT = {
     "image": "docker.io/library/python:3.11",
@@ -86,11 +85,11 @@ def make_jobs(
 ) -> tuple[list[MatrixJob], list[Omission]]:
     """Return the jobs of `recipes`, and the builds that are omitted because their plan fails with --locked.
 
-    Jobs are sorted by recipe; the targets of a recipe are in the recipe's order, artifacts in the order of
-    ARTIFACTS. Empty `artifacts` or `targets` mean all, except that recipes without [conda] get conda
-    environments only if `artifacts` names them. `runners` gives a runner to each architecture, and may give one
-    to a target (`cu126-x86_64`), which then counts as having that target's GPUs. Raises UsageError for two
-    recipes with the same name.
+    Jobs are sorted by recipe; the targets of a recipe are in the recipe's order, artifacts in the order of ARTIFACTS.
+    Empty `artifacts` or `targets` mean all, except that recipes without [conda] get conda environments only if
+    `artifacts` names them. `runners` gives a runner to each architecture, and may give one to a target
+    (`cu126-x86_64`), which then counts as having that target's GPUs. Raises UsageError for two recipes with the same
+    name.
     """
     unique = {one.loaded.path.resolve(): one for one in reversed(recipes)}
     _check_names(unique.values())
@@ -212,9 +211,8 @@ def changed_recipes(
 ) -> list[SelectedRecipe]:
     """Return those of `recipes` that the files `changed` affect.
 
-    `folders` maps the name of a recipe on the command line to its folder; its values and `changed` are relative
-    to the top of one checkout. A recipe that is not in `folders` is elsewhere: only files that affect every
-    recipe affect it.
+    `folders` maps the name of a recipe on the command line to its folder; its values and `changed` are relative to the
+    top of one checkout. A recipe that is not in `folders` is elsewhere: only files that affect every recipe affect it.
     """
     paths = [PurePosixPath(path) for path in changed]
     if any(fnmatchcase(path.parts[0], pattern) for path in paths for pattern in _DECIDE_ALL):
@@ -231,8 +229,8 @@ def as_json(jobs: Sequence[MatrixJob]) -> str:
 def as_github(jobs: Sequence[MatrixJob]) -> str:
     """Return one line of JSON for `strategy.matrix: ${{ fromJSON(…) }}`.
 
-    GitHub refuses a matrix without entries: the workflow has to skip the job then. Raises UsageError when there
-    are more jobs than one workflow run may have.
+    GitHub refuses a matrix without entries: the workflow has to skip the job then. Raises UsageError when there are
+    more jobs than one workflow run may have.
     """
     if len(jobs) > GITHUB_LIMIT:
         raise UsageError(

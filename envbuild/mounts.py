@@ -19,8 +19,8 @@ _NETWORK = frozenset(
 class Mount(NamedTuple):
     """A mounted file system.
 
-    `kind` is its type, `at` the mount point, `top` the folder of the file system that is mounted there,
-    `options` are the options of the mount, `own_options` those of the file system.
+    `kind` is its type, `at` the mount point, `top` the folder of the file system that is mounted there, `options` are
+    the options of the mount, `own_options` those of the file system.
     """
 
     kind: str

@@ -91,8 +91,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` to its end and capture both streams.
 
-    With `check`, a non-zero exit raises `failure` with the last lines of the tool's output; `what` names the
-    step in the message. An interrupt stops the child and all its children.
+    With `check`, a non-zero exit raises `failure` with the last lines of the tool's output; `what` names the step in
+    the message. An interrupt stops the child and all its children.
     """
     child = start(command, env=env, cwd=cwd)
     try:

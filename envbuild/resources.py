@@ -22,8 +22,8 @@ _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)B?", re.ASCII | re.IGNORECASE)
 def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("/")) -> int:
     """Return how many CPUs this process may keep busy: at least 1, at most `most`.
 
-    It is the minimum of the CPU affinity, the CPU quotas of the process's cgroups (rounded up) and Slurm's
-    allocation. `root` is the folder with proc and sys.
+    It is the minimum of the CPU affinity, the CPU quotas of the process's cgroups (rounded up) and Slurm's allocation.
+    `root` is the folder with proc and sys.
     """
     found = [most, len(os.sched_getaffinity(0))]
     for version, folder in _groups("cpu", root):
@@ -44,8 +44,8 @@ def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("
 def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | None:
     """Return how many bytes of memory this process may use, None if unknown.
 
-    It is the minimum of the limits of the process's cgroups, Slurm's allocation, and the memory that the kernel
-    calls available. `root` is the folder with proc and sys.
+    It is the minimum of the limits of the process's cgroups, Slurm's allocation, and the memory that the kernel calls
+    available. `root` is the folder with proc and sys.
     """
     found: list[int] = []
     for version, folder in _groups("memory", root):

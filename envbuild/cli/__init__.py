@@ -19,6 +19,7 @@ from envbuild import __version__
 from envbuild.errors import EnvbuildError
 from envbuild.kinds import ARTIFACTS
 
+_BUILDERS = {"folder": "folder", "file": "image_file", "registry": "docker"}
 # command → (module, one line for --help). Help must not import the commands' dependencies.
 COMMANDS = {
     "list": ("recipes", "List the recipes that can be built."),
@@ -26,13 +27,13 @@ COMMANDS = {
     "lock": ("lock", "Resolve recipes and write or check their locks."),
     "explain": ("explain", "Say whether CUDA, torch, NCCL and the network go together."),
     "plan": ("plan", "Show what a build would do, in order, with digests."),
-    **{name: (name, kind.help) for name, kind in ARTIFACTS.items()},
+    **{name: (_BUILDERS[kind.form], kind.help) for name, kind in ARTIFACTS.items()},
     "layers": ("layers", "Build the source-built layers of a recipe alone."),
-    "build": ("build", "Build several artifacts of one recipe in one go."),
+    "build": ("image_file", "Build several artifacts of one recipe in one go."),
     "bundle": ("bundle", "Collect all that a build reads, for nodes without a network."),
     "verify": ("verify", "Train in an artifact and judge it again."),
     "job": ("job", "Render, and submit, the job that trains with an artifact on a cluster."),
-    "preflight": ("preflight", "Check nodes and network of an allocation before training."),
+    "preflight": ("job", "Check nodes and network of an allocation before training."),
     "diagnose": ("diagnose", "Say from a job's logs why it failed."),
     "lint-job": ("lint_job", "Find faults in a job script written by hand."),
     "site": ("site", "Describe a cluster: its scheduler, modules, paths and network."),
@@ -87,9 +88,8 @@ class _Commands(click.Group):
 def cli() -> None:
     """Compile one recipe into PyTorch environments, each proven by distributed training.
 
-    Results go to standard output, everything else to standard error.
-    Exit codes: 0 done, 2 usage or recipe, 3 lock, 4 build, 5 verification failed,
-    6 a tool or permission this host lacks, 130 interrupted.
+    Results go to standard output, everything else to standard error. Exit codes: 0 done, 2 usage or recipe, 3 lock, 4
+    build, 5 verification failed, 6 a tool or permission this host lacks, 130 interrupted.
     """
 
 
@@ -128,9 +128,9 @@ def main() -> None:
 def _leave(interrupted: list[int]) -> None:
     """Exit with the code in `interrupted`, if any, after all other exit handlers have run.
 
-    If a Ctrl-C arrives in code that Python compiled from text (that of a dataclass or a named tuple, during an
-    import), Python kills itself with SIGINT at its end although the exception was handled (CPython,
-    run_eval_code_obj in pythonrun.c).
+    If a Ctrl-C arrives in code that Python compiled from text (that of a dataclass or a named tuple, during an import),
+    Python kills itself with SIGINT at its end although the exception was handled (CPython, run_eval_code_obj in
+    pythonrun.c).
     """
     if interrupted:
         for stream in (sys.stdout, sys.stderr):

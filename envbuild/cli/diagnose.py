@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from envbuild.cli.common import json_option, print_json
+from envbuild.cli.common import print_json
+from envbuild.cli.options import with_options
 
 if TYPE_CHECKING:
     from envbuild.diagnose.model import Diagnosis, Evidence
@@ -18,13 +19,13 @@ _EVIDENCE = 6
 @click.command("diagnose")
 @click.argument("logs", metavar="LOG...", nargs=-1, required=True)
 @click.option("--all", "everything", is_flag=True, help="Show what follows from a cause, too.")
-@json_option
+@with_options("json")
 def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Say why a job failed, from its LOGs: causes first, with the lines that show them and what to do.
 
-    Give the logs of all nodes, or the one that a scheduler made of them; compressed ones too, "-" is standard input.
-    Of a folder each job is diagnosed by itself, told by the number in its logs' names (ddp_1234.out). Exit code 0
-    whether or not something was recognised (--json: findings is empty then).
+    Give the logs of all nodes, or the one that a scheduler made of them; compressed ones too, "-" is standard input. Of
+    a folder each job is diagnosed by itself, told by the number in its logs' names (ddp_1234.out). Exit code 0 whether
+    or not something was recognised (--json: findings is empty then).
 
     \b
     Examples:

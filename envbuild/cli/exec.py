@@ -44,8 +44,8 @@ def exec_command(
 ) -> None:
     """Start a program in IMAGE, a .sqsh or .sif, without any container runtime or root.
 
-    The program has the image's files and variables, this host's network, devices, /dev/shm, GPU driver and names,
-    and the job's variables (SLURM_*, NCCL_*, …). Its exit code is this command's.
+    The program has the image's files and variables, this host's network, devices, /dev/shm, GPU driver and names, and
+    the job's variables (SLURM_*, NCCL_*, …). Its exit code is this command's.
 
     \b
     Examples:

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import json_option, log, print_json
+from envbuild.cli.common import log, print_json
+from envbuild.cli.options import PATH, with_options
 from envbuild.errors import VerificationError
 
 
 @click.command("lint-job")
-@click.argument("scripts", metavar="SCRIPT...", nargs=-1, required=True, type=click.Path(path_type=Path))  # fmt: skip
-@json_option
+@click.argument("scripts", metavar="SCRIPT...", nargs=-1, required=True, type=PATH)
+@with_options("json")
 def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
     """Find faults in hand-written job scripts: sbatch, PBS, shell, Kubernetes manifests.
 
-    Exit code 5 when one of them is an error; warnings and hints alone are exit code 0. A line that ends in
-    `# lint-job: ignore` is passed over.
+    Exit code 5 when one of them is an error; warnings and hints alone are exit code 0. A line that ends in `# lint-job:
+    ignore` is passed over.
 
     \b
     Examples:
@@ -40,6 +41,6 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
     told = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in count.items())
     if count["error"]:
         names = dict.fromkeys(one.file for one in problems if one.fault.level == "error")
-        raise VerificationError(f"{', '.join(names)}: {told}", "each line says what to write instead")  # fmt: skip
+        raise VerificationError(f"{', '.join(names)}: {told}", "each line says what to write instead")
     if not as_json:
         log(told if problems else "no faults were found")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from envbuild.cli import layout
-from envbuild.cli.common import json_option, open_recipe, print_json
+from envbuild.cli.common import open_recipe, print_json, show
+from envbuild.cli.options import with_options
 from envbuild.environment import load_environment
 
 if TYPE_CHECKING:
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 
 @click.command("list")
-@json_option
+@with_options("json")
 def list_command(as_json: bool) -> None:
     """List the recipes that can be built by name, and where each was found.
 
-    A target says which of its locks are missing or stale: wheels, image (the base of its images), builder (the image
-    in which their source-built layers are compiled), conda. `envbuild lock RECIPE` makes them.
+    A target says which of its locks are missing or stale: wheels, image (the base of its images), builder (the image in
+    which their source-built layers are compiled), conda. `envbuild lock RECIPE` makes them.
 
     \b
     Examples:
@@ -36,28 +37,28 @@ def list_command(as_json: bool) -> None:
 
     environment = load_environment()
     entries = list_recipes(search_folders(environment.site.recipe_folders))
-    if as_json:
-        rows = [
+    column, columns = max((len(entry.name) for entry in entries), default=0), layout.width()
+    rows, lines = [], []
+    for entry in entries:
+        recipe = entry.loaded.recipe if entry.loaded else None
+        locks = _locked(entry.loaded) if entry.loaded else {}
+        error = entry.error.message if entry.error else None
+        rows.append(
             {
                 "name": entry.name,
                 "path": str(entry.path),
-                "description": entry.loaded.recipe.description if entry.loaded else None,
-                "targets": list(entry.loaded.recipe.targets) if entry.loaded else [],
-                "locks": _locked(entry.loaded) if entry.loaded else {},
-                "error": entry.error.message if entry.error else None,
+                "description": recipe.description if recipe else None,
+                "targets": list(recipe.targets) if recipe else [],
+                "locks": locks,
+                "error": error,
             }
-            for entry in entries
-        ]
-        print_json({"recipes": rows})
-        return
-    column, columns = max((len(entry.name) for entry in entries), default=0), layout.width()
-    for entry in entries:
-        if entry.loaded:
-            recipe = entry.loaded.recipe
-            cells = [recipe.description, f"[{', '.join(_locked_targets(entry.loaded))}]"]
+        )
+        if recipe:
+            cells = [recipe.description, f"[{', '.join(_locked_target(*one) for one in locks.items())}]"]
         else:
-            cells = [f"broken: {entry.error.message.splitlines()[0] if entry.error else ''}"]
-        click.echo(layout.entry(entry.name, [*cells, str(entry.path)], column, columns))
+            cells = [f"broken: {(error or '').splitlines()[0]}"]
+        lines.append(layout.entry(entry.name, [*cells, str(entry.path)], column, columns))
+    show(as_json, {"recipes": rows}, *lines)
 
 
 def _locked(loaded: LoadedRecipe) -> dict[str, dict[str, bool]]:
@@ -71,18 +72,15 @@ def _locked(loaded: LoadedRecipe) -> dict[str, dict[str, bool]]:
     }
 
 
-def _locked_targets(loaded: LoadedRecipe) -> list[str]:
-    """Return the targets, each with its missing or stale locks: "cpu-x86_64 (not locked: conda)"."""
-    texts = []
-    for name, locks in _locked(loaded).items():
-        missing = ", ".join(lock for lock, current in locks.items() if not current)
-        texts.append(f"{name} (not locked: {missing})" if missing else name)
-    return texts
+def _locked_target(name: str, locks: Mapping[str, bool]) -> str:
+    """Return a target with its missing or stale locks: "cpu-x86_64 (not locked: conda)"."""
+    missing = ", ".join(lock for lock, current in locks.items() if not current)
+    return f"{name} (not locked: {missing})" if missing else name
 
 
 @click.command("show")
 @click.argument("recipe")
-@json_option
+@with_options("json")
 def show_command(recipe: str, as_json: bool) -> None:
     """Show RECIPE as it was understood, with defaults filled in and the state of its locks.
 
@@ -101,17 +99,15 @@ def show_command(recipe: str, as_json: bool) -> None:
             states.setdefault(one.name, {})[name] = one.inspect()
     locks, conda = states.get("wheels", {}), states.get("conda", {})
     if as_json:
-        print_json(
-            {
-                **asdict(loaded.recipe),
-                "path": str(loaded.path),
-                "digest": loaded.digest,
-                "locks": _states(locks),
-                "conda_locks": _states(conda),
-                "image_locks": _states(states["image"]),
-                "builder_locks": _states(states.get("builder", {})),
+        names = {"wheels": "locks", "conda": "conda_locks", "image": "image_locks", "builder": "builder_locks"}
+        about = {
+            key: {
+                target: {"path": str(state.path), "current": state.fault is None, "fault": state.fault}
+                for target, state in states.get(name, {}).items()
             }
-        )
+            for name, key in names.items()
+        }
+        print_json({**asdict(loaded.recipe), "path": str(loaded.path), "digest": loaded.digest, **about})
         return
     table = loaded.recipe
     click.echo(f"{table.name}: {table.description}\n  from {loaded.path}\n  digest {loaded.digest}")
@@ -148,19 +144,11 @@ def show_command(recipe: str, as_json: bool) -> None:
     )
 
 
-def _states(locks: Mapping[str, LockState[Any]]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"path": str(state.path), "current": state.fault is None, "fault": state.fault}
-        for name, state in locks.items()
-    }
-
-
 def _layer(name: str, layer: LayerTable) -> str:
     from envbuild.recipe.layers import kind_of
 
-    kind = kind_of(name, layer)
-    text = {"source": "built from source", "wheel": "the wheel in place of torch's"}.get(kind)
-    text = text or f"the nodes' {layer.path}"
+    kinds = {"source": "built from source", "wheel": "the wheel in place of torch's"}
+    text = kinds.get(kind_of(name, layer)) or f"the nodes' {layer.path}"
     return f"{text}, for {', '.join(layer.targets)}" if layer.targets else text
 
 

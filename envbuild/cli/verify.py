@@ -6,20 +6,19 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import json_option, log, print_json
-from envbuild.cli.squash import runtime_option
+from envbuild.cli.common import log, print_json
+from envbuild.cli.options import PATH, with_options
 from envbuild.environment import load_environment
 from envbuild.errors import VerificationError
 
 
 @click.command("verify")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @click.option("--nodes", type=click.IntRange(1, 64), help="Simulated nodes. Default: the recipe's.")
 @click.option("--nproc-per-node", type=click.IntRange(1, 64), help="Ranks of each node. Default: the recipe's.")
 @click.option("--epochs", type=click.IntRange(2, 10000), help="Epochs to train. Default: the recipe's.")
 @click.option("--faults", is_flag=True, help="Kill a rank mid-training; the job must finish from its snapshot.")
-@runtime_option
-@json_option
+@with_options("runtime", "json")
 def verify_command(
     path: Path,
     nodes: int | None,
