@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+Log = Callable[[str], None]
 OnProgress = Callable[[int], None]
 
 
