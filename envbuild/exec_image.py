@@ -14,14 +14,14 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
-from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
+from envbuild.progress import Log
+from envbuild.recipe.accelerators import CPU, gpu_families
 from envbuild.store.store import remove_tree
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
@@ -47,13 +47,12 @@ PASSED_NAMES = (
 _NOT_PASSED = ("ENVBUILD_STORE", "ENVBUILD_SITE", "CUDA_HOME", "CUDA_PATH", "MPI_HOME", "MPI_ROOT")
 
 
-@dataclass(frozen=True, slots=True)
-class Bind:
+class Bind(NamedTuple):
     """A bind mount of this host's folder or file `host` at `place` in the image; `readonly` forbids writes."""
 
-    host: Path
+    host: str
     place: str
-    readonly: bool = False
+    readonly: bool
 
 
 def parse_bind(text: str) -> Bind:
@@ -71,7 +70,7 @@ def parse_bind(text: str) -> Bind:
         )
     if not os.path.exists(host):
         raise UsageError(f"--bind {text!r}: there is no {host} on {socket.gethostname()}")
-    return Bind(Path(os.path.abspath(host)), place, mode == "ro")
+    return Bind(os.path.abspath(host), place, mode == "ro")
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
@@ -83,21 +82,16 @@ def inherited(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _accelerator_here(dev: Path = Path("/dev")) -> Accelerator:
-    """Return the first family that has a device in `dev`, else CPU."""
-    return next((one for one in gpu_families() if any(dev.glob(one.probe))), CPU)
-
-
 def exec_image(
     path: Path,
     command: Sequence[str],
     environment: Environment,
     *,
-    binds: Sequence[Bind] = (),
-    folder: str | None = None,
-    variables: Mapping[str, str] | None = None,
-    runtime: str = OWN,
-    log: Callable[[str], None] = lambda _: None,
+    binds: Sequence[Bind],
+    folder: str | None,
+    variables: Mapping[str, str],
+    runtime: str,
+    log: Log,
 ) -> int:
     """Run `command` in the image at `path` with this process's streams, and return its wait status.
 
@@ -109,18 +103,21 @@ def exec_image(
     """
     if runtime not in RUNTIMES:
         raise UsageError(f"no runtime is called {runtime!r}", f"one of {', '.join(RUNTIMES)}")
-    image = open_image_file(path, accelerator=_accelerator_here())
-    shown = {name: value for name, value in environment.variables.items() if name == "HOME" and _seen(value, binds)}
+    accelerator = next((one for one in gpu_families() if any(Path("/dev").glob(one.probe))), CPU)
+    image = open_image_file(path, accelerator=accelerator)
+    home = environment.variables.get("HOME")
     told = {
         "kind": image.kind,
         "program": command[0],
         "arguments": list(command[1:]),
         "variables": {
-            "HOME": "/tmp", **shown, **inherited(environment.variables), **(variables or {})
+            "HOME": home if home and _seen(home, binds) else "/tmp",
+            **inherited(environment.variables),
+            **variables,
         },
-        "binds": [(str(bind.host), bind.place, bind.readonly) for bind in binds],
+        "binds": list(binds),
         "folder_inside": folder or (os.getcwd() if _seen(os.getcwd(), binds) else "/"),
-    }  # fmt: skip
+    }
     way = runtime.partition(":")[2]
     refused = []
     for one in (way,) if way else WAYS:
@@ -137,15 +134,13 @@ def exec_image(
 def _seen(path: str, binds: Sequence[Bind]) -> bool:
     """Return whether a bind shows `path` of the host at the same path in the image."""
     return any(
-        str(bind.host) == os.path.normpath(bind.place) and PurePosixPath(path).is_relative_to(bind.host)
+        bind.host == os.path.normpath(bind.place) and PurePosixPath(path).is_relative_to(bind.host)
         for bind in binds
     )
 
 
-def _start(
-    image: ImageFile, way: str, told: Mapping[str, Any], environment: Environment, log: Callable[[str], None]
-) -> int:
-    """Run the program and return its wait status. Raises Refused when `way` cannot open the image here."""
+def _start(image: ImageFile, way: str, told: Mapping[str, Any], environment: Environment, log: Log) -> int:
+    """Run the program and return its wait status. Raises WayUnavailable when `way` cannot open the image here."""
     # On the node's own disk: the store may be on a file system that all nodes share.
     folder = Path(tempfile.mkdtemp(prefix="envbuild-exec-"))
     try:
