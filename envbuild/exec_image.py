@@ -134,8 +134,7 @@ def exec_image(
 def _seen(path: str, binds: Sequence[Bind]) -> bool:
     """Return whether a bind shows `path` of the host at the same path in the image."""
     return any(
-        bind.host == os.path.normpath(bind.place) and PurePosixPath(path).is_relative_to(bind.host)
-        for bind in binds
+        bind.host == os.path.normpath(bind.place) and PurePosixPath(path).is_relative_to(bind.host) for bind in binds
     )
 
 

@@ -1,23 +1,36 @@
-"""`envbuild list` and `envbuild show`."""
+"""`envbuild list`, `envbuild show` and `envbuild explain`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from textwrap import wrap
+from typing import Any
 
 import click
 
 from envbuild.cli import layout
-from envbuild.cli.common import open_recipe, print_json, show
+from envbuild.cli.common import open_recipe, open_target, print_json, show
 from envbuild.cli.options import with_options
+from envbuild.compat.finding import CompatFinding
+from envbuild.compat.judge import judge
+from envbuild.compat.stack import Stack, stack_of
 from envbuild.environment import load_environment
+from envbuild.errors import LockError
+from envbuild.lock.conda import CondaLock
+from envbuild.lock.conda_kind import conda_lock, conda_versions
+from envbuild.lock.state import LockState
+from envbuild.lock.wheels import wheel_lock
+from envbuild.locks import needed_locks
+from envbuild.recipe.find import list_recipes, search_folders
+from envbuild.recipe.layers import LayerTable, kind_of
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
 
-if TYPE_CHECKING:
-    from envbuild.lock.conda import CondaLock
-    from envbuild.lock.state import LockState
-    from envbuild.recipe.layers import LayerTable
-    from envbuild.recipe.load import LoadedRecipe
+_COLOURS = {"good": "green", "bad": "red", "unknown": "yellow", "note": "cyan"}
+_WIDTH = 100
+_INDENT = " " * 21
 
 
 @click.command("list")
@@ -33,8 +46,6 @@ def list_command(as_json: bool) -> None:
       envbuild list
       envbuild list --json | jq -r '.recipes[].name'
     """
-    from envbuild.recipe.find import list_recipes, search_folders
-
     environment = load_environment()
     entries = list_recipes(search_folders(environment.site.recipe_folders))
     column, columns = max((len(entry.name) for entry in entries), default=0), layout.width()
@@ -63,9 +74,6 @@ def list_command(as_json: bool) -> None:
 
 def _locked(loaded: LoadedRecipe) -> dict[str, dict[str, bool]]:
     """Return, for each target and each lock that its builds need, whether the lock exists and is current."""
-    from envbuild.locks import needed_locks
-    from envbuild.recipe.targets import Target
-
     return {
         name: {one.name: one.fault() is None for one in needed_locks(loaded, Target.parse(name))}
         for name in loaded.recipe.targets
@@ -89,9 +97,6 @@ def show_command(recipe: str, as_json: bool) -> None:
       envbuild show pt_cpu
       envbuild show ./my/recipe.toml --json
     """
-    from envbuild.locks import needed_locks
-    from envbuild.recipe.targets import Target
-
     loaded = open_recipe(recipe, load_environment())
     states: dict[str, dict[str, LockState[Any]]] = {}
     for name in loaded.recipe.targets:
@@ -145,8 +150,6 @@ def show_command(recipe: str, as_json: bool) -> None:
 
 
 def _layer(name: str, layer: LayerTable) -> str:
-    from envbuild.recipe.layers import kind_of
-
     kinds = {"source": "built from source", "wheel": "the wheel in place of torch's"}
     text = kinds.get(kind_of(name, layer)) or f"the nodes' {layer.path}"
     return f"{text}, for {', '.join(layer.targets)}" if layer.targets else text
@@ -158,3 +161,97 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
     pip = len(state.lock.pip.packages)
     packages = f"{len(state.lock.packages)} packages" + (f" and {pip} of pip" if pip else "")
     return f"{packages}, {state.fault or 'current'}"
+
+
+@click.command("explain")
+@click.argument("recipe")
+@click.option("--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.")
+@click.option("--driver", metavar="VERSION", help="Judge this driver of the nodes, as nvidia-smi prints it.")
+@with_options("json")
+def explain_command(recipe: str, target: str | None, driver: str | None, as_json: bool) -> None:
+    """Say whether what RECIPE is made of goes together, link by link, each with its source.
+
+    From glibc and driver over CUDA, torch and NCCL to the plugin, libfabric and the network. What is locked is judged,
+    or else what the recipe pins. Needs no network. Exit code 3 when something is known not to work.
+
+    \b
+    Examples:
+      envbuild explain pt_cu126
+      envbuild explain gh200_cu126 --target cu126-aarch64 --driver 550.54.15
+      envbuild explain ./recipe.toml --json
+    """
+    environment = load_environment()
+    loaded = open_recipe(recipe, environment)
+    names = [target] if target is not None else list(loaded.recipe.targets)
+    told: list[dict[str, Any]] = []
+    for name in names:
+        wanted = open_target(loaded, name, environment)
+        stack, basis = _stack(loaded, wanted)
+        stack = replace(stack, driver=driver)
+        findings = judge(stack)
+        statuses = {finding.status for finding in findings}
+        # `rocm` is shown only for targets that have it, so that the output for others does not change.
+        shown = [field for field in stack.__slots__ if field != "packages" and (field != "rocm" or stack.rocm)]
+        told.append(
+            {
+                "target": wanted.name,
+                "basis": basis,
+                "verdict": next((one for one in ("bad", "unknown") if one in statuses), "good"),
+                "stack": {field: getattr(stack, field) for field in shown},
+                "findings": [finding.as_json() for finding in findings],
+            }
+        )
+        if not as_json:
+            if name != names[0]:
+                click.echo()
+            click.echo(click.style(f"{loaded.recipe.name} for {wanted.name}", bold=True) + f", {basis}")
+            _show_findings(findings)
+    if as_json:
+        print_json({"recipe": loaded.recipe.name, "targets": told})
+    if any(one["verdict"] == "bad" for one in told):
+        sys.exit(3)
+
+
+def _stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
+    """Return the stack of `target`, and a description of its source."""
+    conda = loaded.recipe.environment == "conda"
+    try:
+        state = _lock_state(loaded, target, conda)
+    except LockError as error:
+        state = error.message
+    if isinstance(state, str):
+        return stack_of(loaded, target, None), f"as the recipe pins it: {state}"
+    return stack_of(loaded, target, state, conda=conda), "as locked"
+
+
+def _lock_state(loaded: LoadedRecipe, target: Target, conda: bool) -> Mapping[str, str] | str:
+    """Return name → version of the current lock, or the reason why there is none. Raises LockError."""
+    if conda:
+        of_conda = conda_lock(loaded, target).inspect()
+        if of_conda.fault is None and of_conda.lock is not None:
+            return conda_versions(of_conda.lock)
+        return f"{of_conda.path.name}: {of_conda.fault}"
+    state = wheel_lock(loaded, target).inspect()
+    if state.fault is None and state.lock is not None:
+        return {package.name: package.version for package in state.lock.packages}
+    return f"{state.path.name}: {state.fault}"
+
+
+def _show_findings(findings: Sequence[CompatFinding]) -> None:
+    for finding in findings:
+        status = click.style(f"{finding.status:7}", fg=_COLOURS[finding.status])
+        lines = wrap(finding.text, _WIDTH - len(_INDENT), break_on_hyphens=False)
+        click.echo(f"  {status}  {finding.subject:10}{lines[0] if lines else ''}")
+        for line in lines[1:]:
+            click.echo(_INDENT + line)
+        notes = [f"fix: {finding.fix}"] if finding.fix and finding.status != "good" else []
+        notes += [f"source: {finding.source} ({finding.date})"] if finding.source else []
+        for note in notes:
+            for line in wrap(note, _WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False):
+                click.echo(_INDENT + click.style(line, dim=True))
+    if not findings:
+        click.echo("  nothing to judge: no CUDA, no layers")
+        return
+    bad, unknown = (sum(finding.status == status for finding in findings) for status in ("bad", "unknown"))
+    known = f"{bad} known not to work" if bad else "nothing is known not to work"
+    click.echo(f"  {known}, {unknown} not known" if unknown else f"  {known}")

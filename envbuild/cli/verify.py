@@ -1,7 +1,11 @@
-"""`envbuild verify`."""
+"""`envbuild verify` and `envbuild exec`: run something in an artifact."""
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
+import sys
 from pathlib import Path
 
 import click
@@ -9,7 +13,11 @@ import click
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import PATH, with_options
 from envbuild.environment import load_environment
-from envbuild.errors import VerificationError
+from envbuild.errors import UsageError, VerificationError
+from envbuild.exec_image import exec_image, parse_bind
+from envbuild.kinds.verify import verify_artifact
+from envbuild.verify.explain import failures_in, lines
+from envbuild.verify.receipt import receipt_path
 
 
 @click.command("verify")
@@ -40,10 +48,6 @@ def verify_command(
       envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
-    from envbuild.kinds.verify import verify_artifact
-    from envbuild.verify.explain import failures_in, lines
-    from envbuild.verify.receipt import receipt_path
-
     overrides = {"nodes": nodes, "nproc_per_node": nproc_per_node, "epochs": epochs, "faults": faults}
     state, receipt = verify_artifact(path, load_environment(), log, overrides, runtime)
     for line in lines(receipt["checks"]):
@@ -67,3 +71,80 @@ def verify_command(
         )
     if not as_json:
         click.echo(path)
+
+
+@click.command("exec", context_settings={"allow_interspersed_args": False})
+@click.argument("image", type=PATH)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option(
+    "--bind", "binds", multiple=True, metavar="HOST[:PLACE][:ro]",
+    help="Show a folder or file of this host in the image, by default at the same path. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--workdir", metavar="DIR",
+    help="Folder to start in. Default: the current one if a --bind shows it, else /.",
+)  # fmt: skip
+@click.option(
+    "--env", "given", multiple=True, metavar="NAME[=VALUE]",
+    help="Set a variable; NAME alone passes the caller's, so that a secret is on no command line. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--runtime", default="own", show_default=True, metavar="NAME",
+    help="own, or one way of it: own:mount (root), own:squashfuse, own:extract.",
+)  # fmt: skip
+def exec_command(
+    image: Path,
+    command: tuple[str, ...],
+    binds: tuple[str, ...],
+    workdir: str | None,
+    given: tuple[str, ...],
+    runtime: str,
+) -> None:
+    """Start a program in IMAGE, a .sqsh or .sif, without any container runtime or root.
+
+    The program has the image's files and variables, this host's network, devices, /dev/shm, GPU driver and names, and
+    the job's variables (SLURM_*, NCCL_*, …). Its exit code is this command's.
+
+    \b
+    Examples:
+      envbuild exec pytorch.sqsh -- python -c 'import torch; print(torch.__version__)'
+      envbuild exec --bind /fsx --bind "$PWD" pytorch.sif -- torchrun train.py
+      envbuild exec --bind data:/data:ro --workdir /data pytorch.sqsh -- bash
+    """
+    if command[0] == "--":  # click keeps a "--" that follows IMAGE
+        command = command[1:]
+    if not command:
+        raise UsageError("no program is named", "envbuild exec IMAGE -- PROGRAM [ARGUMENT]…")
+    environment = load_environment()
+    status = exec_image(
+        image, command, environment, binds=[parse_bind(text) for text in binds], folder=workdir,
+        variables=_variables(given), runtime=runtime, log=log,
+    )  # fmt: skip
+    if os.WIFSIGNALED(status):
+        _end_by(os.WTERMSIG(status))
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def _variables(given: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables of --env; a NAME that the caller's environment lacks is left out.
+
+    Raises UsageError for other forms than NAME and NAME=VALUE.
+    """
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or "\0" in text:
+            raise UsageError(f"--env {text!r} is not NAME or NAME=VALUE")
+        if equals:
+            found[name] = value
+        elif name in os.environ:
+            found[name] = os.environ[name]
+    return found
+
+
+def _end_by(number: int) -> None:
+    """End this process by the signal that ended the program, so that the caller sees it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
