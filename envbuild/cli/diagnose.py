@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import PurePath
-from typing import TYPE_CHECKING
 
 import click
 
 from envbuild.cli.common import print_json
 from envbuild.cli.options import with_options
-
-if TYPE_CHECKING:
-    from envbuild.diagnose.model import Diagnosis, Evidence
+from envbuild.diagnose.engine import diagnose
+from envbuild.diagnose.model import Diagnosis, Evidence
+from envbuild.diagnose.read import jobs_of, read_logs
+from envbuild.diagnose.rules import load_rules
 
 _EVIDENCE = 6
 
@@ -32,10 +32,6 @@ def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> 
       envbuild diagnose logs/ddp_1234.out
       kubectl logs --prefix --tail=-1 -l training.kubeflow.org/job-name=ddp | envbuild diagnose -
     """
-    from envbuild.diagnose.engine import diagnose
-    from envbuild.diagnose.read import jobs_of, read_logs
-    from envbuild.diagnose.rules import load_rules
-
     jobs = jobs_of(logs)
     found = [(job, diagnose(read_logs(job.logs), load_rules())) for job in jobs]
     if as_json:

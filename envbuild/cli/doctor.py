@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from envbuild.cli import layout
 from envbuild.cli.common import print_json
 from envbuild.cli.options import with_options
+from envbuild.doctor.artifacts import StepVerdict, judge
+from envbuild.doctor.model import HostFinding
+from envbuild.doctor.registry import CHECKS, this_host
+from envbuild.doctor.run import facts_of, run_checks
 from envbuild.errors import HostError
-
-if TYPE_CHECKING:
-    from envbuild.doctor.artifacts import StepVerdict
-    from envbuild.doctor.model import HostFinding
 
 _STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 _MARKS = {"ok": "ok", "info": "-", "warn": "!", "fail": "FAIL"}
@@ -37,10 +37,6 @@ def doctor_command(offline: bool, as_json: bool) -> None:
       envbuild doctor --json | jq .artifacts
       srun -N1 envbuild doctor --offline
     """
-    from envbuild.doctor.artifacts import judge
-    from envbuild.doctor.registry import CHECKS, this_host
-    from envbuild.doctor.run import facts_of, run_checks
-
     results = run_checks(CHECKS, this_host(dict(os.environ), offline=offline))
     verdicts = judge(facts_of(results))
     areas: dict[str, list[HostFinding]] = {}

@@ -14,6 +14,16 @@ from envbuild.cli import layout
 from envbuild.cli.common import check_out, hand_over, log, own_command, show_job
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
+from envbuild.jobs.artifact import open_artifact
+from envbuild.jobs.here import no_scheduler_error
+from envbuild.jobs.model import JobRequest
+from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
+from envbuild.jobs.plan_checks import possible_faults
+from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
+from envbuild.jobs.render import explained, render
+from envbuild.kinds import kinds_of
+from envbuild.recipe.targets import host_arch
+from envbuild.site.job_site import load_job_site
 from envbuild.site.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
 
 _COUNT = click.IntRange(1, 100_000)
@@ -97,16 +107,6 @@ def job_command(
       envbuild job pt_cpu --site aws-eks --out job.yaml
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
     """
-    from envbuild.jobs.artifact import open_artifact
-    from envbuild.jobs.here import no_scheduler_error
-    from envbuild.jobs.model import JobRequest
-    from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
-    from envbuild.jobs.plan_checks import possible_faults
-    from envbuild.jobs.render import explained, render
-    from envbuild.kinds import kinds_of
-    from envbuild.recipe.targets import host_arch
-    from envbuild.site.job_site import load_job_site
-
     check_out(out)
     where = load_job_site(site, os.environ)
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), **options)
@@ -169,12 +169,6 @@ def preflight_command(
       envbuild preflight /fsx/pt.sqsh --site aws-parallelcluster
       envbuild preflight build/pt_cpu/cpu-x86_64/venv --host n1,n2
     """
-    from envbuild.jobs.artifact import open_artifact
-    from envbuild.jobs.model import JobRequest
-    from envbuild.jobs.plan import plan_job, wanted_kinds
-    from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
-    from envbuild.site.job_site import load_job_site
-
     where = load_job_site(site, os.environ)
     allocation = find_allocation([one for one in hosts.split(",") if one], os.environ)
     request = JobRequest(

@@ -9,6 +9,8 @@ import click
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import VerificationError
+from envbuild.jobs.lint import lint_file
+from envbuild.jobs.lint_faults import LEVELS
 
 
 @click.command("lint-job")
@@ -25,9 +27,6 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
       envbuild lint-job train.sbatch
       envbuild lint-job ddp.pbs pytorchjob.yaml --json
     """
-    from envbuild.jobs.lint import lint_file
-    from envbuild.jobs.lint_faults import LEVELS
-
     problems = [problem for path in scripts for problem in lint_file(path)]
     count = {level: sum(one.fault.level == level for one in problems) for level in LEVELS}
     if as_json:

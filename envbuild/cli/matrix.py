@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -12,10 +11,19 @@ from envbuild.cli.common import log, open_recipe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError, joined
 from envbuild.kinds import ARTIFACTS
+from envbuild.matrix import (
+    SelectedRecipe,
+    as_github,
+    as_gitlab,
+    as_json,
+    changed_recipes,
+    changes_since,
+    check_targets,
+    make_jobs,
+    parse_runners,
+)
 from envbuild.recipe.find import list_recipes, search_folders
-
-if TYPE_CHECKING:
-    from envbuild.matrix import SelectedRecipe
+from envbuild.toml import nearest
 
 _RUNNERS = Path(__file__).parents[1] / "data" / "runners.toml"
 
@@ -61,9 +69,6 @@ def matrix_command(
       envbuild matrix --changed-since origin/main --format gitlab > child.yml
       envbuild matrix --runner aarch64=my-arm --runner cu126-x86_64=my-gpu
     """
-    from envbuild.matrix import as_github, as_gitlab, as_json, check_targets, make_jobs, parse_runners
-    from envbuild.toml import nearest
-
     for name in artifacts:
         if name not in ARTIFACTS:
             raise UsageError(f"no artifact {name!r}{nearest(name, ARTIFACTS)}")
@@ -86,8 +91,6 @@ def matrix_command(
 
 def _choose(names: tuple[str, ...], environment: Environment) -> list[SelectedRecipe]:
     """Return the recipes called `names`, or all. Raises one RecipeError for the faults of all of them."""
-    from envbuild.matrix import SelectedRecipe
-
     chosen, errors = [], []
     for name in names or [entry.name for entry in list_recipes(search_folders(environment.site.recipe_folders))]:
         try:
@@ -102,8 +105,6 @@ def _choose(names: tuple[str, ...], environment: Environment) -> list[SelectedRe
 
 
 def _changed(chosen: list[SelectedRecipe], revision: str) -> list[SelectedRecipe]:
-    from envbuild.matrix import changed_recipes, changes_since
-
     top, files = changes_since(revision, Path())
     top, folders = top.resolve(), {}
     for one in chosen:

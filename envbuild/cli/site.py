@@ -6,17 +6,21 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from envbuild.atomic import write_atomically
 from envbuild.cli import layout
 from envbuild.cli.common import check_out, log, print_json, show
+from envbuild.cli.doctor import show_areas
 from envbuild.cli.options import with_options
+from envbuild.doctor.registry import this_host
+from envbuild.doctor.site_check import check_site
+from envbuild.doctor.site_init import site_file
 from envbuild.errors import HostError, RecipeError, UsageError
-
-if TYPE_CHECKING:
-    from envbuild.site.effective import EffectiveSetting
+from envbuild.site.effective import EffectiveSetting, effective_settings
+from envbuild.site.job_site import site_folders
 
 
 @click.group("site")
@@ -48,9 +52,6 @@ def init_command(out: Path | None, force: bool) -> None:
       envbuild site init --out ~/.config/envbuild/site.toml
       envbuild site init --out -
     """
-    from envbuild.atomic import write_atomically
-    from envbuild.doctor.site_init import site_file
-
     path = out or Path("site.toml")
     if ".config" not in path.parts:  # the user's own folder, which may not exist yet
         check_out(out)
@@ -80,8 +81,6 @@ def show_command(site: str | None, everything: bool, as_json: bool) -> None:
       envbuild site show
       envbuild site show aws-parallelcluster --all
     """
-    from envbuild.site.effective import effective_settings
-
     found, values = effective_settings(site, dict(os.environ))
     if as_json:
         rows = [{"table": v.table, "key": v.key, "value": v.value, "origin": v.origin} for v in values]
@@ -135,10 +134,6 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
       envbuild site check ./site.toml
       envbuild site check pbs-gh200 --json
     """
-    from envbuild.cli.doctor import show_areas
-    from envbuild.doctor.registry import this_host
-    from envbuild.doctor.site_check import check_site
-
     variables = dict(os.environ)
     # The site file is judged below; this is only the way in which this host reaches mirrors.
     environment = this_host(variables, offline=offline).environment
@@ -158,8 +153,6 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
 @with_options("json")
 def list_command(as_json: bool) -> None:
     """List the sites that have a name, and where they are."""
-    from envbuild.site.job_site import site_folders
-
     found: dict[str, Path] = {}
     for folder in site_folders(dict(os.environ)):
         for path in sorted(folder.glob("*.toml")):
