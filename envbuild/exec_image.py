@@ -86,12 +86,12 @@ def exec_image(
     path: Path,
     command: Sequence[str],
     environment: Environment,
+    log: Log,
     *,
     binds: Sequence[Bind],
     folder: str | None,
     variables: Mapping[str, str],
     runtime: str,
-    log: Log,
 ) -> int:
     """Run `command` in the image at `path` with this process's streams, and return its wait status.
 

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType
 from typing import Any
 
 import click
@@ -35,7 +34,7 @@ COMMANDS = {
     "job": ("job", "Render, and submit, the job that trains with an artifact on a cluster."),
     "preflight": ("job", "Check nodes and network of an allocation before training."),
     "diagnose": ("diagnose", "Say from a job's logs why it failed."),
-    "lint-job": ("lint_job", "Find faults in a job script written by hand."),
+    "lint-job": ("diagnose", "Find faults in a job script written by hand."),
     "site": ("site", "Describe a cluster: its scheduler, modules, paths and network."),
     "doctor": ("doctor", "Say what this host can build, verify and run, and how to fix the rest."),
     "exec": ("verify", "Run a program in an image without any container runtime."),
@@ -63,14 +62,11 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            from difflib import get_close_matches
+            from envbuild.toml import closest
 
-            near = get_close_matches(args[0], COMMANDS, 1)
-            ctx.fail(
-                f"no command {args[0]!r}"
-                + (f"; did you mean {near[0]!r}?" if near else "")
-                + f" Commands: {', '.join(COMMANDS)}"
-            )
+            near = closest(args[0], COMMANDS)
+            meant = f"; did you mean {near!r}?" if near else ""
+            ctx.fail(f"no command {args[0]!r}{meant} Commands: {', '.join(COMMANDS)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -97,7 +93,7 @@ def main() -> None:
     """Run the `envbuild` command. Every expected failure is one message and its exit code."""
     interrupted: list[int] = []
     atexit.register(_leave, interrupted)  # registered first, so that it runs last
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.unraisablehook = _unraisable
     # Trees of 100,000 paths are built once and kept: garbage collection over them costs a tenth of the run time.
     gc.set_threshold(100_000, 50, 100)
@@ -114,14 +110,17 @@ def main() -> None:
         error.show()
         code = error.exit_code
     except EnvbuildError as error:
-        _show(error)
+        click.echo(click.style("error: ", fg="red", bold=True) + error.message, err=True)
+        if error.hint:
+            click.echo(click.style("  hint: ", fg="green") + error.hint, err=True)
         code = error.exit_code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     # The work is done and reported: a Ctrl-C during Python's shutdown must not turn it into a failure.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    interrupted.extend([code] if code == 130 else [])
+    if code == 130:
+        interrupted.append(code)
     sys.exit(code)
 
 
@@ -137,16 +136,6 @@ def _leave(interrupted: list[int]) -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(interrupted[0])
-
-
-def _show(error: EnvbuildError) -> None:
-    click.echo(click.style("error: ", fg="red", bold=True) + error.message, err=True)
-    if error.hint:
-        click.echo(click.style("  hint: ", fg="green") + error.hint, err=True)
-
-
-def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _unraisable(found: Any) -> None:

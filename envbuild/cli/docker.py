@@ -8,7 +8,7 @@ import click
 
 from envbuild.artifacts.docker import ImageOutput, check_tag, default_tag
 from envbuild.cli.common import check_out, log, open_recipe, open_target, plan_lines, show
-from envbuild.cli.options import BuildOptions, build_options
+from envbuild.cli.options import BuildOptions, Names, build_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
@@ -37,7 +37,7 @@ from envbuild.verify.needs_torch import check_torch
 @build_options("no-verify", "faults", "no-bytecode", "dry-run", "locked", "offline", "json")
 def docker_command(
     recipe: str,
-    targets: tuple[str, ...],
+    targets: Names,
     tag: str | None,
     push: bool,
     form: str,

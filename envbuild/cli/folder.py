@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -108,17 +109,18 @@ def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str |
     environment, loaded, target = open_build(recipe, options.target)
     if not options.job:  # for a job, nodes may see folders that this host does not
         check_out(options.out)
-    out = options.out if conda_name is None else named_prefix(conda_name, environment.variables)
+    if conda_name is not None:
+        options = replace(options, out=named_prefix(conda_name, environment.variables))
     kind = ARTIFACTS[kind_name]
     assert isinstance(kind, FolderArtifact)
     if options.job:
-        _build_by_job(kind, loaded, target, out, options, environment)
+        _build_by_job(kind, options, environment, loaded, target)
         return
     plan, trainer = prepare_folder(
         kind, loaded, target, environment, compile_bytecode=options.compile_bytecode, **options.lock_use
     )
     check_torch(loaded, plan, verify=not options.no_verify)
-    path = out or kind.default_path(loaded.recipe.name, target.name)
+    path = options.out or kind.default_path(loaded.recipe.name, target.name)
     if options.dry_run:
         check_place(path)
         show_plan(plan, options.as_json, path)
@@ -133,12 +135,7 @@ def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str |
 
 
 def _build_by_job(
-    kind: FolderArtifact,
-    loaded: LoadedRecipe,
-    target: Target,
-    out: Path | None,
-    options: BuildOptions,
-    environment: Environment,
+    kind: FolderArtifact, options: BuildOptions, environment: Environment, loaded: LoadedRecipe, target: Target
 ) -> None:
     """Render the job that builds `kind` of the recipe, and submit it on request."""
     bundle = options.bundle
@@ -151,7 +148,7 @@ def _build_by_job(
     check_out(options.script, "--script")
     site = load_job_site(options.site, environment.variables)
     top = Path(site.paths.shared or Path.cwd()) / "build"
-    place = (out or top / loaded.recipe.name / target.name / kind.place).absolute()
+    place = (options.out or top / loaded.recipe.name / target.name / kind.place).absolute()
     if not options.dry_run:  # nodes may be unable to reach an index, so resolve now
         plan_of(kind, loaded, target, environment, here=False, verify=not options.no_verify, **options.lock_use)
         if bundle is not None:

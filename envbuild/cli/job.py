@@ -148,14 +148,7 @@ def job_command(
 @_unverified_option
 @with_options("target")
 def preflight_command(
-    named: str,
-    site: str | None,
-    hosts: str,
-    nproc_per_node: int | None,
-    launcher: str | None,
-    work: str | None,
-    unverified: bool,
-    target: str | None,
+    named: str, site: str | None, hosts: str, launcher: str | None, unverified: bool, target: str | None, **options: Any
 ) -> None:
     """Check the nodes of an allocation, and the network between them, before training.
 
@@ -174,13 +167,12 @@ def preflight_command(
     request = JobRequest(
         scheduler=allocation.scheduler,
         nodes=allocation.nodes,
-        nproc_per_node=nproc_per_node,
         name=NAME,
         launcher=allocation.launcher or launcher,
         preflight=True,
-        work=work,
         current=Path.cwd(),
         envbuild=own_command(),
+        **options,
     )
     kinds = wanted_kinds(allocation.scheduler, where)
     opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified)

@@ -11,7 +11,7 @@ import click
 
 from envbuild.atomic import write_atomically, writing
 from envbuild.cli.common import log, open_recipe, open_target
-from envbuild.cli.options import with_options
+from envbuild.cli.options import Names, with_options
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import LockError, UsageError, joined
 from envbuild.lock import conda_export
@@ -66,9 +66,9 @@ _ALL = "*"
 )  # fmt: skip
 @with_options("offline")
 def lock_command(
-    recipes: tuple[str, ...],
-    targets: tuple[str, ...],
-    upgrades: tuple[str, ...],
+    recipes: Names,
+    targets: Names,
+    upgrades: Names,
     wheels: bool,
     image: bool,
     conda: bool,

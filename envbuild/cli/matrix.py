@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from envbuild.cli.common import log, open_recipe
+from envbuild.cli.options import Names
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError, joined
 from envbuild.kinds import ARTIFACTS
@@ -49,13 +50,7 @@ _RUNNERS = Path(__file__).parents[1] / "data" / "runners.toml"
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Exit 3 where a build is left out for want of a current lock.")
 def matrix_command(
-    recipes: tuple[str, ...],
-    artifacts: tuple[str, ...],
-    targets: tuple[str, ...],
-    form: str,
-    changed_since: str | None,
-    runners: tuple[str, ...],
-    strict: bool,
+    recipes: Names, artifacts: Names, targets: Names, form: str, changed_since: str | None, runners: Names, strict: bool
 ) -> None:
     """List the builds that a CI should run: RECIPE… × targets × artifacts, each with its runner.
 
@@ -89,7 +84,7 @@ def matrix_command(
     click.echo({"github": as_github, "gitlab": as_gitlab, "json": as_json}[form](jobs))
 
 
-def _choose(names: tuple[str, ...], environment: Environment) -> list[SelectedRecipe]:
+def _choose(names: Names, environment: Environment) -> list[SelectedRecipe]:
     """Return the recipes called `names`, or all. Raises one RecipeError for the faults of all of them."""
     chosen, errors = [], []
     for name in names or [entry.name for entry in list_recipes(search_folders(environment.site.recipe_folders))]:

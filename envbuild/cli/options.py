@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from envbuild.lock.state import LockUse
 
 PATH = click.Path(path_type=Path)
+Names = tuple[str, ...]
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 _SHARED: dict[str, Decorator] = {

@@ -7,11 +7,12 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from envbuild.cli.common import log, print_json
-from envbuild.cli.options import PATH, with_options
+from envbuild.cli.options import PATH, Names, with_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.exec_image import exec_image, parse_bind
@@ -27,15 +28,7 @@ from envbuild.verify.receipt import receipt_path
 @click.option("--epochs", type=click.IntRange(2, 10000), help="Epochs to train. Default: the recipe's.")
 @click.option("--faults", is_flag=True, help="Kill a rank mid-training; the job must finish from its snapshot.")
 @with_options("runtime", "json")
-def verify_command(
-    path: Path,
-    nodes: int | None,
-    nproc_per_node: int | None,
-    epochs: int | None,
-    faults: bool,
-    runtime: str | None,
-    as_json: bool,
-) -> None:
+def verify_command(path: Path, runtime: str | None, as_json: bool, **overrides: Any) -> None:
     """Train in the artifact at PATH over several simulated nodes, judge it, write its receipt.
 
     Exit code 5 when a check fails; the receipt beside PATH then says so, and the nodes' logs are kept.
@@ -48,7 +41,6 @@ def verify_command(
       envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
-    overrides = {"nodes": nodes, "nproc_per_node": nproc_per_node, "epochs": epochs, "faults": faults}
     state, receipt = verify_artifact(path, load_environment(), log, overrides, runtime)
     for line in lines(receipt["checks"]):
         log(line)
@@ -81,7 +73,7 @@ def verify_command(
     help="Show a folder or file of this host in the image, by default at the same path. Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--workdir", metavar="DIR",
+    "--workdir", "folder", metavar="DIR",
     help="Folder to start in. Default: the current one if a --bind shows it, else /.",
 )  # fmt: skip
 @click.option(
@@ -92,14 +84,7 @@ def verify_command(
     "--runtime", default="own", show_default=True, metavar="NAME",
     help="own, or one way of it: own:mount (root), own:squashfuse, own:extract.",
 )  # fmt: skip
-def exec_command(
-    image: Path,
-    command: tuple[str, ...],
-    binds: tuple[str, ...],
-    workdir: str | None,
-    given: tuple[str, ...],
-    runtime: str,
-) -> None:
+def exec_command(image: Path, command: Names, binds: Names, given: Names, **options: Any) -> None:
     """Start a program in IMAGE, a .sqsh or .sif, without any container runtime or root.
 
     The program has the image's files and variables, this host's network, devices, /dev/shm, GPU driver and names, and
@@ -116,16 +101,14 @@ def exec_command(
     if not command:
         raise UsageError("no program is named", "envbuild exec IMAGE -- PROGRAM [ARGUMENT]…")
     environment = load_environment()
-    status = exec_image(
-        image, command, environment, binds=[parse_bind(text) for text in binds], folder=workdir,
-        variables=_variables(given), runtime=runtime, log=log,
-    )  # fmt: skip
+    shown = [parse_bind(text) for text in binds]
+    status = exec_image(image, command, environment, log, binds=shown, variables=_variables(given), **options)
     if os.WIFSIGNALED(status):
         _end_by(os.WTERMSIG(status))
     sys.exit(os.waitstatus_to_exitcode(status))
 
 
-def _variables(given: tuple[str, ...]) -> dict[str, str]:
+def _variables(given: Names) -> dict[str, str]:
     """Return the variables of --env; a NAME that the caller's environment lacks is left out.
 
     Raises UsageError for other forms than NAME and NAME=VALUE.
