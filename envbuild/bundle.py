@@ -54,8 +54,8 @@ def make_bundle(
     """Write the bundle of `loaded` for `target` to the folder `path`, and return the content of bundle.json.
 
     The bundle holds what builds of the artifact kinds `kinds` (venv, conda) read; with `tools`, also envbuild itself.
-    An existing bundle with the same content is left unchanged. Raises UsageError when `path` holds something other
-    than a bundle, LockError or BuildError when a lock or a file is not available.
+    An existing bundle with the same content is left unchanged. Raises UsageError when `path` holds something other than
+    a bundle, LockError or BuildError when a lock or a file is not available.
     """
     plans = [
         prepare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from envbuild.errors import LockError
@@ -10,12 +10,11 @@ from envbuild.layers.requested import requested_layers
 from envbuild.lock.base import image_lock
 from envbuild.lock.lifecycle import LockKind
 from envbuild.lock.wheels import wheel_lock
+from envbuild.progress import Log
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
-Log = Callable[[str], None]
 # Each part is an option of `envbuild lock`. With source layers, the image part is two locks.
 PARTS = ("wheels", "image", "conda")
 
@@ -29,7 +28,10 @@ def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = 
     if has_wheels(loaded, target):
         found.append(wheel_lock(loaded, target))
     found.append(image_lock(loaded, target))
-    if sources := builder_sources(loaded, target):
+    image = loaded.recipe.image
+    # Other images have no compilers for source layers.
+    compiles = image.base == "debian" or image.build_base
+    if compiles and (sources := requested_layers(loaded, target).sources):
         from envbuild.lock.builder import builder_lock
 
         found.append(builder_lock(loaded, target, sources))
@@ -50,14 +52,6 @@ def has_wheels(loaded: LoadedRecipe, target: Target) -> bool:
     recipe = loaded.recipe
     asked = recipe.requirements or recipe.targets[target.name].requirements
     return recipe.environment != "conda" or bool(asked)
-
-
-def builder_sources(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, ...]:
-    """Return the source layers of the target's images, () when no image has compilers for them."""
-    image = loaded.recipe.image
-    if image.base != "debian" and not image.build_base:
-        return ()
-    return requested_layers(loaded, target).sources
 
 
 def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], log: Log) -> None:
@@ -82,5 +76,4 @@ def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[s
             " ".join(["envbuild lock", word, *(f"--{part}" for part in PARTS if part in found)])
             for word, found in missing.items()
         ]
-        hint = f"make them with `{' && '.join(commands)}` and commit the result"
-        raise LockError("\n".join(faults), hint)
+        raise LockError("\n".join(faults), f"make them with `{' && '.join(commands)}` and commit the result")

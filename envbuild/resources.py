@@ -30,14 +30,12 @@ def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("
         if version == 2:
             quota, _, period = _text(folder / "cpu.max").partition(" ")
         else:
-            quota = _text(folder / "cpu.cfs_quota_us")
-            period = _text(folder / "cpu.cfs_period_us")
-        whole, part = _natural(quota), _natural(period)
-        if whole and part:
+            quota, period = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if (whole := _natural(quota)) and (part := _natural(period)):
             found.append(-(-whole // part))
-    slurm = _natural(variables.get("SLURM_CPUS_PER_TASK")) or _natural(variables.get("SLURM_CPUS_ON_NODE"))
-    if slurm:
-        found.append(slurm)
+    found.append(
+        _natural(variables.get("SLURM_CPUS_PER_TASK")) or _natural(variables.get("SLURM_CPUS_ON_NODE")) or most
+    )
     return max(1, min(found))
 
 
@@ -49,8 +47,7 @@ def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | Non
     """
     found: list[int] = []
     for version, folder in _groups("memory", root):
-        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-        limit = _natural(_text(folder / name))
+        limit = _natural(_text(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")))
         if limit is not None and limit < _NO_LIMIT:
             found.append(limit)
     # The value 0 stands for all memory of the node.
@@ -60,8 +57,7 @@ def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | Non
     elif each:
         count = _natural(variables.get("SLURM_CPUS_ON_NODE")) or _natural(variables.get("SLURM_CPUS_PER_TASK"))
         found.append(each * (count or 1))
-    available = re.search(r"^MemAvailable:\s*([0-9]+) kB$", _text(root / "proc/meminfo"), re.M)
-    if available:
+    if available := re.search(r"^MemAvailable:\s*([0-9]+) kB$", _text(root / "proc/meminfo"), re.M):
         found.append(int(available[1]) << 10)
     return min(found, default=None)
 
