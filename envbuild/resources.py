@@ -33,10 +33,8 @@ def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("
             quota, period = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
         if (whole := _natural(quota)) and (part := _natural(period)):
             found.append(-(-whole // part))
-    found.append(
-        _natural(variables.get("SLURM_CPUS_PER_TASK")) or _natural(variables.get("SLURM_CPUS_ON_NODE")) or most
-    )
-    return max(1, min(found))
+    slurm = _natural(variables.get("SLURM_CPUS_PER_TASK")) or _natural(variables.get("SLURM_CPUS_ON_NODE"))
+    return max(1, min(*found, slurm or most))
 
 
 def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | None:

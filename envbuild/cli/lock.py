@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,7 +111,12 @@ def lock_command(
         for loaded in (open_recipe(name, environment) for name in recipes)
         for target in targets or loaded.recipe.targets
     ]
-    _check_parts(work, chosen, parts, export)
+    if "conda" in chosen or export in EXPORTS:
+        for loaded, _ in work:
+            check_has_conda(loaded)
+    exported = "conda" if export in EXPORTS else "wheels"
+    if export and exported not in parts:
+        raise UsageError(f"--export {export} writes a lock that is not made here", f"add --{exported}")
     if check:
         check_locks(work, parts, log)
         return
@@ -126,18 +131,6 @@ def lock_command(
     run.write_conda_exports()
     if run.errors:
         raise joined(LockError, run.errors)
-
-
-def _check_parts(
-    work: list[tuple[LoadedRecipe, Target]], chosen: Sequence[str], parts: Sequence[str], export: str | None
-) -> None:
-    """Raise UsageError for --conda with a recipe without conda packages, or an export of a lock that is not made."""
-    if "conda" in chosen or export in EXPORTS:
-        for loaded, _ in work:
-            check_has_conda(loaded)
-    needed = "conda" if export in EXPORTS else "wheels"
-    if export and needed not in parts:
-        raise UsageError(f"--export {export} writes a lock that is not made here", f"add --{needed}")
 
 
 @dataclass(frozen=True, slots=True)

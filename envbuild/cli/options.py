@@ -20,31 +20,27 @@ PATH = click.Path(path_type=Path)
 Names = tuple[str, ...]
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
+_FLAGS = {
+    "locked": "Refuse (exit 3) where the lock is missing or stale; for CI.",
+    "offline": "Use the store, find-links folders and file indexes only.",
+    "no-verify": "Only build; leave no receipt.",
+    "faults": "Verify too that a killed rank restarts from the snapshot.",
+    "no-bytecode": "Leave compiled modules out of the image.",
+    "dry-run": "Print the plan and stop.",
+}
+_VALUES = {
+    "target": ("TARGET", "ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."),
+    "site": ("SITE", "Name or path of a site file. Default: the site.toml in force."),
+    "runtime": (
+        "NAME",
+        "What launches it for verification: enroot, apptainer, or own (user namespaces). Default: the best here.",
+    ),
+}
 _SHARED: dict[str, Decorator] = {
-    "target": click.option(
-        "--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."
-    ),
     "json": click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
-    "locked": click.option(
-        "--locked", is_flag=True, help="Refuse (exit 3) where the lock is missing or stale; for CI."
-    ),
-    "offline": click.option(
-        "--offline", is_flag=True, help="Use the store, find-links folders and file indexes only."
-    ),
-    "no-verify": click.option("--no-verify", is_flag=True, help="Only build; leave no receipt."),
-    "faults": click.option(
-        "--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot."
-    ),
-    "no-bytecode": click.option("--no-bytecode", is_flag=True, help="Leave compiled modules out of the image."),
-    "dry-run": click.option("--dry-run", is_flag=True, help="Print the plan and stop."),
-    "site": click.option(
-        "--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force."
-    ),
-    "runtime": click.option(
-        "--runtime", metavar="NAME",
-        help="What launches it for verification: enroot, apptainer, or own (user namespaces). Default: the best here.",
-    ),
-}  # fmt: skip
+    **{name: click.option(f"--{name}", is_flag=True, help=text) for name, text in _FLAGS.items()},
+    **{name: click.option(f"--{name}", metavar=value, help=text) for name, (value, text) in _VALUES.items()},
+}
 
 
 def with_options(*options: str | Decorator) -> Decorator:
