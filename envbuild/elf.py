@@ -96,8 +96,8 @@ def _read(stream: BinaryIO) -> Elf | None:
     if size < 56:
         return Elf(machine)
     headers = [unpack("IIQQQQQQ", table + number * size) for number in range(count)]
-    loads = [(address, offset, length) for kind, _, offset, address, _, length, *_ in headers if kind == _PT_LOAD]
-    dynamic = [(offset, length) for kind, _, offset, _, _, length, *_ in headers if kind == _PT_DYNAMIC]
+    loads = [(address, offset, length) for kind, _, offset, address, _, length, _, _ in headers if kind == _PT_LOAD]
+    dynamic = [(offset, length) for kind, _, offset, _, _, length, _, _ in headers if kind == _PT_DYNAMIC]
     if not dynamic:
         return Elf(machine)
     entries: dict[int, list[int]] = {}

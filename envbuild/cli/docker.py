@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import click
@@ -12,7 +13,7 @@ from envbuild.cli.options import BuildOptions, Names, build_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
-from envbuild.kinds.image import ImageOptions, check_wish, make_images, prepare_image
+from envbuild.kinds.image import ImageOptions, PreparedImage, check_wish, make_images, prepare_image
 from envbuild.verify.needs_torch import check_torch
 
 
@@ -74,7 +75,7 @@ def docker_command(
     native, verify = builder == "native", not options.no_verify
     if native and base:
         raise UsageError("--base is for --builder dockerfile", "otherwise say `base` in the recipe's [image]")
-    prepare = prepare_image if native else partial(prepare_dockerfile, base=base)
+    prepare: Callable[..., PreparedImage] = prepare_image if native else partial(prepare_dockerfile, base=base)
     prepared = [
         prepare(loaded, target, environment, bytecode=not options.no_bytecode, **options.lock_use) for target in wanted
     ]

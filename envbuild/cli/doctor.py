@@ -44,16 +44,9 @@ def doctor_command(offline: bool, as_json: bool) -> None:
         areas.setdefault(check.area, []).extend(findings)
     useless = all(steps["build"].status == "fail" for steps in verdicts.values())
     if as_json:
-        print_json(
-            {
-                "usable": not useless,
-                "areas": {area: [f.as_json() for f in findings] for area, findings in areas.items()},
-                "artifacts": {
-                    kind: {step: verdict.as_json() for step, verdict in steps.items()}
-                    for kind, steps in verdicts.items()
-                },
-            }
-        )
+        shown = {area: [finding.as_json() for finding in findings] for area, findings in areas.items()}
+        artifacts = {kind: {step: one.as_json() for step, one in steps.items()} for kind, steps in verdicts.items()}
+        print_json({"usable": not useless, "areas": shown, "artifacts": artifacts})
     else:
         show_areas(areas)
         _show_artifacts(verdicts)
@@ -86,7 +79,7 @@ def _show_artifacts(verdicts: Mapping[str, Mapping[str, StepVerdict]]) -> None:
     from rich.text import Text
 
     remedies: dict[str, list[str]] = {}
-    wide, narrow = _table(show_header=True), _table()
+    wide, narrow = _table(header=True), _table()
     for title in ("artifact", "build", "verify", "run"):
         wide.add_column(title, overflow="fold")
     for kind, steps in verdicts.items():
@@ -101,17 +94,17 @@ def _show_artifacts(verdicts: Mapping[str, Mapping[str, StepVerdict]]) -> None:
                 remedies.setdefault(layout.printable(verdict.hint), []).append(f"{kind} {step}")
     console = _console()
     needed = console.measure(wide, options=console.options.update(width=layout.NO_LIMIT)).maximum
-    advice = _table(padding=(0, 1, 0, 0))
+    advice = _table(gap=1)
     for remedy, steps_of in remedies.items():
         advice.add_row("→", Text(f"{', '.join(steps_of)}: {remedy}", style="dim"))
     # In a narrow terminal, each step has its row.
     _print(narrow if needed > console.width else wide, advice)
 
 
-def _table(**more: Any) -> Any:
+def _table(*, header: bool = False, gap: int = 2) -> Any:
     from rich.table import Table
 
-    return Table(**{"box": None, "show_header": False, "pad_edge": False, "padding": (0, 2, 0, 0)} | more)
+    return Table(box=None, show_header=header, pad_edge=False, padding=(0, gap, 0, 0))
 
 
 def _console() -> Any:

@@ -189,17 +189,16 @@ def diff_command(a: str, b: str, target: str | None, files: bool, everything: bo
         digests = [about.digest or about.identity for about in (one.about, other.about)]
     if as_json:
         changes = {key: getattr(found, name) for name, (key, _, _) in _PARTS.items()}
-        print_json(
-            {
-                "format": 1,
-                "equal": found.equal,
-                "a": {"artifact": a, "digest": digests[0]},
-                "b": {"artifact": b, "digest": digests[1]},
-                **{key: None if part is None else [one.as_json() for one in part] for key, part in changes.items()},
-                "left_out": list(found.left_out),
-                "notes": list(found.notes),
-            }
-        )
+        told = {
+            "format": 1,
+            "equal": found.equal,
+            "a": {"artifact": a, "digest": digests[0]},
+            "b": {"artifact": b, "digest": digests[1]},
+            **{key: None if part is None else [one.as_json() for one in part] for key, part in changes.items()},
+            "left_out": list(found.left_out),
+            "notes": list(found.notes),
+        }
+        print_json(told)
     else:
         _show_changes(found, everything)
     if not found.equal:

@@ -20,6 +20,7 @@ from envbuild.environment import load_environment
 from envbuild.errors import LockError
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.conda_kind import conda_lock, conda_versions
+from envbuild.lock.lifecycle import LockKind
 from envbuild.lock.state import LockState
 from envbuild.lock.wheels import wheel_lock
 from envbuild.locks import needed_locks
@@ -67,7 +68,7 @@ def list_command(as_json: bool) -> None:
         if recipe:
             cells = [recipe.description, f"[{', '.join(_locked_target(*one) for one in locks.items())}]"]
         else:
-            cells = [f"broken: {(error or '').splitlines()[0]}"]
+            cells = ["broken: " + (error or "").partition("\n")[0]]
         lines.append(layout.entry(entry.name, [*cells, str(entry.path)], column, columns))
     show(as_json, {"recipes": rows}, *lines)
 
@@ -215,26 +216,15 @@ def explain_command(recipe: str, target: str | None, driver: str | None, as_json
 def _stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
     """Return the stack of `target`, and a description of its source."""
     conda = loaded.recipe.environment == "conda"
+    kind: LockKind[Any] = conda_lock(loaded, target) if conda else wheel_lock(loaded, target)
     try:
-        state = _lock_state(loaded, target, conda)
+        state = kind.inspect()
     except LockError as error:
-        state = error.message
-    if isinstance(state, str):
-        return stack_of(loaded, target, None), f"as the recipe pins it: {state}"
-    return stack_of(loaded, target, state, conda=conda), "as locked"
-
-
-def _lock_state(loaded: LoadedRecipe, target: Target, conda: bool) -> Mapping[str, str] | str:
-    """Return name → version of the current lock, or the reason why there is none. Raises LockError."""
-    if conda:
-        of_conda = conda_lock(loaded, target).inspect()
-        if of_conda.fault is None and of_conda.lock is not None:
-            return conda_versions(of_conda.lock)
-        return f"{of_conda.path.name}: {of_conda.fault}"
-    state = wheel_lock(loaded, target).inspect()
-    if state.fault is None and state.lock is not None:
-        return {package.name: package.version for package in state.lock.packages}
-    return f"{state.path.name}: {state.fault}"
+        return stack_of(loaded, target, None), f"as the recipe pins it: {error.message}"
+    if state.fault is not None or state.lock is None:
+        return stack_of(loaded, target, None), f"as the recipe pins it: {state.path.name}: {state.fault}"
+    versions = conda_versions(state.lock) if conda else {one.name: one.version for one in state.lock.packages}
+    return stack_of(loaded, target, versions, conda=conda), "as locked"
 
 
 def _show_findings(findings: Sequence[CompatFinding]) -> None:

@@ -45,16 +45,15 @@ def verify_command(path: Path, runtime: str | None, as_json: bool, **overrides: 
     for line in lines(receipt["checks"]):
         log(line)
     if as_json:
-        print_json(
-            {
-                "path": str(path.absolute()),
-                "digest": receipt["artifact"]["digest"],
-                "receipt": str(receipt_path(path).absolute()),
-                "target": state.target,
-                "seconds": receipt["seconds"],
-                "passed": receipt["passed"],
-            }
-        )
+        told = {
+            "path": str(path.absolute()),
+            "digest": receipt["artifact"]["digest"],
+            "receipt": str(receipt_path(path).absolute()),
+            "target": state.target,
+            "seconds": receipt["seconds"],
+            "passed": receipt["passed"],
+        }
+        print_json(told)
     if not receipt["passed"]:
         failed = [check for check in receipt["checks"] if check["status"] == "fail"]
         raise VerificationError(
