@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,9 +25,9 @@ from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import read_sif
+from envbuild.progress import Log
 from envbuild.site.pip_config import redact
 
-Log = Callable[[str], None]
 PROGRAMS = ("apptainer", "singularity")
 # The compression level of envbuild's own squashfs; gzip, the tool's default, takes four times as long.
 _SQUASHFS = "-comp zstd -Xcompression-level 3"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from envbuild import resources
@@ -24,10 +23,9 @@ from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
 from envbuild.layers.segments import CachedSegment, SegmentCache
 from envbuild.lock.base_oci import pull
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.progress import transfer
+from envbuild.progress import Log, transfer
 from envbuild.recipe.targets import Target
 
-Log = Callable[[str], None]
 # Increase it when builder images change although their locks do not.
 FORMAT = 1
 # The image is written once and read often, by anything that can mount it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,12 +27,11 @@ from envbuild.image.model import (
 )
 from envbuild.image.reference import parse_reference
 from envbuild.lock.base_oci import registry_of
-from envbuild.progress import transfer
+from envbuild.progress import Log, transfer
 
 if TYPE_CHECKING:
     from envbuild.image.daemon import Loaded
 
-Log = Callable[[str], None]
 
 FORMS = ("oci", "docker-archive")
 # The formats of pushed images, by their media types.

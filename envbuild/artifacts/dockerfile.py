@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,10 +26,10 @@ from envbuild.layers.trainer import Trainer
 from envbuild.lock.format import lock_file_name, requirements
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.plan.plan import Plan
+from envbuild.progress import Log
 from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import ca_bundle, redact
 
-Log = Callable[[str], None]
 # Files of this package that the Dockerfiles use, to build the trainer's wheel and source layers.
 SOURCES = (*MODULES, "files.py", "layers/trainer.py")
 # Predefined build arguments: they are in no layer, history or cache key.

@@ -6,7 +6,7 @@ One plan serves every kind of image: docker, enroot and Apptainer artifacts cons
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic
@@ -37,13 +37,13 @@ from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import locate
 from envbuild.plan.plan import Plan
+from envbuild.progress import Log
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
     from envbuild.layers.conda_paths import CondaFile
     from envbuild.layers.conda_shared import Shared
 
-Log = Callable[[str], None]
 # PATH of images whose base sets none.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,11 @@ from envbuild import atomic
 from envbuild.environment import Environment
 from envbuild.errors import VerificationError
 from envbuild.plan.plan import Plan
+from envbuild.progress import Log
 
 if TYPE_CHECKING:
     from envbuild.verify.model import Settings
     from envbuild.verify.subject import Subject
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

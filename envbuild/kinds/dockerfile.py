@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Unpack
@@ -26,11 +26,10 @@ from envbuild.lock.image import ImageLock, OciLock
 from envbuild.lock.lifecycle import ensure
 from envbuild.lock.state import LockUse
 from envbuild.plan.plan import ImageInputs
+from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

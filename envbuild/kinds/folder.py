@@ -21,14 +21,13 @@ from envbuild.layers.trainer import Trainer
 from envbuild.lock.state import LockUse
 from envbuild.locks import has_wheels
 from envbuild.plan.plan import Plan
+from envbuild.progress import Log
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
-
-Log = Callable[[str], None]
 
 
 def prepare_folder(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -30,13 +30,12 @@ from envbuild.lock.image import ImageLock
 from envbuild.lock.lifecycle import ensure
 from envbuild.lock.state import LockUse
 from envbuild.plan.plan import ImageInputs, Plan
+from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
     from envbuild.verify.image_subject import Built
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +17,10 @@ from envbuild.image.blobs import file_digest
 from envbuild.image.squashfs.codec import Codec
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
 from envbuild.plan.plan import Plan
+from envbuild.progress import Log
 from envbuild.recipe.targets import host_arch
 from envbuild.verify.image_file import image_kind, image_state, open_image_file
 from envbuild.verify.receipt import passing_receipt, receipt_path
-
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from envbuild import process
 from envbuild.environment import Environment
 from envbuild.layers.requested import RequestedLayers, check_python, other_host
+from envbuild.progress import Log
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target, host_arch
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
     from envbuild.layers.build_host import BuildHost
 
-Log = Callable[[str], None]
 BuildHosts = Callable[[Path], AbstractContextManager["BuildHost"]]
 # Runs a command in the folder that is its first argument; a shell exits with 127 if there is no such program.
 _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,11 +25,9 @@ from envbuild.kinds.image import PreparedImage, source_date
 from envbuild.kinds.image_file import ImageFileBuild, ImageFileOptions, OutputFile, accept, places
 from envbuild.layers.segments import SegmentCache
 from envbuild.lock.base_oci import fetch_image
-from envbuild.progress import human_size, transfer
+from envbuild.progress import Log, human_size, transfer
 from envbuild.recipe.targets import Target
 from envbuild.verify.image_file import ENROOT
-
-Log = Callable[[str], None]
 
 
 def imported_file(kind: str, source: ImageSource) -> OutputFile:

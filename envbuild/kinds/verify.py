@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.kinds import kind_at
 from envbuild.kinds.commit import settings_of
+from envbuild.progress import Log
 from envbuild.verify.needs_torch import check_built_torch
 from envbuild.verify.receipt import make_receipt, write_receipt
 from envbuild.verify.run import verify
 from envbuild.verify.subject import Subject
-
-Log = Callable[[str], None]
 
 
 def open_subject(path: Path, environment: Environment | None = None, runtime: str | None = None) -> Subject:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from envbuild.debian.lock import DebianLock
@@ -12,11 +11,10 @@ from envbuild.lock.base_oci import resolve_digest
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade
 from envbuild.lock.state import write_lock_file
+from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.targets import Target
-
-Log = Callable[[str], None]
 
 
 def image_lock(recipe: LoadedRecipe, target: Target) -> LockKind[ImageLock]:

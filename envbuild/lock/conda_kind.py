@@ -24,10 +24,10 @@ from envbuild.lock.format import Lock, changes
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade
 from envbuild.lock.state import package_changes, write_lock_file
 from envbuild.names import normalise
+from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
-Log = Callable[[str], None]
 Solver = Callable[..., tuple[CondaPackage, ...]]
 
 

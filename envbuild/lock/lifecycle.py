@@ -10,10 +10,10 @@ from typing import Generic
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.state import L, LockState, how_to_make, inspect_lock_file, lock_folders
+from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
-Log = Callable[[str], None]
 # Names of packages that may change; None for all of them.
 Upgrade = Collection[str] | None
 

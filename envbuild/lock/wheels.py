@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.environment import Environment
 from envbuild.errors import LockError
@@ -12,10 +10,9 @@ from envbuild.lock.format import Lock, changes, lock_file_name, read, render
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade
 from envbuild.lock.resolve import resolve, without
 from envbuild.lock.state import write_lock_file
+from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-
-Log = Callable[[str], None]
 
 
 def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:

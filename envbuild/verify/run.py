@@ -6,11 +6,12 @@ import glob
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from envbuild.progress import Log
 from envbuild.site.settings import FabricTable, load_site
 from envbuild.verify import training_checks as training
 from envbuild.verify.accelerator_checks import check_accelerator
@@ -24,7 +25,6 @@ from envbuild.verify.nodes import Nodes
 from envbuild.verify.static_checks import check_architecture, check_installed
 from envbuild.verify.subject import Subject
 
-Log = Callable[[str], None]
 # Long enough to kill a rank in the middle of training, even on a fast machine.
 _FAULT_EPOCHS = 40
 _STEPS = 16
