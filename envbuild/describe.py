@@ -58,11 +58,8 @@ def describe(about: Description, contents: Inventory | None) -> dict[str, Any]:
 
 
 def _receipt_of(about: Description) -> dict[str, Any] | None:
-    """Return the receipt of an artifact, None when there is none.
-
-    It is beside the artifact; for an artifact without a path, it is beside the default path of `envbuild docker`.
-    `matches` says whether the receipt is for this very artifact.
-    """
+    """Return the receipt of an artifact, None if there is none; `matches` says whether it is for this very artifact."""
+    # That of an artifact without a path is beside the default path of `envbuild docker`.
     if about.place is not None:
         path = receipt_path(about.place.absolute())
     elif about.recipe and about.target:

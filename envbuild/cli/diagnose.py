@@ -14,8 +14,6 @@ from envbuild.diagnose.model import Diagnosis, Evidence
 from envbuild.diagnose.read import jobs_of, read_logs
 from envbuild.diagnose.rules import load_rules
 from envbuild.errors import VerificationError
-from envbuild.jobs.lint import lint_file
-from envbuild.jobs.lint_faults import LEVELS
 
 _EVIDENCE = 6
 
@@ -92,6 +90,9 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
       envbuild lint-job train.sbatch
       envbuild lint-job ddp.pbs pytorchjob.yaml --json
     """
+    from envbuild.jobs.lint import lint_file
+    from envbuild.jobs.lint_faults import LEVELS
+
     problems = [problem for path in scripts for problem in lint_file(path)]
     count = {level: sum(one.fault.level == level for one in problems) for level in LEVELS}
     if as_json:

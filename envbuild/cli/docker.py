@@ -7,14 +7,10 @@ from functools import partial
 
 import click
 
-from envbuild.artifacts.docker import ImageOutput, check_tag, default_tag
 from envbuild.cli.common import check_out, log, open_recipe, open_target, plan_lines, show
 from envbuild.cli.options import BuildOptions, Names, build_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
-from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
-from envbuild.kinds.image import ImageOptions, PreparedImage, check_wish, make_images, prepare_image
-from envbuild.verify.needs_torch import check_torch
 
 
 @click.command("docker")
@@ -61,6 +57,11 @@ def docker_command(
       envbuild docker pt_cpu --builder dockerfile --base registry.example.org/library/python:3.11-slim-bookworm
       docker run --rm pt_cpu:cpu-x86_64 torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
+    from envbuild.artifacts.docker import ImageOutput, check_tag, default_tag
+    from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
+    from envbuild.kinds.image import ImageOptions, PreparedImage, check_wish, make_images, prepare_image
+    from envbuild.verify.needs_torch import check_torch
+
     place = ImageOutput.parse(output) if output else None
     check_out(place.path if place else None)
     if push and tag is None:

@@ -7,22 +7,14 @@ from pathlib import Path
 
 import click
 
-from envbuild.artifacts.state import check_place
-from envbuild.bundle import make_bundle, tools_python
 from envbuild.cli.common import check_out, hand_over, log, open_build, own_command, show, show_job, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
-from envbuild.jobs.build import Build, plan_build, render_build
-from envbuild.jobs.model import JobRequest
 from envbuild.kinds import ARTIFACTS, plan_of
 from envbuild.kinds.base import FolderArtifact
-from envbuild.kinds.folder import make_environment, prepare_folder
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
-from envbuild.site.conda_envs import named_prefix
-from envbuild.site.job_site import load_job_site
-from envbuild.verify.needs_torch import check_torch
 
 
 def _folder_options(*own: Decorator) -> Decorator:
@@ -106,6 +98,11 @@ def conda_command(recipe: str, name: str | None, options: BuildOptions) -> None:
 
 def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str | None = None) -> None:
     """Build the environment, on this host or in a job, and print its path."""
+    from envbuild.artifacts.state import check_place
+    from envbuild.kinds.folder import make_environment, prepare_folder
+    from envbuild.site.conda_envs import named_prefix
+    from envbuild.verify.needs_torch import check_torch
+
     environment, loaded, target = open_build(recipe, options.target)
     if not options.job:  # for a job, nodes may see folders that this host does not
         check_out(options.out)
@@ -138,6 +135,11 @@ def _build_by_job(
     kind: FolderArtifact, options: BuildOptions, environment: Environment, loaded: LoadedRecipe, target: Target
 ) -> None:
     """Render the job that builds `kind` of the recipe, and submit it on request."""
+    from envbuild.bundle import make_bundle, tools_python
+    from envbuild.jobs.build import Build, plan_build, render_build
+    from envbuild.jobs.model import JobRequest
+    from envbuild.site.job_site import load_job_site
+
     bundle = options.bundle
     if target.arch != host_arch() and bundle is None:
         raise UsageError(

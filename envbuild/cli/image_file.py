@@ -6,20 +6,12 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from envbuild.artifacts.apptainer_engine import find_engine
 from envbuild.cli.common import check_out, log, open_recipe, open_target, print_json, show, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
-from envbuild.image.source import parse_source
-from envbuild.image.squashfs.codec import codec_of
 from envbuild.kinds import ARTIFACTS, kinds_of
-from envbuild.kinds.image import prepare_image
-from envbuild.kinds.image_file import ImageFileOptions, OutputFile, check_files
-from envbuild.kinds.squash import imported_file, make_from_image, make_from_recipe
 from envbuild.recipe.targets import Target, host_arch
-from envbuild.verify.needs_torch import check_torch
-from envbuild.verify.runtimes import choose
 
 DEFAULT_RECIPE = "pt_cpu"
 
@@ -128,6 +120,15 @@ def build_command(recipe: str | None, artifacts: str, options: BuildOptions) -> 
 
 def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> None:
     """Make image files of `kinds` from a recipe or an image, and print them; a dry run prints the plan."""
+    from envbuild.artifacts.apptainer_engine import find_engine
+    from envbuild.image.source import parse_source
+    from envbuild.image.squashfs.codec import codec_of
+    from envbuild.kinds.image import prepare_image
+    from envbuild.kinds.image_file import ImageFileOptions, OutputFile, check_files
+    from envbuild.kinds.squash import imported_file, make_from_image, make_from_recipe
+    from envbuild.verify.needs_torch import check_torch
+    from envbuild.verify.runtimes import choose
+
     if options.source is not None and recipe is not None:
         raise UsageError("a recipe and --from are two things to build from", "name one of them")
     check_out(options.out)

@@ -18,7 +18,6 @@ from envbuild.errors import UsageError
 from envbuild.inspect.compare import Change, Comparison, compare
 from envbuild.inspect.conda_meta import channel_name
 from envbuild.inspect.reader import open_artifact, open_artifacts
-from envbuild.kinds.image import source_date
 from envbuild.progress import human_size
 
 _SIGNS = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
@@ -68,6 +67,7 @@ def inspect_command(
         contents = None if only_layers else opened.contents(hashes=False)
         if sbom and contents:
             from envbuild.inspect.sbom import cyclonedx
+            from envbuild.kinds.image import source_date
 
             date = source_date(environment) if "SOURCE_DATE_EPOCH" in environment.variables else None
             click.echo(cyclonedx(opened.about, contents, date), nl=False)

@@ -13,11 +13,7 @@ import click
 from envbuild.atomic import write_atomically
 from envbuild.cli import layout
 from envbuild.cli.common import check_out, log, print_json, show
-from envbuild.cli.doctor import show_areas
 from envbuild.cli.options import with_options
-from envbuild.doctor.registry import this_host
-from envbuild.doctor.site_check import check_site
-from envbuild.doctor.site_init import site_file
 from envbuild.errors import HostError, RecipeError, UsageError
 from envbuild.site.effective import EffectiveSetting, effective_settings
 from envbuild.site.job_site import site_folders
@@ -52,6 +48,8 @@ def init_command(out: Path | None, force: bool) -> None:
       envbuild site init --out ~/.config/envbuild/site.toml
       envbuild site init --out -
     """
+    from envbuild.doctor.site_init import site_file
+
     path = out or Path("site.toml")
     if ".config" not in path.parts:  # the user's own folder, which may not exist yet
         check_out(out)
@@ -134,6 +132,10 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
       envbuild site check ./site.toml
       envbuild site check pbs-gh200 --json
     """
+    from envbuild.cli.doctor import show_areas
+    from envbuild.doctor.registry import this_host
+    from envbuild.doctor.site_check import check_site
+
     variables = dict(os.environ)
     # The site file is judged below; this is only the way in which this host reaches mirrors.
     environment = this_host(variables, offline=offline).environment

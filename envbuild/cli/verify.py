@@ -15,10 +15,6 @@ from envbuild.cli.common import log, print_json
 from envbuild.cli.options import PATH, Names, with_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError, VerificationError
-from envbuild.exec_image import exec_image, parse_bind
-from envbuild.kinds.verify import verify_artifact
-from envbuild.verify.explain import failures_in, lines
-from envbuild.verify.receipt import receipt_path
 
 
 @click.command("verify")
@@ -41,6 +37,10 @@ def verify_command(path: Path, runtime: str | None, as_json: bool, **overrides: 
       envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
+    from envbuild.kinds.verify import verify_artifact
+    from envbuild.verify.explain import failures_in, lines
+    from envbuild.verify.receipt import receipt_path
+
     state, receipt = verify_artifact(path, load_environment(), log, overrides, runtime)
     for line in lines(receipt["checks"]):
         log(line)
@@ -95,6 +95,8 @@ def exec_command(image: Path, command: Names, binds: Names, given: Names, **opti
       envbuild exec --bind /fsx --bind "$PWD" pytorch.sif -- torchrun train.py
       envbuild exec --bind data:/data:ro --workdir /data pytorch.sqsh -- bash
     """
+    from envbuild.exec_image import exec_image, parse_bind
+
     if command[0] == "--":  # click keeps a "--" that follows IMAGE
         command = command[1:]
     if not command:
@@ -108,10 +110,7 @@ def exec_command(image: Path, command: Names, binds: Names, given: Names, **opti
 
 
 def _variables(given: Names) -> dict[str, str]:
-    """Return the variables of --env; a NAME that the caller's environment lacks is left out.
-
-    Raises UsageError for other forms than NAME and NAME=VALUE.
-    """
+    """Return the variables of --env; a NAME that the caller's environment lacks is left out."""
     found = {}
     for text in given:
         name, equals, value = text.partition("=")
