@@ -1,9 +1,8 @@
 """Atomic replace of a file or folder, and clean-up after a killed run.
 
-A reader of a file sees its old content or its new content, never a part of either.
-A new folder is built beside its final path as `.NAME.envbuild-XXXX`. renameat2(2) with RENAME_EXCHANGE
-exchanges it with the old one, so that the path always holds the old folder or the new one. On file systems
-without it (NFS), two renames replace the folder.
+A reader of a file sees its old content or its new content, never a part of either. A new folder is built beside its
+final path as `.NAME.envbuild-XXXX`. renameat2(2) with RENAME_EXCHANGE exchanges it with the old one, so that the path
+always holds the old folder or the new one. On file systems without it (NFS), two renames replace the folder.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from envbuild.errors import BuildError, EnvbuildError
 from envbuild.file_lock import folder_lock
+from envbuild.progress import Log
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -27,7 +27,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
-def exclusive(place: Path, log: Callable[[str], None]) -> Iterator[None]:
+def exclusive(place: Path, log: Log) -> Iterator[None]:
     """Hold the lock for building at `place`; a second builder prints a message and waits.
 
     The lock is on the parent folder. On a file system without locks, the replace itself is still atomic.
@@ -51,10 +51,7 @@ def recover(place: Path) -> None:
 
 
 def staging(place: Path) -> Path:
-    """Return a new name beside `place` for the folder that `staged` creates.
-
-    The name is known before the folder exists, so that a Ctrl-C leaves no folder behind.
-    """
+    """Return a new name beside `place` for the folder that `staged` creates, so that a Ctrl-C leaves none behind."""
     return place.with_name(f".{place.name}.envbuild-{secrets.token_hex(4)}")
 
 
@@ -81,8 +78,7 @@ def replace(staged: Path, place: Path) -> None:
             staged.rename(place)
             return
         if not _exchange(staged, place):
-            # Two renames if the file system cannot exchange (NFS); `recover` undoes an interruption between
-            # them.
+            # Two renames if the file system cannot exchange (NFS); `recover` undoes an interruption between them.
             old = staged.with_name(f"{staged.name}-old")
             place.rename(old)
             staged.rename(place)
@@ -149,8 +145,7 @@ def _exchange(one: Path, other: Path) -> bool:
     rename = getattr(_libc, "renameat2", None)
     if rename is None:
         return False
-    result = rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
-    if result == 0:
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):

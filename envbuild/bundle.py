@@ -15,10 +15,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import envbuild
 from envbuild import atomic, process
@@ -29,13 +29,11 @@ from envbuild.kinds.prepare import prepare
 from envbuild.layers.requested import requested_layers
 from envbuild.layers.trainer import Trainer
 from envbuild.plan.plan import Plan
+from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
-if TYPE_CHECKING:
-    from envbuild.recipe.sources import SourceLayer
-
-Log = Callable[[str], None]
 FILE, FORMAT = "bundle.json", 1
 # The dependencies of envbuild are installed for this glibc: each has a wheel that needs no newer one.
 _GLIBC = "2.28"
@@ -49,35 +47,31 @@ def make_bundle(
     path: Path,
     log: Log,
     *,
-    kinds: Iterable[str] = ("venv",),
+    kinds: Sequence[str] = ("venv",),
     tools: bool = True,
     offline: bool = False,
 ) -> dict[str, Any]:
     """Write the bundle of `loaded` for `target` to the folder `path`, and return the content of bundle.json.
 
-    The bundle holds what builds of the artifact kinds `kinds` (venv, conda) read; with `tools`, also envbuild
-    itself. An existing bundle with the same content is left unchanged.
-
-    Raises UsageError when `path` holds something other than a bundle, LockError or BuildError when a lock or a
-    file is not available.
+    The bundle holds what builds of the artifact kinds `kinds` (venv, conda) read; with `tools`, also envbuild itself.
+    An existing bundle with the same content is left unchanged. Raises UsageError when `path` holds something other than
+    a bundle, LockError or BuildError when a lock or a file is not available.
     """
-    wanted = tuple(kinds)
     plans = [
         prepare(
             loaded, target, environment, artifact=kind, locked=False, offline=offline, log=log,
             conda=ARTIFACTS[kind].of_conda,
         )
-        for kind in wanted
+        for kind in kinds
     ]  # fmt: skip
     python = tools_python(loaded) if tools else ""
     about = {
         "format": FORMAT,
         "recipe": loaded.recipe.name,
         "target": target.name,
-        "kinds": list(wanted),
+        "kinds": list(kinds),
         "plans": [plan.digest for plan, _ in plans],
-        # All files of the recipe: a plan's digest leaves out tables that do not change the content, such as
-        # [verify].
+        # All files of the recipe: a plan's digest leaves out tables that do not change the content, such as [verify].
         "files": _digest((file, str(file.relative_to(loaded.folder))) for file in _files(loaded.folder)),
         "python": python,
         "envbuild": _digest(_own_files()) if tools else "",
@@ -92,11 +86,11 @@ def make_bundle(
         with atomic.staged(path) as staged:
             with atomic.writing(staged):
                 shutil.copytree(loaded.folder, staged / "recipes" / loaded.recipe.name)
-                _fill_store(staged / "store", plans, loaded, target, environment, offline)
-            if tools:
-                log(f"envbuild {envbuild.__version__} and what it imports, for Python {python}")
-                _put_tools(staged / "envbuild", target, python, environment, offline)
-            with atomic.writing(staged):
+                for source, place in _read_by(plans, requested_layers(loaded, target).sources, environment, offline):
+                    _put(source, staged / "store" / place)
+                if tools:
+                    log(f"envbuild {envbuild.__version__} and what it imports, for Python {python}")
+                    _put_tools(staged / "envbuild", target, python, environment, offline)
                 (staged / FILE).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
             atomic.replace(staged, path)
     return about
@@ -111,67 +105,45 @@ def read_bundle(path: Path) -> dict[str, Any] | None:
     return about if isinstance(about, dict) and about.get("format") == FORMAT else None
 
 
-def _fill_store(
-    store: Path,
-    plans: list[tuple[Plan, Trainer]],
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    offline: bool,
-) -> None:
-    """Write the files that `plans` read into a store at `store`, each under its digest."""
+def _read_by(
+    plans: Sequence[tuple[Plan, Trainer]], layers: Iterable[SourceLayer], environment: Environment, offline: bool
+) -> Iterator[tuple[Path, str]]:
+    """Yield each file that builds of `plans` and `layers` read, and its path in a store."""
     from envbuild.layers.conda_files import locate_conda
-    from envbuild.layers.wheels import locate
+    from envbuild.layers.source_build import KIND, fetch_source
+    from envbuild.layers.wheels import fetch_wheels, locate
 
     for plan, trainer in plans:
-        wheels, _ = locate(plan, trainer, environment, offline)
-        for wheel in wheels:
-            _put(wheel.path, store / "wheels" / wheel.sha256 / wheel.path.name)
-        if plan.conda:
-            for package, archive in locate_conda(plan, environment, offline=offline):
-                _put(archive, store / "conda" / "archives" / package.sha256 / archive.name)
-    for layer in requested_layers(loaded, target).sources:
-        _put_sources(layer, store, environment, offline)
-
-
-def _put_sources(layer: SourceLayer, store: Path, environment: Environment, offline: bool) -> None:
-    from envbuild.layers.source_build import KIND, fetch_source
-    from envbuild.layers.wheels import fetch_wheels
-
-    archive = fetch_source(layer, environment, offline=offline)
-    _put(archive, store / KIND / layer.sha256 / archive.name)
-    for wheel in fetch_wheels((*layer.wheels, *layer.build), environment, offline=offline):
-        digest = environment.store.file_digest(wheel)
-        _put(wheel, store / "wheels" / digest / wheel.name)
+        for wheel in locate(plan, trainer, environment, offline)[0]:
+            yield wheel.path, f"wheels/{wheel.sha256}/{wheel.path.name}"
+        for package, archive in locate_conda(plan, environment, offline=offline) if plan.conda else ():
+            yield archive, f"conda/archives/{package.sha256}/{archive.name}"
+    for layer in layers:
+        archive = fetch_source(layer, environment, offline=offline)
+        yield archive, f"{KIND}/{layer.sha256}/{archive.name}"
+        for path in fetch_wheels((*layer.wheels, *layer.build), environment, offline=offline):
+            yield path, f"wheels/{environment.store.file_digest(path)}/{path.name}"
 
 
 def _put(source: Path, file: Path) -> None:
-    """Hard-link `source` to `file`, or copy it if linking fails; an existing `file` is kept.
-
-    A hard link is safe, because nobody writes to the files of a store.
-    """
+    """Hard-link `source` to `file`, or copy it if linking fails; an existing `file` is kept."""
     if file.exists():
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.link(source.resolve(), file)
+        os.link(source.resolve(), file)  # safe, because nobody writes to the files of a store
     except OSError:  # another file system, or one without links
         shutil.copyfile(source, file)
 
 
 def tools_python(loaded: LoadedRecipe) -> str:
     """Return the Python version for the bundled envbuild: the recipe's, which nodes need anyway, but at least 3.11."""
-    python = loaded.recipe.python
-    if tuple(map(int, python.split("."))) < _LEAST_PYTHON:
-        return ".".join(map(str, _LEAST_PYTHON))
-    return python
+    python = tuple(map(int, loaded.recipe.python.split(".")))
+    return ".".join(map(str, max(python, _LEAST_PYTHON)))
 
 
 def _put_tools(folder: Path, target: Target, python: str, environment: Environment, offline: bool) -> None:
-    """Install envbuild and its dependencies into `folder`, for use in PYTHONPATH.
-
-    Raises BuildError when uv cannot install a dependency.
-    """
+    """Install envbuild and its dependencies into `folder`, for use in PYTHONPATH."""
     wanted = [text for text in metadata.requires("envbuild") or () if "extra ==" not in text]
     settings = folder.parent / ".uv.toml"
     environment.write_uv_settings(settings, ())
@@ -197,24 +169,21 @@ def _put_tools(folder: Path, target: Target, python: str, environment: Environme
         shutil.copyfile(top, destination)
 
 
-def _own_files() -> Iterable[tuple[Path, str]]:
+def _own_files() -> Iterator[tuple[Path, str]]:
     """Yield envbuild's own files and their paths in an installation; a checkout's data goes to `_bundled`."""
     package = Path(envbuild.__file__).parent
-    inside = package / "_bundled"
     for file in _files(package):
         yield file, f"envbuild/{file.relative_to(package)}"
-    if inside.is_dir():
+    if (package / "_bundled").is_dir():
         return
-    top = package.parent
-    for name in ("recipes", "ddp_train", "sites"):
-        for file in _files(top / name):
-            yield file, f"envbuild/_bundled/{name}/{file.relative_to(top / name)}"
-    for name in ("Dockerfile.cpu", "Dockerfile.gpu"):
-        yield top / name, f"envbuild/_bundled/{name}"
+    for name in ("recipes", "ddp_train", "sites", "Dockerfile.cpu", "Dockerfile.gpu"):
+        whole = package.parent / name
+        for file in _files(whole) if whole.is_dir() else [whole]:
+            yield file, f"envbuild/_bundled/{file.relative_to(package.parent)}"
 
 
-def _files(folder: Path) -> Iterable[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+def _files(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
 
 
 def _digest(files: Iterable[tuple[Path, str]]) -> str:

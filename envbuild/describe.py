@@ -23,43 +23,25 @@ def describe(about: Description, contents: Inventory | None) -> dict[str, Any]:
     Without `contents` (the artifact was not read), every field about its content is None.
     """
     about = completed(about, contents)
+    python = {"version": about.python, "full": about.python_version or None, "interpreter": about.interpreter or None}
     return {
         "format": FORMAT,
         "artifact": about.spelling,
         "kind": about.kind,
         "digest": about.digest or about.identity or None,
         "image_id": about.identity if about.layers else None,
-        "recipe": _pair("name", about.recipe, about.recipe_digest),
+        "recipe": {"name": about.recipe, "digest": about.recipe_digest or None} if about.recipe else None,
         "locks": {"packages": about.lock_digest or None, "base": about.base_lock_digest or None},
         "plan": about.plan_digest or None,
         "target": about.target or None,
         "platform": about.platform or None,
-        "python": {
-            "version": about.python,
-            "full": about.python_version or None,
-            "interpreter": about.interpreter or None,
-        }
-        if about.python
-        else None,
+        "python": python if about.python else None,
         "base": _base(about, contents),
         "envbuild": about.envbuild or None,
         "created": about.created or None,
-        "conda_packages": _conda(contents) if contents else None,
-        "python_packages": _python(contents) if contents else None,
-        "debian_packages": [{"name": p.name, "version": p.version, "arch": p.arch} for p in contents.debian]
-        if contents
-        else None,
-        "source_built": _built(contents) if contents else None,
-        "host_layers": _on_nodes(contents) if contents else None,
-        "fabric": contents.state.get("fabric") if contents else None,
+        **_packages(contents),
         "layers": [
-            {
-                "digest": layer.digest,
-                "diff_id": layer.diff_id,
-                "size": layer.size or None,
-                "title": masked_text(layer.title),
-            }
-            for layer in about.layers
+            asdict(layer) | {"size": layer.size or None, "title": masked_text(layer.title)} for layer in about.layers
         ],
         "labels": masked(about.labels),
         "env": masked(about.env),
@@ -71,16 +53,13 @@ def describe(about: Description, contents: Inventory | None) -> dict[str, Any]:
         "size": contents.size if contents else None,
         "stored": about.stored or None,
         "filesystem": about.filesystem or None,
-        "receipt": receipt_of(about),
+        "receipt": _receipt_of(about),
     }
 
 
-def receipt_of(about: Description) -> dict[str, Any] | None:
-    """Return the receipt of an artifact, None when there is none.
-
-    It is beside the artifact; for an artifact without a path, it is beside the default path of `envbuild
-    docker`. `matches` says whether the receipt is for this very artifact.
-    """
+def _receipt_of(about: Description) -> dict[str, Any] | None:
+    """Return the receipt of an artifact, None if there is none; `matches` says whether it is for this very artifact."""
+    # That of an artifact without a path is beside the default path of `envbuild docker`.
     if about.place is not None:
         path = receipt_path(about.place.absolute())
     elif about.recipe and about.target:
@@ -103,10 +82,6 @@ def receipt_of(about: Description) -> dict[str, Any] | None:
         return None
 
 
-def _pair(key: str, name: str, digest: str) -> dict[str, Any] | None:
-    return {key: name, "digest": digest or None} if name else None
-
-
 def _base(about: Description, contents: Inventory | None) -> dict[str, Any] | None:
     release = contents.os if contents else {}
     if not about.base and not release:
@@ -120,29 +95,30 @@ def _base(about: Description, contents: Inventory | None) -> dict[str, Any] | No
     }
 
 
-def _conda(contents: Inventory) -> list[dict[str, Any]]:
+def _packages(contents: Inventory | None) -> dict[str, Any]:
+    """Return the fields about packages, None for an artifact that was not read."""
+    if contents is None:
+        names = ("conda_packages", "python_packages", "debian_packages", "source_built", "host_layers", "fabric")
+        return dict.fromkeys(names)
     optional = ("sha256", "license", "record")
-    return [{k: v or None if k in optional else v for k, v in asdict(package).items()} for package in contents.conda]
-
-
-def _built(contents: Inventory) -> list[dict[str, Any]]:
-    return [
-        {**asdict(layer), "source": layer.source or None, "licences": list(layer.licences)} for layer in contents.built
-    ]
-
-
-def _on_nodes(contents: Inventory) -> list[dict[str, Any]]:
-    """Return the layers that the environment takes from the nodes."""
     told = contents.state.get("layers")
-    return [
-        {name: layer.get(name) for name in ("name", "version", "path")}
-        for layer in (told if isinstance(told, list) else ())
-        if isinstance(layer, dict) and layer.get("path")
-    ]
-
-
-def _python(contents: Inventory) -> list[dict[str, Any]]:
-    return [
-        {"name": p.name, "version": p.version, "record": p.record or None, "location": p.location}
-        for p in contents.python
-    ]
+    return {
+        "conda_packages": [
+            {k: v or None if k in optional else v for k, v in asdict(package).items()} for package in contents.conda
+        ],
+        "python_packages": [
+            {"name": p.name, "version": p.version, "record": p.record or None, "location": p.location}
+            for p in contents.python
+        ],
+        "debian_packages": [asdict(package) for package in contents.debian],
+        "source_built": [
+            {**asdict(one), "source": one.source or None, "licences": list(one.licences)} for one in contents.built
+        ],
+        # Layers that the environment takes from the nodes.
+        "host_layers": [
+            {name: layer.get(name) for name in ("name", "version", "path")}
+            for layer in (told if isinstance(told, list) else ())
+            if isinstance(layer, dict) and layer.get("path")
+        ],
+        "fabric": contents.state.get("fabric"),
+    }

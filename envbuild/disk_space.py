@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -20,17 +21,15 @@ _HINT = "free disk space, write elsewhere with --out, or set ENVBUILD_STORE to a
 def check_disk_space(folder: Path, size: int) -> None:
     """Check that a new file of `size` bytes fits into the existing folder `folder`.
 
-    Raises BuildError when the file system has too little space or no inode left for this user. Quotas are not
-    checked.
+    Raises BuildError when the file system has too little space or no inode left for this user. Quotas are not checked.
     """
     try:
         about = os.statvfs(folder)
     except OSError as error:
         raise BuildError(f"{folder}: {error.strerror}") from error
     # File systems that do not know these numbers, such as some network file systems, report a total of 0.
-    free = about.f_bavail * about.f_frsize
-    if about.f_blocks and free < size:
-        raise no_disk_space(folder, size, free)
+    if about.f_blocks and about.f_bavail * about.f_frsize < size:
+        raise _no_disk_space(folder, size)
     if about.f_files and not about.f_favail:
         raise BuildError(f"{folder}: no inode is left on its file system for a new file", _HINT)
 
@@ -38,15 +37,15 @@ def check_disk_space(folder: Path, size: int) -> None:
 def reserve(stream: BinaryIO, size: int) -> None:
     """Reserve `size` bytes of disk space, from the stream's position on; this detects quotas too.
 
-    The file does not get longer: `stream.truncate()` releases the space that was not used. Does nothing if the
-    file system cannot reserve space. Raises BuildError when there is too little space.
+    The file does not get longer: `stream.truncate()` releases the space that was not used. Does nothing if the file
+    system cannot reserve space. Raises BuildError when there is too little space.
     """
     if size <= 0:
         return
     start, handle, place = stream.tell(), stream.fileno(), Path(str(stream.name))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and start + size > limit:  # set by `ulimit -f`
-        raise no_disk_space(place, size, None)
+        raise _no_disk_space(place, size)
     # Call fallocate(2) itself: without support for it, glibc's posix_fallocate writes zeros instead.
     function = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if function is None:
@@ -57,22 +56,17 @@ def reserve(stream: BinaryIO, size: int) -> None:
         if number == errno.EINTR:
             continue
         if number in _FULL:
-            raise no_disk_space(place, size, None)
+            raise _no_disk_space(place, size)
         return  # the write itself will report the error, if there is one
 
 
-def no_disk_space(place: Path, size: int, free: int | None) -> BuildError:
-    """Return the error for `size` bytes that do not fit at `place`, where `free` bytes are free (None: unknown)."""
-    there = _free(place) if free is None else free
-    has = "" if there is None else f"; {human_size(there)} are free"
-    if there is not None and there >= size:
-        has += ", so a quota or a limit on file sizes prevents it"
-    return BuildError(f"{place}: not enough disk space for {human_size(size)}{has}", _HINT)
-
-
-def _free(place: Path) -> int | None:
-    try:
+def _no_disk_space(place: Path, size: int) -> BuildError:
+    message = f"{place}: not enough disk space for {human_size(size)}"
+    with contextlib.suppress(OSError):
         about = os.statvfs(place)
-    except OSError:
-        return None
-    return about.f_bavail * about.f_frsize if about.f_blocks else None
+        free = about.f_bavail * about.f_frsize
+        if about.f_blocks:
+            message += f"; {human_size(free)} are free"
+        if about.f_blocks and free >= size:
+            message += ", so a quota or a limit on file sizes prevents it"
+    return BuildError(message, _HINT)

@@ -1,8 +1,7 @@
 """Reader of ELF files. Needs only Python 3.9.
 
-Sources: System V ABI, chapters 4 and 5 (header, program header, dynamic section); the Linux Standard Base's
-symbol versioning (DT_VERNEED). Like the dynamic linker, it uses program headers: section headers may be
-stripped.
+Sources: System V ABI, chapters 4 and 5 (header, program header, dynamic section); the Linux Standard Base's symbol
+versioning (DT_VERNEED). Like the dynamic linker, it uses program headers: section headers may be stripped.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 # Values of e_machine.
 MACHINES = {"i386": 3, "ppc64": 21, "s390x": 22, "arm": 40, "x86_64": 62, "aarch64": 183, "riscv64": 243}
-_PT_LOAD, _PT_DYNAMIC, _PT_INTERP = 1, 2, 3
-_NEEDED, _STRTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 10, 14, 15, 29
+_PT_LOAD, _PT_DYNAMIC = 1, 2
+_NEEDED, _STRTAB, _STRSZ, _RPATH, _RUNPATH = 1, 5, 10, 15, 29
 _VERNEED, _VERNEEDNUM = 0x6FFFFFFE, 0x6FFFFFFF
 # Upper limits for a table's length and for an offset in a file: a damaged header may contain any number.
 _MOST, _FAR = 1 << 24, 1 << 40
@@ -29,13 +28,12 @@ _GLIBC = re.compile(r"GLIBC_([0-9]+)\.([0-9]+)(?:\.[0-9]+)?")
 class Elf:
     """A 64-bit ELF file.
 
-    `dynamic` says whether it has a dynamic section. `runpath` is DT_RUNPATH, or DT_RPATH if there is none;
-    `versions` are the symbol versions that it needs, such as GLIBC_2.34.
+    `dynamic` says whether it has a dynamic section. `runpath` is DT_RUNPATH, or DT_RPATH if there is none; `versions`
+    are the symbol versions that it needs, such as GLIBC_2.34.
     """
 
     machine: int
     dynamic: bool = False
-    soname: str = ""
     runpath: str = ""
     needed: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
@@ -90,24 +88,21 @@ def _read(stream: BinaryIO) -> Elf | None:
     if len(head) < 64 or head[:4] != b"\x7fELF" or head[4] != 2 or head[5] not in (1, 2):
         return None
     order = "<" if head[5] == 1 else ">"
-    (machine,) = struct.unpack_from(order + "H", head, 18)
-    (table,) = struct.unpack_from(order + "Q", head, 32)
-    size, count = struct.unpack_from(order + "HH", head, 54)
+
+    def unpack(layout: str, offset: int) -> tuple[int, ...]:
+        return struct.unpack(order + layout, _at(stream, offset, struct.calcsize(order + layout)))
+
+    (machine,), (table,), (size, count) = unpack("H", 18), unpack("Q", 32), unpack("HH", 54)
     if size < 56:
         return Elf(machine)
-    loads, dynamic = [], None
-    for number in range(count):
-        kind, _, offset, address, _, length, _, _ = struct.unpack(
-            order + "IIQQQQQQ", _at(stream, table + number * size, 56)
-        )
-        if kind == _PT_LOAD:
-            loads.append((address, offset, length))
-        elif kind == _PT_DYNAMIC:
-            dynamic = (offset, length)
-    if dynamic is None:
+    headers = [unpack("IIQQQQQQ", table + number * size) for number in range(count)]
+    loads = [(address, offset, length) for kind, _, offset, address, _, length, _, _ in headers if kind == _PT_LOAD]
+    dynamic = [(offset, length) for kind, _, offset, _, _, length, _, _ in headers if kind == _PT_DYNAMIC]
+    if not dynamic:
         return Elf(machine)
     entries: dict[int, list[int]] = {}
-    for tag, value in struct.iter_unpack(order + "qQ", _at(stream, *dynamic)[: dynamic[1] // 16 * 16]):
+    begin, length = dynamic[-1]
+    for tag, value in struct.iter_unpack(order + "qQ", _at(stream, begin, length)[: length // 16 * 16]):
         if tag == 0:
             break
         entries.setdefault(tag, []).append(value)
@@ -115,39 +110,38 @@ def _read(stream: BinaryIO) -> Elf | None:
     def place(address: int) -> int:
         for begin, offset, length in loads:
             if begin <= address < begin + length:
-                return int(offset + address - begin)
+                return offset + address - begin
         raise ValueError("an address outside the file")
 
-    strings = (
-        _at(stream, place(entries[_STRTAB][0]), entries[_STRSZ][0]) if {_STRTAB, _STRSZ} <= entries.keys() else b""
-    )
+    strings = b""
+    if {_STRTAB, _STRSZ} <= entries.keys():
+        strings = _at(stream, place(entries[_STRTAB][0]), entries[_STRSZ][0])
 
     def text(offset: int) -> str:
         end = strings.index(b"\0", offset) if offset <= len(strings) else -1
         return strings[offset:end].decode(errors="replace")
 
     versions: list[str] = []
-    if _VERNEED in entries and _VERNEEDNUM in entries:
-        names = _versions(stream, order, place(entries[_VERNEED][0]), entries[_VERNEEDNUM][0])
+    if {_VERNEED, _VERNEEDNUM} <= entries.keys():
+        names = _versions(unpack, place(entries[_VERNEED][0]), entries[_VERNEEDNUM][0])
         versions = [text(offset) for offset in names]
     paths = entries.get(_RUNPATH) or entries.get(_RPATH) or []
     return Elf(
         machine,
-        True,
-        text(entries[_SONAME][0]) if _SONAME in entries else "",
-        text(paths[0]) if paths else "",
-        tuple(text(offset) for offset in entries.get(_NEEDED, ())),
-        tuple(dict.fromkeys(versions)),
+        dynamic=True,
+        runpath=text(paths[0]) if paths else "",
+        needed=tuple(text(offset) for offset in entries.get(_NEEDED, ())),
+        versions=tuple(dict.fromkeys(versions)),
     )
 
 
-def _versions(stream: BinaryIO, order: str, begin: int, count: int) -> Iterator[int]:
+def _versions(unpack: Callable[[str, int], tuple[int, ...]], begin: int, count: int) -> Iterator[int]:
     """Yield the string table offsets of the names in the Vernaux entries of Verneed."""
     for _ in range(min(count, 4096)):
-        _, needs, _, first, following = struct.unpack(order + "HHIII", _at(stream, begin, 16))
+        _, needs, _, first, following = unpack("HHIII", begin)
         place = begin + first
         for _ in range(needs):
-            _, _, _, name, step = struct.unpack(order + "IHHII", _at(stream, place, 16))
+            _, _, _, name, step = unpack("IHHII", place)
             yield name
             if not step:
                 break

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeVar
+
 
 class EnvbuildError(Exception):
     """Base of all errors that are shown as one message and never as a traceback.
@@ -51,3 +54,12 @@ class HostError(EnvbuildError):
     """A tool, interpreter, architecture or permission that this host lacks."""
 
     exit_code = 6
+
+
+E = TypeVar("E", bound=EnvbuildError)
+
+
+def joined(kind: type[E], errors: Sequence[EnvbuildError]) -> E:
+    """Return one error of the class `kind` with the messages and hints of all `errors`, each once."""
+    hints = dict.fromkeys(error.hint for error in errors if error.hint)
+    return kind("\n".join(dict.fromkeys(error.message for error in errors)), "\n".join(hints) or None)

@@ -1,8 +1,8 @@
 """`envbuild exec`: one program in a .sqsh or .sif file, without a container runtime, root or daemon.
 
-The image is opened as for a verification (verify/own_runtime.py): mounted by the kernel, mounted by squashfuse,
-or unpacked. Unlike there, no way is tried out first, the namespace is for one program, and nothing is kept in
-the store, which the nodes of a cluster may share.
+The image is opened as for a verification (verify/own_runtime.py): mounted by the kernel, mounted by squashfuse, or
+unpacked. Unlike there, no way is tried out first, the namespace is for one program, and nothing is kept in the store,
+which the nodes of a cluster may share.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
-from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
+from envbuild.progress import Log
+from envbuild.recipe.accelerators import CPU, gpu_families
 from envbuild.store.store import remove_tree
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
@@ -32,7 +32,7 @@ RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
 # Variables that a job sets for its programs. PATH, LD_LIBRARY_PATH, PYTHONPATH and the like are never passed:
 # the host's values name files of the host, and the image sets its own.
 PASSED = (
-    "ENVBUILD_", "SLURM_", "SLURMD_", "PBS_", "PMI_", "PMIX_", "OMPI_", "MPI_", "HYDRA_", "NCCL_", "OFI_NCCL_", "FI_",
+    "ENVBUILD_", "SLURM_", "SLURMD_", "PBS_", "FLUX_", "PALS_", "PMI_", "PMIX_", "OMPI_", "MPI_", "HYDRA_", "NCCL_", "OFI_NCCL_", "FI_",
     "EFA_", "RDMAV_", "UCX_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PET_", "PYTORCH_", "MASTER_", "CUDA_", "CUBLAS_",
     "NVIDIA_", "ROCR_", "HIP_", "HSA_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HOROVOD_",
 )  # fmt: skip
@@ -47,13 +47,12 @@ PASSED_NAMES = (
 _NOT_PASSED = ("ENVBUILD_STORE", "ENVBUILD_SITE", "CUDA_HOME", "CUDA_PATH", "MPI_HOME", "MPI_ROOT")
 
 
-@dataclass(frozen=True, slots=True)
-class Bind:
+class Bind(NamedTuple):
     """A bind mount of this host's folder or file `host` at `place` in the image; `readonly` forbids writes."""
 
-    host: Path
+    host: str
     place: str
-    readonly: bool = False
+    readonly: bool
 
 
 def parse_bind(text: str) -> Bind:
@@ -71,7 +70,7 @@ def parse_bind(text: str) -> Bind:
         )
     if not os.path.exists(host):
         raise UsageError(f"--bind {text!r}: there is no {host} on {socket.gethostname()}")
-    return Bind(Path(os.path.abspath(host)), place, mode == "ro")
+    return Bind(os.path.abspath(host), place, mode == "ro")
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
@@ -83,45 +82,42 @@ def inherited(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _accelerator_here(dev: Path = Path("/dev")) -> Accelerator:
-    """Return the first family that has a device in `dev`, else CPU."""
-    return next((one for one in gpu_families() if any(dev.glob(one.probe))), CPU)
-
-
 def exec_image(
     path: Path,
     command: Sequence[str],
     environment: Environment,
+    log: Log,
     *,
-    binds: Sequence[Bind] = (),
-    folder: str | None = None,
-    variables: Mapping[str, str] | None = None,
-    runtime: str = OWN,
-    log: Callable[[str], None] = lambda _: None,
+    binds: Sequence[Bind],
+    folder: str | None,
+    variables: Mapping[str, str],
+    runtime: str,
 ) -> int:
     """Run `command` in the image at `path` with this process's streams, and return its wait status.
 
-    `variables` override those that the image sets and those that are `inherited`. `folder` is the working
-    folder inside the image; the default is the current folder if a bind shows it, else /. `runtime` is one of
-    RUNTIMES.
+    `variables` override those that the image sets and those that are `inherited`. `folder` is the working folder inside
+    the image; the default is the current folder if a bind shows it, else /. `runtime` is one of RUNTIMES.
 
-    Raises UsageError for a file that is not an image and for a bind that does not fit the image, HostError when
-    this host cannot start it.
+    Raises UsageError for a file that is not an image and for a bind that does not fit the image, HostError when this
+    host cannot start it.
     """
     if runtime not in RUNTIMES:
         raise UsageError(f"no runtime is called {runtime!r}", f"one of {', '.join(RUNTIMES)}")
-    image = open_image_file(path, accelerator=_accelerator_here())
-    shown = {name: value for name, value in environment.variables.items() if name == "HOME" and _seen(value, binds)}
+    accelerator = next((one for one in gpu_families() if any(Path("/dev").glob(one.probe))), CPU)
+    image = open_image_file(path, accelerator=accelerator)
+    home = environment.variables.get("HOME")
     told = {
         "kind": image.kind,
         "program": command[0],
         "arguments": list(command[1:]),
         "variables": {
-            "HOME": "/tmp", **shown, **inherited(environment.variables), **(variables or {})
+            "HOME": home if home and _seen(home, binds) else "/tmp",
+            **inherited(environment.variables),
+            **variables,
         },
-        "binds": [(str(bind.host), bind.place, bind.readonly) for bind in binds],
+        "binds": list(binds),
         "folder_inside": folder or (os.getcwd() if _seen(os.getcwd(), binds) else "/"),
-    }  # fmt: skip
+    }
     way = runtime.partition(":")[2]
     refused = []
     for one in (way,) if way else WAYS:
@@ -138,15 +134,12 @@ def exec_image(
 def _seen(path: str, binds: Sequence[Bind]) -> bool:
     """Return whether a bind shows `path` of the host at the same path in the image."""
     return any(
-        str(bind.host) == os.path.normpath(bind.place) and PurePosixPath(path).is_relative_to(bind.host)
-        for bind in binds
+        bind.host == os.path.normpath(bind.place) and PurePosixPath(path).is_relative_to(bind.host) for bind in binds
     )
 
 
-def _start(
-    image: ImageFile, way: str, told: Mapping[str, Any], environment: Environment, log: Callable[[str], None]
-) -> int:
-    """Run the program and return its wait status. Raises Refused when `way` cannot open the image here."""
+def _start(image: ImageFile, way: str, told: Mapping[str, Any], environment: Environment, log: Log) -> int:
+    """Run the program and return its wait status. Raises WayUnavailable when `way` cannot open the image here."""
     # On the node's own disk: the store may be on a file system that all nodes share.
     folder = Path(tempfile.mkdtemp(prefix="envbuild-exec-"))
     try:

@@ -17,10 +17,7 @@ _FILE = Path(__file__).parent / "data" / "fabrics.toml"
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable that a fabric needs.
-
-    `source` is the address of the page that documents it, `date` the day on which it was read or written.
-    """
+    """A variable that a fabric needs; `source` is the page that documents it, `date` the day on which it was read."""
 
     name: str
     value: str
@@ -34,8 +31,8 @@ class FabricAdapter:
     """The network adapters of a fabric, as Linux shows them.
 
     `called` are their names in messages, `sysfs` is their class below /sys/class, `driver` the driver that
-    distinguishes them from other adapters of that class, `mounted` the folder that a container needs, `devices`
-    a glob of files for preflight, `resource` the Kubernetes resource that provides them.
+    distinguishes them from other adapters of that class, `mounted` the folder that a container needs, `devices` a glob
+    of files for preflight, `resource` the Kubernetes resource that provides them.
     """
 
     called: tuple[str, ...]
@@ -64,9 +61,9 @@ class FabricOptions:
 class Fabric:
     """A network between nodes.
 
-    `nccl_net` is the value of NCCL_NET, "" to leave the choice to NCCL. `names` are the names that NCCL's log
-    may use for it. `provider` is the provider of libfabric, "" without libfabric. `run_on` is the hardware on
-    which the settings were run, "" for none.
+    `nccl_net` is the value of NCCL_NET, "" to leave the choice to NCCL. `names` are the names that NCCL's log may use
+    for it. `provider` is the provider of libfabric, "" without libfabric. `run_on` is the hardware on which the
+    settings were run, "" for none.
     """
 
     name: str
@@ -97,22 +94,19 @@ class Fabric:
 
     def options_of(self, layer: str, family: str) -> tuple[FabricOptions, ...]:
         """Return the options for the source layer `layer` of targets with accelerators of `family`."""
-        found = (one for one in self.options if one.layer == layer)
-        return tuple(one for one in found if family in (one.accelerator or (family,)))
+        return tuple(one for one in self.options if one.layer == layer and family in (one.accelerator or (family,)))
 
 
 @functools.cache
 def load_fabrics() -> Mapping[str, Fabric]:
     """Return all fabrics by name."""
-    rows = tomllib.loads(_FILE.read_text(encoding="utf-8"))["fabrics"]
-    return {name: _fabric(name, row) for name, row in rows.items()}
-
-
-def _fabric(name: str, row: dict[str, Any]) -> Fabric:
-    rows = tuple(Variable(**one) for one in row.pop("variables", ()))
-    options = tuple(FabricOptions(**_frozen(one)) for one in row.pop("options", ()))
-    adapter = FabricAdapter(**_frozen(row.pop("adapter"))) if "adapter" in row else None
-    return Fabric(name=name, adapter=adapter, options=options, rows=rows, **_frozen(row))
+    fabrics = {}
+    for name, row in tomllib.loads(_FILE.read_text(encoding="utf-8"))["fabrics"].items():
+        rows = tuple(Variable(**one) for one in row.pop("variables", ()))
+        options = tuple(FabricOptions(**_frozen(one)) for one in row.pop("options", ()))
+        adapter = FabricAdapter(**_frozen(row.pop("adapter"))) if "adapter" in row else None
+        fabrics[name] = Fabric(name=name, adapter=adapter, options=options, rows=rows, **_frozen(row))
+    return fabrics
 
 
 def _frozen(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,6 +146,4 @@ def preflight_devices(provider: str) -> str:
     The form is GLOB or GLOB=DRIVER, "" when `provider` needs no adapter.
     """
     adapter = adapter_of(provider)
-    if adapter is None or not adapter.devices:
-        return ""
-    return f"{adapter.devices}={adapter.driver}" if adapter.driver else adapter.devices
+    return "=".join(filter(None, (adapter.devices, adapter.driver))) if adapter and adapter.devices else ""

@@ -24,9 +24,9 @@ def file_lock(
 ) -> Iterator[bool]:
     """Hold an exclusive lock on the file `path`, and yield whether its file system supports locks.
 
-    A missing file is created. `on_wait` is called when another process holds the lock. With `pause`, the lock
-    is polled: `pause` is called with the seconds to wait between two attempts, and may raise. `remove` deletes
-    the file at the end. Raises OSError when the file cannot be opened.
+    A missing file is created. `on_wait` is called when another process holds the lock. With `pause`, the lock is
+    polled: `pause` is called with the seconds to wait between two attempts, and may raise. `remove` deletes the file at
+    the end. Raises OSError when the file cannot be opened.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -65,6 +65,7 @@ def _hold(handle: int, on_wait: Callable[[], None] | None, pause: Callable[[floa
         waits = told and pause is None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            return True
         except BlockingIOError:
             if on_wait and not told:
                 on_wait()
@@ -73,8 +74,6 @@ def _hold(handle: int, on_wait: Callable[[], None] | None, pause: Callable[[floa
                 pause(_PAUSE_S)
         except OSError:
             return False
-        else:
-            return True
 
 
 def _refuse(_: float) -> None:
@@ -82,7 +81,6 @@ def _refuse(_: float) -> None:
 
 
 def _still(path: Path, handle: int) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(handle))
-    except FileNotFoundError:
-        return False
+    return False

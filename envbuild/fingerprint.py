@@ -1,7 +1,7 @@
 """Fingerprints of installed packages.
 
-A distribution's fingerprint covers its RECORD (PyPA "Recording installed projects", PEP 376 and 627), a conda
-package's its list of files.
+A distribution's fingerprint covers its RECORD (PyPA "Recording installed projects", PEP 376 and 627), a conda package's
+its list of files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def record_digest(record: bytes) -> str:
 def conda_digest(rows: Iterable[tuple[str, str]]) -> str:
     """Return the sha256 of a conda package's list of files; it does not depend on the prefix.
 
-    The rows are (path in the prefix, hexadecimal sha256 of the file in the package), in any order. The second
-    is "" for files that are not in the package, such as scripts of entry points.
+    The rows are (path in the prefix, hexadecimal sha256 of the file in the package), in any order. The second is "" for
+    files that are not in the package, such as scripts of entry points.
     """
     return "sha256:" + hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()

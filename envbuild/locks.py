@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from envbuild.errors import LockError
 from envbuild.layers.requested import requested_layers
-from envbuild.lock.base import builder_lock, image_lock
+from envbuild.lock.base import image_lock
 from envbuild.lock.lifecycle import LockKind
 from envbuild.lock.wheels import wheel_lock
+from envbuild.progress import Log
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
-Log = Callable[[str], None]
 # Each part is an option of `envbuild lock`. With source layers, the image part is two locks.
 PARTS = ("wheels", "image", "conda")
 
@@ -29,7 +28,12 @@ def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = 
     if has_wheels(loaded, target):
         found.append(wheel_lock(loaded, target))
     found.append(image_lock(loaded, target))
-    if sources := builder_sources(loaded, target):
+    image = loaded.recipe.image
+    # Other images have no compilers for source layers.
+    compiles = image.base == "debian" or image.build_base
+    if compiles and (sources := requested_layers(loaded, target).sources):
+        from envbuild.lock.base import builder_lock
+
         found.append(builder_lock(loaded, target, sources))
     if has_conda(loaded):
         from envbuild.lock.conda_kind import conda_lock
@@ -50,19 +54,11 @@ def has_wheels(loaded: LoadedRecipe, target: Target) -> bool:
     return recipe.environment != "conda" or bool(asked)
 
 
-def builder_sources(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, ...]:
-    """Return the source layers of the target's images, () when no image has compilers for them."""
-    image = loaded.recipe.image
-    if image.base != "debian" and not image.build_base:
-        return ()
-    return requested_layers(loaded, target).sources
-
-
 def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], log: Log) -> None:
     """Report each needed lock in `parts` that is current.
 
-    Raises LockError that lists all locks that are not current, with the command that updates them, or that
-    names a known incompatibility in a current lock.
+    Raises LockError that lists all locks that are not current, with the command that updates them, or that names a
+    known incompatibility in a current lock.
     """
     faults: dict[str, None] = {}
     missing: dict[str, set[str]] = {}
@@ -80,5 +76,4 @@ def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[s
             " ".join(["envbuild lock", word, *(f"--{part}" for part in PARTS if part in found)])
             for word, found in missing.items()
         ]
-        hint = f"make them with `{' && '.join(commands)}` and commit the result"
-        raise LockError("\n".join(faults), hint)
+        raise LockError("\n".join(faults), f"make them with `{' && '.join(commands)}` and commit the result")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import product
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from envbuild import process
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError, UsageError
 from envbuild.kinds import ARTIFACTS, kinds_of, plan_of
@@ -23,8 +25,7 @@ from envbuild.toml import nearest
 GITHUB_LIMIT = 256
 # Paths at the top of envbuild's own checkout that can change the artifacts of every recipe.
 _DECIDE_ALL = ("envbuild", "ddp_train", "Dockerfile.*", "pyproject.toml")
-# No default: envbuild is on no package index, and whoever registered its name there could run code on the
-# runner.
+# No default: envbuild is on no package index, and whoever registered its name there could run code on the runner.
 _GITLAB_PACKAGE = "${ENVBUILD_PACKAGE:?what pip takes envbuild from, such as git+https://HOST/GROUP/envbuild@VERSION}"
 _GITLAB_DEFAULT = {
     "image": "docker.io/library/python:3.11",
@@ -42,23 +43,23 @@ class SelectedRecipe:
 
 @dataclass(frozen=True, slots=True)
 class MatrixJob:
-    """One artifact that one runner builds."""
+    """One artifact that one runner builds.
+
+    `id` is RECIPE-TARGET-ARTIFACT, unique in a matrix; `runner` is the runner's label (GitHub) or tag (GitLab). `gpu`
+    says whether the artifact is for GPUs, `verify` whether the runner can train in it. `command` is the build as a
+    shell command, with --no-verify when `verify` is false.
+    """
 
     id: str
-    """RECIPE-TARGET-ARTIFACT, unique in a matrix."""
     recipe: str
     target: str
     artifact: str
     accelerator: str
     arch: str
     runner: str
-    """Label (GitHub) or tag (GitLab) of the runner."""
     gpu: bool
-    """Whether the artifact is for GPUs."""
     verify: bool
-    """Whether the runner can train in the artifact."""
     command: str
-    """The build as a shell command; with --no-verify when `verify` is false."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +87,11 @@ def make_jobs(
 ) -> tuple[list[MatrixJob], list[Omission]]:
     """Return the jobs of `recipes`, and the builds that are omitted because their plan fails with --locked.
 
-    Jobs are sorted by recipe; the targets of a recipe are in the recipe's order, artifacts in the order of
-    ARTIFACTS. Empty `artifacts` or `targets` mean all, except that recipes without [conda] get conda
-    environments only if `artifacts` names them. `runners` gives a runner to each architecture, and may give one
-    to a target (`cu126-x86_64`), which then counts as having that target's GPUs. Raises UsageError for two
-    recipes with the same name.
+    Jobs are sorted by recipe; the targets of a recipe are in the recipe's order, artifacts in the order of ARTIFACTS.
+    Empty `artifacts` or `targets` mean all, except that recipes without [conda] get conda environments only if
+    `artifacts` names them. `runners` gives a runner to each architecture, and may give one to a target
+    (`cu126-x86_64`), which then counts as having that target's GPUs. Raises UsageError for two recipes with the same
+    name.
     """
     unique = {one.loaded.path.resolve(): one for one in reversed(recipes)}
     _check_names(unique.values())
@@ -98,23 +99,23 @@ def make_jobs(
     jobs: list[MatrixJob] = []
     omitted: list[Omission] = []
     for one in sorted(unique.values(), key=lambda one: one.loaded.recipe.name):
-        refused: dict[tuple[str, str], EnvbuildError] = {}
         refusal = cache(partial(_refusal, one, environment, runners))
-        for name, kind in product(one.loaded.recipe.targets, _kinds(one, artifacts)):
-            if targets and name not in targets:
-                continue
+        reasons: dict[tuple[str, str | None], list[tuple[str, str, EnvbuildError]]] = {}
+        names = [name for name in one.loaded.recipe.targets if not targets or name in targets]
+        for name, kind in product(names, _kinds(one, artifacts)):
             # All kinds of images have the same plan.
             error = refusal(name, images[0] if kind in images else kind)
             if error is None:
                 jobs.append(_job(one, Target.parse(name), kind, runners))
             else:
-                refused[name, kind] = error
-        omitted += _omissions(one.name, refused)
+                reasons.setdefault((error.message, error.hint), []).append((name, kind, error))
+        for refused in reasons.values():
+            of_targets, of_kinds, errors = (tuple(dict.fromkeys(column)) for column in zip(*refused, strict=True))
+            omitted.append(Omission(one.name, of_targets, of_kinds, errors[0]))
     return jobs, omitted
 
 
 def _kinds(one: SelectedRecipe, artifacts: Sequence[str]) -> list[str]:
-    """Return the requested artifact kinds; by default all, conda environments only for recipes with [conda]."""
     if artifacts:
         return [kind for kind in ARTIFACTS if kind in artifacts]
     conda = bool(one.loaded.recipe.conda.dependencies)
@@ -134,16 +135,6 @@ def _refusal(
     except EnvbuildError as error:
         return error
     return None
-
-
-def _omissions(recipe: str, refused: Mapping[tuple[str, str], EnvbuildError]) -> Iterator[Omission]:
-    """Yield the refused builds, grouped by reason."""
-    reasons: dict[tuple[str, str | None], list[tuple[str, str]]] = {}
-    for build, error in refused.items():
-        reasons.setdefault((error.message, error.hint), []).append(build)
-    for builds in reasons.values():
-        targets, kinds = (tuple(dict.fromkeys(names)) for names in zip(*builds, strict=True))
-        yield Omission(recipe, targets, kinds, refused[builds[0]])
 
 
 def _job(one: SelectedRecipe, target: Target, artifact: str, runners: Mapping[str, str]) -> MatrixJob:
@@ -207,14 +198,52 @@ def parse_runners(options: Iterable[str], defaults: Mapping[str, str]) -> dict[s
     return runners
 
 
+def changes_since(revision: str, folder: Path) -> tuple[Path, list[str]]:
+    """Return the files that the branch checked out at `folder` changed since it left `revision`.
+
+    The first value is the checkout's top, to which the POSIX paths of the files are relative. As for `git diff
+    REVISION...`, only commits count. Raises UsageError when `folder` is not in a git checkout or git does not know the
+    revision, HostError when git is not installed.
+    """
+    git = partial(_git, folder)
+    top = git("rev-parse", "--show-toplevel")
+    if top.returncode != 0:
+        raise UsageError(
+            f"--changed-since needs a git checkout, and {folder.absolute()} is not in one that git will read:"
+            f"\n{process.tail(top)}",
+            hint="run it in a clone, or leave --changed-since out to get every job",
+        )
+    found = git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    if found.returncode != 0 or revision.startswith("-"):
+        raise _unknown(folder, f"git knows no revision {revision!r}", "name a commit, branch or tag")
+    # With renames, git would list only a file's new path; the folder that it left has changed too.
+    differing = git("diff", "--name-only", "--no-renames", "-z", f"{found.stdout.strip()}...HEAD", "--")
+    if differing.returncode != 0:
+        message = f"git finds nothing that {revision!r} and HEAD have in common:\n{process.tail(differing)}"
+        raise _unknown(folder, message, "name a revision that this branch came from")
+    return Path(top.stdout.removesuffix("\n")), [path for path in differing.stdout.split("\0") if path]
+
+
+def _unknown(folder: Path, message: str, hint: str) -> UsageError:
+    if _git(folder, "rev-parse", "--is-shallow-repository").stdout.strip() == "true":
+        return UsageError(
+            f"{message}; this clone is shallow and may lack it",
+            "fetch it: git fetch --unshallow; with actions/checkout, set fetch-depth: 0",
+        )
+    return UsageError(message, f"{hint}, or leave --changed-since out to get every job")
+
+
+def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return process.run(["git", *arguments], cwd=folder, check=False)
+
+
 def changed_recipes(
     recipes: Iterable[SelectedRecipe], folders: Mapping[str, str], changed: Iterable[str]
 ) -> list[SelectedRecipe]:
     """Return those of `recipes` that the files `changed` affect.
 
-    `folders` maps the name of a recipe on the command line to its folder; its values and `changed` are relative
-    to the top of one checkout. A recipe that is not in `folders` is elsewhere: only files that affect every
-    recipe affect it.
+    `folders` maps the name of a recipe on the command line to its folder; its values and `changed` are relative to the
+    top of one checkout. A recipe that is not in `folders` is elsewhere: only files that affect every recipe affect it.
     """
     paths = [PurePosixPath(path) for path in changed]
     if any(fnmatchcase(path.parts[0], pattern) for path in paths for pattern in _DECIDE_ALL):
@@ -231,8 +260,8 @@ def as_json(jobs: Sequence[MatrixJob]) -> str:
 def as_github(jobs: Sequence[MatrixJob]) -> str:
     """Return one line of JSON for `strategy.matrix: ${{ fromJSON(…) }}`.
 
-    GitHub refuses a matrix without entries: the workflow has to skip the job then. Raises UsageError when there
-    are more jobs than one workflow run may have.
+    GitHub refuses a matrix without entries: the workflow has to skip the job then. Raises UsageError when there are
+    more jobs than one workflow run may have.
     """
     if len(jobs) > GITHUB_LIMIT:
         raise UsageError(
@@ -257,6 +286,5 @@ def as_gitlab(jobs: Sequence[MatrixJob]) -> str:
             "artifacts": {"when": "always", "paths": ["build/**/*.receipt.json"]},
         }
     if not jobs:
-        nothing = {"stage": "build", "before_script": [], "script": ["echo nothing to build"]}
-        pipeline["nothing-to-build"] = nothing
+        pipeline["nothing-to-build"] = {"stage": "build", "before_script": [], "script": ["echo nothing to build"]}
     return json.dumps(pipeline, indent=1)

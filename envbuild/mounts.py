@@ -19,8 +19,8 @@ _NETWORK = frozenset(
 class Mount(NamedTuple):
     """A mounted file system.
 
-    `kind` is its type, `at` the mount point, `top` the folder of the file system that is mounted there,
-    `options` are the options of the mount, `own_options` those of the file system.
+    `kind` is its type, `at` the mount point, `top` the folder of the file system that is mounted there, `options` are
+    the options of the mount, `own_options` those of the file system.
     """
 
     kind: str
@@ -55,14 +55,10 @@ def parse_mounts(text: str) -> Iterator[Mount]:
 
 def mount_of(path: Path, mounts: Iterable[Mount]) -> Mount | None:
     """Return the mount that contains `path`, which need not exist; None when no mount does."""
-    real, best = os.path.realpath(path), None
-    for mount in mounts:
-        # Of several mounts at one mount point, the last one hides the others.
-        if (real == mount.at or real.startswith(mount.at.rstrip("/") + "/")) and (
-            best is None or len(mount.at) >= len(best.at)
-        ):
-            best = mount
-    return best
+    real = os.path.realpath(path)
+    holding = [one for one in mounts if real == one.at or real.startswith(one.at.rstrip("/") + "/")]
+    # Of several mounts at one mount point, the last one hides the others.
+    return max(reversed(holding), key=lambda mount: len(mount.at), default=None)
 
 
 def _unescaped(text: str) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -14,18 +16,14 @@ from envbuild.errors import BuildError, EnvbuildError, HostError
 
 # How many lines of a failed tool's output an error message shows.
 TAIL_LINES = 30
+_GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
     """Return a `preexec_fn` that makes Linux send `sig` to the child when envbuild itself dies (prctl(2))."""
-    number = int(sig)
-
-    def arrange() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, number)
-
-    return arrange
+    return functools.partial(_libc.prctl, _PR_SET_PDEATHSIG, int(sig))
 
 
 def start(
@@ -56,28 +54,25 @@ def start(
         raise HostError(f"cannot run {command[0]}: {error.strerror}") from error
 
 
-def stop(children: Sequence[subprocess.Popen[bytes]], grace_s: float = 5.0) -> None:
-    """Stop each child and its session: SIGTERM, then SIGKILL after `grace_s` seconds."""
+def stop(children: Sequence[subprocess.Popen[bytes]], grace_s: float = _GRACE_S) -> None:
+    """Stop each child and its session: SIGTERM, then SIGKILL after `grace_s`."""
     for child in children:
         _signal_session(child, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     for child in children:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            continue
     for child in children:
         _signal_session(child, signal.SIGKILL)
         child.wait()
 
 
 def _signal_session(child: subprocess.Popen[bytes], sig: signal.Signals) -> None:
-    try:
-        os.killpg(child.pid, sig)
-    except ProcessLookupError:
-        pass
-    except PermissionError:  # a process of the session changed its user; its leader did not
-        child.send_signal(sig)
+    with contextlib.suppress(ProcessLookupError):
+        try:
+            os.killpg(child.pid, sig)
+        except PermissionError:  # a process of the session changed its user; its leader did not
+            child.send_signal(sig)
 
 
 def run(
@@ -91,8 +86,8 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` to its end and capture both streams.
 
-    With `check`, a non-zero exit raises `failure` with the last lines of the tool's output; `what` names the
-    step in the message. An interrupt stops the child and all its children.
+    With `check`, a non-zero exit raises `failure` with the last lines of the tool's output; `what` names the step in
+    the message. An interrupt stops the child and all its children.
     """
     child = start(command, env=env, cwd=cwd)
     try:
@@ -100,9 +95,8 @@ def run(
     except BaseException:
         stop([child])
         raise
-    done = subprocess.CompletedProcess(
-        [str(part) for part in command], child.returncode, out.decode(errors="replace"), err.decode(errors="replace")
-    )
+    said = (stream.decode(errors="replace") for stream in (out, err))
+    done = subprocess.CompletedProcess([str(part) for part in command], child.returncode, *said)
     if check and done.returncode != 0:
         raise failure(f"{what or Path(command[0]).name} failed (exit {done.returncode}):\n{tail(done)}")
     return done
@@ -125,7 +119,7 @@ def follow(command: Sequence[str | Path], env: Mapping[str, str], on_line: Calla
         raise
 
 
-def tail(done: subprocess.CompletedProcess[str], lines: int = TAIL_LINES) -> str:
-    """Return the last `lines` lines of a tool's output, indented: of stderr, or of stdout if stderr is empty."""
-    text = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return "\n".join("  " + line for line in text[-lines:])
+def tail(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last lines of a tool's output, indented: of stderr, or of stdout if stderr is empty."""
+    lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+    return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:])

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+Log = Callable[[str], None]
 OnProgress = Callable[[int], None]
 
 
@@ -27,8 +28,8 @@ def human_size(count: float) -> str:
 def transfer(title: str, total: int | None) -> Iterator[OnProgress]:
     """Show the progress of one transfer of `total` bytes (None: unknown).
 
-    Yields a function to call with each number of bytes transferred; several threads may call it. A terminal
-    shows a bar; elsewhere one line is printed at the start, which keeps logs short.
+    Yields a function to call with each number of bytes transferred; several threads may call it. A terminal shows a
+    bar; elsewhere one line is printed at the start, which keeps logs short.
     """
     if not sys.stderr.isatty():
         log(f"{title} ({human_size(total)})" if total else title)

@@ -22,35 +22,30 @@ _SIZE = re.compile(r"([0-9]{1,15})([KMGT]?)B?", re.ASCII | re.IGNORECASE)
 def workers(variables: Mapping[str, str], most: int = 64, *, root: Path = Path("/")) -> int:
     """Return how many CPUs this process may keep busy: at least 1, at most `most`.
 
-    It is the minimum of the CPU affinity, the CPU quotas of the process's cgroups (rounded up) and Slurm's
-    allocation. `root` is the folder with proc and sys.
+    It is the minimum of the CPU affinity, the CPU quotas of the process's cgroups (rounded up) and Slurm's allocation.
+    `root` is the folder with proc and sys.
     """
     found = [most, len(os.sched_getaffinity(0))]
     for version, folder in _groups("cpu", root):
         if version == 2:
             quota, _, period = _text(folder / "cpu.max").partition(" ")
         else:
-            quota = _text(folder / "cpu.cfs_quota_us")
-            period = _text(folder / "cpu.cfs_period_us")
-        whole, part = _natural(quota), _natural(period)
-        if whole and part:
+            quota, period = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        if (whole := _natural(quota)) and (part := _natural(period)):
             found.append(-(-whole // part))
     slurm = _natural(variables.get("SLURM_CPUS_PER_TASK")) or _natural(variables.get("SLURM_CPUS_ON_NODE"))
-    if slurm:
-        found.append(slurm)
-    return max(1, min(found))
+    return max(1, min(*found, slurm or most))
 
 
 def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | None:
     """Return how many bytes of memory this process may use, None if unknown.
 
-    It is the minimum of the limits of the process's cgroups, Slurm's allocation, and the memory that the kernel
-    calls available. `root` is the folder with proc and sys.
+    It is the minimum of the limits of the process's cgroups, Slurm's allocation, and the memory that the kernel calls
+    available. `root` is the folder with proc and sys.
     """
     found: list[int] = []
     for version, folder in _groups("memory", root):
-        name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-        limit = _natural(_text(folder / name))
+        limit = _natural(_text(folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")))
         if limit is not None and limit < _NO_LIMIT:
             found.append(limit)
     # The value 0 stands for all memory of the node.
@@ -60,8 +55,7 @@ def memory(variables: Mapping[str, str], *, root: Path = Path("/")) -> int | Non
     elif each:
         count = _natural(variables.get("SLURM_CPUS_ON_NODE")) or _natural(variables.get("SLURM_CPUS_PER_TASK"))
         found.append(each * (count or 1))
-    available = re.search(r"^MemAvailable:\s*([0-9]+) kB$", _text(root / "proc/meminfo"), re.M)
-    if available:
+    if available := re.search(r"^MemAvailable:\s*([0-9]+) kB$", _text(root / "proc/meminfo"), re.M):
         found.append(int(available[1]) << 10)
     return min(found, default=None)
 

@@ -1,7 +1,7 @@
 """Threads for work beside the reader of a stream, and for several items at once; Ctrl-C ends them at any moment.
 
-concurrent.futures is not used: its locks are Python code, and a Ctrl-C inside them leaves them locked, so that
-its threads and its `shutdown` wait forever. `queue.SimpleQueue` is C code.
+concurrent.futures is not used: its locks are Python code, and a Ctrl-C inside them leaves them locked, so that its
+threads and its `shutdown` wait forever. `queue.SimpleQueue` is C code.
 """
 
 from __future__ import annotations
@@ -97,8 +97,7 @@ def each(
 ) -> list[R]:
     """Call `work(item, stop)` for each of `items` in `count` threads; return the results in the order of `items`.
 
-    The first error, or Ctrl-C, sets `stop` and is raised; the threads then get half a second to react to
-    `stop`.
+    The first error, or Ctrl-C, sets `stop` and is raised; the threads then get half a second to react to `stop`.
     """
     stop = stop or threading.Event()
     done: SimpleQueue[tuple[int, Answer[R]]] = SimpleQueue()

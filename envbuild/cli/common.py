@@ -1,4 +1,4 @@
-"""Common parts of several commands: find a recipe and its target, print a result."""
+"""Common parts of several commands: find a recipe and its target, hand over a job, print a result."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from functools import wraps
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild.environment import Environment
+from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.progress import log as log
 from envbuild.recipe.find import choose_target, find_recipe, search_folders
@@ -22,82 +20,8 @@ from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
-    from envbuild.kinds.commit import Result
+    from envbuild.jobs.model import JobPlan
     from envbuild.plan.plan import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildOptions:
-    """Values of the options that all builds share."""
-
-    no_verify: bool
-    faults: bool
-    dry_run: bool
-    locked: bool
-    offline: bool
-    as_json: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FolderOptions(BuildOptions):
-    """Values of the options of environments in folders, see `folder_options`."""
-
-    compile_bytecode: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageBuildOptions(BuildOptions):
-    """Values of the options of image builds."""
-
-    no_bytecode: bool
-
-
-Decorator = Callable[[Callable[..., None]], Callable[..., None]]
-target_option = click.option(
-    "--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-locked_option = click.option(
-    "--locked", is_flag=True, help="Refuse (exit 3) where the lock is missing or stale; for CI."
-)
-offline_option = click.option(
-    "--offline", is_flag=True, help="Use the store, find-links folders and file indexes only."
-)
-
-
-no_verify_option = click.option("--no-verify", is_flag=True, help="Only build; leave no receipt.")
-faults_option = click.option("--faults", is_flag=True, help="Verify too that a killed rank restarts from the snapshot.")
-no_bytecode_option = click.option("--no-bytecode", is_flag=True, help="Leave compiled modules out of the image.")
-dry_run_option = click.option("--dry-run", is_flag=True, help="Print the plan and stop.")
-
-
-def packed(record: type, name: str, *options: Decorator) -> Decorator:
-    """Return a decorator that adds `options` to a command.
-
-    The command gets their values in its argument `name`, a `record` with a field for each option.
-    """
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def run(**given: Any) -> None:
-            chosen = {field.name: given.pop(field.name) for field in fields(record)}
-            command(**given, **{name: record(**chosen)})
-
-        whole: Callable[..., None] = run
-        for option in reversed(options):
-            whole = option(whole)
-        return whole
-
-    return decorate
-
-
-folder_options = packed(
-    FolderOptions, "how", no_verify_option, faults_option,
-    click.option(
-        "--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."
-    ),
-    dry_run_option, locked_option, offline_option, json_option,
-)  # fmt: skip
 
 
 def open_recipe(name: str, environment: Environment) -> LoadedRecipe:
@@ -108,6 +32,13 @@ def open_recipe(name: str, environment: Environment) -> LoadedRecipe:
 def open_target(loaded: LoadedRecipe, name: str | None, environment: Environment) -> Target:
     """Return the target of `loaded` with the name `name`, None for the one that suits this host."""
     return choose_target(loaded, name, search_folders(environment.site.recipe_folders))
+
+
+def open_build(recipe: str, target: str | None) -> tuple[Environment, LoadedRecipe, Target]:
+    """Return the environment of this process, the recipe, and its target; see `open_recipe` and `open_target`."""
+    environment = load_environment()
+    loaded = open_recipe(recipe, environment)
+    return environment, loaded, open_target(loaded, target, environment)
 
 
 def check_out(path: Path | None, option: str = "--out") -> None:
@@ -144,28 +75,52 @@ def print_json(value: Mapping[str, Any]) -> None:
     click.echo(json.dumps(value, indent=1))
 
 
+def show(as_json: bool, value: Mapping[str, Any], *lines: object) -> None:
+    """Print one JSON object, or `lines`."""
+    if as_json:
+        print_json(value)
+    else:
+        for line in lines:
+            click.echo(line)
+
+
 def show_plan(plan: Plan, as_json: bool, path: Path | None = None) -> None:
     """Print the plan of a build, and its path."""
-    if as_json:
-        print_json({**plan.as_json(), **({"path": str(path.absolute())} if path else {})})
-        return
-    print_plan(plan)
-    if path:
-        click.echo(path)
+    shown = {"path": str(path.absolute())} if path else {}
+    show(as_json, plan.as_json() | shown, *plan_lines(plan), *([path] if path else []))
 
 
-def print_plan(plan: Plan) -> None:
-    """Print a plan as text."""
-    click.echo(f"{plan.artifact} of {plan.recipe} for {plan.target}, {plan.digest}")
-    for number, layer in enumerate(plan.layers, start=1):
-        click.echo(f"{number:3}. {layer.kind:8} {layer.name} {layer.version}  {layer.digest[:19]}…")
+def plan_lines(plan: Plan) -> list[str]:
+    """Return a plan as text."""
+    layers = [
+        f"{number:3}. {layer.kind:8} {layer.name} {layer.version}  {layer.digest[:19]}…"
+        for number, layer in enumerate(plan.layers, start=1)
+    ]
+    return [f"{plan.artifact} of {plan.recipe} for {plan.target}, {plan.digest}", *layers]
 
 
-def finish(result: Result, path: Path, as_json: bool) -> None:
-    """Print the path or the result of a build in a folder, or that nothing changed."""
-    if not result.built and not result.verified:
-        log(f"{path}: nothing changed ({result.seconds:.2f} s)")
-    if as_json:
-        print_json(result.as_json())
-    else:
-        click.echo(path)
+def hand_over(
+    plan: JobPlan, text: str, out: Path | None, *, submit: bool, hint: str, note: str = ""
+) -> tuple[Path | None, str | None]:
+    """Submit the script of a job or write it to `out`, if requested.
+
+    Returns its path, None if it is to be printed, and the job's number, None if it was not submitted. `hint` is the
+    advice when the script cannot be written, `note` the end of the message about the submission.
+    """
+    from envbuild.jobs.schedulers import SCHEDULERS
+    from envbuild.jobs.submit import default_script, submit_script, write_script
+
+    if not submit:
+        if out is not None:
+            write_script(text, out, hint)
+        return out, None
+    path = out or default_script(plan, Path() if SCHEDULERS[plan.scheduler].pods else Path(plan.work))
+    number = submit_script(plan, text, path, os.environ, hint, named=out is not None)
+    log(f"submitted {path} to {plan.scheduler}{note}")
+    return path, number
+
+
+def show_job(as_json: bool, value: Mapping[str, Any], text: str, path: Path | None, number: str | None) -> None:
+    """Print a job: as one JSON object, or its number, else the path of its script, else the script."""
+    told = next((one for one in (number, path) if one is not None), text.removesuffix("\n"))
+    show(as_json, {"job": number, **value}, told)

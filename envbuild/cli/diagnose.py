@@ -1,16 +1,18 @@
-"""`envbuild diagnose`."""
+"""`envbuild diagnose` and `envbuild lint-job`: faults of jobs, in their logs and in their scripts."""
 
 from __future__ import annotations
 
-from pathlib import PurePath
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path, PurePath
 
 import click
 
-from envbuild.cli.common import json_option, print_json
-
-if TYPE_CHECKING:
-    from envbuild.diagnose.engine import Diagnosis, Evidence
+from envbuild.cli.common import log, print_json
+from envbuild.cli.options import PATH, with_options
+from envbuild.diagnose.engine import Diagnosis, Evidence, diagnose
+from envbuild.diagnose.read import jobs_of, read_logs
+from envbuild.diagnose.rules import load_rules
+from envbuild.errors import VerificationError
 
 _EVIDENCE = 6
 
@@ -18,23 +20,19 @@ _EVIDENCE = 6
 @click.command("diagnose")
 @click.argument("logs", metavar="LOG...", nargs=-1, required=True)
 @click.option("--all", "everything", is_flag=True, help="Show what follows from a cause, too.")
-@json_option
+@with_options("json")
 def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Say why a job failed, from its LOGs: causes first, with the lines that show them and what to do.
 
-    Give the logs of all nodes, or the one that a scheduler made of them; compressed ones too, "-" is standard input.
-    Of a folder each job is diagnosed by itself, told by the number in its logs' names (ddp_1234.out). Exit code 0
-    whether or not something was recognised (--json: findings is empty then).
+    Give the logs of all nodes, or the one that a scheduler made of them; compressed ones too, "-" is standard input. Of
+    a folder each job is diagnosed by itself, told by the number in its logs' names (ddp_1234.out). Exit code 0 whether
+    or not something was recognised (--json: findings is empty then).
 
     \b
     Examples:
       envbuild diagnose logs/ddp_1234.out
       kubectl logs --prefix --tail=-1 -l training.kubeflow.org/job-name=ddp | envbuild diagnose -
     """
-    from envbuild.diagnose.engine import diagnose
-    from envbuild.diagnose.read import jobs_of, read_logs
-    from envbuild.diagnose.rules import load_rules
-
     found = [(job, files, diagnose(read_logs(files), load_rules())) for job, files in jobs_of(logs).items()]
     if as_json:
         rows = [{"job": job, "logs": files, **one.as_json()} for job, files, one in found]
@@ -49,15 +47,13 @@ def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> 
 
 
 def _show(found: Diagnosis, everything: bool) -> None:
-    causes = [one for one in found.findings if one.kind == "cause"]
     # Without a known cause, only the symptoms can be shown.
-    hidden = [] if everything or not causes else [f for f in found.findings if f.kind == "symptom"]
+    hides = not everything and any(one.kind == "cause" for one in found.findings)
+    hidden = [one for one in found.findings if hides and one.kind == "symptom"]
     for number, one in enumerate((f for f in found.findings if f not in hidden), start=1):
-        head = {"cause": "", "symptom": "symptom: ", "note": "note: "}[one.kind]
-        title = f"{number}. {head}{one.cause}"
-        click.echo(click.style(title, bold=one.kind == "cause") + f"  [{one.id}]")
-        for line in one.evidence[:_EVIDENCE]:
-            click.echo(f"     {_place(line)}")
+        head = "" if one.kind == "cause" else f"{one.kind}: "
+        click.echo(click.style(f"{number}. {head}{one.cause}", bold=one.kind == "cause") + f"  [{one.id}]")
+        _quote(one.evidence[:_EVIDENCE])
         if len(one.evidence) > _EVIDENCE:
             click.echo(f"     … and {len(one.evidence) - _EVIDENCE} more")
         click.echo(click.style("   do: ", fg="green") + one.hint)
@@ -67,13 +63,47 @@ def _show(found: Diagnosis, everything: bool) -> None:
         click.echo(f"Nothing was recognised in {found.lines} lines.", err=True)
     if found.exception:
         click.echo("The program's first exception:")
-        for line in found.exception:
-            click.echo(f"     {_place(line)}")
+        _quote(found.exception)
     if found.last and not found.findings:
         click.echo("The last lines that speak of an error:", err=True)
-        for line in found.last:
-            click.echo(f"     {_place(line)}")
+        _quote(found.last)
 
 
-def _place(line: Evidence) -> str:
-    return f"{line.file}:{line.line}: {line.text}"
+def _quote(lines: Sequence[Evidence]) -> None:
+    for line in lines:
+        click.echo(f"     {line.file}:{line.line}: {line.text}")
+
+
+@click.command("lint-job")
+@click.argument("scripts", metavar="SCRIPT...", nargs=-1, required=True, type=PATH)
+@with_options("json")
+def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
+    """Find faults in hand-written job scripts: sbatch, PBS, shell, Kubernetes manifests.
+
+    Exit code 5 when one of them is an error; warnings and hints alone are exit code 0. A line that ends in `# lint-job:
+    ignore` is passed over.
+
+    \b
+    Examples:
+      envbuild lint-job train.sbatch
+      envbuild lint-job ddp.pbs pytorchjob.yaml --json
+    """
+    from envbuild.jobs.lint import lint_file
+    from envbuild.jobs.lint_faults import LEVELS
+
+    problems = [problem for path in scripts for problem in lint_file(path)]
+    count = {level: sum(one.fault.level == level for one in problems) for level in LEVELS}
+    if as_json:
+        print_json({"problems": [one.as_json() for one in problems], "count": count})
+    colours = {"error": "red", "warning": "yellow", "hint": "blue"}
+    for one in [] if as_json else problems:
+        level = click.style(one.fault.level, fg=colours[one.fault.level], bold=True)
+        click.echo(f"{one.file}:{one.line}: {level}: {one.what}  [{one.fault.id}]")
+        click.echo(f"    {one.text}")
+        click.echo(click.style("    instead: ", fg="green") + one.instead)
+    told = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in count.items())
+    if count["error"]:
+        names = dict.fromkeys(one.file for one in problems if one.fault.level == "error")
+        raise VerificationError(f"{', '.join(names)}: {told}", "each line says what to write instead")
+    if not as_json:
+        log(told if problems else "no faults were found")

@@ -1,15 +1,36 @@
-"""`envbuild inspect`."""
+"""`envbuild inspect` and `envbuild diff`."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
-from envbuild.cli.common import json_option, print_json
+from envbuild.cli import layout
+from envbuild.cli.common import log, print_json
+from envbuild.cli.options import with_options
+from envbuild.describe import describe
 from envbuild.environment import load_environment
+from envbuild.errors import UsageError
+from envbuild.inspect.compare import Change, Comparison, compare
+from envbuild.inspect.conda_meta import channel_name
+from envbuild.inspect.reader import open_artifact, open_artifacts
 from envbuild.progress import human_size
+
+_SIGNS = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
+_LINES = 40
+# Fields of Comparison: name in JSON, name of one difference, of several.
+_PARTS = {
+    "settings": ("settings", "setting", "settings"),
+    "built": ("source_built", "source-built layer", "source-built layers"),
+    "conda": ("conda_packages", "conda package", "conda packages"),
+    "python": ("python_packages", "Python package", "Python packages"),
+    "debian": ("debian_packages", "Debian package", "Debian packages"),
+    "files": ("files", "file", "files"),
+}
 
 
 @click.command("inspect")
@@ -18,16 +39,16 @@ from envbuild.progress import human_size
 @click.option("--packages", is_flag=True, help="List every package, and nothing else.")
 @click.option("--layers", is_flag=True, help="List an image's layers; nothing in it is read.")
 @click.option("--sbom", type=click.Choice(["cyclonedx"]), help="Write the bill of materials, CycloneDX 1.6.")
-@json_option
+@with_options("json")
 def inspect_command(
     artifact: str, target: str | None, packages: bool, layers: bool, sbom: str | None, as_json: bool
 ) -> None:
     """Show what ARTIFACT is: recipe, locks, base, packages, layers, settings, receipt.
 
-    ARTIFACT is the path of a venv, conda environment, OCI layout, image archive, squashfs or SIF, venv:DIR,
-    conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME,
-    docker://REGISTRY/NAME, or the name of an image in the docker daemon. What envbuild did not make is read
-    too. Values of variables whose names tell of secrets are hidden.
+    ARTIFACT is the path of a venv, conda environment, OCI layout, image archive, squashfs or SIF, venv:DIR, conda:DIR,
+    oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME, docker://REGISTRY/NAME, or the name of
+    an image in the docker daemon. What envbuild did not make is read too. Values of variables whose names tell of
+    secrets are hidden.
 
     \b
     Examples:
@@ -38,10 +59,6 @@ def inspect_command(
       envbuild inspect pt_cpu.sif
       envbuild inspect docker://registry.example.org/team/pt_cpu:2.13 --sbom cyclonedx >pt_cpu.cdx.json
     """
-    from envbuild.describe import describe
-    from envbuild.errors import UsageError
-    from envbuild.inspect.reader import open_artifact
-
     if sbom and (as_json or packages or layers):
         raise UsageError("--sbom writes JSON of its own; it goes with no other output")
     environment = load_environment()
@@ -52,8 +69,7 @@ def inspect_command(
             from envbuild.inspect.sbom import cyclonedx
             from envbuild.kinds.image import source_date
 
-            given = "SOURCE_DATE_EPOCH" in environment.variables
-            date = source_date(environment) if given else None
+            date = source_date(environment) if "SOURCE_DATE_EPOCH" in environment.variables else None
             click.echo(cyclonedx(opened.about, contents, date), nl=False)
             return
         found = describe(opened.about, contents)
@@ -62,13 +78,17 @@ def inspect_command(
         return
     if not packages and not layers:
         _head(found)
-    if found["layers"] and (layers or not packages):
-        _table("layers", _layers(found), named=not layers)
+    if layers or not packages:
+        rows = [[one["digest"], human_size(one["size"]) if one["size"] else "-", _short(one["title"])]
+                for one in found["layers"]]  # fmt: skip
+        _table("" if layers else "layers", rows)
     if contents and (packages or not layers):
         built = [[p["name"], p["version"], _where(p)] for p in found["source_built"]]
         built += [[p["name"], p["version"], f"the nodes' {p['path']}"] for p in found["host_layers"]]
         _table(f"source-built layers ({len(built)})", built)
-        _table(f"conda packages ({len(found['conda_packages'])})", _conda(found))
+        conda = found["conda_packages"]
+        rows = [[p["name"], p["version"], p["build"], channel_name(p["channel"]), _where(p)] for p in conda]
+        _table(f"conda packages ({len(rows)})", rows)
         rows = [[p["name"], p["version"], _where(p)] for p in found["python_packages"]]
         _table(f"Python packages ({len(rows)})", rows)
     if packages:
@@ -78,7 +98,8 @@ def inspect_command(
 
 def _head(found: Mapping[str, Any]) -> None:
     python, base, receipt = found["python"], found["base"], found["receipt"]
-    locks = found["locks"]
+    locks, debian = found["locks"], found["debian_packages"]
+    stored = f", {human_size(found['stored'])} as stored" if found["stored"] else ""
     rows: list[tuple[str, str | None]] = [
         ("artifact", f"{found['artifact']} ({found['kind']})"),
         ("digest", found["digest"]),
@@ -92,15 +113,15 @@ def _head(found: Mapping[str, Any]) -> None:
         ("fabric", found["fabric"]),
         ("python", python and _joined(python["full"] or python["version"], python["interpreter"])),
         ("base", base and _joined(base["name"] or base["title"], base["digest"], base["suite"])),
-        ("Debian", _count(found["debian_packages"], "packages; --packages lists them")),
-        ("size", _sizes(found)),
+        ("Debian", debian and f"{len(debian)} packages; --packages lists them"),
+        ("size", f"{human_size(found['size'])} in {found['files']} files and folders{stored}"),
         ("stored as", found["filesystem"]),
         ("created", found["created"]),
         ("envbuild", found["envbuild"]),
         ("workdir", found["workdir"]),
         ("user", found["user"]),
-        ("entrypoint", _words(found["entrypoint"])),
-        ("cmd", _words(found["cmd"])),
+        ("entrypoint", shlex.join(found["entrypoint"])),
+        ("cmd", shlex.join(found["cmd"])),
         ("receipt", _receipt(receipt) if receipt else "none beside it"),
     ]  # fmt: skip
     _table("", [(name, value) for name, value in rows if value])
@@ -113,42 +134,12 @@ def _joined(*parts: str | None) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def _count(listed: Sequence[Any] | None, what: str) -> str:
-    return f"{len(listed)} {what}" if listed else ""
-
-
-def _sizes(found: Mapping[str, Any]) -> str:
-    text = f"{human_size(found['size'])} in {found['files']} files and folders"
-    return f"{text}, {human_size(found['stored'])} as stored" if found["stored"] else text
-
-
-def _words(words: Sequence[str]) -> str:
-    import shlex
-
-    return shlex.join(words)
-
-
 def _receipt(receipt: Mapping[str, Any]) -> str:
     said = "passed" if receipt["passed"] else "FAILED"
     if not receipt["matches"]:
         said = "of another artifact"
     pushed = f", pushed as {receipt['pushed']}" if receipt["pushed"] else ""
     return f"{said}, {receipt['verified_at']}{pushed}  {receipt['path']}"
-
-
-def _layers(found: Mapping[str, Any]) -> list[list[str]]:
-    return [
-        [layer["digest"], human_size(layer["size"]) if layer["size"] else "-", _short(layer["title"])]
-        for layer in found["layers"]
-    ]  # fmt: skip
-
-
-def _conda(found: Mapping[str, Any]) -> list[list[str]]:
-    from envbuild.inspect.conda_meta import channel_name
-
-    return [
-        [p["name"], p["version"], p["build"], channel_name(p["channel"]), _where(p)] for p in found["conda_packages"]
-    ]
 
 
 def _short(text: str) -> str:
@@ -161,14 +152,110 @@ def _where(package: Mapping[str, Any]) -> str:
     return "" if usual else f"/{location}"
 
 
-def _table(title: str, rows: Sequence[Sequence[str]], named: bool = True) -> None:
-    """Print rows in aligned columns; the last column is not padded."""
-    if not rows:
-        return
-    if title and named:
+def _table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in aligned columns, below their title if there is one."""
+    if title and rows:
         click.echo(f"{title}:")
-    widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
-    for row in rows:
-        line = "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
-        text = f"  {line}".rstrip() if title and named else line.rstrip()
-        click.echo("".join(c if c.isprintable() else "?" for c in text))
+    for line in layout.columns(rows):
+        click.echo(layout.printable(f"  {line}" if title else line, "?"))
+
+
+@click.command("diff")
+@click.argument("a")
+@click.argument("b")
+@click.option("--target", metavar="TARGET", help="Platform of multi-platform images.")
+@click.option("--files/--no-files", default=True, help="Compare every file (default), or packages alone.")
+@click.option("--all", "everything", is_flag=True, help=f"List all files, not the first {_LINES}.")
+@with_options("json")
+def diff_command(a: str, b: str, target: str | None, files: bool, everything: bool, as_json: bool) -> None:
+    """Compare two artifacts of any kinds: settings, packages, files. Exit code 0 equal, 1 different.
+
+    A and B are paths of venvs, conda environments, OCI layouts, image archives, squashfs images or SIFs, venv:DIR,
+    conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME, docker://REGISTRY/NAME, or
+    names of images in the docker daemon. A venv or conda environment is compared with the environment in an image, and
+    a venv with a conda environment by their site-packages; what differs between two kinds by nature is left out, and
+    said.
+
+    \b
+    Examples:
+      envbuild diff pt_cpu:cpu-x86_64 docker://registry.example.org/team/pt_cpu:2.13
+      envbuild diff build/pt_cpu/cpu-x86_64/venv oci:image
+      envbuild diff oci:image pt_cpu.sqsh
+      envbuild diff old.tar new.tar --no-files --json
+    """
+    environment = load_environment()
+    with open_artifacts((a, b), environment, target) as (one, other):
+        found = compare(one, other, files=files)
+        digests = [about.digest or about.identity for about in (one.about, other.about)]
+    if as_json:
+        changes = {key: getattr(found, name) for name, (key, _, _) in _PARTS.items()}
+        told = {
+            "format": 1,
+            "equal": found.equal,
+            "a": {"artifact": a, "digest": digests[0]},
+            "b": {"artifact": b, "digest": digests[1]},
+            **{key: None if part is None else [one.as_json() for one in part] for key, part in changes.items()},
+            "left_out": list(found.left_out),
+            "notes": list(found.notes),
+        }
+        print_json(told)
+    else:
+        _show_changes(found, everything)
+    if not found.equal:
+        sys.exit(1)
+
+
+def _show_changes(found: Comparison, everything: bool) -> None:
+    counts = []
+    for name, (_, one, several) in _PARTS.items():
+        if changes := getattr(found, name):
+            counts.append(f"{len(changes)} {one if len(changes) == 1 else several}")
+    same = "equal" if found.files is not None else "equal, files not compared"
+    click.echo(f"different: {', '.join(counts)}" if counts else same)
+    for name, (_, _, title) in _PARTS.items():
+        changes = getattr(found, name) or ()
+        shown = changes[:_LINES] if name == "files" and not everything else changes
+        if shown:
+            click.echo(f"{title}:")
+        for change in shown:
+            sign, colour = _SIGNS[change.kind]
+            line = {"settings": _value, "files": _file}.get(name, _package)(change)
+            click.echo(click.style(f"  {sign} {line}", fg=colour))
+        if len(shown) < len(changes):
+            click.echo(f"  … and {len(changes) - len(shown)} more; --all lists them")
+    for note in found.notes:
+        log(f"note: {note}")
+    if found.left_out:
+        log(f"not compared: {'; '.join(found.left_out)}")
+
+
+def _value(change: Change) -> str:
+    if change.before is None or change.after is None:
+        return f"{change.name}: {change.after if change.before is None else change.before}"
+    if change.before == change.after:
+        return f"{change.name}: {change.before} (hidden, another value)"
+    return f"{change.name}: {change.before} -> {change.after}"
+
+
+def _package(change: Change) -> str:
+    if change.before is None or change.after is None:
+        return f"{change.name} {change.after if change.before is None else change.before}"
+    if change.what:
+        return f"{change.name} {change.before}, same version, other content"
+    return f"{change.name} {change.before} -> {change.after}"
+
+
+def _file(change: Change) -> str:
+    name = _printable(change.name)
+    if change.what is None:
+        return f"{name} ({change.after if change.before is None else change.before})"
+    parts = [
+        part if part == "content" else f"{part} {before or '-'} -> {after or '-'}"
+        for part, (before, after) in change.what.items()
+    ]
+    return f"{name}: {', '.join(map(_printable, parts))}"
+
+
+def _printable(text: str) -> str:
+    """Return `text` with control characters, which could move a terminal's cursor, and invalid UTF-8 escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)  # fmt: skip

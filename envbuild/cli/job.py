@@ -1,22 +1,39 @@
-"""`envbuild job`."""
+"""`envbuild job` and `envbuild preflight`."""
 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from envbuild.cli.common import check_out, json_option, log, own_command, print_json, target_option
-from envbuild.errors import UsageError
+from envbuild.cli import layout
+from envbuild.cli.common import check_out, hand_over, log, own_command, show_job
+from envbuild.cli.options import PATH, with_options
+from envbuild.errors import UsageError, VerificationError
+from envbuild.jobs.artifact import open_artifact
+from envbuild.jobs.here import no_scheduler_error
+from envbuild.jobs.model import JobRequest
+from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
+from envbuild.jobs.plan_checks import possible_faults
+from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
+from envbuild.jobs.render import explained, render
+from envbuild.kinds import kinds_of
+from envbuild.recipe.targets import host_arch
 from envbuild.site.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
-
-if TYPE_CHECKING:
-    from envbuild.jobs.model import JobPlan
+from envbuild.site.settings import load_site
 
 _COUNT = click.IntRange(1, 100_000)
+_launcher_option = click.option(
+    "--launcher", type=click.Choice(LAUNCHER_NAMES),
+    help="What starts the processes of each node. Default: the site's.",
+)  # fmt: skip
+_unverified_option = click.option(
+    "--unverified", is_flag=True, help="Take an artifact without a passing receipt."
+)  # fmt: skip
 
 
 class _WithScript(click.Command):
@@ -36,7 +53,7 @@ class _WithScript(click.Command):
 @click.command("job", cls=_WithScript)
 @click.argument("named", metavar="RECIPE|ARTIFACT")
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
-@click.option("--site", metavar="SITE", help="Name or path of a site file. Default: the site.toml in force.")
+@with_options("site")
 @click.option("--nodes", type=_COUNT, help="Nodes. Default: the recipe's [verify] nodes.")
 @click.option("--nproc-per-node", type=_COUNT, help="Ranks of each node. Default: its GPUs, or the recipe's [verify].")
 @click.option(
@@ -51,10 +68,7 @@ class _WithScript(click.Command):
 @click.option("--name", metavar="NAME", help="The job's name. Default: the recipe's.")
 @click.option("--time", metavar="HH:MM:SS", help="Time limit. Default: the site's.")
 @click.option("--work", metavar="DIR", help="Folder of runs, seen by all nodes. Default: [paths] shared, or here.")
-@click.option(
-    "--launcher", type=click.Choice(LAUNCHER_NAMES),
-    help="What starts the processes of each node. Default: the site's.",
-)  # fmt: skip
+@_launcher_option
 @click.option("--max-restarts", type=click.IntRange(0, 1000), help="Restarts of failed ranks by torchrun. Default: 3.")
 @click.option(
     "--rendezvous", type=click.Choice(["c10d", "etcd-v2"]), default="c10d", show_default=True,
@@ -62,12 +76,12 @@ class _WithScript(click.Command):
 )  # fmt: skip
 @click.option("--endpoint", metavar="HOST:PORT", default="", help="The etcd server.")
 @click.option("--preflight", is_flag=True, help="Check nodes and network first; see `envbuild preflight`.")
-@click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
-@target_option
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE", help="Write it there. Default: print it.")
+@_unverified_option
+@with_options("target")
+@click.option("--out", type=PATH, metavar="FILE", help="Write it there. Default: print it.")
 @click.option("--explain", is_flag=True, help="Show every value and who decided it, on standard error.")
 @click.option("--submit", is_flag=True, help="Hand it to the scheduler; prints the job's number.")
-@json_option
+@with_options("json")
 def job_command(
     named: str,
     arguments: tuple[str, ...],
@@ -93,14 +107,6 @@ def job_command(
       envbuild job pt_cpu --site aws-eks --out job.yaml
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
     """
-    from envbuild.jobs.artifact import open_artifact
-    from envbuild.jobs.here import no_scheduler_error
-    from envbuild.jobs.model import JobRequest
-    from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
-    from envbuild.jobs.plan_checks import possible_faults
-    from envbuild.jobs.render import explained, render
-    from envbuild.kinds import kinds_of
-    from envbuild.recipe.targets import host_arch
     from envbuild.site.settings import load_site
 
     check_out(out)
@@ -116,56 +122,66 @@ def job_command(
     warnings = list(possible_faults(plan, host_arch()))
     for one in warnings:
         log(f"warning: {one}")
-    if explain:
-        _table(explained(plan))
+    values = explained(plan)
+    for line in layout.columns(values, most=60) if explain else ():
+        log(line)
     text = render(plan)
-    path, number = _hand_over(plan, text, out, submit)
-    if as_json:
-        print_json({**_as_json(plan, text, path, number), "warnings": warnings})
-    elif number is not None:
-        click.echo(number)
-    elif path is not None:
-        click.echo(path)
-    else:
-        click.echo(text, nl=False)
-
-
-def _hand_over(plan: JobPlan, text: str, out: Path | None, submit: bool) -> tuple[Path | None, str | None]:
-    """Write or submit the script, if requested.
-
-    Returns its path, None if it is to be printed, and the job's number, None if it was not submitted.
-    """
-    from envbuild.jobs.schedulers import SCHEDULERS
-    from envbuild.jobs.submit import default_script, submit_script, write_script
-
-    if out is None and not submit:
-        return None, None
     hint = "name another file with --out, or another folder with --work"
-    if not submit and out is not None:
-        write_script(text, out, hint)
-        return out, None
-    path = out or default_script(plan, Path() if SCHEDULERS[plan.scheduler].pods else Path(plan.work))
-    number = submit_script(plan, text, path, os.environ, hint, named=out is not None)
-    log(f"submitted {path} to {plan.scheduler}")
-    return path, number
-
-
-def _table(rows: list[tuple[str, str, str]]) -> None:
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    widths[1] = min(widths[1], 60)
-    for name, value, origin in rows:
-        log(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
-
-
-def _as_json(plan: JobPlan, text: str, path: Path | None, number: str | None) -> dict[str, Any]:
-    from envbuild.jobs.render import explained
-
-    return {
-        "job": number,
+    path, number = hand_over(plan, text, out, submit=submit, hint=hint)
+    about = {
         "path": str(path.absolute()) if path else None,
         "scheduler": plan.scheduler,
         "site": plan.site.name,
         "artifact": asdict(plan.artifact),
-        "values": {name: {"value": value, "origin": origin} for name, value, origin in explained(plan)},
+        "values": {name: {"value": value, "origin": origin} for name, value, origin in values},
         "script": text,
+        "warnings": warnings,
     }
+    show_job(as_json, about, text, path, number)
+
+
+@click.command("preflight")
+@click.argument("named", metavar="RECIPE|ARTIFACT")
+@with_options("site")
+@click.option("--host", "hosts", metavar="H1,H2", default="", help="Nodes by ssh, without a scheduler.")
+@click.option("--nproc-per-node", type=_COUNT, help="GPUs wanted of each node.")
+@_launcher_option
+@click.option("--work", metavar="DIR", help="Folder that all nodes see. Default: [paths] shared, or here.")
+@_unverified_option
+@with_options("target")
+def preflight_command(
+    named: str, site: str | None, hosts: str, launcher: str | None, unverified: bool, target: str | None, **options: Any
+) -> None:
+    """Check the nodes of an allocation, and the network between them, before training.
+
+    Run it inside of salloc or qsub -I: every node starts a small program of the artifact, tells what it has, and tries
+    to reach every other one. Names the node, the address and the remedy of what would let training hang. Takes seconds.
+    Exit code 5 when something would. `envbuild job --preflight` puts the same before a job's training.
+
+    \b
+    Examples:
+      salloc --nodes=4 envbuild preflight pt_cpu --site slurm-modules
+      envbuild preflight /fsx/pt.sqsh --site aws-parallelcluster
+      envbuild preflight build/pt_cpu/cpu-x86_64/venv --host n1,n2
+    """
+    where = load_site(os.environ, site)
+    allocation = find_allocation([one for one in hosts.split(",") if one], os.environ)
+    request = JobRequest(
+        scheduler=allocation.scheduler,
+        nodes=allocation.nodes,
+        name=NAME,
+        launcher=allocation.launcher or launcher,
+        preflight=True,
+        current=Path.cwd(),
+        envbuild=own_command(),
+        **options,
+    )
+    kinds = wanted_kinds(allocation.scheduler, where)
+    opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified)
+    plan = alone(plan_job(request, opened, where))
+    code = run_now(plan, allocation, os.environ)
+    if code == VerificationError.exit_code:
+        raise VerificationError("the nodes would fail a job, see above", "carry out what it says")
+    if code != 0:
+        log(f"the preflight ended with exit code {code}")
+        sys.exit(code)

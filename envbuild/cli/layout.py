@@ -31,3 +31,14 @@ def entry(name: str, cells: Sequence[str], column: int, width: int) -> str:
             parts += textwrap.wrap(cell, room, break_long_words=False, break_on_hyphens=False)
     names = [name, *[""] * (len(parts) - 1)]
     return "\n".join(f"{n:<{column}}  {part}" for n, part in zip(names, parts, strict=True))
+
+
+def columns(rows: Sequence[Sequence[str]], most: int = NO_LIMIT) -> list[str]:
+    """Return `rows` in aligned columns, one line each; a column is at most `most` wide, unless a cell is longer."""
+    widths = [min(most, max(map(len, column))) for column in zip(*rows, strict=True)]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def printable(text: str, instead: str = " ") -> str:
+    """Return `text` with `instead` for each control character, which could move a terminal's cursor."""
+    return "".join(c if c.isprintable() else instead for c in text)

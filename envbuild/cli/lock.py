@@ -6,21 +6,28 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from envbuild.cli.common import log, offline_option, open_recipe, open_target
-from envbuild.cli.lock_conda import EXPORTS, SOLVERS, CondaWork, lock_conda, upgrades_of_wheels, write_exports
+from envbuild.atomic import write_atomically, writing
+from envbuild.cli.common import log, open_recipe, open_target
+from envbuild.cli.options import Names, with_options
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import LockError, UsageError
+from envbuild.errors import LockError, UsageError, joined
+from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
+from envbuild.lock.conda_format import part_of, render
+from envbuild.lock.conda_kind import check_has_conda, conda_lock, resolve_pip
+from envbuild.lock.conda_lock_tool import solve_by_conda_lock
+from envbuild.lock.format import without_credentials
+from envbuild.lock.lifecycle import L, LockKind, Resolved, update
+from envbuild.lock.wheels import wheel_lock
+from envbuild.locks import PARTS, check_locks, has_conda, has_wheels, needed_locks
+from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
-if TYPE_CHECKING:
-    from envbuild.lock.image import ImageLock
-    from envbuild.lock.lifecycle import LockKind
-
+EXPORTS = ("conda-lock", "environment", "explicit")
+SOLVERS = ("rattler", "conda-lock")
 _ALL = "*"
 
 
@@ -53,11 +60,11 @@ _ALL = "*"
     "--export-dir", type=click.Path(path_type=Path, file_okay=False), default=Path(),
     help="Folder for exported files. Default: here.",
 )  # fmt: skip
-@offline_option
+@with_options("offline")
 def lock_command(
-    recipes: tuple[str, ...],
-    targets: tuple[str, ...],
-    upgrades: tuple[str, ...],
+    recipes: Names,
+    targets: Names,
+    upgrades: Names,
     wheels: bool,
     image: bool,
     conda: bool,
@@ -89,138 +96,141 @@ def lock_command(
       envbuild lock pt_cpu --upgrade=pytorch
       envbuild lock pt_cpu --conda --export conda-lock --export-dir exported
     """
-    from envbuild.locks import PARTS, check_locks, has_conda, has_wheels, needed_locks
-
     if not recipes:
         taken = f"; --upgrade took {upgrades[-1]!r} as a package: write --upgrade last" if upgrades else ""
         raise UsageError(f"no recipe was named{taken}", "envbuild lock RECIPE [--upgrade=PKG]")
     chosen = [part for part, on in zip(PARTS, (wheels, image, conda), strict=True) if on]
-    parts = tuple(chosen) or PARTS
+    parts = chosen or PARTS
     environment = load_environment()
     work = [
-        (loaded, target)
+        (loaded, open_target(loaded, target, environment))
         for loaded in (open_recipe(name, environment) for name in recipes)
-        for target in _targets(loaded, targets, environment)
+        for target in targets or loaded.recipe.targets
     ]
-    _check_parts(work, chosen, parts, export)
+    if "conda" in chosen or export in EXPORTS:
+        for loaded, _ in work:
+            check_has_conda(loaded)
+    exported = "conda" if export in EXPORTS else "wheels"
+    if export and exported not in parts:
+        raise UsageError(f"--export {export} writes a lock that is not made here", f"add --{exported}")
     if check:
         check_locks(work, parts, log)
         return
-    upgrade = None if _ALL in upgrades else upgrades
-    failures = _Failures()
-    for loaded, target in work:
-        if "wheels" in parts and has_wheels(loaded, target):
-            with failures.kept():
-                pylock = _lock_wheels(loaded, target, environment, upgrade, offline, not dry_run)
-                if export == "pylock" and not dry_run:
-                    click.echo(_export(pylock, loaded, target, export_dir, environment))
-    for loaded, target in work if "image" in parts else ():
-        with failures.kept():
-            for kind in needed_locks(loaded, target, ("image",)):
-                with failures.kept():
-                    _renew(kind, environment, upgrade is None, offline, not dry_run)
-    asked = CondaWork(
-        upgrade, offline, not dry_run, solver,
-        export if export in EXPORTS and not dry_run else None, export_dir, "wheels" in parts,
+    run = LockRun(
+        environment, parts, None if _ALL in upgrades else upgrades, offline, write=not dry_run,
+        by_conda_lock=solver == "conda-lock", export=None if dry_run else export, folder=export_dir,
     )  # fmt: skip
-    for loaded, target in work:
-        if "conda" in parts and has_conda(loaded):
-            with failures.kept():
-                lock_conda(loaded, target, environment, asked)
-    write_exports(asked)
-    failures.raise_all()
+    for part, lock in zip(PARTS, (run.lock_wheels, run.lock_images, run.lock_conda), strict=True):
+        for loaded, target in work if part in parts else ():
+            with run.kept():
+                lock(loaded, target)
+    run.write_conda_exports()
+    if run.errors:
+        raise joined(LockError, run.errors)
 
 
-@dataclass
-class _Failures:
-    """Errors of locks that could not be made, raised after all others are written."""
+@dataclass(frozen=True, slots=True)
+class LockRun:
+    """One run of `envbuild lock`.
 
+    Only packages in `upgrade` may change, all of them for None. `export` is the format in which locks are also written
+    to `folder`, None for none. `errors` are those of the locks that could not be made.
+    """
+
+    environment: Environment
+    parts: Collection[str]
+    upgrade: Collection[str] | None
+    offline: bool
+    write: bool
+    by_conda_lock: bool
+    export: str | None
+    folder: Path
+    exports: dict[Path, list[tuple[CondaLock, LoadedRecipe, str]]] = field(default_factory=dict)
     errors: list[LockError] = field(default_factory=list)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
+        """Keep a LockError of the block in `errors`."""
         try:
             yield
         except LockError as error:
             self.errors.append(error)
 
-    def raise_all(self) -> None:
-        """Raise one LockError for all errors, if there are any."""
-        if len(self.errors) == 1:
-            raise self.errors[0]
-        if self.errors:
-            hints = dict.fromkeys(one.hint for one in self.errors if one.hint)
-            messages = dict.fromkeys(one.message for one in self.errors)
-            raise LockError("\n".join(messages), "\n".join(hints) or None)
+    def lock_wheels(self, loaded: LoadedRecipe, target: Target) -> None:
+        """Update the wheel lock of `target`, and export it."""
+        if not has_wheels(loaded, target):
+            return
+        kind = wheel_lock(loaded, target)
+        upgrade = self.upgrade
+        if upgrade:
+            old = kind.inspect().lock
+            wheels = {package.name for package in old.packages} if old else set()
+            conda = conda_lock(loaded, target).inspect().lock if has_conda(loaded) else None
+            # The conda lock takes the names that only it contains.
+            upgrade = [n for n in upgrade if normalise(n) in wheels or conda is None or not conda.knows(n)]
+        log(f"{loaded.recipe.name} {target.name}: resolving …")
+        pylock = self._update(kind, upgrade).pylock
+        if self.export == "pylock":
+            # PEP 751: pylock.NAME.toml, without dots in NAME. Unlike the lock, it contains the URLs of this site.
+            name = f"{loaded.recipe.name}-{target.name}".replace(".", "-")
+            self._write_export(self.folder / f"pylock.{name}.toml", without_credentials(pylock))
 
+    def lock_images(self, loaded: LoadedRecipe, target: Target) -> None:
+        """Update each lock of the target's images that is missing, stale or to be upgraded."""
+        for kind in needed_locks(loaded, target, ("image",)):
+            with self.kept():
+                state = kind.inspect()
+                if self.offline and state.fault is not None:
+                    raise LockError(
+                        f"{state.path}: {state.fault}, and --offline forbids to resolve it",
+                        "leave --offline out, or lock the rest alone: --wheels, --conda",
+                    )
+                if self.offline and self.upgrade is None:
+                    log(f"{state.path}: left as it is (--offline)")
+                elif state.fault is not None or self.upgrade is None:
+                    self._update(kind, None)
 
-def _targets(loaded: LoadedRecipe, names: tuple[str, ...], environment: Environment) -> list[Target]:
-    if names:
-        return [open_target(loaded, name, environment) for name in names]
-    return [Target.parse(name) for name in loaded.recipe.targets]
+    def lock_conda(self, loaded: LoadedRecipe, target: Target) -> None:
+        """Update the conda lock of `target` if it is missing, stale or to be upgraded; collect what to export."""
+        if not has_conda(loaded):
+            return
+        kind = conda_lock(loaded, target, solve_by_conda_lock if self.by_conda_lock else None)
+        state = kind.inspect()
+        upgrade = self.upgrade
+        if upgrade and state.lock is not None and "wheels" in self.parts and has_wheels(loaded, target):
+            # The wheel lock takes the other names.
+            upgrade = [name for name in upgrade if state.lock.knows(name)]
+        lock = state.lock if state.fault is None else None
+        if upgrade is None or upgrade or lock is None or self.by_conda_lock:
+            log(f"{loaded.recipe.name} {target.name}: solving conda packages …")
+            lock = self._update(kind, upgrade).lock
+        if self.export is None or self.export == "pylock":
+            return
+        pip = ""
+        if lock.pip.packages and self.export == "conda-lock":
+            # The lock contains no URLs, so uv resolves the locked packages again.
+            again = resolve_pip(loaded, target, self.environment, lock.packages, keep=lock.pip, offline=self.offline)
+            pip = pip_entries(lock, again.pylock)
+        path = self.folder / export_name(self.export, lock.recipe, target)
+        self.exports.setdefault(path, []).append((lock, loaded, pip))
 
+    def write_conda_exports(self) -> None:
+        """Write the conda locks in the format of `export`, and print the paths."""
+        for path, shares in self.exports.items():
+            lock, loaded, _ = shares[0]
+            if self.export == "environment":
+                text = environment_text(lock, loaded.recipe.conda.channels)
+            elif self.export == "explicit":
+                text = explicit_text(lock)
+            else:
+                text = render([part_of(lock, loaded.recipe.conda.channels) for lock, loaded, _ in shares])
+                text += "".join(pip for _, _, pip in shares)
+            self._write_export(path, text)
 
-def _check_parts(
-    work: list[tuple[LoadedRecipe, Target]], chosen: list[str], parts: tuple[str, ...], export: str | None
-) -> None:
-    """Raise UsageError for --conda with a recipe without conda packages, or an export of a lock that is not made."""
-    from envbuild.lock.conda_kind import check_has_conda
+    def _update(self, kind: LockKind[L], upgrade: Collection[str] | None) -> Resolved[L]:
+        return update(kind, self.environment, upgrade=upgrade, offline=self.offline, log=log, write=self.write)
 
-    if "conda" in chosen or export in EXPORTS:
-        for loaded, _ in work:
-            check_has_conda(loaded)
-    needed = "conda" if export in EXPORTS else "wheels"
-    if export and needed not in parts:
-        raise UsageError(f"--export {export} writes a lock that is not made here", f"add --{needed}")
-
-
-def _lock_wheels(
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    upgrade: Collection[str] | None,
-    offline: bool,
-    write: bool,
-) -> str:
-    """Update the target's wheel lock. Return the resolution in the format of PEP 751."""
-    from envbuild.lock.lifecycle import update
-    from envbuild.lock.wheels import wheel_lock
-
-    kind = wheel_lock(loaded, target)
-    if upgrade:
-        old = kind.inspect().lock
-        upgrade = upgrades_of_wheels(loaded, target, old, list(upgrade))
-    log(f"{loaded.recipe.name} {target.name}: resolving …")
-    return update(kind, environment, upgrade=upgrade, offline=offline, log=log, write=write).pylock
-
-
-def _renew(kind: LockKind[ImageLock], environment: Environment, upgrade: bool, offline: bool, write: bool) -> None:
-    """Update a lock of an image if it is missing, stale or to be upgraded.
-
-    Raises LockError if it is missing or stale and --offline forbids to resolve it.
-    """
-    from envbuild.lock.lifecycle import update
-
-    state = kind.inspect()
-    if offline and state.fault is not None:
-        raise LockError(
-            f"{state.path}: {state.fault}, and --offline forbids to resolve it",
-            "leave --offline out, or lock the rest alone: --wheels, --conda",
-        )
-    if offline and upgrade:
-        log(f"{state.path}: left as it is (--offline)")
-    elif state.fault is not None or upgrade:
-        update(kind, environment, upgrade=None, offline=offline, log=log, write=write)
-
-
-def _export(pylock: str, loaded: LoadedRecipe, target: Target, folder: Path, environment: Environment) -> Path:
-    """Write a PEP 751 file. Unlike the lock, it contains the URLs to which this site resolved."""
-    from envbuild.atomic import write_atomically, writing
-    from envbuild.lock.format import without_credentials
-
-    # PEP 751: pylock.NAME.toml, without dots in NAME.
-    name = f"pylock.{loaded.recipe.name}-{target.name}.toml".replace(".", "-").replace("pylock-", "pylock.", 1)
-    path = folder / (name.removesuffix("-toml") + ".toml")
-    with writing(folder, LockError):
-        write_atomically(path, without_credentials(pylock))
-    return path
+    def _write_export(self, path: Path, text: str) -> None:
+        with writing(self.folder, LockError):
+            write_atomically(path, text)
+        click.echo(path)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import tomllib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from envbuild.cli.common import log, open_recipe
+from envbuild.cli.options import Names
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError
+from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError, joined
 from envbuild.kinds import ARTIFACTS
-
-if TYPE_CHECKING:
-    from envbuild.matrix import SelectedRecipe
+from envbuild.matrix import (
+    SelectedRecipe,
+    as_github,
+    as_gitlab,
+    as_json,
+    changed_recipes,
+    changes_since,
+    check_targets,
+    make_jobs,
+    parse_runners,
+)
+from envbuild.recipe.find import list_recipes, search_folders
+from envbuild.toml import nearest
 
 _RUNNERS = Path(__file__).parents[1] / "data" / "runners.toml"
-
-
-@dataclass(frozen=True, slots=True)
-class _Runners:
-    """The content of data/runners.toml: architecture → label."""
-
-    github: dict[str, str]
-    gitlab: dict[str, str]
 
 
 @click.command("matrix")
@@ -48,13 +50,7 @@ class _Runners:
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Exit 3 where a build is left out for want of a current lock.")
 def matrix_command(
-    recipes: tuple[str, ...],
-    artifacts: tuple[str, ...],
-    targets: tuple[str, ...],
-    form: str,
-    changed_since: str | None,
-    runners: tuple[str, ...],
-    strict: bool,
+    recipes: Names, artifacts: Names, targets: Names, form: str, changed_since: str | None, runners: Names, strict: bool
 ) -> None:
     """List the builds that a CI should run: RECIPE… × targets × artifacts, each with its runner.
 
@@ -68,14 +64,11 @@ def matrix_command(
       envbuild matrix --changed-since origin/main --format gitlab > child.yml
       envbuild matrix --runner aarch64=my-arm --runner cu126-x86_64=my-gpu
     """
-    from envbuild.matrix import as_github, as_gitlab, as_json, check_targets, make_jobs, parse_runners
-    from envbuild.toml import decode, nearest, read
-
     for name in artifacts:
         if name not in ARTIFACTS:
             raise UsageError(f"no artifact {name!r}{nearest(name, ARTIFACTS)}")
-    defaults = decode(read(_RUNNERS), _Runners)
-    labels = parse_runners(runners, defaults.gitlab if form == "gitlab" else defaults.github)
+    defaults = tomllib.loads(_RUNNERS.read_text(encoding="utf-8"))
+    labels = parse_runners(runners, defaults["gitlab" if form == "gitlab" else "github"])
     environment = load_environment()
     chosen = _choose(recipes, environment)
     check_targets(chosen, targets)
@@ -91,36 +84,28 @@ def matrix_command(
     click.echo({"github": as_github, "gitlab": as_gitlab, "json": as_json}[form](jobs))
 
 
-def _choose(names: tuple[str, ...], environment: Environment) -> list[SelectedRecipe]:
+def _choose(names: Names, environment: Environment) -> list[SelectedRecipe]:
     """Return the recipes called `names`, or all. Raises one RecipeError for the faults of all of them."""
-    from envbuild.matrix import SelectedRecipe
-    from envbuild.recipe.find import list_recipes, search_folders
-
-    folders = search_folders(environment.site.recipe_folders)
     chosen, errors = [], []
-    for name in names or [entry.name for entry in list_recipes(folders)]:
+    for name in names or [entry.name for entry in list_recipes(search_folders(environment.site.recipe_folders))]:
         try:
             chosen.append(SelectedRecipe(name, open_recipe(name, environment)))
         except EnvbuildError as error:
             errors.append(error)
     if errors:
-        hints = dict.fromkeys(error.hint for error in errors if error.hint)
-        raise RecipeError("\n".join(dict.fromkeys(error.message for error in errors)), "\n".join(hints) or None)
+        raise joined(RecipeError, errors)
     if not chosen:
         raise UsageError("there are no recipes", "name a recipe, or write recipes/NAME/recipe.toml")
     return chosen
 
 
 def _changed(chosen: list[SelectedRecipe], revision: str) -> list[SelectedRecipe]:
-    from envbuild.changes import changes_since
-    from envbuild.matrix import changed_recipes
-
-    changes = changes_since(revision, Path())
-    top, folders = changes.top.resolve(), {}
+    top, files = changes_since(revision, Path())
+    top, folders = top.resolve(), {}
     for one in chosen:
         folder = one.loaded.path.resolve().parent
         if folder.is_relative_to(top):
             folders[one.name] = folder.relative_to(top).as_posix()
         else:
             log(f"{one.name}: {folder} is not in this checkout, so nothing in it counts as changed")
-    return changed_recipes(chosen, folders, changes.files)
+    return changed_recipes(chosen, folders, files)

@@ -1,88 +1,94 @@
-"""`envbuild list` and `envbuild show`."""
+"""`envbuild list`, `envbuild show` and `envbuild explain`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from textwrap import wrap
+from typing import Any
 
 import click
 
 from envbuild.cli import layout
-from envbuild.cli.common import json_option, open_recipe, print_json
+from envbuild.cli.common import open_recipe, open_target, print_json, show
+from envbuild.cli.options import with_options
+from envbuild.compat.judge import judge
+from envbuild.compat.rows import CompatFinding
+from envbuild.compat.stack import Stack, stack_of
 from envbuild.environment import load_environment
+from envbuild.errors import LockError
+from envbuild.lock.conda import CondaLock
+from envbuild.lock.conda_kind import conda_lock
+from envbuild.lock.lifecycle import LockKind, LockState
+from envbuild.lock.wheels import wheel_lock
+from envbuild.locks import needed_locks
+from envbuild.recipe.find import list_recipes, search_folders
+from envbuild.recipe.layers import LayerTable, kind_of
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target
 
-if TYPE_CHECKING:
-    from envbuild.lock.conda import CondaLock
-    from envbuild.lock.lifecycle import LockState
-    from envbuild.recipe.layers import LayerTable
-    from envbuild.recipe.load import LoadedRecipe
+_COLOURS = {"good": "green", "bad": "red", "unknown": "yellow", "note": "cyan"}
+_WIDTH = 100
+_INDENT = " " * 21
 
 
 @click.command("list")
-@json_option
+@with_options("json")
 def list_command(as_json: bool) -> None:
     """List the recipes that can be built by name, and where each was found.
 
-    A target says which of its locks are missing or stale: wheels, image (the base of its images), builder (the image
-    in which their source-built layers are compiled), conda. `envbuild lock RECIPE` makes them.
+    A target says which of its locks are missing or stale: wheels, image (the base of its images), builder (the image in
+    which their source-built layers are compiled), conda. `envbuild lock RECIPE` makes them.
 
     \b
     Examples:
       envbuild list
       envbuild list --json | jq -r '.recipes[].name'
     """
-    from envbuild.recipe.find import list_recipes, search_folders
-
     environment = load_environment()
     entries = list_recipes(search_folders(environment.site.recipe_folders))
-    if as_json:
-        rows = [
+    column, columns = max((len(entry.name) for entry in entries), default=0), layout.width()
+    rows, lines = [], []
+    for entry in entries:
+        recipe = entry.loaded.recipe if entry.loaded else None
+        locks = _locked(entry.loaded) if entry.loaded else {}
+        error = entry.error.message if entry.error else None
+        rows.append(
             {
                 "name": entry.name,
                 "path": str(entry.path),
-                "description": entry.loaded.recipe.description if entry.loaded else None,
-                "targets": list(entry.loaded.recipe.targets) if entry.loaded else [],
-                "locks": _locked(entry.loaded) if entry.loaded else {},
-                "error": entry.error.message if entry.error else None,
+                "description": recipe.description if recipe else None,
+                "targets": list(recipe.targets) if recipe else [],
+                "locks": locks,
+                "error": error,
             }
-            for entry in entries
-        ]
-        print_json({"recipes": rows})
-        return
-    column, columns = max((len(entry.name) for entry in entries), default=0), layout.width()
-    for entry in entries:
-        if entry.loaded:
-            recipe = entry.loaded.recipe
-            cells = [recipe.description, f"[{', '.join(_locked_targets(entry.loaded))}]"]
+        )
+        if recipe:
+            cells = [recipe.description, f"[{', '.join(_locked_target(*one) for one in locks.items())}]"]
         else:
-            cells = [f"broken: {entry.error.message.splitlines()[0] if entry.error else ''}"]
-        click.echo(layout.entry(entry.name, [*cells, str(entry.path)], column, columns))
+            cells = ["broken: " + (error or "").partition("\n")[0]]
+        lines.append(layout.entry(entry.name, [*cells, str(entry.path)], column, columns))
+    show(as_json, {"recipes": rows}, *lines)
 
 
 def _locked(loaded: LoadedRecipe) -> dict[str, dict[str, bool]]:
     """Return, for each target and each lock that its builds need, whether the lock exists and is current."""
-    from envbuild.locks import needed_locks
-    from envbuild.recipe.targets import Target
-
     return {
         name: {one.name: one.fault() is None for one in needed_locks(loaded, Target.parse(name))}
         for name in loaded.recipe.targets
     }
 
 
-def _locked_targets(loaded: LoadedRecipe) -> list[str]:
-    """Return the targets, each with its missing or stale locks: "cpu-x86_64 (not locked: conda)"."""
-    texts = []
-    for name, locks in _locked(loaded).items():
-        missing = ", ".join(lock for lock, current in locks.items() if not current)
-        texts.append(f"{name} (not locked: {missing})" if missing else name)
-    return texts
+def _locked_target(name: str, locks: Mapping[str, bool]) -> str:
+    """Return a target with its missing or stale locks: "cpu-x86_64 (not locked: conda)"."""
+    missing = ", ".join(lock for lock, current in locks.items() if not current)
+    return f"{name} (not locked: {missing})" if missing else name
 
 
 @click.command("show")
 @click.argument("recipe")
-@json_option
+@with_options("json")
 def show_command(recipe: str, as_json: bool) -> None:
     """Show RECIPE as it was understood, with defaults filled in and the state of its locks.
 
@@ -91,9 +97,6 @@ def show_command(recipe: str, as_json: bool) -> None:
       envbuild show pt_cpu
       envbuild show ./my/recipe.toml --json
     """
-    from envbuild.locks import needed_locks
-    from envbuild.recipe.targets import Target
-
     loaded = open_recipe(recipe, load_environment())
     states: dict[str, dict[str, LockState[Any]]] = {}
     for name in loaded.recipe.targets:
@@ -101,17 +104,15 @@ def show_command(recipe: str, as_json: bool) -> None:
             states.setdefault(one.name, {})[name] = one.inspect()
     locks, conda = states.get("wheels", {}), states.get("conda", {})
     if as_json:
-        print_json(
-            {
-                **asdict(loaded.recipe),
-                "path": str(loaded.path),
-                "digest": loaded.digest,
-                "locks": _states(locks),
-                "conda_locks": _states(conda),
-                "image_locks": _states(states["image"]),
-                "builder_locks": _states(states.get("builder", {})),
+        names = {"wheels": "locks", "conda": "conda_locks", "image": "image_locks", "builder": "builder_locks"}
+        about = {
+            key: {
+                target: {"path": str(state.path), "current": state.fault is None, "fault": state.fault}
+                for target, state in states.get(name, {}).items()
             }
-        )
+            for name, key in names.items()
+        }
+        print_json({**asdict(loaded.recipe), "path": str(loaded.path), "digest": loaded.digest, **about})
         return
     table = loaded.recipe
     click.echo(f"{table.name}: {table.description}\n  from {loaded.path}\n  digest {loaded.digest}")
@@ -148,19 +149,9 @@ def show_command(recipe: str, as_json: bool) -> None:
     )
 
 
-def _states(locks: Mapping[str, LockState[Any]]) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"path": str(state.path), "current": state.fault is None, "fault": state.fault}
-        for name, state in locks.items()
-    }
-
-
 def _layer(name: str, layer: LayerTable) -> str:
-    from envbuild.recipe.layers import kind_of
-
-    kind = kind_of(name, layer)
-    text = {"source": "built from source", "wheel": "the wheel in place of torch's"}.get(kind)
-    text = text or f"the nodes' {layer.path}"
+    kinds = {"source": "built from source", "wheel": "the wheel in place of torch's"}
+    text = kinds.get(kind_of(name, layer)) or f"the nodes' {layer.path}"
     return f"{text}, for {', '.join(layer.targets)}" if layer.targets else text
 
 
@@ -170,3 +161,86 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
     pip = len(state.lock.pip.packages)
     packages = f"{len(state.lock.packages)} packages" + (f" and {pip} of pip" if pip else "")
     return f"{packages}, {state.fault or 'current'}"
+
+
+@click.command("explain")
+@click.argument("recipe")
+@click.option("--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.")
+@click.option("--driver", metavar="VERSION", help="Judge this driver of the nodes, as nvidia-smi prints it.")
+@with_options("json")
+def explain_command(recipe: str, target: str | None, driver: str | None, as_json: bool) -> None:
+    """Say whether what RECIPE is made of goes together, link by link, each with its source.
+
+    From glibc and driver over CUDA, torch and NCCL to the plugin, libfabric and the network. What is locked is judged,
+    or else what the recipe pins. Needs no network. Exit code 3 when something is known not to work.
+
+    \b
+    Examples:
+      envbuild explain pt_cu126
+      envbuild explain gh200_cu126 --target cu126-aarch64 --driver 550.54.15
+      envbuild explain ./recipe.toml --json
+    """
+    environment = load_environment()
+    loaded = open_recipe(recipe, environment)
+    names = [target] if target is not None else list(loaded.recipe.targets)
+    told: list[dict[str, Any]] = []
+    for name in names:
+        wanted = open_target(loaded, name, environment)
+        stack, basis = _stack(loaded, wanted)
+        stack = replace(stack, driver=driver)
+        findings = judge(stack)
+        statuses = {finding.status for finding in findings}
+        # `rocm` is shown only for targets that have it, so that the output for others does not change.
+        shown = [field for field in stack.__slots__ if field != "packages" and (field != "rocm" or stack.rocm)]
+        told.append(
+            {
+                "target": wanted.name,
+                "basis": basis,
+                "verdict": next((one for one in ("bad", "unknown") if one in statuses), "good"),
+                "stack": {field: getattr(stack, field) for field in shown},
+                "findings": [finding.as_json() for finding in findings],
+            }
+        )
+        if not as_json:
+            if name != names[0]:
+                click.echo()
+            click.echo(click.style(f"{loaded.recipe.name} for {wanted.name}", bold=True) + f", {basis}")
+            _show_findings(findings)
+    if as_json:
+        print_json({"recipe": loaded.recipe.name, "targets": told})
+    if any(one["verdict"] == "bad" for one in told):
+        sys.exit(3)
+
+
+def _stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
+    """Return the stack of `target`, and a description of its source."""
+    conda = loaded.recipe.environment == "conda"
+    kind: LockKind[Any] = conda_lock(loaded, target) if conda else wheel_lock(loaded, target)
+    try:
+        state = kind.inspect()
+    except LockError as error:
+        return stack_of(loaded, target, None), f"as the recipe pins it: {error.message}"
+    if state.fault is not None or state.lock is None:
+        return stack_of(loaded, target, None), f"as the recipe pins it: {state.path.name}: {state.fault}"
+    versions = state.lock.versions if conda else {one.name: one.version for one in state.lock.packages}
+    return stack_of(loaded, target, versions, conda=conda), "as locked"
+
+
+def _show_findings(findings: Sequence[CompatFinding]) -> None:
+    for finding in findings:
+        status = click.style(f"{finding.status:7}", fg=_COLOURS[finding.status])
+        lines = wrap(finding.text, _WIDTH - len(_INDENT), break_on_hyphens=False)
+        click.echo(f"  {status}  {finding.subject:10}{lines[0] if lines else ''}")
+        for line in lines[1:]:
+            click.echo(_INDENT + line)
+        notes = [f"fix: {finding.fix}"] if finding.fix and finding.status != "good" else []
+        notes += [f"source: {finding.source} ({finding.date})"] if finding.source else []
+        for note in notes:
+            for line in wrap(note, _WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False):
+                click.echo(_INDENT + click.style(line, dim=True))
+    if not findings:
+        click.echo("  nothing to judge: no CUDA, no layers")
+        return
+    bad, unknown = (sum(finding.status == status for finding in findings) for status in ("bad", "unknown"))
+    known = f"{bad} known not to work" if bad else "nothing is known not to work"
+    click.echo(f"  {known}, {unknown} not known" if unknown else f"  {known}")

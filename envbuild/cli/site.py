@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from envbuild.atomic import write_atomically
 from envbuild.cli import layout
-from envbuild.cli.common import check_out, json_option, log, print_json
-
-if TYPE_CHECKING:
-    from envbuild.site.effective import EffectiveSetting
-
-_STATUS = ("fail", "warn", "info", "ok")
+from envbuild.cli.common import check_out, log, print_json, show
+from envbuild.cli.options import with_options
+from envbuild.errors import HostError, RecipeError, UsageError
+from envbuild.site.effective import EffectiveSetting, effective_settings
 
 
 @click.group("site")
 def site_command() -> None:
     """Describe where jobs run: scheduler, modules, file systems, containers, network.
 
-    SITE is the path of a site file, or a name looked for in ./sites, ~/.config/envbuild/sites,
-    /etc/envbuild/sites and among those that come with envbuild. Without it: $ENVBUILD_SITE, else
-    /etc/envbuild/site.toml and ~/.config/envbuild/site.toml.
+    SITE is the path of a site file, or a name looked for in ./sites, ~/.config/envbuild/sites, /etc/envbuild/sites and
+    among those that come with envbuild. Without it: $ENVBUILD_SITE, else /etc/envbuild/site.toml and
+    ~/.config/envbuild/site.toml.
 
     \b
     Examples:
@@ -48,9 +47,7 @@ def init_command(out: Path | None, force: bool) -> None:
       envbuild site init --out ~/.config/envbuild/site.toml
       envbuild site init --out -
     """
-    from envbuild.atomic import write_atomically
     from envbuild.doctor.site_init import site_file
-    from envbuild.errors import HostError, UsageError
 
     path = out or Path("site.toml")
     if ".config" not in path.parts:  # the user's own folder, which may not exist yet
@@ -72,7 +69,7 @@ def init_command(out: Path | None, force: bool) -> None:
 @site_command.command("show")
 @click.argument("site", required=False)
 @click.option("--all", "everything", is_flag=True, help="Defaults, too.")
-@json_option
+@with_options("json")
 def show_command(site: str | None, everything: bool, as_json: bool) -> None:
     """Print what SITE says, and where each value is from.
 
@@ -81,38 +78,29 @@ def show_command(site: str | None, everything: bool, as_json: bool) -> None:
       envbuild site show
       envbuild site show aws-parallelcluster --all
     """
-    from envbuild.site.effective import effective_settings
-
     found, values = effective_settings(site, dict(os.environ))
     if as_json:
-        print_json(
-            {
-                "name": found.name,
-                "files": [str(file) for file in found.files],
-                "values": [{"table": v.table, "key": v.key, "value": v.value, "origin": v.origin} for v in values],
-            }
-        )
+        rows = [{"table": v.table, "key": v.key, "value": v.value, "origin": v.origin} for v in values]
+        print_json({"name": found.name, "files": [str(file) for file in found.files], "values": rows})
         return
-    files = ", ".join(map(str, found.files)) or "no file"
-    click.echo(f"# site {found.name}: {files}")
-    _print([value for value in values if everything or value.given])
-    if not everything and not any(value.given for value in values):
-        click.echo("# nothing is said; --all shows defaults, `envbuild site init` writes a file")
-
-
-def _print(values: Sequence[EffectiveSetting]) -> None:
+    click.echo(f"# site {found.name}: {', '.join(map(str, found.files)) or 'no file'}")
     tables: dict[str, list[EffectiveSetting]] = {}
     for value in values:
-        tables.setdefault(value.table, []).append(value)
-    for table, rows in tables.items():
+        if everything or value.given:
+            tables.setdefault(value.table, []).append(value)
+    for table, said in tables.items():
         if table:
             name = f"registries.{_key(table[11:])}" if table.startswith("registries.") else table
             click.echo(f"\n[{name}]")
-        # TOML has no null: a value that nobody set is a comment.
-        texts = [f"# {row.key}" if row.value is None else f"{_key(row.key)} = {_toml(row.value)}" for row in rows]
-        width = min(60, max(map(len, texts)))
-        for text, row in zip(texts, rows, strict=True):
-            click.echo(f"{text:<{width}}  # {row.origin}")
+        for line in layout.columns([(_setting(row), f"# {row.origin}") for row in said], most=60):
+            click.echo(line)
+    if not tables:
+        click.echo("# nothing is said; --all shows defaults, `envbuild site init` writes a file")
+
+
+def _setting(row: EffectiveSetting) -> str:
+    # TOML has no null: a value that nobody set is a comment.
+    return f"# {row.key}" if row.value is None else f"{_key(row.key)} = {_toml(row.value)}"
 
 
 def _key(text: str) -> str:
@@ -131,12 +119,12 @@ def _toml(value: Any) -> str:
 @site_command.command("check")
 @click.argument("site", required=False)
 @click.option("--offline", is_flag=True, help="Ask nothing over a network.")
-@json_option
+@with_options("json")
 def check_command(site: str | None, offline: bool, as_json: bool) -> None:
     """Judge SITE: mistakes, contradictions, and what this host shows to be wrong.
 
-    What can only be judged on a login node or a node of the site is said to be so. Exit code 2 when something
-    is wrong, 0 else.
+    What can only be judged on a login node or a node of the site is said to be so. Exit code 2 when something is wrong,
+    0 else.
 
     \b
     Examples:
@@ -151,22 +139,19 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
     # The site file is judged below; this is only the way in which this host reaches mirrors.
     environment = this_host(variables, offline=offline).environment
     findings = check_site(site, variables, environment, offline=offline)
-    counts = {status: sum(f.status == status for f in findings) for status in _STATUS}
+    wrong, doubtful = (sum(one.status == status for one in findings) for status in ("fail", "warn"))
+    name = f"site {site or 'in force'}"
     if as_json:
-        print_json({"passed": not counts["fail"], "findings": [f.as_json() for f in findings]})
+        print_json({"passed": not wrong, "findings": [f.as_json() for f in findings]})
     else:
-        show_areas({f"site {site or 'in force'}": findings})
-    wrong = counts["fail"]
+        show_areas({name: findings})
     if wrong:
-        from envbuild.errors import RecipeError
-
-        raise RecipeError(f"site {site or 'in force'}: {wrong} wrong", "see what is marked FAIL")
-    doubtful = counts["warn"]
+        raise RecipeError(f"{name}: {wrong} wrong", "see what is marked FAIL")
     log(f"nothing is wrong, {doubtful} doubtful" if doubtful else "nothing wrong was found")
 
 
 @site_command.command("list")
-@json_option
+@with_options("json")
 def list_command(as_json: bool) -> None:
     """List the sites that have a name, and where they are."""
     from envbuild.site.settings import site_folders
@@ -175,12 +160,10 @@ def list_command(as_json: bool) -> None:
     for folder in site_folders(dict(os.environ)):
         for path in sorted(folder.glob("*.toml")):
             found.setdefault(path.stem, path)
-    if as_json:
-        print_json({"sites": [{"name": name, "path": str(path)} for name, path in found.items()]})
-        return
-    column = max(map(len, found), default=0)
-    for name, path in found.items():
-        click.echo(layout.entry(name, [_about(path), f"({path})"], column, layout.width()))
+    column, width = max(map(len, found), default=0), layout.width()
+    sites = [{"name": name, "path": str(path)} for name, path in found.items()]
+    entries = (layout.entry(name, [_about(path), f"({path})"], column, width) for name, path in found.items())
+    show(as_json, {"sites": sites}, *entries)
 
 
 def _about(path: Path) -> str:
@@ -189,5 +172,5 @@ def _about(path: Path) -> str:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         return error.strerror or "cannot be read"
-    first = next((l[1:].strip() for l in lines if l.startswith("#") and not l.startswith("#:")), "")  # noqa: E741
-    return "".join(c for c in first if c.isprintable())
+    first = next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith("#:")), "")
+    return layout.printable(first, "")

@@ -1,34 +1,30 @@
-"""`envbuild verify`."""
+"""`envbuild verify` and `envbuild exec`: run something in an artifact."""
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
+import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
-from envbuild.cli.common import json_option, log, print_json
-from envbuild.cli.squash import runtime_option
+from envbuild.cli.common import log, print_json
+from envbuild.cli.options import PATH, Names, with_options
 from envbuild.environment import load_environment
-from envbuild.errors import VerificationError
+from envbuild.errors import UsageError, VerificationError
 
 
 @click.command("verify")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 @click.option("--nodes", type=click.IntRange(1, 64), help="Simulated nodes. Default: the recipe's.")
 @click.option("--nproc-per-node", type=click.IntRange(1, 64), help="Ranks of each node. Default: the recipe's.")
 @click.option("--epochs", type=click.IntRange(2, 10000), help="Epochs to train. Default: the recipe's.")
 @click.option("--faults", is_flag=True, help="Kill a rank mid-training; the job must finish from its snapshot.")
-@runtime_option
-@json_option
-def verify_command(
-    path: Path,
-    nodes: int | None,
-    nproc_per_node: int | None,
-    epochs: int | None,
-    faults: bool,
-    runtime: str | None,
-    as_json: bool,
-) -> None:
+@with_options("runtime", "json")
+def verify_command(path: Path, runtime: str | None, as_json: bool, **overrides: Any) -> None:
     """Train in the artifact at PATH over several simulated nodes, judge it, write its receipt.
 
     Exit code 5 when a check fails; the receipt beside PATH then says so, and the nodes' logs are kept.
@@ -44,24 +40,89 @@ def verify_command(
     from envbuild.kinds.commit import verify_artifact
     from envbuild.verify.receipt import check_lines, failures, receipt_path
 
-    overrides = {"nodes": nodes, "nproc_per_node": nproc_per_node, "epochs": epochs, "faults": faults}
     state, receipt = verify_artifact(path, load_environment(), overrides, runtime)
     for line in check_lines(receipt):
         log(line)
     if as_json:
-        print_json(
-            {
-                "path": str(path.absolute()),
-                "digest": receipt["artifact"]["digest"],
-                "receipt": str(receipt_path(path).absolute()),
-                "target": state.target,
-                "seconds": receipt["seconds"],
-                "passed": receipt["passed"],
-            }
-        )
+        told = {
+            "path": str(path.absolute()),
+            "digest": receipt["artifact"]["digest"],
+            "receipt": str(receipt_path(path).absolute()),
+            "target": state.target,
+            "seconds": receipt["seconds"],
+            "passed": receipt["passed"],
+        }
+        print_json(told)
     if not receipt["passed"]:
         raise VerificationError(
             failures(receipt), f"the evidence is in {receipt_path(path)}, the nodes' logs in {receipt['logs']}"
         )
     if not as_json:
         click.echo(path)
+
+
+@click.command("exec", context_settings={"allow_interspersed_args": False})
+@click.argument("image", type=PATH)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.option(
+    "--bind", "binds", multiple=True, metavar="HOST[:PLACE][:ro]",
+    help="Show a folder or file of this host in the image, by default at the same path. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--workdir", "folder", metavar="DIR",
+    help="Folder to start in. Default: the current one if a --bind shows it, else /.",
+)  # fmt: skip
+@click.option(
+    "--env", "given", multiple=True, metavar="NAME[=VALUE]",
+    help="Set a variable; NAME alone passes the caller's, so that a secret is on no command line. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--runtime", default="own", show_default=True, metavar="NAME",
+    help="own, or one way of it: own:mount (root), own:squashfuse, own:extract.",
+)  # fmt: skip
+def exec_command(image: Path, command: Names, binds: Names, given: Names, **options: Any) -> None:
+    """Start a program in IMAGE, a .sqsh or .sif, without any container runtime or root.
+
+    The program has the image's files and variables, this host's network, devices, /dev/shm, GPU driver and names, and
+    the job's variables (SLURM_*, NCCL_*, …). Its exit code is this command's.
+
+    \b
+    Examples:
+      envbuild exec pytorch.sqsh -- python -c 'import torch; print(torch.__version__)'
+      envbuild exec --bind /fsx --bind "$PWD" pytorch.sif -- torchrun train.py
+      envbuild exec --bind data:/data:ro --workdir /data pytorch.sqsh -- bash
+    """
+    from envbuild.exec_image import exec_image, parse_bind
+
+    if command[0] == "--":  # click keeps a "--" that follows IMAGE
+        command = command[1:]
+    if not command:
+        raise UsageError("no program is named", "envbuild exec IMAGE -- PROGRAM [ARGUMENT]…")
+    environment = load_environment()
+    shown = [parse_bind(text) for text in binds]
+    status = exec_image(image, command, environment, log, binds=shown, variables=_variables(given), **options)
+    if os.WIFSIGNALED(status):
+        _end_by(os.WTERMSIG(status))
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def _variables(given: Names) -> dict[str, str]:
+    """Return the variables of --env; a NAME that the caller's environment lacks is left out."""
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or "\0" in text:
+            raise UsageError(f"--env {text!r} is not NAME or NAME=VALUE")
+        if equals:
+            found[name] = value
+        elif name in os.environ:
+            found[name] = os.environ[name]
+    return found
+
+
+def _end_by(number: int) -> None:
+    """End this process by the signal that ended the program, so that the caller sees it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -26,8 +26,8 @@ from envbuild.image.model import ImageIndex, ImageManifest, check_image, choose,
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry, open_registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
-from envbuild.lock.lifecycle import LockKind, Log, Resolved, Upgrade, write_lock_file
-from envbuild.progress import transfer
+from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
+from envbuild.progress import Log, transfer
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.sources import SourceLayer

@@ -25,9 +25,10 @@ from envbuild.lock import format as pip_format
 from envbuild.lock.accelerator import check_conda_accelerator
 from envbuild.lock.conda import CondaLock, CondaPackage, conda_data
 from envbuild.lock.format import Lock
-from envbuild.lock.lifecycle import LockKind, Log, Resolved, Upgrade, package_changes, read_lock_file, write_lock_file
+from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, package_changes, read_lock_file, write_lock_file
 from envbuild.lock.wheels import resolve
 from envbuild.names import normalise
+from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 

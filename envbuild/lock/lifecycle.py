@@ -12,11 +12,11 @@ from typing import Generic, NotRequired, Protocol, TypedDict, TypeVar
 from envbuild.atomic import write_atomically
 from envbuild.environment import Environment
 from envbuild.errors import LockError
+from envbuild.progress import Log
 from envbuild.recipe.find import command_word, shipped_folder
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
-Log = Callable[[str], None]
 # Names of packages that may change; None for all of them.
 Upgrade = Collection[str] | None
 # Name of a lock in lists → option of `envbuild lock` that makes it, and for messages: its name, the part of the recipe

@@ -23,10 +23,11 @@ from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage, changes, lock_file_name, read, render
-from envbuild.lock.lifecycle import LockKind, Log, Resolved, Upgrade, write_lock_file
+from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
 from envbuild.lock.offers import Offers, skipped_warnings, tag_set
 from envbuild.lock.uv_compile import UvCompile, without_wheel
 from envbuild.names import normalise
+from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+from envbuild.progress import Log
 from envbuild.site.settings import FabricTable, load_site
 from envbuild.verify import training_checks as training
 from envbuild.verify.launch import Bench, Outcome, Running
@@ -20,7 +21,6 @@ from envbuild.verify.network import network_of
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs
 from envbuild.verify.static_checks import check_accelerator, check_architecture, check_installed, check_layer
 
-Log = Callable[[str], None]
 # Long enough to kill a rank in the middle of training, even on a fast machine: after this many snapshots.
 _FAULT_EPOCHS, _KILLED_AFTER = 40, 2
 _SAVED = re.compile(r"Epoch (\d+) \| Training snapshot saved")

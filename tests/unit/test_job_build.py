@@ -16,8 +16,7 @@ from lab.golden import assert_golden
 from lab.shellcheck import shellcheck
 
 import envbuild
-from envbuild.cli.conda import conda_command
-from envbuild.cli.venv import venv_command
+from envbuild.cli.folder import conda_command, venv_command
 from envbuild.errors import UsageError
 from envbuild.jobs.build import Build, plan_build, render_build
 from envbuild.jobs.model import JobRequest

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from unit.job_plans import PLAN, executable
 
-from envbuild import kinds
-from envbuild.cli.venv import venv_command
+from envbuild.cli import folder
+from envbuild.cli.folder import venv_command
 from envbuild.errors import EnvbuildError, HostError, UsageError
 from envbuild.jobs.submit import submit, submit_script, write_script
 
@@ -110,7 +110,7 @@ def test_a_script_that_cannot_be_written_is_an_error_with_what_to_change(
 def test_so_is_one_of_a_job_that_builds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str, more: list[str]
 ) -> None:
-    monkeypatch.setattr(kinds, "plan_of", lambda *_, **__: None)  # of which this is not
+    monkeypatch.setattr(folder, "plan_of", lambda *_, **__: None)  # of which this is not
     (tmp_path / "file").write_text("kept")
     site = tmp_path / "lab.toml"
     site.write_text(f'[scheduler]\nkind = "slurm"\n[paths]\nshared = "{shared.format(tmp_path)}"\n')
@@ -124,7 +124,7 @@ def test_so_is_one_of_a_job_that_builds(
 def test_a_build_whose_scheduler_does_not_answer_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kinds, "plan_of", lambda *_, **__: None)
+    monkeypatch.setattr(folder, "plan_of", lambda *_, **__: None)
     executable(tmp_path / "bin/sbatch", f"#!/bin/sh\necho '{NO_SERVER[0][1]}' >&2\nexit 1\n")
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     site = tmp_path / "lab.toml"

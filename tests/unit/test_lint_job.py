@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envbuild.cli.lint_job import lint_job_command
+from envbuild.cli.diagnose import lint_job_command
 from envbuild.jobs.lint import Problem, lint, lint_file
 from envbuild.jobs.lint_faults import load_faults
 from envbuild.jobs.lint_shell import parse

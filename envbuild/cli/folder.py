@@ -1,0 +1,193 @@
+"""`envbuild venv` and `envbuild conda`, on this host or in a job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from envbuild.cli.common import check_out, hand_over, log, open_build, own_command, show, show_job, show_plan
+from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
+from envbuild.environment import Environment
+from envbuild.errors import UsageError
+from envbuild.kinds import ARTIFACTS, FolderArtifact, plan_of
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.targets import Target, host_arch
+
+
+def _folder_options(*own: Decorator) -> Decorator:
+    return build_options(
+        "target", *own,
+        click.option(
+            "--job", is_flag=True,
+            help="Render the job that builds and verifies it on a node of --site, in [paths] shared there where --out "
+            "says nothing else. With --dry-run the job is printed, and nothing locked, bundled or submitted.",
+        ),
+        "site",
+        click.option(
+            "--bundle", type=PATH, metavar="DIR",
+            help="For nodes without a network: an offline bundle, made there when it is missing or stale.",
+        ),
+        click.option("--submit", is_flag=True, help="Hand the job to sbatch or qsub."),
+        click.option("--script", type=PATH, metavar="FILE", help="Write the job there. Default: print it."),
+        "no-verify", "faults",
+        click.option("--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."),
+        "dry-run", "locked", "offline", "json",
+    )  # fmt: skip
+
+
+@click.command("venv")
+@click.argument("recipe")
+@_folder_options(
+    click.option(
+        "--out", type=PATH, metavar="DIR",
+        help="Default: build/RECIPE/TARGET/venv, with --job in [paths] shared of the site.",
+    ),
+    click.option("--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version."),
+)  # fmt: skip
+def venv_command(recipe: str, options: BuildOptions) -> None:
+    """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
+
+    The environment appears in its place only when it is whole and passed; until then an older one stays there. The last
+    line of standard output is its path.
+
+    \b
+    Examples:
+      envbuild venv pt_cpu
+      envbuild venv pt_cpu --out /scratch/envs/pt_cpu --locked --faults
+      envbuild venv pt_cpu --job --site slurm-modules --dry-run
+      envbuild venv gh200_cu126 --target cu126-aarch64 --job --site pbs-gh200 --bundle bundle --submit
+      source build/pt_cpu/cpu-x86_64/venv/bin/activate
+    """
+    _build("venv", recipe, options)
+
+
+@click.command("conda")
+@click.argument("recipe")
+@_folder_options(
+    click.option(
+        "--out", "--prefix", "-p", "out", type=PATH, metavar="DIR",
+        help="The environment's folder. Default: build/RECIPE/TARGET/conda, with --job in [paths] shared of the site.",
+    ),
+    click.option(
+        "--name", "-n", metavar="NAME",
+        help="Put it where `conda activate NAME` finds it (CONDA_ENVS_DIRS, conda's envs, ~/.conda/envs).",
+    ),
+)  # fmt: skip
+def conda_command(recipe: str, name: str | None, options: BuildOptions) -> None:
+    """Build the conda environment of RECIPE from its lock and prove it by distributed training.
+
+    It needs no conda: packages are taken from the recipe's channels (or the site's mirrors of them), checked by sha256
+    and linked from a shared cache. The environment appears in its place only when it is whole and passed. The last line
+    of standard output is its path; conda, mamba and micromamba activate it.
+
+    \b
+    Examples:
+      envbuild conda pt_cpu
+      envbuild conda pt_cpu --name pt_cpu --locked && conda activate pt_cpu
+      envbuild conda pt_cpu --prefix /fsx/envs/pt_cpu --faults
+      envbuild conda pt_cpu --job --site aws-parallelcluster --submit
+      build/pt_cpu/cpu-x86_64/conda/bin/torchrun --nproc-per-node 2 -m ddp_train 3 1
+    """
+    if options.out is not None and name is not None:
+        raise UsageError("--name and --prefix both say where to build", "give one of them")
+    _build("conda", recipe, options, name)
+
+
+def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str | None = None) -> None:
+    """Build the environment, on this host or in a job, and print its path."""
+    from envbuild.artifacts.state import check_place
+    from envbuild.kinds.folder import make_environment, prepare_folder
+    from envbuild.site.conda_envs import named_prefix
+    from envbuild.verify.static_checks import check_torch
+
+    environment, loaded, target = open_build(recipe, options.target)
+    if not options.job:  # for a job, nodes may see folders that this host does not
+        check_out(options.out)
+    if conda_name is not None:
+        options = replace(options, out=named_prefix(conda_name, environment.variables))
+    kind = ARTIFACTS[kind_name]
+    assert isinstance(kind, FolderArtifact)
+    if options.job:
+        _build_by_job(kind, options, environment, loaded, target)
+        return
+    plan, trainer = prepare_folder(
+        kind, loaded, target, environment, compile_bytecode=options.compile_bytecode, **options.lock_use
+    )
+    check_torch(loaded, plan, verify=not options.no_verify)
+    path = options.out or kind.default_path(loaded.recipe.name, target.name)
+    if options.dry_run:
+        check_place(path)
+        show_plan(plan, options.as_json, path)
+        return
+    result = make_environment(
+        kind, plan, trainer, environment, path, offline=options.offline, python=options.python,
+        verify=not options.no_verify, faults=options.faults,
+    )  # fmt: skip
+    if not result.built and not result.verified:
+        log(f"{path}: nothing changed ({result.seconds:.2f} s)")
+    show(options.as_json, result.as_json(), path)
+
+
+def _build_by_job(
+    kind: FolderArtifact, options: BuildOptions, environment: Environment, loaded: LoadedRecipe, target: Target
+) -> None:
+    """Render the job that builds `kind` of the recipe, and submit it on request."""
+    from envbuild.bundle import make_bundle, tools_python
+    from envbuild.jobs.build import Build, plan_build, render_build
+    from envbuild.jobs.model import JobRequest
+    from envbuild.site.settings import load_site
+
+    bundle = options.bundle
+    if target.arch != host_arch() and bundle is None:
+        raise UsageError(
+            f"nodes of {target.name} cannot run the envbuild of this {host_arch()} host ({own_command()})",
+            "give --bundle DIR, a folder that the nodes see: it brings envbuild for them",
+        )
+    check_out(bundle, "--bundle")
+    check_out(options.script, "--script")
+    site = load_site(environment.variables, options.site)
+    top = Path(site.paths.shared or Path.cwd()) / "build"
+    place = (options.out or top / loaded.recipe.name / target.name / kind.default_name).absolute()
+    if not options.dry_run:  # nodes may be unable to reach an index, so resolve now
+        plan_of(kind, loaded, target, environment, here=False, verify=not options.no_verify, **options.lock_use)
+        if bundle is not None:
+            make_bundle(loaded, target, environment, bundle, log, kinds=(kind.name,), offline=options.offline)
+    flags = {
+        "--faults": options.faults,
+        "--no-verify": options.no_verify,
+        "--compile-bytecode": options.compile_bytecode,
+        "--offline": options.offline and bundle is None,
+    }
+    build = Build(
+        kind=kind.name,
+        name=loaded.recipe.name,
+        recipe=str(loaded.folder.absolute()),
+        target=target.name,
+        place=str(place),
+        envbuild=own_command(),
+        bundle=str(bundle.absolute()) if bundle else "",
+        tools=tools_python(loaded) if bundle else "",
+        options=(
+            *(("--python", options.python) if options.python else ()),
+            *(option for option, wanted in flags.items() if wanted),
+        ),
+    )
+    job = plan_build(build, JobRequest(current=Path.cwd()), site)
+    text = render_build(job, build)
+    script, number = hand_over(
+        job,
+        text,
+        None if options.dry_run else options.script,
+        submit=options.submit and not options.dry_run,
+        hint="name another file with --script, or another folder by [paths] shared of the site",
+        note=f"; {place} appears when it is built and has passed",
+    )
+    about = {
+        "path": str(place),
+        "scheduler": job.scheduler,
+        "script": str(script.absolute()) if script else None,
+        "text": text,
+    }
+    show_job(options.as_json, about, text, script, number)

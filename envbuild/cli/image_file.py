@@ -1,0 +1,180 @@
+"""`envbuild enroot`, `envbuild apptainer`, and `envbuild build` for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import click
+
+from envbuild.cli.common import check_out, log, open_recipe, open_target, print_json, show, show_plan
+from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
+from envbuild.environment import load_environment
+from envbuild.errors import UsageError
+from envbuild.kinds import ARTIFACTS, kinds_of
+from envbuild.recipe.targets import Target, host_arch
+
+DEFAULT_RECIPE = "pt_cpu"
+
+_from_option = click.option(
+    "--from", "source", metavar="IMAGE",
+    help="Convert this image instead: docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE, "
+    "docker-archive:FILE or oci:DIR[:TAG].",
+)  # fmt: skip
+
+
+def _image_options(*own: Decorator) -> Decorator:
+    return build_options(
+        *own, "target",
+        click.option(
+            "--compression", default="zstd", show_default=True, metavar="NAME[:LEVEL]",
+            help="zstd, gzip, lz4 or xz. gzip for kernels without zstd in squashfs.",
+        ),
+        "no-verify", "faults", "runtime", "no-bytecode", "dry-run", "locked", "offline", "json",
+    )  # fmt: skip
+
+
+@click.command("enroot")
+@click.argument("recipe", required=False)
+@_image_options(
+    _from_option,
+    click.option(
+        "--out", type=PATH, metavar="FILE",
+        help="Where it goes. Default: build/RECIPE/TARGET/RECIPE.sqsh; with --from as `enroot import` names it.",
+    ),
+)  # fmt: skip
+def enroot_command(recipe: str | None, options: BuildOptions) -> None:
+    """Build the squashfs image of RECIPE (default: pt_cpu) for enroot and pyxis, and prove it by training in it.
+
+    Needs neither enroot, root, nor a docker daemon, and writes for any architecture. What an unprivileged user can
+    launch here (enroot, or user namespaces) trains in the image before it takes its place.
+
+    \b
+    Examples:
+      envbuild enroot --out pt.sqsh
+      envbuild enroot pt_cpu --target cpu-aarch64 --out pytorch-arm.sqsh
+      envbuild enroot --from docker://nvcr.io#nvidia/pytorch:25.01-py3 --out pytorch.sqsh
+      envbuild enroot --from dockerd://pt_cpu:cpu-x86_64 --compression gzip
+      srun --container-image=./pt.sqsh --container-mounts=$PWD:/workspace torchrun --nproc-per-node 2 -m ddp_train 3 1
+    """
+    _build(["enroot"], recipe, options)
+
+
+@click.command("apptainer")
+@click.argument("recipe", required=False)
+@_image_options(
+    _from_option,
+    click.option(
+        "--out", type=PATH, metavar="FILE",
+        help="Where it goes. Default: build/RECIPE/TARGET/RECIPE.sif; with --from as `apptainer pull` names it.",
+    ),
+    click.option(
+        "--engine", type=click.Choice(["native", "apptainer"]), default="native", show_default=True,
+        help="apptainer: `apptainer build` of the same layers by the installed tool.",
+    ),
+)  # fmt: skip
+def apptainer_command(recipe: str | None, options: BuildOptions) -> None:
+    """Build the SIF of RECIPE (default: pt_cpu) for Apptainer and Singularity, and prove it by training in it.
+
+    Needs neither Apptainer, root, nor a docker daemon, and writes for any architecture. What an unprivileged user can
+    launch here (Apptainer, or user namespaces) trains in the image before it takes its place.
+
+    \b
+    Examples:
+      envbuild apptainer
+      envbuild apptainer pt_cpu --out pytorch.sif --faults
+      envbuild apptainer --from docker-archive:image.tar --out image.sif
+      envbuild apptainer pt_cpu --engine apptainer
+      apptainer exec pt_cpu.sif torchrun --nproc-per-node 2 -m ddp_train 3 1
+    """
+    _build(["apptainer"], recipe, options)
+
+
+@click.command("build")
+@click.argument("recipe", required=False)
+@_image_options(
+    click.option(
+        "--artifact", "artifacts", required=True, metavar="KIND,…",
+        help="enroot, apptainer or both: the squashfs in them is then made once.",
+    ),
+)  # fmt: skip
+def build_command(recipe: str | None, artifacts: str, options: BuildOptions) -> None:
+    """Build several artifacts of RECIPE (default: pt_cpu) in one go, each verified, below build/.
+
+    Every kind has a command of its own, with more to choose: see `envbuild enroot --help`.
+
+    \b
+    Examples:
+      envbuild build pt_cpu --artifact enroot,apptainer
+      envbuild build pt_cpu --artifact enroot,apptainer --target cpu-aarch64 --json
+    """
+    kinds = kinds_of("file")
+    wanted = list(dict.fromkeys(kind.strip() for kind in artifacts.split(",") if kind.strip()))
+    unknown = [kind for kind in wanted if kind not in kinds]
+    if unknown or not wanted:
+        raise UsageError(
+            f"--artifact {artifacts!r}: {unknown[0] if unknown else 'nothing'} is not built here",
+            f"name {' or '.join(kinds)}, or both with a comma; venv and docker have commands of their own",
+        )
+    _build(sorted(wanted, key=kinds.index), recipe, options)
+
+
+def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> None:
+    """Make image files of `kinds` from a recipe or an image, and print them; a dry run prints the plan."""
+    from envbuild.artifacts.apptainer_engine import find_engine
+    from envbuild.image.reference import parse_source
+    from envbuild.image.squashfs.codec import codec_of
+    from envbuild.kinds.image import prepare_image
+    from envbuild.kinds.squash import (
+        ImageFileOptions,
+        OutputFile,
+        check_files,
+        imported_file,
+        make_from_image,
+        make_from_recipe,
+    )
+    from envbuild.verify.runtimes import choose
+    from envbuild.verify.static_checks import check_torch
+
+    if options.source is not None and recipe is not None:
+        raise UsageError("a recipe and --from are two things to build from", "name one of them")
+    check_out(options.out)
+    codec = codec_of(options.compression)
+    environment = load_environment()
+    verify = not options.no_verify
+    for kind in kinds if verify else ():  # before anything is built
+        choose(kind, options.runtime, environment.variables)
+    if options.engine != "native":
+        find_engine(environment.variables)
+
+    def wish(default: Callable[[str], OutputFile]) -> ImageFileOptions:
+        files = tuple(OutputFile(kind, options.out) if options.out else default(kind) for kind in kinds)
+        return ImageFileOptions(files, codec, verify, options.faults, options.runtime, options.engine)
+
+    if options.source is not None:
+        image = parse_source(options.source)
+        of_image = wish(lambda kind: imported_file(kind, image))
+        if options.dry_run:
+            check_files(of_image)
+            for file in of_image.files:
+                about = {"kind": file.kind, "from": image.url, "path": str(file.path.absolute())}
+                if options.as_json:
+                    print_json(about)
+                else:
+                    log(f"{file.kind}: {image.url} to {file.path}")
+            return
+        chosen = Target.parse(options.target or f"cpu-{host_arch()}")
+        results = make_from_image(image, chosen, of_image, environment)
+    else:
+        loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
+        target = open_target(loaded, options.target, environment)
+        one = prepare_image(loaded, target, environment, bytecode=not options.no_bytecode, **options.lock_use)
+        plan = one.plan
+        check_torch(loaded, plan, verify=verify)
+        of_recipe = wish(lambda kind: OutputFile(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target)))
+        if options.dry_run:
+            check_files(of_recipe)
+            show_plan(plan, options.as_json)
+            return
+        results = make_from_recipe(one, of_recipe, environment, offline=options.offline)
+    told = [result.as_json() for result in results]
+    show(options.as_json, told[0] if len(told) == 1 else {"artifacts": told}, *(result.path for result in results))

@@ -1,0 +1,110 @@
+"""Options that several commands have, each declared once, and the values of those that builds have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from envbuild.errors import UsageError
+from envbuild.progress import log
+
+if TYPE_CHECKING:
+    from envbuild.lock.lifecycle import LockUse
+
+PATH = click.Path(path_type=Path)
+Names = tuple[str, ...]
+Command = Callable[..., None]
+Decorator = Callable[[Command], Command]
+_FLAGS = {
+    "locked": "Refuse (exit 3) where the lock is missing or stale; for CI.",
+    "offline": "Use the store, find-links folders and file indexes only.",
+    "no-verify": "Only build; leave no receipt.",
+    "faults": "Verify too that a killed rank restarts from the snapshot.",
+    "no-bytecode": "Leave compiled modules out of the image.",
+    "dry-run": "Print the plan and stop.",
+}
+_VALUES = {
+    "target": ("TARGET", "ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."),
+    "site": ("SITE", "Name or path of a site file. Default: the site.toml in force."),
+    "runtime": (
+        "NAME",
+        "What launches it for verification: enroot, apptainer, or own (user namespaces). Default: the best here.",
+    ),
+}
+_SHARED: dict[str, Decorator] = {
+    "json": click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    **{name: click.option(f"--{name}", is_flag=True, help=text) for name, text in _FLAGS.items()},
+    **{name: click.option(f"--{name}", metavar=value, help=text) for name, (value, text) in _VALUES.items()},
+}
+
+
+def with_options(*options: str | Decorator) -> Decorator:
+    """Return a decorator that adds options to a command, in this order: names of _SHARED, or click's decorators."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = (_SHARED[option] if isinstance(option, str) else option)(command)
+        return command
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """Values of the options of commands that build; those that a command lacks have their defaults.
+
+    Raises UsageError for options that need --job.
+    """
+
+    target: str | None = None
+    out: Path | None = None
+    python: str | None = None
+    job: bool = False
+    site: str | None = None
+    bundle: Path | None = None
+    submit: bool = False
+    script: Path | None = None
+    source: str | None = None
+    engine: str = "native"
+    compression: str = "zstd"
+    runtime: str | None = None
+    no_verify: bool = False
+    faults: bool = False
+    compile_bytecode: bool = False
+    no_bytecode: bool = False
+    dry_run: bool = False
+    locked: bool = False
+    offline: bool = False
+    as_json: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.job and (self.site or self.bundle or self.submit or self.script):
+            raise UsageError("--site, --bundle, --submit and --script are for --job", "add --job")
+
+    @property
+    def lock_use(self) -> LockUse:
+        """The handling of a missing or stale lock; a dry run writes none."""
+        return {"locked": self.locked, "offline": self.offline, "log": log, "write": not self.dry_run}
+
+
+def build_options(*options: str | Decorator) -> Decorator:
+    """Return the decorator of `with_options`; the command gets the values in one argument `options`, a BuildOptions.
+
+    Arguments and options that BuildOptions does not have are passed as usual.
+    """
+    names = {field.name for field in fields(BuildOptions)}
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def run(**given: Any) -> None:
+            chosen = {name: given.pop(name) for name in names & given.keys()}
+            command(**given, options=BuildOptions(**chosen))
+
+        return with_options(*options)(run)
+
+    return decorate
