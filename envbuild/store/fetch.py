@@ -228,7 +228,6 @@ def _download_wheels(
                 told.append(f"{source.name}: {'other files: ' + seen if links else 'not there'}")
         return None
 
-    store.folder("partial")
     store.clean_stale()
     return fetch_each(missing, fetch, client, f"looking for {len(missing)} wheels")
 
@@ -258,7 +257,6 @@ def _download_archives(
                 told.append(f"{shown}: {error}")
         return None
 
-    store.folder("partial")
     store.clean_stale()
     return fetch_each(missing, fetch, client, f"fetching {len(missing)} conda packages")
 
