@@ -32,9 +32,9 @@ RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
 # Variables that a job sets for its programs. PATH, LD_LIBRARY_PATH, PYTHONPATH and the like are never passed:
 # the host's values name files of the host, and the image sets its own.
 PASSED = (
-    "ENVBUILD_", "SLURM_", "SLURMD_", "PBS_", "FLUX_", "PALS_", "PMI_", "PMIX_", "OMPI_", "MPI_", "HYDRA_",
-    "NCCL_", "OFI_NCCL_", "FI_", "EFA_", "RDMAV_", "UCX_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PET_", "PYTORCH_", "MASTER_", "CUDA_", "CUBLAS_",
-    "NVIDIA_", "ROCR_", "HIP_", "HSA_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HOROVOD_",
+    "ENVBUILD_", "SLURM_", "SLURMD_", "PBS_", "FLUX_", "PALS_", "PMI_", "PMIX_", "OMPI_", "MPI_", "HYDRA_", "NCCL_",
+    "OFI_NCCL_", "FI_", "EFA_", "RDMAV_", "UCX_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PET_", "PYTORCH_", "MASTER_",
+    "CUDA_", "CUBLAS_", "NVIDIA_", "ROCR_", "HIP_", "HSA_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "HOROVOD_",
 )  # fmt: skip
 PASSED_NAMES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOGLEVEL", "TERM", "TZ", "USER", "LOGNAME",
