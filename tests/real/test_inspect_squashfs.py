@@ -246,7 +246,7 @@ def test_damaged_images_of_every_maker_are_errors_and_never_worse(maker: str, tm
         shutil.rmtree(into, ignore_errors=True)
         slowest = max(slowest, time.monotonic() - start)
     assert errors > 20 and slowest < 3
-    assert sorted(os.listdir(tmp_path)) == ["image.sqsh", "t"]
+    assert sorted(os.listdir(tmp_path)) == ["damaged", "image.sqsh", "t"]
 
 
 STATUS = "Package: libc6\nStatus: install ok installed\nArchitecture: amd64\nVersion: 2.36-9\n\n"
