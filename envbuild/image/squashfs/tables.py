@@ -95,7 +95,7 @@ def write_tables(
     return position
 
 
-def _inodes(tree: _Tree, fragments: int, codec: Codec) -> tuple[bytes, bytes, list[int], Xattrs]:
+def _inodes(tree: _Arranged, fragments: int, codec: Codec) -> tuple[bytes, bytes, list[int], Xattrs]:
     """Return the inode and directory tables, the reference of each inode by number less 1, and the attributes.
 
     The inodes of a directory's entries are adjacent, so that its listing needs few headers.
@@ -151,7 +151,7 @@ def _options(codec: Codec) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tree:
+class _Arranged:
     """A complete tree.
 
     `folders` lists each directory's path and its names, sorted by their bytes; every directory comes after its
@@ -166,7 +166,7 @@ class _Tree:
     ids: list[int]
 
 
-def _arrange(placed: Sequence[Placed]) -> _Tree:
+def _arrange(placed: Sequence[Placed]) -> _Arranged:
     """Check and order a tree; a missing root is added. `placed` may come in any order.
 
     Raises BuildError, naming the path, for an entry that squashfs cannot express, a missing parent or link target, and
@@ -209,7 +209,7 @@ def _arrange(placed: Sequence[Placed]) -> _Tree:
             # The names of a file come in any order; the first one sets the file's inode number.
             numbers.setdefault(owner, len(numbers) + 1)
     numbers[""] = len(numbers) + 1
-    return _Tree(entries, folders, links, numbers, _ids(entries))
+    return _Arranged(entries, folders, links, numbers, _ids(entries))
 
 
 def _check_data(entry: Entry, data: Data, fragments: int) -> None:
