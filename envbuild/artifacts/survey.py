@@ -22,7 +22,7 @@ from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_b
 MODULES = (
     "__init__.py", "elf.py", "fingerprint.py", "names.py",
     "artifacts/__init__.py", "artifacts/conda_survey.py", "artifacts/installed.py", "artifacts/survey.py",
-    "recipe/__init__.py", "recipe/accelerators.py", "recipe/torch_build.py",
+    "recipe/__init__.py", "recipe/accelerators.py",
 )  # fmt: skip
 # Code for GPUs is in ELF files too (NVIDIA's cubin, AMD's code objects); it is not for the processor.
 _ACCELERATORS = frozenset({190, 224})

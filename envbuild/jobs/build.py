@@ -13,7 +13,7 @@ from envbuild.jobs.quote import path_word, word, words
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.script import opening
 from envbuild.site.schedulers import LAUNCHERS, TITLES, listed
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 
 _VERIFIED = "# Verification simulates its nodes on this one; its receipt goes beside the environment."
 
@@ -39,7 +39,7 @@ class Build:
     options: tuple[str, ...] = ()
 
 
-def plan_build(build: Build, request: JobRequest, site: JobSite) -> JobPlan:
+def plan_build(build: Build, request: JobRequest, site: Site) -> JobPlan:
     """Plan the job of `build`, on one whole node. Raises UsageError for a scheduler that cannot run it."""
     scheduler = scheduler_of(request, site)
     if SCHEDULERS[scheduler].pods:

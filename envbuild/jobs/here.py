@@ -10,10 +10,10 @@ from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import command_of, setting
 from envbuild.site.schedulers import SCHEDULER_NAMES
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 
 
-def no_scheduler_error(request: JobRequest, opened: JobInputs, site: JobSite) -> UsageError:
+def no_scheduler_error(request: JobRequest, opened: JobInputs, site: Site) -> UsageError:
     """Return the error for a job on a site without a scheduler; its hint shows how to train on this host."""
     names = "|".join(SCHEDULER_NAMES)
     hint = f"name a cluster's site (--site SITE, `envbuild site list`) or --scheduler {names}"

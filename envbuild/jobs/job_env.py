@@ -9,12 +9,12 @@ from pathlib import PurePath, PurePosixPath
 from envbuild.fabrics import find_fabric
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import Runtime
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 from envbuild.verify.network import fabric_variables, plugin_variables
 
 
 def job_env(
-    opened: JobInputs, site: JobSite, runtime: Runtime, nproc: int, cpus: int, origins: dict[str, str]
+    opened: JobInputs, site: Site, runtime: Runtime, nproc: int, cpus: int, origins: dict[str, str]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Return the variables of every process, in order, and the folders to prepend to LD_LIBRARY_PATH.
 
@@ -59,7 +59,7 @@ def job_env(
     return tuple(found.items()), library
 
 
-def _limit(site: JobSite) -> int:
+def _limit(site: Site) -> int:
     """Return the CPU limit of a pod in [kubernetes] resources, 0 if there is none."""
     amount = re.fullmatch(r"(\d+)(\.\d+)?(m?)", site.kubernetes.resources.get("cpu", ""))
     if amount is None:
@@ -67,7 +67,7 @@ def _limit(site: JobSite) -> int:
     return max(1, int(amount[1]) // (1000 if amount[3] else 1))
 
 
-def _caches(site: JobSite, runtime: Runtime) -> dict[str, str]:
+def _caches(site: Site, runtime: Runtime) -> dict[str, str]:
     """Return variables for caches and temporary files outside of $HOME, as the site sets them.
 
     The site's paths may not exist in a container, so programs in containers do not get them; Apptainer itself
@@ -82,7 +82,7 @@ def _caches(site: JobSite, runtime: Runtime) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def container_mounts(script: str | None, runtime: Runtime, work: str, site: JobSite) -> tuple[tuple[str, str], ...]:
+def container_mounts(script: str | None, runtime: Runtime, work: str, site: Site) -> tuple[tuple[str, str], ...]:
     """Return (host, container) folders that a container sees: the site's, the working folder and the script's."""
     if runtime in ("folder", "pod"):
         return ()

@@ -10,7 +10,7 @@ from typing import Literal
 from envbuild import torchrun
 from envbuild.kinds import ARTIFACTS, Artifact
 from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 
 Strategy = Literal["ddp", "horovod", "single"]
 # The way to start an artifact's program on a node: in the folder of an environment, with pyxis (through srun),
@@ -69,7 +69,7 @@ class JobPlan:
     name: str
     scheduler: str
     artifact: JobArtifact
-    site: JobSite
+    site: Site
     runtime: Runtime
     launcher: str
     strategy: Strategy

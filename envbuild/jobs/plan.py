@@ -14,13 +14,13 @@ from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.kinds import ARTIFACTS, Artifact, kinds_of
 from envbuild.site.jobs import time_problem
 from envbuild.site.schedulers import LAUNCHERS
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _EPOCHS = 10
 
 
-def scheduler_of(request: JobRequest, site: JobSite) -> str:
+def scheduler_of(request: JobRequest, site: Site) -> str:
     """Return the scheduler of a job. Raises UsageError when neither the request nor the site names one."""
     if request.scheduler is not None:
         return request.scheduler
@@ -33,7 +33,7 @@ def scheduler_of(request: JobRequest, site: JobSite) -> str:
     return site.scheduler.kind
 
 
-def wanted_kinds(scheduler: str, site: JobSite) -> tuple[str, ...]:
+def wanted_kinds(scheduler: str, site: Site) -> tuple[str, ...]:
     """Return the kinds of artifacts that a job of a recipe may use, best first."""
     if SCHEDULERS[scheduler].pods:
         return kinds_of("registry")
@@ -42,7 +42,7 @@ def wanted_kinds(scheduler: str, site: JobSite) -> tuple[str, ...]:
     return (*files, *kinds_of("folder"))
 
 
-def plan_job(request: JobRequest, opened: JobInputs, site: JobSite) -> JobPlan:
+def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     """Decide every value of the job.
 
     Raises UsageError for values that conflict, with a hint about the one to change.
@@ -143,11 +143,11 @@ def setting(opened: JobInputs, key: str) -> int | None:
     return int(value) if value else None
 
 
-def _claimed(scheduler: str, site: JobSite) -> str | None:
+def _claimed(scheduler: str, site: Site) -> str | None:
     return site.kubernetes.mount if SCHEDULERS[scheduler].pods else None
 
 
-def _runtime(kind: Artifact, scheduler: str, site: JobSite) -> Runtime:
+def _runtime(kind: Artifact, scheduler: str, site: Site) -> Runtime:
     """Return the runtime that starts an artifact of `kind` on the nodes. Raises UsageError when there is none."""
     if (kind.form == "registry") != SCHEDULERS[scheduler].pods:
         if kind.form == "registry":
@@ -171,7 +171,7 @@ def _runtime(kind: Artifact, scheduler: str, site: JobSite) -> Runtime:
     return runtime
 
 
-def _ranks(request: JobRequest, opened: JobInputs, site: JobSite) -> tuple[int, str]:
+def _ranks(request: JobRequest, opened: JobInputs, site: Site) -> tuple[int, str]:
     """Return the number of ranks per node, and who set it."""
     if request.nproc_per_node is not None:
         return request.nproc_per_node, "--nproc-per-node"
@@ -187,7 +187,7 @@ def _ranks(request: JobRequest, opened: JobInputs, site: JobSite) -> tuple[int, 
     return _first(("[verify] nproc_per_node of the recipe", setting(opened, "nproc_per_node")), ("default", 2))
 
 
-def _cpus(nproc: int, scheduler: str, site: JobSite) -> tuple[int, str]:
+def _cpus(nproc: int, scheduler: str, site: Site) -> tuple[int, str]:
     """Return the number of CPUs per node (0 for all), and who set it.
 
     By default, PBS gives a job one CPU in all, and so do other schedulers if jobs share nodes.
@@ -200,7 +200,7 @@ def _cpus(nproc: int, scheduler: str, site: JobSite) -> tuple[int, str]:
     return site.node.cpus, site.origin("node", "cpus")
 
 
-def _launcher(request: JobRequest, scheduler: str, site: JobSite, origins: dict[str, str]) -> str:
+def _launcher(request: JobRequest, scheduler: str, site: Site, origins: dict[str, str]) -> str:
     known = LAUNCHERS[scheduler]
     if not known:
         return "srun"  # pods start by themselves

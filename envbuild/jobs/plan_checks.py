@@ -11,7 +11,7 @@ from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.kubernetes_log import lost_log
 from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 
 # Folders that are local to each node (Filesystem Hierarchy Standard 3.0, 3.15, 3.18, 5.15).
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
@@ -46,7 +46,7 @@ def check_rendezvous(request: JobRequest, opened: JobInputs, scheduler: str) -> 
         )
 
 
-def check_nodes(artifact: JobArtifact, script: str, scheduler: str, site: JobSite) -> None:
+def check_nodes(artifact: JobArtifact, script: str, scheduler: str, site: Site) -> None:
     """Raise UsageError for an artifact of another architecture than the nodes', or files that nodes cannot see.
 
     These files are the artifact and `script` ("" for none).
@@ -94,21 +94,21 @@ def possible_faults(plan: JobPlan, host: str) -> Iterator[str]:
             )
 
 
-def _seen(site: JobSite) -> list[str]:
+def _seen(site: Site) -> list[str]:
     """Return the folders that all nodes see, as far as the site tells: a mounted /tmp is still local to each node."""
     hosts = (mount.partition(":")[0] for mount in site.container.mounts)
     more = [one for one in (site.paths.cache, *hosts) if one and not _around(one, site)]
     return [one for one in (site.paths.shared, *more) if one]
 
 
-def _own_of_a_node(path: str, site: JobSite) -> str:
+def _own_of_a_node(path: str, site: Site) -> str:
     """Return the folder around `path` that is local to each node, "" for none or if the site shares files in it."""
     own = _around(path, site)
     shares = own and site.paths.shared and _below(site.paths.shared, own)
     return "" if shares or any(_below(path, one) for one in _seen(site)) else own
 
 
-def _around(path: str, site: JobSite) -> str:
+def _around(path: str, site: Site) -> str:
     return next((one for one in (*_OWN, site.paths.scratch) if one and _below(path, one)), "")
 
 

@@ -79,7 +79,7 @@ def conda_tree(file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[s
     `without` are paths, relative to the prefix, that another package provides instead. Raises BuildError, here or when
     content is read, for a package that is damaged, is not the locked one, or lacks files that it lists.
     """
-    yield from _Tree(file, scheme, mtime, without).tree()
+    yield from _CondaTree(file, scheme, mtime, without).tree()
 
 
 class _Checked(HashedContent):
@@ -113,7 +113,7 @@ class _Pieces:
         return data
 
 
-class _Tree:
+class _CondaTree:
     """The conversion of one package to a tree."""
 
     def __init__(self, file: CondaFile, scheme: Scheme, mtime: int, without: frozenset[str]) -> None:

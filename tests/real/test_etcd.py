@@ -32,7 +32,7 @@ from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.recipe.targets import host_arch
 from envbuild.site.jobs import KubernetesTable, SchedulerTable
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 
 NAME = "meet"
 PODS = (f"{NAME}-worker-0", f"{NAME}-worker-1")
@@ -96,7 +96,7 @@ class Pods:
             kind="docker", path=f"registry.example.org/{NAME}@{DIGEST}", digest=DIGEST, recipe=NAME,
             target=f"cpu-{host_arch()}", python=str(self.venv / "bin/python"),
         )  # fmt: skip
-        site = JobSite(
+        site = Site(
             "pods",
             scheduler=SchedulerTable(kind="kubernetes"),
             kubernetes=KubernetesTable(claim="data", mount=str(folder)),

@@ -14,8 +14,7 @@ from typing import Any
 
 from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable
-from envbuild.site.settings import FabricTable
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import FabricTable, Site
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 DIGEST = f"sha256:{'ab' * 32}"
@@ -29,7 +28,7 @@ SIF = replace(SQSH, kind="apptainer", path="/fsx/pt.sif")
 EFA_SQSH = replace(SQSH, recipe="pt_efa", target="cu126-x86_64", fabric="efa", provider="efa", verified_at="")
 GPU_SIF = replace(SIF, recipe="gh200", target="cu126-aarch64", fabric="slingshot", provider="cxi")
 MOUNTS = (("/fsx", "/fsx"),)
-SITE = JobSite("lab")
+SITE = Site("lab")
 PLAN = JobPlan(
     "pt_cpu", "slurm", VENV, SITE, "folder", "srun", "ddp", 2, 2, ("-m", "ddp_train", "10", "1"), "/fsx/me",
     run_files=(("--checkpoint_path", "snapshot.pt"), ("--report", "report.json")),

@@ -32,8 +32,7 @@ from envbuild.recipe.accelerators import ACCELERATORS, CUDA, gpu_families
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.schedulers import LAUNCHERS, TITLES
-from envbuild.site.settings import Site as JobSite
-from envbuild.site.settings import load_site
+from envbuild.site.settings import Site, load_site
 from envbuild.verify.model import PASS, Check, Settings, Verdict
 from envbuild.verify.receipt import passing_receipt, receipt_path
 
@@ -66,7 +65,7 @@ def environment(tmp_path: Path) -> Environment:
     return load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "store")})
 
 
-def site_of(folder: Path, text: str) -> JobSite:
+def site_of(folder: Path, text: str) -> Site:
     (folder / "lab.toml").write_text(text)
     return load_site({"HOME": str(folder), "USER": "ada"}, str(folder / "lab.toml"))
 

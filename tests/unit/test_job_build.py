@@ -22,10 +22,10 @@ from envbuild.jobs.build import Build, plan_build, render_build
 from envbuild.jobs.model import JobRequest
 from envbuild.recipe.targets import ARCHES, host_arch
 from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 
 GOLDEN = Path(__file__).parent / "data" / "builds"
-SITE = JobSite(
+SITE = Site(
     "lab",
     scheduler=SchedulerTable(kind="slurm", partition="icelake", account="p1"),
     modules=ModulesTable(init="/etc/profile.d/lmod.sh", build=("python/3.11.7",), run=("cuda/12.6",)),
@@ -53,7 +53,7 @@ BUILDS = {
 }
 
 
-def _render(site: JobSite, build: Build) -> str:
+def _render(site: Site, build: Build) -> str:
     return render_build(plan_build(build, JobRequest(current=Path("/home/ada")), site), build)
 
 
@@ -83,7 +83,7 @@ def test_paths_and_variables_arrive_unchanged_at_a_recording_envbuild(
     tool.parent.mkdir(exist_ok=True)
     tool.write_text('#!/bin/sh\nprintf "%s\\0" "$VALUE" "$ENVBUILD_STORE" "$@" >"$(dirname "$0")/told"\n')
     tool.chmod(0o755)
-    site = JobSite(
+    site = Site(
         "lab",
         scheduler=SchedulerTable(kind="slurm"),
         paths=PathsTable(shared=str(tmp_path), cache=str(tmp_path / "cache")),

@@ -15,7 +15,7 @@ from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job
 from envbuild.kinds import image as image_kind
 from envbuild.site.jobs import SchedulerTable
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 from envbuild.verify.receipt import passing_receipt, pushed_as, receipt_path, record_push
 
 ID, MANIFEST, OTHER = (f"sha256:{two * 32}" for two in ("1d", "ab", "cd"))
@@ -126,7 +126,7 @@ def test_a_receipt_of_another_build_that_cannot_be_read_stops_no_job(text: str) 
 def test_etcd_needs_python_etcd_in_the_image_where_its_receipt_tells(packages: dict[str, Any], refused: bool) -> None:
     record_push(receipt(**packages), MANIFEST, f"{NAME}@{MANIFEST}")
     opened = open_artifact("pt_cpu", ("docker",), None)
-    site = JobSite("eks", scheduler=SchedulerTable(kind="kubernetes"))
+    site = Site("eks", scheduler=SchedulerTable(kind="kubernetes"))
     request = JobRequest(rendezvous="etcd-v2", work="/data")
     if refused:
         with pytest.raises(UsageError, match="lacks python-etcd"):

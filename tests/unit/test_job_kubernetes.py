@@ -34,7 +34,7 @@ from envbuild.jobs.kubernetes_yaml import dump
 from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.site.jobs import KubernetesTable, NodeTable, SchedulerTable
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 
 GOLDEN = Path(__file__).parent / "data" / "jobs"
 DIGEST = "sha256:" + "8e1884d0" * 8
@@ -46,7 +46,7 @@ EFA = replace(
     CPU, recipe="pt_efa", target="cu130-aarch64", fabric="efa", provider="efa",
     path=f"registry.example.org/ml/pt_efa@{DIGEST}", verified_at="",
 )  # fmt: skip
-SITE = JobSite(
+SITE = Site(
     "aws-eks",
     scheduler=SchedulerTable(kind="kubernetes"),
     node=NodeTable(cpus=4, memory="8G"),

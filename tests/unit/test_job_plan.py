@@ -21,13 +21,12 @@ from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
 from envbuild.jobs.plan_checks import possible_faults
 from envbuild.jobs.render import explained, render
 from envbuild.site.jobs import LAUNCHERS
-from envbuild.site.settings import Site as JobSite
-from envbuild.site.settings import load_site
+from envbuild.site.settings import Site, load_site
 
 DIGEST = "sha256:" + "ab" * 32
 
 
-def _site(tmp_path: Path, text: str) -> JobSite:
+def _site(tmp_path: Path, text: str) -> Site:
     (tmp_path / "lab.toml").write_text(text)
     return load_site({"HOME": str(tmp_path), "USER": "ada"}, str(tmp_path / "lab.toml"))
 

@@ -26,7 +26,7 @@ from envbuild.jobs.schedulers.base import minutes
 from envbuild.jobs.submit import default_script, submit
 from envbuild.site.jobs import NodeTable, SchedulerTable
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
-from envbuild.site.settings import Site as JobSite
+from envbuild.site.settings import Site
 
 TOP = Path(__file__).parents[2]
 
@@ -202,7 +202,7 @@ def test_an_allocation_of_lsf_is_found(tmp_path: Path) -> None:
 
 def test_site_check_names_keys_without_a_meaning_and_options_that_jobs_set() -> None:
     scheduler = SchedulerTable(kind="flux", qos="q", directives=("-N4", "--urgency=20"))
-    site = JobSite("lab", scheduler=scheduler, node=NodeTable(memory="4G"))
+    site = Site("lab", scheduler=scheduler, node=NodeTable(memory="4G"))
     found = {(one.name, one.what) for one in contradictions(site)}
     assert ("[scheduler] qos", "is not used with flux") in found
     assert ("[node] memory", "is not used with flux") in found
