@@ -68,7 +68,7 @@ ADDRESSES = "eth0 2001:db8::7,eth0 192.0.2.7,hsn0 203.0.113.7,ib0 2001:db8:1::7"
 # `nodes` nodes, all of which are this machine. The programs for nodes are the real ones.
 _LAUNCHER = """\
 #!{python}
-import json, os, pathlib, signal, subprocess, sys
+import contextlib, json, os, pathlib, signal, subprocess, sys
 tool, arguments = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
 with open(os.environ["RECORDED"], "ab", buffering=0) as stream:
     stream.write(json.dumps([tool, arguments]).encode() + b"\\n")
@@ -106,7 +106,8 @@ for _ in tasks:  # when one fails, the others are ended
     if code and not first:
         first = code
         for task in tasks:
-            task.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(task.pid, signal.SIGTERM)
 sys.exit(first)
 """
 _PYTHON = """\
