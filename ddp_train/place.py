@@ -58,7 +58,7 @@ def _check_all_are_set(environ: Mapping[str, str]) -> None:
 
 
 def find_rank_info(environ: Mapping[str, str]) -> RankInfo:
-    """Return the place from torchrun's variables; without RANK and WORLD_SIZE, one process on its own.
+    """Return this process's rank from torchrun's variables; without RANK and WORLD_SIZE, one process on its own.
 
     Raises TrainError for missing or contradictory variables.
     """
