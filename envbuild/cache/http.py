@@ -110,7 +110,8 @@ class HttpClient:
         `own` is whether `url` is on the server itself; only that server receives a client certificate. Raises
         RequestFailed when there is no response.
         """
-        from requests.utils import should_bypass_proxies
+        # Not `from requests.utils`: in a thread, beside one that imports requests, that breaks both imports.
+        import requests
 
         parts = split(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -118,7 +119,7 @@ class HttpClient:
         if parts.scheme == "http" and not self.plain and not self.transport.is_insecure(parts.netloc):
             raise RequestFailed(f"it leads to plain HTTP at {parts.netloc}, which is not named insecure")
         proxies, response = self.transport.proxies, None
-        if proxies and not self.as_pip and should_bypass_proxies(url, no_proxy=None):
+        if proxies and not self.as_pip and requests.utils.should_bypass_proxies(url, no_proxy=None):
             proxies = None
         try:
             response = self._opened().request(
@@ -159,9 +160,8 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
     from http.cookiejar import DefaultCookiePolicy
 
     import requests
-    from requests.adapters import HTTPAdapter
 
-    class Adapter(HTTPAdapter):
+    class Adapter(requests.adapters.HTTPAdapter):
         """Adapter that verifies each hop by its own host: trust does not follow a redirect. It sends large blocks."""
 
         def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
@@ -184,7 +184,7 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
 
 def blocks(response: requests.Response, stop: threading.Event) -> Iterator[bytes]:
     """Yield the response's body in blocks. Raises RequestFailed when it is cut off, Stopped when `stop` is set."""
-    from requests import RequestException
+    import requests
 
     stream = response.iter_content(BLOCK)
     while True:
@@ -192,7 +192,7 @@ def blocks(response: requests.Response, stop: threading.Event) -> Iterator[bytes
             raise Stopped
         try:
             block = next(stream, b"")
-        except RequestException as error:
+        except requests.RequestException as error:
             raise RequestFailed(reason_of(error), transient=True, answered=True) from None
         if not block:
             return
@@ -246,7 +246,9 @@ def reason_of(error: BaseException) -> str:
 
 def _passing(error: BaseException, alive: bool) -> bool:
     """Return whether a retry may help. A server that answered before may be restarting."""
-    from requests import exceptions as known
+    import requests
+
+    known = requests.exceptions
 
     if isinstance(error, known.SSLError | known.ProxyError | ValueError):
         return False

@@ -48,10 +48,10 @@ class Client:
 
     def page(self, url: str, *, patient: bool = True) -> Page:
         """Return the page at `url`; retry failed requests when `patient`."""
+        import requests
         from mousebender.simple import ACCEPT_SUPPORTED
-        from requests.utils import DEFAULT_ACCEPT_ENCODING
 
-        headers = {"Accept": ACCEPT_SUPPORTED, "Accept-Encoding": DEFAULT_ACCEPT_ENCODING}
+        headers = {"Accept": ACCEPT_SUPPORTED, "Accept-Encoding": requests.utils.DEFAULT_ACCEPT_ENCODING}
 
         def get() -> Page:  # retried with the body, which may be cut off
             with self._answer(url, headers) as response:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,37 @@ def test_a_page_that_is_cut_or_too_large_leaves_the_server_up(monkeypatch: pytes
     with pytest.raises(RequestFailed, match="refused") as caught:
         client(0).page("http://127.0.0.1:9/t/s3cret/p")
     assert caught.value.is_down and "s3cret" not in str(caught.value)
+
+
+_BESIDE_AN_IMPORT = """
+import sys, threading, time
+from envbuild.cache.http import HttpClient, Transport
+from envbuild.cache.retry import RequestFailed
+
+begun = threading.Event()
+
+class Slow:
+    def find_spec(self, name, path, target=None):
+        if name == "requests.exceptions":  # the first of its modules that requests itself imports
+            begun.set()
+            time.sleep(0.3)
+
+def send():
+    begun.wait()
+    try:
+        HttpClient(Transport(retries=0), plain=True).send("GET", "http://127.0.0.1:1/f", {})
+    except RequestFailed:
+        print("asked")
+
+sys.meta_path.insert(0, Slow())
+thread = threading.Thread(target=send)
+thread.start()
+import requests
+thread.join()
+"""
+
+
+def test_a_thread_may_ask_while_another_imports_requests() -> None:
+    """As doctor's checks do: one asks a mirror while another imports docker, which imports requests."""
+    done = subprocess.run([sys.executable, "-c", _BESIDE_AN_IMPORT], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "asked\n"), done.stderr
