@@ -26,7 +26,7 @@ from envbuild.environment import load_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Of recipes whose tests ask for a verification, and not what it does by default.
-QUICK = "\n[verify]\nnodes = 1\nnproc_per_node = 2\nepochs = 2\n"
+QUICK = "\n[verify]\nnodes = 1\nnproc_per_node = 1\nepochs = 2\n"
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
 

@@ -149,7 +149,7 @@ def test_layers_are_the_same_with_one_processor_and_in_both_forms_hold_the_same(
     conda_channel: Channel, tmp_path: Path
 ) -> None:
     compiler = compiler_for("3.11", load_environment())
-    files = [located(conda_channel.package(name)) for name in ("sympy", "tqdm", "jinja2")]
+    files = [located(conda_channel.package(name)) for name in ("tqdm", "jinja2")]
     files.append(located(conda_channel.package("python", "linux-64")))
     made = []
     allowed = os.sched_getaffinity(0)

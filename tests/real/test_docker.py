@@ -139,7 +139,7 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
         assert container.wait()["StatusCode"] == 0, container.logs()
         broken = container.commit().id
         container.remove()
-        settings = Settings(nodes=2, nproc_per_node=1, epochs=2)
+        settings = Settings(nodes=1, nproc_per_node=1, epochs=2)
         subject = image_subject(client.raw, BuiltImage(broken, image.state, image.digest), settings)
         verdict = verify(subject, settings, environment, print)
         client.images.remove(broken, force=True)

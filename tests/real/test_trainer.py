@@ -293,10 +293,10 @@ def test_ranks_die_with_a_killed_torchrun(start: Callable[..., Job]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def nodes(port: int, node: int, *arguments: str) -> list[str]:
-    """The command of one of two nodes, both on this machine."""
+def nodes(port: int, node: int, *arguments: str, ranks: int = 2) -> list[str]:
+    """The command of one of two nodes of `ranks` ranks, both on this machine."""
     return [
-        *TORCHRUN, "--nnodes=2", "--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=trainer",
+        *TORCHRUN, "--nnodes=2", f"--nproc-per-node={ranks}", "--max-restarts=3", "--rdzv-id=trainer",
         "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
         f"--rdzv-conf=is_host={1 - node},join_timeout={LIMIT},read_timeout={LIMIT}",
         "-m", "ddp_train", *arguments,
@@ -309,18 +309,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.mark.parametrize("victim_node", [0, 1])
+@pytest.mark.parametrize(("victim_node", "ranks"), [(0, 2), (1, 1)])
 def test_a_killed_worker_restarts_from_the_snapshot(
-    start: Callable[..., Job], tmp_path: Path, victim_node: int
+    start: Callable[..., Job], tmp_path: Path, victim_node: int, ranks: int
 ) -> None:
-    """Two nodes of two ranks without a shared disk: node 1 must get the state over the network."""
+    """Two nodes without a shared disk: node 1 must get the state over the network."""
     settings = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     port = free_port()
     jobs = []
     for node in (0, 1):
         folder = tmp_path / f"node{node}"
         folder.mkdir()
-        command = nodes(port, node, "60", "5", "--report", "report.json")
+        command = nodes(port, node, "60", "5", "--report", "report.json", ranks=ranks)
         jobs.append(start(command, folder, **settings))
 
     def saved() -> bool:
