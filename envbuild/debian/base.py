@@ -59,8 +59,8 @@ def _add_first(
                 log(f"{archive} has not been renewed since {release.date}: newer security fixes may be missing")
             for component in archive.components:
                 with transfer(f"package list of {archive} {component} for {arch}", None) as on_progress:
-                    path, form = fetch_packages(release, component, arch, client, blobs, on_progress)
-                index.add(path, form, archive.kind)
+                    path = fetch_packages(release, component, arch, client, blobs, on_progress)
+                index.add(path, archive.kind)
         except NotFound:
             answers.append(f"{archive}: not there")
         except RequestFailed as error:

@@ -5,35 +5,24 @@ Source: deb(5) format 2.0: an ar archive of debian-binary, control.tar and data.
 
 from __future__ import annotations
 
-import tarfile
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO, cast
+from typing import BinaryIO, cast
 
 from envbuild.debian.control import parse_control
 from envbuild.errors import BuildError, LockError
-from envbuild.image import entry as kinds
-from envbuild.image.entry import Entry, Tree
-from envbuild.image.tar_stream import PositionedStream
+from envbuild.image.compression import decompressed
+from envbuild.image.entry import HARDLINK, Entry, Tree
+from envbuild.image.squashfs.segment import tar_items
+from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import Slice
 
 _MAGIC = b"!<arch>\n"
 _HEADER = 60
 # Control files are read into memory; none of a real package is larger.
 _MAX_CONTROL = 16 << 20
-_KINDS = {
-    tarfile.REGTYPE: kinds.FILE,
-    tarfile.AREGTYPE: kinds.FILE,
-    tarfile.DIRTYPE: kinds.DIR,
-    tarfile.SYMTYPE: kinds.SYMLINK,
-    tarfile.LNKTYPE: kinds.HARDLINK,
-    tarfile.CHRTYPE: kinds.CHAR,
-    tarfile.BLKTYPE: kinds.BLOCK,
-    tarfile.FIFOTYPE: kinds.FIFO,
-}
+_COMPRESSIONS = ("", ".gz", ".xz", ".zst")
+_HINT = "lock the base again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,44 +74,28 @@ def relative(path: str, name: str) -> str:
 
 
 def _members(path: Path, name: str, part: str) -> Tree:
-    with _reporting(name), path.open("rb") as file:
-        member, stream = _find(file, name, part)
-        source = _decompressed(member, stream, name)
-        # An explicit encoding: the locale of the builder must not matter.
-        with tarfile.open(fileobj=source, mode="r|", encoding="utf-8", errors="surrogateescape") as archive:
-            for item in archive:
-                content = archive.extractfile(item) if item.isreg() else None
-                yield _entry(item, name), _CheckedContent(content, name) if content else None
-
-
-@contextmanager
-def _reporting(name: str) -> Iterator[None]:
-    """Turn any error in the data into a BuildError that names the package."""
-    import lzma
-
-    import zstandard
-
+    where = _where(name)
     try:
-        yield
-    except (lzma.LZMAError, zlib.error, zstandard.ZstdError, EOFError, tarfile.TarError, UnicodeError) as error:
-        raise _faulty(name, f"it is damaged: {error}") from None
-    except OSError as error:  # includes gzip.BadGzipFile
+        with path.open("rb") as file:
+            stream = cast(BinaryIO, _find(file, name, part))
+            for member, content in tar_items(decompressed(stream, where), where):
+                yield _entry(member, name), content
+    except BuildError as error:
+        raise BuildError(error.message, error.hint or _HINT) from None
+    except OSError as error:
         raise _faulty(name, f"it cannot be read: {error.strerror or error}") from None
 
 
-def _entry(item: tarfile.TarInfo, name: str) -> Entry:
-    kind = _KINDS.get(item.type)
-    if kind is None:
-        raise _faulty(name, f"{item.name!r} is of the unknown type {item.type!r}")
-    target = relative(item.linkname, name) if kind == kinds.HARDLINK else item.linkname
-    size = item.size if kind == kinds.FILE else 0
-    device = (item.devmajor, item.devminor) if kind in (kinds.CHAR, kinds.BLOCK) else (0, 0)
-    mode, path = item.mode & 0o7777, relative(item.name, name)
-    return Entry(path, kind, mode, size, target, item.uid, item.gid, int(item.mtime), device)
+def _entry(member: Member, name: str) -> Entry:
+    target = relative(member.link, name) if member.kind == HARDLINK else member.link
+    return Entry(
+        relative(member.name, name), member.kind, member.mode, member.size, target, member.uid, member.gid,
+        member.mtime, member.device,
+    )  # fmt: skip
 
 
-def _find(file: BinaryIO, name: str, part: str) -> tuple[str, Slice]:
-    """Return the name of the ar member that begins with `part`, and the member as a stream."""
+def _find(file: BinaryIO, name: str, part: str) -> Slice:
+    """Return the ar member whose name begins with `part`, as a stream."""
     if file.read(len(_MAGIC)) != _MAGIC:
         raise _faulty(name, "it is no ar archive")
     size_of_file = file.seek(0, 2)
@@ -140,43 +113,19 @@ def _find(file: BinaryIO, name: str, part: str) -> tuple[str, Slice]:
         if number == 0 and (member != "debian-binary" or not file.read(size).startswith(b"2.")):
             raise _faulty(name, "it is no Debian package of format 2")
         if member.startswith(part):
+            if member.removeprefix(part) not in _COMPRESSIONS:
+                raise _faulty(name, f"{member} is compressed in a way that is not known here")
             source = PositionedStream(file, name)
             source.go(place + _HEADER)
-            return member, Slice(source, size)
+            return Slice(source, size)
         place += _HEADER + size + size % 2
         number += 1
     raise _faulty(name, f"it has no {part}")
 
 
-def _decompressed(member: str, stream: Slice, name: str) -> IO[bytes]:
-    import gzip
-    import lzma
-
-    import zstandard
-
-    file = cast("IO[bytes]", stream)
-    match member.rpartition(".tar")[2]:
-        case "":
-            return file
-        case ".gz":
-            return cast("IO[bytes]", gzip.GzipFile(fileobj=file))
-        case ".xz":
-            return cast("IO[bytes]", lzma.LZMAFile(file))
-        case ".zst":
-            return cast("IO[bytes]", zstandard.ZstdDecompressor().stream_reader(file))
-    raise _faulty(name, f"{member} is compressed in a way that is not known here")
-
-
-class _CheckedContent:
-    """The content of one file; errors in it are reported like errors in the archive."""
-
-    def __init__(self, stream: IO[bytes], name: str) -> None:
-        self._stream, self._name = stream, name
-
-    def read(self, size: int = -1, /) -> bytes:
-        with _reporting(self._name):
-            return self._stream.read(size)
+def _where(name: str) -> str:
+    return f"the package {name} cannot be unpacked"
 
 
 def _faulty(name: str, what: str) -> BuildError:
-    return BuildError(f"the package {name} cannot be unpacked: {what}", "lock the base again")
+    return BuildError(f"{_where(name)}: {what}", _HINT)

@@ -130,8 +130,8 @@ def read_release(text: str, archive: DebianSuite) -> DebianRelease:
 
 def fetch_packages(
     release: DebianRelease, component: str, arch: str, client: Client, blobs: Blobs, on_progress: OnProgress
-) -> tuple[Path, str]:
-    """Return the file of a component's package list for a Debian architecture, and its compression (".xz", ".gz", "").
+) -> Path:
+    """Return the file of a component's package list for a Debian architecture, compressed or not.
 
     A list that `blobs` already has is not downloaded. Raises RequestFailed, and LockError when the suite has no such
     list or the archive serves another one.
@@ -144,7 +144,7 @@ def fetch_packages(
     sha256, size = release.files[name]
     digest = f"sha256:{sha256}"
     if (place := blobs.path(digest)).is_file():
-        return place, form
+        return place
     # By hash first: then it is no error when the list is replaced during the download.
     urls = [f"{archive.folder}/{base}/by-hash/SHA256/{sha256}"] if release.by_hash else []
     urls.append(f"{archive.folder}/{name}")
@@ -161,7 +161,7 @@ def fetch_packages(
                     f"{archive}: {name} has sha256:{other.sha256}, but the signed Release says {digest}",
                     "the mirror may be in the midst of an update: try again, or name another",
                 ) from None
-        return blobs.adopt(partial, digest), form
+        return blobs.adopt(partial, digest)
 
 
 def _get(url: str, client: Client) -> bytes:

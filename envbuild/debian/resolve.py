@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from envbuild.debian.control import Relation, compare_versions, parse_control, parse_relations
-from envbuild.errors import LockError
+from envbuild.errors import BuildError, LockError
+from envbuild.image.compression import open_layer
 
 _CHUNK = 1 << 20
 _NAME = re.compile(rb"^Package:[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)
@@ -60,21 +60,16 @@ class PackageIndex:
     packages: dict[str, Package] = field(default_factory=dict)
     _providing: dict[str, Package] = field(default_factory=dict)
 
-    def add(self, path: Path, form: str, archive: str) -> None:
-        """Add a Packages file with the compression `form` (".xz", ".gz", ""). Raises LockError when it is damaged."""
-        import gzip
-        import lzma
-        import zlib
-
-        opened: Any = {".xz": lzma.open, ".gz": gzip.open, "": open}[form]
+    def add(self, path: Path, archive: str) -> None:
+        """Add a Packages file, compressed or not. Raises LockError when it is damaged."""
         try:
-            with opened(path, "rb") as stream:
+            with open_layer(path, "its content") as stream:
                 rest = b""
                 while chunk := stream.read(_CHUNK):
                     *whole, rest = (rest + chunk).split(b"\n\n")
                     self._add(whole, archive)
                 self._add([rest.strip(b"\n")], archive)
-        except (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error) as error:
+        except (BuildError, OSError, ValueError) as error:
             raise LockError(f"{path}: not a list of packages: {error}") from error
 
     def providers(self, relation: Relation) -> list[Package]:

@@ -1,7 +1,7 @@
-"""Decompression of layers. The first bytes decide the format, not the media type.
+"""Decompression of layers and packages. The first bytes decide the format, not the media type.
 
-Sources: RFC 1952 (gzip; a file may have several members), RFC 8878 (zstd; several frames, and skippable frames). A
-stream that ends within a member or a frame is an error, never a short layer.
+Sources: RFC 1952 (gzip; a file may have several members), RFC 8878 (zstd; several frames, and skippable frames), the
+.xz file format 1.2 (several streams). A stream that ends within a member or a frame is an error, never a short layer.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from envbuild.image.tar_stream import Chunks
 from envbuild.workers import Answer, Workers
 
 _GZIP = b"\x1f\x8b"
+_XZ = b"\xfd7zXZ\0"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _CHUNK = 1 << 20
 _BEHIND = 8  # chunks
-# One byte of gzip decompresses to at most 1 KiB, four bytes of zstd to 128 KiB, and a zstd decoder cannot be told to
-# stop. Small input chunks limit their output to 64 and 128 MiB for any input, at no measurable cost.
-_INPUT = {"gzip": 1 << 16, "zstd": 1 << 12}
+# One byte of gzip decompresses to at most 1 KiB, one of xz to 7 KiB, four bytes of zstd to 128 KiB, and a zstd decoder
+# cannot be told to stop. Small input chunks limit their output to 128 MiB for any input, at no measurable cost.
+_INPUT = {"gzip": 1 << 16, "xz": 1 << 14, "zstd": 1 << 12}
 
 
 def kind_of(head: bytes) -> str:
-    """Return `gzip`, `zstd` or `none`, given at least the first four bytes of a layer."""
+    """Return `gzip`, `xz`, `zstd` or `none`, given at least the first four bytes of a layer."""
     if head.startswith(_GZIP):
         return "gzip"
+    if head.startswith(_XZ[:4]):
+        return "xz"
     # A zstd stream may begin with a skippable frame: magic number 0x184D2A50 to 0x184D2A5F, little-endian.
     if head.startswith(_ZSTD) or (head[1:4] == b"\x2a\x4d\x18" and head[0] >> 4 == 5):
         return "zstd"
@@ -115,19 +118,20 @@ def _pieces(stream: Readable, data: bytes) -> Iterator[bytes]:
 
 def _decoded(stream: Readable, kind: str, name: str, data: bytes) -> Iterator[bytes]:
     """Yield the decompressed content of `data` and what follows it in `stream`; one chunk of input is held."""
-    new, failure = _gzip() if kind == "gzip" else _zstd()
+    new, failure = {"gzip": _gzip, "xz": _xz, "zstd": _zstd}[kind]()
     decoder: Any = None  # of one gzip member or one zstd frame
     while True:
         data = data or stream.read(_INPUT[kind])
         if decoder is None:
             if not data:
                 return
-            if kind == "gzip":
+            if kind != "zstd":
                 data = data.lstrip(b"\0")  # tape writers and some tools pad the last member with zeros
                 if not data:
                     continue
-                if not data.startswith(_GZIP[: len(data)]):  # isal waits for more input
-                    raise BuildError(f"{name}: the gzip data is corrupt: no gzip header")
+                magic = {"gzip": _GZIP, "xz": _XZ}[kind]
+                if not data.startswith(magic[: len(data)]):  # the decoders wait for more input
+                    raise BuildError(f"{name}: the {kind} data is corrupt: no {kind} header")
             decoder = new()
         try:
             output = decoder.decompress(data)
@@ -147,6 +151,12 @@ def _gzip() -> tuple[Callable[[], Any], type[Exception]]:
     from isal import isal_zlib  # inflates twice as fast as zlib
 
     return partial(isal_zlib.decompressobj, wbits=31), cast(type[Exception], isal_zlib.error)
+
+
+def _xz() -> tuple[Callable[[], Any], type[Exception]]:
+    import lzma
+
+    return partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), lzma.LZMAError
 
 
 def _zstd() -> tuple[Callable[[], Any], type[Exception]]:

@@ -13,7 +13,7 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.compression import kind_of
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK
 from envbuild.image.layout import no_single_image, same_tag
-from envbuild.image.model import MAX_MANIFEST, OCI_LAYERS, Descriptor, digest_of, is_digest, parse_config
+from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_LAYERS, Descriptor, digest_of, is_digest, parse_config
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import members
 
@@ -95,7 +95,7 @@ def stored_files(where: str, blobs: Blobs) -> ArchiveFiles[Descriptor]:
             if folder == "blobs/sha256" and new.digest != f"sha256:{last}":
                 raise BuildError(f"{where}: {name}: damaged: its digest is {new.digest}")
             new.place()
-        return Descriptor(OCI_LAYERS[kind_of(head)], new.digest, new.size)
+        return Descriptor(OCI_LAYERS.get(kind_of(head), OCI_LAYER), new.digest, new.size)
 
     return ArchiveFiles(where, keep, lambda blob: blobs.read(blob.digest))
 

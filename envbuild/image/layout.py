@@ -6,13 +6,12 @@ Source: OCI image specification 1.1, "Image Layout". The tag of an image is the 
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 from envbuild.errors import BuildError
+from envbuild.files import link_or_copy
 from envbuild.image.blobs import Blobs, ImageAt, Pulled, of_pulled
 from envbuild.image.model import (
     COMPRESSION,
@@ -84,7 +83,7 @@ def from_index(raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | No
                     raise BuildError(f"{where}: not a container image: a layer is {layer.media_type}")
                 bring(layer)
             return Pulled(manifest, config, blobs)
-        found = _of_arch(manifest, where, arch)
+        found = choose(manifest, arch, where)
     raise BuildError(f"{where}: indexes within indexes, more than {_DEPTH} deep")
 
 
@@ -125,7 +124,7 @@ def _pick(index: ImageIndex, where: str, tag: str | None, arch: str | None) -> D
         return next(iter(distinct.values()))
     of_arch = [item for item in distinct.values() if arch and item.arch == GOARCH[arch]]
     if named and all(item.arch for item in named) and len(of_arch) < 2:
-        return _of_arch(ImageIndex(index.raw, index.media_type, named), where, arch)
+        return choose(ImageIndex(index.raw, index.media_type, named), arch, where)
     raise no_single_image(where, tag, len(distinct), (name for item in index.manifests for name in _names(item)))
 
 
@@ -141,16 +140,6 @@ def no_single_image(
 
 def _names(item: Descriptor) -> list[str]:
     return [item.annotations[key] for key in (REF_NAME, _IMAGE_NAME) if key in item.annotations]
-
-
-def _of_arch(index: ImageIndex, where: str, arch: str | None) -> Descriptor:
-    if arch is not None:
-        return choose(index, arch, where)
-    # Attestations are listed beside images, with the platform "unknown".
-    images = [item for item in index.manifests if item.arch != "unknown"]
-    if len(images) == 1:
-        return images[0]
-    raise BuildError(f"{where}: images for {len(images)} platforms, where one is needed")
 
 
 def _small_file(path: Path) -> bytes:
@@ -196,11 +185,4 @@ def _link_all(blobs: Blobs, target: Blobs, image: Descriptor) -> None:
 
 def _link(blobs: Blobs, target: Blobs, blob: Descriptor) -> None:
     blobs.require(blob)
-    source, place = blobs.path(blob.digest), target.path(blob.digest)
-    if place.exists():
-        return
-    place.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, place)
-    except OSError:
-        shutil.copyfile(source, place)
+    link_or_copy(blobs.path(blob.digest), target.path(blob.digest))

@@ -152,15 +152,22 @@ def docker_manifest(manifest: ImageManifest) -> ImageManifest:
     return new_manifest(DOCKER_MANIFEST, config, layers)
 
 
-def choose(index: ImageIndex, arch: str, where: str) -> Descriptor:
-    """Return the manifest in `index` for linux on `arch` (x86_64, aarch64). Raises BuildError when there is none."""
+def choose(index: ImageIndex, arch: str | None, where: str) -> Descriptor:
+    """Return the manifest in `index` for linux on `arch` (x86_64, aarch64), with None the only one.
+
+    Raises BuildError when there is none, or more than one for None.
+    """
+    # Attestations are listed beside images, with the platform "unknown/unknown".
+    images = [item for item in index.manifests if item.arch != "unknown"]
+    if arch is None:
+        if len(images) == 1:
+            return images[0]
+        raise BuildError(f"{where}: images for {len(images)} platforms, where one is needed")
     wanted = GOARCH[arch]
-    for item in index.manifests:
+    for item in images:
         if item.arch == wanted and item.os in ("linux", ""):
             return item
-    # Attestations are listed beside images, with the platform "unknown/unknown".
-    images = [item for item in index.manifests if item.arch not in ("", "unknown")]
-    has = sorted({f"{item.os or 'linux'}/{item.arch}" for item in images})
+    has = sorted({f"{item.os or 'linux'}/{item.arch}" for item in images if item.arch})
     raise BuildError(
         f"{where} has no image for linux/{wanted}; it has {', '.join(has) or 'none'}",
         "choose another base image, or leave the target out",

@@ -20,7 +20,18 @@ from envbuild.cache.retry import Mismatch, RequestFailed, with_retries
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.image.credentials import Credentials, find_credentials
-from envbuild.image.model import INDEXES, MANIFESTS, MAX_MANIFEST, Descriptor, digest_of, is_digest
+from envbuild.image.model import (
+    INDEXES,
+    MANIFESTS,
+    MAX_MANIFEST,
+    Descriptor,
+    ImageIndex,
+    ImageManifest,
+    choose,
+    digest_of,
+    is_digest,
+    parse,
+)
 from envbuild.image.reference import DOCKER_HUB, Reference, api_host, parse_reference
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_upload import has_blob, mount, push_blob
@@ -64,6 +75,21 @@ class Registry:
         """
         pointer = pointer or self.reference.pointer
         return self._first(lambda source: _manifest(source, pointer), self._named(pointer))
+
+    def image(self, arch: str | None, digest: str | None = None) -> ImageManifest:
+        """Return the manifest of the image for `arch`, see `choose`, from the index or manifest `digest`.
+
+        The default is the reference's. Raises BuildError when there is no such image.
+        """
+        where = str(self.reference)
+        raw, media_type = self.manifest(digest)
+        found = parse(raw, where, media_type)
+        if isinstance(found, ImageIndex):
+            raw, media_type = self.manifest(choose(found, arch, where).digest)
+            found = parse(raw, where, media_type)
+        if not isinstance(found, ImageManifest):
+            raise BuildError(f"{where}: an index inside of an index")
+        return found
 
     def fetch_blob(
         self, blob: Descriptor, blobs: Blobs, on_progress: OnProgress, stop: threading.Event | None = None

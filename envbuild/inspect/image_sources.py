@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs, Pulled
@@ -16,9 +16,7 @@ from envbuild.image.model import (
     OCI_LAYER,
     Descriptor,
     ImageIndex,
-    ImageManifest,
     check_image,
-    choose,
     parse,
     parse_config,
 )
@@ -26,6 +24,8 @@ from envbuild.image.reference import folder_and_tag
 from envbuild.inspect.facts import ArtifactReader, Request
 from envbuild.inspect.image_reader import Bring, about_image, image_artifact
 from envbuild.recipe.targets import host_arch
+
+T = TypeVar("T")
 
 
 def open_layout(request: Request) -> ArtifactReader:
@@ -117,7 +117,7 @@ def open_registry_image(request: Request) -> ArtifactReader:
     store = request.environment.store
     registry = registry_of(request.rest, request.environment)
     request.stack.callback(registry.close)
-    manifest = _manifest(registry, request.arch)
+    manifest = _of_any(request.arch, registry.image)
     blobs = store.blobs
     registry.fetch_blob(manifest.config, blobs, lambda _count: None)
     config = parse_config(blobs.read(manifest.config.digest), request.spelling)
@@ -166,7 +166,7 @@ def _index(folder: Path, tag: str | None) -> bytes:
     return raw
 
 
-def _of_any(arch: str | None, read: Callable[[str | None], Pulled]) -> Pulled:
+def _of_any(arch: str | None, read: Callable[[str | None], T]) -> T:
     """Return the image that `read` gives for `arch`; for None, of the only platform, or else of this host's."""
     try:
         return read(arch)
@@ -179,19 +179,3 @@ def _of_any(arch: str | None, read: Callable[[str | None], Pulled]) -> Pulled:
             if second.message == error.message:  # the platform was not the reason
                 raise
             raise BuildError(second.message, error.hint or "choose one with --target") from None
-
-
-def _manifest(registry: Any, arch: str | None) -> ImageManifest:
-    raw, media_type = registry.manifest()
-    where = str(registry.reference)
-    found = parse(raw, where, media_type)
-    if isinstance(found, ImageIndex):
-        # Attestations are listed beside images, for the platform "unknown/unknown".
-        images = [item for item in found.manifests if item.arch not in ("", "unknown")]
-        only = images[0] if len(images) == 1 and arch is None else None
-        chosen = only or choose(found, arch or host_arch(), where)
-        raw, media_type = registry.manifest(chosen.digest)
-        found = parse(raw, where, media_type)
-    if not isinstance(found, ImageManifest):
-        raise BuildError(f"{where}: an index inside of an index")
-    return found

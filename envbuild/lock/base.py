@@ -22,7 +22,7 @@ from envbuild.errors import BuildError, LockError, UsageError
 from envbuild.image.archive import read_archive, read_daemon
 from envbuild.image.blobs import Pulled
 from envbuild.image.layout import read_layout
-from envbuild.image.model import ImageIndex, ImageManifest, check_image, choose, digest_of, parse, parse_config
+from envbuild.image.model import ImageManifest, check_image, digest_of, parse, parse_config
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry, open_registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
@@ -120,7 +120,7 @@ def _resolve_digest(base: str, target: Target, environment: Environment, folder:
         if (pulled := _local(base, target.arch, environment, folder)) is not None:
             return pulled.manifest.digest
         registry = registry_of(base, environment)
-        manifest = _manifest(registry, None, target.arch)
+        manifest = registry.image(target.arch)
         # Without an index, only the image's configuration names its architecture.
         blobs = environment.store.blobs
         registry.fetch_blob(manifest.config, blobs, lambda _: None)
@@ -151,7 +151,7 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
             )
         return pulled
     registry = registry_of(base, environment)
-    manifest = _manifest(registry, digest, arch)
+    manifest = registry.image(arch, digest)
     wanted = [manifest.config, *manifest.layers]
     if not all(map(blobs.has, wanted)):
         with transfer(f"pulling {base}", sum(blob.size for blob in wanted)) as on_progress:
@@ -168,18 +168,6 @@ def registry_of(image: str, environment: Environment) -> Registry:
     insecure = frozenset(host for host, table in site.registries.items() if table.insecure)
     transport = transport_of(environment.pip, environment.variables, insecure)
     return open_registry(reference, transport, environment.variables, site.registry(reference.registry).mirrors)
-
-
-def _manifest(registry: Registry, digest: str | None, arch: str) -> ImageManifest:
-    where = str(registry.reference)
-    raw, media_type = registry.manifest(digest)
-    found = parse(raw, where, media_type)
-    if isinstance(found, ImageIndex):
-        raw, media_type = registry.manifest(choose(found, arch, where).digest)
-        found = parse(raw, where, media_type)
-    if not isinstance(found, ImageManifest):
-        raise BuildError(f"{where}: an index inside of an index")
-    return found
 
 
 def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled | None:

@@ -21,14 +21,16 @@ _RANK = ("rank", "local_rank", "group_rank", "local_world_size", "host", "pid", 
 
 
 def check_launch(name: str, outcome: Outcome) -> Check:
-    """Check that torchrun exited with 0 on every node and rank 0 wrote a report."""
-    good = outcome.finished and bool(outcome.reports)
+    """Check that torchrun exited with 0 on every node and rank 0 wrote a report that is JSON."""
+    unreadable = [f", {report['unreadable']} is not JSON" for report in outcome.reports if "unreadable" in report]
+    good = outcome.finished and bool(outcome.reports) and not unreadable
     if good:
         seen = f"exit codes {[outcome.returncodes]}"
     elif outcome.timed_out:
         seen = f"still running after {outcome.seconds:.0f} s; stopped\n{_log_tail(outcome.log)}"
     else:
-        seen = f"exit codes {outcome.returncodes}, {len(outcome.reports)} reports\n{_log_tail(outcome.log)}"
+        count = f"{len(outcome.reports)} reports{''.join(unreadable)}"
+        seen = f"exit codes {outcome.returncodes}, {count}\n{_log_tail(outcome.log)}"
     return judge(
         name,
         good,

@@ -60,10 +60,10 @@ def test_another_artifact_s_leftovers_are_not_touched(tmp_path: Path) -> None:
     assert other.exists()
 
 
-def test_two_builders_take_turns(tmp_path: Path) -> None:
+def test_builders_take_turns(tmp_path: Path) -> None:
     script = textwrap.dedent(
         """
-        import sys, time
+        import sys
         from pathlib import Path
         from envbuild import atomic
         target = Path(sys.argv[1])
@@ -71,15 +71,26 @@ def test_two_builders_take_turns(tmp_path: Path) -> None:
             running = target.parent / "running"
             assert not running.exists(), "two at once"
             running.touch()
-            time.sleep(0.3)
+            print("in", flush=True)
+            sys.stdin.readline()
             running.unlink()
         """
     )
     command = [sys.executable, "-c", script, str(tmp_path / "venv")]
-    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+
+    def start(said: str) -> subprocess.Popen[str]:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert child.stdout and said in child.stdout.readline()
+        return child
+
+    children = [start("in"), start("waiting"), start("waiting")]
+    for child in children:
+        assert child.stdin
+        child.stdin.write("\n")
+        child.stdin.flush()
     printed = [child.communicate(timeout=30)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0, 0]
-    assert sum("waiting" in text for text in printed) == 2
+    assert printed == ["", "in\n", "in\n"]
 
 
 def test_a_place_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ GOOD = deb("demo", [info("./"), ("./usr/file", bytes(range(256)) * 4000)])
         (GOOD.replace(b"2.0\n", b"3.0\n", 1), "no Debian package of format 2"),
         (ar({"control.tar.xz": b""}), "no Debian package of format 2"),
         (ar({"debian-binary": b"2.0\n"}), "no control.tar"),
-        (ar({"debian-binary": b"2.0\n", "control.tar.xz": b"no xz"}), "damaged"),
+        (ar({"debian-binary": b"2.0\n", "control.tar.xz": b"no xz"}), "not a tar archive"),
         (ar({"debian-binary": b"2.0\n", "control.tar.lzma": b""}), "compressed in a way"),
         (ar({"debian-binary": b"2.0\n", "control.tar": tar([("control", b"nonsense\n")])}), "neither `Field"),
         (deb("else", []), "its control file is of 'else'"),

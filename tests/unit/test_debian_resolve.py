@@ -50,7 +50,7 @@ def made(tmp_path: Path, *stanzas: str, archive: str = "debian") -> PackageIndex
     path = tmp_path / "Packages.xz"
     path.write_bytes(lzma.compress(("\n\n".join(stanzas) + "\n\n").encode()))
     index = PackageIndex()
-    index.add(path, ".xz", archive)
+    index.add(path, archive)
     return index
 
 
@@ -116,14 +116,14 @@ def test_the_newest_version_of_all_suites_is_taken_and_its_provides_alone_count(
     newer.write_bytes(
         gzip.compress("\n\n".join([stanza("lib", "1.10", provides="abi-10"), stanza("same", "1")]).encode())
     )
-    index.add(newer, ".gz", "debian-security")
+    index.add(newer, "debian-security")
     chosen = resolve(index, ["lib", "same"], (), "amd64")
     assert [(p.version, p.archive) for p in chosen] == [("1.10", "debian-security"), ("1", "debian")]  # fmt: skip
     with pytest.raises(LockError):
         names(index, "abi-9")
     older = PackageIndex()
-    older.add(newer, ".gz", "debian-security")
-    older.add(tmp_path / "Packages.xz", ".xz", "debian")
+    older.add(newer, "debian-security")
+    older.add(tmp_path / "Packages.xz", "debian")
     assert resolve(older, ["lib"], (), "amd64")[0].version == "1.10"
 
 
@@ -134,7 +134,7 @@ def test_a_damaged_list_is_named(tmp_path: Path, data: bytes) -> None:
     if not data:  # an empty xz file is an end too early; a list of nothing is fine
         path.write_bytes(lzma.compress(b"Package: a\nVersion: 1\n")[:-4])
     with pytest.raises(LockError, match=r"Packages\.xz: not a list of packages"):
-        PackageIndex().add(path, ".xz", "debian")
+        PackageIndex().add(path, "debian")
 
 
 letters = st.sampled_from("abcdefgh")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import lzma
 import os
 import random
 from collections.abc import Callable
@@ -28,6 +29,8 @@ FORMS: dict[str, Callable[[bytes], bytes]] = {
     "gzip": gzip.compress,
     "gzip, members": lambda data: gzip.compress(data[:1000]) + gzip.compress(data[1000:]),
     "gzip, padded": lambda data: gzip.compress(data) + bytes(700),
+    "xz": lzma.compress,
+    "xz, streams": lambda data: lzma.compress(data[:1000]) + bytes(8) + lzma.compress(data[1000:]) + bytes(4),
     "zstd": zstd,
     "zstd, frames": lambda data: zstd(data[:1000]) + zstd(b"") + zstd(data[1000:]),
     "zstd, skipped frames": lambda data: SKIPPED + zstd(data) + SKIPPED,
@@ -53,7 +56,7 @@ def test_each_form_is_read_whole_in_any_steps(form: str, tmp_path: Path) -> None
         assert buffered.read(10) == wanted[:10]
 
 
-@pytest.mark.parametrize("form", ["gzip", "gzip, members", "zstd", "zstd, frames"])
+@pytest.mark.parametrize("form", ["gzip", "gzip, members", "xz", "zstd", "zstd, frames"])
 def test_a_blob_cut_short_is_an_error_that_names_the_layer(form: str) -> None:
     data = DATA[:20_000]
     stored = FORMS[form](data)
@@ -62,9 +65,9 @@ def test_a_blob_cut_short_is_an_error_that_names_the_layer(form: str) -> None:
             decompressed(io.BytesIO(stored[:cut]), "layer 3").read()
 
 
-@given(st.sampled_from(["gzip", "zstd"]), st.integers(0, 5000), st.integers(1, 255))
+@given(st.sampled_from(["gzip", "xz", "zstd"]), st.integers(0, 5000), st.integers(1, 255))
 def test_a_damaged_blob_never_gives_other_data(form: str, at: int, flip: int) -> None:
-    """Checksums of both formats see it; bytes that say nothing (times, names) may change."""
+    """Checksums of all formats see it; bytes that say nothing (times, names) may change."""
     data = DATA[:6000]
     stored = bytearray(FORMS[form](data))
     stored[at] ^= flip
@@ -77,7 +80,7 @@ def test_a_damaged_blob_never_gives_other_data(form: str, at: int, flip: int) ->
 
 
 def test_junk_after_the_end_is_an_error() -> None:
-    for form in ("gzip", "zstd"):
+    for form in ("gzip", "xz", "zstd"):
         with pytest.raises(BuildError, match="corrupt"):
             decompressed(io.BytesIO(FORMS[form](DATA) + b"junk"), "lab").read()
 
@@ -88,7 +91,7 @@ def test_a_bomb_is_read_in_bounded_memory() -> None:
 
     block = zstandard.ZstdCompressor().compress(bytes(64 << 20))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for stored in (block * 640, gzip.compress(bytes(16 << 20), 9) * 40):
+    for stored in (block * 640, gzip.compress(bytes(16 << 20), 9) * 40, lzma.compress(bytes(16 << 20)) * 40):
         stream = decompressed(io.BytesIO(stored), "lab")
         for _ in range(40):
             assert stream.read(1 << 20) == bytes(1 << 20)

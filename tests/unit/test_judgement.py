@@ -186,3 +186,14 @@ def test_a_recipe_s_floor_goes_over_the_site_s() -> None:
     subject = subject_of({"state": {"python_version": "3.11.7", "packages": []}})
     assert _floor(subject, Settings(), site) == (3.0, "the site")
     assert _floor(subject, Settings(busbw_floor=1.5), site) == (1.5, "the recipe")
+
+
+@pytest.mark.parametrize(
+    ("name", "check"), [("first", "launch"), ("second", "relaunch"), ("reference", "reference")]
+)  # fmt: skip
+def test_a_report_that_is_not_json_fails_its_launch(name: str, check: str, launched: Launched, tmp_path: Path) -> None:
+    launched[name]["reports"] = [{"unreadable": "train-report0.json"}]
+    checks = judged(launched, tmp_path)
+    (failure,) = (one for one in checks if one.status == "fail")
+    assert failure.name == check and "train-report0.json is not JSON" in failure.seen
+    assert "blocked" in {one.status for one in checks}
