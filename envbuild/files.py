@@ -24,4 +24,4 @@ def link_or_copy(source: Path, place: Path) -> None:
     try:
         os.link(source.resolve(), place)
     except OSError:  # another file system, one without links, or another user's file
-        shutil.copyfile(source, place)
+        shutil.copy(source, place)  # with its mode, as a link has it: patchelf is run

@@ -124,8 +124,8 @@ def build_context(
         try:
             for name, source in files.items():
                 path = folder / name
-                path.parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(source, bytes):
+                    path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(source)
                 else:
                     link_or_copy(source, path)
