@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,15 +218,15 @@ def test_a_bad_package_leaves_the_old_environment(
 def test_killed_at_any_moment_the_next_build_ends_well(tiny: Site, tmp_path: Path) -> None:
     line = ("conda", "tiny", "--locked", "--no-verify", "--out", tmp_path / "env")
     env = {"ENVBUILD_STORE": str(tmp_path / "store")}
-    killed = 0
-    for delay in (0.8, 1.4, 2.2):
+    # While packages are unpacked in the store; in the staging folder; while packages are linked there.
+    for seen in ("store/conda/pkgs/*", ".env.envbuild-*", ".env.envbuild-*/conda-meta/*.json"):
+        before = set(tmp_path.glob(seen))
         child = tiny.command.start(*line, **env)
-        time.sleep(delay)
-        if child.poll() is None:
-            child.send_signal(signal.SIGKILL)
-            killed += 1
+        while before >= set(tmp_path.glob(seen)):
+            assert child.poll() is None, child.communicate()
+        child.kill()
         child.communicate()
-    assert killed
+        assert child.returncode == -signal.SIGKILL
     made = tiny.command.json(*line, **env)
     assert made["digest"] == tiny.made["digest"]
     assert not list(tmp_path.glob(".env.envbuild-*"))
