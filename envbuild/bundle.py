@@ -109,14 +109,14 @@ def _read_by(
     plans: Sequence[tuple[Plan, Trainer]], layers: Iterable[SourceLayer], environment: Environment, offline: bool
 ) -> Iterator[tuple[Path, str]]:
     """Yield each file that builds of `plans` and `layers` read, and its path in a store."""
-    from envbuild.layers.conda_files import locate_conda
+    from envbuild.layers.conda_package import locate_conda
     from envbuild.layers.source_build import KIND, fetch_source
     from envbuild.layers.wheels import fetch_wheels, locate
 
     for plan, trainer in plans:
         for wheel in locate(plan, trainer, environment, offline)[0]:
             yield wheel.path, f"wheels/{wheel.sha256}/{wheel.path.name}"
-        for package, archive in locate_conda(plan, environment, offline=offline) if plan.conda else ():
+        for package, archive in locate_conda(plan.conda, environment, offline=offline):
             yield archive, f"conda/archives/{package.sha256}/{archive.name}"
     for layer in layers:
         archive = fetch_source(layer, environment, offline=offline)

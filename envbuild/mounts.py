@@ -15,6 +15,11 @@ _NETWORK = frozenset(
      "fuse.glusterfs", "glusterfs", "orangefs", "pvfs2", "panfs", "wekafs", "fuse.juicefs", "efs", "fhgfs", "daos"}
 )  # fmt: skip
 
+# Hard links into a shared cache on NFS break under root_squash and delayed attributes, and uv's own fallback prints a
+# warning in each run; uv's maintainers advise copying there.
+_COPIED = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"})
+_REFLINK = frozenset({"btrfs"})
+
 
 class Mount(NamedTuple):
     """A mounted file system.
@@ -65,3 +70,16 @@ def _unescaped(text: str) -> str:
     """Decode a path of mountinfo, where the kernel writes blanks and backslashes as octal numbers."""
     raw = _OCTAL.sub(lambda match: bytes([int(match[1], 8) & 0xFF]), os.fsencode(text))
     return os.fsdecode(raw)
+
+
+def link_mode(store: Path, folder: Path) -> str:
+    """Return uv's `--link-mode` from `store` to `folder`: shared blocks, local hard links, or copies elsewhere."""
+    if os.stat(store).st_dev != os.stat(folder).st_dev:
+        return "copy"
+    try:
+        found = mount_of(folder, read_mounts())
+    except OSError:
+        found = None
+    if found and found.kind in _COPIED:
+        return "copy"
+    return "clone" if found and found.kind in _REFLINK else "hardlink"

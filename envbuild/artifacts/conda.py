@@ -13,23 +13,23 @@ import hashlib
 import io
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from envbuild import atomic, process, resources
-from envbuild.artifacts.conda_cache import Located
-from envbuild.artifacts.conda_install import install_packages
+from envbuild.artifacts.conda_install import Prefix, install_packages
 from envbuild.artifacts.conda_survey import META, conda_packages, owned_dist_infos, quick_names, read_records
 from envbuild.artifacts.folder import PYTHON_SETTINGS, FolderBuild, finish, install_wheels, interpreter, site_packages
 from envbuild.artifacts.installed import names_and_versions
 from envbuild.artifacts.state import State, has_packages
 from envbuild.errors import BuildError, HostError
 from envbuild.layers.compose import WheelFile
-from envbuild.layers.conda_files import locate_conda
+from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.wheel import Scheme, wheel_paths
 from envbuild.layers.wheels import locate
-from envbuild.lock.conda import CondaPackage
+from envbuild.plan.plan import Plan
 
 TITLE = "conda environment"
 _DROPPED = PYTHON_SETTINGS | {"VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT"}
@@ -37,6 +37,7 @@ _DROPPED = PYTHON_SETTINGS | {"VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT"}
 _SOURCE = """exec 3>&1 1>&2
 for script in "$@"; do . "$script"; done
 exec "$CONDA_PREFIX/bin/python" -I -S -c 'import os
+import time
 os.write(3, b"\\0".join(k + b"=" + v for k, v in os.environb.items()))'
 """
 # As uv writes it for relocatable environments: the interpreter is found from the script's own path.
@@ -61,10 +62,8 @@ def is_current(path: Path, state: State, python: str | None = None) -> bool:
 def build(wanted: FolderBuild) -> State:
     """Build the environment, and return its state. Raises BuildError, LockError and the errors of its `layers`."""
     plan, environment, staged, final = wanted.plan, wanted.environment, wanted.staged, wanted.final
+    find = partial(locate_conda, environment=environment, offline=wanted.offline)
     version = next((package.version for package in plan.conda if package.name == "python"), plan.python)
-
-    def find(packages: Sequence[CondaPackage]) -> Located:
-        return locate_conda(replace(plan, conda=tuple(packages)), environment, offline=wanted.offline)
 
     def add() -> None:
         if not interpreter(staged).exists() or not version.startswith(f"{plan.python}."):
@@ -72,11 +71,13 @@ def build(wanted: FolderBuild) -> State:
                 f"the locked conda packages bring no Python {plan.python} (bin/python): {version} is locked",
                 "lock again",
             )
+        with atomic.writing(staged):
+            (staged / META / "history").write_text(_history(plan), encoding="utf-8")
         _add_wheels(wanted, [*wheels, own])
 
     with atomic.writing(environment.store.root):
         wheels, own = locate(plan, wanted.trainer, environment, wanted.offline)
-        install_packages(wanted, find, add)
+        install_packages(plan.conda, Prefix(staged, os.fspath(final)), environment.store, find, add)
     if plan.compile_bytecode:  # of modules that have none yet; those that do not compile are left, as installers do
         process.run(
             [interpreter(staged), "-m", "compileall", "-qq", "-j", str(resources.workers(environment.variables)),
@@ -88,6 +89,14 @@ def build(wanted: FolderBuild) -> State:
         records = read_records(staged)
     owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
     return finish(wanted, version, os.fspath(interpreter(final)), conda_packages(records), owned)
+
+
+def _history(plan: Plan) -> str:
+    """Return the content of conda-meta/history, by which conda recognises an environment: time, command, packages."""
+    lines = [f"==> {time.strftime('%Y-%m-%d %H:%M:%S')} <=="]
+    lines += [f"# cmd: envbuild conda {plan.recipe} --target {plan.target}"]
+    lines += [f"+{p.channel}/{p.subdir}::{p.stem}" for p in plan.conda]
+    return "\n".join(lines) + "\n"
 
 
 def _add_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile]) -> None:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
@@ -63,6 +64,12 @@ def metadata(store: Store, package: CondaPackage) -> Metadata | None:
         return None
 
 
+def stored_index(store: Store, package: CondaPackage) -> tuple[dict[str, Any], int]:
+    """Return the index.json of an installed `package`, and the size of its archive in bytes. Raises OSError."""
+    index = json.loads((store.root / "conda" / "info" / f"{package.sha256}.json").read_bytes())
+    return index, index.pop(_OURS)["size"]
+
+
 def known(store: Store, package: CondaPackage) -> Metadata | None:
     """Return the metadata of `package` if it is unpacked, else None; `damaged` says whether its files are intact."""
     return metadata(store, package) if _stamp(store, package) and folder(store, package).is_dir() else None
@@ -79,12 +86,10 @@ def read_metadata(store: Store, package: CondaPackage, archive: Path) -> Metadat
         )
     # The shortest placeholder in a binary file: no prefix may be longer.
     binaries = [
-        (len(row.placeholder.encode()), path)
-        for path, row in info.paths.items()
-        if row.placeholder and row.mode == "binary"
+        (len(row.placeholder.encode()), row.path) for row in info.paths if row.placeholder and row.mode == "binary"
     ]
     longest, file = min(binaries, default=(None, ""))
-    scripts = sorted(path for path in info.paths if _SCRIPT.fullmatch(path))
+    scripts = sorted(row.path for row in info.paths if _SCRIPT.fullmatch(row.path))
     size = archive.stat().st_size
     path = store.folder("conda", "info") / f"{package.sha256}.json"
     ours = {"size": size, "room": longest, "file": file, "scripts": scripts}

@@ -7,8 +7,7 @@ import errno
 import json
 import os
 import re
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda_cache import Locate, Metadata
 from envbuild.artifacts.conda_link import run_job
 from envbuild.artifacts.conda_survey import META
-from envbuild.artifacts.folder import FolderBuild, link_mode
 from envbuild.disk_space import check_disk_space
 from envbuild.errors import BuildError
 from envbuild.lock.conda import CondaPackage
+from envbuild.mounts import link_mode
 from envbuild.progress import OnProgress, log, transfer
 from envbuild.store.store import Store, remove_tree
 from envbuild.workers import Answer, Workers
@@ -33,24 +32,33 @@ _URL = re.compile(rb'\n  "url": "[^"]*"')
 _FULL = 1 << 20
 
 
-def install_packages(wanted: FolderBuild, locate: Locate, then: Callable[[], None]) -> None:
-    """Install the conda packages of the plan into the empty folder, with its final path in their files; call `then`.
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """An empty folder to install into, and the path that the files name as their own: where the folder will be used."""
+
+    staged: Path
+    final: str
+
+
+def install_packages(
+    packages: Sequence[CondaPackage], prefix: Prefix, store: Store, locate: Locate, then: Callable[[], None]
+) -> None:
+    """Install conda packages into a folder, and call `then`.
 
     `locate` finds the archives of packages that are not unpacked in the store. While `then` runs, the unpacked packages
     are checked; if one was damaged, everything is done again. Raises BuildError when a package is not available, the
     path is too long for one, or a write failed.
     """
-    store, prefix, packages = wanted.environment.store, os.fspath(wanted.final), wanted.plan.conda
-    if not prefix.isprintable():  # newlines, and bytes that are not UTF-8
+    if not prefix.final.isprintable():  # newlines, and bytes that are not UTF-8
         raise BuildError(
-            f"{prefix!r} cannot be an environment's path: its files contain the path as text",
+            f"{prefix.final!r} cannot be an environment's path: its files contain the path as text",
             "choose another path with --out, without control characters and in UTF-8",
         )
     # Fetched before the lock on the store is taken: other processes need not wait for this download.
     locate([package for package in packages if conda_cache.known(store, package) is None])
     with conda_cache.held(store):
         for last in (False, True):
-            work = _prepared(wanted, locate)
+            work = _prepared(packages, prefix, store, locate)
             bad = _link_and_check(work, then)
             if not bad:
                 break
@@ -62,7 +70,7 @@ def install_packages(wanted: FolderBuild, locate: Locate, then: Callable[[], Non
                 )
             log(f"{names}: damaged in the store since it was unpacked; unpacking it again")
             conda_cache.forget(store, bad)
-            for path in wanted.staged.iterdir():
+            for path in prefix.staged.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     remove_tree(path)
                 else:
@@ -76,9 +84,9 @@ def install_packages(wanted: FolderBuild, locate: Locate, then: Callable[[], Non
 class _Work:
     """The inputs of linking; `new` are the archives of packages that have to be unpacked first."""
 
-    wanted: FolderBuild
     store: Store
     staged: Path
+    final: str
     known: dict[CondaPackage, Metadata]
     new: dict[CondaPackage, Path]
 
@@ -92,25 +100,24 @@ class _Work:
         return self.changed()
 
 
-def _prepared(wanted: FolderBuild, locate: Locate) -> _Work:
-    store = wanted.environment.store
-    found = {package: conda_cache.known(store, package) for package in wanted.plan.conda}
+def _prepared(packages: Sequence[CondaPackage], prefix: Prefix, store: Store, locate: Locate) -> _Work:
+    found = {package: conda_cache.known(store, package) for package in packages}
     missing = [package for package, row in found.items() if row is None]
     new = conda_cache.archives(store, missing, locate) if missing else {}
     known = {
         package: row or conda_cache.metadata(store, package) or conda_cache.read_metadata(store, package, new[package])
         for package, row in found.items()
     }
-    length = len(os.fspath(wanted.final).encode())
+    length = len(prefix.final.encode())
     for package, row in known.items():
         if row.longest is not None and length > row.longest:
             raise BuildError(
-                f"{wanted.final}: the path is too long for {package.stem}: it has {length} bytes, and {row.file} "
+                f"{prefix.final}: the path is too long for {package.stem}: it has {length} bytes, and {row.file} "
                 f"has space for at most {row.longest}",
                 "choose a shorter path with --out",
             )
     conda_cache.forget(store, missing)
-    return _Work(wanted, store, wanted.staged, known, new)
+    return _Work(store, prefix.staged, prefix.final, known, new)
 
 
 def _link_and_check(work: _Work, then: Callable[[], None]) -> list[CondaPackage]:
@@ -128,7 +135,6 @@ def _link_and_check(work: _Work, then: Callable[[], None]) -> list[CondaPackage]
             checking = pool.submit(work.check)
             with atomic.writing(work.staged):
                 _clean_records(work)
-                _write_history(work)
             then()
         except Exception:
             checking = checking or pool.submit(work.changed)
@@ -145,7 +151,7 @@ def _link(work: _Work, on_progress: OnProgress) -> None:
     with atomic.writing(work.staged):
         plain = {
             "records": [_record(package, work) for package in work.known],
-            "prefix": os.fspath(work.wanted.final), "staged": os.fspath(work.staged), "pkgs": os.fspath(pkgs),
+            "prefix": work.final, "staged": os.fspath(work.staged), "pkgs": os.fspath(pkgs),
             "copying": link_mode(pkgs, work.staged) == "copy",
         }  # fmt: skip
         job.write_text(json.dumps(plain), encoding="utf-8")
@@ -186,7 +192,7 @@ def _record(package: CondaPackage, work: _Work) -> dict[str, Any]:
 def _explained(text: str, work: _Work) -> BuildError:
     """Return the error for a failure of rattler, with the operating system's message if it was the cause."""
     found = _ERRNO.search(text)
-    if found is None:
+    if found is None or int(found[1]) == errno.ENOENT:  # a package lacks a file that it lists
         return BuildError(f"the locked conda packages cannot be installed: {text}")
     number = int(found[1])
     full = False
@@ -215,12 +221,3 @@ def _clean_records(work: _Work) -> None:
         path.write_bytes(data)
     # This file makes backup tools skip the folder; conda's own environments have none.
     (work.staged / "CACHEDIR.TAG").unlink(missing_ok=True)
-
-
-def _write_history(work: _Work) -> None:
-    """Write conda-meta/history, by which conda recognises an environment: time, command, installed packages."""
-    plan = work.wanted.plan
-    lines = [f"==> {time.strftime('%Y-%m-%d %H:%M:%S')} <=="]
-    lines += [f"# cmd: envbuild conda {plan.recipe} --target {plan.target}"]
-    lines += [f"+{p.channel}/{p.subdir}::{p.stem}" for p in work.known]
-    (work.staged / META / "history").write_text("\n".join(lines) + "\n", encoding="utf-8")

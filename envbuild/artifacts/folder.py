@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.layers.trainer import NAME, Trainer
 from envbuild.lock.format import requirements
-from envbuild.mounts import mount_of, read_mounts
+from envbuild.mounts import link_mode
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target, host_arch
 
@@ -26,10 +25,6 @@ from envbuild.recipe.targets import Target, host_arch
 PYTHON_SETTINGS = frozenset(
     {"PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONDONTWRITEBYTECODE", "__PYVENV_LAUNCHER__"}
 )
-# Hard links into a shared cache on NFS break under root_squash and delayed attributes, and uv's own fallback prints a
-# warning in each run; uv's maintainers advise copying there.
-_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"})
-_REFLINK = frozenset({"btrfs"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +110,6 @@ def tool_hint(said: str) -> str:
     if "hash mismatch" in text:
         return "a wheel changed since it was locked; remove it from its source, or lock again"
     return "run it again; if it persists, remove the store's uv folder (it is only a cache)"
-
-
-def link_mode(store: Path, folder: Path) -> str:
-    """Return uv's `--link-mode` from `store` to `folder`: shared blocks, local hard links, or copies elsewhere."""
-    if os.stat(store).st_dev != os.stat(folder).st_dev:
-        return "copy"
-    try:
-        found = mount_of(folder, read_mounts())
-    except OSError:
-        found = None
-    if found and found.kind in _NETWORK:
-        return "copy"
-    return "clone" if found and found.kind in _REFLINK else "hardlink"
 
 
 def finish(

@@ -6,8 +6,10 @@ One plan serves every kind of image: docker, enroot and Apptainer artifacts cons
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic
 
 from envbuild import __version__
@@ -32,7 +34,7 @@ from envbuild.progress import log
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
-    from envbuild.layers.conda_files import CondaFile
+    from envbuild.artifacts.conda_layers import LinkedPackages
 
 # PATH of images whose base sets none.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -130,26 +132,22 @@ def fill(
     scheme = Scheme(PREFIX, plan.python)
     base = base_image(plan, compiler, environment, maker, offline=offline)
     wheels, own = locate(plan, one.trainer, environment, offline)
-    files: list[CondaFile] = []
-    if plan.conda:
-        from envbuild.layers.conda import conda_parts
-        from envbuild.layers.conda_files import CondaFile, locate_conda, shared_paths
+    with ExitStack() as stack:
+        conda: LinkedPackages | None = None
+        if plan.conda:
+            from envbuild.artifacts.conda_layers import conda_parts, link_packages
+            from envbuild.layers.conda_package import locate_conda
 
-        found = locate_conda(plan, environment, offline=offline)
-        files = [CondaFile(package, path, path.stat().st_size) for package, path in found]
-    conda_layers, wheel_layers = alone(files, wheels)
-    parts = wheel_parts(wheels, scheme, compiler, plan.mtime, wheel_layers)
-    if files:
-        shared = shared_paths(files, wheels, scheme, environment.store)
-        if shared.activated:
-            names = ", ".join(shared.activated)
-            log(f"  not activated in the image: variables that conda's scripts of {names} set; see [image] env")
-        if shared.linked:
-            log(f"  link scripts are not run: {', '.join(shared.linked)}")
-        parts = conda_parts(files, shared, scheme, compiler, plan.mtime, conda_layers) + parts
-    check_paths(layers, wheels, files, scheme, store=environment.store)
-    parts += [layer_part(layer, PREFIX, plan.mtime) for layer in layers]
-    made = [*base.layers, *(maker.part(part) for part in parts)]
+            find = partial(locate_conda, environment=environment, offline=offline)
+            conda = link_packages(plan.conda, scheme, environment.store, find, stack)
+        packages = conda.packages if conda else ()
+        conda_layers, wheel_layers = alone(packages, wheels)
+        parts = wheel_parts(wheels, scheme, compiler, plan.mtime, wheel_layers)
+        if conda:
+            parts = conda_parts(conda, scheme, compiler, plan.mtime, conda_layers) + parts
+        check_paths(layers, wheels, packages, scheme, environment.store)
+        parts += [layer_part(layer, PREFIX, plan.mtime) for layer in layers]
+        made = [*base.layers, *(maker.part(part) for part in parts)]
     last, state = _environment_layer(one, base, own, made, layers)
     return Filled((*made, maker.part(last)), state, base)
 

@@ -28,7 +28,7 @@ from envbuild.recipe.sources import SourceLayer
 from envbuild.store.store import Store
 
 if TYPE_CHECKING:
-    from envbuild.layers.conda_files import CondaFile
+    from envbuild.artifacts.conda_layers import LinkedPackage
 
 # ioctl_ficlone(2) makes two files share their blocks; file systems that cannot do it fail.
 _FICLONE = 0x40049409
@@ -108,34 +108,34 @@ def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterab
 
 
 def check_paths(
-    layers: Sequence[LayerFolder], wheels: Sequence[WheelFile], conda: Sequence[CondaFile], scheme: Scheme, store: Store
-) -> None:
-    """Raise BuildError when a layer and a package of an image have the same path; the store remembers a success."""
-    if not layers:
+    layers: Sequence[LayerFolder], wheels: Sequence[WheelFile], conda: Sequence[LinkedPackage], scheme: Scheme,
+    store: Store,
+) -> None:  # fmt: skip
+    """Raise BuildError when a source layer and a package, or a wheel and a conda package, have the same path.
+
+    The store remembers a success.
+    """
+    if not layers and not (wheels and conda):
         return
     inputs: list[object] = [scheme.prefix, scheme.python, [one.listed.digest for one in layers]]
     inputs += [[one.name, one.sha256] for one in wheels]
-    inputs += [[one.name, one.package.sha256] for one in conda]
+    inputs += [[one.name, one.record] for one in conda]
     note = store.folder("layers") / f"{key_of('free', inputs)}.free"
     if note.exists():
         return
-    check_free(layers, _package_paths(wheels, conda, scheme))
-    write_atomically(note, "")
-
-
-def _package_paths(
-    wheels: Sequence[WheelFile], conda: Sequence[CondaFile], scheme: Scheme
-) -> Iterator[tuple[str, list[str]]]:
+    owners = {path: one.name for one in conda for path in one.paths}
+    packages = [(f"conda package {one.name} {one.package.version}", list(one.paths)) for one in conda]
     for wheel in wheels:
-        paths = wheel_paths(wheel.path, scheme)
-        yield f"{wheel.name} {wheel.version}", [path.removeprefix(f"{scheme.prefix}/") for path in paths]
-    if conda:
-        from envbuild.layers.conda_files import installed_paths
-        from envbuild.layers.conda_package import read_info
-
-        for one in conda:
-            listed = installed_paths(read_info(one.path), scheme, one.path.name)
-            yield f"conda package {one.name} {one.package.version}", listed
+        paths = [path.removeprefix(f"{scheme.prefix}/") for path in wheel_paths(wheel.path, scheme)]
+        packages.append((f"{wheel.name} {wheel.version}", paths))
+        if both := min((path for path in paths if path in owners), default=None):
+            raise BuildError(
+                f"{wheel.name} {wheel.version}, which pip adds, has a file of the conda package {owners[both]}: "
+                f"/{scheme.prefix}/{both}",
+                f"leave {wheel.name} out of `requirements` in [conda], or take it from a channel",
+            )
+    check_free(layers, packages)
+    write_atomically(note, "")
 
 
 def layer_part(layer: LayerFolder, prefix: str, mtime: int) -> LayerRequest:

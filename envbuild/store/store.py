@@ -4,6 +4,7 @@ wheels/<sha256>/<file name>    published wheels
 trainer/<sha256>/<file name>   the bundled trainer as a wheel
 conda/archives/<sha256>/<file name>   published conda packages
 conda/pkgs/ conda/stamps/      unpacked conda packages, to link from, and their state when unpacked
+conda/images/                  records of the conda packages in images
 partial/                       unfinished downloads, which a later run resumes
 blobs/                         layers and manifests of images, Debian packages (image/blobs.py)
 layers/ bases/ listings/       metadata of blobs: the inputs of layers, checks of bases, the contents of layers

@@ -1,4 +1,4 @@
-"""Conda packages as envbuild's trees and as rattler installs them, in one form, so that they can be compared."""
+"""Conda packages in image layers and as rattler installs them, in one form, so that they can be compared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import re
 import stat
 import tarfile
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,16 @@ import zstandard
 from conda_package_streaming.package_streaming import stream_conda_info
 from lab.conda_package import PLACEHOLDER
 
-from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Tree
-from envbuild.layers.conda_files import CondaFile
+from envbuild.artifacts.conda_layers import LinkedPackages, link_packages
+from envbuild.image.entry import DIR, FILE, SYMLINK, Tree
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
+from envbuild.store.store import Store
 
 CHANNEL = "https://conda.anaconda.org/conda-forge"
 SCHEME = Scheme("opt/env", "3.11")
 MTIME = 1577836800
+Located = tuple[CondaPackage, Path]
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,13 @@ def index_of(package: Path) -> dict[str, Any]:
     raise AssertionError(f"{package} has no index.json")
 
 
-def located(package: Path) -> CondaFile:
+def located(package: Path) -> Located:
     """A package as a lock of conda-forge would name it."""
     index = index_of(package)
     return named(package, index["subdir"], index["depends"])
 
 
-def named(package: Path, subdir: str = "linux-64", depends: Sequence[str] = ()) -> CondaFile:
+def named(package: Path, subdir: str = "linux-64", depends: Sequence[str] = ()) -> Located:
     """The same by its file's name alone, for a package that may be damaged."""
     stem = package.name.removesuffix(".conda").removesuffix(".tar.bz2")
     name, version, build = stem.rsplit("-", 2)
@@ -66,7 +69,16 @@ def named(package: Path, subdir: str = "linux-64", depends: Sequence[str] = ()) 
         name, version, build, subdir, f"{CHANNEL}/{subdir}/{package.name}",
         hashlib.md5(data).hexdigest(), hashlib.sha256(data).hexdigest(), tuple(depends),
     )  # fmt: skip
-    return CondaFile(locked, package, len(data))
+    return locked, package
+
+
+@contextmanager
+def linked(files: Sequence[Located], store: Store, scheme: Scheme = SCHEME) -> Iterator[LinkedPackages]:
+    """The packages `files` as an image has them."""
+    found = dict(files)
+    with ExitStack() as stack:
+        packages = [package for package, _ in files]
+        yield link_packages(packages, scheme, store, lambda wanted: [(one, found[one]) for one in wanted], stack)
 
 
 def nodes_of(tree: Tree) -> tuple[dict[str, Node], dict[str, bytes]]:
@@ -85,21 +97,19 @@ def nodes_of(tree: Tree) -> tuple[dict[str, Node], dict[str, bytes]]:
             nodes[path] = Node("file", entry.mode, hashlib.sha256(data).hexdigest())
             if path.startswith("conda-meta/"):
                 records[path] = data
-        elif entry.kind == HARDLINK:
-            nodes[path] = nodes[entry.target.removeprefix("opt/env/")]
         elif entry.kind == SYMLINK:
             nodes[path] = Node("symlink", 0, entry.target)
     return nodes, records
 
 
-def install(files: Sequence[CondaFile], prefix: Path, cache: Path, platform: str) -> None:
+def install(files: Sequence[Located], prefix: Path, cache: Path, platform: str) -> None:
     """Have rattler install the packages into `prefix` for /opt/env."""
     import rattler
 
     async def run() -> None:
         records = []
-        for file in files:
-            record = await rattler.RepoDataRecord.from_package_archive(str(file.path))
+        for _, path in files:
+            record = await rattler.RepoDataRecord.from_package_archive(str(path))
             records.append(record)
         await rattler.install(
             records, str(prefix), cache_dir=cache, platform=rattler.Platform(platform),

@@ -28,7 +28,7 @@ from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
-from envbuild.layers.conda_files import locate_conda
+from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.trainer import load_trainer
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
@@ -392,7 +392,7 @@ def test_packages_are_located_in_the_plans_order_and_once(
 ) -> None:
     plan = plan_of(conda_channel)
     for _ in range(2):
-        found = locate_conda(plan, web.environment, offline=False)
+        found = locate_conda(plan.conda, web.environment, offline=False)
         assert [package for package, _ in found] == list(plan.conda)
         assert all(digest(path) == package.sha256 for package, path in found)
     assert len(conda_server.requests) == len(plan.conda)
@@ -435,7 +435,7 @@ def test_a_damaged_archive_in_the_store_is_fetched_again(
     web: Lab, conda_server: Server, conda_channel: Channel
 ) -> None:
     plan = plan_of(conda_channel)
-    locate_conda(plan, web.environment, offline=False)
+    locate_conda(plan.conda, web.environment, offline=False)
     (archive,) = (web.folder / "store/conda/archives").glob(f"*/{SMALL}")
     archive.write_bytes(archive.read_bytes()[:-100])
     web.build(plan)

@@ -12,15 +12,15 @@ import pytest
 import rattler
 from lab import artifacts
 from lab.conda_package import PLACEHOLDER, Metadata, conda_package
+from lab.conda_trees import linked
 from rattler.index import index_fs
 
+from envbuild.artifacts.conda_layers import conda_parts
 from envbuild.environment import Environment, load_environment
 from envbuild.image.blobs import Blobs
-from envbuild.image.layer import with_parents, write_layer
+from envbuild.image.layer import write_layer
 from envbuild.inspect.compare import Comparison, compare
 from envbuild.inspect.reader import open_artifact
-from envbuild.layers.conda import conda_tree
-from envbuild.layers.conda_files import CondaFile, shared_paths
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
 from envbuild.store.store import Store
@@ -84,11 +84,10 @@ def imaged(place: Path, channel: Path, blobs: Blobs, prefix: str) -> Path:
             hashlib.md5(data).hexdigest(), hashlib.sha256(data).hexdigest(),
             depends=("python",) if name == "tool" else (),
         )  # fmt: skip
-        files.append(CondaFile(package, file, len(data)))
+        files.append((package, file))
     scheme = Scheme(prefix, "3.11")
-    without = shared_paths(files, [], scheme, Store(blobs.root.parent / "store")).without
-    trees = [conda_tree(f, scheme, 0, frozenset(without.get(f.name, ()))) for f in files]
-    layers = [write_layer(with_parents(tree, 0), blobs) for tree in trees]
+    with linked(files, Store(blobs.root.parent / "store"), scheme) as packages:
+        layers = [write_layer(part.tree(), blobs) for part in conda_parts(packages, scheme, None, 0, len(files))]
     run = {"Env": [f"PATH=/{prefix}/bin:/usr/bin"]}
     return artifacts.layout(place, blobs, [(artifacts.image(blobs, layers, **run)[0], None)])
 

@@ -1,33 +1,48 @@
-"""conda packages as image layers, beside what rattler makes of the same packages; foreign bases and architectures."""
+"""Image layers of conda packages, beside what rattler makes of the same packages; foreign bases and architectures."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import sys
 import tarfile
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lab import artifacts
 from lab.conda_channel import Channel
 from lab.conda_package import PLACEHOLDER
-from lab.conda_trees import MTIME, SCHEME, Item, Node, install, located, nodes_below, nodes_of, package, record_rows
+from lab.conda_trees import (
+    MTIME,
+    SCHEME,
+    Item,
+    Located,
+    Node,
+    install,
+    linked,
+    located,
+    nodes_below,
+    nodes_of,
+    package,
+    record_rows,
+)  # fmt: skip
 from lab.wheels import make_wheel
 
+from envbuild.artifacts import conda_install
+from envbuild.artifacts.conda_layers import conda_parts
+from envbuild.artifacts.conda_survey import conda_packages
+from envbuild.artifacts.layers_in import check_paths
 from envbuild.environment import load_environment
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.squashfs.codec import codec_of
-from envbuild.layers.bytecode import compiler_for
-from envbuild.layers.conda import conda_parts, conda_tree
-from envbuild.layers.conda_files import CondaFile, Shared, shared_paths
-from envbuild.layers.layer_cache import SegmentCache, TarCache
+from envbuild.layers.bytecode import Compiler, compiler_for, find_compiler
+from envbuild.layers.compose import WheelFile
+from envbuild.layers.layer_cache import SegmentCache, TarCache, recorded
 from envbuild.store.store import Store
 
 from .conftest import NO_DAEMON, Command
@@ -37,7 +52,7 @@ from .test_docker_out import run, under_qemu
 PLATFORMS = ["linux-64", "linux-aarch64"]
 
 
-def packages(channel: Channel, platform: str) -> list[CondaFile]:
+def packages(channel: Channel, platform: str) -> list[Located]:
     """The newest of each package that has files."""
     found = {}
     for path in sorted(p for sub in (platform, "noarch") for p in channel.folder.glob(f"{sub}/*")):
@@ -46,33 +61,31 @@ def packages(channel: Channel, platform: str) -> list[CondaFile]:
     return [located(path) for path in found.values()]
 
 
-def both(
-    files: Sequence[CondaFile], folder: Path, platform: str = "linux-64"
-) -> tuple[dict[str, Node], dict[str, Node], dict[str, bytes]]:
-    """The environment as layers hold it, as rattler installs it, and the layers' records."""
-    shared = shared_paths(files, [], SCHEME, Store(folder / "store"))
+def in_layers(
+    files: Sequence[Located], store: Store, compiler: Compiler | None = None
+) -> tuple[dict[str, Node], dict[str, bytes]]:
+    """The files of `files` in layers, a layer each, and their records."""
     ours: dict[str, Node] = {}
     records: dict[str, bytes] = {}
-    for file in files:
-        without = frozenset(shared.without.get(file.name, ()))
-        nodes, own = nodes_of(conda_tree(file, SCHEME, MTIME, without))
-        assert not ours.keys() & nodes.keys(), "two layers have one path"
-        ours |= nodes
-        records |= own
-    install(files, folder / "prefix", folder / "cache", platform)
-    bare = {path: node for path, node in ours.items() if path not in records}
-    return bare, nodes_below(folder / "prefix"), records
+    with linked(files, store) as found:
+        for part in conda_parts(found, SCHEME, compiler, MTIME, len(files)):
+            nodes, own = nodes_of(part.tree())
+            assert not ours.keys() & nodes.keys(), "two layers have one path"
+            ours |= {path: node for path, node in nodes.items() if path not in own}
+            records |= own
+    return ours, records
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_the_packages_of_a_channel_lie_as_rattler_installs_them(
-    conda_channel: Channel, tmp_path: Path, platform: str
+    conda_channel: Channel, tmp_path: Path, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import rattler
 
     files = packages(conda_channel, platform)
-    ours, theirs, records = both(files, tmp_path, platform)
-    assert ours == theirs and len(ours) > 10_000
+    ours, records = in_layers(files, Store(tmp_path / "store"))
+    install(files, tmp_path / "prefix", tmp_path / "cache", platform)
+    assert ours == nodes_below(tmp_path / "prefix") and len(ours) > 10_000
     # The records too, but for bytecode and for what names places of the host.
     metas = {f"conda-meta/{path.name}": path for path in tmp_path.glob("prefix/conda-meta/*.json")}
     assert records.keys() == metas.keys() and len(records) == len(files)
@@ -93,56 +106,168 @@ def test_the_packages_of_a_channel_lie_as_rattler_installs_them(
         assert str(tmp_path) not in data.decode() and str(conda_channel.folder) not in data.decode()
 
 
-# ---- packages that nobody made
-
-# Of a file and a folder of one name rattler refuses some: they are left to the unit tests.
-_NAMES = st.sampled_from(["a", "b", "c.py", "d e", "ü"])
-_FOLDERS = st.sampled_from(["", "share", "lib", "site-packages", "site-packages/m", "python-scripts", "etc/conda"])
-_PIECES = st.sampled_from(
-    [PLACEHOLDER.encode(), PLACEHOLDER[:40].encode(), b"\0", b"/lib", b":", b"\n", b"x" * 70_000, b"\xff"]
-)  # fmt: skip
+# ---- packages made by hand
 
 
-@st.composite
-def _items(draw: st.DrawFn) -> list[Item]:
-    places = st.tuples(_FOLDERS, _NAMES).map(lambda pair: "/".join(filter(None, pair)))
-    items: list[Item] = []
-    for path in draw(st.lists(places, max_size=6, unique=True)):
-        if any(o.path.startswith(f"{path}/") or path.startswith(f"{o.path}/") for o in items):
-            continue
-        if draw(st.booleans()) or not path:
-            data = b"".join(draw(st.lists(_PIECES, max_size=6)))
-            prefix = draw(st.sampled_from(["", "text", "binary"]))
-            mode = draw(st.sampled_from([0o644, 0o664, 0o755, 0o775, 0o600]))
-            if prefix == "text" and data.startswith(b"#!"):
-                data = b"\n" + data
-            items.append(Item(path, data, mode, prefix=prefix))
-        else:
-            items.append(Item(path, link=draw(_NAMES), kind=tarfile.SYMTYPE))
-    return items
+def by_hand(folder: Path) -> list[Located]:
+    """A python, and a tool that replaces a file of it and has one of each kind of thing."""
+    script = f"#!{PLACEHOLDER}/bin/python\n".encode()
+    binary = f"\x7fELF{PLACEHOLDER}/lib:{PLACEHOLDER}/x\0end".encode()
+    python = [
+        Item("bin/python3.11", b"#!", 0o755),
+        Item("lib/python3.11/os.py", b"x = 1\n"),
+        Item("lib/python3.11/__pycache__/os.cpython-311.pyc", b"stale"),
+        Item("bin/x", b"python's"),
+        Item("lib/x.so.1", binary, 0o775, prefix="binary"),
+        Item("lib/x.so", link="x.so.1", kind=tarfile.SYMTYPE),
+        Item("lib/x.pc", f"prefix={PLACEHOLDER}".encode(), prefix="text"),
+        Item("lib/a", b"same", 0o775),
+        Item("lib/b", link="lib/a", kind=tarfile.LNKTYPE),
+    ]
+    tool = [
+        Item("site-packages/tool/cli.py", b"class App: pass\n"),
+        Item("site-packages/only.pyc", b"no source"),
+        Item("site-packages/lab-1.0.dist-info/RECORD", b"a.py,,\n"),
+        Item("python-scripts/old-tool", script, 0o775, prefix="text"),
+        Item("share/doc.txt", b"doc", 0o600),
+        Item("bin/x", b"the tool's"),
+        Item("etc/conda/activate.d/m.sh", b""),
+    ]
+    made = [
+        package(folder, python, name="python"),
+        package(folder, tool, noarch="python", depends=["python"], entry_points=["tool = tool.cli:App.run"]),
+    ]
+    return [located(path) for path in made]
 
 
-@settings(max_examples=40)
-@given(
-    st.lists(st.tuples(_items(), st.sampled_from(["", "python", "generic"]),
-                       st.sampled_from([".conda", ".tar.bz2"]), st.booleans()), min_size=1, max_size=4)
-)  # fmt: skip
-def test_any_packages_lie_as_rattler_installs_them(made: list[tuple[list[Item], str, str, bool]]) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        files = [located(package(folder, [Item("bin/python3.11", b"#!", 0o755)], name="python"))]
-        for number, (items, noarch, suffix, chained) in enumerate(made):
-            depends = ["python", *([f"p{number - 1} >=1"] if chained and number else [])]
-            points = [f"p{number} = m.c:main"] if noarch == "python" else []
-            files.append(located(package(
-                folder / str(number), items, name=f"p{number}", suffix=suffix, noarch=noarch,
-                depends=depends, entry_points=points,
-            )))  # fmt: skip
-        ours, theirs, _ = both(files, folder)
-        assert ours == theirs
+@pytest.mark.parametrize("mode", ["hardlink", "copy"])
+def test_files_have_fixed_modes_and_records_name_what_the_image_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conda_install, "link_mode", lambda *_: mode)
+    files = by_hand(tmp_path)
+    nodes, records = in_layers(files, Store(tmp_path / "store"))
+    assert {path: node.mode for path, node in nodes.items() if node.kind == "file"} == {
+        "bin/python3.11": 0o755,
+        "lib/python3.11/os.py": 0o644,
+        "lib/x.so.1": 0o755,
+        "lib/x.pc": 0o644,
+        "lib/a": 0o755,
+        "lib/b": 0o755,
+        "lib/python3.11/site-packages/tool/cli.py": 0o644,
+        "lib/python3.11/site-packages/only.pyc": 0o644,
+        "lib/python3.11/site-packages/lab-1.0.dist-info/RECORD": 0o644,
+        "bin/old-tool": 0o755,
+        "bin/tool": 0o755,
+        "bin/x": 0o644,
+        "share/doc.txt": 0o644,
+        "etc/conda/activate.d/m.sh": 0o644,
+    }
+    assert nodes["lib/x.so"] == Node("symlink", 0, "x.so.1")
+    assert record_rows(records.values()).keys() == nodes.keys()
+    assert "variables that conda's scripts of lab set" in capfd.readouterr().err
+    python, archive = files[0]
+    record = json.loads(records["conda-meta/python-3.11.2-0.json"])
+    assert record["url"] == python.url and record["channel"] == python.channel
+    assert (record["md5"], record["sha256"], record["size"]) == (
+        python.md5, python.sha256, archive.stat().st_size,
+    )  # fmt: skip
+    assert record["link"] == {"source": "", "type": 1} and "bin/x" not in record["files"]
+    for data in records.values():
+        assert str(tmp_path).encode() not in data and b"file:" not in data
+        for row in json.loads(data)["paths_data"]["paths"]:
+            if nodes[row["_path"]].kind == "file":
+                assert nodes[row["_path"]].what == (
+                    row.get("sha256_in_prefix") or row.get("sha256", nodes[row["_path"]].what)
+                )
+    # A link of either kind, and another host, make the same bytes.
+    again, others = in_layers(files, Store(tmp_path / "other"))
+    assert (again, others) == (nodes, records)
 
 
-# ---- layers of it, and images
+def test_modules_of_the_standard_library_and_of_packages_get_bytecode(tmp_path: Path) -> None:
+    compiler = find_compiler(sys.executable)
+    nodes, _ = in_layers(by_hand(tmp_path), Store(tmp_path / "store"), compiler)
+    assert sorted(path for path in nodes if re.search("__pycache__", path)) == [
+        f"lib/python3.11/__pycache__/os.{compiler.tag}.pyc",
+        f"lib/python3.11/site-packages/tool/__pycache__/cli.{compiler.tag}.pyc",
+    ]
+
+
+def test_the_digest_of_a_package_is_that_which_a_survey_finds_by_its_record(tmp_path: Path) -> None:
+    found: list[tuple[str, str, str]] = []
+    with linked(by_hand(tmp_path), Store(tmp_path / "store")) as packages:
+        (part,) = conda_parts(packages, SCHEME, None, MTIME, 0)
+        _, records = nodes_of(recorded(part.tree(), found))
+    surveyed = conda_packages([json.loads(data) for data in records.values()])
+    # The Python distribution in the tool is the conda package's.
+    assert sorted(found) == sorted((one.name, one.version, one.record) for one in surveyed)
+    assert {name for name, _, _ in found} == {"lab", "python"}
+
+
+def test_layers_that_the_store_has_need_no_archive(tmp_path: Path) -> None:
+    store, files = Store(tmp_path / "store"), by_hand(tmp_path)
+    made = []
+    for _ in range(2):
+        with linked(files, store) as packages:
+            parts = conda_parts(packages, SCHEME, None, MTIME, 1)
+            made.append([TarCache(store, lambda _: None).part(part) for part in parts])
+        for _, path in files:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(store.root / "conda/pkgs", ignore_errors=True)
+    assert made[0] == made[1]
+
+
+def test_a_file_that_changed_in_the_store_is_refused_by_name(tmp_path: Path) -> None:
+    store, files = Store(tmp_path / "store"), by_hand(tmp_path)
+    with linked(files, store) as packages:
+        (part,) = conda_parts(packages, SCHEME, None, MTIME, 0)
+    changed = store.root / "conda/pkgs/lab-1.0-0/share/doc.txt"
+    before = changed.stat()
+    changed.write_bytes(b"DOC")
+    os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a failing disk changes it
+    with linked(files, store) as packages:
+        (part,) = conda_parts(packages, SCHEME, None, MTIME, 0)
+        for maker in (TarCache(store, lambda _: None), SegmentCache(store, codec_of("zstd"), 2, lambda _: None)):
+            with pytest.raises(BuildError, match=r"^lab-1\.0-0: share/doc\.txt: not the file"):
+                maker.part(part)
+    assert not [p for name in ("layers", "segments", "blobs") for p in (store.root / name).rglob("*") if p.is_file()]
+
+
+def test_a_wheel_that_would_replace_a_file_of_conda_is_refused_and_both_named(tmp_path: Path) -> None:
+    wheels = [WheelFile("tool", "2.0", make_wheel(tmp_path, "tool", "2.0"), "0" * 64, 1)]
+    item = Item("lib/python3.11/site-packages/tool/__init__.py", b"")
+    store = Store(tmp_path / "store")
+    with (
+        linked([located(package(tmp_path, [item], name="conda-tool"))], store) as packages,
+        pytest.raises(BuildError, match=r"tool 2.0, which pip adds.* package conda-tool: /opt/env/lib"),
+    ):
+        check_paths([], wheels, packages.packages, SCHEME, store)
+
+
+def test_packages_that_cannot_be_in_an_image_are_refused_by_name(tmp_path: Path) -> None:
+    index = {
+        "name": "python",
+        "version": "3.11.2",
+        "build": "0",
+        "build_number": 0,
+        "depends": [],
+        "subdir": "linux-64",
+    }
+    index["python_site_packages_path"] = "lib/python3.11t/site-packages"
+    info = {"index.json": json.dumps(index).encode()}
+    refused = [
+        (package(tmp_path, [], name="python", info=info), r"python3\.11t"),
+        (package(tmp_path, [], rows=[Item("lib/a", b"content").row()]), r"lib/a"),
+        (package(tmp_path, [Item("../../evil", b"")], name="outside"), r"outside"),
+    ]
+    for number, (path, said) in enumerate(refused):
+        with pytest.raises(BuildError, match=said), linked([located(path)], Store(tmp_path / f"store{number}")):
+            pass
+    assert not list(tmp_path.rglob("evil"))
+
+
+# ---- layers of them, and images
 
 
 def test_layers_are_the_same_with_one_processor_and_in_both_forms_hold_the_same(
@@ -157,11 +282,12 @@ def test_layers_are_the_same_with_one_processor_and_in_both_forms_hold_the_same(
         store = Store(tmp_path / str(number))
         os.sched_setaffinity(0, processors)
         try:
-            parts = conda_parts(files, Shared({}, (), ()), SCHEME, compiler, MTIME, 2)
-            tars = [TarCache(store, lambda _: None).part(part) for part in parts]
-            shutil.rmtree(store.root / "layers")  # so that the segments come from the packages
-            maker = SegmentCache(store, codec_of("zstd"), len(processors), lambda _: None)
-            segments = [maker.part(part) for part in parts]
+            with linked(files, store) as packages:
+                parts = conda_parts(packages, SCHEME, compiler, MTIME, 2)
+                tars = [TarCache(store, lambda _: None).part(part) for part in parts]
+                shutil.rmtree(store.root / "layers")  # so that the segments come from the packages
+                maker = SegmentCache(store, codec_of("zstd"), len(processors), lambda _: None)
+                segments = [maker.part(part) for part in parts]
         finally:
             os.sched_setaffinity(0, allowed)
         assert [t.distributions for t in tars] == [s.distributions for s in segments]
@@ -240,23 +366,3 @@ def test_the_dockerfile_builder_says_that_it_makes_no_conda_images(at_site: Comm
     done = at_site("docker", "tiny", "--builder", "dockerfile")
     assert done.returncode == 2 and "tiny is made of conda packages" in done.stderr
     assert "--builder dockerfile" in done.stderr
-
-
-def test_a_damaged_package_gives_no_layer_and_names_itself(conda_channel: Channel, tmp_path: Path) -> None:
-    file = located(conda_channel.package("numpy", "linux-64"))
-    bad = tmp_path / file.path.name
-    data = bytearray(file.path.read_bytes())
-    data[len(data) // 2] ^= 1
-    bad.write_bytes(data)
-    damaged = [CondaFile(file.package, bad, file.size)]
-    (part,) = conda_parts(damaged, Shared({}, (), ()), SCHEME, None, MTIME, 1)
-    store = Store(tmp_path / "store")
-    makers: Mapping[str, Any] = {
-        "tar": TarCache(store, lambda _: None),
-        "segment": SegmentCache(store, codec_of("zstd"), 2, lambda _: None),
-    }
-    for maker in makers.values():
-        with pytest.raises(BuildError, match=rf"^{file.path.name}: "):
-            maker.part(part)
-    left = [p for p in store.root.rglob("*") if p.is_file()]
-    assert left == []

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.artifacts import folder
+from envbuild import mounts
 from envbuild.mounts import mount_of, parse_mounts
 
 MOUNTS = """22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
@@ -20,13 +20,13 @@ MOUNTS = """22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
 def test_the_mode_follows_the_file_system(
     tmp_path: Path, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounts = list(parse_mounts(MOUNTS.format(home=tmp_path, kind=kind)))
-    monkeypatch.setattr(folder, "read_mounts", lambda: mounts)
-    assert folder.link_mode(tmp_path, tmp_path) == mode
+    table = list(parse_mounts(MOUNTS.format(home=tmp_path, kind=kind)))
+    monkeypatch.setattr(mounts, "read_mounts", lambda: table)
+    assert mounts.link_mode(tmp_path, tmp_path) == mode
 
 
 def test_across_devices_files_are_copied(tmp_path: Path) -> None:
-    assert folder.link_mode(Path("/proc"), tmp_path) == "copy"
+    assert mounts.link_mode(Path("/proc"), tmp_path) == "copy"
 
 
 def test_a_later_mount_covers_an_earlier_one_and_spaces_are_unescaped() -> None:
