@@ -11,7 +11,7 @@ from typing import Any
 
 from envbuild.inspect.facts import Description, Inventory, completed
 from envbuild.inspect.masking import masked, masked_text, masked_words
-from envbuild.kinds import DOCKER
+from envbuild.kinds import ARTIFACTS, DOCKER
 from envbuild.verify.receipt import receipt_path
 
 FORMAT = 1
@@ -71,10 +71,14 @@ def _receipt_of(about: Description) -> dict[str, Any] | None:
         digest, plan = receipt["artifact"]["digest"], receipt["plan"]["digest"]
         # Daemons and docker archives do not keep the manifest, whose digest is in the receipt.
         matches = digest == about.digest if about.digest else plan == about.plan_digest
+        kind, changed = ARTIFACTS.get(about.kind), list[str]()
+        if matches and kind is not None and about.place is not None:
+            changed = kind.changed(about.place, receipt["artifact"].get("manifest", ""))
         return {
             "path": str(path),
             "passed": bool(receipt["passed"]),
-            "matches": matches,
+            "matches": matches and not changed,
+            "changed": changed,
             "verified_at": receipt.get("verified_at"),
             "pushed": receipt["artifact"].get("pushed"),
         }

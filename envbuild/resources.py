@@ -1,4 +1,4 @@
-"""CPUs and memory that this process may use, as limited by the kernel, cgroups and Slurm.
+"""CPUs and memory that this process may use, as limited by the kernel, cgroups and Slurm, and the machine's boot.
 
 Sources: proc(5), cgroups(7), the kernel's admin-guide/cgroup-v2.rst (cpu.max, memory.max), sched-bwc.rst
 (cpu.cfs_quota_us) and cgroup-v1/memory.rst; sbatch(1) for Slurm's variables.
@@ -6,7 +6,10 @@ Sources: proc(5), cgroups(7), the kernel's admin-guide/cgroup-v2.rst (cpu.max, m
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
+import platform
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -101,3 +104,13 @@ def _size(text: str | None) -> int | None:
     """Return the bytes in a size of Slurm's, which is in MiB or has a unit; None for any other text."""
     match = _SIZE.fullmatch((text or "").strip())
     return int(match[1]) * _UNITS[match[2].upper()] if match else None
+
+
+@functools.cache
+def this_boot() -> str:
+    """Return a name of this machine since its last boot (random(4), boot_id)."""
+    try:
+        known = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        known = platform.node()
+    return hashlib.sha256(known.encode()).hexdigest()[:8] + "-"

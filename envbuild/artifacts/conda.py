@@ -20,8 +20,23 @@ from pathlib import Path
 
 from envbuild import atomic, process, resources
 from envbuild.artifacts.conda_install import Prefix, install_packages
-from envbuild.artifacts.conda_survey import META, conda_packages, owned_dist_infos, quick_names, read_records
-from envbuild.artifacts.folder import PYTHON_SETTINGS, FolderBuild, finish, install_wheels, interpreter, site_packages
+from envbuild.artifacts.conda_survey import (
+    META,
+    conda_packages,
+    owned_dist_infos,
+    quick_names,
+    read_records,
+    recorded_files,
+)
+from envbuild.artifacts.folder import (
+    PYTHON_SETTINGS,
+    FolderBuild,
+    finish,
+    install_wheels,
+    interpreter,
+    locked_files,
+    site_packages,
+)
 from envbuild.artifacts.installed import names_and_versions
 from envbuild.artifacts.state import State, has_packages
 from envbuild.errors import BuildError, HostError
@@ -88,7 +103,8 @@ def build(wanted: FolderBuild) -> State:
     with atomic.writing(staged):
         records = read_records(staged)
     owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
-    return finish(wanted, version, os.fspath(interpreter(final)), conda_packages(records), owned)
+    locked = {**recorded_files(records), **locked_files([*wheels, own], plan.python)}
+    return finish(wanted, version, os.fspath(interpreter(final)), locked, conda_packages(records), owned)
 
 
 def _history(plan: Plan) -> str:

@@ -48,6 +48,18 @@ def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:
     return found
 
 
+def recorded_files(records: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """Return the sha256 of the files of `records`, by path; bytecode, which compiling replaces, is left out."""
+    return {
+        row["_path"]: {row.get("sha256_in_prefix") or row["sha256"]}
+        for record in records
+        for row in _rows(record)
+        if row.get("sha256")
+        and row.get("path_type") not in ("softlink", "directory")
+        and "__pycache__" not in row["_path"]
+    }
+
+
 def owned_dist_infos(records: list[dict[str, Any]], site_packages: str) -> frozenset[str]:
     """Return the .dist-info folders in `site_packages` (relative to the prefix) that belong to conda packages."""
     start = site_packages + "/"
@@ -59,8 +71,13 @@ def owned_dist_infos(records: list[dict[str, Any]], site_packages: str) -> froze
     )
 
 
-def survey_conda(root: Path, site_packages: Path) -> tuple[dict[str, Distribution], FileReport]:
-    """Return the packages of the conda environment at `root`, with pip's, and its files, relative to it."""
+def survey_conda(
+    root: Path, site_packages: Path, known: FileReport | None = None
+) -> tuple[dict[str, Distribution], FileReport]:
+    """Return the packages of the conda environment at `root`, with pip's, and its files, relative to it.
+
+    `known` is the report on its files if they have been compared.
+    """
     inside = os.path.relpath(site_packages, root)
     try:
         records = read_records(root)
@@ -72,6 +89,8 @@ def survey_conda(root: Path, site_packages: Path) -> tuple[dict[str, Distributio
         return {}, FileReport(altered=[META])
     for name, distribution in distributions(site_packages, owned).items():
         found[f"{name} (pip)" if name in found else name] = distribution
+    if known is not None:
+        return found, known
     others = {os.path.join(root, path) for path in files}
     report = check_files(site_packages, owned, others)
     for paths in (report.missing, report.altered, report.unowned):

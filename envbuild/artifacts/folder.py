@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import base64
+import csv
 import errno
 import hashlib
+import io
+import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from envbuild import atomic, process
+from envbuild import atomic, process, resources
 from envbuild.artifacts.installed import Distribution, distributions
 from envbuild.artifacts.layers_in import LayerFolder, install_layers
+from envbuild.artifacts.manifest import seal, write_manifest
 from envbuild.artifacts.state import FILE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
+from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import NAME, Trainer
+from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.lock.format import requirements
 from envbuild.mounts import link_mode
 from envbuild.plan.plan import Plan
@@ -25,6 +33,9 @@ from envbuild.recipe.targets import Target, host_arch
 PYTHON_SETTINGS = frozenset(
     {"PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONDONTWRITEBYTECODE", "__PYVENV_LAUNCHER__"}
 )
+
+# Files that an installer writes.
+_NOTES = re.compile(r"[^/]*\.dist-info/(INSTALLER|REQUESTED|RECORD|direct_url\.json)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +124,16 @@ def tool_hint(said: str) -> str:
 
 
 def finish(
-    wanted: FolderBuild,
-    python_version: str,
-    python: str,
-    conda: Sequence[Distribution] = (),
-    owned: Collection[str] = (),
-) -> State:
-    """Install the source layers into an environment that has all packages, check those, and write and return its state.
+    wanted: FolderBuild, python_version: str, python: str, locked: Mapping[str, Collection[str]],
+    conda: Sequence[Distribution] = (), owned: Collection[str] = (),
+) -> State:  # fmt: skip
+    """Install the source layers into an environment that has all packages, check it, write and return its state.
 
-    `python` is the interpreter that the state names. `conda` are the conda packages, `owned` their .dist-info folders.
-    Raises the errors of `layers`, and BuildError when the Python packages are not those of plan, layers and trainer.
+    `python` is the interpreter that the state names. `locked` has the sha256 that a file of a package may have, by
+    path. `conda` are the conda packages, `owned` their .dist-info folders. Raises the errors of `layers`, and
+    BuildError when the packages or their files are not those of plan, layers and trainer.
     """
-    plan, staged = wanted.plan, wanted.staged
+    plan, staged, environment = wanted.plan, wanted.staged, wanted.environment
     layers = wanted.layers(interpreter(staged))
     with atomic.writing(staged):
         built = install_layers(layers, staged)
@@ -133,7 +142,33 @@ def finish(
         packages = [(one.name, one.version, one.record) for one in (*conda, *added)]
         state = state_of(plan, python_version, python, packages, built)
         (staged / FILE).write_text(state.render(), encoding="utf-8")
+        manifest, files = write_manifest(staged, resources.workers(environment.variables))
+    wrong = [
+        path for path, known in locked.items() if path not in manifest.rows or manifest.rows[path].sha256 not in known
+    ]
+    if wrong:
+        raise BuildError(
+            f"{len(wrong)} installed files are not those of the locked packages: {', '.join(sorted(wrong)[:5])}",
+            f"unpacked packages in {environment.store.root} changed: remove its folders uv and conda/pkgs, which are "
+            "only caches, and run it again",
+        )
+    seal(staged, manifest, files, environment.store)
     return state
+
+
+def locked_files(wheels: Sequence[WheelFile], python: str) -> dict[str, set[str]]:
+    """Return the sha256 that the files of `wheels` may have, by path in the environment, without generated files.
+
+    When several wheels have a path, installers keep any of them.
+    """
+    scheme, found = Scheme("prefix", python), dict[str, set[str]]()
+    for wheel in wheels:
+        record = io.StringIO(wheel_record(wheel.path, scheme).decode("utf-8", "surrogateescape"), newline="")
+        for path, digest, _ in csv.reader(record):
+            place = os.path.normpath(f"lib/python{python}/site-packages/{path}")
+            if digest and not place.startswith("bin/") and not _NOTES.fullmatch(path):
+                found.setdefault(place, set()).add(base64.urlsafe_b64decode(digest.partition("=")[2] + "=").hex())
+    return found
 
 
 def _check_installed(wanted: FolderBuild, layers: Sequence[LayerFolder], found: Mapping[str, str]) -> None:

@@ -258,8 +258,8 @@ def _file(row: Mapping[str, Any]) -> LayerFile:
     return LayerFile(path, int(row["size"]), str(row["sha256"]), executable=row.get("executable") is True)
 
 
-def check_layers(root: Path, report: FileReport) -> dict[str, str]:
-    """Add differences of layers' files from their lists to `report`; return name → digest, "" for an invalid list."""
+def check_layers(root: Path, report: FileReport | None) -> dict[str, str]:
+    """Return name → digest of the layers' lists, "" for an invalid one; add differences of their files to `report`."""
     found: dict[str, str] = {}
     for path in sorted((root / LAYER_LISTS).glob("*.json")):
         try:
@@ -268,7 +268,8 @@ def check_layers(root: Path, report: FileReport) -> dict[str, str]:
             found[path.stem] = ""
             continue
         found[known.name] = known.digest
-        for one in known.files:
+        for one in known.files if report else ():
+            assert report is not None
             report.bytes += one.size
             report.check(f"{one.path} (layer {known.name})", partial(one.is_at, root / one.path))
     return found

@@ -56,15 +56,18 @@ class Survey:
     layers: dict[str, str] = field(default_factory=dict)
 
 
-def survey(root: Path, site_packages: Path, elf_machine: int) -> Survey:
-    """Survey the environment at `root`; `elf_machine` is the expected e_machine of its libraries."""
+def survey(root: Path, site_packages: Path, elf_machine: int, known: FileReport | None = None) -> Survey:
+    """Survey the environment at `root`; `elf_machine` is the expected e_machine of its libraries.
+
+    `known` is the report on its files if they have been compared with its manifest, and not with the RECORDs alone.
+    """
     elf = scan_elf(root, elf_machine)
     elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
     if is_conda(root):
-        found, files = survey_conda(root, site_packages)
+        found, files = survey_conda(root, site_packages, known)
     else:
-        found, files = distributions(site_packages), check_files(site_packages)
-    return Survey(found, files, elf, check_layers(root, files))
+        found, files = distributions(site_packages), known or check_files(site_packages)
+    return Survey(found, files, elf, check_layers(root, None if known else files))
 
 
 def scan_elf(folder: Path, wanted: int) -> ElfReport:

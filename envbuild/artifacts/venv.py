@@ -64,7 +64,8 @@ def build(wanted: FolderBuild) -> State:
         _remember_interpreter(plan.python, interpreter(staged), environment)
     options = ["--compile-bytecode"] if plan.compile_bytecode else []
     folder.install_wheels(wanted, [wheel.path for wheel in (*located, own)], *options)
-    return folder.finish(wanted, version, os.path.realpath(interpreter(staged)))
+    locked = folder.locked_files([*located, own], plan.python)
+    return folder.finish(wanted, version, os.path.realpath(interpreter(staged)), locked)
 
 
 def command(path: Path, program: str, *arguments: str) -> list[str]:

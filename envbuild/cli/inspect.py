@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from envbuild.artifacts.manifest import shown
 from envbuild.cli import layout
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import with_options
@@ -136,7 +137,9 @@ def _joined(*parts: str | None) -> str:
 
 def _receipt(receipt: Mapping[str, Any]) -> str:
     said = "passed" if receipt["passed"] else "FAILED"
-    if not receipt["matches"]:
+    if receipt["changed"]:
+        said = f"{said}, but {shown(receipt['changed'])} changed since"
+    elif not receipt["matches"]:
         said = "of another artifact"
     pushed = f", pushed as {receipt['pushed']}" if receipt["pushed"] else ""
     return f"{said}, {receipt['verified_at']}{pushed}  {receipt['path']}"

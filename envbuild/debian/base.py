@@ -16,6 +16,7 @@ from envbuild.debian.resolve import Package, PackageIndex, resolve
 from envbuild.debian.sources import DebianSuite, suites
 from envbuild.errors import BuildError, LockError
 from envbuild.image.blobs import Blobs
+from envbuild.image.model import Descriptor
 from envbuild.progress import OnProgress, log, transfer
 from envbuild.store.client import Client
 from envbuild.store.fetch import fetch_each
@@ -114,10 +115,7 @@ def fetch_debs(lock: DebianLock, blobs: Blobs, archives: Sequence[DebianSuite], 
 
 
 def _here(deb: LockedDeb, blobs: Blobs) -> bool:
-    try:
-        return blobs.path(deb.digest).stat().st_size == deb.size
-    except OSError:
-        return False
+    return blobs.has(Descriptor("", deb.digest, deb.size))
 
 
 def _fetch_one(

@@ -20,6 +20,7 @@ from envbuild.debian.control import parse_control
 from envbuild.debian.sources import DebianSuite
 from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
+from envbuild.image.model import Descriptor
 from envbuild.progress import OnProgress
 from envbuild.store.client import Client
 
@@ -143,7 +144,8 @@ def fetch_packages(
     name = f"{base}/Packages{form}"
     sha256, size = release.files[name]
     digest = f"sha256:{sha256}"
-    if (place := blobs.path(digest)).is_file():
+    place = blobs.path(digest)
+    if blobs.has(Descriptor("", digest, size)):
         return place
     # By hash first: then it is no error when the list is replaced during the download.
     urls = [f"{archive.folder}/{base}/by-hash/SHA256/{sha256}"] if release.by_hash else []

@@ -12,15 +12,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor, ImageManifest, digest_of
 
 
 @dataclass(frozen=True, slots=True)
 class Blobs:
-    """The blobs below `root`. A blob appears complete, by rename, or not at all."""
+    """The blobs below `root`, and what is known of their content. A blob appears complete, by rename, or not at all."""
 
     root: Path
+    digests: Digests | None = None
 
     def path(self, digest: str) -> Path:
         """Return the path of the blob, whether it exists or not."""
@@ -28,11 +30,14 @@ class Blobs:
         return self.root / algorithm / value
 
     def has(self, blob: Descriptor) -> bool:
-        """Return whether the blob exists with the right size. Its content was checked when it was stored."""
+        """Return whether the blob exists with the right size, and, if `digests` are kept, with the right content."""
+        path = self.path(blob.digest)
         try:
-            return self.path(blob.digest).stat().st_size == blob.size
+            if path.stat().st_size != blob.size:
+                return False
         except OSError:
             return False
+        return self.digests is None or self.digests.keep(path, blob.digest.partition(":")[2])
 
     def require(self, blob: Descriptor) -> None:
         """Raise BuildError when the blob does not exist with the right size."""
@@ -69,6 +74,8 @@ class Blobs:
         place = self.path(digest)
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(file, place)
+        if self.digests is not None:
+            self.digests.record(place, digest.partition(":")[2])
         return place
 
     @contextlib.contextmanager

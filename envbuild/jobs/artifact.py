@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envbuild.artifacts.manifest import shown
 from envbuild.artifacts.state import BuiltLayer, read_state
 from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import find_fabric
@@ -100,6 +101,11 @@ def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
     receipt = passing_receipt(path, digest)
     if receipt is None and not unverified:
         raise _refusal(str(path), receipt_path(path), f"envbuild verify {path}")
+    if receipt is not None and (changed := kind.changed(path, receipt["artifact"].get("manifest", ""))):
+        raise VerificationError(
+            f"{path}: {shown(changed)} changed since it was verified",
+            f"build it again; `envbuild verify {path}` tells all that changed",
+        )
     artifact = JobArtifact(
         kind=kind.name,
         path=str(path.absolute()),

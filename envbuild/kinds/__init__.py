@@ -78,6 +78,13 @@ class Artifact:
         """
         raise NotImplementedError(f"{self.name} artifacts have no path")
 
+    def changed(self, path: Path, manifest: str) -> list[str]:
+        """Return the files of the artifact at `path` that are not those of its manifest, whose sha256 is `manifest`.
+
+        "" stands for the manifest inside of the artifact. Raises BuildError for a damaged one.
+        """
+        return []  # the digest of an image covers all of it
+
     def job_variables(self, path: str) -> Mapping[str, str]:
         """Return the variables that jobs set for the artifact's processes: those that conda's activation sets."""
         if not self.of_conda:
@@ -117,13 +124,22 @@ class FolderArtifact(Artifact):
         assert state is not None, "holds() said so"
         return BuiltArtifact(state, state.digest, str(path.absolute() / "bin" / "python"))
 
+    def changed(self, path: Path, manifest: str) -> list[str]:
+        from envbuild import resources
+        from envbuild.artifacts.manifest import changes
+        from envbuild.environment import load_environment
+
+        environment = load_environment()
+        workers = resources.workers(environment.variables)
+        return changes(path, self.read(path).state, manifest, environment.store, workers)
+
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
         from envbuild.errors import UsageError
         from envbuild.verify.host import folder_subject
 
         if runtime is not None:
             raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
-        return folder_subject(path, self.read(path).state, self.module())
+        return folder_subject(path, self.read(path).state, self.module(), environment)
 
 
 @dataclass(frozen=True, slots=True)

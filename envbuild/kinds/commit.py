@@ -78,7 +78,11 @@ def verify_staged(
 def _verdict(subject: Subject, settings: Settings, environment: Environment, path: Path) -> Verdict:
     from envbuild.verify.run import verify
 
-    return verify(subject, settings, environment.variables, log, logs=path.with_name(f"{path.name}.verify-logs"))
+    logs = path.with_name(f"{path.name}.verify-logs")
+    verdict = verify(subject, settings, environment.variables, log, logs=logs)
+    if verdict.passed:
+        subject.accept()
+    return verdict
 
 
 def open_subject(path: Path, environment: Environment | None = None, runtime: str | None = None) -> Subject:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from envbuild import atomic
+from envbuild import atomic, resources
 from envbuild.artifacts.folder import FolderBuild, check_host
 from envbuild.artifacts.layers_in import LayerFolder
+from envbuild.artifacts.manifest import changes, move_seal, shown
 from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
@@ -26,7 +27,7 @@ from envbuild.progress import log
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.receipt import receipt_path
+from envbuild.verify.receipt import manifest_of, receipt_path
 
 
 def prepare_folder(
@@ -61,13 +62,14 @@ def make_environment(
     kept as NAME.failed with its receipt, and VerificationError is raised.
     """
     started = time.monotonic()
-    module = kind.module()
+    module, workers = kind.module(), resources.workers(environment.variables)
 
     def proven(where: Path, state: State) -> dict[str, Any]:
         from envbuild.verify.host import folder_subject
 
         settings = settings_of(plan.verify_settings(), {"faults": faults})
-        return verify_staged(folder_subject(where, state, module), settings, environment, path, staged=where)
+        subject = folder_subject(where, state, module, environment, fresh=where != path)
+        return verify_staged(subject, settings, environment, path, staged=where)
 
     def result(state: State, *, built: bool, verified: bool) -> Result:
         receipt = receipt_path(path) if verify else None
@@ -86,6 +88,8 @@ def make_environment(
             log(f"{path}: the plan changed since it was built; building again")
         elif not module.is_current(path, state, python):
             log(f"{path}: its packages or its interpreter changed since the build; building again")
+        elif changed := changes(path, state, manifest_of(path), environment.store, workers):
+            log(f"{path}: {shown(changed)} changed since the build; building again")
         else:
             known = not verify or has_receipt(path, state.digest, plan, faults)
             if not known:
@@ -96,6 +100,7 @@ def make_environment(
             final = Path(os.path.abspath(path))
             state = module.build(FolderBuild(plan, trainer, environment, staged, final, offline, layers, python))
             commit(staged, path, proven(staged, state) if verify else None)
+            move_seal(staged, path, environment.store)
     return result(state, built=True, verified=verify)
 
 

@@ -219,14 +219,16 @@ class SegmentCache:
                 segment = write_segment(items(), path, self.codec, self.workers)
             distributions = tuple(sorted(found))
             write_atomically(place.with_suffix(".json"), json.dumps(distributions))
-            save(segment, place.with_suffix(".index"))  # last: it marks a complete segment
+            save(
+                segment, place.with_suffix(".index"), self.store.file_digest(data)
+            )  # last: it marks a complete segment
             return CachedSegment(replace(segment, path=data), title, distributions)
 
-        return cached(lambda: _known(place, title), write, place, title, self.store, self.log)
+        return cached(lambda: _known(place, title, self.store), write, place, title, self.store, self.log)
 
 
-def _known(place: Path, title: str) -> CachedSegment | None:
-    segment = load(place.with_suffix(".index"), place.with_suffix(".data"))
+def _known(place: Path, title: str, store: Store) -> CachedSegment | None:
+    segment = load(place.with_suffix(".index"), place.with_suffix(".data"), store.digests)
     if segment is None:
         return None
     try:

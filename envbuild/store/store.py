@@ -10,18 +10,15 @@ blobs/                         layers and manifests of images, Debian packages (
 layers/ bases/ listings/       metadata of blobs: the inputs of layers, checks of bases, the contents of layers
 segments/                      layers compressed as parts of a squashfs
 built/ builders/ pythons/      built source layers, builder images, interpreters
-digests/                       sha256 of find-links files, by path, size, time and inode
+digests/                       sha256 of files since the boot, by path and stat
+seals/                         stat of the files of verified environments
 uv/                            uv's cache: unpacked wheels, from which environments are linked
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import json
 import os
-import platform
 import shutil
 import tempfile
 import time
@@ -31,8 +28,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envbuild.atomic import replacing
+from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError
 from envbuild.file_lock import folder_lock
+from envbuild.resources import this_boot
 
 if TYPE_CHECKING:
     from envbuild.image.blobs import Blobs
@@ -72,18 +71,19 @@ class Store:
         """Layers and manifests of images, and Debian packages. Raises BuildError if their folder cannot be created."""
         from envbuild.image.blobs import Blobs
 
-        return Blobs(self.folder("blobs"))
+        return Blobs(self.folder("blobs"), self.digests)
 
     def find_wheel(self, sha256: str) -> Path | None:
         """Return the wheel with this digest, or None when the store has none."""
         with contextlib.suppress(OSError):
-            return next((self.root / "wheels" / sha256).glob("*.whl"), None)
+            found = next((self.root / "wheels" / sha256).glob("*.whl"), None)
+            return found if found and self.digests.keep(found, sha256) else None
         return None
 
     def find_archive(self, sha256: str, name: str) -> Path | None:
         """Return the conda package with this digest, or None when the store has none."""
         path = self.root / "conda" / "archives" / sha256 / name
-        return path if path.is_file() else None
+        return path if path.is_file() and self.digests.keep(path, sha256) else None
 
     def adopt(self, temporary: Path, sha256: str, name: str, kind: str = "wheels") -> Path:
         """Move a finished download with this digest to its path below the folder `kind`, and return the path."""
@@ -92,38 +92,31 @@ class Store:
             os.replace(temporary, place)
         except OSError as error:
             raise self.unwritable(error) from error
+        self.digests.record(place, sha256)
         return place
 
     def put(self, kind: str, digest: str, name: str, make: Callable[[], bytes]) -> Path:
-        """Return the file `kind`/`digest`/`name`; write the bytes that `make` returns if it does not exist."""
-        place = self.root / kind / digest / name
-        if place.is_file():
-            return place
+        """Return the file `kind`/`digest`/`name` with the bytes that `make` returns; write it if it is not there."""
+        place, data = self.root / kind / digest / name, make()
+        with contextlib.suppress(OSError):
+            if place.read_bytes() == data:
+                return place
         self.folder(kind, digest)
         try:
             with replacing(place) as temporary:
-                temporary.write_bytes(make())
+                temporary.write_bytes(data)
         except OSError as error:
             raise self.unwritable(error) from error
         return place
 
+    @property
+    def digests(self) -> Digests:
+        """The digests of files in the store and of local files that builds read."""
+        return Digests(self.root / "digests")
+
     def file_digest(self, path: Path) -> str:
-        """Return the sha256 of a local file, cached by path, size, time and inode. Raises OSError."""
-        real = os.path.realpath(path)
-        stat = os.stat(real)
-        key = [real, stat.st_size, stat.st_mtime_ns, stat.st_ino]
-        note = self.root / "digests" / hashlib.sha256(os.fsencode(real)).hexdigest()
-        with contextlib.suppress(OSError, ValueError):
-            known = json.loads(note.read_text(encoding="utf-8"))
-            if isinstance(known, list) and known[:-1] == key:
-                return str(known[-1])
-        with open(real, "rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        with contextlib.suppress(OSError, BuildError):  # a read-only store only costs time
-            self.folder("digests")
-            with replacing(note) as temporary:
-                temporary.write_text(json.dumps([*key, digest]), encoding="utf-8")
-        return digest
+        """Return the sha256 of a local file, hashed once since the boot. Raises OSError."""
+        return self.digests.of(path)
 
     @contextlib.contextmanager
     def working(self, *parts: str) -> Iterator[Path]:
@@ -136,7 +129,7 @@ class Store:
         limit = time.time() - _STALE_S
         for left in home.iterdir():
             with contextlib.suppress(OSError):
-                if left.name.startswith(_this_boot()) or left.stat().st_mtime < limit:
+                if left.name.startswith(this_boot()) or left.stat().st_mtime < limit:
                     with folder_lock(left, wait=False) as held:
                         if held:
                             remove_tree(left)
@@ -154,7 +147,7 @@ class Store:
         """
         while True:
             try:
-                folder = Path(tempfile.mkdtemp(dir=home, prefix=_this_boot()))
+                folder = Path(tempfile.mkdtemp(dir=home, prefix=this_boot()))
             except OSError as error:
                 raise self.unwritable(error) from error
             try:
@@ -184,13 +177,3 @@ def remove_tree(folder: Path) -> None:
                 with contextlib.suppress(OSError):
                     os.chmod(path, 0o700)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@functools.cache
-def _this_boot() -> str:
-    """Return the prefix of temporary folders of this machine since its last boot (random(4), boot_id)."""
-    try:
-        known = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        known = platform.node()
-    return hashlib.sha256(known.encode()).hexdigest()[:8] + "-"

@@ -13,14 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from envbuild import process
+from envbuild import process, resources
 from envbuild.artifacts.folder import FolderModule, check_host, site_packages
+from envbuild.artifacts.installed import FileReport
+from envbuild.artifacts.manifest import FILE as MANIFEST
+from envbuild.artifacts.manifest import Stat, check, is_bytecode, read_manifest, scan, seal, sealed
 from envbuild.artifacts.state import State
-from envbuild.artifacts.survey import survey
+from envbuild.artifacts.survey import Survey, survey
+from envbuild.environment import Environment
 from envbuild.errors import HostError
 from envbuild.recipe.targets import Target
 from envbuild.verify.model import Subject
 from envbuild.verify.processes import find_rank
+from envbuild.verify.receipt import manifest_of
 
 _ADDRESS = "127.0.0.1"
 # Below Linux's default ip_local_port_range.
@@ -89,14 +94,45 @@ def host_nodes(
     yield HostNodes(work, lambda program, arguments, extra: (command(program, arguments), {**own, **extra}), work)
 
 
-def folder_subject(path: Path, state: State, kind: FolderModule) -> Subject:
-    """Return the subject for the environment of `kind` in `path`. Raises HostError when it cannot run on this host."""
+def folder_subject(
+    path: Path, state: State, kind: FolderModule, environment: Environment, *, fresh: bool = False
+) -> Subject:
+    """Return the subject for the environment of `kind` in `path`. Raises HostError when it cannot run on this host.
+
+    Its files are compared with the manifest that the receipt beside it names; those of a `fresh` one were read when it
+    was built.
+    """
     target = Target.parse(state.target)
     check_host(kind.TITLE, target)
+    manifest, expected = read_manifest(path), "" if fresh else manifest_of(path)
+    store, workers = environment.store, resources.workers(environment.variables)
+    # Before a program of the environment runs: the bytecode that comes later is that of this verification.
+    found = scan(path)
+    good: dict[str, Stat] = {}
+
+    def surveyed() -> Survey:
+        known = None
+        if manifest is not None:
+            read = sealed(path, manifest, store) or {}
+            if not fresh:  # everything that the manifest lists is read
+                read = {name: info for name, info in read.items() if name not in manifest.rows}
+            known, intact = check(path, manifest, found, read, state.interpreter, workers)
+            good.update(intact)
+            if expected not in ("", manifest.digest):
+                known.altered.append(f"{MANIFEST} (the receipt names another)")
+        elif expected:
+            known = FileReport(missing=[MANIFEST])
+        return survey(path, site_packages(path, state.python), target.elf_machine, known)
+
+    def accept() -> None:
+        if manifest is not None:
+            seal(path, manifest, good | {name: info for name, info in scan(path).items() if is_bytecode(name)}, store)
+
     return Subject(
         path, state, target, state.digest, "host",
-        survey=lambda _: survey(path, site_packages(path, state.python), target.elf_machine),
+        survey=lambda _: surveyed(),
         nodes=lambda work, _, env: host_nodes(
             work, lambda program, arguments: kind.command(path, program, *arguments), kind.launch_environment(path, env)
         ),
+        manifest=expected or (manifest.digest if manifest else ""), accept=accept,
     )  # fmt: skip

@@ -67,7 +67,8 @@ class Subject:
     `root` is the environment's folder as its own processes see it; `isolated` means that they see nothing but the
     artifact (a container). `kind` is the artifact's kind in the receipt, if it differs from the state's. `runtime`
     names the program that runs it. `nodes` opens the nodes on which torchrun is started; it takes a work folder on
-    this host, the number of nodes and the caller's environment.
+    this host, the number of nodes and the caller's environment. `manifest` is the sha256 of the manifest with which its
+    files are compared, "" for none; `accept` is called when all checks passed.
     """
 
     root: Path
@@ -79,6 +80,8 @@ class Subject:
     nodes: Callable[[Path, int, Mapping[str, str]], AbstractContextManager[Nodes]]
     isolated: bool = False
     kind: str = ""
+    manifest: str = ""
+    accept: Callable[[], None] = lambda: None
 
     @property
     def roots(self) -> tuple[str, ...]:

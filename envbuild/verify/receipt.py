@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +40,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
             "kind": subject.kind or state.artifact,
             "path": os.fspath(path.absolute()) if isinstance(path, Path) else path,
             "digest": subject.digest,
+            **({"manifest": subject.manifest} if subject.manifest else {}),
         },
         "recipe": {"name": state.recipe, "digest": state.recipe_digest},
         "lock": {"digest": state.lock_digest},
@@ -80,6 +82,14 @@ def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return receipt if good else None
+
+
+def manifest_of(path: Path) -> str:
+    """Return the sha256 of the manifest that the receipt beside `path` names, passing or not; "" without one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        receipt = json.loads(receipt_path(path).read_text(encoding="utf-8"))
+        return str(receipt["artifact"].get("manifest", ""))
+    return ""
 
 
 def pushed_as(path: Path, digest: str) -> str | None:

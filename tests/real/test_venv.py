@@ -60,6 +60,10 @@ def test_an_extra_package_means_building_again(envbuild: Command, pt_cpu: dict[s
     info.mkdir()
     assert envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")["built"]
     assert not info.exists()
+    lost = tmp_path / "v/lib/python3.11/site-packages/numpy/version.py"
+    lost.unlink()
+    done = envbuild("venv", "pt_cpu", "--no-verify", "--out", "v", "--offline")
+    assert f"{lost.relative_to(tmp_path / 'v')} changed since the build" in done.stderr and lost.exists()
 
 
 def test_faults_are_survived_and_no_secret_of_the_environment_is_kept(pt_cpu: dict[str, Any], tmp_path: Path) -> None:
@@ -90,6 +94,22 @@ def test_another_world_through_a_link(pt_cpu: dict[str, Any], tmp_path: Path) ->
     done = command("verify", given, "--nodes", "3", "--nproc-per-node", "1", "--epochs", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(given)
+
+
+def test_what_changed_since_its_verification_is_not_run(pt_cpu: dict[str, Any], tmp_path: Path) -> None:
+    command: Command = pt_cpu["command"]
+    venv = link_tree(pt_cpu["path"], tmp_path / "venv")
+    shutil.copy(pt_cpu["receipt"], tmp_path / "venv.receipt.json")
+    job = ("job", venv, "--scheduler", "slurm", "--out", tmp_path / "job.sh")
+    assert command(*job).returncode == 0
+    assert command.json("inspect", venv)["receipt"]["matches"]
+    added = venv / "lib/python3.11/site-packages/sitecustomize.py"
+    added.write_text("")
+    done = command(*job)
+    assert done.returncode == 5 and f"{added.relative_to(venv)} changed since it was verified" in done.stderr
+    assert command(*job, "--unverified").returncode == 0
+    receipt = command.json("inspect", venv)["receipt"]
+    assert receipt["passed"] and not receipt["matches"] and receipt["changed"] == [str(added.relative_to(venv))]
 
 
 def test_an_installed_envbuild_works_from_any_folder(tmp_path: Path, session_store: Path) -> None:

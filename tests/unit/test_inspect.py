@@ -299,6 +299,7 @@ def test_a_receipt_beside_it_is_shown_with_whether_it_is_of_this_artifact(
         "path": str(place),
         "passed": True,
         "matches": True,
+        "changed": [],
         "verified_at": "now",
         "pushed": "r.example/x@sha256:1",
     }

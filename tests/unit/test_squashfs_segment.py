@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError
+from envbuild.image.blobs import file_digest
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable
 from envbuild.image.layer import header
 from envbuild.image.squashfs.codec import codec_of, decompressor
@@ -27,6 +29,9 @@ from envbuild.image.tar_stream import Member
 ZSTD = codec_of("zstd:1")
 EDGES = (0, 1, 511, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, CHUNK + 5)
 Items = Iterable[tuple[Member, Readable | None]]
+
+# No digest is noted here: every file is hashed.
+NOTHING_KNOWN = Digests(Path("/dev/null/none"))
 
 
 def noise(size: int, seed: int = 0) -> bytes:
@@ -99,8 +104,8 @@ def test_every_content_is_found_again_and_no_thread_makes_a_difference(data: lis
             for other, theirs in enumerate(data):
                 same = one.data[ordinal].digest == one.data[other].digest
                 assert same == (each == theirs)
-        save(one, folder / "index")
-        assert load(folder / "index", one.path) == one
+        save(one, folder / "index", file_digest(one.path).partition(":")[2])
+        assert load(folder / "index", one.path, NOTHING_KNOWN) == one
 
 
 @pytest.mark.parametrize("name", ["gzip", "xz:1", "lz4", "lz4:9", "zstd:3"])
@@ -201,8 +206,12 @@ def test_a_sparse_member_is_what_its_reader_sees(tmp_path: Path) -> None:
     segment = made(tar_items(io.BytesIO(tar + bytes(-700 % 512 + 1024)), "layer"), tmp_path)
     assert segment.members[0].name == "sparse" and segment.data[0].words[2:] == (0, 0, 0)
     assert read_back(segment, 0) == bytes(BLOCK_SIZE) + data + bytes(size - BLOCK_SIZE - 700)
-    save(segment, tmp_path / "index")
-    assert load(tmp_path / "index", segment.path) == segment
+    save(segment, tmp_path / "index", file_digest(segment.path).partition(":")[2])
+    assert load(tmp_path / "index", segment.path, NOTHING_KNOWN) == segment
+    data = bytearray(segment.path.read_bytes())
+    data[len(data) // 2] ^= 1
+    segment.path.write_bytes(data)
+    assert load(tmp_path / "index", segment.path, NOTHING_KNOWN) is None and not segment.path.exists()
 
 
 def _record(text: str) -> bytes:
@@ -249,20 +258,20 @@ def test_an_index_gives_back_its_members_or_nothing(found: list[Member], data: s
         segment = Segment(segment.path, 0, tuple(found), segment.data, ())
         segment.path.write_bytes(b"")
         index = folder / "index"
-        save(segment, index)
-        assert load(index, segment.path) == segment
+        save(segment, index, file_digest(segment.path).partition(":")[2])
+        assert load(index, segment.path, NOTHING_KNOWN) == segment
         assert sorted(os.listdir(folder)) == ["index", "segment"]
         whole = index.read_bytes()
         place = data.draw(st.integers(0, len(whole) - 1))
         index.write_bytes(whole[:place])
-        assert load(index, segment.path) is None
+        assert load(index, segment.path, NOTHING_KNOWN) is None
         index.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
-        assert load(index, segment.path) in (None, segment)
+        assert load(index, segment.path, NOTHING_KNOWN) in (None, segment)
         index.write_bytes(whole)
         segment.path.write_bytes(b"!")
-        assert load(index, segment.path) is None
+        assert load(index, segment.path, NOTHING_KNOWN) is None
         segment.path.unlink()
-        assert load(index, segment.path) is None
+        assert load(index, segment.path, NOTHING_KNOWN) is None
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSYS, 0, None])

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from envbuild.errors import BuildError
+from envbuild.image.model import Descriptor
 from envbuild.store.store import Store
 
 NAME = "demo-1.0-py3-none-any.whl"
@@ -43,30 +45,67 @@ def test_a_store_that_cannot_be_made_says_the_way_out(tmp_path: Path) -> None:
     assert "ENVBUILD_STORE" in (caught.value.hint or "")
 
 
-def test_put_writes_once(store: Store) -> None:
+def test_put_writes_once_and_repairs(store: Store) -> None:
     path = store.put("trainer", "cd" * 32, NAME, lambda: b"one")
-    assert store.put("trainer", "cd" * 32, NAME, lambda: b"two") == path
-    assert path.read_bytes() == b"one" and [p.name for p in path.parent.iterdir()] == [NAME]
+    inode = path.stat().st_ino
+    assert store.put("trainer", "cd" * 32, NAME, lambda: b"one") == path and path.stat().st_ino == inode
+    path.write_bytes(b"0ne")
+    assert store.put("trainer", "cd" * 32, NAME, lambda: b"one").read_bytes() == b"one"
+    assert [p.name for p in path.parent.iterdir()] == [NAME]
 
 
 def test_a_digest_is_remembered_until_the_file_changes(store: Store, tmp_path: Path) -> None:
     file = tmp_path / NAME
     file.write_bytes(b"one")
-    true = hashlib.sha256(b"one").hexdigest()
-    assert store.file_digest(file) == true
-    # Same size and time, as only a forger would: the remembered value tells that nothing was hashed.
+    assert store.file_digest(file) == hashlib.sha256(b"one").hexdigest()
+    (note,) = (store.root / "digests").iterdir()
+    row = json.loads(note.read_text())
+    note.write_text(json.dumps([*row[:-1], "remembered"]))
+    assert store.file_digest(file) == "remembered"
+    # Not in a store that others can write, nor after a boot.
+    (store.root / "digests").chmod(0o775)
+    assert store.file_digest(file) == hashlib.sha256(b"one").hexdigest()
+    (store.root / "digests").chmod(0o755)
+    note.write_text(json.dumps([*row[:-2], "another boot", "remembered"]))
+    assert store.file_digest(file) == hashlib.sha256(b"one").hexdigest()
+    # The same size and time, as a forger makes them: the time of the change tells.
     stat = file.stat()
     with file.open("r+b") as stream:
         stream.write(b"two")
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert store.file_digest(file) == true
-    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert store.file_digest(file) == hashlib.sha256(b"two").hexdigest()
     file.rename(tmp_path / "kept")  # keeps its inode from being used again
     (tmp_path / "other").write_bytes(b"new")
-    os.utime(tmp_path / "other", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    os.utime(tmp_path / "other", ns=(stat.st_atime_ns, stat.st_mtime_ns))
     (tmp_path / "other").rename(file)  # same path, size and time; another inode
     assert store.file_digest(file) == hashlib.sha256(b"new").hexdigest()
+
+
+def test_what_was_replaced_under_its_digest_is_removed_and_told(
+    store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = b"locked content", b"other  content"
+    sha256 = hashlib.sha256(good).hexdigest()
+    blob = Descriptor("", f"sha256:{sha256}", len(good))
+    (tmp_path / "new").write_bytes(good)
+    wheel = store.adopt(tmp_path / "new", sha256, NAME)
+    (tmp_path / "new").write_bytes(good)
+    archive = store.adopt(tmp_path / "new", sha256, "x.conda", "conda/archives")
+    with store.blobs.new() as new:
+        new.write(good)
+        layer = new.place()
+    finds = {
+        wheel: lambda: store.find_wheel(sha256),
+        archive: lambda: store.find_archive(sha256, "x.conda"),
+        layer: lambda: store.blobs.has(blob) or None,  # a layer or a Debian package
+    }
+    for path, find in finds.items():
+        assert find()
+        stat = path.stat()
+        path.write_bytes(bad)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert find() is None and not path.exists()
+        assert f"{path}: damaged" in capsys.readouterr().err
 
 
 def test_a_damaged_note_is_ignored(store: Store, tmp_path: Path) -> None:

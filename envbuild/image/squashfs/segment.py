@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from envbuild.atomic import replacing
+from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable
 from envbuild.image.squashfs.codec import Codec
@@ -26,7 +27,7 @@ from envbuild.image.untar import Slice, Unpacked, members
 
 # Increase it when the format of indexes changes, or when the same layer results in other bytes: old segments are then
 # not found.
-FORMAT = 1
+FORMAT = 2
 # The limit protects our memory from a damaged index; no index of a real layer comes near.
 _MOST_INDEX = 1 << 30
 _COLUMNS = ("name", "kind", "mode", "uid", "gid", "mtime", "size", "link", "offset", "stored")
@@ -157,14 +158,15 @@ def _not_as_long(member: Member) -> BuildError:
     return BuildError(f"{member.name}: not {member.size} bytes long as its archive says")
 
 
-def save(segment: Segment, index: Path) -> None:
-    """Write the index of `segment`, everything but its data, to `index` atomically. Raises OSError."""
+def save(segment: Segment, index: Path, sha256: str) -> None:
+    """Write the index of `segment`, whose data has this sha256, to `index` atomically. Raises OSError."""
     import zstandard
 
     files = segment.data.values()
     table: dict[str, Any] = {
         "format": [FORMAT, BLOCK_SIZE],
         "size": segment.size,
+        "sha256": sha256,
         "members": [[getattr(member, name) for member in segment.members] for name in _COLUMNS],
         "devices": {i: m.device for i, m in enumerate(segment.members) if m.device != (0, 0)},
         "pieces": {i: m.pieces for i, m in enumerate(segment.members) if m.pieces is not None},
@@ -182,11 +184,10 @@ def save(segment: Segment, index: Path) -> None:
         temporary.write_bytes(packed)
 
 
-def load(index: Path, data: Path) -> Segment | None:
+def load(index: Path, data: Path, digests: Digests) -> Segment | None:
     """Return the segment that `save` wrote to `index`, with its blocks in the file `data`.
 
-    Returns None when a file is missing, damaged (only the size of `data` is checked) or of another format: segments are
-    only a cache.
+    Returns None when a file is missing, damaged or of another format: segments are only a cache.
     """
     import zstandard
 
@@ -197,7 +198,7 @@ def load(index: Path, data: Path) -> Segment | None:
         table = json.loads(zstandard.ZstdDecompressor().decompress(packed))
         if table["format"] != [FORMAT, BLOCK_SIZE] or data.stat().st_size != table["size"]:
             return None
-        return _segment(table, data)
+        return _segment(table, data) if digests.keep(data, table["sha256"]) else None
     except (OSError, ValueError, KeyError, TypeError, IndexError, zstandard.ZstdError):
         return None
 

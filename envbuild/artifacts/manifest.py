@@ -1,0 +1,268 @@
+"""The manifest of an environment in a folder: every file with its mode, size and sha256, every link with its target.
+
+It is written into the environment as `envbuild.manifest` when the environment is built, and the receipt names its
+sha256. Each line is a JSON array, [path, mode, size, sha256] of a file or [path, target] of a link, sorted by path.
+
+Bytecode that Python writes later is not in it. Of such a file, `check` compares the code with that of its source, as
+Python looks for it (PEP 3147, PEP 488, PEP 552). Other files in `__pycache__` are caches of packages and not judged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from envbuild import process
+from envbuild.artifacts.installed import FileReport, file_digest
+from envbuild.artifacts.state import State
+from envbuild.atomic import write_atomically
+from envbuild.errors import BuildError
+from envbuild.store.store import Store
+from envbuild.workers import each
+
+FILE = "envbuild.manifest"
+# Variables that the user sets for the environment (`conda env config vars set`).
+_USERS = frozenset({FILE, "conda-meta/state"})
+_SHARE, _SHOWN = 400, 5
+_BYTECODE = re.compile(r"(?P<folder>.*/)__pycache__/(?P<name>[^/]+?)\.(?P<tag>[^./]+)(?:\.opt-[^./]+)?\.pyc", re.DOTALL)
+# Run by the environment's interpreter, which alone knows the format of its bytecode.
+_COMPARE = r"""
+import json, marshal, re, sys
+from importlib.util import MAGIC_NUMBER
+with open(sys.argv[1], encoding="ascii") as stream:
+    asked = json.load(stream)
+for pyc, source in asked:
+    tag, level = re.fullmatch(r".*/[^/]+?\.([^./]+)(?:\.opt-([^./]+))?\.pyc", pyc, re.DOTALL).groups()
+    if tag != sys.implementation.cache_tag or level not in (None, "1", "2"):
+        continue  # this interpreter never loads it
+    try:
+        with open(pyc, "rb") as stream:
+            data = stream.read()
+        with open(source, "rb") as stream:
+            text = stream.read()
+        if data[:4] == MAGIC_NUMBER:
+            code = marshal.loads(data[16:])
+            if code != compile(text, code.co_filename, "exec", dont_inherit=True, optimize=int(level or 0)):
+                raise ValueError
+    except Exception:
+        print(json.dumps(pyc))
+"""
+# (mode, size, mtime_ns, ctime_ns, inode)
+Stat = tuple[int, int, int, int, int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A file with its permissions, size in bytes and sha256, or a link with its `target`."""
+
+    mode: int = 0
+    size: int = 0
+    sha256: str = ""
+    target: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The rows by path, and the sha256 of the manifest's text."""
+
+    rows: Mapping[str, Listed]
+    digest: str
+
+
+def write_manifest(root: Path, workers: int) -> tuple[Manifest, dict[str, Stat]]:
+    """Read every file below `root` in `workers` threads and write the manifest there; also return what was read.
+
+    Raises BuildError for an entry that is neither file, link nor folder, OSError.
+    """
+    found = scan(root)
+    special = [path for path, info in found.items() if not stat.S_ISREG(info[0]) and not stat.S_ISLNK(info[0])]
+    if special:
+        raise BuildError(f"{root / special[0]} is neither a file nor a link nor a folder")
+    rows = dict(zip(found, _rows(root, list(found.items()), workers), strict=True))
+    lines = []
+    for path, row in sorted(rows.items()):
+        lines.append(json.dumps([path, row.target] if row.target else [path, row.mode, row.size, row.sha256]) + "\n")
+    text = "".join(lines)
+    (root / FILE).write_text(text, encoding="ascii")
+    return Manifest(rows, _digest(text.encode())), found
+
+
+def read_manifest(root: Path) -> Manifest | None:
+    """Return the manifest of the environment at `root`; None if it has none. Raises BuildError for a damaged one."""
+    try:
+        data = (root / FILE).read_bytes()
+    except OSError:
+        return None
+    try:
+        rows = {str(path): _row(rest) for path, *rest in map(json.loads, data.splitlines())}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise BuildError(f"{root / FILE}: cannot be understood: {error}", "build the environment again") from error
+    return Manifest(rows, _digest(data))
+
+
+def _row(fields: Sequence[object]) -> Listed:
+    if len(fields) == 1 and isinstance(fields[0], str):
+        return Listed(target=fields[0])
+    mode, size, sha256 = fields
+    if type(mode) is not int or type(size) is not int or not isinstance(sha256, str):
+        raise ValueError("a row of another form")
+    return Listed(mode, size, sha256)
+
+
+def _digest(text: bytes) -> str:
+    return f"sha256:{hashlib.sha256(text).hexdigest()}"
+
+
+def scan(root: Path) -> dict[str, Stat]:
+    """Return the stat of everything below `root` that is no folder, by path; no link is followed. Raises OSError."""
+    start = len(os.fspath(root)) + 1
+    found: dict[str, Stat] = {}
+    folders = [os.fspath(root)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    info = entry.stat(follow_symlinks=False)
+                    found[entry.path[start:]] = (
+                        info.st_mode, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino
+                    )  # fmt: skip
+    return {path: found[path] for path in sorted(found.keys() - _USERS)}
+
+
+def check(
+    root: Path, manifest: Manifest, found: Mapping[str, Stat], known: Mapping[str, Stat], interpreter: str, workers: int
+) -> tuple[FileReport, dict[str, Stat]]:
+    """Compare what was `found` at `root` with its `manifest`; also return the stat of the files that are as they were.
+
+    Files whose stat is in `known` are not read again. `interpreter` compares bytecode that is not in the manifest; with
+    "" it is not judged. Raises OSError.
+    """
+    report = FileReport()
+    report.files, report.bytes = len(found), sum(info[1] for info in found.values())
+    report.missing = sorted(manifest.rows.keys() - found.keys())
+    changed = [(path, info) for path, info in found.items() if known.get(path) != info]
+    listed = [(path, info) for path, info in changed if path in manifest.rows]
+    now = dict(zip((path for path, _ in listed), _rows(root, listed, workers), strict=True))
+    others = {path for path, _ in changed} - now.keys()
+    differing = {path for path, row in now.items() if row != manifest.rows[path]}
+    bytecode = {path for path in others | differing if _source(path)}
+    report.altered = sorted(differing - bytecode)
+    report.unowned = sorted(path for path in others - bytecode if "/__pycache__/" not in path)
+    if interpreter and not (report.missing or report.altered or report.unowned):
+        report.altered = sorted(_other_code(root, sorted(bytecode), interpreter, workers))
+        bytecode = set()
+    good = found.keys() - bytecode.union(report.altered, report.unowned)
+    return report, {path: found[path] for path in sorted(good)}
+
+
+def _rows(root: Path, files: Sequence[tuple[str, Stat]], workers: int) -> Iterator[Listed]:
+    def read(share: Sequence[tuple[str, Stat]], _: object) -> list[Listed]:
+        return [_read(os.path.join(root, path), info) for path, info in share]
+
+    return (row for rows in each(_shares(files), read, workers) for row in rows)
+
+
+def _shares(items: Sequence[T]) -> list[Sequence[T]]:
+    return [items[start : start + _SHARE] for start in range(0, len(items), _SHARE)]
+
+
+def _read(path: str, info: Stat) -> Listed:
+    if stat.S_ISLNK(info[0]):
+        return Listed(target=os.readlink(path))
+    if not stat.S_ISREG(info[0]):
+        return Listed(mode=-1)  # a fifo would block
+    return Listed(stat.S_IMODE(info[0]), info[1], file_digest(path).hex())
+
+
+def is_bytecode(path: str) -> bool:
+    """Return whether `path` is a file that Python writes when it imports a module."""
+    return _BYTECODE.fullmatch(path) is not None
+
+
+def _source(path: str) -> str:
+    """Return the source of the bytecode at `path`, "" for another file."""
+    match = _BYTECODE.fullmatch(path)
+    return f"{match['folder']}{match['name']}.py" if match else ""
+
+
+def _other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int) -> list[str]:
+    """Return those of the bytecode files `paths` that are not the compiled form of their source."""
+
+    def compare(share: Sequence[str], _: object) -> list[str]:
+        asked = [(os.path.join(root, path), os.path.join(root, _source(path))) for path in share]
+        with tempfile.NamedTemporaryFile("w", encoding="ascii") as job:
+            json.dump([pair for pair in asked if os.path.isfile(pair[1])], job)  # without a source it is never loaded
+            job.flush()
+            # Nothing in the environment's own __pycache__ is run.
+            options = ["-I", "-S", "-B", "-X", f"pycache_prefix={job.name}.none"]
+            done = process.run([interpreter, *options, "-c", _COMPARE, job.name], check=False)
+        if done.returncode != 0:  # marshal may crash on what is no bytecode
+            return list(share) if len(share) == 1 else [path for one in share for path in compare([one], _)]
+        return [os.path.relpath(json.loads(line), root) for line in done.stdout.splitlines()]
+
+    return [path for found in each(_shares(paths), compare, workers) for path in found]
+
+
+def sealed(root: Path, manifest: Manifest, store: Store) -> dict[str, Stat] | None:
+    """Return the stat of the files that were found to be those of `manifest`, None if they were never compared."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        data = json.loads(_note(root, store).read_bytes())
+        if data["manifest"] == manifest.digest:
+            return {path: tuple(info) for path, info in data["files"].items()}
+    return None
+
+
+def seal(root: Path, manifest: Manifest, files: Mapping[str, Stat], store: Store) -> None:
+    """Record in the store that `files`, by path and stat, are those of `manifest`, if the store can be written."""
+    with suppress(OSError, BuildError):
+        store.folder("seals")
+        write_atomically(_note(root, store), json.dumps({"manifest": manifest.digest, "files": files}))
+
+
+def move_seal(root: Path, final: Path, store: Store) -> None:
+    """Let the environment that was moved from `root` to `final` keep what is recorded of it."""
+    with suppress(OSError):
+        _note(root, store).replace(_note(final, store))
+
+
+def changes(root: Path, state: State, expected: str, store: Store, workers: int) -> list[str]:
+    """Return the files of the environment at `root` that are not those of its manifest, [] if it has none.
+
+    `expected` is the manifest's sha256 in the receipt, "" if it names none. Files are read only if their stat changed
+    since they were last compared. Bytecode is judged only then. Raises BuildError for a damaged manifest, OSError.
+    """
+    manifest = read_manifest(root)
+    if manifest is None or expected not in ("", manifest.digest):
+        return [FILE] if expected else []
+    known = sealed(root, manifest, store)
+    found = scan(root)
+    if found == known:
+        return []
+    interpreter = state.interpreter if known else ""
+    report, good = check(root, manifest, found, known or {}, interpreter, workers)
+    wrong = [*report.missing, *report.altered, *report.unowned]
+    if not wrong:
+        seal(root, manifest, good, store)
+    return wrong
+
+
+def shown(changed: Sequence[str]) -> str:
+    """Return the first of the `changed` files and their number, for a message."""
+    more = f" and {len(changed) - _SHOWN} more files" if len(changed) > _SHOWN else ""
+    return ", ".join(changed[:_SHOWN]) + more
+
+
+def _note(root: Path, store: Store) -> Path:
+    return store.root / "seals" / f"{hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()}.json"

@@ -1,0 +1,72 @@
+"""Digests of files: each file is hashed once since the boot, and again when its stat changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from envbuild.atomic import write_atomically
+from envbuild.progress import log
+from envbuild.resources import this_boot
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """Notes of files' sha256 (hexadecimal) below `root`. They are not used if users other than the owner can write."""
+
+    root: Path
+
+    def of(self, path: Path) -> str:
+        """Return the sha256 of a file. Raises OSError."""
+        real = os.path.realpath(path)
+        key, note = _key(real), self._note(real)
+        if self._private():
+            with suppress(OSError, ValueError):
+                known = json.loads(note.read_text(encoding="utf-8"))
+                if isinstance(known, list) and known[:-1] == key:
+                    return str(known[-1])
+        with open(real, "rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        self._write(note, [*key, digest])
+        return digest
+
+    def record(self, path: Path, sha256: str) -> None:
+        """Note the sha256 of a file that was hashed while it was written."""
+        with suppress(OSError):
+            real = os.path.realpath(path)
+            self._write(self._note(real), [*_key(real), sha256])
+
+    def keep(self, path: Path, sha256: str) -> bool:
+        """Return whether the file `path` has this content; remove a file with other content, and say so."""
+        try:
+            if self.of(path) == sha256:
+                return True
+        except OSError:
+            return False
+        log(f"{path}: damaged, its sha256 is another one; it is removed and made or fetched again")
+        with suppress(OSError):
+            path.unlink()
+        return False
+
+    def _note(self, real: str) -> Path:
+        return self.root / hashlib.sha256(os.fsencode(real)).hexdigest()
+
+    def _write(self, note: Path, row: list[object]) -> None:
+        with suppress(OSError):  # a read-only store only costs time
+            self.root.mkdir(parents=True, exist_ok=True)
+            write_atomically(note, json.dumps(row))
+
+    def _private(self) -> bool:
+        with suppress(OSError):
+            info = self.root.stat()
+            return info.st_uid == os.geteuid() and not info.st_mode & 0o022
+        return False
+
+
+def _key(real: str) -> list[object]:
+    info = os.stat(real)
+    return [real, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino, this_boot()]

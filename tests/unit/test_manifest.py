@@ -1,0 +1,187 @@
+"""Changes of an environment since its manifest was written: each one is found and named, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import marshal
+import os
+import py_compile
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envbuild.artifacts import manifest
+from envbuild.artifacts.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
+from envbuild.artifacts.state import State
+from envbuild.errors import BuildError
+from envbuild.store.store import Store
+
+STATE = State("venv", "r", "", "", "", "cpu-x86_64", "3.11", "3.11.0", sys.executable, ())
+SITE = "lib/python3.11/site-packages"
+MODULE = f"{SITE}/pkg/mod.py"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An environment with its manifest."""
+    root = tmp_path / "env"
+    for path, text in {
+        MODULE: "answer = 42\n",
+        f"{SITE}/pkg/__init__.py": "",
+        f"{SITE}/pkg-1.dist-info/RECORD": "pkg/mod.py,,\n",
+        "bin/tool": "#!/bin/sh\n",
+        "pyvenv.cfg": "include-system-site-packages = false\n",
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    (root / "bin/tool").chmod(0o755)
+    (root / "bin/python").symlink_to(sys.executable)
+    write_manifest(root, 2)
+    return root
+
+
+def compiled(root: Path, code: str | None = None, level: int = 0) -> Path:
+    """Bytecode of MODULE where Python looks for it; with `code`, of that text instead."""
+    path = Path(py_compile.compile(str(root / MODULE), optimize=level) or "")
+    if code is not None:
+        head = path.read_bytes()[:16]
+        path.write_bytes(head + marshal.dumps(compile(code, str(root / MODULE), "exec")))
+    return path
+
+
+def damage(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:16] + b"\xe3" * 9)
+
+
+def add(path: str, data: bytes = b"x") -> Callable[[Path], object]:
+    def plant(root: Path) -> None:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).unlink(missing_ok=True)
+        (root / path).write_bytes(data)
+
+    return plant
+
+
+def linked_package(root: Path) -> None:
+    (root / SITE / "pkg").rename(root.parent / "elsewhere")
+    (root / SITE / "pkg").symlink_to(root.parent / "elsewhere")
+
+
+PLANTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "poisoned bytecode": (lambda root: compiled(root, code="answer = 41"), []),
+    "poisoned bytecode of python -O": (lambda root: compiled(root, code="answer = 41", level=1), []),
+    "bytecode that is none": (lambda root: damage(compiled(root)), []),
+    "a package folder that is a link": (linked_package, [f"{SITE}/pkg", f"{SITE}/pkg/__init__.py", MODULE]),
+    "bin/python is a wrapper": (add("bin/python", b"#!/bin/sh\nexec python\n"), ["bin/python"]),
+    "another program in bin": (add("bin/torchrun"), ["bin/torchrun"]),
+    "a changed program": (add("bin/tool", b"#!/bin/sh\nfalse\n"), ["bin/tool"]),
+    "the system's packages": (add("pyvenv.cfg", b"include-system-site-packages = true\n"), ["pyvenv.cfg"]),
+    "a library beside site-packages": (add("lib/libc10.so"), ["lib/libc10.so"]),
+    "a path file": (add(f"{SITE}/x.pth"), [f"{SITE}/x.pth"]),
+    "a module and its RECORD": (
+        lambda root: [add(MODULE)(root), add(f"{SITE}/pkg-1.dist-info/RECORD")(root)],
+        [f"{SITE}/pkg-1.dist-info/RECORD", MODULE],
+    ),
+    "a lost file": (lambda root: (root / MODULE).unlink(), [MODULE]),
+    "a fifo": (lambda root: os.mkfifo(root / SITE / "pipe"), [f"{SITE}/pipe"]),
+    "a fifo in a file's place": (lambda root: [(root / MODULE).unlink(), os.mkfifo(root / MODULE)], [MODULE]),
+    "setuid": (lambda root: (root / "bin/tool").chmod(0o4755), ["bin/tool"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_each_change_is_found_and_named(root: Path, tmp_path: Path, name: str) -> None:
+    plant, expected = PLANTS[name]
+    plant(root)
+    known = read_manifest(root)
+    assert known is not None
+    report, good = check(root, known, scan(root), {}, sys.executable, 2)
+    found = sorted([*report.missing, *report.altered, *report.unowned])
+    assert found == sorted(expected or [path for path in scan(root) if path.endswith(".pyc")]) and found
+    assert not set(good) & {*report.altered, *report.unowned}
+    # As jobs look: nothing is trusted that nobody compared, except bytecode in a place that is new to this store.
+    store = Store(tmp_path / "store")
+    if not found[0].endswith(".pyc"):
+        assert sorted(changes(root, STATE, known.digest, store, 2)) == found
+        assert changes(root, STATE, known.digest, store, 2), "what is wrong is never recorded as right"
+
+
+def test_what_python_and_users_write_is_no_change(root: Path, tmp_path: Path) -> None:
+    known, store = read_manifest(root), Store(tmp_path / "store")
+    assert known is not None
+    seal(root, known, scan(root), store)
+    compiled(root)
+    compiled(root, level=2)
+    for path in ("conda-meta/state", f"{SITE}/pkg/__pycache__/numba.nbi", f"{SITE}/pkg/__pycache__/mod.cpython-31.pyc"):
+        add(path)(root)
+    assert changes(root, STATE, known.digest, store, 2) == []
+    compiled(root, code="answer = 41")
+    assert shown(changes(root, STATE, known.digest, store, 2)).startswith(f"{SITE}/pkg/__pycache__/mod.")
+
+
+def test_files_are_read_again_only_when_their_stat_changed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, store, read = read_manifest(root), Store(tmp_path / "store"), list[str]()
+    assert known is not None
+    before = manifest.file_digest
+    monkeypatch.setattr(manifest, "file_digest", lambda path: (read.append(Path(path).name), before(path))[1])
+    assert changes(root, STATE, known.digest, store, 2) == [] and len(read) == 5
+    read.clear()
+    os.utime(root / MODULE)
+    assert changes(root, STATE, known.digest, store, 2) == [] and read == ["mod.py"]
+    assert changes(root, STATE, known.digest, store, 2) == [] and read == ["mod.py"]
+    # The same size and time, but another content: the change time tells.
+    info = (root / MODULE).stat()
+    (root / MODULE).write_text("answer = 41\n")
+    os.utime(root / MODULE, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert changes(root, STATE, known.digest, store, 2) == [MODULE]
+
+
+def test_the_receipt_names_the_manifest(root: Path, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    assert changes(root, STATE, "sha256:" + "0" * 64, store, 2) == [FILE]
+    (root / FILE).unlink()
+    assert changes(root, STATE, "sha256:" + "0" * 64, store, 2) == [FILE]
+    assert changes(root, STATE, "", store, 2) == [], "environments of earlier versions have none"
+
+
+def test_a_seal_is_of_one_manifest_and_moves_with_its_environment(root: Path, tmp_path: Path) -> None:
+    known, store, final = read_manifest(root), Store(tmp_path / "store"), tmp_path / "final"
+    assert known is not None
+    seal(root, known, scan(root), store)
+    root.rename(final)
+    manifest.move_seal(root, final, store)
+    assert sealed(final, known, store) == scan(final) and sealed(root, known, store) is None
+    assert sealed(final, replace(known, digest="sha256:other"), store) is None
+
+
+@pytest.mark.parametrize("text", ["{", "[1, 2]", '["a", 1, 2]', '["a", "1", 2, "3"]', "[" * 100_000, '"x"', "7"])
+def test_a_damaged_manifest_is_refused_by_name(root: Path, text: str) -> None:
+    (root / FILE).write_text(text)
+    with pytest.raises(BuildError, match=FILE):
+        read_manifest(root)
+
+
+def test_an_environment_with_a_fifo_is_not_built(root: Path) -> None:
+    os.mkfifo(root / "pipe")
+    with pytest.raises(BuildError, match="pipe is neither a file nor a link"):
+        write_manifest(root, 1)
+
+
+@given(st.dictionaries(st.text('aéß\udc80 \n"\\', min_size=1, max_size=6), st.binary(max_size=9), max_size=6))
+def test_a_manifest_reads_back_as_it_was_written(files: dict[str, bytes]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, data in files.items():
+            Path(folder, name).write_bytes(data)
+        made, found = write_manifest(Path(folder), 1)
+        assert read_manifest(Path(folder)) == made and made.rows.keys() == found.keys() == files.keys()
+        text = (Path(folder) / FILE).read_text()
+        assert [json.loads(line)[0] for line in text.splitlines()] == sorted(files)
