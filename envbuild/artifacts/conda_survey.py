@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions, file_digest
+from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions, file_digest, read_regular
 from envbuild.fingerprint import conda_digest
 from envbuild.names import normalise
 
@@ -30,7 +30,7 @@ def is_conda(root: Path) -> bool:
 
 def read_records(root: Path) -> list[dict[str, Any]]:
     """Return the records in conda-meta, in the order of their file names. Raises OSError or ValueError."""
-    return [json.loads(path.read_bytes()) for path in sorted((root / META).glob("*.json"))]
+    return [json.loads(read_regular(path)) for path in sorted((root / META).glob("*.json"))]
 
 
 def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:

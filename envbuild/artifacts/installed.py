@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import hashlib
+import io
 import json
 import os
 import stat
@@ -18,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from envbuild.fingerprint import record_digest
 from envbuild.names import normalise
@@ -48,7 +50,7 @@ def distributions(site_packages: Path, without: Collection[str] = frozenset()) -
             continue
         raw, _, version = folder.rsplit(".", 1)[0].partition("-")
         try:
-            digest = record_digest((site_packages / folder / "RECORD").read_bytes())
+            digest = record_digest(read_regular(site_packages / folder / "RECORD"))
         except OSError:
             digest = "missing"
         name = normalise(raw)
@@ -122,7 +124,7 @@ def walk_files(folder: Path) -> Iterator[str]:
 
 def _record_entries(record: Path) -> Iterator[tuple[str, str, int | None]]:
     try:
-        with record.open(newline="", encoding="utf-8") as stream:
+        with io.TextIOWrapper(io.BytesIO(read_regular(record)), newline="", encoding="utf-8") as stream:
             for path, digest, size in ((*row, "", "")[:3] for row in csv.reader(stream) if row):
                 yield path, digest, int(size) if size.isdigit() else None
     except OSError:
@@ -136,10 +138,25 @@ def _is_recorded(path: str, expected: str, size: int | None) -> bool:
     return base64.urlsafe_b64encode(file_digest(path, algorithm)).rstrip(b"=").decode() == wanted
 
 
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Open a regular file without a buffer. Raises OSError for anything else; a named pipe would block."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return os.fdopen(handle, "rb", buffering=0)
+
+
+def read_regular(path: str | Path) -> bytes:
+    """Return the content of a regular file. Raises OSError."""
+    with open_regular(path) as stream:
+        return stream.read()
+
+
 def file_digest(path: str | Path, algorithm: str = "sha256") -> bytes:
     """Return a file's digest, as hashlib.file_digest does since 3.11. Raises ValueError (algorithm) and OSError."""
     digest = hashlib.new(algorithm)
-    with open(path, "rb", buffering=0) as stream:
+    with open_regular(path) as stream:
         while block := stream.read(1 << 17):
             digest.update(block)
     return digest.digest()
@@ -263,7 +280,7 @@ def check_layers(root: Path, report: FileReport | None) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in sorted((root / LAYER_LISTS).glob("*.json")):
         try:
-            known = parse_list(path.read_bytes())
+            known = parse_list(read_regular(path))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             found[path.stem] = ""
             continue

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.conda_survey import is_conda, survey_conda
-from envbuild.artifacts.installed import Distribution, FileReport, check_files, check_layers, distributions, walk_files
+from envbuild.artifacts.installed import (
+    Distribution,
+    FileReport,
+    check_files,
+    check_layers,
+    distributions,
+    read_regular,
+    walk_files,
+)
 from envbuild.elf import elf_machine, machine_name
 from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
 
@@ -94,8 +102,7 @@ def scan_elf(folder: Path, wanted: int) -> ElfReport:
 
 def _read(path: str) -> str | None:
     try:
-        with open(path, encoding="utf-8", errors="replace") as stream:
-            return stream.read(MAX_VERSION_FILE)
+        return read_regular(path)[:MAX_VERSION_FILE].decode("utf-8", "replace")
     except OSError:
         return None
 

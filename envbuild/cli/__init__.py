@@ -40,6 +40,7 @@ COMMANDS = {
     "exec": ("verify", "Run a program in an image without any container runtime."),
     "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
     "diff": ("inspect", "Compare two artifacts of any kinds."),
+    "store": ("store", "Check the store of downloads and layers."),
     "matrix": ("matrix", "List the builds that a CI should run."),
 }
 

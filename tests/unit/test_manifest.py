@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from envbuild.artifacts import manifest
 from envbuild.artifacts.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
 from envbuild.artifacts.state import State
+from envbuild.artifacts.survey import survey
 from envbuild.errors import BuildError
 from envbuild.store.store import Store
 
@@ -166,6 +167,15 @@ def test_a_damaged_manifest_is_refused_by_name(root: Path, text: str) -> None:
     (root / FILE).write_text(text)
     with pytest.raises(BuildError, match=FILE):
         read_manifest(root)
+
+
+def test_a_survey_opens_no_named_pipe(root: Path) -> None:
+    for path in (MODULE, f"{SITE}/pkg-1.dist-info/RECORD", "share/envbuild/layers/x.json"):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).unlink(missing_ok=True)
+        os.mkfifo(root / path)
+    found = survey(root, root / SITE, 62)  # without a manifest, as in images
+    assert found.distributions["pkg"].record == "missing" and found.layers == {"x": ""}
 
 
 def test_an_environment_with_a_fifo_is_not_built(root: Path) -> None:

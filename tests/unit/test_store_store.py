@@ -13,6 +13,8 @@ import pytest
 
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor
+from envbuild.image.squashfs.segment import Segment, save
+from envbuild.store.check import check_store
 from envbuild.store.store import Store
 
 NAME = "demo-1.0-py3-none-any.whl"
@@ -197,3 +199,30 @@ def test_working_folders_of_many_callers_at_once_stay_theirs(tmp_path: Path) -> 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(use, range(8)))
     assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_check_reads_everything_and_removes_what_is_damaged(store: Store, tmp_path: Path) -> None:
+    paths = []
+    for number, (kind, name) in enumerate([("wheels", NAME), ("conda/archives", "x.conda"), ("blobs/sha256", "")]):
+        sha256 = hashlib.sha256(str(number).encode()).hexdigest()
+        path = store.root / kind / sha256 / name
+        path.parent.mkdir(parents=True)
+        path.write_text(str(number))
+        paths.append(path)
+    data = store.root / "segments/key-codec.data"
+    data.parent.mkdir()
+    data.write_bytes(b"")
+    save(Segment(data, 0, (), {}, ()), data.with_suffix(".index"), store.file_digest(data))
+    (store.root / "blobs/sha256/.new-x").write_text("unfinished")
+    assert check_store(store, 2) == (4, 3, [])
+    for path in (*paths, data):
+        # As a failing disk changes it; what is noted of it says that nothing did.
+        note = store.root / "digests" / hashlib.sha256(os.fsencode(path)).hexdigest()
+        row = json.loads(note.read_text())
+        path.write_bytes(b"!")
+        info = path.stat()
+        note.write_text(
+            json.dumps([str(path), info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino, *row[5:]])
+        )
+        assert store.file_digest(path) == row[-1]
+    assert check_store(store, 2)[2] == [*paths, data] and not any(path.exists() for path in (*paths, data))

@@ -189,18 +189,36 @@ def load(index: Path, data: Path, digests: Digests) -> Segment | None:
 
     Returns None when a file is missing, damaged or of another format: segments are only a cache.
     """
+    try:
+        table = _table(index)
+        if data.stat().st_size != table["size"]:
+            return None
+        return _segment(table, data) if digests.keep(data, table["sha256"]) else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+
+
+def stored_digest(index: Path) -> str:
+    """Return the sha256 (hexadecimal) of the data of the segment in `index`, "" for a damaged index."""
+    try:
+        return str(_table(index)["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _table(index: Path) -> dict[str, Any]:
     import zstandard
 
     try:
         packed = index.read_bytes()
         if not 0 < zstandard.frame_content_size(packed) < _MOST_INDEX:
-            return None
-        table = json.loads(zstandard.ZstdDecompressor().decompress(packed))
-        if table["format"] != [FORMAT, BLOCK_SIZE] or data.stat().st_size != table["size"]:
-            return None
-        return _segment(table, data) if digests.keep(data, table["sha256"]) else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError, zstandard.ZstdError):
-        return None
+            raise ValueError("no index")
+        table: dict[str, Any] = json.loads(zstandard.ZstdDecompressor().decompress(packed))
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from None
+    if table["format"] != [FORMAT, BLOCK_SIZE]:
+        raise ValueError("another format")
+    return table
 
 
 def _segment(table: dict[str, Any], path: Path) -> Segment:
