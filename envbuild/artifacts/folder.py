@@ -17,7 +17,7 @@ from typing import Protocol
 from envbuild import atomic, process, resources
 from envbuild.artifacts.installed import Distribution, distributions
 from envbuild.artifacts.layers_in import LayerFolder, install_layers
-from envbuild.artifacts.manifest import seal, write_manifest
+from envbuild.artifacts.manifest import seal, shown, write_manifest
 from envbuild.artifacts.state import FILE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
@@ -143,14 +143,15 @@ def finish(
         state = state_of(plan, python_version, python, packages, built)
         (staged / FILE).write_text(state.render(), encoding="utf-8")
         manifest, files = write_manifest(staged, resources.workers(environment.variables))
-    wrong = [
-        path for path, known in locked.items() if path not in manifest.rows or manifest.rows[path].sha256 not in known
-    ]
+    wrong = sorted(
+        path for path, known in locked.items() if getattr(manifest.rows.get(path), "sha256", "") not in known
+    )
     if wrong:
+        process.run([environment.uv, "cache", "clean", "--quiet"], env=environment.uv_environment(), check=False)
         raise BuildError(
-            f"{len(wrong)} installed files are not those of the locked packages: {', '.join(sorted(wrong)[:5])}",
-            f"unpacked packages in {environment.store.root} changed: remove its folders uv and conda/pkgs, which are "
-            "only caches, and run it again",
+            f"installed files are not those of the locked packages: {shown(wrong)}",
+            f"uv's cache in {environment.store.root} had other files and is empty now: run it again; if it was a conda "
+            "package, remove the folder conda/pkgs there, too",
         )
     seal(staged, manifest, files, environment.store)
     return state

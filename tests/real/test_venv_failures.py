@@ -79,6 +79,17 @@ def test_kill_at_any_moment_leaves_the_old_or_the_new(small: Command) -> None:
     assert both[0] in seen and both[1] in seen, "the kills never hit both sides of the swap"
 
 
+def test_a_file_that_changed_in_uvs_cache_is_not_installed(small: Command) -> None:
+    assert build(small).returncode == 0
+    (cached,) = (small.folder / "store/uv").glob("archive-v0/*/alpha/__init__.py")
+    text = cached.read_bytes()
+    cached.unlink()
+    cached.write_bytes(text + b"\n")
+    done = small("venv", "small", "--no-verify", "--out", "other")
+    assert done.returncode == 4 and "alpha/__init__.py" in done.stderr and not (small.folder / "other").exists()
+    assert small("venv", "small", "--no-verify", "--out", "other").returncode == 0
+
+
 def test_ctrl_c_exits_130_and_leaves_nothing(small: Command) -> None:
     codes = []
     for number in range(4):
