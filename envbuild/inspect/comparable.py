@@ -22,7 +22,7 @@ NO_CONDA = (BETWEEN, SITE, VENV)  # conda packages are not compared
 LEFT_OUT = {
     IMAGE: ("times", "envbuild.json"),
     VENV: (
-        "times", "owners", "permissions other than x", "compiled modules", "envbuild.json",
+        "times", "owners", "permissions other than x", "compiled modules", "envbuild.json and envbuild.manifest",
         "uv_cache.json and direct_url.json", "where the host's interpreter lies",
     ),
     CONVERTED: (
@@ -31,11 +31,11 @@ LEFT_OUT = {
     ),
     BETWEEN: (
         "times", "owners", "permissions other than x", "folders", "compiled modules",
-        "envbuild.json and pyvenv.cfg", "the interpreter's links", "activate scripts",
+        "envbuild.json, envbuild.manifest and pyvenv.cfg", "the interpreter's links", "activate scripts",
         "the text of scripts in bin", "an installer's own files and their rows in RECORD",
     ),
     CONDA: (
-        "times", "owners", "permissions other than x", "folders", "compiled modules", "envbuild.json",
+        "times", "owners", "permissions other than x", "folders", "compiled modules", "envbuild.json and envbuild.manifest",
         "conda-meta, but for packages and their lists of files", "where the environment lies",
         "the text of scripts in bin that pip wrote",
         "an installer's own files and their rows in RECORD",
@@ -85,7 +85,7 @@ def comparable(contents: Inventory, view: str) -> dict[str, dict[str, str]]:
     found = {}
     for path, item in contents.files.items():
         inside = path.removeprefix(frame) if frame is not None and path.startswith(frame) else None
-        if inside == "envbuild.json" or (inner and inside is None):
+        if inside in ("envbuild.json", "envbuild.manifest") or (inner and inside is None):
             continue
         name = inside if inner and inside is not None else path
         if view in (CONVERTED, IMAGE):

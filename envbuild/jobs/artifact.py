@@ -101,7 +101,8 @@ def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
     receipt = passing_receipt(path, digest)
     if receipt is None and not unverified:
         raise _refusal(str(path), receipt_path(path), f"envbuild verify {path}")
-    if receipt is not None and (changed := kind.changed(path, receipt["artifact"].get("manifest", ""))):
+    changed = kind.changed(path, receipt["artifact"].get("manifest", "")) if receipt else []
+    if changed and not unverified:
         raise VerificationError(
             f"{path}: {shown(changed)} changed since it was verified",
             f"build it again; `envbuild verify {path}` tells all that changed",
@@ -115,7 +116,7 @@ def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
         python=found.python,
         fabric=state.fabric,
         provider=find_fabric(state.fabric).provider,
-        verified_at=receipt["verified_at"] if receipt else "",
+        verified_at=receipt["verified_at"] if receipt and not changed else "",
     )
     packages = frozenset(name for name, _, _ in state.packages)
     return JobInputs(artifact, state.layers, nccl_version(state), state.verify, packages)
