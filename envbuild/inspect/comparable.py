@@ -35,7 +35,8 @@ LEFT_OUT = {
         "the text of scripts in bin", "an installer's own files and their rows in RECORD",
     ),
     CONDA: (
-        "times", "owners", "permissions other than x", "folders", "compiled modules", "envbuild.json and envbuild.manifest",
+        "times", "owners", "permissions other than x", "folders", "compiled modules",
+        "envbuild.json and envbuild.manifest",
         "conda-meta, but for packages and their lists of files", "where the environment lies",
         "the text of scripts in bin that pip wrote",
         "an installer's own files and their rows in RECORD",
