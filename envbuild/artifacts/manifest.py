@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from envbuild import process
-from envbuild.artifacts.installed import FileReport, file_digest
+from envbuild.artifacts.installed import FileReport, file_digest, read_regular
 from envbuild.artifacts.state import State
 from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
+from envbuild.progress import log
 from envbuild.store.store import Store
 from envbuild.workers import each
 
@@ -71,6 +72,9 @@ class Listed:
     target: str = ""
 
 
+_NO_FILE = Listed(mode=-1)
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The rows by path, and the sha256 of the manifest's text."""
@@ -82,14 +86,12 @@ class Manifest:
 def write_manifest(root: Path, workers: int) -> tuple[Manifest, dict[str, Stat]]:
     """Read every file below `root` in `workers` threads and write the manifest there; also return what was read.
 
-    Raises BuildError for an entry that is neither file, link nor folder, OSError.
+    Raises BuildError for a file that cannot be read, and for what is neither file, link nor folder, OSError.
     """
-    found = scan(root)
-    special = [path for path, info in found.items() if not stat.S_ISREG(info[0]) and not stat.S_ISLNK(info[0])]
-    if special:
-        raise BuildError(f"{root / special[0]} is neither a file nor a link nor a folder")
+    found, lines = scan(root), list[str]()
     rows = dict(zip(found, _rows(root, list(found.items()), workers), strict=True))
-    lines = []
+    if wrong := next((path for path, row in rows.items() if row == _NO_FILE), ""):
+        raise BuildError(f"{root / wrong} is neither a file nor a link nor a folder, or cannot be read")
     for path, row in sorted(rows.items()):
         lines.append(json.dumps([path, row.target] if row.target else [path, row.mode, row.size, row.sha256]) + "\n")
     text = "".join(lines)
@@ -100,7 +102,7 @@ def write_manifest(root: Path, workers: int) -> tuple[Manifest, dict[str, Stat]]
 def read_manifest(root: Path) -> Manifest | None:
     """Return the manifest of the environment at `root`; None if it has none. Raises BuildError for a damaged one."""
     try:
-        data = (root / FILE).read_bytes()
+        data = read_regular(root / FILE)
     except OSError:
         return None
     try:
@@ -179,11 +181,12 @@ def _shares(items: Sequence[T]) -> list[Sequence[T]]:
 
 
 def _read(path: str, info: Stat) -> Listed:
-    if stat.S_ISLNK(info[0]):
-        return Listed(target=os.readlink(path))
-    if not stat.S_ISREG(info[0]):
-        return Listed(mode=-1)  # a fifo would block
-    return Listed(stat.S_IMODE(info[0]), info[1], file_digest(path).hex())
+    try:
+        if stat.S_ISLNK(info[0]):
+            return Listed(target=os.readlink(path))
+        return Listed(stat.S_IMODE(info[0]), info[1], file_digest(path).hex())
+    except OSError:  # no regular file, unreadable, or removed meanwhile
+        return _NO_FILE
 
 
 def is_bytecode(path: str) -> bool:
@@ -241,16 +244,17 @@ def changes(root: Path, state: State, expected: str, store: Store, workers: int)
     """Return the files of the environment at `root` that are not those of its manifest, [] if it has none.
 
     `expected` is the manifest's sha256 in the receipt, "" if it names none. Files are read only if their stat changed
-    since they were last compared. Bytecode is judged only then. Raises BuildError for a damaged manifest, OSError.
+    since they were last compared. Raises BuildError for a damaged manifest, OSError.
     """
     manifest = read_manifest(root)
     if manifest is None or expected not in ("", manifest.digest):
         return [FILE] if expected else []
-    known = sealed(root, manifest, store)
-    found = scan(root)
+    known, found = sealed(root, manifest, store), scan(root)
     if found == known:
         return []
-    interpreter = state.interpreter if known else ""
+    if known is None:
+        log(f"{root}: reading every file, to compare it with the manifest …")
+    interpreter = state.interpreter if os.access(state.interpreter, os.X_OK) else ""
     report, good = check(root, manifest, found, known or {}, interpreter, workers)
     wrong = [*report.missing, *report.altered, *report.unowned]
     if not wrong:
