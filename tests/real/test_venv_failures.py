@@ -220,6 +220,15 @@ def test_a_wheel_that_is_not_the_locked_one(small: Command) -> None:
     assert "hash" in done.stderr.lower() and not (small.folder / "v").exists()
 
 
+def test_a_wheel_that_replaces_the_venv_s_configuration_is_refused(small: Command) -> None:
+    """uv installs it in silence; the venv's Python would then be the one that the wheel chooses."""
+    make_wheel(small.folder / "wheels", "delta", files={"delta-1.0.data/data/pyvenv.cfg": b"home = /elsewhere\n"})
+    make_recipe(small.folder / "recipes", "small", ["alpha==1.0", "delta==1.0"])
+    done = build(small)
+    assert done.returncode == 4 and "delta-1.0-py3-none-any.whl: " in done.stderr, done.stderr
+    assert "pyvenv.cfg" in done.stderr and not (small.folder / "v").exists() and litter(small) == []
+
+
 def test_a_missing_interpreter_lists_what_there_is(small: Command) -> None:
     done = build(small, "--python", "3.99")
     assert done.returncode == 6 and "no Python 3.99" in done.stderr, done.stderr
