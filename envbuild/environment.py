@@ -19,12 +19,16 @@ from envbuild.store.store import Store
 
 @dataclass(frozen=True)
 class Environment:
-    """The process environment, the site's settings, pip's configuration and the store."""
+    """The process environment, the site's settings, pip's configuration and the store.
+
+    `allow_expired` is whether Debian archives whose Release file has expired may be locked from.
+    """
 
     variables: Mapping[str, str]
     site: Site
     pip: PipConfig
     store: Store
+    allow_expired: bool = False
 
     @functools.cached_property
     def uv(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -60,6 +60,9 @@ _ALL = "*"
     "--export-dir", type=click.Path(path_type=Path, file_okay=False), default=Path(),
     help="Folder for exported files. Default: here.",
 )  # fmt: skip
+@click.option(
+    "--allow-expired", is_flag=True, help="Lock Debian packages even from an archive whose Release file has expired."
+)
 @with_options("offline")
 def lock_command(
     recipes: Names,
@@ -73,6 +76,7 @@ def lock_command(
     dry_run: bool,
     export: str | None,
     export_dir: Path,
+    allow_expired: bool,
     offline: bool,
 ) -> None:
     """Make every lock that a build of RECIPE… needs, for all its targets, from any host.
@@ -101,7 +105,7 @@ def lock_command(
         raise UsageError(f"no recipe was named{taken}", "envbuild lock RECIPE [--upgrade=PKG]")
     chosen = [part for part, on in zip(PARTS, (wheels, image, conda), strict=True) if on]
     parts = chosen or PARTS
-    environment = load_environment()
+    environment = replace(load_environment(), allow_expired=allow_expired)
     work = [
         (loaded, open_target(loaded, target, environment))
         for loaded in (open_recipe(name, environment) for name in recipes)
