@@ -68,7 +68,7 @@ class Environment:
 
     def probe(self, index: str) -> str | None:
         """Return None when the package index answers, else the reason why it does not, with credentials masked."""
-        from envbuild.store.fetch import probe_index
+        from envbuild.store.sources import probe_index
 
         return probe_index(index, self.pip, self.variables)
 

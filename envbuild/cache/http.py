@@ -179,11 +179,10 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
             # Without `as_pip` the caller follows redirects; requests would read ahead even without following them.
             target = super().get_redirect_target(resp) if as_pip else None
             parts = split(urljoin(resp.url, target or ""))
-            if resp.url.lower().startswith("https:") and parts.scheme == "http":
-                host = parts.netloc.rpartition("@")[2]
-                if not _listed(host, transport.unverified):
-                    text = f"it redirects from HTTPS to plain HTTP at {host}; pip's trusted-host can allow this host"
-                    raise RequestFailed(text, answered=True)
+            host, plain = parts.netloc.rpartition("@")[2], parts.scheme == "http"
+            if plain and resp.url.lower().startswith("https:") and not _listed(host, transport.unverified):
+                text = f"it redirects from HTTPS to plain HTTP at {host}; pip's trusted-host can allow this host"
+                raise RequestFailed(text, answered=True)
             return target
 
     session = Session()

@@ -72,7 +72,7 @@ def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = Non
             keep = kept.pip if kept else None
             found = resolve_pip(recipe, target, environment, packages, keep=keep, offline=offline)
             for note in found.notes:
-                log(f"note: {note}")
+                log(note)
             pip = found.lock
         lock = CondaLock(name, target.name, digest, packages, pip)
         check_stack(recipe, target, lock.versions, log, conda=True)

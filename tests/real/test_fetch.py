@@ -27,7 +27,8 @@ from envbuild.errors import BuildError
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.site.uv_config import uv_environment, uv_settings
-from envbuild.store.fetch import WantedWheel, locate_wheels, probe_index
+from envbuild.store.fetch import WantedWheel, locate_wheels
+from envbuild.store.sources import probe_index
 from envbuild.store.store import Store
 
 MEBIBYTE = 1 << 20
