@@ -74,7 +74,7 @@ class UvCompile:
             (work / "pyproject.toml").write_text(bound_project(own, bound))
             command.append(work / "pyproject.toml")
         if self.stubs is not None:
-            command += ["--find-links", self.stubs]
+            command += ["--find-links", self.stubs.absolute().as_uri()]
         if self.overrides:
             (work / "overrides.txt").write_text("\n".join(self.overrides) + "\n")
             command += ["--overrides", work / "overrides.txt"]
