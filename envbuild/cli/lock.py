@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from envbuild.atomic import write_atomically, writing
-from envbuild.cli.common import log, open_recipe, open_target
+from envbuild.cli.common import log, open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.errors import LockError, UsageError, joined
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
 from envbuild.lock.conda_format import part_of, render
@@ -105,7 +105,7 @@ def lock_command(
         raise UsageError(f"no recipe was named{taken}", "envbuild lock RECIPE [--upgrade=PKG]")
     chosen = [part for part, on in zip(PARTS, (wheels, image, conda), strict=True) if on]
     parts = chosen or PARTS
-    environment = replace(load_environment(), allow_expired=allow_expired)
+    environment = replace(run_environment(), allow_expired=allow_expired)
     work = [
         (loaded, open_target(loaded, target, environment))
         for loaded in (open_recipe(name, environment) for name in recipes)

@@ -176,7 +176,7 @@ def resolve_pip(
     Raises LockError with uv's explanation when the requirements conflict with the conda packages.
     """
     there = provided(packages)
-    with tempfile.TemporaryDirectory(prefix="envbuild-conda-pip-") as folder:
+    with tempfile.TemporaryDirectory(prefix="conda-pip-", dir=environment.variables.get("TMPDIR")) as folder:
         stubs = Path(folder)
         for name, version in there.items():
             _stub(stubs, name, version)
