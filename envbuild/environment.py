@@ -21,16 +21,13 @@ from envbuild.store.store import Store, working_folder
 
 @dataclass(frozen=True)
 class Environment:
-    """The process environment, the site's settings, pip's configuration and the store.
-
-    `allow_expired` is whether Debian archives whose Release file has expired may be locked from.
-    """
+    """The process environment, the site's settings, pip's configuration and the store."""
 
     variables: Mapping[str, str]
     site: Site
     pip: PipConfig
     store: Store
-    allow_expired: bool = False
+    allow_expired: bool = False  # whether Debian archives may be locked from whose Release file has expired
 
     @functools.cached_property
     def uv(self) -> str:
