@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envbuild import process
@@ -14,7 +16,7 @@ from envbuild.errors import HostError
 from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
 from envbuild.site.uv_config import uv_environment, uv_settings
-from envbuild.store.store import Store
+from envbuild.store.store import Store, working_folder
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Environment:
     site: Site
     pip: PipConfig
     store: Store
+    allow_expired: bool = False  # whether Debian archives may be locked from whose Release file has expired
 
     @functools.cached_property
     def uv(self) -> str:
@@ -35,6 +38,22 @@ class Environment:
             return os.fspath(find_uv_bin())
         except FileNotFoundError as error:
             raise HostError("uv's program is missing", "install it: pip install uv") from error
+
+    @contextlib.contextmanager
+    def with_tmpdir(self) -> Iterator[Environment]:
+        """Yield this environment with a new TMPDIR for the children of this run; remove it, and those of killed runs.
+
+        It is in the system's temporary folder: the store may be on a network file system. Its path is short, because
+        programs put sockets into it, whose paths have at most 107 bytes (unix(7)). Raises HostError.
+        """
+        self.store.clean_working()
+        with contextlib.ExitStack() as stack:
+            try:
+                folder = stack.enter_context(working_folder(Path(tempfile.gettempdir()), "envbuild-run-"))
+            except OSError as error:
+                text = f"no temporary folder: {error.strerror}"
+                raise HostError(text, "set TMPDIR to a writable folder with free disk space") from error
+            yield replace(self, variables={**self.variables, "TMPDIR": str(folder)})
 
     def uv_environment(self) -> dict[str, str]:
         """Return the environment variables for uv; they put its cache into the store."""
@@ -64,7 +83,7 @@ class Environment:
 
     def probe(self, index: str) -> str | None:
         """Return None when the package index answers, else the reason why it does not, with credentials masked."""
-        from envbuild.store.fetch import probe_index
+        from envbuild.store.sources import probe_index
 
         return probe_index(index, self.pip, self.variables)
 

@@ -103,8 +103,8 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[Path], *options: str) -
         "--no-config", "--quiet", "--python", interpreter(staged), "--requirements", listed,
         "--link-mode", link_mode(environment.store.uv_cache, staged), *options,
     ]  # fmt: skip
-    for source in dict.fromkeys(wheel.parent for wheel in wheels):
-        command += ["--find-links", source]
+    for source in dict.fromkeys(wheel.parent.absolute().as_uri() for wheel in wheels):
+        command += ["--find-links", source]  # of a path, uv would split "," and cut off "#"
     done = process.run(command, env=environment.uv_environment(), check=False)
     if done.returncode != 0:
         raise BuildError(f"uv could not install the locked wheels:\n{process.tail(done)}", tool_hint(done.stderr))

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, urljoin, urlsplit
 
 from envbuild.cache.retry import TRANSIENT, NotFound, RequestFailed, Stopped, retry_after
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact
@@ -84,7 +84,8 @@ class HttpClient:
     A registry needs a separate authorization for each request. Requests to one therefore carry only the given
     credentials, and the caller follows redirects: requests would take credentials from netrc for any host and
     overwrite a token with them. `as_pip` is for all other servers: requests follows redirects, keeps cookies and
-    reads netrc, and pip's proxy applies even to hosts in no_proxy. With `plain`, URLs may use plain HTTP.
+    reads netrc, and pip's proxy applies even to hosts in no_proxy. With `plain`, URLs may use plain HTTP; a redirect
+    from HTTPS to plain HTTP is refused even then, unless pip's trusted-host names the target.
     """
 
     transport: Transport
@@ -171,14 +172,25 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
             options["verify"] = transport.verify_of(request.url)
             return super().send(request, *args, **options)
 
-    session = requests.Session()
+    class Session(requests.Session):
+        """Session that follows no redirect from HTTPS to plain HTTP: anybody on the way could read or change it."""
+
+        def get_redirect_target(self, resp: requests.Response) -> str | None:
+            # Without `as_pip` the caller follows redirects; requests would read ahead even without following them.
+            target = super().get_redirect_target(resp) if as_pip else None
+            parts = split(urljoin(resp.url, target or ""))
+            host, plain = parts.netloc.rpartition("@")[2], parts.scheme == "http"
+            if plain and resp.url.lower().startswith("https:") and not _listed(host, transport.unverified):
+                text = f"it redirects from HTTPS to plain HTTP at {host}; pip's trusted-host can allow this host"
+                raise RequestFailed(text, answered=True)
+            return target
+
+    session = Session()
     session.mount("https://", Adapter())
     session.mount("http://", Adapter())
     session.headers["User-Agent"] = "envbuild"
     if not as_pip:
         session.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
-        # The caller follows redirects; requests would read ahead even without following them.
-        session.get_redirect_target = lambda resp: None  # type: ignore[method-assign]
     return session
 
 

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from envbuild.plan.plan import Plan
 
 
+def run_environment() -> Environment:
+    """Return the environment of this process with a TMPDIR for its children, which is removed when the command ends."""
+    return click.get_current_context().with_resource(load_environment().with_tmpdir())
+
+
 def open_recipe(name: str, environment: Environment) -> LoadedRecipe:
     """Return the recipe with the name or path `name`."""
     return load_recipe(find_recipe(name, search_folders(environment.site.recipe_folders)))
@@ -36,7 +41,7 @@ def open_target(loaded: LoadedRecipe, name: str | None, environment: Environment
 
 def open_build(recipe: str, target: str | None) -> tuple[Environment, LoadedRecipe, Target]:
     """Return the environment of this process, the recipe, and its target; see `open_recipe` and `open_target`."""
-    environment = load_environment()
+    environment = run_environment()
     loaded = open_recipe(recipe, environment)
     return environment, loaded, open_target(loaded, target, environment)
 

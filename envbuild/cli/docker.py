@@ -7,9 +7,8 @@ from functools import partial
 
 import click
 
-from envbuild.cli.common import check_out, open_recipe, open_target, plan_lines, show
+from envbuild.cli.common import check_out, open_recipe, open_target, plan_lines, run_environment, show
 from envbuild.cli.options import BuildOptions, Names, build_options
-from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 
 
@@ -69,7 +68,7 @@ def docker_command(
         raise UsageError("--push needs --tag", "--tag REGISTRY/NAME:TAG")
     if form != "oci" and not push:
         raise UsageError(f"--format {form} is for --push", "add --tag REGISTRY/NAME:TAG --push, or leave it out")
-    environment = load_environment()
+    environment = run_environment()
     loaded = open_recipe(recipe, environment)
     wanted = [open_target(loaded, name, environment) for name in targets or (None,)]
     if len({target.arch for target in wanted}) < len(wanted):

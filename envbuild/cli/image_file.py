@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from envbuild.cli.common import check_out, log, open_recipe, open_target, print_json, show, show_plan
+from envbuild.cli.common import check_out, log, open_recipe, open_target, print_json, run_environment, show, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
-from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS, kinds_of
 from envbuild.recipe.targets import Target, host_arch
@@ -139,7 +138,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         raise UsageError("a recipe and --from are two things to build from", "name one of them")
     check_out(options.out)
     codec = codec_of(options.compression)
-    environment = load_environment()
+    environment = run_environment()
     verify = not options.no_verify
     for kind in kinds if verify else ():  # before anything is built
         choose(kind, options.runtime, environment.variables)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
 
 from envbuild.atomic import write_atomically, writing
-from envbuild.cli.common import log, open_recipe, open_target
+from envbuild.cli.common import log, open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.errors import LockError, UsageError, joined
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
 from envbuild.lock.conda_format import part_of, render
@@ -60,6 +60,9 @@ _ALL = "*"
     "--export-dir", type=click.Path(path_type=Path, file_okay=False), default=Path(),
     help="Folder for exported files. Default: here.",
 )  # fmt: skip
+@click.option(
+    "--allow-expired", is_flag=True, help="Lock Debian packages even from an archive whose Release file has expired."
+)
 @with_options("offline")
 def lock_command(
     recipes: Names,
@@ -73,6 +76,7 @@ def lock_command(
     dry_run: bool,
     export: str | None,
     export_dir: Path,
+    allow_expired: bool,
     offline: bool,
 ) -> None:
     """Make every lock that a build of RECIPE… needs, for all its targets, from any host.
@@ -101,7 +105,7 @@ def lock_command(
         raise UsageError(f"no recipe was named{taken}", "envbuild lock RECIPE [--upgrade=PKG]")
     chosen = [part for part, on in zip(PARTS, (wheels, image, conda), strict=True) if on]
     parts = chosen or PARTS
-    environment = load_environment()
+    environment = replace(run_environment(), allow_expired=allow_expired)
     work = [
         (loaded, open_target(loaded, target, environment))
         for loaded in (open_recipe(name, environment) for name in recipes)

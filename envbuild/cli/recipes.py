@@ -117,6 +117,8 @@ def show_command(recipe: str, as_json: bool) -> None:
     table = loaded.recipe
     click.echo(f"{table.name}: {table.description}\n  from {loaded.path}\n  digest {loaded.digest}")
     click.echo(f"  python {table.python}\n  requirements {', '.join(table.requirements) or 'none'}")
+    for project, index in table.indexes.items():
+        click.echo(f"  {project} from the index {index} alone")
     click.echo(f"  images hold a {'conda environment' if table.environment == 'conda' else 'venv'}")
     if conda:
         click.echo(f"  conda channels {', '.join(table.conda.channels)}")

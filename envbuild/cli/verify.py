@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from envbuild.cli.common import log, print_json
+from envbuild.cli.common import log, print_json, run_environment
 from envbuild.cli.options import PATH, Names, with_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError, VerificationError
@@ -40,7 +40,7 @@ def verify_command(path: Path, runtime: str | None, as_json: bool, **overrides: 
     from envbuild.kinds.commit import verify_artifact
     from envbuild.verify.receipt import check_lines, failures, receipt_path
 
-    state, receipt = verify_artifact(path, load_environment(), overrides, runtime)
+    state, receipt = verify_artifact(path, run_environment(), overrides, runtime)
     for line in check_lines(receipt):
         log(line)
     if as_json:

@@ -28,18 +28,20 @@ if TYPE_CHECKING:
 def resolve_base(
     suite: str, packages: Iterable[str], without: Iterable[str], arch: str, *,
     archives: Sequence[DebianSuite], client: Client, blobs: Blobs, keyring: Path | None = None,
+    allow_expired: bool = False,
 ) -> DebianLock:  # fmt: skip
     """Lock `packages` of `suite` and their dependencies, for `arch` (x86_64, aarch64, or Debian's names).
 
-    For each of the suite, its updates and its security fixes, the first good one of `archives` is used. Raises
-    LockError when one of the three has no good archive, and when the packages cannot be resolved.
+    For each of the suite, its updates and its security fixes, the first good one of `archives` is used. An archive
+    whose Release file has expired is good only with `allow_expired`, except a snapshot, which is old on purpose.
+    Raises LockError when one of the three has no good archive, and when the packages cannot be resolved.
     """
     arch = DEBIAN_ARCH.get(arch, arch)
     keys = load_keys(keyring)
     index, dates = PackageIndex(), []
     for name in suites(suite):
         candidates = [archive for archive in archives if archive.suite == name]
-        dates.append(_add_first(index, candidates, name, arch, client, blobs, keys))
+        dates.append(_add_first(index, candidates, name, arch, client, blobs, keys, allow_expired))
     chosen = resolve(index, packages, without, arch)
     lock = DebianLock(suite, max(dates), tuple(_locked(package) for package in chosen))
     # Parse the result now: a path that the lock format refuses must fail here, not on the next run.
@@ -48,16 +50,21 @@ def resolve_base(
 
 def _add_first(
     index: PackageIndex, candidates: Sequence[DebianSuite], suite: str, arch: str, client: Client, blobs: Blobs,
-    keys: Sequence[Cert],
+    keys: Sequence[Cert], allow_expired: bool,
 ) -> str:  # fmt: skip
     """Add the first good archive of `candidates` to `index`; return the date of its Release."""
     answers: list[str] = []
+    expired = False
     for archive in candidates:
         try:
             release = fetch_release(archive, client, keys)
             now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             if release.valid_until and release.valid_until < now and "snapshot" not in archive.url:
-                log(f"{archive} has not been renewed since {release.date}: newer security fixes may be missing")
+                told = f"{archive}: its Release file expired on {release.valid_until}: newer security fixes are missing"
+                if not allow_expired:
+                    expired = True
+                    raise LockError(told)
+                log(f"warning: {told}")
             for component in archive.components:
                 with transfer(f"package list of {archive} {component} for {arch}", None) as on_progress:
                     path = fetch_packages(release, component, arch, client, blobs, on_progress)
@@ -74,7 +81,9 @@ def _add_first(
             return release.date
     raise LockError(
         "\n    ".join([f"no archive serves {suite}:", *(answers or ["none is known"])]),
-        "name a mirror of Debian's in site.toml, or check the proxy",
+        "name a mirror of Debian's that is renewed in site.toml, or accept this one: envbuild lock --allow-expired"
+        if expired
+        else "name a mirror of Debian's in site.toml, or check the proxy",
     )
 
 

@@ -165,6 +165,7 @@ def _mirrors(site: Site, host: Host) -> Iterator[HostFinding]:
     for url, mirrors in site.mirrors.items():
         page = "torch/" if "/whl" in url or "/simple" in url else ""
         rows += [(f"[mirrors] {redact(url)}", connectivity.Probe(mirror, page)) for mirror in mirrors]
+    rows += [(f"[indexes] {name}", connectivity.Probe(url, "")) for name, url in site.indexes.items()]
     for name, table in site.registries.items():
         rows += [(f"[registries] {name}", connectivity.Probe(m, "v2/", True)) for m in table.mirrors]
     if site.debian.mirror:

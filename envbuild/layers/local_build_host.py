@@ -118,5 +118,13 @@ class LocalBuildHost:
 
 @contextlib.contextmanager
 def local_build_host(work: Path, variables: Mapping[str, str]) -> Iterator[LocalBuildHost]:
-    """Yield this host as the build host, with the work folder `work` and the variables for compilers and modules."""
+    """Yield this host as the build host, with the work folder `work` and the variables for compilers and modules.
+
+    Raises HostError if the path of `work` has a character that configure, make or the linker's options take as syntax.
+    """
+    if set(str(work)) & set("\\\"#$&'`,"):
+        raise HostError(
+            f"source layers cannot be compiled in {work}: its path has one of \\ \" # $ & ' ` ,",
+            "set ENVBUILD_STORE (or `store` in site.toml) to a folder without these characters in its path",
+        )
     yield LocalBuildHost(work, build_variables(variables))

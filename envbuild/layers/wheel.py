@@ -152,7 +152,13 @@ class _Wheel:
         folder = self._scheme.folder(parts[1], self._name) if len(parts) > 2 else None
         if folder is None:
             raise BuildError(f"{self._file}: {name!r}: no such part of an installation")
-        return "/".join([folder, *parts[2:]]), parts[1]
+        path = "/".join([folder, *parts[2:]])
+        if path == f"{self._scheme.prefix}/pyvenv.cfg":
+            raise BuildError(
+                f"{self._file}: {name!r} would replace the environment's own pyvenv.cfg",
+                "lock another version of this package: a wheel must not choose the environment's interpreter",
+            )
+        return path, parts[1]
 
     def _copied(
         self, path: str, info: zipfile.ZipInfo, stream: IO[bytes], script: bool, recorded: tuple[str, str] | None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from envbuild.environment import Environment
@@ -29,7 +29,7 @@ from envbuild.recipe.targets import ARCHES, Target
 
 def locate(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> tuple[list[WheelFile], WheelFile]:
     """Return the wheels of `plan` in order, and the trainer's. Raises BuildError for a missing or unsuitable one."""
-    found = fetch_wheels(plan.packages, environment, plan.indexes, offline=offline)
+    found = fetch_wheels(plan.packages, environment, plan.indexes, plan.bound, offline=offline)
     wheels = [_wheel(p.name, p.version, path, environment) for p, path in zip(plan.packages, found, strict=True)]
     check_wheels(Target.parse(plan.target), wheels)
     own = environment.store.put("trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel)
@@ -37,16 +37,19 @@ def locate(plan: Plan, trainer: Trainer, environment: Environment, offline: bool
 
 
 def fetch_wheels(
-    wheels: Sequence[LockedPackage | BuildWheel], environment: Environment, indexes: Sequence[str] = (), *,
-    offline: bool,
+    wheels: Sequence[LockedPackage | BuildWheel], environment: Environment, indexes: Sequence[str] = (),
+    bound: Mapping[str, str] = {}, *, offline: bool,
 ) -> list[Path]:  # fmt: skip
-    """Return the files of `wheels`, verified by hash. Raises BuildError if no source has one of them."""
+    """Return the files of `wheels`, verified by hash. Raises BuildError if no source has one of them.
+
+    Those in `bound` come from that index of the site.
+    """
     from envbuild.store.fetch import WantedWheel, locate_wheels
 
     wanted = [WantedWheel(one.name, one.version, frozenset(one.hashes)) for one in wheels]
     found = locate_wheels(
         wanted, environment.store, environment.pip, environment.site, indexes,
-        offline=offline, env=environment.variables, default_index=environment.default_index,
+        bound=bound, offline=offline, env=environment.variables, default_index=environment.default_index,
     )  # fmt: skip
     return [found[one] for one in wanted]
 

@@ -105,6 +105,7 @@ def _resolve_debian(recipe: Recipe, target: Target, environment: Environment) ->
         client=debian_client(environment.pip, environment.variables),
         blobs=environment.store.blobs,
         keyring=Path(keyring) if keyring else None,
+        allow_expired=environment.allow_expired,
     )
 
 

@@ -72,7 +72,7 @@ def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = Non
             keep = kept.pip if kept else None
             found = resolve_pip(recipe, target, environment, packages, keep=keep, offline=offline)
             for note in found.notes:
-                log(f"note: {note}")
+                log(note)
             pip = found.lock
         lock = CondaLock(name, target.name, digest, packages, pip)
         check_stack(recipe, target, lock.versions, log, conda=True)
@@ -176,7 +176,7 @@ def resolve_pip(
     Raises LockError with uv's explanation when the requirements conflict with the conda packages.
     """
     there = provided(packages)
-    with tempfile.TemporaryDirectory(prefix="envbuild-conda-pip-") as folder:
+    with tempfile.TemporaryDirectory(prefix="conda-pip-", dir=environment.variables.get("TMPDIR")) as folder:
         stubs = Path(folder)
         for name, version in there.items():
             _stub(stubs, name, version)

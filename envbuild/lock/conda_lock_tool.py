@@ -68,7 +68,7 @@ def solve_by_conda_lock(
     # conda-lock uses the last of several specs for one name: a pin replaces the recipe's own spec.
     pins = [f"{package.name} =={package.version} {package.build}" for package in keep if not _missed(asked, package)]
     for more in [pins, []] if pins else [[]]:  # all kept packages pinned, then without pins
-        with tempfile.TemporaryDirectory(prefix="envbuild-conda-lock-") as folder:
+        with tempfile.TemporaryDirectory(prefix="conda-lock-", dir=env.get("TMPDIR")) as folder:
             work = Path(folder)
             _write_inputs(work, recipe, target, [*(spec.text for spec in asked), *more], list(channels))
             command: list[str | Path] = [

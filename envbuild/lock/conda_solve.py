@@ -83,7 +83,7 @@ def solve(
         "cache": str(environment.store.folder("conda", "repodata", key)),
         "offline": offline,
     }
-    with tempfile.TemporaryDirectory(prefix="envbuild-conda-") as folder:  # 0700: credentials
+    with tempfile.TemporaryDirectory(dir=environment.variables.get("TMPDIR")) as folder:  # 0700: credentials
         path = Path(folder, "request.json")
         path.write_text(json.dumps(request), encoding="utf-8")
         command: list[str | Path] = [sys.executable, "-P", Path(__file__).with_name("conda_solver.py"), path]

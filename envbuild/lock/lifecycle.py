@@ -66,7 +66,7 @@ class LockState(Generic[L]):
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[L]):
-    """A new lock, its `summary` for messages, a wheel lock's resolution as PEP 751 text, and notes for the user."""
+    """A new lock, its `summary` for messages, a wheel lock's resolution as PEP 751 text, and lines for the log."""
 
     lock: L
     summary: str

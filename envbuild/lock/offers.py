@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.names import normalise
-from envbuild.store.sources import Link
+from envbuild.store.sources import Link, PackageSource, local_files, remote_sources
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -58,12 +58,14 @@ class ProjectRelease:
 class Offers:
     """Releases of projects in local find-links, find-links pages, pip's indexes and `indexes`.
 
-    Unreadable pages are left out: uv reports them when they affect a resolution.
+    A project in `bound` (normalised name → URL of an index) is looked up in its index alone. Unreadable pages are left
+    out: uv reports them when they affect a resolution.
     """
 
     environment: Environment
     indexes: Sequence[str]
     offline: bool
+    bound: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     _known: dict[str, list[ProjectRelease]] = field(default_factory=dict)
 
     def releases(self, names: Iterable[str]) -> dict[str, list[ProjectRelease]]:
@@ -74,18 +76,46 @@ class Offers:
             self._known |= {name: releases_of(name, links[name]) for name in missing}
         return self._known
 
+    def on_several(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return the indexes, without credentials, of each of `names` that several have with different files.
+
+        An index with a file in common with an earlier one, by its sha256, is a copy of it. Bound names are left out,
+        and no page is read if there is only one index.
+        """
+        if sum(source.is_index for source in self._sources) < 2:
+            return {}
+        found: defaultdict[str, list[tuple[str, set[str | None]]]] = defaultdict(list)
+        for name, source, links in self._pages([name for name in names if name not in self.bound]):
+            files = {link.sha256 for link in links}
+            copied = any(files & other - {None} for _, other in found[name])
+            if source.is_index and links and not copied:
+                found[name].append((source.name, files))
+        return {name: [url for url, _ in rows] for name, rows in found.items() if len(rows) > 1}
+
+    @functools.cached_property
+    def _sources(self) -> list[PackageSource]:
+        environment = self.environment
+        return remote_sources(
+            environment.pip, environment.site, self.indexes, self.offline, environment.default_index, patient=False
+        )
+
     def _links(self, names: Sequence[str]) -> Mapping[str, list[Link]]:
+        local = [
+            Link(name, "", None) for _, files in local_files(self.environment.pip, (".whl", *_SDISTS)) for name in files
+        ]
+        found: dict[str, list[Link]] = {name: [] if name in self.bound else list(local) for name in names}
+        for name, _, links in self._pages(names):
+            found[name] += links
+        return found
+
+    def _pages(self, names: Iterable[str]) -> list[tuple[str, PackageSource, list[Link]]]:
+        """Return (name, source, its links) of each name and each source that may serve it."""
         from envbuild.cache.retry import RequestFailed
         from envbuild.store.client import Client
-        from envbuild.store.sources import PackageSource, local_files, remote_sources
         from envbuild.workers import each
 
-        pip, environment = self.environment.pip, self.environment
-        local = [Link(name, "", None) for _, files in local_files(pip, (".whl", *_SDISTS)) for name in files]
-        sources = remote_sources(pip, environment.site, self.indexes, self.offline, environment.default_index)
-        for source in sources:
-            source.patient = False
-        client = Client(pip, environment.variables)
+        client = Client(self.environment.pip, self.environment.variables)
+        own = {url: PackageSource(url, is_index=True, patient=False) for url in self.bound.values()}
 
         def ask(job: tuple[str, PackageSource], _: object) -> list[Link]:
             name, source = job
@@ -94,11 +124,9 @@ class Offers:
             except RequestFailed:
                 return []
 
-        jobs = [(name, source) for name in names for source in sources]
-        found: defaultdict[str, list[Link]] = defaultdict(lambda: list(local))
-        for (name, _), links in zip(jobs, each(jobs, ask, _AT_ONCE), strict=True):
-            found[name] += links
-        return found
+        of_name = {name: [own[self.bound[name]]] if name in self.bound else self._sources for name in names}
+        jobs = [(name, source) for name, sources in of_name.items() for source in sources]
+        return [(*job, links) for job, links in zip(jobs, each(jobs, ask, _AT_ONCE), strict=True)]
 
 
 def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
@@ -169,7 +197,7 @@ def skipped_warnings(
     """
     from packaging.version import Version
 
-    limits, wanted = _by_name(constraints, python, platform), _by_name(requirements, python, platform)
+    limits, wanted = applicable(constraints, python, platform), applicable(requirements, python, platform)
     wanted = {name: [*lines, *limits.get(name, ())] for name, lines in wanted.items() if name in locked}
     open_ended = {name: lines for name, lines in wanted.items() if not any(map(_is_pin, lines))}
     releases = offers.releases(open_ended)
@@ -227,7 +255,7 @@ def allowed_releases(
     return final or fitting
 
 
-def _by_name(lines: Iterable[str], python: str, platform: str) -> dict[str, list[Requirement]]:
+def applicable(lines: Iterable[str], python: str, platform: str) -> dict[str, list[Requirement]]:
     """Return the requirements whose markers hold on the target, by normalised name."""
     from packaging.requirements import Requirement
 

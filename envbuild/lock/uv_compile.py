@@ -15,6 +15,7 @@ from envbuild.lock.offers import Offers, ProjectRelease, allowed_releases
 from envbuild.names import normalise
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.model import PYTHONS
+from envbuild.site.uv_config import bound_project
 
 _NAME = r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?"
 _SPECIFIER = r"((?:[<>=!~]=|[<>])\S+)?"
@@ -53,7 +54,9 @@ class UvCompile:
         """Resolve `requirements` with `pins` as additional constraints; `preferred` versions win if they fit."""
         work, environment = self.work, self.offers.environment
         environment.write_uv_settings(work / "uv.toml", self.offers.indexes)
-        (work / "requirements.in").write_text("\n".join(requirements) + "\n")
+        lines, bound = list(requirements), self.offers.bound
+        own = [line for line in lines if requirement_parts(line)[0] in bound]
+        (work / "requirements.in").write_text("\n".join(line for line in lines if line not in own) + "\n")
         (work / "constraints.txt").write_text("\n".join([*self.constraints, *pins]) + "\n")
         # uv prefers the versions in its existing output file.
         rows = [f'[[packages]]\nname = "{one.name}"\nversion = "{one.version}"\n' for one in preferred]
@@ -67,8 +70,11 @@ class UvCompile:
             "--only-binary", ":all:", "--format", "pylock.toml", "--output-file", self.pylock,
             "--no-header", "--no-annotate", "--quiet",
         ]  # fmt: skip
+        if own:
+            (work / "pyproject.toml").write_text(bound_project(own, bound))
+            command.append(work / "pyproject.toml")
         if self.stubs is not None:
-            command += ["--find-links", self.stubs]
+            command += ["--find-links", self.stubs.absolute().as_uri()]
         if self.overrides:
             (work / "overrides.txt").write_text("\n".join(self.overrides) + "\n")
             command += ["--overrides", work / "overrides.txt"]

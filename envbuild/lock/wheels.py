@@ -23,8 +23,9 @@ from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage, changes, lock_file_name, read, render
+from envbuild.lock.indexes import ambiguous_names, bound_indexes, check_bound, reachable
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
-from envbuild.lock.offers import Offers, skipped_warnings, tag_set
+from envbuild.lock.offers import Offers, applicable, skipped_warnings, tag_set
 from envbuild.lock.uv_compile import UvCompile, without_wheel
 from envbuild.names import normalise
 from envbuild.progress import Log
@@ -47,7 +48,7 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
             raise LockError(error.message + impossible_pins(recipe, target), error.hint) from error
         check_stack(recipe, target, found.lock.versions, log)
         for note in found.notes:
-            log(f"note: {note}")
+            log(note)
         return found
 
     def judge(lock: Lock, source: str, log: Log) -> None:
@@ -99,15 +100,17 @@ def resolve(
     """
     table = recipe.recipe.targets[target.name]
     python, platform = recipe.recipe.python, target.platform(table.glibc)
-    indexes, notes = _reachable(table.indexes, environment, offline)
-    offers = Offers(environment, indexes, offline)
+    indexes, unreached = reachable(table.indexes, environment, offline)
+    notes = [f"note: {reason}; it was left out" for reason in unreached]
+    wanted = applicable(requirements, python, platform)  # a requirement with another marker binds nothing
+    offers = Offers(environment, indexes, offline, bound=bound_indexes(recipe, wanted, environment, offline))
     constraints = [*recipe.recipe.constraints, *(f"{name}=={version}" for name, version in provided.items())]
     # To keep versions, every package is pinned, then preferred. Preferences alone would suffice, but uv 0.13 takes a
     # preferred version from the first index that has it, even when only another index has a wheel of it that fits.
     ways: list[tuple[list[str], tuple[LockedPackage, ...]]] = [([], ())]
     if keep is not None:
         ways = [([f"{p.name}=={p.version}" for p in keep.packages], ()), ([], keep.packages), *ways]
-    with tempfile.TemporaryDirectory(prefix="envbuild-lock-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lock-", dir=environment.variables.get("TMPDIR")) as folder:
         uv = UvCompile(Path(folder), offers, python, platform, constraints, overrides, stubs)
         for pins, preferred in ways:
             done = uv.run(requirements, pins, preferred)
@@ -117,17 +120,19 @@ def resolve(
             command = f"{recipe.recipe.name} --target {target.name}"
             raise LockError(
                 f"{recipe.path}: target {target.name} cannot be resolved:\n{process.tail(done)}"
-                + "".join(f"\n  note: {note}" for note in notes),
+                + "".join(f"\n  {note}" for note in notes),
                 uv.hint(done.stderr, requirements, table.requirements, command, unreached=bool(notes)),
             )
         text = uv.pylock.read_text(encoding="utf-8")
         rows = [row for row in tomllib.loads(text).get("packages", []) if normalise(row["name"]) not in provided]
         rows.sort(key=lambda row: str(row["name"]))
         packages = tuple(_locked(row, python, platform, str(recipe.path)) for row in rows)
+        check_bound(recipe, packages, offers)
         warnings = skipped_warnings(
             requirements, recipe.recipe.constraints, {package.name: package.version for package in packages}, offers,
             python, platform, lambda line: without_wheel(uv.run([line]).stderr), f"{recipe.path}: target {target.name}",
         )  # fmt: skip
+        notes += ambiguous_names(packages, offers)
     check_accelerator(target, packages, str(recipe.path))
     lock = Lock(recipe.recipe.name, target.name, python, platform, digest, packages, warnings)
     return Resolved(lock, f"{len(packages)} packages", text, notes)
@@ -144,24 +149,6 @@ def without(lock: Lock, names: Iterable[str]) -> Lock:
             f"locked are: {known}",
         )
     return replace(lock, packages=tuple(p for p in lock.packages if p.name not in moving))
-
-
-def _reachable(indexes: Sequence[str], environment: Environment, offline: bool) -> tuple[list[str], list[str]]:
-    """Return the URLs of the indexes (their first mirror) that answer, and a note for each index that does not."""
-    if offline:
-        return [], [f"offline: {index} was not asked" for index in indexes]
-    answering, notes = list[str](), list[str]()
-    for index in indexes:
-        refusals: list[str] = []
-        for candidate in environment.site.mirrored(index):
-            refusal = environment.probe(candidate)
-            if refusal is None:
-                answering.append(candidate)
-                break
-            refusals.append(refusal)
-        else:
-            notes.append(f"index {index} cannot be reached and was left out: {'; '.join(refusals)}")
-    return answering, notes
 
 
 def _locked(row: Mapping[str, Any], python: str, platform: str, source: str) -> LockedPackage:

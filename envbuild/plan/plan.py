@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class Plan:
     `packages` are wheels; with `conda` packages, they are the packages that pip adds. `mtime` is the time of an
     image's files (seconds since 1970). `folder` is the recipe's folder; paths of local base images are relative
     to it. `sources` are built from source, in this order; `host_layers` are provided by the nodes. `warnings`
-    are those of the lock.
+    are those of the lock. `bound` maps normalised names of packages to the site's indexes that alone serve them.
     """
 
     recipe: str
@@ -66,6 +67,7 @@ class Plan:
     host_layers: tuple[HostLayer, ...] = ()
     fabric: str = "any"
     warnings: tuple[str, ...] = ()
+    bound: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -164,6 +166,7 @@ def make_plan(
         host_layers=host_layers,
         fabric=recipe.fabric,
         warnings=wheels.warnings,
+        bound=loaded.bound,
     )
 
 

@@ -53,6 +53,9 @@ def requirement_parts(text: str) -> tuple[str, str]:
     return normalise(found[1]).strip("-"), re.sub(r"\s+", "", found[2])
 
 
+project_problem = form(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", "is not the name of a package")
+
+
 def index_problem(url: str) -> str | None:
     """Return why `url` is not the URL of an index, or None. The text never repeats the URL: it may hold a password."""
     # This check comes first: a password is a worse mistake than a missing or wrong scheme.

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from envbuild.errors import UsageError
+from envbuild.names import normalise
+from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.layers import kind_of, layer_mistakes
-from envbuild.recipe.model import Recipe, TargetTable, conda_mistakes, duplicate_requirements, image_mistakes
+from envbuild.recipe.model import (
+    Recipe,
+    TargetTable,
+    conda_mistakes,
+    duplicate_requirements,
+    image_mistakes,
+    index_mistakes,
+)
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.toml import Document, Problem, decode, nearest, read
 
@@ -31,7 +40,20 @@ class LoadedRecipe:
     @cached_property
     def digest(self) -> str:
         """`sha256:...` over the recipe's values, independent of layout and comments."""
-        return _digest(**dataclasses.asdict(self.recipe))
+        data = dataclasses.asdict(self.recipe)
+        # A recipe without this table keeps the digest that it had before the table existed.
+        return _digest(**{name: value for name, value in data.items() if value or name != "indexes"})
+
+    @cached_property
+    def bound(self) -> dict[str, str]:
+        """Normalised name of each package in `[indexes]` → name of its index."""
+        return {normalise(project): index for project, index in self.recipe.indexes.items()}
+
+    def _bound_of(self, requirements: Iterable[str]) -> dict[str, object]:
+        """Return the input of a lock's digest that tells which of its `requirements` are bound; {} without any."""
+        names = {requirement_parts(text)[0] for text in requirements}
+        bound = {name: index for name, index in self.bound.items() if name in names}
+        return {"bound": bound} if bound else {}
 
     def where(self, *keys: str | int) -> str:
         """Return `FILE:LINE:COL` of a key of the file."""
@@ -74,15 +96,17 @@ class LoadedRecipe:
             target=target.name, python=recipe.python, channels=recipe.conda.channels,
             dependencies=recipe.conda.dependencies + table.conda, requirements=recipe.conda.requirements,
             constraints=recipe.constraints, indexes=table.indexes, glibc=table.glibc,
+            **self._bound_of(recipe.conda.requirements),
         )  # fmt: skip
 
     def resolution_digest(self, target: Target) -> str:
         """Return `sha256:...` over the inputs of the wheel lock of `target`. Raises UsageError for an unknown one."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         nccl = self.nccl_wheel(target)
-        more = {} if nccl is None else {"nccl": nccl}
+        requirements = recipe.requirements + table.requirements
+        more = self._bound_of(requirements) | ({} if nccl is None else {"nccl": nccl})
         return _digest(
-            target=target.name, python=recipe.python, requirements=recipe.requirements + table.requirements,
+            target=target.name, python=recipe.python, requirements=requirements,
             constraints=recipe.constraints, indexes=table.indexes, glibc=table.glibc, **more,
         )  # fmt: skip
 
@@ -101,7 +125,7 @@ class LoadedRecipe:
 def load_recipe(path: Path) -> LoadedRecipe:
     """Return the recipe in the file `path`. Raises RecipeError that lists every mistake with its line."""
     document = read(path)
-    checks = (duplicate_requirements, image_mistakes, conda_mistakes, layer_mistakes, _wrong_folder)
+    checks = (duplicate_requirements, index_mistakes, image_mistakes, conda_mistakes, layer_mistakes, _wrong_folder)
     recipe = decode(document, Recipe, check=lambda one: [problem for check in checks for problem in check(one)])
     return LoadedRecipe(recipe, path, document)
 

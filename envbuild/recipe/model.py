@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from envbuild.fabrics import fabric_names
+from envbuild.names import normalise
 from envbuild.recipe import checks
 from envbuild.recipe.layers import LayerTable, layer_name_problem
 from envbuild.recipe.targets import target_problem
-from envbuild.toml import Document, Keys, Problem, key
+from envbuild.site.settings import INDEX_NAME
+from envbuild.toml import Document, Keys, Problem, key, nearest
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
@@ -159,6 +161,10 @@ class Recipe:
         (), "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
         check=checks.requirement_problem, example=["setuptools<81"],
     )  # fmt: skip
+    indexes: dict[str, str] = key(
+        {}, "Package → name of the index of the site that alone may serve it, whatever other indexes have.",
+        key_check=checks.project_problem, pattern=INDEX_NAME,
+    )  # fmt: skip
     environment: Literal["venv", "conda"] = key(
         "venv",
         "What container images hold: wheels on the base's Python, or the conda packages of [conda].",
@@ -196,6 +202,26 @@ def duplicate_requirements(document: Document) -> Iterator[Problem]:
             # Two markers may exclude each other, which is pip's way to select a version.
             if rest != other and not (";" in rest and ";" in other):
                 yield keys, f"{name!r} is also required by {earlier!r} at {document.where(*before)}"
+
+
+def index_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield packages in [indexes] that no list of requirements has, or that are there in two spellings."""
+    data, bound = document.data, document.data.get("indexes")
+    if not isinstance(bound, dict):
+        return
+    targets = data["targets"].items() if isinstance(data.get("targets"), dict) else ()
+    tables = [data, data.get("conda"), *(table for _, table in targets)]
+    entries = [text for table in tables for _, text in _strings(table, ("requirements",))]
+    known = sorted({checks.requirement_parts(text)[0] for text in entries})
+    seen = set[str]()
+    for project in bound:
+        name = normalise(project)
+        if name not in known:
+            # uv binds direct requirements: a binding without effect would be dangerous.
+            yield ("indexes", project), f"{project!r} in [indexes] is in no `requirements`{nearest(name, known)}"
+        elif name in seen:
+            yield ("indexes", project), f"{project!r} in [indexes] is there in another spelling"
+        seen.add(name)
 
 
 def _strings(table: Any, keys: Keys) -> list[tuple[Keys, str]]:

@@ -60,6 +60,7 @@ def _of_builds(site: Site) -> dict[tuple[str, str], tuple[Any, str]]:
         one = decode(read(file), SiteFile)
         values: dict[tuple[str, str], Any] = {("", "store"): one.store, ("", "recipes"): one.recipes or None}
         values |= {("mirrors", redact(url)): mirrors for url, mirrors in one.mirrors.items()}
+        values |= {("indexes", name): url for name, url in one.indexes.items()}
         for host, table in one.registries.items():
             values |= {(f"registries.{host}", key): value for key, value in asdict(table).items()}
         if one.debian != DebianTable():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,11 +17,21 @@ from envbuild.site import jobs
 from envbuild.site.pip_config import home_folder
 from envbuild.toml import decode, form, key, nearest, read
 
+# uv's rule for names of indexes, without upper case.
+INDEX_NAME = r"^[a-z0-9][a-z0-9_.-]*$"
+# Tables whose single entries a later file replaces.
+_BY_ENTRY = ("mirrors", "indexes", "registries", "environment")
 _ARCHIVE = r"^(https?://\S+|file:///\S*)?$"
 
 
 def _url_problem(url: str) -> str | None:
     return None if "://" in url else "a mirror is a URL, such as https://mirror.example.org/pytorch"
+
+
+def _index_problem(url: str) -> str | None:
+    if not re.fullmatch(r"(https?|file)://\S+", url):  # never repeated: it may hold a password
+        return "not the URL of a package index: expected https://, http:// or file://"
+    return "holds a user name or password; netrc is for these" if "@" in url.partition("://")[2] else None
 
 
 # Receipts and messages name these variables: secrets (such as a proxy's password) do not belong here.
@@ -86,6 +97,11 @@ class SiteFile:
         {}, "URL prefix of an index → prefixes tried before it, in this order.",
         key_check=_url_problem, check=_url_problem,
     )  # fmt: skip
+    indexes: dict[str, str] = key(
+        {}, "Name → URL of a package index that serves only the packages that recipes bind to it.",
+        key_check=form(INDEX_NAME[1:-1], "is not the name of an index: lower-case letters, digits, _ . -"),
+        check=_index_problem,
+    )  # fmt: skip
     registries: dict[str, RegistryTable] = key({}, "Image registries by host, such as docker.io.")
     debian: DebianTable = key(DebianTable(), "Where Debian packages come from.")
     fabric: FabricTable = key(FabricTable(), "The network between nodes with GPUs.")
@@ -114,6 +130,7 @@ class Site:
     store: Path = Path("/nonexistent/envbuild")
     recipe_folders: tuple[Path, ...] = ()
     mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    indexes: Mapping[str, str] = field(default_factory=dict)
     registries: Mapping[str, RegistryTable] = field(default_factory=dict)
     debian: DebianTable = DebianTable()
     fabric: FabricTable = FabricTable()
@@ -148,13 +165,13 @@ class Site:
 def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Path("/etc")) -> Site:
     """Return the site called `name`, or in the file at that path; without a name, the effective site.
 
-    A table of a later file replaces the whole table of an earlier one; of [mirrors], [registries] and
+    A table of a later file replaces the whole table of an earlier one; of [mirrors], [indexes], [registries] and
     [environment] it replaces single entries. The store is $ENVBUILD_STORE, else that of a file; else the user's
     cache folder, but only for the effective site. `{user}` in paths and mounts becomes the user's name. Raises
     UsageError for an unknown name, RecipeError with all mistakes of a faulty file or for a missing $ENVBUILD_SITE.
     """
     files = site_files(env, etc=etc) if name is None else [find_site(name, env, etc=etc)]
-    tables: dict[str, Any] = {"mirrors": {}, "registries": {}, "environment": {}}
+    tables: dict[str, Any] = {name: {} for name in _BY_ENTRY}
     recipes = [etc / "envbuild" / "recipes"]
     said: dict[str, Path] = {}
     for file in files:
@@ -166,7 +183,7 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
         for table, given in document.data.items():
             if not isinstance(given, dict):
                 continue
-            if table in ("mirrors", "registries", "environment"):
+            if table in _BY_ENTRY:
                 tables[table] |= getattr(settings, table)
             else:
                 tables[table] = _resolved(getattr(settings, table), file, env)

@@ -43,6 +43,20 @@ def uv_settings(pip: PipConfig, indexes: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def bound_project(requirements: Sequence[str], bound: Mapping[str, str]) -> str:
+    """Return a pyproject.toml with `requirements`, each of which uv takes from its index in `bound` alone.
+
+    `bound` maps normalised names of packages to URLs of indexes, which serve nothing else. Only a project can bind
+    packages (uv's documentation, "Pinning a package to an index"); uv.toml cannot.
+    """
+    names = {url: f"index-{number}" for number, url in enumerate(dict.fromkeys(bound.values()))}
+    lines = ["[project]", 'name = "the-recipe"', 'version = "0"', f"dependencies = {_toml(list(requirements))}"]
+    for url, name in names.items():
+        lines += ["", "[[tool.uv.index]]", f'name = "{name}"', f"url = {_toml(url)}", "explicit = true"]
+    lines += ["", "[tool.uv.sources]", *(f'{_toml(one)} = {{ index = "{names[url]}" }}' for one, url in bound.items())]
+    return "\n".join(lines) + "\n"
+
+
 def uv_environment(pip: PipConfig, env: Mapping[str, str], cache_dir: Path) -> dict[str, str]:
     """Return the environment for uv.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,6 +69,7 @@ def locate_wheels(
     site: Site,
     indexes: Sequence[str],
     *,
+    bound: Mapping[str, str] = {},
     offline: bool,
     env: Mapping[str, str],
     default_index: Callable[[], str],
@@ -76,17 +77,28 @@ def locate_wheels(
     """Return a file with locked content for each of `wanted`: from the store, from find-links, or from indexes.
 
     Files in local find-links folders are used in place. An unreachable index is an error only when a wheel is found
-    nowhere else. If pip names no index, `default_index` returns its URL. Raises BuildError that names each missing
-    wheel with the answer of every source.
+    nowhere else. If pip names no index, `default_index` returns its URL. A project in `bound` is looked up in that
+    index of the site only. Raises BuildError that names each missing wheel with the answer of every source.
     """
     folders = local_files(pip)
+
+    @cache
+    def sources_of(index: str | None) -> list[PackageSource]:
+        only = None if index is None else site.indexes[index]
+        return remote_sources(pip, site, indexes, offline, default_index, only=only)
 
     def on_disk(wheel: WantedWheel, answers: list[str]) -> Path | None:
         return _in_store(wheel, store) or _in_folders(wheel, folders, store, answers)
 
     def remote(missing: Sequence[WantedWheel], answers: Answers[WantedWheel]) -> dict[WantedWheel, Path]:
-        sources = remote_sources(pip, site, indexes, offline, default_index)
-        return _download_wheels(missing, answers, store, Client(pip, env), sources) if sources else {}
+        sources = {}
+        for wheel in missing:
+            index = bound.get(wheel.name)
+            if index is None or index in site.indexes:
+                sources[wheel] = sources_of(index)
+            else:
+                answers[wheel].append(f"index {index!r}: not named in [indexes] of site.toml")
+        return _download_wheels(sources, answers, store, Client(pip, env))
 
     hint = (
         "run it once without --offline, or put the wheels into a folder that pip's find-links names"
@@ -149,18 +161,6 @@ def _located(
     return {item: found[item] for item in wanted}
 
 
-def probe_index(url: str, pip: PipConfig, env: Mapping[str, str]) -> str | None:
-    """Return None when the package index at `url` answers, else the reason of the failure."""
-    if url.startswith("file:") and not path_of(url).is_dir():
-        return "no such folder"
-    try:
-        # Without retries: a resolution leaves out an index that is down, and reports it.
-        PackageSource(url, is_index=True).links("torch", Client(replace(pip, retries=0), env))
-    except RequestFailed as error:
-        return str(error)
-    return None
-
-
 def _in_store(wheel: WantedWheel, store: Store) -> Path | None:
     return next(filter(None, map(store.find_wheel, sorted(wheel.hashes))), None)
 
@@ -197,16 +197,12 @@ def _at_file_urls(archive: CondaArchive, store: Store, site: Site, answers: list
 
 
 def _download_wheels(
-    missing: Sequence[WantedWheel],
-    answers: Answers[WantedWheel],
-    store: Store,
-    client: Client,
-    sources: Sequence[PackageSource],
+    sources: Mapping[WantedWheel, Sequence[PackageSource]], answers: Answers[WantedWheel], store: Store, client: Client
 ) -> dict[WantedWheel, Path]:
     def fetch(wheel: WantedWheel, on_progress: OnProgress) -> Path | None:
         hashes, told = wheel.hashes, answers[wheel]
         known = partial(_in_store, wheel, store)
-        for source in sources:
+        for source in sources[wheel]:
             try:
                 links = source.links(wheel.name, client)
             except RequestFailed as error:
@@ -229,7 +225,7 @@ def _download_wheels(
         return None
 
     store.clean_stale()
-    return fetch_each(missing, fetch, client, f"looking for {len(missing)} wheels")
+    return fetch_each(list(sources), fetch, client, f"looking for {len(sources)} wheels")
 
 
 def _download_archives(

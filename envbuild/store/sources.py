@@ -6,8 +6,8 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote, urljoin
 
@@ -159,21 +159,35 @@ def _local_path(entry: str) -> Path | None:
 
 
 def remote_sources(
-    pip: PipConfig, site: Site, indexes: Sequence[str], offline: bool, default_index: Callable[[], str]
-) -> list[PackageSource]:
+    pip: PipConfig, site: Site, indexes: Sequence[str], offline: bool, default_index: Callable[[], str], *,
+    only: str | None = None, patient: bool = True,
+) -> list[PackageSource]:  # fmt: skip
     """Return all sources except local folders, in the order in which they are asked.
 
     The order is: find-links pages, the recipe's indexes through the site's mirrors, pip's index, pip's extra indexes.
-    With `offline`, only sources on local disks are returned.
+    `only` is an index of the site that takes the place of all other indexes. With `offline`, only sources on local
+    disks are returned. `patient` is whether their failed requests are retried.
     """
     sources = []
     for entry in pip.find_links:
         path = _local_path(entry)
         if path is None or (path.is_file() and path.suffix != ".whl"):
             url = entry if "://" in entry else Path(entry).absolute().as_uri()
-            sources.append(PackageSource(url, is_index=False))
+            sources.append(PackageSource(url, is_index=False, patient=patient))
     if not pip.no_index:
-        named = [*indexes, pip.index_url or default_index(), *pip.extra_index_urls]
+        named = [only] if only else [*indexes, pip.index_url or default_index(), *pip.extra_index_urls]
         urls = dict.fromkeys(url for index in named for url in site.mirrored(index))
-        sources += [PackageSource(url, is_index=True) for url in urls]
+        sources += [PackageSource(url, is_index=True, patient=patient) for url in urls]
     return [source for source in sources if not offline or source.url.startswith("file:")]
+
+
+def probe_index(url: str, pip: PipConfig, env: Mapping[str, str]) -> str | None:
+    """Return None when the package index at `url` answers, else the reason of the failure."""
+    if url.startswith("file:") and not path_of(url).is_dir():
+        return "no such folder"
+    try:
+        # Without retries: a resolution leaves out an index that is down, and reports it.
+        PackageSource(url, is_index=True).links("torch", Client(replace(pip, retries=0), env))
+    except RequestFailed as error:
+        return str(error)
+    return None

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from envbuild.image.blobs import Blobs
 
 _STALE_S = 7 * 86400
+# The folders that `working` is called for.
+_WORKING = ("building", "builders/new", "conda/linked", "docker", "launched", "layouts", "opened")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,42 +122,18 @@ class Store:
 
     @contextlib.contextmanager
     def working(self, *parts: str) -> Iterator[Path]:
-        """Remove temporary folders of killed runs below `parts`, and yield a new one, which is removed at the end.
-
-        On a network file system, flock on a folder may exclude only processes of the same machine. A folder of another
-        machine is therefore removed only when it is old. Raises BuildError when the folder cannot be created.
-        """
-        home = self.folder(*parts)
-        limit = time.time() - _STALE_S
-        for left in home.iterdir():
-            with contextlib.suppress(OSError):
-                if left.name.startswith(this_boot()) or left.stat().st_mtime < limit:
-                    with folder_lock(left, wait=False) as held:
-                        if held:
-                            remove_tree(left)
+        """Yield a `working_folder` below `parts`. Raises BuildError when it cannot be created."""
         with contextlib.ExitStack() as stack:
-            folder = self._held_folder(home, stack)
             try:
-                yield folder
-            finally:
-                remove_tree(folder)
-
-    def _held_folder(self, home: Path, stack: contextlib.ExitStack) -> Path:
-        """Return a new locked folder in `home`; the lock is released when `stack` is closed.
-
-        Another process may remove the folder as a left-over before it is locked; another folder is created then.
-        """
-        while True:
-            try:
-                folder = Path(tempfile.mkdtemp(dir=home, prefix=this_boot()))
+                folder = stack.enter_context(working_folder(self.folder(*parts)))
             except OSError as error:
                 raise self.unwritable(error) from error
-            try:
-                stack.enter_context(folder_lock(folder, wait=False))
-            except (BlockingIOError, FileNotFoundError):
-                continue
-            if folder.exists():
-                return folder
+            yield folder
+
+    def clean_working(self) -> None:
+        """Remove the folders that killed runs left in `working`."""
+        for parts in _WORKING:
+            clean_folders(self.root / parts)
 
     def clean_stale(self) -> None:
         """Remove unfinished downloads and unfinished files of killed runs that are old."""
@@ -166,6 +144,51 @@ class Store:
                 for entry in os.scandir(self.root / folder):
                     if entry.name.startswith(prefix) and entry.stat().st_mtime < limit:
                         os.unlink(entry.path)
+
+
+@contextlib.contextmanager
+def working_folder(home: Path, prefix: str = "") -> Iterator[Path]:
+    """Yield a new folder in `home`, named `prefix` and random characters, after `clean_folders`.
+
+    It is removed at the end, or after a kill by the next run. Raises OSError.
+    """
+    clean_folders(home, prefix)
+    with contextlib.ExitStack() as stack:
+        folder = _held_folder(home, prefix, stack)
+        try:
+            yield folder
+        finally:
+            remove_tree(folder)
+
+
+def clean_folders(home: Path, prefix: str = "") -> None:
+    """Remove this user's folders in `home`, which may be missing, that killed runs left. Errors are ignored.
+
+    On a network file system, flock on a folder may exclude only processes of the same machine. A folder of another
+    machine is therefore removed only when it is old.
+    """
+    limit = time.time() - _STALE_S
+    for left in home.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            about = left.lstat()  # in /tmp, other users may put links and folders under this name
+            old = left.name.startswith(prefix + this_boot()) or about.st_mtime < limit
+            if old and about.st_uid == os.getuid():
+                with folder_lock(left, wait=False) as held:
+                    if held:
+                        remove_tree(left)
+
+
+def _held_folder(home: Path, prefix: str, stack: contextlib.ExitStack) -> Path:
+    """Return a new locked folder in `home`; the lock is released when `stack` is closed.
+
+    Another process may remove the folder as a left-over before it is locked; another folder is created then.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(dir=home, prefix=prefix + this_boot()))
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            stack.enter_context(folder_lock(folder, wait=False))
+            if folder.exists():
+                return folder
 
 
 def remove_tree(folder: Path) -> None:

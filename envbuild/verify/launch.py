@@ -175,7 +175,8 @@ class Bench:
             name, options, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean=snapshot is not None
         )
         work, endpoint = str(self.nodes.work), f"{self.nodes.address(0)}:{self.nodes.free_port()}"
-        common = {"GLOO_SOCKET_IFNAME": self.nodes.interface, **_VARIABLES}
+        # Some runtimes show the host's /tmp in an image: torch's files must not stay there.
+        common = {"GLOO_SOCKET_IFNAME": self.nodes.interface, "TMPDIR": work, **_VARIABLES}
         running = Running(job, f"envbuild-{name}-{uuid.uuid4().hex[:8]}", self.work, time.monotonic(), self.nodes)
         try:
             for node in range(max(1, nodes)):

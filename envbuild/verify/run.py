@@ -35,7 +35,7 @@ def verify(
 ) -> Verdict:
     """Run every check on `subject`. If one fails, the nodes' logs are kept in `logs`."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="envbuild-verify-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="verify-", dir=env.get("TMPDIR"), ignore_cleanup_errors=True) as folder:
         work, site = Path(folder), load_site(env).fabric
         with subject.nodes(work, settings.nodes, env) as nodes:
             shape = (settings.nodes, settings.nproc_per_node)

@@ -194,9 +194,9 @@ def _enroot(image: ImageFile, program: Path, environment: Environment) -> Runtim
 def _open_enroot(
     program: Path, image: ImageFile, environment: Environment, in_place: bool, work: Path
 ) -> Iterator[Launch]:
-    if ":" in str(work) or len(str(work).split()) != 1:
+    if set(str(work)) & set(":\\") or len(str(work).split()) != 1:  # fstab(5) escapes by backslash
         raise HostError(
-            f"enroot cannot mount the folder {work}: its name has a colon or a space",
+            f"enroot cannot mount the folder {work}: its name has a colon, a backslash or a space",
             "set TMPDIR to a folder without them in its path",
         )
     host, inside = _host(image, environment.variables), passed(environment.variables)

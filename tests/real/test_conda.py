@@ -154,9 +154,11 @@ def test_inspect_and_diff_know_its_packages(pt_conda: Site, tmp_path: Path) -> N
 
 
 def test_a_copy_elsewhere_is_equal_and_its_scripts_run(tiny: Site, tmp_path: Path) -> None:
-    other = tmp_path / "a longer place with blanks é" / "env"
-    made = tiny.command.json("conda", "tiny", "--locked", "--prefix", other, "--no-verify")
+    other = tmp_path / "a longer place, with blanks, é, # and \\" / "env"
+    (temporary := tmp_path / "t").mkdir()
+    made = tiny.command.json("conda", "tiny", "--locked", "--prefix", other, "--no-verify", TMPDIR=str(temporary))
     assert made["digest"] == tiny.made["digest"]
+    assert list(temporary.iterdir()) == []  # uv locks an environment that is no venv by a file there
     done = tiny.command("diff", tiny.prefix, other)
     assert done.returncode == 0, done.stdout
     done = subprocess.run([other / "bin/numpy-config", "--version"], capture_output=True, text=True)

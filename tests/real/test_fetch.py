@@ -27,7 +27,8 @@ from envbuild.errors import BuildError
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.site.uv_config import uv_environment, uv_settings
-from envbuild.store.fetch import WantedWheel, locate_wheels, probe_index
+from envbuild.store.fetch import WantedWheel, locate_wheels
+from envbuild.store.sources import probe_index
 from envbuild.store.store import Store
 
 MEBIBYTE = 1 << 20
@@ -356,6 +357,21 @@ def test_trust_does_not_follow_a_redirect_to_another_server(
     index.always["/simple/demo/"] = (302, {"Location": f"{other.url}/demo/"})
     said = refusal(tmp_path, pip_for(index.url, trusted_hosts=(index.host,)), wanted)
     assert "certificate verify failed" in said and not other.seen
+
+
+def test_a_redirect_from_https_to_plain_http_is_refused_unless_the_host_is_trusted(
+    tmp_path: Path, serve: Callable[..., Index], authority: Authority
+) -> None:
+    plain, index = serve(), serve(tls=authority[1])
+    name = "demo-1.0-py3-none-any.whl"
+    wanted = index.add(name, b"data")
+    plain.add(name, b"data")
+    index.always[f"/files/{name}"] = (302, {"Location": f"http://{plain.host}/files/{name}"})
+    ca = str(authority[0])
+    said = refusal(tmp_path, pip_for(index.url, cert=ca), wanted)
+    assert f"redirects from HTTPS to plain HTTP at {plain.host}" in said and "trusted-host" in said
+    assert not plain.seen
+    assert fetch(tmp_path, pip_for(index.url, cert=ca, trusted_hosts=(plain.host,)), wanted)
 
 
 def test_the_password_does_not_follow_a_redirect_to_another_server(tmp_path: Path, serve: Callable[..., Index]) -> None:

@@ -183,6 +183,94 @@ def test_a_recipe_that_may_not_be_written_gets_its_lock_under_build(two: Command
         subprocess.run(["umount", sealed], check=True)
 
 
+class Served:
+    """A package index on loopback; `asked` are the paths that clients asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.asked = folder, list[str]()
+        asked = self.asked
+
+        class Pages(http.server.SimpleHTTPRequestHandler):
+            def log_request(self, *_: object) -> None:
+                asked.append(self.path)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Pages, directory=str(folder)))
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/simple"
+
+    def add(self, wheel: Path) -> None:
+        (self.folder / "files").mkdir(parents=True, exist_ok=True)
+        copy = shutil.copy(wheel, self.folder / "files")
+        page = self.folder / "simple" / wheel.name.partition("-")[0] / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256(Path(copy).read_bytes()).hexdigest()
+        with page.open("a") as stream:
+            stream.write(f'<a href="../../files/{wheel.name}#sha256={digest}">{wheel.name}</a>\n')
+
+
+@pytest.fixture
+def internal_and_public(lab: Command, tmp_path: Path) -> Iterator[tuple[Served, Served]]:
+    """An index of the site with `mypkg` 1.0, and one of the world with a foreign `mypkg` 99.0; both have `common`."""
+    internal, public = Served(tmp_path / "internal"), Served(tmp_path / "public")
+    internal.add(make_wheel(tmp_path / "made", "mypkg"))
+    public.add(make_wheel(tmp_path / "made", "mypkg", "99.0"))
+    public.add(make_wheel(tmp_path / "made", "around", requires=["mypkg"]))
+    for index in (internal, public):
+        index.add(make_wheel(tmp_path / "made", "common"))
+    public.add(make_wheel(tmp_path / "made", "common", "2.0"))
+    (lab.folder / "pip.conf").write_text("")
+    (lab.folder / "site.toml").write_text(f'[indexes]\ninternal = "{internal.url}"\n')
+    lab.env |= {"PIP_INDEX_URL": public.url, "PIP_NO_INDEX": "0", "ENVBUILD_SITE": str(lab.folder / "site.toml")}
+    yield internal, public
+    for index in (internal, public):
+        index.server.shutdown()
+        index.server.server_close()
+
+
+def test_a_name_on_two_indexes_is_warned_of_unless_one_is_a_copy(
+    lab: Command, internal_and_public: tuple[Served, Served]
+) -> None:
+    internal, public = internal_and_public
+    make_recipe(lab.folder / "recipes", "r", ["mypkg", "common"], targets="[targets.cpu-x86_64]\n")
+    done = lab("lock", "r", "--wheels", PIP_EXTRA_INDEX_URL=internal.url)
+    assert done.returncode == 0 and pins(lock_text(lab, "r")) == ["common==2.0", "mypkg==99.0"]
+    said = next(line for line in done.stderr.splitlines() if line.startswith("warning: several indexes"))
+    assert f"mypkg 99.0 ({public.url} and {internal.url})" in said and "[indexes]" in said and "common" not in said
+    assert "several" not in lab("lock", "r", "--wheels").stderr  # one index alone
+
+
+def test_a_bound_package_comes_from_its_index_alone(lab: Command, internal_and_public: tuple[Served, Served]) -> None:
+    internal, public = internal_and_public
+    bound, target = '[indexes]\nMyPkg = "internal"\n', "[targets.cpu-x86_64]\n"
+    make_recipe(lab.folder / "recipes", "r", ["mypkg", "around", "common"], extra=bound, targets=target)
+    done = lab("venv", "r", "--no-verify", "--out", "v")
+    assert done.returncode == 0, done.stderr
+    assert pins(lock_text(lab, "r")) == ["around==1.0", "common==2.0", "mypkg==1.0"] and "warning" not in done.stderr
+    assert (lab.folder / "v/lib/python3.11/site-packages/mypkg-1.0.dist-info").is_dir()
+    # Neither the resolution nor the download tells the world the name, nor takes anything else from this index.
+    assert not [path for path in public.asked if "mypkg" in path]
+    assert not [path for path in internal.asked if "common" in path or "around" in path]
+    assert any(path.startswith("/files/mypkg") for path in internal.asked)
+
+
+def test_a_binding_without_effect_is_an_error(lab: Command, internal_and_public: tuple[Served, Served]) -> None:
+    first, second = "[targets.cpu-x86_64]\n", '[targets.cpu-aarch64]\nrequirements = ["mypkg"]\n'
+    for index, target, said in [
+        ("internl", "cpu-aarch64", "this site has no index 'internl'; did you mean 'internal'?"),
+        ("internal", "cpu-x86_64", "mypkg is not bound: only other packages require it"),
+    ]:
+        extra = f'[indexes]\nmypkg = "{index}"\n'
+        make_recipe(lab.folder / "recipes", "r", ["around"], extra=extra, targets=first + second)
+        done = lab("lock", "r", "--wheels", "--target", target)
+        assert done.returncode == 3 and f"recipe.toml:6:1: {said}" in done.stderr, done.stderr
+    (lab.folder / "site.toml").write_text('[indexes]\ninternal = "http://127.0.0.1:9/simple"\n')
+    done = lab("lock", "r", "--wheels", "--target", "cpu-aarch64")
+    assert done.returncode == 3 and "mypkg comes from 'internal' alone" in done.stderr and "refused" in done.stderr
+
+
 @pytest.fixture
 def dated_index(tmp_path: Path) -> Iterator[str]:
     """An index with upload times (PEP 700). New `aged` and `young` have no wheel, `outer` needs `inner`, with none."""

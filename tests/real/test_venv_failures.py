@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -114,8 +115,16 @@ def own(pt_cpu: dict[str, Any], tmp_path: Path) -> Path:
     return link_tree(pt_cpu["path"], tmp_path / "v")
 
 
-def test_ctrl_c_during_verification_stops_the_ranks(own: Path, envbuild: Command) -> None:
-    child = envbuild.start("verify", own, "--epochs", "2000")
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    """An empty folder for TMPDIR."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    return folder
+
+
+def test_ctrl_c_during_verification_stops_the_ranks(own: Path, envbuild: Command, temporary: Path) -> None:
+    child = envbuild.start("verify", own, "--epochs", "2000", TMPDIR=str(temporary))
     deadline = time.monotonic() + 60
     while not ranks_of(own) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -130,11 +139,13 @@ def test_ctrl_c_during_verification_stops_the_ranks(own: Path, envbuild: Command
     deadline = time.monotonic() + 10
     while ranks_of(own) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert ranks_of(own) == []
+    assert ranks_of(own) == [] and list(temporary.iterdir()) == []
 
 
-def test_kill_9_during_verification_stops_the_ranks_too(own: Path, envbuild: Command) -> None:
-    child = envbuild.start("verify", own, "--epochs", "2000")
+def test_kill_9_during_verification_stops_the_ranks_too_and_the_next_run_removes_its_files(
+    own: Path, envbuild: Command, temporary: Path
+) -> None:
+    child = envbuild.start("verify", own, "--epochs", "2000", TMPDIR=str(temporary))
     deadline = time.monotonic() + 60
     while len(ranks_of(own)) < 4 and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -144,6 +155,10 @@ def test_kill_9_during_verification_stops_the_ranks_too(own: Path, envbuild: Com
     while ranks_of(own) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert ranks_of(own) == []
+    [left] = temporary.iterdir()
+    assert list(left.glob("*/torchelastic_*")), list(left.rglob("*"))
+    assert envbuild("plan", "pt_cpu", TMPDIR=str(temporary)).returncode == 0
+    assert list(temporary.iterdir()) == []
 
 
 def ranks_of(path: Path) -> list[int]:
@@ -218,6 +233,26 @@ def test_a_wheel_that_is_not_the_locked_one(small: Command) -> None:
     done = build(small)
     assert done.returncode in (3, 4) and "beta" in done.stderr, done.stderr
     assert "hash" in done.stderr.lower() and not (small.folder / "v").exists()
+
+
+def test_a_store_and_a_place_may_have_any_characters_in_their_names(small: Command) -> None:
+    """uv splits --find-links at commas, and takes what follows # for a fragment."""
+    (small.folder / "wheels, #").mkdir()
+    for wheel in (small.folder / "wheels").iterdir():
+        shutil.copy(wheel, small.folder / "wheels, #")
+    env = {"ENVBUILD_STORE": str(small.folder / "sto,re#\\"), "PIP_FIND_LINKS": (small.folder / "wheels, #").as_uri()}
+    done = small("venv", "small", "--no-verify", "--locked", "--out", "a,b#c\\", **env)
+    assert done.returncode == 0, done.stderr
+    assert (small.folder / "a,b#c\\/lib/python3.11/site-packages/alpha-1.0.dist-info").is_dir()
+
+
+def test_a_wheel_that_replaces_the_venv_s_configuration_is_refused(small: Command) -> None:
+    """uv installs it in silence; the venv's Python would then be the one that the wheel chooses."""
+    make_wheel(small.folder / "wheels", "delta", files={"delta-1.0.data/data/pyvenv.cfg": b"home = /elsewhere\n"})
+    make_recipe(small.folder / "recipes", "small", ["alpha==1.0", "delta==1.0"])
+    done = build(small)
+    assert done.returncode == 4 and "delta-1.0-py3-none-any.whl: " in done.stderr, done.stderr
+    assert "pyvenv.cfg" in done.stderr and not (small.folder / "v").exists() and litter(small) == []
 
 
 def test_a_missing_interpreter_lists_what_there_is(small: Command) -> None:

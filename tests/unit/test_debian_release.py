@@ -37,10 +37,12 @@ class Mirror:
     def file(self, name: str, suite: str = "bookworm") -> Path:
         return self.root / "dists" / suite / name
 
-    def resolve(self, *archives: DebianSuite, arch: str = "x86_64", packages: str = "tool") -> DebianLock:
+    def resolve(
+        self, *archives: DebianSuite, arch: str = "x86_64", packages: str = "tool", allow_expired: bool = False
+    ) -> DebianLock:
         return resolve_base(
             "bookworm", [packages], [], arch, archives=archives or self.archives, client=client(),
-            blobs=Blobs(self.root / "blobs"), keyring=self.keyring,
+            blobs=Blobs(self.root / "blobs"), keyring=self.keyring, allow_expired=allow_expired,
         )  # fmt: skip
 
 
@@ -152,6 +154,24 @@ def test_a_faulty_archive_is_refused_with_the_reason(mirror: Mirror, fault: obje
         mirror.resolve()
     assert "no archive serves bookworm:" in caught.value.message
     assert "backtrace" not in caught.value.message and caught.value.hint
+
+
+def test_an_archive_that_is_no_longer_renewed_is_refused_unless_the_user_allows_it(
+    mirror: Mirror, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise a mirror could withhold security fixes for ever with an old, correctly signed Release file."""
+    fresh = mirror.resolve()
+    path = mirror.file("InRelease")
+    data = mirror.file("main/binary-amd64/Packages.xz").read_bytes()
+    text = release_text(
+        "bookworm", {"main/binary-amd64/Packages.xz": data}, **{"Valid-Until": "Sat, 18 Jul 2026 10:16:37 UTC"}
+    )
+    path.write_bytes(KEY.clear(text))
+    with pytest.raises(LockError, match="Release file expired on 2026-07-18T10:16:37Z") as caught:
+        mirror.resolve()
+    assert "envbuild lock --allow-expired" in (caught.value.hint or "")
+    assert mirror.resolve(allow_expired=True) == fresh
+    assert "warning: " in (told := capsys.readouterr().err) and "expired" in told
 
 
 def test_an_expired_key_is_named_with_its_date(mirror: Mirror) -> None:

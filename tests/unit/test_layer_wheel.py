@@ -336,6 +336,7 @@ def without_record(rows: list[list[str]]) -> list[list[str]]:
         (Odd([(f"{D}/data/../../evil", b"")]), "is not a path"),
         (Odd([(f"{D}/elsewhere/x", b"")]), "no such part"),
         (Odd([(f"{D}/scripts", b"")]), "no such part"),
+        (Odd([(f"{D}/data/pyvenv.cfg", b"home = /elsewhere")]), "own pyvenv.cfg"),
         (Odd([("other-1.0.dist-info/METADATA", b"")]), "this has 2"),
         (Odd([], wheel=b""), "no Wheel-Version"),
         (Odd([], wheel=b"Wheel-Version: 2.0\n"), "format 2.0"),

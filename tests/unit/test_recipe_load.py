@@ -359,3 +359,24 @@ print(sorted(costly & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_bound_packages_are_checked_and_change_the_locks_that_have_them(tmp_path: Path) -> None:
+    start, targets = GOOD.split("[targets", 1)
+    text = (
+        start
+        + '[indexes]\nPIL-low = "a"\npillow = "internal"\nPillow = "internal"\ntorch = "In side"\n[targets'
+        + targets
+    )
+    assert mistakes(tmp_path, text) == [
+        "7:1: 'PIL-low' in [indexes] is in no `requirements`; did you mean 'pillow'? Accepted: numpy, pillow, torch",
+        "9:1: 'Pillow' in [indexes] is there in another spelling",
+        "10:1: 'torch' in [indexes]: 'In side' does not match ^[a-z0-9][a-z0-9_.-]*$",
+    ]
+    plain = load_text(tmp_path, GOOD)
+    one = load_text(tmp_path, start + '[indexes]\ntorch = "internal"\n[targets' + targets)
+    other = load_text(tmp_path, start + '[indexes]\nTorch = "internal"\n[targets' + targets)
+    cpu, arm = Target.parse("cpu-x86_64"), Target.parse("cpu-aarch64")
+    assert one.resolution_digest(cpu) == other.resolution_digest(cpu) != plain.resolution_digest(cpu)
+    assert one.resolution_digest(arm) == plain.resolution_digest(arm)  # it has no torch
+    assert one.image_digest(cpu) == plain.image_digest(cpu) and one.digest != plain.digest

@@ -220,12 +220,13 @@ def test_an_image_is_started_by_a_fake_enroot_in_place_or_unpacked(tmp_path: Pat
     assert list((tmp_path / "store" / "launched").glob("*")) == []
 
 
-def test_enroot_is_not_given_a_folder_that_its_fstab_cannot_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["a b", "a:b", "a\\b"])
+def test_enroot_is_not_given_a_folder_that_its_fstab_cannot_name(tmp_path: Path, name: str) -> None:
     program(tmp_path / "bin", "enroot", FAKE_ENROOT)
     (tmp_path / "x.sqsh").write_bytes(SUPERBLOCK)
     known = environment(tmp_path, ENROOT_SAID=str(tmp_path / "said"))
     runtime = runtimes.runtime_for(open_image_file(tmp_path / "x.sqsh"), "enroot", known)
-    with pytest.raises(HostError, match="colon or a space"), runtime.open(tmp_path / "a b"):
+    with pytest.raises(HostError, match="colon, a backslash or a space"), runtime.open(tmp_path / name):
         pass
 
 

@@ -35,6 +35,16 @@ def test_the_variable_goes_over_the_file(tmp_path: Path) -> None:
     assert site(tmp_path, XDG_CACHE_HOME="/cache").store == Path("/cache/envbuild")
 
 
+def test_indexes_by_name(tmp_path: Path) -> None:
+    found = site(tmp_path, '[indexes]\ninternal = "https://x.org/simple"\nlocal = "file:///srv/simple"\n')
+    assert found.indexes == {"internal": "https://x.org/simple", "local": "file:///srv/simple"}
+    with pytest.raises(RecipeError) as caught:
+        site(tmp_path, '[indexes]\nA = "https://x.org"\nb = "https://me:s3cret@x.org/simple"\nc = "/srv"\n')
+    said = caught.value.message
+    assert [line.split(": ")[0].rpartition("site.toml:")[2] for line in said.splitlines()] == ["2:1", "3:1", "4:1"]
+    assert "netrc" in said and "s3cret" not in said
+
+
 def test_mirrors_match_whole_path_parts_and_the_longest_prefix(tmp_path: Path) -> None:
     found = site(
         tmp_path,

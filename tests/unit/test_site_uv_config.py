@@ -4,7 +4,7 @@ import tomllib
 from pathlib import Path
 
 from envbuild.site.pip_config import PipConfig
-from envbuild.site.uv_config import uv_environment, uv_settings
+from envbuild.site.uv_config import bound_project, uv_environment, uv_settings
 
 
 def test_the_order_of_indexes() -> None:
@@ -28,6 +28,15 @@ def test_no_index_leaves_find_links_alone() -> None:
     pip = PipConfig(index_url="https://main", no_index=True, find_links=("/a b", 'C:\\"x"é\U0001f40d'))
     read = tomllib.loads(uv_settings(pip, ["https://recipe"]))
     assert read == {"index-strategy": "unsafe-best-match", "no-index": True, "find-links": list(pip.find_links)}
+
+
+def test_bound_packages_have_an_explicit_index() -> None:
+    bound = {"my-pkg": "https://a/simple", "other": "https://b/simple", "third": "https://a/simple"}
+    read = tomllib.loads(bound_project(["My_Pkg[x]>=1", "other"], bound))
+    assert read["project"]["dependencies"] == ["My_Pkg[x]>=1", "other"]
+    urls = {one["name"]: one["url"] for one in read["tool"]["uv"]["index"] if one["explicit"]}
+    assert {name: urls[one["index"]] for name, one in read["tool"]["uv"]["sources"].items()} == bound
+    assert len(urls) == 2
 
 
 def test_trusted_hosts() -> None:

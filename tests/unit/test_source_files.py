@@ -23,7 +23,7 @@ from lab.patchelf import patchelf
 from envbuild.artifacts.installed import check_files
 from envbuild.diagnose.engine import explain
 from envbuild.elf import MACHINES, read_elf
-from envbuild.errors import BuildError
+from envbuild.errors import BuildError, HostError
 from envbuild.layers import source_wheel
 from envbuild.layers.local_build_host import build_variables, local_build_host
 from envbuild.layers.source_causes import config_error, failure
@@ -384,6 +384,13 @@ def test_a_build_sees_compilers_and_modules_and_no_tokens(tmp_path: Path) -> Non
     assert "HF_TOKEN" not in seen and "CFLAGS" not in seen and seen["LC_ALL"] == "C"
     assert seen["HOME"] == str(tmp_path) and seen["CPATH"] == "/opt/cuda/include"
     assert "no-such-program: not found" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize("name", ["a,b", "a#b", "a\\b"])
+def test_a_store_whose_path_make_would_read_as_syntax_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    with pytest.raises(HostError, match="its path has one of") as caught, local_build_host(tmp_path / name, {}):
+        pass
+    assert "ENVBUILD_STORE" in (caught.value.hint or "")
 
 
 def test_places_are_filled_into_options_and_shell_variables_are_left(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ import errno
 import hashlib
 import json
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from envbuild.environment import load_environment
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor
 from envbuild.image.squashfs.segment import Segment, save
 from envbuild.store.check import check_store
-from envbuild.store.store import Store
+from envbuild.store.store import _WORKING, Store
 
 NAME = "demo-1.0-py3-none-any.whl"
 
@@ -185,6 +189,51 @@ def test_a_file_system_without_flock_gives_working_folders(store: Store, monkeyp
     monkeypatch.setattr("fcntl.flock", flock)
     with store.working("work") as first, store.working("work") as second:
         assert first.is_dir() and second.is_dir()
+
+
+_WORKS = """
+import sys, time
+from pathlib import Path
+from envbuild.environment import load_environment
+with load_environment().with_tmpdir() as environment, environment.store.working(*sys.argv[1:]) as folder:
+    print(environment.variables["TMPDIR"], folder, sep="\\n", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_next_run_removes_the_temporary_folders_of_a_killed_one_and_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variables = {**os.environ, "ENVBUILD_STORE": str(tmp_path / "store"), "TMPDIR": str(tmp_path)}
+    begun = [
+        subprocess.Popen([sys.executable, "-c", _WORKS, kind], env=variables, stdout=subprocess.PIPE, text=True)
+        for kind in ("launched", "building")
+    ]
+    dead, alive = ([Path(child.stdout.readline().strip()) for _ in range(2)] for child in begun if child.stdout)
+    foreign = tmp_path / "envbuild-run-of-mine"
+    foreign.mkdir()
+    begun[0].kill()
+    begun[0].wait()
+    (dead[0] / "torchelastic_x").mkdir()
+    assert all(path.is_dir() for path in (*dead, *alive)) and dead[0].parent == tmp_path
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with load_environment(variables).with_tmpdir() as environment:
+        own = Path(environment.variables["TMPDIR"])
+        assert own.is_dir() and own.stat().st_mode & 0o777 == 0o700
+        assert environment.uv_environment()["TMPDIR"] == str(own)  # uv leaves locks of conda environments in it
+        # Room for a socket: torch_shm_manager's is TMPDIR/torch-shm-dir-XXXXXX/manager.sock.
+        assert len(f"/tmp/{own.name}/verify-12345678/torch-shm-dir-123456/manager.sock") < 107
+    begun[1].kill()
+    begun[1].communicate()
+    begun[0].communicate()
+    assert not any(path.exists() for path in (*dead, own)) and all(path.is_dir() for path in (*alive, foreign))
+
+
+def test_all_working_folders_are_known_to_the_clean_up() -> None:
+    calls = re.compile(r'\.working\(((?:"[a-z]+"(?:, )?)+)\)')
+    source = Path(__file__).parents[2] / "envbuild"
+    found = (text for path in source.rglob("*.py") for text in calls.findall(path.read_text()))
+    assert {"/".join(re.findall(r"[a-z]+", text)) for text in found} == set(_WORKING)
 
 
 def test_working_folders_of_many_callers_at_once_stay_theirs(tmp_path: Path) -> None:
