@@ -23,7 +23,6 @@ from lab.wheels import make_wheel
 from envbuild.artifacts.installed import check_files
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest
-from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE, Entry, Tree
 from envbuild.layers.bytecode import Compiler, find_compiler
 from envbuild.layers.compose import (
@@ -377,5 +376,5 @@ def test_a_compilers_identity_is_all_but_its_place() -> None:
 
 def test_blobs_and_notes_lie_where_the_store_says(tmp_path: Path) -> None:
     TarCache(Store(tmp_path), print).part(simple())
-    assert Store(tmp_path).blobs == Blobs(tmp_path / "blobs")
+    assert Store(tmp_path).blobs.root == tmp_path / "blobs"
     assert blob(Store(tmp_path), simple().key).stat().st_mode & 0o777 == 0o644
