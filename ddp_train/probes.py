@@ -20,7 +20,7 @@ import torch
 from .distributed import Group
 from .errors import BAD_INPUT, TrainError, one_line, os_reason
 
-# `envbuild verify` sets it to the path of the file that names the probes.
+# `envbuild verify` sets it to the path of the file that names the probes, or to nothing for a launch without them.
 PROBES = "DDP_TRAIN_PROBES"
 _LATE_S = 0.02
 
@@ -31,7 +31,7 @@ def run_probes(group: Group, environ: Mapping[str, str]) -> dict[str, Any]:
     Raises TrainError if the file of requests cannot be read.
     """
     path = environ.get(PROBES)
-    if path is None or group.backend is None:
+    if not path or group.backend is None:
         return {}
     try:
         request = json.loads(Path(path).read_text(encoding="utf-8"))

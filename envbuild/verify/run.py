@@ -34,7 +34,7 @@ RESUME_AFTER, PROBES = "DDP_TRAIN_RESUME_AFTER", "DDP_TRAIN_PROBES"
 _REQUEST = ".trainer/probes.json"
 _OF_FILES = (check_installed, check_trainer, check_architecture, check_accelerator)
 # Seconds for the timed all-reduces. NCCL's go up to 1 GiB; gloo's get the longer time only if a floor judges them.
-_BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.1", "1"
+_BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.05", "1"
 
 
 def verify(
@@ -123,7 +123,8 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
 
 def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> AbstractContextManager[Running]:
     settings = bench.settings
-    return bench.start("resume", settings.epochs, shape=(settings.nodes, 1), snapshot="train", extra=extra)
+    variables = {PROBES: "", **(extra or {})}  # the first launch probed torch
+    return bench.start("resume", settings.epochs, shape=(settings.nodes, 1), snapshot="train", extra=variables)
 
 
 def _may_start_beside(first: Running, reference: Outcome) -> bool:
