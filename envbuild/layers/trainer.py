@@ -47,8 +47,8 @@ class Trainer:
             digest.update(content)
         return "sha256:" + digest.hexdigest()
 
-    def wheel(self) -> bytes:
-        """Return the wheel's bytes (PyPA binary distribution format 1.0), the same on every machine."""
+    def entries(self) -> list[tuple[str, bytes]]:
+        """Return the files of the wheel by their paths; the last one is its RECORD."""
         entries = [
             *self.files,
             (f"{_DIST_INFO}/METADATA", _METADATA.encode()),
@@ -58,11 +58,14 @@ class Trainer:
         for name, data in entries:
             digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
             record += f"{name},sha256={digest},{len(data)}\n"
-        entries.append((f"{_DIST_INFO}/RECORD", f"{record}{_DIST_INFO}/RECORD,,\n".encode()))
+        return [*entries, (f"{_DIST_INFO}/RECORD", f"{record}{_DIST_INFO}/RECORD,,\n".encode())]
+
+    def wheel(self) -> bytes:
+        """Return the wheel's bytes (PyPA binary distribution format 1.0), the same on every machine."""
         buffer = io.BytesIO()
         # Stored, not deflated, so that the bytes do not depend on the zlib of the Python build.
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-            for name, data in entries:
+            for name, data in self.entries():
                 info = zipfile.ZipInfo(name, date_time=(2020, 1, 1, 0, 0, 0))
                 info.external_attr = 0o100644 << 16
                 archive.writestr(info, data)

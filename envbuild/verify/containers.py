@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from envbuild.artifacts import survey as survey_module
 from envbuild.artifacts.state import State
-from envbuild.artifacts.survey import Survey, read_survey
+from envbuild.artifacts.survey import Survey, read_survey, survey_files
 from envbuild.errors import HostError, VerificationError
 from envbuild.image.tar_stream import Chunks
 from envbuild.layers.compose import PREFIX
@@ -154,14 +153,14 @@ class ContainerNodes:
         except (ValueError, KeyError, TypeError) as error:
             raise VerificationError(f"the image could not be surveyed: {error}") from error
 
-    def prepare(self) -> None:
-        """Copy the tools of verification into the shared folder. Raises VerificationError when the daemon refuses."""
-        package = Path(survey_module.__file__).parents[1]
+    def share(self, files: Mapping[str, bytes]) -> None:
+        """Write files into the shared folder. Raises VerificationError when the daemon refuses."""
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w") as archive:
-            for name in survey_module.MODULES:
-                archive.add(package / name, f".tools/envbuild/{name}")
-            archive.add(processes.__file__, ".tools/processes.py")
+            for name, content in files.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
         if not self.containers[0].put_archive(WORK, buffer.getvalue()):
             raise VerificationError("the docker daemon refused files for a container")
 
@@ -218,7 +217,8 @@ def container_nodes(
             text = str(getattr(error, "explanation", None) or error)
             raise HostError(f"the docker daemon could not start containers of the image: {text}") from error
         nodes = ContainerNodes(client, [containers[node] for node in range(count)], name)
-        nodes.prepare()
+        script = {".tools/processes.py": Path(processes.__file__).read_bytes()}
+        nodes.share({**survey_files(".tools"), **script})
         yield nodes
     finally:
         _remove(containers.values(), others)

@@ -61,6 +61,12 @@ class HostNodes:
             "stop the processes that listen on them: `ss -tlnp` lists them",
         )
 
+    def share(self, files: Mapping[str, bytes]) -> None:
+        for name, content in files.items():
+            place = self.folder / name
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+
     def start(
         self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:

@@ -20,7 +20,10 @@ from envbuild import torchrun
 from envbuild.diagnose.nccl_log import parse_nccl_log
 from envbuild.verify.model import Agent, Nodes, Settings, Subject
 from envbuild.verify.network import Network
+from envbuild.verify.probes import Request
 
+# envbuild's own trainer, in the work folder: the artifact's copy must not judge the artifact.
+TRAINER = ".trainer/start.py"
 _STEPS = 16
 _POLL_S = 0.05
 _GRACE_S = 10.0
@@ -33,8 +36,7 @@ _VARIABLES = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
-    # The reports are judged by envbuild, so training continues after a failed self-check. This is a variable
-    # because the trainers of older artifacts ignore it, while they would reject an unknown option.
+    # The reports are judged by envbuild, so training continues after a failed self-check.
     "DDP_TRAIN_JUDGED_LATER": "1",
 }
 
@@ -147,6 +149,7 @@ class Bench:
     settings: Settings
     subject: Subject
     network: Network
+    request: Request
     floor: float = 0.0
     floor_of: str = ""
 
@@ -192,7 +195,7 @@ class Bench:
 
 def _command(job: TrainingJob, node: int, endpoint: str, run_id: str, nodes: Nodes) -> list[str]:
     """Return the command of a torchrun agent, or of the bare trainer if `job.nodes` is 0."""
-    trainer = ["-m", "ddp_train", *job.arguments, "--report", str(nodes.work / f"{job.name}-report{node}.json")]
+    trainer = [str(nodes.work / TRAINER), *job.arguments, "--report", str(nodes.work / f"{job.name}-report{node}.json")]
     if not job.nodes:
         return ["python", *trainer]
     program = ["python", "-c", _LEAN] if job.lean else ["torchrun"]

@@ -17,7 +17,7 @@ from envbuild.artifacts.survey import Survey
 from envbuild.recipe.model import VerifyTable
 from envbuild.recipe.targets import Target
 
-PASS, FAIL, BLOCKED = "pass", "fail", "blocked"
+PASS, FAIL, BLOCKED, NOT_TRIED = "pass", "fail", "blocked", "not tried"
 # A report of the trainer, as it wrote it (ddp_train/report.py).
 Report = Mapping[str, Any]
 
@@ -46,6 +46,9 @@ class Nodes(Protocol):
 
     def free_port(self) -> int:
         """Return a free TCP port of node 0."""
+
+    def share(self, files: Mapping[str, bytes]) -> None:
+        """Write files, by their paths in `work`, which all nodes see."""
 
     def start(self, node: int, program: str, arguments: Sequence[str], extra: Mapping[str, str], log: Path) -> Agent:
         """Start a program of the artifact on a node, with `extra` variables; its output goes to this host's `log`."""
@@ -105,7 +108,8 @@ class Subject:
 class Check:
     """The result of one check; `cause` is the usual cause of a failure, `evidence` holds the figures behind the result.
 
-    `status` is "pass", "fail" or "blocked": not judged because the check named in `seen` failed.
+    `status` is "pass", "fail", "blocked" (not judged because the check named in `seen` failed) or "not tried" (`seen`
+    says why).
     """
 
     name: str
@@ -138,6 +142,11 @@ def blocked(name: str, by: str) -> Check:
     return Check(name, check_texts()[name]["title"], BLOCKED, f"not judged: {by} failed", "")
 
 
+def not_tried(name: str, why: str) -> Check:
+    """Return a check that this verification does not make."""
+    return Check(name, check_texts()[name]["title"], NOT_TRIED, f"not tried: {why}", "")
+
+
 @dataclass(frozen=True)
 class Settings(VerifyTable):
     """Settings of a verification: the recipe's [verify] table, overridden by command-line options."""
@@ -161,4 +170,4 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        return all(check.status == "pass" for check in self.checks)
+        return all(check.status in (PASS, NOT_TRIED) for check in self.checks)

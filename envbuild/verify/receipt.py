@@ -14,11 +14,11 @@ from typing import Any
 
 from envbuild import __version__
 from envbuild.atomic import write_atomically
-from envbuild.verify.model import FAIL, Subject, Verdict
+from envbuild.verify.model import FAIL, NOT_TRIED, Subject, Verdict
 from envbuild.verify.network import nccl_version
 
 FORMAT = 1
-_MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--"}
+_MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--", "not tried": "--"}
 
 
 def receipt_path(artifact: Path) -> Path:
@@ -115,7 +115,7 @@ def check_lines(receipt: Mapping[str, Any]) -> list[str]:
 
 def failures(receipt: Mapping[str, Any]) -> str:
     """Describe the failed checks of a receipt: the finding, the expectation, the usual cause."""
-    checks = receipt["checks"]
+    checks = [check for check in receipt["checks"] if check["status"] != NOT_TRIED]
     failed = [check for check in checks if check["status"] == FAIL]
     parts = [
         f"{check['name']} ({check['title']})\n    seen:     {check['seen']}\n"

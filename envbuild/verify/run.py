@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import json
+import os
 import re
 import shutil
 import tempfile
@@ -15,19 +17,25 @@ from typing import Any
 from envbuild.progress import Log
 from envbuild.site.settings import FabricTable, load_site
 from envbuild.verify import training_checks as training
-from envbuild.verify.launch import Bench, Outcome, Running
-from envbuild.verify.model import FAIL, PASS, Check, Settings, Subject, Verdict, blocked, check_texts
+from envbuild.verify.launch import TRAINER, Bench, Outcome, Running
+from envbuild.verify.model import FAIL, PASS, Check, Settings, Subject, Verdict, blocked, check_texts, not_tried
+from envbuild.verify.model import judge as judged
 from envbuild.verify.network import network_of
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs
+from envbuild.verify.own_trainer import check_trainer, trainer_files
+from envbuild.verify.probe_checks import check_allreduce, check_collectives, check_optimizer, check_sampler
+from envbuild.verify.probes import make_request
 from envbuild.verify.static_checks import check_accelerator, check_architecture, check_installed, check_layer
 
 # Long enough to kill a rank in the middle of training, even on a fast machine: after this many snapshots.
 _FAULT_EPOCHS, _KILLED_AFTER = 40, 2
 _SAVED = re.compile(r"Epoch (\d+) \| Training snapshot saved")
-# Read by the trainer (ddp_train/loop.py).
-RESUME_AFTER = "DDP_TRAIN_RESUME_AFTER"
+# Read by the trainer (ddp_train/resume.py, ddp_train/probes.py).
+RESUME_AFTER, PROBES = "DDP_TRAIN_RESUME_AFTER", "DDP_TRAIN_PROBES"
+_REQUEST = ".trainer/probes.json"
+_OF_FILES = (check_installed, check_trainer, check_architecture, check_accelerator)
 # Seconds for the timed all-reduces. NCCL's go up to 1 GiB; gloo's get the longer time only if a floor judges them.
-_BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.1", "1"
+_BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.05", "1"
 
 
 def verify(
@@ -40,7 +48,10 @@ def verify(
         with subject.nodes(work, settings.nodes, env) as nodes:
             shape = (settings.nodes, settings.nproc_per_node)
             network = network_of(subject, nodes, shape, env, site)
-            checks = _checks(Bench(nodes, work, settings, subject, network, *_floor(subject, settings, site)), log)
+            request = make_request(settings.nodes * settings.nproc_per_node)
+            nodes.share({**trainer_files(), _REQUEST: json.dumps(request).encode()})
+            bench = Bench(nodes, work, settings, subject, network, request, *_floor(subject, settings, site))
+            checks = _checks(bench, log)
         failed = any(check.status == FAIL for check in checks)
         kept = _keep(work, logs) if failed and logs else None
     return Verdict(tuple(checks), settings, time.monotonic() - started, kept)
@@ -80,8 +91,10 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
         alone = launches.enter_context(bench.start("reference", reference_epochs, shape=(0, 1)))
         survey = subject.survey(bench.nodes)
         alone.wait_for_output()
-        half = launches.enter_context(bench.start("train", settings.first_epochs, bandwidth_s=bandwidth_s))
-        checks = [check(subject, survey) for check in (check_installed, check_architecture, check_accelerator)]
+        request = {PROBES: str(bench.nodes.work / _REQUEST)}
+        train = bench.start("train", settings.first_epochs, bandwidth_s=bandwidth_s, extra=request)
+        half = launches.enter_context(train)
+        checks = [check(subject, survey) for check in _OF_FILES]
         checks += [check_layer(layer, bench.nodes, bench.work) for layer in subject.state.layers if layer.check]
         again = None
         # The second launch may prepare beside the first if it disturbs no measurement.
@@ -104,21 +117,24 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
         checks.append(_fault_check(bench, reference, reference_epochs))
     elif settings.faults:
         checks.append(blocked("restart", "launch"))
+    else:
+        checks.append(not_tried("restart", "give --faults to kill a rank"))
     return checks
 
 
 def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> AbstractContextManager[Running]:
     settings = bench.settings
-    return bench.start("resume", settings.epochs, shape=(settings.nodes, 1), snapshot="train", extra=extra)
+    variables = {PROBES: "", **(extra or {})}  # the first launch probed torch
+    return bench.start("resume", settings.epochs, shape=(settings.nodes, 1), snapshot="train", extra=variables)
 
 
 def _may_start_beside(first: Running, reference: Outcome) -> bool:
-    """Return whether the artifact's trainer can wait for its turn beside `first`, by the report of `reference`.
+    """Return whether the second launch may start beside `first`, which it may not after a failed `reference`.
 
     In that case, sleep until the agents of `first` have imported torch, as long as the reference took.
     """
     report = reference.reports[0] if reference.reports else {}
-    if RESUME_AFTER not in report.get("variables", []):
+    if "seconds" not in report:
         return False
     imported = first.started + float(report["seconds"]["import_torch"])
     time.sleep(max(0.0, imported - time.monotonic()))
@@ -131,6 +147,7 @@ def judge_launches(bench: Bench, first: Outcome, second: Outcome, reference: Out
     `first` trained for half of the epochs, `second` continued to the end, `reference` is one process.
     """
     epochs, half = bench.settings.epochs, bench.settings.first_epochs
+    trainer = os.path.realpath((bench.nodes.work / TRAINER).parent / "ddp_train/__init__.py")
 
     def losses() -> list[float]:
         return training.losses_of(first.reports[0]) + training.losses_of(second.reports[0])
@@ -142,12 +159,15 @@ def judge_launches(bench: Bench, first: Outcome, second: Outcome, reference: Out
     judges: dict[str, Callable[[], Check]] = {
         "launch": lambda: training.check_launch("launch", first),
         "world": lambda: training.check_world(first.job, first.reports),
-        "versions": lambda: training.check_versions(bench.subject, first.reports),
+        "versions": lambda: training.check_versions(bench.subject, first.reports, trainer),
         "fabric": lambda: _fabric(bench, first.reports[0]),
         "libraries": lambda: check_libraries(bench.subject, bench.network.fabric, first.reports[0]),
-        "allreduce": lambda: training.check_allreduce(first.reports[0]),
+        "allreduce": lambda: check_allreduce(bench.request, first.reports[0]),
+        "collectives": lambda: check_collectives(bench.request, first.reports[0]),
         "bandwidth": lambda: check_bandwidth(first.reports[0], bench.floor, bench.floor_of),
         "parameters": lambda: training.check_parameters(first.reports[0]),
+        "sampler": lambda: check_sampler(bench.request, first.reports[0]),
+        "optimizer": lambda: check_optimizer(bench.request, first.reports[0]),
         "snapshot": lambda: training.check_snapshot(first.reports[0], bench.work / "train.pt", half),
         "relaunch": lambda: training.check_launch("relaunch", second),
         "resume": lambda: training.check_resume(second.job, second.reports, half, epochs),
@@ -161,8 +181,17 @@ def judge_launches(bench: Bench, first: Outcome, second: Outcome, reference: Out
     for name, judge in judges.items():
         needs = check_texts()[name].get("needs", ())
         by = next((need for need in needs if found[need].status != PASS), None)
-        found[name] = blocked(name, by) if by else judge()
+        found[name] = blocked(name, by) if by else _judged(name, judge)
     return list(found.values())
+
+
+def _judged(name: str, judge: Callable[[], Check]) -> Check:
+    """Return the result of `judge`; a failed check if the reports that it reads are malformed."""
+    try:
+        return judge()
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        seen = f"a report of the trainer is malformed: {type(error).__name__}: {error}"
+        return judged(name, False, seen=seen, expected="a report as the trainer writes it", evidence={})
 
 
 def _fabric(bench: Bench, report: Mapping[str, Any]) -> Check:

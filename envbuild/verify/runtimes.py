@@ -25,9 +25,8 @@ from pathlib import Path, PurePosixPath
 from typing import cast
 
 from envbuild import process
-from envbuild.artifacts import survey as survey_module
 from envbuild.artifacts.state import State
-from envbuild.artifacts.survey import Survey, read_survey
+from envbuild.artifacts.survey import Survey, read_survey, survey_files
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError, VerificationError
 from envbuild.image.blobs import file_digest
@@ -104,13 +103,10 @@ def open_file_subject(path: Path, environment: Environment, runtime: str | None)
 
 @contextmanager
 def _nodes(runtime: Runtime, work: Path) -> Iterator[HostNodes]:
-    package = Path(survey_module.__file__).parents[1]
-    for name in survey_module.MODULES:
-        place = work / _TOOLS / "envbuild" / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(package / name, place)
     with runtime.open(work) as launch:
-        yield HostNodes(work, launch, PurePosixPath(runtime.work))
+        nodes = HostNodes(work, launch, PurePosixPath(runtime.work))
+        nodes.share(survey_files(_TOOLS))
+        yield nodes
 
 
 def _survey(nodes: HostNodes, where: list[str], timeout_s: float) -> Survey:

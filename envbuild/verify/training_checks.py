@@ -74,22 +74,6 @@ def check_world(job: TrainingJob, reports: Sequence[Report]) -> Check:
     )
 
 
-def check_allreduce(report: Report) -> Check:
-    """Check that the all-reduce of known tensors was exact on every rank."""
-    rows = [(rank["rank"], row) for rank in report["ranks"] for row in rank["allreduce"]]
-    wrong = [
-        f"rank {rank}: {row['dtype']} × {row['numel']} off by {row['max_error']}" for rank, row in rows if not row["ok"]
-    ]
-    ranks = {rank for rank, _ in rows}
-    return judge(
-        "allreduce",
-        not wrong and ranks == set(range(report["world_size"])),
-        seen="; ".join(wrong[:5]) or f"{len(rows)} sums exact on {len(ranks)} ranks",
-        expected=f"every sum exact on all {report['world_size']} ranks",
-        evidence={"sums": [{"rank": rank, **row} for rank, row in rows]},
-    )
-
-
 def check_parameters(report: Report) -> Check:
     """Check that all ranks ended with the same parameters, bit for bit."""
     digests = {str(rank["rank"]): rank["parameters_digest"] for rank in report["ranks"]}
@@ -203,8 +187,8 @@ def check_restart(outcome: Outcome, killed: Mapping[str, Any], reference: Sequen
     )
 
 
-def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
-    """Check that the ranks loaded the artifact's own interpreter, torch and trainer, in the locked versions."""
+def check_versions(subject: Subject, reports: Sequence[Report], trainer: str) -> Check:
+    """Check that the ranks loaded the artifact's own, locked interpreter and torch, and the `trainer` of envbuild."""
     state = subject.state
     locked = next((version for name, version, _ in state.packages if name == "torch"), None)
     wrong: list[str] = []
@@ -216,9 +200,11 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
         if locked is not None and rank["torch_version"] != locked:
             wrong.append(f"{where}: torch {rank['torch_version']}, locked {locked}")
         wrong += _wrong_build(where, rank, subject.target, locked is not None)
-        for what in ("torch_file", "ddp_train_file", "sys_executable"):
+        for what in ("torch_file", "sys_executable"):
             if not subject.holds(rank[what]):
                 wrong.append(f"{where}: {what} is {rank[what]}, outside of the artifact")
+        if rank["ddp_train_file"] != trainer:
+            wrong.append(f"{where}: the trainer is {rank['ddp_train_file']}, not envbuild's")
     first = reports[0]["ranks"][0]
     return judge(
         "versions",
@@ -230,7 +216,7 @@ def check_versions(subject: Subject, reports: Sequence[Report]) -> Check:
             "torch": first["torch_version"],
             "torch_cuda": first["torch_cuda"],
             "backend": reports[0]["backend"],
-            **{name: subject.relative(first[name]) for name in ("torch_file", "ddp_train_file")},
+            "torch_file": subject.relative(first["torch_file"]),
             "executable": subject.relative(first["sys_executable"]),
         },
     )

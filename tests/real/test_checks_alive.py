@@ -7,8 +7,12 @@ checks do not depend on each other share a launch. Reports that are wrong in oth
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import hashlib
+import json
 import os
+import re
 import shutil
 import socket
 import textwrap
@@ -20,6 +24,7 @@ from typing import Any
 import pytest
 
 from envbuild.artifacts import venv
+from envbuild.fingerprint import record_digest
 from envbuild.kinds.commit import open_subject
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
@@ -94,14 +99,16 @@ BREAKS = {
             import torch
             randperm = torch.randperm
             def other(n, *, generator=None, **kwargs):
-                return randperm(n, generator=torch.Generator().manual_seed(987), **kwargs)
+                if n == 1024:  # the training's samples, and not the probes'
+                    generator = torch.Generator().manual_seed(987)
+                return randperm(n, generator=generator, **kwargs)
             torch.randperm = other
         """,
     ),
     "an optimizer that does not step": (
-        ["loss"],
+        ["optimizer"],
         """
-        if rank is not None or "ddp_train" in sys.orig_argv:
+        if rank is not None or any("reference-report" in word for word in sys.orig_argv):
             import torch
             torch.optim.SGD.step = lambda self, closure=None: None
         """,
@@ -178,6 +185,24 @@ def test_no_restart_is_seen(subject: Subject, tmp_path: Path, monkeypatch: pytes
     assert failed(run_checks(subject, tmp_path, settings=settings)) == ["restart"]
 
 
+def replace_trainer(venv: Path, packages: Path) -> None:
+    """Put another trainer into a venv, as consistently as its builder would: in RECORD and in envbuild.json.
+
+    It fails at once, so a verification that ran it would see no launch finish.
+    """
+    content = b"raise SystemExit(7)\n"
+    digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+    record = next(packages.glob("ddp_train-*.dist-info")) / "RECORD"
+    row = f"ddp_train/__main__.py,sha256={digest},{len(content)}"
+    text = re.sub(r"^ddp_train/__main__\.py,.*$", row, record.read_text(), flags=re.MULTILINE)
+    state = json.loads((venv / "envbuild.json").read_text())
+    next(one for one in state["packages"] if one[0] == "ddp-train")[2] = record_digest(text.encode())
+    files = {packages / "ddp_train/__main__.py": content, record: text.encode()}
+    for file, data in {**files, venv / "envbuild.json": json.dumps(state).encode()}.items():
+        file.unlink()  # a hard link
+        file.write_bytes(data)
+
+
 def test_packages_that_are_not_the_locked_ones(envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path) -> None:
     packages = link_tree(pt_cpu["path"], tmp_path / "v") / "lib/python3.11/site-packages"
     # Edited, not in place: the file is a hardlink.
@@ -188,9 +213,11 @@ def test_packages_that_are_not_the_locked_ones(envbuild: Command, pt_cpu: dict[s
     old = next(packages.glob("tqdm-*.dist-info"))
     shutil.move(old, old.with_name("tqdm-0.0.1.dist-info"))
     (packages / "startup.pth").write_text("import os")
+    replace_trainer(tmp_path / "v", packages)
     line = ("verify", "v", "--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
     done = envbuild(*line)
-    assert done.returncode == 5 and "1 of 16 checks failed\n  installed" in done.stderr, done.stderr
+    assert done.returncode == 5 and "2 of 20 checks failed\n  installed" in done.stderr, done.stderr
+    assert "\n  trainer (" in done.stderr, done.stderr
     for word in ("site-packages/sympy/abc.py", "tqdm: locked", "installed 0.0.1", "site-packages/startup.pth"):
         assert word in done.stderr, word
 
@@ -216,6 +243,6 @@ def test_a_library_of_another_architecture(envbuild: Command, pt_cpu: dict[str, 
     links = f"{os.environ.get('PIP_FIND_LINKS', '')} {tmp_path / 'wheels'}"
     done = envbuild("venv", "foreign", "--out", "v", PIP_FIND_LINKS=links)
     assert done.returncode == 5, done.stderr
-    assert "1 of 16 checks failed\n  architecture" in done.stderr and "native.so is" in done.stderr
+    assert "1 of 20 checks failed\n  architecture" in done.stderr and "native.so is" in done.stderr
     assert not (tmp_path / "v").exists() and (tmp_path / "v.failed/bin/torchrun").exists()
     assert (tmp_path / "v.failed.receipt.json").exists()

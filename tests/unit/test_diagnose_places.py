@@ -36,7 +36,6 @@ VERIFICATION = {
     "interface-unknown": "RuntimeError: Unable to find address for: hsn0",
     "gloo-abort-at-exit": "terminate called without an active exception",
     "worker-killed": "E api.py:869] got signal 9 (SIGKILL)",
-    "trainer-older": "ddp_train: error: unrecognized arguments: --bandwidth 1",
     "trainer-gpus": "ddp_train: error: --backend nccl: 1 rank on this node, no GPU",
     "trainer-input": "ddp_train: error: --epochs: must be positive",
 }

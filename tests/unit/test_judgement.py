@@ -1,4 +1,4 @@
-"""A recorded verification of pt_cpu, 2 × 2 ranks, that passed: break one thing, see exactly its check fail.
+"""Recorded launches and probes of pt_cpu, 2 × 2 ranks, that passed: break one thing, see exactly its check fail.
 
 tests/real/test_checks_alive.py breaks real launches; here is what need not be launched to be broken.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from envbuild.verify.network import Network
 from envbuild.verify.run import _floor, judge_launches
 
 RECORDED = Path(__file__).parent / "data/verification/launches.json"
+PROBED = RECORDED.with_name("probes.json")
 ROOT = Path("/build/venv")
 
 Launched = dict[str, Any]
@@ -49,8 +50,42 @@ def split(launched: Launched) -> None:
     launched["first"]["reports"].append(json.loads(json.dumps(report)))
 
 
-def wrong_sum(launched: Launched) -> None:
-    ranks(launched)[1]["allreduce"][4] |= {"ok": False, "max_error": 1.0}
+def wrong_result(check: str, case: str) -> Callable[[Launched], object]:
+    return lambda launched: ranks(launched)[1]["probes"][check].update({case: "0" * 64})
+
+
+def probed(name: str, value: object, *numbers: int) -> Callable[[Launched], object]:
+    """Every rank of `numbers` (default: all) reported `value` for the probe `name`."""
+    return lambda launched: [ranks(launched)[rank]["probes"].update({name: value}) for rank in numbers or range(4)]
+
+
+def first_epoch_again(launched: Launched) -> None:
+    """The sampler ignores set_epoch."""
+    for rank in ranks(launched):
+        rank["probes"]["sampler"] = [rank["probes"]["sampler"][0]] * 3
+
+
+def other_epoch(launched: Launched) -> None:
+    """The order of an epoch does not follow from its number."""
+    for rank in ranks(launched):
+        rank["probes"]["sampler"][2] = rank["probes"]["sampler"][1]
+
+
+def one_share(launched: Launched) -> None:
+    """All ranks train on rank 0's samples."""
+    probed("sampler", ranks(launched)[0]["probes"]["sampler"])(launched)
+
+
+def early(launched: Launched) -> None:
+    """Rank 3 left the barrier before the last rank entered it."""
+    ranks(launched)[3]["probes"]["barrier"]["left"] = ranks(launched)[3]["probes"]["barrier"]["entered"]
+    ranks(launched)[0]["probes"]["barrier"]["entered"] += 3600
+    for rank in ranks(launched)[:3]:
+        rank["probes"]["barrier"]["left"] += 3600
+
+
+def other_step(launched: Launched) -> None:
+    ranks(launched)[2]["probes"]["optimizer"][5] += 1e-6
 
 
 def flat(launched: Launched) -> None:
@@ -69,8 +104,27 @@ BREAKS: dict[str, tuple[str, Callable[[Launched], object]]] = {
     "another torch than the locked one": ("versions", lambda r: ranks(r)[0].update(torch_version="1.0.0")),
     "torch for CUDA on a CPU target": ("versions", lambda r: ranks(r)[0].update(torch_cuda="12.6")),
     "torch of the user": ("versions", lambda r: ranks(r)[3].update(torch_file="/home/u/.local/torch/__init__.py")),
-    "a wrong sum on one rank": ("allreduce", wrong_sum),
-    "a rank that summed nothing": ("allreduce", lambda r: ranks(r)[2].update(allreduce=[])),
+    "a trainer that is not envbuild's": (
+        "versions", lambda r: ranks(r)[1].update(ddp_train_file="/build/venv/lib/ddp_train/__init__.py")),
+    "a wrong sum on one rank": ("allreduce", wrong_result("allreduce", "sum float64 × 1023")),
+    "a wrong large sum": ("allreduce", wrong_result("allreduce", "sum float32 × 4194304")),
+    "a wrong sum in bfloat16": ("allreduce", wrong_result("allreduce", "sum bfloat16 × 524288")),
+    "a wrong maximum": ("allreduce", wrong_result("allreduce", "max int64 × 1023")),
+    "a wrong minimum": ("allreduce", wrong_result("allreduce", "min float16 × 1023")),
+    "a wrong product": ("allreduce", wrong_result("allreduce", "product float32 × 1023")),
+    "a type that torch should support": (
+        "allreduce",
+        lambda r: ranks(r)[1]["probes"]["allreduce"].update({"sum bfloat16 × 1023": "error: Invalid scalar type"})),
+    "a rank that summed nothing": ("allreduce", probed("allreduce", {}, 2)),
+    "a report without probes": ("allreduce", lambda r: ranks(r)[2].pop("probes")),
+    "a wrong broadcast": ("collectives", wrong_result("collectives", "broadcast float32 × 131072")),
+    "a wrong all-gather": ("collectives", wrong_result("collectives", "all_gather int64 × 1023")),
+    "a wrong reduce-scatter": ("collectives", wrong_result("collectives", "reduce_scatter bfloat16 × 1023")),
+    "a barrier that does not wait": ("collectives", early),
+    "a sampler that ignores set_epoch": ("sampler", first_epoch_again),
+    "a sampler with an order of its own": ("sampler", other_epoch),
+    "a sampler that gives all ranks one share": ("sampler", one_share),
+    "a step of another size": ("optimizer", other_step),
     "other parameters on one rank": ("parameters", lambda r: ranks(r)[1].update(parameters_digest="0" * 64)),
     "no snapshot after the last epoch": (
         "snapshot", lambda r: r["first"]["reports"][0].update(snapshots=[{"epoch": 0, "path": "train.pt"}])),
@@ -108,10 +162,10 @@ def judged(launched: Launched, work: Path, floor: float = 0.0, floor_of: str = "
         for name, job in (("first", "job"), ("second", "resumed"), ("reference", "job"))
     )
     network = Network(find_fabric(subject.state.fabric), CPU)
-    nodes: Any = SimpleNamespace(interface=launched["interface"])
+    nodes: Any = SimpleNamespace(interface=launched["interface"], work=PurePosixPath("/verification"))
     settings = Settings(epochs=launched["epochs"])
     assert settings.first_epochs == launched["half"]
-    bench = Bench(nodes, work, settings, subject, network, floor, floor_of)
+    bench = Bench(nodes, work, settings, subject, network, launched["request"], floor, floor_of)
     return judge_launches(bench, first, second, reference)
 
 
@@ -120,7 +174,10 @@ def launched(tmp_path: Path) -> Launched:
     with zipfile.ZipFile(tmp_path / "train.pt", "w") as archive:
         archive.writestr("train/data.pkl", bytes(1000))
     found: Launched = json.loads(RECORDED.read_text())
-    return found
+    probed = json.loads(PROBED.read_text())
+    for rank, probes in zip(ranks(found), probed["ranks"], strict=True):
+        rank["probes"] = probes
+    return {**found, "request": probed["request"]}
 
 
 def test_nothing_broken_nothing_fails(launched: Launched, tmp_path: Path) -> None:
@@ -128,8 +185,8 @@ def test_nothing_broken_nothing_fails(launched: Launched, tmp_path: Path) -> Non
     assert [(check.name, check.status) for check in checks] == [
         (name, "pass")
         for name in (
-            "launch", "world", "versions", "fabric", "allreduce", "bandwidth", "parameters", "snapshot",
-            "relaunch", "resume", "reference", "loss", "curve",
+            "launch", "world", "versions", "fabric", "allreduce", "collectives", "bandwidth", "parameters", "sampler",
+            "optimizer", "snapshot", "relaunch", "resume", "reference", "loss", "curve",
         )
     ]  # fmt: skip
 
@@ -197,3 +254,13 @@ def test_a_report_that_is_not_json_fails_its_launch(name: str, check: str, launc
     (failure,) = (one for one in checks if one.status == "fail")
     assert failure.name == check and "train-report0.json is not JSON" in failure.seen
     assert "blocked" in {one.status for one in checks}
+
+
+@pytest.mark.parametrize("value", [None, 7, "x", [], [[]], {}, {"entered": "x"}])
+@pytest.mark.parametrize("name", ["allreduce", "collectives", "barrier", "sampler", "optimizer"])
+def test_a_malformed_probe_fails_its_check(name: str, value: object, launched: Launched, tmp_path: Path) -> None:
+    for rank in ranks(launched):
+        rank["probes"][name] = value
+    checks = judged(launched, tmp_path)
+    check = "collectives" if name == "barrier" else name
+    assert [one.name for one in checks if one.status == "fail"] == [check]
