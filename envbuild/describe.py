@@ -5,14 +5,13 @@ docs/reference/inspect.md documents its fields.
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
 from envbuild.inspect.facts import Description, Inventory, completed
-from envbuild.inspect.masking import masked, masked_text, masked_words
 from envbuild.kinds import ARTIFACTS, DOCKER
-from envbuild.verify.receipt import receipt_path
+from envbuild.masking import masked, masked_text, masked_words
+from envbuild.verify.receipt import read_receipt, receipt_path
 
 FORMAT = 1
 
@@ -67,7 +66,7 @@ def _receipt_of(about: Description) -> dict[str, Any] | None:
     else:
         return None
     try:
-        receipt = json.loads(path.read_text(encoding="utf-8"))
+        receipt = read_receipt(path)
         digest, plan = receipt["artifact"]["digest"], receipt["plan"]["digest"]
         # Daemons and docker archives do not keep the manifest, whose digest is in the receipt.
         matches = digest == about.digest if about.digest else plan == about.plan_digest
@@ -82,7 +81,7 @@ def _receipt_of(about: Description) -> dict[str, Any] | None:
             "verified_at": receipt.get("verified_at"),
             "pushed": receipt["artifact"].get("pushed"),
         }
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         return None
 
 

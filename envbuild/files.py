@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
 import envbuild
+
+_MOST = 16 << 20
 
 
 def shipped(name: str) -> Path:
@@ -14,6 +17,15 @@ def shipped(name: str) -> Path:
     package = Path(envbuild.__file__).parent
     bundled = package / "_bundled" / name
     return bundled if bundled.exists() else package.parent / name
+
+
+def read_small(path: Path) -> bytes:
+    """Return the content of a file of at most 16 MiB. Raises OSError, also for a larger one: a device has no end."""
+    with path.open("rb") as stream:
+        data = stream.read(_MOST + 1)
+    if len(data) > _MOST:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
+    return data
 
 
 def link_or_copy(source: Path, place: Path) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from envbuild.errors import BuildError, EnvbuildError, HostError
+from envbuild.masking import redact
+from envbuild.progress import clean
 
 # How many lines of a failed tool's output an error message shows.
 TAIL_LINES = 30
@@ -120,6 +122,9 @@ def follow(command: Sequence[str | Path], env: Mapping[str, str], on_line: Calla
 
 
 def tail(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the last lines of a tool's output, indented: of stderr, or of stdout if stderr is empty."""
+    """Return the last lines of a tool's output, indented, without passwords and commands to a terminal.
+
+    They are those of stderr, or of stdout if stderr is empty.
+    """
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    return "\n".join(f"  {line}" for line in lines[-TAIL_LINES:])
+    return redact("\n".join(f"  {clean(line)}" for line in lines[-TAIL_LINES:]))

@@ -123,10 +123,23 @@ def walk_files(folder: Path) -> Iterator[str]:
 
 
 def _record_entries(record: Path) -> Iterator[tuple[str, str, int | None]]:
+    """Yield (path, digest, size) of each row. A row that csv refuses, with a NUL or a huge field, is left out."""
     try:
-        with io.TextIOWrapper(io.BytesIO(read_regular(record)), newline="", encoding="utf-8") as stream:
-            for path, digest, size in ((*row, "", "")[:3] for row in csv.reader(stream) if row):
-                yield path, digest, int(size) if size.isdigit() else None
+        # Paths may be any bytes, as in os.walk.
+        text = read_regular(record).decode("utf-8", "surrogateescape")
+        with io.StringIO(text, newline="") as stream:
+            rows = csv.reader(stream)
+            while True:
+                try:
+                    row = next(rows, None)
+                except csv.Error:
+                    continue
+                if row is None:
+                    return
+                path, digest, size = (*row, "", "", "")[:3]
+                if path:
+                    # More than 18 digits are the size of no file.
+                    yield path, digest, int(size) if size.isdecimal() and len(size) <= 18 else None
     except OSError:
         return
 

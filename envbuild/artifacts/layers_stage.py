@@ -24,9 +24,10 @@ from envbuild.recipe.sources import SourceLayer
 
 # The modules that this one needs, relative to the package's folder.
 MODULES = (
-    "__init__.py", "elf.py", "errors.py", "fingerprint.py", "names.py", "process.py",
+    "__init__.py", "elf.py", "errors.py", "files.py", "fingerprint.py", "masking.py", "names.py", "process.py",
+    "progress.py",
     "artifacts/__init__.py", "artifacts/installed.py", "artifacts/layers_stage.py",
-    "data/__init__.py", "data/diagnoses.toml", "data/nccl_log.toml",
+    "data/__init__.py", "data/diagnoses.toml", "data/nccl_log.toml", "data/secrets.toml",
     "diagnose/__init__.py", "diagnose/engine.py", "diagnose/exception.py",
     "diagnose/nccl_log.py", "diagnose/rules.py",
     "layers/__init__.py", "layers/local_build_host.py", "layers/source_files.py",

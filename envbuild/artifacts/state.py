@@ -135,8 +135,11 @@ def parse_state(text: bytes, where: str) -> State:
             raise ValueError("another format")
         data["packages"] = tuple((str(n), str(v), str(r)) for n, v, r in data["packages"])
         data["layers"] = tuple(_layer(**table) for table in data.get("layers", ()))
+        for name, value in data.items():
+            if name not in ("packages", "layers") and type(value) is not (dict if name == "verify" else str):
+                raise ValueError(f"{name} is {value!r}")
         return State(**data)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BuildError(f"{where}: cannot be understood: {error}", "build the environment again") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -49,15 +50,18 @@ def open_build(recipe: str, target: str | None) -> tuple[Environment, LoadedReci
 def check_out(path: Path | None, option: str = "--out") -> None:
     """Check that at most the parent folder of `path` is missing: a typo must not silently create a tree of folders.
 
-    Raises UsageError.
+    Raises UsageError, and OSError for a path that is too long for the system.
     """
     above = path.absolute().parent.parent if path else Path()
     try:
-        above.stat()
+        (path or above).lstat()
         return
     except FileNotFoundError:
-        pass
-    except OSError:  # not accessible or not a folder: writing reports it
+        if above.exists():
+            return
+    except OSError as error:  # not accessible or not a folder: writing reports it
+        if error.errno == errno.ENAMETOOLONG:
+            raise
         return
     folders = reversed([above, *above.parents])
     missing = next((folder for folder in folders if not folder.exists()), above)

@@ -91,7 +91,7 @@ def _locked(package: Package) -> LockedDeb:
     fields = package.fields()
     size = fields.get("size", "")
     architecture, path, sha256 = (fields.get(name, "") for name in ("architecture", "filename", "sha256"))
-    count = int(size) if size.isdecimal() else 0
+    count = int(size) if size.isdecimal() and len(size) <= 18 else 0
     return LockedDeb(package.name, package.version, architecture, path, sha256.lower(), count, package.archive)
 
 

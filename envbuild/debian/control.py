@@ -17,7 +17,9 @@ _RELATION = re.compile(
     rf"(?P<name>{_NAME})(?::(?P<qualifier>[a-z0-9\-]+))?"
     r"\s*(?:\(\s*(?P<operator><<|<=|=|>=|>>)\s*(?P<version>[^\s()]+)\s*\))?"
 )
-_VERSION = re.compile(r"(?:(?P<epoch>[0-9]+):)?(?P<upstream>[0-9A-Za-z.+~:\-]*?)(?:-(?P<revision>[0-9A-Za-z.+~]*))?")
+_VERSION = re.compile(
+    r"(?:(?P<epoch>[0-9]{1,9}):)?(?P<upstream>[0-9A-Za-z.+~:\-]*?)(?:-(?P<revision>[0-9A-Za-z.+~]*))?"
+)
 # The results of `compare_versions` that satisfy an operator.
 _ORDERS = {"<<": (-1,), "<=": (-1, 0), "=": (0,), ">=": (0, 1), ">>": (1,)}
 _FIELD = re.compile(r"([!-9;-~]+):[ \t]*(.*)")
@@ -98,7 +100,8 @@ def compare_versions(one: str, other: str) -> int:
 @functools.lru_cache(maxsize=4096)
 def _key(version: str) -> tuple[int, tuple[object, ...], tuple[object, ...]]:
     match = _VERSION.fullmatch(version)
-    if match is None or not match["upstream"]:
+    # Python's int refuses 4,300 digits; no version has so many characters.
+    if match is None or not match["upstream"] or len(version) > 1000:
         raise LockError(f"{version!r} is not a Debian version")
     return int(match["epoch"] or 0), _part(match["upstream"]), _part(match["revision"] or "")
 

@@ -6,6 +6,7 @@ signature by a known key is enough.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -102,9 +103,11 @@ def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], wher
         return content
     except Exception as error:  # noqa: BLE001 - pysequoia raises whatever Rust's anyhow becomes
         raise LockError(
-            f"{where}: {_why(asked, keys) or _first(error)}",
-            "a proxy or mirror may have changed it; a mirror that signs with its own key needs that key as the site's "
-            "keyring",
+            f"{where}: {_late(content) or _why(asked, keys) or _first(error)}",
+            "set this host's clock"
+            if _late(content)
+            else "a proxy or mirror may have changed it; a mirror that signs with its own key needs that key as the "
+            "site's keyring",
         ) from None
 
 
@@ -175,6 +178,13 @@ def _get(url: str, client: Client) -> bytes:
     return bytes(client.page(url).content)
 
 
+def _late(content: bytes) -> str | None:
+    """Return that this host's clock is before the date of the Release file `content`, None if it is not."""
+    found = re.search(rb"^Date:(.*)$", content, re.MULTILINE | re.IGNORECASE)
+    made, now = _iso(found[1].decode("ascii", "replace")) if found else "", f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
+    return f"it was signed at {made}, and this host's clock is at {now}" if made > now else None
+
+
 def _why(asked: Sequence[str], keys: Sequence[Cert]) -> str | None:
     """Return why no signature by the keys named in `asked` is good, None when there was no signature at all."""
     from pysequoia.packet import PacketPile
@@ -188,8 +198,13 @@ def _why(asked: Sequence[str], keys: Sequence[Cert]) -> str | None:
         # A signature names its key by fingerprint, an old one by the fingerprint's last 16 digits.
         if not any(str(own).endswith(name) for own in prints for name in wanted):
             continue
-        if cert.expiration is not None and cert.expiration < datetime.now(UTC):
-            reasons.append(f"the key {cert.fingerprint} expired on {cert.expiration:%Y-%m-%d}")
+        try:
+            ends = cert.expiration
+        except Exception as error:  # noqa: BLE001 - pysequoia raises whatever Rust's anyhow becomes
+            reasons.append(f"the key {cert.fingerprint} is not valid at this host's time: {_first(error)}")
+            continue
+        if ends is not None and ends < datetime.now(UTC):
+            reasons.append(f"the key {cert.fingerprint} expired on {ends:%Y-%m-%d}")
         elif cert.is_revoked:
             reasons.append(f"the key {cert.fingerprint} is revoked")
         else:

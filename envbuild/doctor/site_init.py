@@ -132,7 +132,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[str]:
         if not value or name.lower() in seen:
             continue
         seen.add(name.lower())
-        if job_variable_problem(name) or value_problem(value) or re.search(r"://[^/\s]*@", value):
+        if job_variable_problem(name) or value_problem(value):
             yield f"# {name} is left out: it holds a user's name or password. Use a proxy that needs none."
         else:
             yield _said(name, value, "as in this shell")

@@ -12,7 +12,7 @@ from typing import Any
 
 from envbuild.inspect.comparable import LEFT_OUT, NO_CONDA, SITE, comparable, view_of
 from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, ArtifactReader, Description, Inventory, completed
-from envbuild.inspect.masking import HIDDEN, is_secret, masked_words
+from envbuild.masking import masked, masked_words
 from envbuild.site.pip_config import redact
 
 ADDED, REMOVED, CHANGED = "added", "removed", "changed"
@@ -221,7 +221,7 @@ def _shown(name: str, value: Any) -> str | None:
     text = str(value)
     if name.startswith(("env ", "label ")):
         text = text[1:]
-        return HIDDEN if is_secret(name.partition(" ")[2]) and text else redact(text)
+        return masked({name.partition(" ")[2]: text}).popitem()[1]
     if name in ("entrypoint", "cmd"):
         return json.dumps(masked_words(json.loads(text)))
     return redact(text)

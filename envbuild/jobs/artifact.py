@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from envbuild.jobs.model import JobArtifact
 from envbuild.kinds import ARTIFACTS, DOCKER, kind_at
 from envbuild.layers.compose import PREFIX
 from envbuild.verify.network import nccl_version
-from envbuild.verify.receipt import passing_receipt, receipt_path
+from envbuild.verify.receipt import passing_receipt, read_receipt, receipt_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
         python=found.python,
         fabric=state.fabric,
         provider=find_fabric(state.fabric).provider,
-        verified_at=receipt["verified_at"] if receipt and not changed else "",
+        verified_at=receipt.get("verified_at", "") if receipt and not changed else "",
     )
     packages = frozenset(name for name, _, _ in state.packages)
     return JobInputs(artifact, state.layers, nccl_version(state), state.verify, packages)
@@ -161,7 +160,7 @@ def _image(named: str, target: str | None, unverified: bool, receipt: dict[str, 
         python=f"/{PREFIX}/bin/python",
         fabric=fabric,
         provider=find_fabric(fabric).provider,
-        verified_at=receipt["verified_at"] if receipt and passed else "",
+        verified_at=receipt.get("verified_at", "") if receipt and passed else "",
     )
     _check_target(named, artifact.target, target)
     layers = tuple(
@@ -188,9 +187,9 @@ def _receipt_of(digest: str | None, target: str | None) -> dict[str, Any] | None
 
 def _receipt(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found["artifact"]["digest"], found["artifact"]["path"], found["recipe"]["name"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = read_receipt(path)
+        found["target"], found["recipe"]["name"], found["artifact"]["path"]
+    except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{path}: cannot be understood: {error}", "build the image again") from error
     return found
 

@@ -128,5 +128,5 @@ def _bash(script: Path, env: Mapping[str, str], work: Path) -> int:
 def _show(log: Path, begun: int) -> None:
     with suppress(OSError), log.open("rb") as file:
         file.seek(begun)
-        shutil.copyfileobj(file, sys.stderr.buffer)
+        sys.stderr.write(file.read().decode(errors="replace"))
         sys.stderr.flush()

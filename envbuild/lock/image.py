@@ -81,7 +81,7 @@ def parse_image(text: str, source: str) -> ImageLock:
     """Parse a lock's text; `source` names the file in messages. Raises LockError."""
     try:
         data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # tomllib's own, and that of an integer with thousands of digits
         raise _faulty(source, str(error)) from None
     if type(data.get("format")) is not int:
         raise _faulty(source, "`format` is not a number")

@@ -12,6 +12,7 @@ from typing import Generic, NotRequired, Protocol, TypedDict, TypeVar
 from envbuild.atomic import write_atomically
 from envbuild.environment import Environment
 from envbuild.errors import LockError
+from envbuild.files import read_small
 from envbuild.progress import Log
 from envbuild.recipe.find import command_word, shipped_folder
 from envbuild.recipe.load import LoadedRecipe
@@ -190,7 +191,7 @@ def update(
 def read_lock_file(path: Path, parse: Callable[[str, str], T]) -> T | None:
     """Return `parse` applied to the text and name of `path`, None without a file. Raises LockError if unreadable."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small(path).decode().replace("\r\n", "\n")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:

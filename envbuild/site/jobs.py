@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
+from envbuild.masking import looks_secret, redact
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.toml import form, key
 
 # Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
-_SECRET = re.compile(r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|PRIVATE", re.I)
+_SECRET = re.compile(
+    r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|(^|_)(KEY|PAT)$|PRIVATE", re.I
+)
 _DEFAULT_LAUNCHERS = ", ".join(f"{known[0]} on {TITLES[name]}" for name, known in LAUNCHERS.items() if known)
 # A time limit: [D-]HH:MM:SS.
 TIME_PATTERN = r"(\d{1,4}-)?\d{1,3}:\d{2}:\d{2}"
@@ -55,11 +58,13 @@ def line_problem(text: str) -> str | None:
 
 
 def value_problem(value: str) -> str | None:
-    """Return why `value` may not be the value of a variable, or None: job scripts show it, so no passwords in URLs."""
+    """Return why `value` may not be the value of a variable, or None: others read job scripts, so no secrets."""
     if not value.isprintable():
         return "a variable's value is text on one line"
-    if re.search(r"://[^/\s@]+:[^/\s@]+@", value):
-        return "holds a password, and job scripts are read by others; use a proxy or mirror that needs none"
+    if redact(value) != value:
+        return "holds a password or token, and job scripts are read by others; use a proxy or mirror that needs none"
+    if looks_secret(value):
+        return "looks like a secret: job scripts are read by others; let the job read it from a file of your own"
     return None
 
 

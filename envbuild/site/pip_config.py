@@ -6,6 +6,7 @@ overrides `[global]` and an environment variable overrides every file.
 
 from __future__ import annotations
 
+import locale
 import os
 import re
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from envbuild.errors import RecipeError
+from envbuild.files import read_small
+from envbuild.masking import redact as redact
 
 T = TypeVar("T")
 # Sections that affect downloads, in ascending precedence; the environment overrides them.
@@ -27,19 +30,6 @@ _WANTED = (
     "index-url", "extra-index-url", "find-links", "no-index", "cert", "client-cert", "trusted-host", "proxy",
     "timeout", "retries",
 )  # fmt: skip
-_USERINFO = re.compile(r"(?<=://)[^/\s?#]*@")
-# Tokens of conda channels: https://host/t/TOKEN/channel. Below /v2/ are the repositories of registries.
-_TOKEN = re.compile(r"((?i:https?)://[^/\s]*(?!/v2/)(?:/[^/\s]+)*?/t/)[^/\s]+")
-
-
-def redact(text: str) -> str:
-    """Return `text` with `****` for the password or bare token of every URL in it, and for a conda channel's token."""
-
-    def hide(match: re.Match[str]) -> str:
-        user, colon, _secret = match.group()[:-1].partition(":")
-        return f"{user}:****@" if colon else "****@"
-
-    return _TOKEN.sub(r"\1****", _USERINFO.sub(hide, text))
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,7 +76,7 @@ def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Pa
         value = text(name)
         found = parse(value) if value is not None else None
         if value is not None and found is None:
-            raise RecipeError(f"{settings[name].where}: {name} takes {kind}, not {value!r}")
+            raise RecipeError(f"{settings[name].where}: {name} takes {kind}, not {value!r:.100}")
         return found
 
     return PipConfig(
@@ -102,7 +92,7 @@ def load_pip_config(env: Mapping[str, str], *, prefix: str = sys.prefix, etc: Pa
         trusted_hosts=words("trusted-host"),
         proxy=text("proxy"),
         timeout_s=parsed("timeout", "seconds", _seconds),
-        retries=parsed("retries", "a count", lambda value: int(value) if value.isdecimal() else None),
+        retries=parsed("retries", "a count", lambda value: int(value) if re.fullmatch("[0-9]{1,6}", value) else None),
     )
 
 
@@ -152,9 +142,11 @@ def _read(path: Path) -> Iterator[tuple[str, str, _Setting]]:
 
     parser = configparser.RawConfigParser()
     try:
-        text = path.read_text()
+        text = read_small(path).decode(locale.getpreferredencoding(False))  # as pip does
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from error
+    if "\0" in text:
+        raise RecipeError(f"{path}:{text[: text.index(chr(0))].count(chr(10)) + 1}: a NUL character", "remove it")
     try:
         parser.read_string(text, str(path))
     except configparser.Error as error:

@@ -41,10 +41,6 @@ _variable_problem = form(
 )
 
 
-def _value_problem(value: str) -> str | None:
-    return None if value.isprintable() else "a variable's value is text on one line"
-
-
 @dataclass(frozen=True, slots=True)
 class RegistryTable:
     """`[registries.HOST]`: access to one image registry."""
@@ -83,7 +79,7 @@ class FabricTable:
     )
     variables: dict[str, str] = key(
         {}, "Variables of every job on GPUs, over those that the fabric needs.",
-        key_check=_variable_problem, check=_value_problem,
+        key_check=_variable_problem, check=jobs.value_problem,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.errors import EnvbuildError, RecipeError
+from envbuild.files import read_small
 
 Keys = tuple[str | int, ...]
 _BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
@@ -47,7 +48,7 @@ class Document:
 def read(path: Path, error: type[EnvbuildError] = RecipeError) -> Document:
     """Parse the TOML file at `path`. Raises `error` when it cannot be read, is not UTF-8, or is not TOML."""
     try:
-        raw = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        raw = read_small(path).removeprefix(codecs.BOM_UTF8)
     except FileNotFoundError:
         raise error(f"{path}: no such file") from None
     except IsADirectoryError:

@@ -18,6 +18,12 @@ from envbuild.verify.model import FAIL, NOT_TRIED, Subject, Verdict
 from envbuild.verify.network import nccl_version
 
 FORMAT = 1
+# The parts of a receipt that are read, and their types; those with ? may be missing.
+_PARTS = {
+    "format?": int, "passed": bool, "verified_at?": str, "artifact.digest": str, "artifact.path?": str,
+    "artifact.pushed?": str, "recipe.name?": str, "plan.digest?": str, "target?": str, "fabric?": str,
+    "settings?": dict, "versions.nccl?": str, "packages?": list, "layers?": list,
+}  # fmt: skip
 _MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--", "not tried": "--"}
 
 
@@ -74,13 +80,36 @@ def write_receipt(receipt: dict[str, Any], path: Path) -> None:
     write_atomically(receipt_path(path), json.dumps(receipt, indent=1) + "\n")
 
 
+def read_receipt(path: Path) -> dict[str, Any]:
+    """Return the receipt in the file `path`. Raises OSError, and ValueError if a part that is used is malformed."""
+    try:
+        receipt = json.loads(path.read_bytes())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    for place, kind in _PARTS.items():
+        *above, name = place.removesuffix("?").split(".")
+        part: Any = receipt
+        for key in above:
+            part = part.get(key, {}) if isinstance(part, dict) else None
+        if not isinstance(part, dict):
+            raise ValueError(f"`{'.'.join(above) or 'the receipt'}` is no object")
+        value = part.get(name)
+        if not isinstance(value, kind) and not (place.endswith("?") and value is None):
+            raise ValueError(f"`{'.'.join([*above, name])}` is {'missing' if value is None else f'{value!r:.100}'}")
+    for row in receipt.get("layers") or ():
+        if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("name", "version")):
+            raise ValueError(f"`layers` has {row!r:.100}")
+    loaded: dict[str, Any] = receipt
+    return loaded
+
+
 def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
     """Return the receipt beside `path` if it passed and is for the artifact with `digest`, else None."""
     try:
-        receipt = json.loads(receipt_path(path).read_text(encoding="utf-8"))
-        good = receipt["format"] == FORMAT and receipt["passed"] and receipt["artifact"]["digest"] == digest
-    except (OSError, ValueError, KeyError, TypeError):
+        receipt = read_receipt(receipt_path(path))
+    except (OSError, ValueError):
         return None
+    good = receipt.get("format") == FORMAT and receipt["passed"] and receipt["artifact"]["digest"] == digest
     return receipt if good else None
 
 

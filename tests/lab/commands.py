@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli import COMMANDS, cli
+from envbuild.cli.commands import COMMANDS, cli
 
 TOP = Path(__file__).resolve().parents[2]
 PAGES = [TOP / "README.md", *sorted((TOP / "docs").rglob("*.md"))]

@@ -21,7 +21,7 @@ from lab import artifacts
 from lab.commands import TOP
 
 from envbuild.artifacts.state import State
-from envbuild.cli import cli
+from envbuild.cli.commands import cli
 from envbuild.image.blobs import Blobs, file_digest
 from envbuild.verify.receipt import receipt_path
 

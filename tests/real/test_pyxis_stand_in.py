@@ -19,7 +19,7 @@ from lab.jobs import Jobs
 from lab.pyxis_stand_in import CREATED, DATA
 from lab.slurm import Cluster, slurm_cluster
 
-from envbuild.cli import cli
+from envbuild.cli.commands import cli
 
 from .conftest import REPOSITORY
 

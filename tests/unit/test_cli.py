@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from lab.users import as_nobody
 
-from envbuild.cli import cli
+from envbuild.cli.commands import cli
 from envbuild.cli.common import check_out
 from envbuild.errors import UsageError
 
@@ -37,7 +37,7 @@ def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
 
 
 def test_help_lists_every_command_with_examples() -> None:
-    from envbuild.cli import COMMANDS
+    from envbuild.cli.commands import COMMANDS
 
     assert all(name in run("--help").stdout for name in COMMANDS)
     for name in COMMANDS:
@@ -163,16 +163,16 @@ def test_an_interruption_where_python_drops_exceptions_still_interrupts(signal_n
     """A weak reference's callback is such a place; the import system uses one for every module."""
     script = f"""if True:
         import signal, sys, time, weakref
-        from envbuild import cli
+        from envbuild.cli import commands, main
         class Thing: pass
         def lose():
             thing = Thing()
             kept = weakref.ref(thing, lambda _: signal.raise_signal(signal.{signal_name}))
             del thing
             time.sleep(20)
-        cli.cli.main = lambda **_: lose()
+        commands.cli.main = lambda **_: lose()
         sys.argv = ["envbuild", "list"]
-        cli.main()
+        main()
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=15)
     assert (done.returncode, done.stderr) == (130, "envbuild: interrupted\n")
@@ -183,9 +183,9 @@ def test_an_interruption_within_code_made_of_text_exits_as_any_other(tmp_path: P
     (tmp_path / "interrupted.py").write_text(
         textwrap.dedent("""
             import signal
-            from envbuild import cli
-            cli.cli.main = lambda **_: exec("import signal; signal.raise_signal(signal.SIGINT)")
-            cli.main()
+            from envbuild.cli import commands, main
+            commands.cli.main = lambda **_: exec("import signal; signal.raise_signal(signal.SIGINT)")
+            main()
         """)
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
@@ -199,12 +199,11 @@ def test_an_interruption_within_code_made_of_text_exits_as_any_other(tmp_path: P
 def test_a_command_that_ends_with_a_code_of_its_own_ends_with_it() -> None:
     script = (
         "import sys, click\n"
-        "from envbuild import cli\n"
-        "from envbuild.cli import recipes\n"
+        "from envbuild.cli import commands, main, recipes\n"
         "recipes.stop_command = click.Command('stop', callback=lambda: click.get_current_context().exit(7))\n"
-        "cli.COMMANDS['stop'] = ('recipes', 'Stop.')\n"
+        "commands.COMMANDS['stop'] = ('recipes', 'Stop.')\n"
         "sys.argv = ['envbuild', 'stop']\n"
-        "cli.main()\n"
+        "main()\n"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 7
 

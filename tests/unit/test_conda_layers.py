@@ -75,6 +75,6 @@ def test_a_base_for_conda_has_no_python_of_debians() -> None:
 
 
 def test_help_imports_nothing_of_condas() -> None:
-    code = "import sys, envbuild.cli, envbuild.kinds.image; print({'rattler', 'zstandard'} & {*sys.modules})"
+    code = "import sys, envbuild.cli.commands, envbuild.kinds.image; print({'rattler', 'zstandard'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

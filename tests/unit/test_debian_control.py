@@ -70,6 +70,12 @@ def test_any_text_is_a_field_or_a_clear_error(text: str) -> None:
         assert "not a Debian version" in error.message or "package x: " in error.message
 
 
+@pytest.mark.parametrize("version", ["9" * 5000, "9" * 5000 + ":1", "1-" + "9" * 5000])
+def test_a_number_with_thousands_of_digits_is_no_version(version: str) -> None:
+    with pytest.raises(LockError, match="is not a Debian version"):
+        compare_versions("1", version)
+
+
 @pytest.mark.parametrize("text", ["libc6 (> 2)", "Libc6", "a (>= 1", "a | ", "a b", "a (>= )"])
 def test_a_faulty_relationship_names_its_package(text: str) -> None:
     with pytest.raises(LockError, match=r"package x: .* is not a package relationship"):

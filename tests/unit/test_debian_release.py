@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -133,9 +134,15 @@ def undated(mirror: Mirror) -> None:
     mirror.file("InRelease").write_bytes(KEY.clear("Codename: bookworm\nDate: soon\n"))
 
 
+def in_the_future(mirror: Mirror) -> None:
+    text = re.sub("Date:.*", "Date: Mon, 05 Jan 2099 00:00:00 UTC", release_text("bookworm", {"x": b""}))
+    mirror.file("InRelease").write_bytes(OTHER.clear(text))
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
+        (in_the_future, "signed at 2099-01-05T00:00:00Z, and this host's clock is at 20"),
         (unsigned, "InRelease is not signed"),
         (release_alone, "Release is not signed"),
         (changed, "InRelease: the signature by .* does not fit the content"),

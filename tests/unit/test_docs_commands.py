@@ -16,7 +16,7 @@ from lab.commands import TOP, Shown, command_of, shown
 from lab.shown_site import ShownSite
 
 from ddp_train.args import build_parser
-from envbuild.cli import cli
+from envbuild.cli.commands import cli
 
 SHOWN = shown()
 LINES = [one for one in SHOWN if not one.is_form]

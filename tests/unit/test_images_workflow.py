@@ -85,7 +85,7 @@ def options_of(command: str) -> set[str]:
     """The options that `envbuild COMMAND` takes."""
     import click
 
-    from envbuild.cli import cli
+    from envbuild.cli.commands import cli
 
     found = cli.get_command(click.Context(cli), command)
     assert found is not None, f"no command {command!r}"
@@ -106,7 +106,7 @@ def test_every_envbuild_option_in_the_workflow_exists(script: str) -> None:
 def test_every_command_of_the_matrix_can_be_parsed(job: dict[str, Any]) -> None:
     import click
 
-    from envbuild.cli import cli
+    from envbuild.cli.commands import cli
 
     program, name, *arguments = shlex.split(job["command"])
     command = cli.get_command(click.Context(cli), name)

@@ -24,10 +24,10 @@ from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.inspect.facts import Description, Inventory, PythonPackage
 from envbuild.inspect.image_reader import read_listing, remembered
-from envbuild.inspect.masking import masked, masked_text, masked_words
 from envbuild.inspect.metadata import interest, portable_digest
 from envbuild.inspect.reader import open_artifact, open_artifacts, split
 from envbuild.inspect.sbom import cyclonedx
+from envbuild.masking import masked, masked_text, masked_words
 
 STATUS = """\
 Package: libc6

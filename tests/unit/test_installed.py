@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,17 @@ def test_foreign_elf_files_are_found_whatever_their_name(tmp_path: Path) -> None
     assert report.counts == {"x86_64": 1, "aarch64": 1, "s390x": 1}
     assert sorted(report.foreign) == [(str(tmp_path / "big"), "s390x"), (str(tmp_path / "hidden.dat"), "aarch64")]
     assert elf_machine("/proc/self/exe") in (62, 183)
+
+
+def test_rows_that_are_no_text_or_too_long_cost_only_themselves(tmp_path: Path) -> None:
+    info = install(tmp_path, "pkg", "1.0", {"pkg/a.py": b"a", "pkg/b.py": b"b"})
+    (tmp_path / "pkg" / os.fsdecode(b"\xff.py")).write_bytes(b"c")
+    digest = base64.urlsafe_b64encode(hashlib.sha256(b"c").digest()).rstrip(b"=")
+    first, second, *rest = (info / "RECORD").read_bytes().splitlines(keepends=True)
+    bad = b"pkg/\xff.py,sha256=" + digest + b",1\n"
+    huge = b"x" * 200_000 + b",sha256=abc,1\n"
+    digits = b"pkg/none.py,sha256=abc," + b"9" * 5000 + b"\n"
+    (info / "RECORD").write_bytes(b"".join([first, huge, bad, digits, second, *rest]))
+    report = check_files(tmp_path)
+    assert (report.missing, report.altered, report.unowned) == (["pkg/none.py"], [], [])
+    assert report.files == 4

@@ -14,7 +14,7 @@ import pytest
 from lab import artifacts
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.cli import cli
+from envbuild.cli.commands import cli
 from envbuild.environment import load_environment
 from envbuild.errors import EnvbuildError
 from envbuild.image.blobs import Blobs

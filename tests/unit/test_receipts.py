@@ -16,7 +16,7 @@ from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
 from envbuild.verify.model import Subject
 from envbuild.verify.processes import find_rank, find_with
-from envbuild.verify.receipt import receipt_path
+from envbuild.verify.receipt import passing_receipt, receipt_path
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pt_minimal"
 
@@ -59,10 +59,37 @@ def test_a_state_is_read_back_and_a_damaged_one_is_an_error(tmp_path: Path) -> N
     file = tmp_path / "envbuild.json"
     file.write_text(make_state().render())
     assert read_state(tmp_path) == make_state()
-    for text in ("", "{}", '{"format": 1}', make_state().render().replace('"format": 1', '"format": 9'), "[]"):
+    deep = "[" * 100_000
+    for text in ("", "{}", '{"format": 1}', deep, make_state().render().replace('"format": 1', '"format": 9'), "[]"):
         file.write_text(text)
         with pytest.raises(BuildError, match=r"envbuild\.json"):
             read_state(tmp_path)
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(State)])
+@pytest.mark.parametrize("value", [None, 5, [[1]]])
+def test_a_state_with_a_part_of_another_type_names_that_part(field: str, value: object, tmp_path: Path) -> None:
+    text = json.dumps({**json.loads(make_state().render()), field: value})
+    (tmp_path / "envbuild.json").write_text(text)
+    with pytest.raises(BuildError, match=r"envbuild\.json: cannot be understood") as caught:
+        read_state(tmp_path)
+    assert caught.value.hint == "build the environment again"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"settings": 5}, {"fabric": []}, {"target": 5}, {"packages": 5}, {"layers": 5}, {"layers": [5]},
+        {"layers": [{"name": "x"}]}, {"recipe": "x"}, {"recipe": {"name": 5}}, {"versions": {"nccl": 5}},
+        {"verified_at": 5}, {"artifact": {"digest": "d", "pushed": 5}}, {"passed": "yes"}, {"plan": {"digest": 5}},
+    ],
+)  # fmt: skip
+def test_a_receipt_with_a_part_of_another_type_counts_as_none(changes: dict[str, Any], tmp_path: Path) -> None:
+    good = {"format": 1, "passed": True, "artifact": {"digest": "d"}}
+    receipt_path(tmp_path / "venv").write_text(json.dumps(good))
+    assert passing_receipt(tmp_path / "venv", "d") == good
+    receipt_path(tmp_path / "venv").write_text(json.dumps({**good, **changes}))
+    assert passing_receipt(tmp_path / "venv", "d") is None
 
 
 def write_receipt(path: Path, digest: str, **changes: Any) -> None:
@@ -96,7 +123,7 @@ def test_a_receipt_counts_when_it_is_no_less_thorough(
     assert commit.has_receipt(tmp_path / "venv", state.digest, the_plan(), faults) is counts
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 1}', "\0"])
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 1}', "\0", "[" * 100_000, '{"format": ' + "9" * 5000])
 def test_a_damaged_receipt_counts_as_none(text: str, tmp_path: Path) -> None:
     receipt_path(tmp_path / "venv").write_text(text)
     assert not commit.has_receipt(tmp_path / "venv", make_state().digest, the_plan(), False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.cli import cli
+from envbuild.cli.commands import cli
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
 from envbuild.environment import load_environment

@@ -179,6 +179,10 @@ def test_doctor_and_site_check_ask_a_scheduler_by_the_facts_of_its_module(tmp_pa
         ("# FLUX: --nodes=3", "flux", 3),
         ("#SBATCH -N 2", "slurm", 2),
         ("# BSUB -n 8", "shell", None),
+        ("#SBATCH -N " + "9" * 5000, "slurm", None),
+        ("#flux: -N " + "9" * 5000, "flux", None),
+        ('#BSUB -n 8\n#BSUB -R "span[ptile=' + "9" * 5000 + ']"', "lsf", None),
+        ("#PBS -l select=" + "9" * 5000, "pbs", 1),
     ],
 )
 def test_lint_job_reads_the_directives_of_each(directives: str, kind: str, nodes: int | None) -> None:

@@ -128,6 +128,8 @@ retries = 0
         ("[global]\nretries = 3\n[install]\nno-index = perhaps\n", ":4: no-index takes true or false"),
         ("[global]\n\ntimeout = soon\n", ":3: timeout takes seconds, not 'soon'"),
         ("[global]\nretries: -1\n", ":2: retries takes a count, not '-1'"),
+        ("[global]\nretries: " + "9" * 5000, ":2: retries takes a count, not '9999"),
+        ("[global]\ncert = /a\nindex-url = https://a\0b/\n", ":3: a NUL character"),
     ],
 )
 def test_a_faulty_file_is_named_with_its_line(tmp_path: Path, text: str, said: str) -> None:

@@ -101,7 +101,7 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     found = None
     for line, words in directives:
         for value in option_values(words, ("--nodes", "-N")):
-            found = (line, int(value)) if value.isdecimal() else None
+            found = (line, int(value)) if re.fullmatch("[0-9]{1,9}", value) else None
     return found
 
 

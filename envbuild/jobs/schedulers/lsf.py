@@ -126,8 +126,8 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     slots = each_node = None
     for line, words in directives:
         for value in option_values(words, ("-n",)):
-            slots = (line, int(value)) if value.isdecimal() else None
-        if match := re.search(r"\bspan\[ptile=(\d+)\]", " ".join(words)):
+            slots = (line, int(value)) if re.fullmatch("[0-9]{1,9}", value) else None
+        if match := re.search(r"\bspan\[ptile=(\d{1,9})\]", " ".join(words)):
             each_node = int(match[1])
     if slots is None or not each_node:
         return None

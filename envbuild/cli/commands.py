@@ -1,0 +1,123 @@
+"""The commands: one module for each subject, imported when its command runs; their errors become exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+import click
+
+from envbuild import __version__
+from envbuild.errors import EnvbuildError, system_error
+from envbuild.kinds import ARTIFACTS
+from envbuild.masking import redact
+from envbuild.progress import clean
+
+_BUILDERS = {"folder": "folder", "file": "image_file", "registry": "docker"}
+# command → (module, one line for --help). Help must not import the commands' dependencies.
+COMMANDS = {
+    "list": ("recipes", "List the recipes that can be built."),
+    "show": ("recipes", "Show one recipe as it was understood."),
+    "lock": ("lock", "Resolve recipes and write or check their locks."),
+    "explain": ("recipes", "Say whether CUDA, torch, NCCL and the network go together."),
+    "plan": ("plan", "Show what a build would do, in order, with digests."),
+    **{name: (_BUILDERS[kind.form], kind.help) for name, kind in ARTIFACTS.items()},
+    "layers": ("plan", "Build the source-built layers of a recipe alone."),
+    "build": ("image_file", "Build several artifacts of one recipe in one go."),
+    "bundle": ("plan", "Collect all that a build reads, for nodes without a network."),
+    "verify": ("verify", "Train in an artifact and judge it again."),
+    "job": ("job", "Render, and submit, the job that trains with an artifact on a cluster."),
+    "preflight": ("job", "Check nodes and network of an allocation before training."),
+    "diagnose": ("diagnose", "Say from a job's logs why it failed."),
+    "lint-job": ("diagnose", "Find faults in a job script written by hand."),
+    "site": ("site", "Describe a cluster: its scheduler, modules, paths and network."),
+    "doctor": ("doctor", "Say what this host can build, verify and run, and how to fix the rest."),
+    "exec": ("verify", "Run a program in an image without any container runtime."),
+    "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
+    "diff": ("inspect", "Compare two artifacts of any kinds."),
+    "store": ("store", "Check the store of downloads and layers."),
+    "matrix": ("matrix", "List the builds that a CI should run."),
+}
+
+
+class _Commands(click.Group):
+    """A group that imports a command's module only when it runs."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"envbuild.cli.{COMMANDS[cmd_name][0]}")
+        command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            from envbuild.toml import closest
+
+            near = closest(args[0], COMMANDS)
+            meant = f"; did you mean {near!r}?" if near else ""
+            ctx.fail(f"no command {args[0]!r}{meant} Commands: {', '.join(COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Examples:  envbuild venv pt_cpu   ·   envbuild lock pt_cpu --upgrade=numpy   ·   "
+    "envbuild verify build/pt_cpu/cpu-x86_64/venv --faults",
+)
+@click.version_option(__version__, prog_name="envbuild")
+def cli() -> None:
+    """Compile one recipe into PyTorch environments, each proven by distributed training.
+
+    Results go to standard output, everything else to standard error. Exit codes: 0 done, 2 usage or recipe, 3 lock, 4
+    build, 5 verification failed, 6 a tool or permission this host lacks, 70 a fault of envbuild, 130 interrupted.
+    """
+
+
+def run() -> int:
+    """Run the command of `sys.argv` and return its exit code; print each expected error as one message.
+
+    Other exceptions are faults of envbuild, and left to the caller.
+    """
+    try:
+        # Commands return None; click returns the code of an Exit that they raise.
+        ended = cli.main(standalone_mode=False)
+        sys.stdout.flush()  # a full disk is an error here, and ignored when Python ends
+        return ended if isinstance(ended, int) else 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.Abort:
+        raise KeyboardInterrupt from None
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except EnvbuildError as error:
+        return _show(error)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (OSError, UnicodeEncodeError) as error:
+        known = system_error(error)
+        if known is None:
+            raise
+        return _show(known)
+
+
+def _show(error: EnvbuildError) -> int:
+    # Cleaned here too: what the streams keep are the colours of messages, not those of their texts.
+    click.echo(click.style("error: ", fg="red", bold=True) + clean(redact(error.message)), err=True)
+    if error.hint:
+        click.echo(click.style("  hint: ", fg="green") + clean(redact(error.hint)), err=True)
+    return error.exit_code

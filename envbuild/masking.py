@@ -1,0 +1,86 @@
+"""Masking of secrets in texts: passwords in URLs, values of secret names, and secrets known by their form."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HIDDEN = "****"
+_FILE = Path(__file__).parent / "data" / "secrets.toml"
+_NAMES = r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY|(?<![A-Za-z])PAT(?![A-Za-z])"
+_SECRET = re.compile(_NAMES, re.IGNORECASE)
+# NAME=value, as in build arguments and `ENV` lines of a history, `Name: value` of a header, --name value. A
+# package's name before == or a version is none of these.
+_ASSIGNED = re.compile(
+    rf"(?P<name>(?P<option>--)?[\w.-]*(?:{_NAMES})[\w.-]*)(?P<sign>=(?!=)|:\s*(?=\S)|(?(option)\s+|(?!)))"
+    r"""(?P<value>"[^"]*"|'[^']*'|[^\s"',;]+)""",
+    re.IGNORECASE,
+)
+# The user part of a URL. A password with / or # is invalid there, and users write it all the same: then the text after
+# the user's name is no port, or the name is no host. An image's reference (HOST:PORT/NAME@sha256:…) is no user part.
+_USERINFO = re.compile(
+    r"(?<=://)(?:"
+    r"[^/\s?#@:\[]+:(?!\d{1,5}[/?#])[^\s\"<>]*@(?!sha\d+:)"
+    r"|(?!localhost:)[^/\s?#@:.\[]+:\d{1,5}[/?#][^\s\"<>]*@(?!sha\d+:)"
+    r"|[^/\s?#]*@)"
+)
+# Tokens of conda channels: https://host/t/TOKEN/channel. Below /v2/ are the repositories of registries.
+_TOKEN = re.compile(r"((?i:https?)://[^/\s]*(?!/v2/)(?:/[^/\s]+)*?/t/)[^/\s]+")
+
+
+def redact(text: str) -> str:
+    """Return `text` with `****` for the password or bare token of every URL in it, and for a conda channel's token."""
+
+    def hide(match: re.Match[str]) -> str:
+        user, colon, secret = match.group()[:-1].partition(":")
+        # A token may also be the user of an empty password, or of a fixed one.
+        return f"{user}:{HIDDEN}@" if colon and secret and not looks_secret(user) else f"{HIDDEN}@"
+
+    return _TOKEN.sub(rf"\1{HIDDEN}", _USERINFO.sub(hide, text)) if "://" in text else text
+
+
+@functools.cache
+def _forms() -> re.Pattern[str]:
+    forms = tomllib.loads(_FILE.read_text(encoding="utf-8"))["forms"]
+    return re.compile("|".join(f"(?:{pattern})" for pattern in forms.values()))
+
+
+def looks_secret(text: str) -> bool:
+    """Return whether `text` contains a secret that is known by its form (data/secrets.toml), such as a token."""
+    return _forms().search(text) is not None
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a variable or label of this name may hold a secret."""
+    return _SECRET.search(name) is not None
+
+
+def masked(values: Mapping[str, str]) -> dict[str, str]:
+    """Return variables or labels with the values of secret ones, and all secrets known by their form, masked."""
+    return {
+        name: HIDDEN if (is_secret(name) or looks_secret(value)) and value else redact(value)
+        for name, value in values.items()
+    }
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """Return a command line with `--token=x`, `--token x` and passwords in URLs masked."""
+    shown: list[str] = []
+    after = False
+    for word in words:
+        shown.append(HIDDEN if after and not word.startswith("-") else masked_text(word))
+        after = word.startswith("-") and "=" not in word and is_secret(word)
+    return shown
+
+
+def masked_text(text: str) -> str:
+    """Return a line of text with the values of secret names, and all secrets known by their form, masked."""
+    return masked_forms(_ASSIGNED.sub(lambda m: f"{m['name']}{m['sign']}{HIDDEN}", text))
+
+
+def masked_forms(text: str) -> str:
+    """Return `text` with the passwords in URLs and all secrets known by their form masked."""
+    return redact(_forms().sub(HIDDEN, text))

@@ -1,0 +1,132 @@
+"""Failures that nobody foresaw, and answers of the operating system: one line, and an exit code."""
+
+import errno
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import envbuild
+from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError, system_error
+
+TOKEN = "x1Y2" * 10
+
+
+def fail(statement: str, *before: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that does `statement`."""
+    lines = [
+        "import sys",
+        "from envbuild.cli import commands, main",
+        *before,
+        f"def run(**_):\n    {statement}",
+        "commands.cli.main = run",
+        f"sys.argv = ['envbuild', 'job', '--hf-token', 'a-secret-word', 'AUTH=Bearer {TOKEN}']",
+        "main()",
+    ]
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, env={**os.environ, **env}
+    )
+
+
+def test_an_unforeseen_failure_is_one_line_with_the_path_of_a_report(tmp_path: Path) -> None:
+    done = fail(
+        "raise KeyError('https://me:pass/word@host', 'of-the-environment')",
+        TMPDIR=str(tmp_path), MY_TOKEN="of-the-environment", HARMLESS="not in any report",
+    )  # fmt: skip
+    assert done.returncode == 70 and done.stdout == ""
+    (report,) = tmp_path.iterdir()
+    assert done.stderr == f"error: KeyError, a fault of envbuild itself; please report it with the file {report}\n"
+    text = report.read_text()
+    assert text.startswith(f"envbuild {envbuild.__version__}, Python ") and "Traceback (most recent call last)" in text
+    assert "command: envbuild job --hf-token **** AUTH=****" in text and "https://me:****@host" in text
+    assert not [word for word in ("a-secret", TOKEN, "pass/word", "of-the-env", "not in any") if word in text]
+    assert report.stat().st_mode & 0o077 == 0
+
+
+def test_a_report_that_cannot_be_written_goes_to_stderr_without_secrets() -> None:
+    done = fail("raise KeyError('https://me:pw@host')", "import tempfile; tempfile.tempdir = '/nonexistent'")
+    assert done.returncode == 70 and "Traceback (most recent call last)" in done.stderr
+    assert "https://me:****@host" in done.stderr and "a-secret-word" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: KeyError, a fault of envbuild; the report above could not")
+
+
+def test_a_panic_of_an_extension_module_is_reported_too(tmp_path: Path) -> None:
+    done = fail("raise Panic('index out of bounds')", "class Panic(BaseException): pass", TMPDIR=str(tmp_path))
+    assert done.returncode == 70 and "index out of bounds" in next(tmp_path.iterdir()).read_text()
+
+
+@pytest.mark.parametrize("module", ["click", "envbuild.kinds", "rich.console"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_modules_are_imported_interrupts(module: str, name: str) -> None:
+    script = f"""if True:
+        import signal, sys
+        class Finder:
+            def find_spec(self, name, *_):
+                if name == {module!r}:
+                    signal.raise_signal(signal.{name})
+        sys.meta_path.insert(0, Finder())
+        sys.argv = ["envbuild", "doctor"]
+        from envbuild.cli import main
+        main()
+    """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (130, "envbuild: interrupted")  # click ends the line of ^C
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, BuildError), (errno.EDQUOT, BuildError), (errno.EIO, BuildError), (errno.EROFS, HostError),
+        (errno.EACCES, HostError), (errno.ENAMETOOLONG, UsageError), (errno.EMFILE, HostError),
+    ],
+)  # fmt: skip
+def test_an_answer_of_the_system_names_the_path_and_a_way_out(number: int, kind: type[EnvbuildError]) -> None:
+    found = system_error(OSError(number, os.strerror(number), "/store/blobs/x"))
+    assert type(found) is kind and found.message == f"/store/blobs/x: {os.strerror(number)}" and found.hint
+
+
+def test_errors_that_only_a_fault_of_envbuild_explains_are_not_the_users() -> None:
+    assert system_error(FileNotFoundError(errno.ENOENT, "No such file or directory", "/x")) is None
+    assert system_error(IsADirectoryError(errno.EISDIR, "Is a directory", "/x")) is None
+    assert system_error(UnicodeEncodeError("idna", "x", 0, 1, "label too long")) is None
+
+
+def command(*arguments: str | Path, stdout: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run envbuild in at most 2 GB of memory."""
+    return subprocess.run(
+        [sys.executable, "-m", "envbuild", *map(str, arguments)],
+        stdout=stdout, stderr=subprocess.PIPE, text=True, env={**os.environ, **env},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)),
+    )  # fmt: skip
+
+
+def test_a_blob_that_the_disk_does_not_return_is_one_clear_message() -> None:
+    done = fail("open('/proc/self/mem', 'rb').read(1)")
+    assert done.returncode == 4 and "Input/output error" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_folder_for_temporary_files_is_one_clear_message() -> None:
+    done = fail("tempfile.gettempdir()", "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/nonexistent']")
+    assert done.returncode == 6 and "no folder for temporary files" in done.stderr and "TMPDIR" in done.stderr
+
+
+def test_a_full_standard_output_is_one_clear_message() -> None:
+    with open("/dev/full", "w") as full:
+        done = command("list", stdout=full.fileno())
+    assert done.returncode == 4 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("out", ["/tmp/" + "a" * 300, "/tmp/" + "a/" * 2500 + "x"])
+def test_a_path_that_is_too_long_is_one_short_message(out: str) -> None:
+    done = command("venv", "pt_cpu", "--locked", "--dry-run", "--out", out)
+    assert done.returncode == 2 and "File name too long" in done.stderr and "choose a shorter path" in done.stderr
+    assert len(done.stderr) < 1000
+
+
+@pytest.mark.parametrize("variable", ["ENVBUILD_SITE", "PIP_CONFIG_FILE"])
+def test_a_settings_file_without_an_end_is_refused(variable: str) -> None:
+    done = command("list", **{variable: "/dev/zero"})
+    assert done.returncode == 2 and "/dev/zero: cannot be read" in done.stderr and "too large" in done.stderr
