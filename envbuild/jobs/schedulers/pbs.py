@@ -160,7 +160,7 @@ def _find_allocation(env: Mapping[str, str]) -> tuple[int, str] | None:
 def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     for line, words in directives:
         if match := re.search(r"\b(?:select|nodes)=([^\s,]+)", " ".join(words)):
-            chunks = re.findall(r"(?:^|\+)(\d+)", match[1])
+            chunks = re.findall(r"(?:^|\+)(\d{1,9})", match[1])
             return line, sum(map(int, chunks)) or 1
     return None
 

@@ -157,7 +157,7 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     for line, words in directives:
         for value in option_values(words, ("--nodes", "-N")):
             found = (line, value)
-    if found and (match := re.fullmatch(r"(?:\d+-)?(\d+)", found[1])):
+    if found and (match := re.fullmatch(r"(?:\d+-)?(\d{1,9})", found[1])):
         return found[0], int(match[1])
     return None
 
