@@ -1,11 +1,13 @@
-"""Files that ship with envbuild, and files of the store that appear elsewhere too."""
+"""Files that ship with envbuild, small and regular files, and files of the store that appear elsewhere too."""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+import stat
 from pathlib import Path
+from typing import IO
 
 import envbuild
 
@@ -37,3 +39,18 @@ def link_or_copy(source: Path, place: Path) -> None:
         os.link(source.resolve(), place)
     except OSError:  # another file system, one without links, or another user's file
         shutil.copy(source, place)  # with its mode, as a link has it: patchelf is run
+
+
+def open_regular(path: str | Path) -> IO[bytes]:
+    """Open a regular file without a buffer. Raises OSError for anything else; a named pipe would block."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return os.fdopen(handle, "rb", buffering=0)
+
+
+def read_regular(path: str | Path) -> bytes:
+    """Return the content of a regular file. Raises OSError."""
+    with open_regular(path) as stream:
+        return stream.read()

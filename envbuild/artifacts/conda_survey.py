@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions, file_digest, read_regular
+from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions, file_digest
+from envbuild.files import read_regular
 from envbuild.fingerprint import conda_digest
 from envbuild.names import normalise
 

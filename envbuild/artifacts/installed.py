@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import errno
 import hashlib
 import io
 import json
@@ -20,8 +19,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from envbuild.files import open_regular, read_regular
 from envbuild.fingerprint import record_digest
 from envbuild.names import normalise
 
@@ -149,21 +149,6 @@ def _is_recorded(path: str, expected: str, size: int | None) -> bool:
     if size is not None and os.stat(path).st_size != size:
         return False
     return base64.urlsafe_b64encode(file_digest(path, algorithm)).rstrip(b"=").decode() == wanted
-
-
-def open_regular(path: str | Path) -> IO[bytes]:
-    """Open a regular file without a buffer. Raises OSError for anything else; a named pipe would block."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-    return os.fdopen(handle, "rb", buffering=0)
-
-
-def read_regular(path: str | Path) -> bytes:
-    """Return the content of a regular file. Raises OSError."""
-    with open_regular(path) as stream:
-        return stream.read()
 
 
 def file_digest(path: str | Path, algorithm: str = "sha256") -> bytes:

@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from envbuild import process
-from envbuild.artifacts.installed import FileReport, file_digest, read_regular
+from envbuild.artifacts.installed import FileReport, file_digest
 from envbuild.artifacts.state import State
 from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
+from envbuild.files import read_regular
 from envbuild.progress import log
 from envbuild.store.store import Store
 from envbuild.workers import each

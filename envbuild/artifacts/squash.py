@@ -28,6 +28,7 @@ from envbuild.environment import Environment
 from envbuild.file_lock import file_lock
 from envbuild.image.entry import FILE, HARDLINK
 from envbuild.image.model import GOARCH
+from envbuild.image.quota import Quota
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
@@ -74,7 +75,7 @@ def composed(
     provenance: str, definition: str, arch: str, mtime: int,
 ) -> Iterator[SquashTree]:  # fmt: skip
     """Yield the tree of `layers` of `maker`, lowest first, with the files that runtimes need. Raises BuildError."""
-    merging = MergedTree()
+    merging = MergedTree(Quota(maker.limits))
     for layer in layers:
         merging.add(layer.title, layer.segment.members)
     added = enroot_files(config, provenance, mtime) + apptainer_files(config, definition, mtime)
@@ -171,7 +172,13 @@ def _title(lock: ImageLock) -> str:
 
 
 def _write_builder(lock: ImageLock, folder: Path, path: Path, environment: Environment, offline: bool) -> None:
-    maker = SegmentCache(environment.store, codec_of(_BUILDER_CODEC), resources.workers(environment.variables), log)
+    maker = SegmentCache(
+        environment.store,
+        codec_of(_BUILDER_CODEC),
+        resources.workers(environment.variables),
+        log,
+        environment.site.limits,
+    )
     base, arch, env = lock.base, Target.parse(lock.target).arch, list(_BUILDER_ENV)
     if isinstance(base, OciLock):
         pulled = pull(base.reference, base.digest, arch, environment, folder)

@@ -14,21 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.conda_survey import is_conda, survey_conda
-from envbuild.artifacts.installed import (
-    Distribution,
-    FileReport,
-    check_files,
-    check_layers,
-    distributions,
-    read_regular,
-    walk_files,
-)
+from envbuild.artifacts.installed import Distribution, FileReport, check_files, check_layers, distributions, walk_files
 from envbuild.elf import elf_machine, machine_name
+from envbuild.files import read_regular
 from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
 
 # The modules that a survey in a container needs, relative to the package's folder.
 MODULES = (
-    "__init__.py", "elf.py", "fingerprint.py", "names.py",
+    "__init__.py", "elf.py", "files.py", "fingerprint.py", "names.py",
     "artifacts/__init__.py", "artifacts/conda_survey.py", "artifacts/installed.py", "artifacts/survey.py",
     "recipe/__init__.py", "recipe/accelerators.py",
 )  # fmt: skip

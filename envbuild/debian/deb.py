@@ -14,8 +14,7 @@ from envbuild.errors import BuildError, LockError
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import HARDLINK, Entry, Tree
 from envbuild.image.squashfs.segment import tar_items
-from envbuild.image.tar_stream import Member, PositionedStream
-from envbuild.image.untar import Slice
+from envbuild.image.tar_stream import Member, PositionedStream, Slice
 
 _MAGIC = b"!<arch>\n"
 _HEADER = 60

@@ -34,8 +34,7 @@ from envbuild.image.model import (
     new_manifest,
     parse_config,
 )
-from envbuild.image.tar_stream import Chunks, PositionedStream
-from envbuild.image.untar import Slice
+from envbuild.image.tar_stream import Chunks, PositionedStream, Slice
 
 if TYPE_CHECKING:
     from docker import DockerClient

@@ -26,6 +26,7 @@ _CHUNK = 1 << 20
 _BEHIND = 8  # chunks
 # One byte of gzip decompresses to at most 1 KiB, one of xz to 7 KiB, four bytes of zstd to 128 KiB, and a zstd decoder
 # cannot be told to stop. Small input chunks limit their output to 128 MiB for any input, at no measurable cost.
+_XZ_MEMORY = 128 << 20  # `xz -9` needs 65 MiB; the format allows dictionaries of 4 GiB
 _INPUT = {"gzip": 1 << 16, "xz": 1 << 14, "zstd": 1 << 12}
 
 
@@ -156,7 +157,7 @@ def _gzip() -> tuple[Callable[[], Any], type[Exception]]:
 def _xz() -> tuple[Callable[[], Any], type[Exception]]:
     import lzma
 
-    return partial(lzma.LZMADecompressor, lzma.FORMAT_XZ), lzma.LZMAError
+    return partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, memlimit=_XZ_MEMORY), lzma.LZMAError
 
 
 def _zstd() -> tuple[Callable[[], Any], type[Exception]]:

@@ -14,13 +14,17 @@ from envbuild.image.compression import kind_of
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK
 from envbuild.image.layout import no_single_image, same_tag
 from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_LAYERS, Descriptor, digest_of, is_digest, parse_config
+from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import members
+from envbuild.site.settings import LimitsTable
 
 _CHUNK = 1 << 20
 # Written by `docker save` for daemons before 1.10; no current reader uses them.
 _USELESS = ("VERSION", "json", "repositories", "oci-layout")
 _MAX_LINKS = 16
+# An archive has few files, and their bytes are in it: sparse files are refused. Its layers have a quota of their own.
+_OF_FILES = LimitsTable(entries=100_000, unpacked_bytes=1 << 62)
 
 
 class FileRange(NamedTuple):
@@ -45,7 +49,7 @@ class ArchiveFiles(Generic[F]):
 
     def take_all(self, source: PositionedStream) -> None:
         """Take the files and links of the archive in `source`, one pass from start to end."""
-        for member in members(source):
+        for member in members(source, Quota(_OF_FILES)):
             name = _normal(member.name)
             self._files.pop(name, None)
             self._links.pop(name, None)

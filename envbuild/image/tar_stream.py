@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 from envbuild.errors import BuildError
-from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
+from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Readable
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TYPE_FLAGS = {FILE: b"0", HARDLINK: b"1", SYMLINK: b"2", CHAR: b"3", BLOCK: b"4", DIR: b"5", FIFO: b"6"}
 
 Pieces = tuple[tuple[int, int], ...]  # (offset in the file, length), both in bytes
-_SKIP = 1 << 20
+_CHUNK = 1 << 20
 _OCTAL = re.compile(rb"[0-7]+")
 
 
@@ -108,15 +108,52 @@ class PositionedStream:
             self._stream.seek(position)
             self.position = position
         while self.position < position:
-            self.exactly(min(position - self.position, _SKIP))
+            self.exactly(min(position - self.position, _CHUNK))
 
     def finish(self) -> None:
         """Read an unseekable stream to the end, so that the checksum of compressed data is verified."""
-        while self._end is None and self.read(_SKIP):
+        while self._end is None and self.read(_CHUNK):
             pass
 
     def cut(self) -> BuildError:
         return BuildError(f"{self.where}: the tar archive is cut short")
+
+
+class Slice:
+    """The next `size` bytes of a layer."""
+
+    def __init__(self, source: PositionedStream, size: int) -> None:
+        self._source, self._left = source, size
+
+    def read(self, size: int = -1, /) -> bytes:
+        if not self._left:
+            return b""
+        data = self._source.exactly(self._left if size < 0 else min(size, self._left))
+        self._left -= len(data)
+        return data
+
+
+class Unpacked(Chunks):
+    """The content of a sparse file, read from the stored bytes in `stream`."""
+
+    def __init__(self, stream: Readable, size: int, pieces: Pieces) -> None:
+        super().__init__(_sparse_chunks(stream, size, pieces))
+
+
+def _sparse_chunks(stream: Readable, size: int, pieces: Pieces) -> Iterator[bytes]:
+    position = 0
+    for offset, length in (*pieces, (size, 0)):
+        while position < offset:
+            count = min(offset - position, _CHUNK)
+            yield bytes(count)
+            position += count
+        end = offset + length
+        while position < end:
+            data = stream.read(min(end - position, _CHUNK))
+            if not data:
+                return
+            yield data
+            position += len(data)
 
 
 def number(raw: bytes, source: PositionedStream) -> int:

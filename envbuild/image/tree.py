@@ -14,15 +14,23 @@ from envbuild.errors import BuildError
 from envbuild.image.blobs import Pulled
 from envbuild.image.compression import open_layer
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import members
+from envbuild.site.settings import LimitsTable
 
 _WHITEOUT = ".wh."
 _OPAQUE = ".wh..wh..opq"
 _AUFS = ".wh..wh."
 _LINKS = 255  # maximum number of symbolic links followed in one path
+# Parts of link targets that all members together may follow: real images need below 20 per member.
+_STEPS, _STEPS_PER_MEMBER = 1 << 20, 64
 _ID_END = 1 << 32
 _PATH_MAX, _NAME_MAX = 4095, 255  # bytes, as on Linux
+
+
+class _Refused(Exception):
+    """The fault of a member, without the member's name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,27 +64,35 @@ class MergedEntry:
 class MergedTree:
     """The merged tree of the layers so far; they are added one after another, lowest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, quota: Quota | None = None) -> None:
         self.node = Node()
         self._layer = -1
-        # The paths that the current layer has added, and their parents: its own whiteouts do not remove them.
-        self._upper: set[str] = set()
+        self._quota = quota or Quota()
+        self._steps = _STEPS
+        # By folder, the names that the current layer has added, or below which it has: its own whiteouts keep them.
+        self._upper: dict[Node, set[str]] = {}
+        # Folders below which nothing of lower layers is left, so that no whiteout has to look there again.
+        self._cleared: set[Node] = set()
 
     def add(self, name: str, members: Iterable[Member]) -> None:
         """Add a layer on top; `name` is for messages. Raises BuildError."""
         self.begin()
         for ordinal, member in enumerate(members):
-            _check_numbers(member, name)
+            for number in (member.uid, member.gid, *member.device):
+                if not 0 <= number < _ID_END:
+                    raise BuildError(f"{name}: {member.name}: an owner or device number of {number}")
             self.apply(member, ordinal, name)
 
     def begin(self) -> None:
         """Begin the next layer."""
         self._layer += 1
-        self._upper = set()
+        self._upper, self._cleared = {}, set()
 
     def apply(self, member: Member, ordinal: int, layer: str) -> None:
         """Apply one member. Raises BuildError, naming `layer` and the path, when the member is invalid."""
         parts = _clean(member.name)
+        self._steps += _STEPS_PER_MEMBER
+        self._quota.entry(layer)
         if parts and parts[0].startswith(_AUFS) and parts[0] != _OPAQUE:
             return  # aufs's own bookkeeping, in layers from old daemons
         try:
@@ -86,7 +102,10 @@ class MergedTree:
 
     def has(self, path: str) -> bool:
         """Return whether an entry exists at `path`; links among its parents are resolved, `path` itself is not."""
-        return self._named(path) is not None
+        try:
+            return self._named(path) is not None
+        except _Refused:
+            return False
 
     def is_file(self, path: str) -> bool:
         """Return whether `path` leads to a regular file; symbolic links are resolved within the root."""
@@ -97,9 +116,11 @@ class MergedTree:
         return node is not None and node.kind == FILE
 
     def walk(self) -> list[tuple[str, Node]]:
-        """Return the paths with their nodes, sorted by path; the root, "", comes first."""
+        """Return the paths with their nodes, sorted by path; the root, "", comes first. Raises BuildError."""
         found = [("", self.node)]
         for path, node in found:  # which grows meanwhile
+            # Through symbolic links, short names in a layer can make long paths.
+            self._quota.text("the merged layers", more=len(path))
             found += [(f"{path}/{name}".lstrip("/"), child) for name, child in node.children.items()]
         return sorted(found, key=lambda item: item[0])
 
@@ -132,7 +153,7 @@ class MergedTree:
         else:
             parent.children.pop(name, None)
             parent.children[name] = self._new(member, ordinal)
-        self._mark([*folder, name])
+        self._mark(folder, name)
 
     def _new(self, member: Member, ordinal: int) -> Node:
         if member.kind == HARDLINK:
@@ -157,19 +178,20 @@ class MergedTree:
         node = self._at(top)
         if node is None:
             return
-        path = "/".join(top)
-        if not opaque and path not in self._upper:
-            del self._folder(folder).children[hidden]
-            return
+        if not opaque:
+            parent = self._folder(folder)
+            if hidden not in self._upper.get(parent, ()):
+                del parent.children[hidden]
+                return
         # The paths that this layer has added stay, with their parents; all others are removed.
-        folders = [(path, node)]
-        for path, node in folders:  # which grows meanwhile
-            for name, child in list(node.children.items()):
-                below = f"{path}/{name}".lstrip("/")
-                if below in self._upper:
-                    folders.append((below, child))
-                else:
-                    del node.children[name]
+        folders = [node]
+        for node in folders:  # which grows meanwhile
+            if node in self._cleared:
+                continue
+            self._cleared.add(node)
+            added = self._upper.get(node, set())
+            node.children = {name: child for name, child in node.children.items() if name in added}
+            folders += node.children.values()
 
     def _resolve(self, parts: list[str]) -> list[str]:
         """Resolve symbolic links in `parts` within the root; parts that do not exist are kept."""
@@ -193,9 +215,10 @@ class MergedTree:
                     nodes.append(node)
                 continue
             links += 1
-            if links > _LINKS:
-                raise _Refused("too many symbolic links on the way")
             target = node.member.link
+            self._steps -= 1 + target.count("/")
+            if links > _LINKS or self._steps < 0:
+                raise _Refused("too many symbolic links on the way")
             if target.startswith("/"):
                 done, nodes = [], [self.node]
             todo += target.split("/")[::-1]
@@ -219,33 +242,30 @@ class MergedTree:
         for depth, part in enumerate(folder, 1):
             child = node.children.get(part)
             if child is None or child.kind != DIR:
-                path = "/".join(folder[:depth])
-                if child is not None and path in self._upper:
-                    raise _Refused(f"{path} is not a directory")
+                if child is not None and part in self._upper.get(node, ()):
+                    raise _Refused(f"{'/'.join(folder[:depth])} is not a directory")
+                self._quota.entry("the merged layers")
                 child = node.children[part] = Node()
             node = child
         return node
 
-    def _mark(self, parts: list[str]) -> None:
-        path = "/".join(parts)
-        while path and path not in self._upper:
-            self._upper.add(path)
-            path = path.rpartition("/")[0]
+    def _mark(self, folder: list[str], name: str) -> None:
+        node = self.node
+        for part in folder:
+            self._upper.setdefault(node, set()).add(part)
+            node = node.children[part]
+        self._upper.setdefault(node, set()).add(name)
 
 
-def merged(pulled: Pulled) -> MergedTree:
-    """Return the merged layers of an image. Raises BuildError when they cannot be merged."""
-    tree = MergedTree()
+def merged(pulled: Pulled, limits: LimitsTable) -> MergedTree:
+    """Return the merged layers of an image. Raises BuildError when they cannot be merged, or exceed `limits`."""
+    tree, quota = MergedTree(Quota(limits)), Quota(limits)
     for blob in pulled.manifest.layers:
         with open_layer(pulled.blobs.path(blob.digest), blob.digest) as stream:
             source = PositionedStream(stream, blob.digest)
-            tree.add(blob.digest, members(source))
+            tree.add(blob.digest, members(source, quota))
             source.finish()
     return tree
-
-
-class _Refused(Exception):
-    """The fault of a member, without the member's name."""
 
 
 def _clean(name: str) -> list[str]:
@@ -275,9 +295,3 @@ def _entry(path: str, node: Node, link: str | None) -> Entry:
     return Entry(
         path, kind, mode, member.size, target, member.uid, member.gid, member.mtime, member.device, member.xattrs
     )
-
-
-def _check_numbers(member: Member, layer: str) -> None:
-    for number in (member.uid, member.gid, *member.device):
-        if not 0 <= number < _ID_END:
-            raise BuildError(f"{layer}: {member.name}: an owner or device number of {number}")

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from envbuild.errors import BuildError
-from envbuild.image.entry import BLOCK, CHAR, DIR, FILE, Readable
-from envbuild.image.tar_stream import TYPE_FLAGS, Chunks, Member, Pieces, PositionedStream, number
+from envbuild.image.entry import BLOCK, CHAR, DIR, FILE
+from envbuild.image.quota import Quota
+from envbuild.image.tar_stream import TYPE_FLAGS, Member, Pieces, PositionedStream, number
 
 _KINDS = {b"\0": FILE, b"7": FILE, b"S": FILE} | {flag: kind for kind, flag in TYPE_FLAGS.items()}
 _XATTR = "SCHILY.xattr."
@@ -19,18 +20,24 @@ _ZEROS = bytes(512)
 # The maximum length of a name or a pax header in bytes, as in Go's archive/tar.
 _MAX_SPECIAL = 1 << 20
 _MAX_SIZE = 1 << 62
-_MAX_PIECES = 1 << 20
-_MAX_SPARSE = 16 << 40  # ext4's largest file; a bound is needed because holes take no space in an archive
+_MAX_PIECES = 1 << 18
+_PIECE = 128  # bytes of memory for a piece of a sparse map
+_PAIR = 128  # bytes of memory for an extended attribute, besides its name and value
+_SPARSE = frozenset(
+    f"GNU.sparse.{name}" for name in ("major", "minor", "name", "realsize", "size", "map", "offset", "numbytes")
+)
+_MEANT = _SPARSE | {"path", "linkpath", "size", "uid", "gid", "mtime"}
 _DIGITS = 18
-_CHUNK = 1 << 20
 _DAMAGED = "the map of a sparse file is damaged"
 
 
-def members(source: PositionedStream) -> Iterator[Member]:
+def members(source: PositionedStream, quota: Quota | None = None) -> Iterator[Member]:
     """Yield the members in order; a member's data can be read from `source` before the next member is requested.
 
-    Raises BuildError when the data is not a tar archive, is truncated or has a member of an unknown kind.
+    `quota` is that of the image to which the archive belongs; without one, the archive has its own. Raises BuildError
+    when the data is not a tar archive, is truncated, has a member of an unknown kind, or exceeds the quota.
     """
+    quota = quota or Quota()
     shared: dict[str, bytes] = {}
     pairs: list[tuple[str, bytes]] = []  # the records before a member; their order matters for sparse maps
     names: dict[str, bytes] = {}  # those of GNU's L and K headers
@@ -48,6 +55,7 @@ def members(source: PositionedStream) -> Iterator[Member]:
         if kind in b"xXgLK":
             data = _special(source, size)
             if kind == b"g":
+                quota.text(source.where, data)
                 shared.update(_records(data, source))
             elif kind in b"xX":
                 pairs = _records(data, source)
@@ -55,6 +63,7 @@ def members(source: PositionedStream) -> Iterator[Member]:
                 names["path" if kind == b"L" else "linkpath"] = _text(data)
             continue
         member = _member(block, size, {**shared, **dict(pairs), **names}, pairs, source)
+        _count(member, quota, source.where)
         yield member
         end = member.offset + member.stored
         source.go(end)
@@ -106,7 +115,7 @@ def _member(
     try:
         if flag == b"S":
             member.size, member.pieces = _gnu_pieces(block, source)
-        elif kind == FILE and any(key.startswith("GNU.sparse.") for key in pax):
+        elif kind == FILE and not _SPARSE.isdisjoint(pax):
             name = _pax_pieces(member, pairs, source) or name
     except ValueError as error:
         raise BuildError(f"{source.where}: {shown}: {error}") from None
@@ -140,9 +149,19 @@ def _records(data: bytes, source: PositionedStream) -> list[tuple[str, bytes]]:
         if not space < end <= len(data) or data[end - 1 : end] != b"\n" or not equals or not key:
             raise BuildError(f"{source.where}: a damaged pax header")
         if value:
-            found.append((key.decode("utf-8", "surrogateescape"), value))
+            name = key.decode("utf-8", "surrogateescape")
+            if name in _MEANT or name.startswith(_XATTR):
+                found.append((name, value))
         position = end
     return found
+
+
+def _count(member: Member, quota: Quota, where: str) -> None:
+    quota.entry(where)
+    quota.content(where, member.size)
+    texts = (text for name, value in member.xattrs for text in (name, value))
+    more = _PIECE * len(member.pieces or ()) + _PAIR * len(member.xattrs)
+    quota.text(where, member.name, member.link, *texts, more=more)
 
 
 def _check_sum(block: bytes, source: PositionedStream) -> None:
@@ -164,20 +183,6 @@ def _decimal(raw: bytes, source: PositionedStream) -> int:
     if not digits.isdigit() or len(digits) > 20 or (fraction and not fraction.isdigit()):
         raise BuildError(f"{source.where}: a damaged pax header: {raw[:40]!r} is not a number")
     return int(whole) - (whole.startswith(b"-") and fraction.strip(b"0") != b"")
-
-
-class Slice:
-    """The next `size` bytes of a layer."""
-
-    def __init__(self, source: PositionedStream, size: int) -> None:
-        self._source, self._left = source, size
-
-    def read(self, size: int = -1, /) -> bytes:
-        if not self._left:
-            return b""
-        data = self._source.exactly(self._left if size < 0 else min(size, self._left))
-        self._left -= len(data)
-        return data
 
 
 def _gnu_pieces(block: bytes, source: PositionedStream) -> tuple[int, Pieces]:
@@ -227,29 +232,6 @@ def _pax_pieces(member: Member, pairs: list[tuple[str, bytes]], source: Position
     return values.get("GNU.sparse.name")
 
 
-class Unpacked(Chunks):
-    """The content of a sparse file, read from the stored bytes in `stream`."""
-
-    def __init__(self, stream: Readable, size: int, pieces: Pieces) -> None:
-        super().__init__(_sparse_chunks(stream, size, pieces))
-
-
-def _sparse_chunks(stream: Readable, size: int, pieces: Pieces) -> Iterator[bytes]:
-    position = 0
-    for offset, length in (*pieces, (size, 0)):
-        while position < offset:
-            count = min(offset - position, _CHUNK)
-            yield bytes(count)
-            position += count
-        end = offset + length
-        while position < end:
-            data = stream.read(min(end - position, _CHUNK))
-            if not data:
-                return
-            yield data
-            position += len(data)
-
-
 def _stored_map(stored: int, source: PositionedStream) -> tuple[list[int], int]:
     """Read a map of pax 1.0, one number per line in whole blocks. Return the numbers after the count, and the size."""
     numbers: list[int] = []
@@ -277,7 +259,7 @@ def _checked(numbers: list[int], size: int, stored: int) -> Pieces:
             raise ValueError(_DAMAGED)
         position = offset + length
         total += length
-    if len(numbers) % 2 or total != stored or not position <= size <= _MAX_SPARSE:
+    if len(numbers) % 2 or total != stored or not position <= size:
         raise ValueError(_DAMAGED)
     return pieces
 

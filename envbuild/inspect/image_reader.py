@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from envbuild.atomic import replacing
+from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.model import Descriptor
+from envbuild.image.quota import Quota
 from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree, Node
@@ -32,6 +34,7 @@ Bring = Callable[[Mapping[str, Descriptor]], Mapping[str, Path]]
 # Increase it when the cached data changes its form or meaning.
 FORMAT = 2
 _CHUNK = 1 << 20
+_ROW = 256  # bytes of memory for a Debian package
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +109,21 @@ def _words(value: Any) -> tuple[str, ...]:
     return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
-def image_artifact(about: Description, layers: Sequence[Descriptor], bring: Bring, store: Store) -> ArtifactReader:
+def image_artifact(
+    about: Description, layers: Sequence[Descriptor], bring: Bring, environment: Environment
+) -> ArtifactReader:
     """Return an image for reading. The store caches the listing of each layer, so that digests cost nothing."""
-    return ArtifactReader(about, lambda _: _contents(about, _listings(about, layers, bring, store)))
+    limits = environment.site.limits
+
+    def contents(_: bool) -> Inventory:
+        return _contents(about, _listings(about, layers, bring, environment.store, Quota(limits)), Quota(limits))
+
+    return ArtifactReader(about, contents)
 
 
-def _listings(about: Description, layers: Sequence[Descriptor], bring: Bring, store: Store) -> list[LayerListing]:
+def _listings(
+    about: Description, layers: Sequence[Descriptor], bring: Bring, store: Store, quota: Quota
+) -> list[LayerListing]:
     ids = [fact.diff_id for fact in about.layers]
     known = {diff_id: remembered(diff_id, store) for diff_id in ids}
     missing = {diff_id: layer for diff_id, layer in zip(ids, layers, strict=True) if known[diff_id] is None}
@@ -120,7 +132,7 @@ def _listings(about: Description, layers: Sequence[Descriptor], bring: Bring, st
         name = f"{about.spelling}: layer {layer.digest}"
         try:
             with decompressed(files[diff_id].open("rb"), name) as stream:
-                made = known[diff_id] = read_listing(stream, name, diff_id)
+                made = known[diff_id] = read_listing(stream, name, diff_id, quota)
         except OSError as error:
             raise BuildError(f"{name}: cannot be read: {error.strerror}") from error
         # If the store is not writable, the layer is read again next time.
@@ -130,8 +142,8 @@ def _listings(about: Description, layers: Sequence[Descriptor], bring: Bring, st
     return [found for diff_id in ids if (found := known[diff_id]) is not None]
 
 
-def _contents(about: Description, listings: Sequence[LayerListing]) -> Inventory:
-    root = MergedTree()
+def _contents(about: Description, listings: Sequence[LayerListing], quota: Quota) -> Inventory:
+    root = MergedTree(quota)
     for layer, fact in zip(listings, about.layers, strict=True):
         root.begin()
         for number, member in enumerate(layer.members):
@@ -164,14 +176,17 @@ def _item(node: Node, listings: Sequence[LayerListing]) -> Item:
     )
 
 
-def read_listing(stream: BinaryIO, name: str, diff_id: str) -> LayerListing:
-    """Read a layer's tar, `name` for messages, from start to end. Raises BuildError if its digest is not `diff_id`."""
+def read_listing(stream: BinaryIO, name: str, diff_id: str, quota: Quota) -> LayerListing:
+    """Read a layer's tar, `name` for messages, from start to end.
+
+    Raises BuildError if its digest is not `diff_id`, or it exceeds the `quota` of its image.
+    """
     listed: list[Member] = []
     digests: dict[int, str] = {}
     scripts: set[int] = set()
     notes: dict[int, Note] = {}
     with contextlib.closing(Hashed(stream)) as hashed:
-        for number, (member, content) in enumerate(tar_items(cast(BinaryIO, hashed), name)):
+        for number, (member, content) in enumerate(tar_items(cast(BinaryIO, hashed), name, quota)):
             listed.append(member)
             if content is None:
                 continue
@@ -181,6 +196,8 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str) -> LayerListing:
                 scripts.add(number)
             if reader:
                 notes[number] = note
+                text, rows = isinstance(note, str), isinstance(note, list)
+                quota.text(name, note if text else "", more=_ROW * len(note) if rows else 0)
         if hashed.finish() != diff_id:
             raise BuildError(f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})")
     return LayerListing(listed, digests, frozenset(scripts), notes)

@@ -89,7 +89,7 @@ def open_daemon(request: Request) -> ArtifactReader:
         return dict(zip(ids, paths, strict=True))
 
     about = about_image(config, identity, "", layers, request.spelling, None)
-    return image_artifact(about, layers, bring, store)
+    return image_artifact(about, layers, bring, request.environment)
 
 
 def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
@@ -141,7 +141,7 @@ def _opened(
     def here(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
         return {diff_id: pulled.blobs.path(layer.digest) for diff_id, layer in wanted.items()}
 
-    return image_artifact(about, layers, bring or here, request.environment.store)
+    return image_artifact(about, layers, bring or here, request.environment)
 
 
 def _index(folder: Path, tag: str | None) -> bytes:

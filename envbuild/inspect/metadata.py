@@ -23,7 +23,7 @@ from envbuild.layers.compose import PREFIX
 from envbuild.names import normalise
 
 # Larger files are not what their names say, and are treated like any other file.
-MAX_SIZE = 64 << 20
+MAX_SIZE = 16 << 20
 _INFO = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)\.(?:dist-info/(METADATA|RECORD)|egg-info(?:/(PKG-INFO))?)$")
 _LAYER = re.compile(rf"(?:^|/){installed.LAYER_LISTS}/[^/]+\.json$")
 _STATUS = re.compile(r"^var/lib/dpkg/(?:status$|status\.d/[^/]+$)")

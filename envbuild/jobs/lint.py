@@ -20,7 +20,8 @@ from envbuild.site.pip_config import redact
 
 _LARGEST = 4 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
-_IGNORED = re.compile(r"#.*lint-job: ignore(?: (?P<ids>[\w, -]+))?\s*$")
+_IGNORED = "lint-job: ignore"
+_SHOWN = 500  # characters of a line, and of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,10 @@ def lint(text: str, name: str) -> list[Problem]:
         if _ignored(line, one.id):
             continue
         what, instead = (
-            redact(text.replace("{nodes}", one.nodes).replace("{value}", one.value))
+            redact(text.replace("{nodes}", one.nodes).replace("{value}", one.value[:_SHOWN]))
             for text in (fault.what, fault.of_scheduler.get(scheduler) or fault.instead)
         )
-        problem = Problem(fault, name, at, redact(line.strip()), what, instead)
+        problem = Problem(fault, name, at, redact(line.strip())[:_SHOWN], what, instead)
         problems.setdefault((at, one.id), problem)
     return sorted(problems.values(), key=lambda p: (p.line, LEVELS.index(p.fault.level)))
 
@@ -92,8 +93,11 @@ def is_manifest(text: str, name: str) -> bool:
 
 
 def _ignored(line: str, fault: str) -> bool:
-    match = _IGNORED.search(line)
-    return match is not None and (not match["ids"] or fault in re.split(r"[ ,]+", match["ids"]))
+    before, found, rest = line.rpartition(_IGNORED)
+    if not found or "#" not in before:
+        return False
+    ids = rest.rstrip()
+    return not ids or (re.fullmatch(r" [\w, -]+", ids) is not None and fault in re.split(r"[ ,]+", ids))
 
 
 def _rules(script: ParsedScript) -> Iterator[Found]:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envbuild.errors import UsageError
 from envbuild.fabrics import adapter_of
+from envbuild.jobs.kubernetes_yaml import load
 from envbuild.jobs.lint_rules import RULES, judged_image
 from envbuild.jobs.lint_script import Found, read_script
 
@@ -25,19 +25,9 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
 
     Raises UsageError for text that is not YAML.
     """
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        documents = list(YAML(typ="rt").load_all(text))
-    except YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f":{where.line + 1}" if where else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise UsageError(f"{name}{line}: this is no YAML: {problem}") from None
-    for document in documents:
+    for document in load(text, name):
         if isinstance(document, Mapping):
-            yield from _walk(document, _nodes(document))
+            yield from _walk(document, _nodes(document), set())
 
 
 def _nodes(document: Mapping[str, Any]) -> int:
@@ -57,7 +47,11 @@ def _nodes(document: Mapping[str, Any]) -> int:
     return max(1, sum(one if isinstance(one, int) else 2 for one in counts))
 
 
-def _walk(value: Any, nodes: int) -> Iterator[Found]:
+def _walk(value: Any, nodes: int, seen: set[int]) -> Iterator[Found]:
+    """Find the faults below `value`; `seen` are the objects that were searched, which aliases repeat."""
+    if id(value) in seen or not isinstance(value, Mapping | list):
+        return
+    seen.add(id(value))
     if isinstance(value, Mapping):
         containers = value.get("containers")
         if isinstance(containers, Sequence) and not isinstance(containers, str):
@@ -65,10 +59,10 @@ def _walk(value: Any, nodes: int) -> Iterator[Found]:
         if isinstance(value.get("trainer"), Mapping):
             yield from _container(value["trainer"], nodes)
         for inner in value.values():
-            yield from _walk(inner, nodes)
-    elif isinstance(value, list):
+            yield from _walk(inner, nodes, seen)
+    else:
         for inner in value:
-            yield from _walk(inner, nodes)
+            yield from _walk(inner, nodes, seen)
 
 
 def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 
 from envbuild.jobs.lint_faults import command_text, of_patterns
 from envbuild.jobs.lint_script import Found, Launch, ParsedScript
-from envbuild.jobs.lint_shell import CONTAINERS, LAUNCHERS, Command, expanded
+from envbuild.jobs.lint_shell import CONTAINERS, Command
 from envbuild.jobs.lint_variables import LOCAL, of_fallbacks, of_variables
+from envbuild.jobs.schedulers.base import whole
 
 _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
@@ -19,8 +20,10 @@ _IMAGE = re.compile(r"^(?:docker|dockerd|podman|oras)://(.+)$")
 
 def of_launches(script: ParsedScript) -> Iterator[Found]:
     """Find a torchrun that starts on the head only or twice per node, and faults of its endpoint, run ID and port."""
+    # A step on one node in a job of several, or an evaluation after the training, is intentional.
+    covered = any(one.waits and _on_nodes(script, one) for one in script.launches)
     for one in script.launches:
-        yield from _nodes(script, one)
+        yield from _nodes(script, one, covered)
         yield from _endpoint(script, one)
         if script.several and "standalone" not in one.options:
             yield from _identity(script, one)
@@ -30,16 +33,14 @@ def of_launches(script: ParsedScript) -> Iterator[Found]:
             yield Found("mpi-binding", one.command.line)
 
 
-def _nodes(script: ParsedScript, one: Launch) -> Iterator[Found]:
+def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     """Find nodes without a torchrun, and torchruns that do not form one job."""
     several, line, options = script.several, one.command.line, one.options
     # An explicit node rank means that it is started by hand on each node.
     by_hand = script.kind == "shell" and "node-rank" in options
     alone = not (one.command.file or by_hand or _on_nodes(script, one))
-    # A step on one node in a job of several, or an evaluation after the training, is intentional.
-    covered = any(other.waits and _on_nodes(script, other) for other in script.launches)
     if several and alone and one.waits:
-        fault = "head-only" if script.kind != "shell" or _launches(script) else "started-here"
+        fault = "head-only" if script.kind != "shell" or script.launchers_work else "started-here"
         yield Found(fault, line, nodes=several)
     elif several and alone and script.kind != "shell" and not covered:
         yield Found("idle-nodes", line, nodes=several)
@@ -49,8 +50,8 @@ def _nodes(script: ParsedScript, one: Launch) -> Iterator[Found]:
     if several and "standalone" in options:
         yield Found("standalone", script.where("--standalone", line), nodes=several)
     nodes = options.get("nnodes", "").rpartition(":")[2]
-    asked = step if step.isdecimal() else str(script.nodes[1] if script.nodes else "")
-    if script.nodes and step != "1" and nodes.isdecimal() and int(nodes) != int(asked):
+    asked = step if whole(step) is not None else str(script.nodes[1] if script.nodes else "")
+    if script.nodes and step != "1" and whole(nodes) not in (None, whole(asked)):
         yield Found("nodes-differ", script.where("nnodes", line), nodes, asked)
 
 
@@ -58,20 +59,9 @@ def _on_nodes(script: ParsedScript, one: Launch) -> bool:
     return script.everywhere or one.launcher != "" or _carried(script, one)
 
 
-def _launches(script: ParsedScript) -> bool:
-    """Return whether the script starts anything on other nodes."""
-    return any(
-        command.started_by or posixpath.basename("".join(command.words[:1])) in LAUNCHERS for command in script.commands
-    )
-
-
 def _carried(script: ParsedScript, one: Launch) -> bool:
     """Return whether a launcher starts the function or the file that contains this torchrun."""
-    name = one.command.function
-    return bool(name) and any(
-        (command.started_by and name in command.words) or any(name in word.split() for word in command.words[1:])
-        for command in script.commands
-    )
+    return bool(one.command.function) and one.command.function in script.passed
 
 
 def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
@@ -93,7 +83,7 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
 
 def _identity(script: ParsedScript, one: Launch) -> Iterator[Found]:
     value = one.options.get("rdzv-id", "")
-    name = "rdzv_id" if any("rdzv_id" in line for line in script.lines) else "rdzv-id"
+    name = "rdzv_id" if script.where("rdzv_id", 0) else "rdzv-id"
     at = script.where(name, one.command.line)
     random = _RANDOM.search(value)
     if random and _there(script, one, random[0]):
@@ -108,14 +98,14 @@ def _identity(script: ParsedScript, one: Launch) -> Iterator[Found]:
 
 def _there(script: ParsedScript, one: Launch, text: str) -> bool:
     """Return whether `text`, an expansion in a torchrun's words, is expanded on each node."""
-    escaped = any(f"\\{text}" in line for line in script.lines)
-    return one.launcher != "" and (one.command.per_node or escaped)
+    return one.launcher != "" and (one.command.per_node or script.escapes(text))
 
 
 def _doubled(script: ParsedScript, one: Launch) -> Iterator[Found]:
     tasks = one.option("--ntasks", "-n")
     nodes = one.option("--nodes", "-N") or str(script.nodes[1] if script.nodes else "")
-    if tasks.isdecimal() and nodes.isdecimal() and int(tasks) <= int(nodes):
+    most, least = whole(nodes), whole(tasks)
+    if most is not None and least is not None and least <= most:
         return
     # The value of another variable is unknown; variables with the number of tasks match the directive.
     if "$" in tasks and not re.search(r"SLURM_(?:NTASKS|NPROCS)", tasks):
@@ -123,12 +113,12 @@ def _doubled(script: ParsedScript, one: Launch) -> Iterator[Found]:
     if one.option("--ntasks-per-node", "--tasks-per-node") == "1":
         return
     given = script.directive("--ntasks-per-node", "--tasks-per-node")
-    if given and given[1].isdecimal() and int(given[1]) > 1:
+    if given and (whole(given[1]) or 0) > 1:
         yield Found("tasks-per-node", given[0], given[1])
 
 
 def _words_have(script: ParsedScript, one: Launch, option: str, value: str) -> bool:
-    words = [*one.around, *expanded(one.command.words, script.values)]
+    words = [*one.around, *script.variables.expanded(one.command.words)]
     text = " ".join(words)
     return re.search(rf"--?{option}[= ]{value}\b", text) is not None
 
@@ -173,7 +163,7 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
 
 
 def _images(script: ParsedScript, command: Command) -> Iterator[Found]:
-    words = expanded(command.words, script.values)
+    words = script.variables.expanded(command.words)
     name = posixpath.basename(words[0]) if words else ""
     for number, word in enumerate(words):
         option, equal, value = word.partition("=")

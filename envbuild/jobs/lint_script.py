@@ -6,16 +6,18 @@ import functools
 import posixpath
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
-from envbuild.jobs.lint_shell import LAUNCHERS, Command, expanded, parse, starters
+from envbuild.jobs.lint_expand import Variables
+from envbuild.jobs.lint_shell import LAUNCHERS, Command, parse, starters
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.jobs.schedulers.base import ScriptFacts, option_values
+from envbuild.jobs.schedulers.base import ScriptFacts, option_values, whole
 
 _FACTS = {name: one.script for name, one in SCHEDULERS.items() if one.script}
 _DIRECTIVES = {name: re.compile(rf"{one.pattern or one.marker}\s+(.*)") for name, one in _FACTS.items()}
+_MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
 _TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
 
 
@@ -51,7 +53,8 @@ class Launch:
     def waits(self) -> bool:
         """Whether it waits for torchruns on other nodes, as far as the script tells."""
         fewest = self.options.get("nnodes", "1").partition(":")[0]
-        return "standalone" not in self.options and (not fewest.isdecimal() or int(fewest) > 1)
+        number = whole(fewest)
+        return "standalone" not in self.options and (number is None or number > 1)
 
     def option(self, *names: str) -> str:
         """Return the value of the launcher's option with one of these names, "" for none."""
@@ -72,7 +75,7 @@ class ParsedScript:
     lines: tuple[str, ...]
     directives: tuple[tuple[int, tuple[str, ...]], ...]
     commands: tuple[Command, ...]
-    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
     everywhere: bool = False
 
     def directive(self, *names: str) -> tuple[int, str] | None:
@@ -105,17 +108,37 @@ class ParsedScript:
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
         """Every torchrun that this script starts."""
-        return tuple(_launches(self.commands, self.values))
+        return tuple(_launches(self))
+
+    @functools.cached_property
+    def variables(self) -> Variables:
+        """The variables, for expansion; all rules together have one bound."""
+        return Variables(self.values)
+
+    @functools.cached_property
+    def launchers_work(self) -> bool:
+        """Whether the script starts anything on other nodes."""
+        return any(
+            command.started_by or posixpath.basename("".join(command.words[:1])) in LAUNCHERS
+            for command in self.commands
+        )
+
+    @functools.cached_property
+    def passed(self) -> frozenset[str]:
+        """The words that commands pass to others: among them are the functions and files that launchers start."""
+        found = {word for command in self.commands if command.started_by for word in command.words}
+        return frozenset(found.union(*(word.split() for command in self.commands for word in command.words[1:])))
 
     @functools.cached_property
     def several(self) -> str:
         """The number of nodes if there are more than one ("several" if unknown), "" for one node."""
         if self.nodes is not None:
             return str(self.nodes[1]) if self.nodes[1] > 1 else ""
-        numbers = [one.options.get("nnodes", "1").rpartition(":")[2] for one in self.launches]
-        if any(not number.isdecimal() for number in numbers):
+        numbers = [whole(one.options.get("nnodes", "1").rpartition(":")[2]) for one in self.launches]
+        known = [number for number in numbers if number is not None]
+        if len(known) < len(numbers):
             return "several"
-        most = max(map(int, numbers), default=1)
+        most = max(known, default=1)
         return str(most) if most > 1 else ""
 
     def where(self, text: str, near: int = 1) -> int:
@@ -123,18 +146,29 @@ class ParsedScript:
 
         Comments are skipped.
         """
-        for number in chain(range(near, len(self.lines) + 1), range(1, near)):
-            line = self.lines[number - 1]
-            if text in line and not line.lstrip().startswith("#"):
-                return number
-        return near
+        found = self._places.get(text)
+        if found is None:
+            if len(self._places) >= _MOST_PLACES:
+                return near
+            code = ((n, line) for n, line in enumerate(self.lines, 1) if not line.lstrip().startswith("#"))
+            found = self._places[text] = [number for number, line in code if text in line]
+        return found[bisect_left(found, near) % len(found)] if found else near
+
+    def escapes(self, text: str) -> bool:
+        """Return whether `text` stands behind a backslash in the script."""
+        return self.where(f"\\{text}", 0) > 0
+
+    @functools.cached_property
+    def _places(self) -> dict[str, list[int]]:
+        """The lines of each text that was looked for."""
+        return {}
 
     def exported(self, name: str) -> Iterator[tuple[Command, str]]:
         """Yield (command, value) of each assignment to the variable `name`."""
         for command in self.commands:
             for variable, words in command.assignments:
                 if variable.rstrip("+") == name:
-                    yield command, " ".join(expanded(words, self.values))
+                    yield command, " ".join(self.variables.expanded(words))
             for word in command.words:
                 # env NAME=…, -x NAME=…, --export=NAME=…, --env NAME=…
                 if match := re.search(rf"(?:^|[=,\s]){name}=([^,\s]+)", word):
@@ -151,10 +185,10 @@ def read_script(text: str) -> ParsedScript:
                 kind = name
                 directives.append((number, tuple(_split(match[1]))))
     commands = tuple(parse(text))
-    values: dict[str, tuple[str, ...]] = {}
+    values: dict[str, list[str]] = {}
     for command in commands:
         for name, words in command.assignments:
-            values[name.rstrip("+")] = (*values.get(name.rstrip("+"), ()), *words)
+            values.setdefault(name.rstrip("+"), []).extend(words)
     return ParsedScript(kind, tuple(lines), tuple(directives), commands, values)
 
 
@@ -165,16 +199,16 @@ def _split(text: str) -> list[str]:
         return text.split()
 
 
-def _launches(commands: tuple[Command, ...], values: Mapping[str, tuple[str, ...]]) -> Iterator[Launch]:
-    for command in commands:
-        words = expanded(command.words, values)
+def _launches(script: ParsedScript) -> Iterator[Launch]:
+    told = "".join(script.values.get("PET_NNODES", ())[-1:])
+    given = {"nnodes": told} if told else {}
+    for command in script.commands:
+        words = script.variables.expanded(command.words)
         # Inside a string for another shell, it is parsed as a separate command.
         at = next((n for n, word in enumerate(words) if _is_torchrun(words, n)), None)
         if at is None or words[0] in ("echo", "printf", "which", "command", "type", "pkill", "cd"):
             continue
-        around = (*expanded(command.around, values), *words[:at])
-        told = "".join(values.get("PET_NNODES", ())[-1:])
-        given = {"nnodes": told} if told else {}
+        around = (*script.variables.expanded(command.around), *words[:at])
         by = starters(command, words[:at])
         yield Launch(command, given | _options(words[at + 1 :]), around, by)
 

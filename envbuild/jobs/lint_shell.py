@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from envbuild.jobs.lint_words import ASSIGNMENT, Reader, simple_command
@@ -24,6 +24,7 @@ _KEYWORDS = frozenset([
     "!", "{", "}", "exec", "command", "nohup", "eval",
 ])  # fmt: skip
 _DEEPEST = 6
+_AROUND = 200  # words before a nested command that are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,11 @@ def _nested(
     """Yield the commands that a command passes to other shells: strings after -c, here-documents, ssh's last word."""
     names = [posixpath.basename(word) for word, _ in words]
     by = starters(command, [word for word, _ in words])
-    texts = command.around + command.words
+    texts = command.around + command.words[:_AROUND]
     for number, (word, literal) in enumerate(words):
         given = number and re.fullmatch(r"-\w*c", words[number - 1][0])
         if " " in word and (given or names[0] in ("ssh", "pdsh", "clush")):
-            around = texts[: len(command.around) + number]
+            around = texts[: min(len(command.around) + number, _AROUND)]
             there = literal and not late
             inner = replace(place, started_by=by, around=around, per_node=there or place.per_node)
             yield from _commands(Reader(word, command.line, late=not there), inner)
@@ -120,7 +121,7 @@ def _nested(
     for line, body, literal in bodies:
         if runs or names[:1] == ["cat"] or names[:1] == ["tee"]:
             there = literal and not late
-            inner = replace(place, started_by=by, around=texts, per_node=there or place.per_node)
+            inner = replace(place, started_by=by, around=texts[:_AROUND], per_node=there or place.per_node)
             inner = replace(inner, file=place.file or not runs)
             yield from _commands(Reader(body, line, late=not there), inner)
 
@@ -130,29 +131,27 @@ def starters(command: Command, words: Sequence[str]) -> tuple[str, ...]:
     names = (posixpath.basename(word) for word in words)
     found = command.started_by + tuple(one for one in names if one in LAUNCHERS | CONTAINERS)
     pyxis = any(word.startswith("--container-image") for word in words)
-    return (*found, "pyxis") if pyxis else found
+    return tuple(dict.fromkeys((*found, "pyxis") if pyxis else found))
 
 
 def _made(
     line: int, words: list[tuple[str, bool]], place: _CommandPlace, function: str
 ) -> tuple[Command | None, list[tuple[str, bool]]]:
-    rest = list(words)
     assignments: list[tuple[str, tuple[str, ...]]] = []
-    while rest:
-        word = rest[0][0]
-        if word in _KEYWORDS or (word.endswith(")") and "(" not in word):
-            rest.pop(0)
-        elif word in ("export", "declare", "local", "readonly", "typeset", "env"):
-            rest.pop(0)
-            while rest and rest[0][0].startswith("-"):
-                rest.pop(0)
-        elif found := ASSIGNMENT.match(word):
+    at, options = 0, False
+    for at, (word, _) in enumerate([*words, ("", False)]):  # noqa: B007 - it is used behind the loop
+        if options and word.startswith("-"):
+            continue
+        options = word in ("export", "declare", "local", "readonly", "typeset", "env")
+        if options or word in _KEYWORDS or (word.endswith(")") and "(" not in word):
+            continue
+        if found := ASSIGNMENT.match(word):
             value = word[found.end() :]
             parts = tuple(value[1:].split("\0")) if value.startswith("\0") else (value,)
             assignments.append((found[1] + ("+" if found[3] else ""), parts))
-            rest.pop(0)
         else:
             break
+    rest = words[at:]
     if not rest and not assignments:
         return None, rest
     texts = tuple(word for word, _ in rest)
@@ -160,23 +159,3 @@ def _made(
         line, texts, tuple(assignments), place.started_by, place.per_node, place.file, function, place.around
     )
     return made, rest
-
-
-def expanded(words: tuple[str, ...], values: Mapping[str, tuple[str, ...]], depth: int = 0) -> list[str]:  # fmt: skip
-    """Return `words` with `$NAME`, `${NAME}` and `${NAME[@]}` replaced by the words of all their assignments."""
-    out: list[str] = []
-    for word in words:
-        whole = re.fullmatch(r"\$\{?(\w+)(?:\[[@*]\])?\}?", word)
-        if whole and whole[1] in values and depth < _DEEPEST:
-            for value in expanded(values[whole[1]], values, depth + 1):
-                out += value.split() if not value.startswith("$(") else [value]
-            continue
-
-        def fill(match: re.Match[str]) -> str:
-            found = values.get(match[1] or match[2])
-            if found is None or depth >= _DEEPEST or match[0] in " ".join(found):
-                return match[0]
-            return " ".join(expanded(found, values, depth + 1))
-
-        out.append(re.sub(r"\$(?:(\w+)|\{(\w+)(?:\[[@*0]\])?\})", fill, word))
-    return out

@@ -12,10 +12,11 @@ from envbuild.jobs.lint_shell import Command
 
 LOCAL = re.compile(r"^\[?(localhost|127(\.\d+){3}|::1)\]?(:|$)")
 _FALLBACK = re.compile(
-    r"\$\{(?P<name>\w+)(?:\[[^]]*\])?:?[=-]\"?(?:localhost|127\.)|\|\|\s*echo\s+['\"]?(?:localhost\b|127\.)"
+    r"\$\{(?P<name>\w+)(?:\[[^]]{0,80}\])?:?[=-]\"?(?:localhost|127\.)|\|\|\s*echo\s+['\"]?(?:localhost\b|127\.)"
 )
 _POINTS = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(\S+)", re.IGNORECASE)
 _POINTED = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(?:\$\([^)]*|\S*)$")
+_BEFORE = 500  # characters before a fallback in which the option stands
 _NAMES = re.compile(r"\$\{?(\w+)")
 _OF_RENDEZVOUS = re.compile(
     r"(?:PET_)?(?:MASTER_(?:ADDR|HOST|IP)|RDZV_\w+)|HEAD_?(?:NODE|ADDR|IP|HOST)\w*", re.IGNORECASE
@@ -28,9 +29,10 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
         for command, value in script.exported(variable):
             if LOCAL.match(value) and script.several:
                 yield Found("localhost-endpoint", command.line, value, script.several)
+    given = any("master-port" in one.options for one in script.launches)
     for variable in ("MASTER_PORT", "PET_MASTER_PORT"):
         for command, value in script.exported(variable):
-            if value.isdecimal() and not any("master-port" in one.options for one in script.launches):  # fmt: skip
+            if value.isdecimal() and not given:
                 yield Found("fixed-port", command.line, value)
     seen: dict[str, Command] = {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -42,9 +44,9 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
     if len(seen) > 1:
         yield Found("interfaces-differ", list(seen.values())[-1].line, " and ".join(seen))
     text = "\n".join(line for line in script.lines if not line.startswith("#!"))
+    others = [f.signs for f in load_fabrics().values() if f.signs and f.provider != "efa"]
+    signs = re.search("|".join(others), text, re.IGNORECASE)
     for command, value in script.exported("FI_PROVIDER"):
-        others = [f.signs for f in load_fabrics().values() if f.signs and f.provider != "efa"]
-        signs = re.search("|".join(others), text, re.IGNORECASE)
         if value.split(";")[0] == "efa" and signs:
             yield Found("efa-elsewhere", command.line, signs[0])
 
@@ -58,7 +60,7 @@ def of_fallbacks(script: ParsedScript) -> Iterator[Found]:
         for name, text in texts:
             for match in _FALLBACK.finditer(text):
                 told = any(one in names or _OF_RENDEZVOUS.fullmatch(one) for one in (name, match["name"]) if one)
-                if told or _POINTED.search(text[: match.start()]):
+                if told or _POINTED.search(text, max(0, match.start() - _BEFORE), match.start()):
                     first = match[0].splitlines()[0]
                     yield Found("localhost-fallback", script.where(first, command.line))
 

@@ -12,7 +12,8 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
 # Placeholders in guides: /home/<your-name>/env.
 _PLACEHOLDER = re.compile(r"<[A-Za-z][A-Za-z_-]*>")
-_ANSI_C = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
+_ANSI_C = re.compile(r"\$'([^'\\]*+(?:\\.[^'\\]*+)*+)'", re.DOTALL)
+_DEEPEST = 16
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>&|<&|<<<|<>|>|<)(?:&?\d+-?)?")
 
 
@@ -21,13 +22,15 @@ class Reader:
     """A position in a script.
 
     With `late`, an outer shell has already expanded the text: only expansions behind a backslash (`\\$(…)`) are
-    left for this shell, and the others are not commands of this script.
+    left for this shell, and the others are not commands of this script. `deep` counts the expansions and arrays around
+    the position; deeper than _DEEPEST, they are text.
     """
 
     text: str
     line: int
     at: int = 0
     late: bool = False
+    deep: int = 0
     pending: list[tuple[str, bool, bool]] = field(default_factory=list)
 
     def take(self, size: int = 1) -> str:
@@ -36,7 +39,7 @@ class Reader:
         self.at += size
         return piece
 
-    def closing(self, opening: str, closing: str) -> str:
+    def closing(self, opening: str, closing: str, deep: int = 0) -> str:
         """Return the text up to the `closing` that matches the `opening` before this position, and skip past it."""
         start, depth = self.at, 1
         while self.at < len(self.text):
@@ -51,9 +54,9 @@ class Reader:
             elif here == '"' and opening != '"':
                 self.take()
                 while self.at < len(self.text) and self.text[self.at] != '"':
-                    if self.text.startswith("$(", self.at):
+                    if deep < _DEEPEST and self.text.startswith("$(", self.at):
                         self.take(2)
-                        self.closing("(", ")")
+                        self.closing("(", ")", deep + 1)
                     else:
                         self.take(2 if self.text[self.at] == "\\" else 1)
             elif here == closing:
@@ -145,7 +148,7 @@ def _word(reader: Reader, subs: list[tuple[int, str]]) -> tuple[str, bool]:
         if here in " \t\n;|&)<>" or (here == "(" and not out):
             break
         if here == "(":
-            if ASSIGNMENT.fullmatch("".join(out)):
+            if reader.deep < _DEEPEST and ASSIGNMENT.fullmatch("".join(out)):
                 reader.take()
                 out += ["\0", "\0".join(_array(reader, subs))]
                 break
@@ -216,7 +219,8 @@ def _expansion(reader: Reader, subs: list[tuple[int, str]]) -> str:
     if reader.text.startswith("${", reader.at):
         reader.take(2)
         inside = reader.closing("{", "}")
-        _double(Reader(inside, begun, late=reader.late), subs, "")
+        if reader.deep < _DEEPEST:
+            _double(Reader(inside, begun, late=reader.late, deep=reader.deep + 1), subs, "")
         return "${" + inside + "}"
     if reader.text[reader.at] == "`":
         reader.take()
@@ -229,6 +233,7 @@ def _expansion(reader: Reader, subs: list[tuple[int, str]]) -> str:
 def _array(reader: Reader, subs: list[tuple[int, str]]) -> list[str]:
     """Return the words of an array up to its closing parenthesis."""
     words = []
+    reader.deep += 1
     while reader.at < len(reader.text):
         here = reader.text[reader.at]
         if here == ")":
@@ -243,4 +248,5 @@ def _array(reader: Reader, subs: list[tuple[int, str]]) -> list[str]:
             reader.take()
         else:
             words.append(_word(reader, subs)[0])
+    reader.deep -= 1
     return words

@@ -125,7 +125,9 @@ def make_from_recipe(
             image = assemble(one, layers, environment, offline=offline)
             build = _Build(options, environment, arch, started, image.state, plan)
             return _by_engine(build, image.blobs, image.descriptor)
-        maker = SegmentCache(environment.store, options.codec, resources.workers(environment.variables), log)
+        maker = SegmentCache(
+            environment.store, options.codec, resources.workers(environment.variables), log, environment.site.limits
+        )
         filled = fill(one, layers, environment, maker, offline=offline)
         build = _Build(options, environment, arch, started, filled.state, plan)
         config = {"architecture": GOARCH[arch], "os": "linux", "config": run_config(plan, filled.base)}
@@ -145,7 +147,9 @@ def make_from_image(
         if options.engine != "native":
             pulled = pull(source.name, None, target.arch, environment, Path())
             return _by_engine(build, pulled.blobs, pulled.manifest.descriptor)
-        maker = SegmentCache(environment.store, options.codec, resources.workers(environment.variables), log)
+        maker = SegmentCache(
+            environment.store, options.codec, resources.workers(environment.variables), log, environment.site.limits
+        )
         image = _image_at(source, target.arch, environment)
         count, diff_ids = len(image.layers), image.config["rootfs"]["diff_ids"]
         layers = [

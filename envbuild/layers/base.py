@@ -24,7 +24,6 @@ from envbuild.lock.base import pull, site_archives
 from envbuild.lock.image import OciLock
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
-from envbuild.store.store import Store
 
 # The OCI media type for a compression; a Docker layer of the same compression has the same bytes.
 _OCI_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
@@ -113,7 +112,7 @@ def _existing(plan: Plan, lock: OciLock, environment: Environment, maker: LayerC
         interpreter, version = _conda_python(plan)
     else:
         interpreter, version = plan.image.python, plan.python
-        _check_interpreter(interpreter, pulled, lock, environment.store)
+        _check_interpreter(interpreter, pulled, lock, environment)
     layers, config = image_layers(pulled, lock.reference, maker), dict(pulled.config.get("config") or {})
     return BaseImage(lock.reference, lock.digest, layers, interpreter, version, config, system_packages=not plan.conda)
 
@@ -131,14 +130,14 @@ def image_layers(pulled: Pulled, name: str, maker: LayerCache[M]) -> tuple[M, ..
     return tuple(layers)
 
 
-def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, store: Store) -> None:
+def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, environment: Environment) -> None:
     """Raise BuildError when the base does not have the interpreter `python`."""
     # Reading a large base's tree takes a while, so a positive result is stored.
-    note = store.folder("bases") / f"{lock.digest.partition(':')[2]}.json"
+    note = environment.store.folder("bases") / f"{lock.digest.partition(':')[2]}.json"
     with contextlib.suppress(OSError, ValueError):
         if python in json.loads(note.read_text(encoding="utf-8")):
             return
-    tree = merged(pulled)
+    tree = merged(pulled, environment.site.limits)
     if not tree.is_file(python):
         near = sorted(f"/{name}" for name, _ in tree.walk() if re.search(r"(^|/)bin/python3\.\d+$", name))
         raise BuildError(

@@ -26,11 +26,13 @@ from envbuild.image.compression import Hashed, decompressed, open_layer
 from envbuild.image.entry import Readable, Tree, closing
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
+from envbuild.image.quota import Quota
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
 from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import PREFIX, LayerRequest
 from envbuild.names import normalise
+from envbuild.site.settings import LimitsTable
 from envbuild.store.store import Store
 
 Log = Callable[[str], None]
@@ -182,12 +184,13 @@ def _note(part: LayerRequest, store: Store) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class SegmentCache:
-    """The `LayerCache` of segments, compressed with `codec` in `workers` threads."""
+    """The `LayerCache` of segments, compressed with `codec` in `workers` threads; `limits` are for images."""
 
     store: Store
     codec: Codec
     workers: int
     log: Log
+    limits: LimitsTable
 
     def part(self, part: LayerRequest) -> CachedSegment:
         """See `LayerCache`."""
@@ -205,7 +208,9 @@ class SegmentCache:
 
     def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
         """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError for another."""
-        return self._made(diff_id.partition(":")[2], title, partial(_of_tar_checked, opens, title, diff_id), [])
+        return self._made(
+            diff_id.partition(":")[2], title, partial(_of_tar_checked, opens, title, diff_id, self.limits), []
+        )
 
     def _made(
         self, key: str, title: str, items: Callable[[], Items], found: list[tuple[str, str, str]]
@@ -249,8 +254,8 @@ def _of_tar(path: Path, name: str) -> Items:
         yield from tar_items(stream, name)
 
 
-def _of_tar_checked(opens: Callable[[], BinaryIO], name: str, diff_id: str) -> Items:
+def _of_tar_checked(opens: Callable[[], BinaryIO], name: str, diff_id: str, limits: LimitsTable) -> Items:
     with decompressed(opens(), name) as stream, contextlib.closing(Hashed(stream)) as hashed:
-        yield from tar_items(cast(BinaryIO, hashed), name)
+        yield from tar_items(cast(BinaryIO, hashed), name, Quota(limits))
         if hashed.finish() != diff_id:
             raise BuildError(f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})")

@@ -84,6 +84,16 @@ class FabricTable:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitsTable:
+    """`[limits]`: the size of images that envbuild reads; a larger one is refused, so that it cannot fill memory."""
+
+    entries: int = key(500_000, "The most files, folders and links in all layers of one image.", minimum=1)
+    unpacked_bytes: int = key(
+        128 << 30, "The most bytes of files in all layers of one image, holes of sparse files included.", minimum=1
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class SiteFile:
     """Contents of one site.toml."""
 
@@ -101,6 +111,7 @@ class SiteFile:
     registries: dict[str, RegistryTable] = key({}, "Image registries by host, such as docker.io.")
     debian: DebianTable = key(DebianTable(), "Where Debian packages come from.")
     fabric: FabricTable = key(FabricTable(), "The network between nodes with GPUs.")
+    limits: LimitsTable = key(LimitsTable(), "The size of images that envbuild reads.")
     scheduler: jobs.SchedulerTable = key(jobs.SchedulerTable(), "Who starts jobs.")
     modules: jobs.ModulesTable = key(jobs.ModulesTable(), "Environment modules of builds and jobs.")
     environment: dict[str, str] = key(
@@ -130,6 +141,7 @@ class Site:
     registries: Mapping[str, RegistryTable] = field(default_factory=dict)
     debian: DebianTable = DebianTable()
     fabric: FabricTable = FabricTable()
+    limits: LimitsTable = LimitsTable()
     scheduler: jobs.SchedulerTable = field(default_factory=jobs.SchedulerTable)
     modules: jobs.ModulesTable = field(default_factory=jobs.ModulesTable)
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -43,6 +43,7 @@ from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.bytecode import Compiler, compiler_for, find_compiler
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.layer_cache import SegmentCache, TarCache, recorded
+from envbuild.site.settings import LimitsTable
 from envbuild.store.store import Store
 
 from .conftest import NO_DAEMON, Command
@@ -228,7 +229,10 @@ def test_a_file_that_changed_in_the_store_is_refused_by_name(tmp_path: Path) -> 
     os.utime(changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # as a failing disk changes it
     with linked(files, store) as packages:
         (part,) = conda_parts(packages, SCHEME, None, MTIME, 0)
-        for maker in (TarCache(store, lambda _: None), SegmentCache(store, codec_of("zstd"), 2, lambda _: None)):
+        for maker in (
+            TarCache(store, lambda _: None),
+            SegmentCache(store, codec_of("zstd"), 2, lambda _: None, LimitsTable()),
+        ):
             with pytest.raises(BuildError, match=r"^lab-1\.0-0: share/doc\.txt: not the file"):
                 maker.part(part)
     assert not [p for name in ("layers", "segments", "blobs") for p in (store.root / name).rglob("*") if p.is_file()]
@@ -286,7 +290,7 @@ def test_layers_are_the_same_with_one_processor_and_in_both_forms_hold_the_same(
                 parts = conda_parts(packages, SCHEME, compiler, MTIME, 2)
                 tars = [TarCache(store, lambda _: None).part(part) for part in parts]
                 shutil.rmtree(store.root / "layers")  # so that the segments come from the packages
-                maker = SegmentCache(store, codec_of("zstd"), len(processors), lambda _: None)
+                maker = SegmentCache(store, codec_of("zstd"), len(processors), lambda _: None, LimitsTable())
                 segments = [maker.part(part) for part in parts]
         finally:
             os.sched_setaffinity(0, allowed)

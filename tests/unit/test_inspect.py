@@ -22,6 +22,7 @@ from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError
 from envbuild.image.blobs import Blobs
+from envbuild.image.quota import Quota
 from envbuild.inspect.facts import Description, Inventory, PythonPackage
 from envbuild.inspect.image_reader import read_listing, remembered
 from envbuild.inspect.metadata import interest, portable_digest
@@ -343,7 +344,7 @@ def test_records_of_two_installers_are_the_same_but_for_their_own_rows(rows: lis
 
 def test_a_cut_layer_is_refused() -> None:
     with pytest.raises(BuildError):
-        read_listing(io.BytesIO(b"x" * 700), "lab", "sha256:0")
+        read_listing(io.BytesIO(b"x" * 700), "lab", "sha256:0", Quota())
 
 
 LICENCES: list[dict[str, Any]] = [

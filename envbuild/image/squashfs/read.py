@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, TypeVar
 
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.quota import Quota
 from envbuild.image.squashfs.model import FRAGMENT, MAGIC, NO_FRAGMENT, NO_TABLE, SIZE_MASK, UNCOMPRESSED
 from envbuild.image.squashfs.read_records import Attributes, Inode, listed, read_inode
 from envbuild.image.squashfs.read_tables import ImageBytes, Lookup, MetadataReader
+from envbuild.site.settings import LimitsTable
 from envbuild.workers import each
 
 # In bytes. Linux cannot open longer paths.
@@ -36,11 +38,12 @@ def is_squashfs(head: bytes) -> bool:
 class SquashfsImage:
     """The squashfs image with its superblock at offset `base` of `stream`, a file that stays open.
 
-    `where` is for messages. Several threads may call the methods at once. Raises BuildError when there is no image, or
-    its compressor is not supported.
+    `where` is for messages; `limits` are those of the site, for `entries`. Several threads may call the methods at
+    once. Raises BuildError when there is no image, or its compressor is not supported.
     """
 
-    def __init__(self, stream: BinaryIO, base: int, where: str) -> None:
+    def __init__(self, stream: BinaryIO, base: int, where: str, limits: LimitsTable | None = None) -> None:
+        self._limits = limits
         self._source = source = ImageBytes(stream, base, where)
         self.superblock = block = source.superblock
         self._inodes = source.metadata_at(block.inode_table)
@@ -64,6 +67,7 @@ class SquashfsImage:
         if root.kind != DIR:
             raise self._source.damaged("its root is not a directory")
         yield self._entry("", root, ""), self.superblock.root
+        quota, where = Quota(self._limits), self._source.where
         found = 1
         names: dict[int, str] = {}
         seen = {self.superblock.root}
@@ -81,7 +85,10 @@ class SquashfsImage:
                 raise self._source.damaged(f"{path[:80]!a}…: a path longer than Linux allows")
             inode = self._inode(place)
             first = names.get(place)
+            quota.entry(where)
+            quota.text(where, path, inode.target)
             if first is None:
+                quota.content(where, inode.size if inode.kind == FILE else 0)
                 found += 1
                 if found > self.superblock.inodes:
                     raise self._source.damaged(f"it has more than {found - 1} files, which it announces")

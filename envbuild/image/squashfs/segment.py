@@ -19,11 +19,12 @@ from envbuild.atomic import replacing
 from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable
+from envbuild.image.quota import Quota
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
-from envbuild.image.tar_stream import Member, PositionedStream
-from envbuild.image.untar import Slice, Unpacked, members
+from envbuild.image.tar_stream import Member, PositionedStream, Slice, Unpacked
+from envbuild.image.untar import members
 
 # Increase it when the format of indexes changes, or when the same layer results in other bytes: old segments are then
 # not found.
@@ -75,10 +76,10 @@ def of_entry(entry: Entry) -> Member:
     )  # fmt: skip
 
 
-def tar_items(stream: BinaryIO, name: str) -> Iterator[tuple[Member, Readable | None]]:
-    """Yield the members of a layer's uncompressed tar with their content. Raises BuildError, naming `name`."""
+def tar_items(stream: BinaryIO, name: str, quota: Quota | None = None) -> Iterator[tuple[Member, Readable | None]]:
+    """Yield the members of a layer's uncompressed tar with their content. Raises BuildError as `members` does."""
     source = PositionedStream(stream, name)
-    for member in members(source):
+    for member in members(source, quota):
         if member.kind != FILE:
             yield member, None
             continue

@@ -148,6 +148,11 @@ def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
             yield word[2:]
 
 
+def whole(text: str) -> int | None:
+    """Return a number of nodes or tasks, None for any other text, or a number that no cluster has."""
+    return int(text) if text.isdecimal() and len(text) < 10 else None
+
+
 def minutes(time: str) -> int:
     """Return the minutes of a time limit, [D-]HH:MM:SS, rounded up."""
     days, _, clock = time.rpartition("-")

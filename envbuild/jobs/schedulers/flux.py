@@ -22,6 +22,7 @@ from envbuild.jobs.schedulers.base import (
     Submission,
     minutes,
     option_values,
+    whole,
 )
 from envbuild.jobs.script import render_script
 
@@ -101,7 +102,8 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     found = None
     for line, words in directives:
         for value in option_values(words, ("--nodes", "-N")):
-            found = (line, int(value)) if re.fullmatch("[0-9]{1,9}", value) else None
+            number = whole(value)
+            found = None if number is None else (line, number)
     return found
 
 

@@ -26,6 +26,7 @@ from envbuild.jobs.schedulers.base import (
     Submission,
     minutes,
     option_values,
+    whole,
 )
 from envbuild.jobs.script import render_script
 
@@ -126,7 +127,8 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     slots = each_node = None
     for line, words in directives:
         for value in option_values(words, ("-n",)):
-            slots = (line, int(value)) if re.fullmatch("[0-9]{1,9}", value) else None
+            number = whole(value)
+            slots = None if number is None else (line, number)
         if match := re.search(r"\bspan\[ptile=(\d{1,9})\]", " ".join(words)):
             each_node = int(match[1])
     if slots is None or not each_node:

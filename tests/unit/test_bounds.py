@@ -1,0 +1,219 @@
+"""Bombs: small inputs that would take gigabytes or hours are refused, or read in time and memory like their size."""
+
+from __future__ import annotations
+
+import io
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+from lab.tar_blocks import END, pax, plain, special
+
+from envbuild.errors import BuildError, UsageError
+from envbuild.image.entry import DIR
+from envbuild.image.quota import Quota
+from envbuild.image.squashfs.segment import tar_items
+from envbuild.image.tar_stream import Chunks, Member
+from envbuild.image.tree import MergedTree
+from envbuild.jobs.lint import lint
+from envbuild.site.settings import LimitsTable
+
+MIB = 1 << 20
+# Below the defaults, so that the tests are quick.
+LIMITS = LimitsTable(entries=5000, unpacked_bytes=1 << 30)
+HEAD = "#!/bin/bash\n#SBATCH --nodes=2\n"
+MANIFEST = "apiVersion: v1\nkind: Job\n"
+
+
+def merge(blocks: Iterator[bytes], limits: LimitsTable = LIMITS) -> MergedTree:
+    """The tree of one layer, whose members are all kept, as readers do."""
+    stream = io.BufferedReader(Chunks(iter(blocks)), MIB)
+    tree = MergedTree(Quota(limits))
+    tree.add("lab", [member for member, _ in tar_items(stream, "lab", Quota(limits))])
+    tree.entries()
+    return tree
+
+
+def xattrs() -> Iterator[bytes]:
+    for number in range(400):
+        yield pax(("SCHILY.xattr.user.a", b"x" * 1_000_000 + b"%d" % number)) + plain(f"f{number}")
+
+
+def long_names() -> Iterator[bytes]:
+    for number in range(400):
+        yield special(b"L", b"%d" % number + b"/n" * 500_000) + plain()
+
+
+def long_links() -> Iterator[bytes]:
+    for number in range(400):
+        yield special(b"K", b"%d" % number + b"/n" * 500_000) + plain(f"l{number}", kind=b"2")
+
+
+def global_headers() -> Iterator[bytes]:
+    for number in range(400):
+        yield pax((f"SCHILY.xattr.user.{number}", b"x" * 1_000_000), kind=b"g")
+    yield plain()
+
+
+def global_attributes() -> Iterator[bytes]:
+    yield pax(*((f"SCHILY.xattr.user.{number}", b"x") for number in range(500)), kind=b"g")
+    for number in range(1000):
+        yield plain(f"f{number}")
+
+
+def sparse_maps() -> Iterator[bytes]:
+    numbers = b",".join(b"%d,0" % number for number in range(50_000))
+    for number in range(50):
+        yield pax(("GNU.sparse.map", numbers), ("GNU.sparse.size", b"99999")) + plain(f"f{number}")
+
+
+def hole() -> Iterator[bytes]:
+    yield pax(("GNU.sparse.map", b"0,0"), ("GNU.sparse.size", b"%d" % (15 << 40))) + plain()
+
+
+def members() -> Iterator[bytes]:
+    for number in range(6000):
+        yield plain(f"f{number}")
+
+
+def implied_folders() -> Iterator[bytes]:
+    for number in range(200):
+        yield special(b"L", b"%d" % number + b"/a" * 1500) + plain()
+
+
+def long_through_a_link() -> Iterator[bytes]:
+    yield special(b"K", b"b/" * 1000) + plain("s", kind=b"2")
+    for number in range(3000):
+        yield plain(f"s/{number}")
+
+
+@pytest.mark.parametrize(
+    ("bomb", "says"),
+    [
+        (xattrs, "bytes of names, attributes and maps"),
+        (long_names, "longer than Linux|bytes of names, attributes and maps"),
+        (long_links, "longer than Linux|bytes of names, attributes and maps"),
+        (global_headers, "bytes of names, attributes and maps"),
+        (global_attributes, "bytes of names, attributes and maps"),
+        (sparse_maps, "bytes of names, attributes and maps"),
+        (hole, "more than 1073741824 bytes of files"),
+        (members, "more than 5000 files and folders"),
+        (implied_folders, "more than 5000 files and folders"),
+    ],
+)
+def test_a_layer_that_would_fill_memory_is_refused(bomb: Callable[[], Iterator[bytes]], says: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(BuildError, match=says) as caught:
+            merge(bomb())
+        assert tracemalloc.get_traced_memory()[1] < 30 * MIB
+    finally:
+        tracemalloc.stop()
+    if "more than" in caught.value.message:
+        assert caught.value.hint and "[limits]" in caught.value.hint
+
+
+def test_long_paths_through_links_are_refused() -> None:
+    with pytest.raises(BuildError, match="too many symbolic links on the way"):
+        merge(long_through_a_link())
+
+
+def test_the_site_can_allow_more() -> None:
+    many = [plain(f"f{number}") for number in range(20)] + [END]
+    with pytest.raises(BuildError, match="more than 10 files and folders"):
+        merge(iter(many), LimitsTable(entries=10))
+    assert merge(iter(many), LimitsTable(entries=20)).has("f19")
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def folder(name: str) -> Member:
+    return Member(name, DIR, 0o755, 0, 0, 0, 0, "", (0, 0))
+
+
+def opaque(count: int) -> None:
+    tree = MergedTree()
+    tree.begin()
+    for number in range(count):
+        tree.apply(folder(f"d/{number}"), 2 * number, "lab")
+        tree.apply(folder("d/.wh..wh..opq"), 2 * number + 1, "lab")
+    assert len(tree.walk()) == count + 2
+
+
+def launches(count: int) -> None:
+    line = "srun torchrun --nnodes=2 --rdzv-id=$RANDOM --rdzv-endpoint=$(hostname):29500 x.py\n"
+    assert len(lint(HEAD + line * count, "job.sh")) > count
+
+
+def assigned(count: int) -> None:
+    lint(HEAD + "X=1\n" * count + "torchrun $X\n", "job.sh")
+
+
+def nested_words(count: int) -> None:
+    lint(HEAD + "ssh a " + "'torchrun b' " * count, "job.sh")
+
+
+def fallbacks(count: int) -> None:
+    lint(HEAD + "torchrun " + "${a[${a:-localhost} " * count, "job.sh")
+
+
+def remarks(count: int) -> None:
+    lint(HEAD + "torchrun --nnodes=2 x " + "#" * 20 * count + " lint-job: ignore" + " " * count + "!", "job.sh")
+
+
+@pytest.mark.parametrize(
+    ("work", "count"),
+    [(opaque, 3000), (launches, 300), (assigned, 3000), (nested_words, 400), (fallbacks, 1500), (remarks, 1000)],
+)
+def test_twice_the_input_takes_about_twice_as_long(work: Callable[[int], None], count: int) -> None:
+    # A busy machine may disturb a measurement, but not three.
+    assert any(seconds(lambda: work(2 * count)) < 3 * seconds(lambda: work(count)) for _ in range(3))
+
+
+def test_variables_that_stand_for_gigabytes_are_not_expanded() -> None:
+    names = "abcdefgh"
+    rows = [f'{a}="{f"${b} " * 12}"' for a, b in pairwise(names)]
+    text = "\n".join([HEAD, *rows, "h=xxxxxxxxxx", "srun torchrun $a $a"])
+    tracemalloc.start()
+    try:
+        lint(text, "job.sh")
+        assert tracemalloc.get_traced_memory()[1] < 30 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("unit", ["${", "$(", 'a=("$(" ', 'x "$(', "a=(", "$((", "`", "<<a "])
+def test_deep_nesting_is_no_traceback(unit: str) -> None:
+    lint(HEAD + unit * 3000, "job.sh")
+
+
+@pytest.mark.parametrize("head", [HEAD, "#SBATCH --nodes=N\n", "#PBS -l select=N\n", "#BSUB -n N\n", "#flux: -N N\n"])
+def test_numbers_of_thousands_of_digits_are_no_traceback(head: str) -> None:
+    number = "9" * 5000
+    lint(f"{head.replace('N', number)}srun -n {number} torchrun --nnodes={number} x.py\n", "job.sh")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: " + "[" * 10_000, "more than 64 levels"),
+        ("a: " + "{a: " * 10_000, "more than 64 levels"),
+        ("a: &a [x]\nb: [" + "*a, " * 300 + "]", "more than 256 aliases"),
+        ("a: " + "1" * 10_000, "no YAML of a manifest"),
+    ],
+)
+def test_a_manifest_that_nobody_writes_is_refused(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        lint(MANIFEST + text, "job.yaml")
+
+
+def test_aliases_of_aliases_are_searched_once() -> None:
+    rows = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 25))
+    assert lint(f"{MANIFEST}a0: &a0 [x]\n{rows}", "job.yaml") == []
+    assert lint(f"{MANIFEST}a: &a [*a]\n", "job.yaml") == []

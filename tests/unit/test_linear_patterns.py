@@ -1,0 +1,131 @@
+"""The regular expressions of all rules take time in proportion to a line, whatever is in it."""
+
+from __future__ import annotations
+
+import re
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from re import _constants as code  # type: ignore[attr-defined]
+from re import _parser as parser  # type: ignore[attr-defined]
+from typing import Any
+
+import pytest
+
+from envbuild.diagnose.nccl_log import load_patterns
+from envbuild.diagnose.rules import PLACES, load_rules
+from envbuild.jobs.lint_faults import load_faults
+
+_REPEATS = (code.MAX_REPEAT, code.MIN_REPEAT, code.POSSESSIVE_REPEAT)
+_SIZES = (512, 2048, 8192)  # characters; short ones first, for expressions that are worse than quadratic
+_MEASURABLE = 0.003  # seconds
+
+
+def expressions() -> dict[str, re.Pattern[str]]:
+    """Every expression of a rule that sees text of users."""
+    logs = tomllib.loads((resources.files("envbuild.data") / "diagnoses.toml").read_text(encoding="utf-8"))
+    nccl = tomllib.loads((resources.files("envbuild.data") / "nccl_log.toml").read_text(encoding="utf-8"))
+    found = [pattern.regex for place in PLACES for rule in load_rules(place) for pattern in rule.patterns]
+    found += [re.compile(text) for key in ("attempts", "progress", "failures") for text in logs[key]]
+    found += [pattern for _, pattern, _ in load_patterns()] + [re.compile(nccl["harmless"])]
+    for fault in load_faults().values():
+        found += [one for one in (fault.directive, fault.command) if one]
+        # These have to match a whole value.
+        found += [re.compile(rf"\A(?:{one.pattern})", one.flags) for one in fault.variables.values()]
+    return {one.pattern: one for one in found}
+
+
+def example(nodes: Sequence[tuple[Any, Any]], before: str, repeats: set[tuple[str, str]]) -> str:
+    """A text that `nodes` match, which stand behind `before`; each long repetition goes to `repeats` with its start."""
+    text = ""
+    for kind, value in nodes:
+        match kind:
+            case code.LITERAL:
+                text += chr(value)
+            case code.ANY | code.NOT_LITERAL | code.IN:
+                text += next(c for c in "x1 ./-'(`AB\"" + _literals(value) if _one(kind, value, c))
+            case code.BRANCH:
+                text += list(example(branch, before + text, repeats) for branch in value[1])[0]  # noqa: RUF015, C400 - all are needed
+            case code.SUBPATTERN:
+                text += example(value[3], before + text, repeats)
+            case code.ATOMIC_GROUP:
+                text += example(value, before + text, repeats)
+            case code.ASSERT | code.ASSERT_NOT:
+                example(value[1], before + text, repeats)
+            case _ if kind in _REPEATS:
+                least, most, body = value
+                once = example(body, before + text, repeats)
+                if most > 20:
+                    repeats.add((before + text, once))
+                text += once * max(least, most > 20)
+    return text
+
+
+def _literals(value: Any) -> str:
+    rows = value if isinstance(value, list) else []
+    ends = [row[1][0] if row[0] is code.RANGE else row[1] for row in rows if row[0] in (code.LITERAL, code.RANGE)]
+    return "".join(map(chr, ends))
+
+
+def _one(kind: Any, value: Any, character: str) -> bool:
+    """Whether a class of characters has this one."""
+    if kind is code.ANY:
+        return character != "\n"
+    if kind is code.NOT_LITERAL:
+        return ord(character) != value
+    negated = value[0][0] is code.NEGATE
+    return any(_in(row, character) for row in value if row[0] is not code.NEGATE) != negated
+
+
+def _in(row: tuple[Any, Any], character: str) -> bool:
+    kind, value = row
+    if kind is code.LITERAL:
+        return ord(character) == value
+    if kind is code.RANGE:
+        return bool(value[0] <= ord(character) <= value[1])
+    classes = {code.CATEGORY_DIGIT: r"\d", code.CATEGORY_SPACE: r"\s", code.CATEGORY_WORD: r"\w"}
+    classes |= {code.CATEGORY_NOT_DIGIT: r"\D", code.CATEGORY_NOT_SPACE: r"\S", code.CATEGORY_NOT_WORD: r"\W"}
+    return re.fullmatch(classes[value], character) is not None
+
+
+def attacks(pattern: str) -> Iterator[tuple[str, str]]:
+    """(start, unit): texts of many units that match almost, so that a search tries every way to match."""
+    repeats: set[tuple[str, str]] = set()
+    whole = example(list(parser.parse(pattern)), "", repeats)
+    units = {whole[:-1], whole[1:]} | {u for start, once in repeats for u in (once, start, start + once, start + " ")}
+    for unit in units - {""}:
+        yield "", unit
+    # A start that matches once, and a long repetition behind it.
+    yield from repeats
+
+
+def seconds(pattern: re.Pattern[str], text: str) -> float:
+    start = time.process_time()
+    pattern.search(text)
+    return time.process_time() - start
+
+
+def slowdown(pattern: re.Pattern[str], start: str, unit: str) -> float:
+    """How many times longer a text of twice the length takes, at the first length that takes a measurable time."""
+    for size in _SIZES:
+        short, long = (f"{start}{unit * (n // len(unit))}\0" for n in (size, 2 * size))
+        once = seconds(pattern, short)
+        if once > _MEASURABLE:
+            return seconds(pattern, long) / once
+    return 0
+
+
+def test_the_test_finds_expressions_that_are_slow() -> None:
+    for text in (r"FAILED (?P<who>.+?): no", r"x\S*?([^\s/]+): no"):
+        assert max(slowdown(re.compile(text), *attack) for attack in attacks(text)) > 3, text
+
+
+EXPRESSIONS = expressions()
+
+
+@pytest.mark.parametrize("pattern", sorted(EXPRESSIONS))
+def test_a_line_of_twice_the_length_takes_about_twice_as_long(pattern: str) -> None:
+    for attack in attacks(pattern):
+        # A busy machine may disturb a measurement, but not three.
+        assert any(slowdown(EXPRESSIONS[pattern], *attack) < 3 for _ in range(3)), attack
