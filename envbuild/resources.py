@@ -110,7 +110,7 @@ def _size(text: str | None) -> int | None:
 def this_boot() -> str:
     """Return a name of this machine since its last boot (random(4), boot_id)."""
     try:
-        known = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        known = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
-        known = platform.node()
-    return hashlib.sha256(known.encode()).hexdigest()[:8] + "-"
+        known = platform.node().encode()
+    return hashlib.sha256(known).hexdigest()[:8] + "-"

@@ -204,19 +204,21 @@ def _source(path: str) -> str:
 def _other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int) -> list[str]:
     """Return those of the bytecode files `paths` that are not the compiled form of their source."""
 
-    def compare(share: Sequence[str], _: object) -> list[str]:
+    def compare(share: Sequence[str], folder: str) -> list[str]:
         asked = [(os.path.join(root, path), os.path.join(root, _source(path))) for path in share]
-        with tempfile.NamedTemporaryFile("w", encoding="ascii") as job:
-            json.dump([pair for pair in asked if os.path.isfile(pair[1])], job)  # without a source it is never loaded
-            job.flush()
-            # Nothing in the environment's own __pycache__ is run.
-            options = ["-I", "-S", "-B", "-X", f"pycache_prefix={job.name}.none"]
-            done = process.run([interpreter, *options, "-c", _COMPARE, job.name], check=False)
+        handle, job = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "w", encoding="ascii") as stream:
+            json.dump([pair for pair in asked if os.path.isfile(pair[1])], stream)  # without a source never loaded
+        # Nothing in the environment's own __pycache__ is run.
+        options = ["-I", "-S", "-B", "-X", f"pycache_prefix={folder}/none"]
+        done = process.run([interpreter, *options, "-c", _COMPARE, job], check=False)
         if done.returncode != 0:  # marshal may crash on what is no bytecode
-            return list(share) if len(share) == 1 else [path for one in share for path in compare([one], _)]
+            return list(share) if len(share) == 1 else [path for one in share for path in compare([one], folder)]
         return [os.path.relpath(json.loads(line), root) for line in done.stdout.splitlines()]
 
-    return [path for found in each(_shares(paths), compare, workers) for path in found]
+    with tempfile.TemporaryDirectory(prefix="envbuild-bytecode-", ignore_cleanup_errors=True) as folder:
+        found = each(_shares(paths), lambda share, _: compare(share, folder), workers)
+    return [path for some in found for path in some]
 
 
 def sealed(root: Path, manifest: Manifest, store: Store) -> dict[str, Stat] | None:

@@ -99,12 +99,13 @@ class Store:
 
     def put(self, kind: str, digest: str, name: str, make: Callable[[], bytes]) -> Path:
         """Return the file `kind`/`digest`/`name` with the bytes that `make` returns; write it if it is not there."""
-        place, data = self.root / kind / digest / name, make()
-        with contextlib.suppress(OSError):
-            if place.read_bytes() == data:
-                return place
-        self.folder(kind, digest)
+        place = self.root / kind / digest / name
         try:
+            data = make()
+            with contextlib.suppress(OSError):
+                if place.read_bytes() == data:
+                    return place
+            self.folder(kind, digest)
             with replacing(place) as temporary:
                 temporary.write_bytes(data)
         except OSError as error:

@@ -307,7 +307,7 @@ def test_by_hand_from_a_folder_of_wheels_for_either_dockerfile(checkout: Path, s
     assert {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"} <= set(env)
 
 
-def test_a_wheel_that_was_damaged_in_the_store_fails_the_build_with_pip_s_words(small: Command) -> None:
+def test_a_wheel_that_was_damaged_in_the_store_is_replaced_before_the_build(small: Command) -> None:
     assert small("lock", "small", "--wheels", "--target", "cpu-x86_64").returncode == 0
     lock = (small.folder / "recipes/small/cpu-x86_64.requirements.txt").read_text()
     digest = lock.partition("--hash=sha256:")[2][:64]
@@ -315,11 +315,8 @@ def test_a_wheel_that_was_damaged_in_the_store_fails_the_build_with_pip_s_words(
     place.mkdir(parents=True)
     make_wheel(place, "alpha", files={"alpha/evil.py": b"1"})
     done = small("docker", "small", "--builder", "dockerfile", "--no-verify", "--tag", "damaged:1")
-    assert done.returncode == 4, done.stderr
-    message = done.stderr.partition("error: ")[2]
-    assert "DO NOT MATCH THE HASHES" in message and f"Expected sha256 {digest}" in message
-    assert "--mount" not in message, "the cause drowns in BuildKit's echo of the step"
-    assert list((small.folder / "store" / "docker").iterdir()) == []
+    assert done.returncode == 0, done.stderr
+    assert f"wheels/{digest}/alpha-1.0-py3-none-any.whl: damaged" in done.stderr and list(place.iterdir()) == []
 
 
 def test_an_interruption_leaves_no_context_no_container_and_no_name(small: Command, docker: Any) -> None:

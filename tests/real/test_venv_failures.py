@@ -162,7 +162,7 @@ def test_kill_9_during_verification_stops_the_ranks_too_and_the_next_run_removes
 
 
 def ranks_of(path: Path) -> list[int]:
-    """Processes of the trainer that run from the venv at `path`."""
+    """Processes of verification's trainer that the venv at `path` runs."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -171,7 +171,7 @@ def ranks_of(path: Path) -> list[int]:
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if words[0].startswith(os.fsencode(path)) and b"ddp_train" in words:
+        if words[0].startswith(os.fsencode(path)) and any(word.endswith(b"/start.py") for word in words):
             found.append(int(entry.name))
     return found
 
