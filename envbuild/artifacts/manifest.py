@@ -3,8 +3,8 @@
 It is written into the environment as `envbuild.manifest` when the environment is built, and the receipt names its
 sha256. Each line is a JSON array, [path, mode, size, sha256] of a file or [path, target] of a link, sorted by path.
 
-Bytecode that Python writes later is not in it. Of such a file, `check` compares the code with that of its source, as
-Python looks for it (PEP 3147, PEP 488, PEP 552). Other files in `__pycache__` are caches of packages and not judged.
+Bytecode that Python writes later is not in it: `check` compares it with its source. Other files in `__pycache__` are
+caches of packages and not judged.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from envbuild import process
+from envbuild.artifacts.compiled import is_bytecode, other_code, source_of
 from envbuild.artifacts.installed import FileReport, file_digest
 from envbuild.artifacts.state import State
 from envbuild.atomic import write_atomically
@@ -35,29 +33,6 @@ FILE = "envbuild.manifest"
 # Variables that the user sets for the environment (`conda env config vars set`).
 _USERS = frozenset({FILE, "conda-meta/state"})
 _SHARE, _SHOWN = 400, 5
-_BYTECODE = re.compile(r"(?P<folder>.*/)__pycache__/(?P<name>[^/]+?)\.(?P<tag>[^./]+)(?:\.opt-[^./]+)?\.pyc", re.DOTALL)
-# Run by the environment's interpreter, which alone knows the format of its bytecode.
-_COMPARE = r"""
-import json, marshal, re, sys
-from importlib.util import MAGIC_NUMBER
-with open(sys.argv[1], encoding="ascii") as stream:
-    asked = json.load(stream)
-for pyc, source in asked:
-    tag, level = re.fullmatch(r".*/[^/]+?\.([^./]+)(?:\.opt-([^./]+))?\.pyc", pyc, re.DOTALL).groups()
-    if tag != sys.implementation.cache_tag or level not in (None, "1", "2"):
-        continue  # this interpreter never loads it
-    try:
-        with open(pyc, "rb") as stream:
-            data = stream.read()
-        with open(source, "rb") as stream:
-            text = stream.read()
-        if data[:4] == MAGIC_NUMBER:
-            code = marshal.loads(data[16:])
-            if code != compile(text, code.co_filename, "exec", dont_inherit=True, optimize=int(level or 0)):
-                raise ValueError
-    except Exception:
-        print(json.dumps(pyc))
-"""
 # (mode, size, mtime_ns, ctime_ns, inode)
 Stat = tuple[int, int, int, int, int]
 T = TypeVar("T")
@@ -145,12 +120,13 @@ def scan(root: Path) -> dict[str, Stat]:
 
 
 def check(
-    root: Path, manifest: Manifest, found: Mapping[str, Stat], known: Mapping[str, Stat], interpreter: str, workers: int
-) -> tuple[FileReport, dict[str, Stat]]:
+    root: Path, manifest: Manifest, found: Mapping[str, Stat], known: Mapping[str, Stat], interpreter: str,
+    workers: int, store: Store,
+) -> tuple[FileReport, dict[str, Stat]]:  # fmt: skip
     """Compare what was `found` at `root` with its `manifest`; also return the stat of the files that are as they were.
 
-    Files whose stat is in `known` are not read again. `interpreter` compares bytecode that is not in the manifest; with
-    "" it is not judged. Raises OSError.
+    Files whose stat is in `known` are not read again. `interpreter` compares bytecode that is neither in the manifest
+    nor known in `store` as that of its sources; with "" it is not judged. Raises OSError.
     """
     report = FileReport()
     report.files, report.bytes = len(found), sum(info[1] for info in found.values())
@@ -160,11 +136,14 @@ def check(
     now = dict(zip((path for path, _ in listed), _rows(root, listed, workers), strict=True))
     others = {path for path, _ in changed} - now.keys()
     differing = {path for path, row in now.items() if row != manifest.rows[path]}
-    bytecode = {path for path in others | differing if _source(path)}
+    bytecode = {path for path in others | differing if source_of(path)}
     report.altered = sorted(differing - bytecode)
     report.unowned = sorted(path for path in others - bytecode if "/__pycache__/" not in path)
     if interpreter and not (report.missing or report.altered or report.unowned):
-        report.altered = sorted(_other_code(root, sorted(bytecode), interpreter, workers))
+        rows = dict(zip(sorted(bytecode), _rows(root, [(p, found[p]) for p in sorted(bytecode)], workers), strict=True))
+        compiled = _compiled(manifest, store)
+        new = [path for path, row in rows.items() if row.sha256 not in compiled.get(path, ())]
+        report.altered = sorted(other_code(root, new, interpreter, workers))
         bytecode = set()
     good = found.keys() - bytecode.union(report.altered, report.unowned)
     return report, {path: found[path] for path in sorted(good)}
@@ -190,37 +169,6 @@ def _read(path: str, info: Stat) -> Listed:
         return _NO_FILE
 
 
-def is_bytecode(path: str) -> bool:
-    """Return whether `path` is a file that Python writes when it imports a module."""
-    return _BYTECODE.fullmatch(path) is not None
-
-
-def _source(path: str) -> str:
-    """Return the source of the bytecode at `path`, "" for another file."""
-    match = _BYTECODE.fullmatch(path)
-    return f"{match['folder']}{match['name']}.py" if match else ""
-
-
-def _other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int) -> list[str]:
-    """Return those of the bytecode files `paths` that are not the compiled form of their source."""
-
-    def compare(share: Sequence[str], folder: str) -> list[str]:
-        asked = [(os.path.join(root, path), os.path.join(root, _source(path))) for path in share]
-        handle, job = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "w", encoding="ascii") as stream:
-            json.dump([pair for pair in asked if os.path.isfile(pair[1])], stream)  # without a source never loaded
-        # Nothing in the environment's own __pycache__ is run.
-        options = ["-I", "-S", "-B", "-X", f"pycache_prefix={folder}/none"]
-        done = process.run([interpreter, *options, "-c", _COMPARE, job], check=False)
-        if done.returncode != 0:  # marshal may crash on what is no bytecode
-            return list(share) if len(share) == 1 else [path for one in share for path in compare([one], folder)]
-        return [os.path.relpath(json.loads(line), root) for line in done.stdout.splitlines()]
-
-    with tempfile.TemporaryDirectory(prefix="envbuild-bytecode-", ignore_cleanup_errors=True) as folder:
-        found = each(_shares(paths), lambda share, _: compare(share, folder), workers)
-    return [path for some in found for path in some]
-
-
 def sealed(root: Path, manifest: Manifest, store: Store) -> dict[str, Stat] | None:
     """Return the stat of the files that were found to be those of `manifest`, None if they were never compared."""
     with suppress(OSError, ValueError, KeyError, TypeError):
@@ -231,10 +179,34 @@ def sealed(root: Path, manifest: Manifest, store: Store) -> dict[str, Stat] | No
 
 
 def seal(root: Path, manifest: Manifest, files: Mapping[str, Stat], store: Store) -> None:
-    """Record in the store that `files`, by path and stat, are those of `manifest`, if the store can be written."""
+    """Record in the store that `files`, by path and stat, are those of `manifest`, if the store can be written.
+
+    The bytecode among them is recorded by its content too, for copies of the environment.
+    """
     with suppress(OSError, BuildError):
         store.folder("seals")
         write_atomically(_note(root, store), json.dumps({"manifest": manifest.digest, "files": files}))
+        compiled = _compiled(manifest, store)
+        paths = [path for path in files if path not in manifest.rows and is_bytecode(path)]
+        added = {path: _read(os.path.join(root, path), files[path]).sha256 for path in paths}
+        if any(sha256 not in compiled.get(path, ()) for path, sha256 in added.items()):
+            all_known = {
+                **compiled,
+                **{path: sorted({*compiled.get(path, ()), sha256}) for path, sha256 in added.items()},
+            }
+            write_atomically(_known_code(manifest, store), json.dumps(all_known))
+
+
+def _compiled(manifest: Manifest, store: Store) -> dict[str, list[str]]:
+    """Return the sha256 that bytecode of the environments of `manifest` was found to have, by path."""
+    with suppress(OSError, ValueError):
+        found = json.loads(_known_code(manifest, store).read_bytes())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _known_code(manifest: Manifest, store: Store) -> Path:
+    return store.root / "seals" / f"{manifest.digest.partition(':')[2]}.bytecode.json"
 
 
 def move_seal(root: Path, final: Path, store: Store) -> None:
@@ -258,7 +230,7 @@ def changes(root: Path, state: State, expected: str, store: Store, workers: int)
     if known is None:
         log(f"{root}: reading every file, to compare it with the manifest …")
     interpreter = state.interpreter if os.access(state.interpreter, os.X_OK) else ""
-    report, good = check(root, manifest, found, known or {}, interpreter, workers)
+    report, good = check(root, manifest, found, known or {}, interpreter, workers, store)
     wrong = [*report.missing, *report.altered, *report.unowned]
     if not wrong:
         seal(root, manifest, good, store)

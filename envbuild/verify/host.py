@@ -14,10 +14,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from envbuild import process, resources
+from envbuild.artifacts.compiled import is_bytecode
 from envbuild.artifacts.folder import FolderModule, check_host, site_packages
 from envbuild.artifacts.installed import FileReport
 from envbuild.artifacts.manifest import FILE as MANIFEST
-from envbuild.artifacts.manifest import Stat, check, is_bytecode, read_manifest, scan, seal, sealed
+from envbuild.artifacts.manifest import Stat, check, read_manifest, scan, seal, sealed
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.environment import Environment
@@ -122,7 +123,7 @@ def folder_subject(
             read = sealed(path, manifest, store) or {}
             if not fresh:  # everything that the manifest lists is read
                 read = {name: info for name, info in read.items() if name not in manifest.rows}
-            known, intact = check(path, manifest, found, read, state.interpreter, workers)
+            known, intact = check(path, manifest, found, read, state.interpreter, workers, store)
             good.update(intact)
             if expected not in ("", manifest.digest):
                 known.altered.append(f"{MANIFEST} (the receipt names another)")

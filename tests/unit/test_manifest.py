@@ -6,6 +6,7 @@ import json
 import marshal
 import os
 import py_compile
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild import process
 from envbuild.artifacts import manifest
 from envbuild.artifacts.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
 from envbuild.artifacts.state import State
@@ -102,11 +104,11 @@ def test_each_change_is_found_and_named(root: Path, tmp_path: Path, name: str) -
     plant(root)
     known = read_manifest(root)
     assert known is not None
-    report, good = check(root, known, scan(root), {}, sys.executable, 2)
+    store = Store(tmp_path / "store")
+    report, good = check(root, known, scan(root), {}, sys.executable, 2, store)
     found = sorted([*report.missing, *report.altered, *report.unowned])
     assert found == sorted(expected or [path for path in scan(root) if path.endswith(".pyc")]) and found
     assert not set(good) & {*report.altered, *report.unowned}
-    store = Store(tmp_path / "store")
     assert sorted(changes(root, STATE, known.digest, store, 2)) == found
     assert changes(root, STATE, known.digest, store, 2), "what is wrong is never recorded as right"
 
@@ -141,6 +143,22 @@ def test_files_are_read_again_only_when_their_stat_changed(
     (root / MODULE).write_text("answer = 41\n")
     os.utime(root / MODULE, ns=(info.st_atime_ns, info.st_mtime_ns))
     assert changes(root, STATE, known.digest, store, 2) == [MODULE]
+
+
+def test_bytecode_that_was_compared_is_known_in_copies(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, store, copy = read_manifest(root), Store(tmp_path / "store"), tmp_path / "copy"
+    assert known is not None
+    compiled(root)
+    assert changes(root, STATE, known.digest, store, 2) == []
+    shutil.copytree(root, copy, symlinks=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "run", lambda *_, **__: pytest.fail("compiled again"))
+        assert changes(copy, STATE, known.digest, store, 2) == []
+    (pyc,) = (copy / SITE / "pkg/__pycache__").iterdir()
+    damage(pyc)
+    assert changes(copy, STATE, known.digest, store, 2) == [str(pyc.relative_to(copy))]
 
 
 def test_the_receipt_names_the_manifest(root: Path, tmp_path: Path) -> None:

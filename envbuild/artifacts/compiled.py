@@ -1,0 +1,76 @@
+"""Bytecode that Python writes beside modules: whether it is the compiled form of its source.
+
+Python looks for it in `__pycache__` (PEP 3147, PEP 488) and loads it by its header (PEP 552), whatever code follows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from envbuild import process
+from envbuild.workers import each
+
+_SHARE = 400
+_BYTECODE = re.compile(r"(?P<folder>.*/)__pycache__/(?P<name>[^/]+?)\.(?P<tag>[^./]+)(?:\.opt-[^./]+)?\.pyc", re.DOTALL)
+# Run by the environment's interpreter, which alone knows the format of its bytecode.
+_COMPARE = r"""
+import json, marshal, re, sys
+from importlib.util import MAGIC_NUMBER
+with open(sys.argv[1], encoding="ascii") as stream:
+    asked = json.load(stream)
+for pyc, source in asked:
+    tag, level = re.fullmatch(r".*/[^/]+?\.([^./]+)(?:\.opt-([^./]+))?\.pyc", pyc, re.DOTALL).groups()
+    if tag != sys.implementation.cache_tag or level not in (None, "1", "2"):
+        continue  # this interpreter never loads it
+    try:
+        with open(pyc, "rb") as stream:
+            data = stream.read()
+        with open(source, "rb") as stream:
+            text = stream.read()
+        if data[:4] == MAGIC_NUMBER:
+            code = marshal.loads(data[16:])
+            if code != compile(text, code.co_filename, "exec", dont_inherit=True, optimize=int(level or 0)):
+                raise ValueError
+    except Exception:
+        print(json.dumps(pyc))
+"""
+
+
+def is_bytecode(path: str) -> bool:
+    """Return whether `path` is a file that Python writes when it imports a module."""
+    return _BYTECODE.fullmatch(path) is not None
+
+
+def source_of(path: str) -> str:
+    """Return the source of the bytecode at `path`, "" for another file."""
+    match = _BYTECODE.fullmatch(path)
+    return f"{match['folder']}{match['name']}.py" if match else ""
+
+
+def other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int) -> list[str]:
+    """Return those of the bytecode files `paths` that are not the compiled form of their source."""
+
+    def compare(share: Sequence[str], folder: str) -> list[str]:
+        asked = [(os.path.join(root, path), os.path.join(root, source_of(path))) for path in share]
+        handle, job = tempfile.mkstemp(dir=folder)
+        with os.fdopen(handle, "w", encoding="ascii") as stream:
+            json.dump([pair for pair in asked if os.path.isfile(pair[1])], stream)  # without a source never loaded
+        # Nothing in the environment's own __pycache__ is run.
+        options = ["-I", "-S", "-B", "-X", f"pycache_prefix={folder}/none"]
+        done = process.run([interpreter, *options, "-c", _COMPARE, job], check=False)
+        if done.returncode != 0:  # marshal may crash on what is no bytecode
+            return list(share) if len(share) == 1 else [path for one in share for path in compare([one], folder)]
+        return [os.path.relpath(json.loads(line), root) for line in done.stdout.splitlines()]
+
+    with tempfile.TemporaryDirectory(prefix="envbuild-bytecode-", ignore_cleanup_errors=True) as folder:
+        found = each(
+            [paths[start : start + _SHARE] for start in range(0, len(paths), _SHARE)],
+            lambda share, _: compare(share, folder),
+            workers,
+        )
+    return [path for some in found for path in some]
