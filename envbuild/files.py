@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -54,3 +55,16 @@ def read_regular(path: str | Path) -> bytes:
     """Return the content of a regular file. Raises OSError."""
     with open_regular(path) as stream:
         return stream.read()
+
+
+def walk_stats(root: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield (path below `root`, stat) of everything there that is no folder; no link is followed. Raises OSError."""
+    start = len(os.fspath(root)) + 1
+    folders = [os.fspath(root)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                else:
+                    yield entry.path[start:], entry.stat(follow_symlinks=False)

@@ -21,6 +21,7 @@ from typing import Any
 
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
+from envbuild.files import walk_stats
 from envbuild.layers.conda_package import read_info
 from envbuild.lock.conda import CondaPackage
 from envbuild.progress import log
@@ -164,18 +165,7 @@ def archives(store: Store, packages: Sequence[CondaPackage], locate: Locate) -> 
 
 def tree_digest(root: Path) -> str:
     """Return the sha256 of the names, modes, sizes and modification times of all files and links below `root`."""
-    start = len(os.fspath(root)) + 1
-    rows: list[tuple[str, int, int, int]] = []
-    folders = [os.fspath(root)]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                else:
-                    stat = entry.stat(follow_symlinks=False)
-                    rows.append((entry.path[start:], stat.st_mode, stat.st_size, stat.st_mtime_ns))
-    rows.sort()
+    rows = sorted((path, info.st_mode, info.st_size, info.st_mtime_ns) for path, info in walk_stats(root))
     digest = hashlib.sha256(os.fsencode("\0".join([row[0] for row in rows])))
     digest.update(array.array("q", [number for row in rows for number in row[1:]]).tobytes())
     return digest.hexdigest()

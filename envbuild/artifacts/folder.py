@@ -8,7 +8,6 @@ import errno
 import hashlib
 import io
 import os
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import NAME, Trainer
-from envbuild.layers.wheel import Scheme, wheel_record
+from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
 from envbuild.lock.format import requirements
 from envbuild.mounts import link_mode
 from envbuild.plan.plan import Plan
@@ -33,9 +32,6 @@ from envbuild.recipe.targets import Target, host_arch
 PYTHON_SETTINGS = frozenset(
     {"PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONDONTWRITEBYTECODE", "__PYVENV_LAUNCHER__"}
 )
-
-# Files that an installer writes.
-_NOTES = re.compile(r"[^/]*\.dist-info/(INSTALLER|REQUESTED|RECORD|direct_url\.json)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +163,7 @@ def locked_files(wheels: Sequence[WheelFile], python: str) -> dict[str, set[str]
         record = io.StringIO(wheel_record(wheel.path, scheme).decode("utf-8", "surrogateescape"), newline="")
         for path, digest, _ in csv.reader(record):
             place = os.path.normpath(f"lib/python{python}/site-packages/{path}")
-            if digest and not place.startswith("bin/") and not _NOTES.fullmatch(path):
+            if digest and not place.startswith("bin/") and not INSTALLER_NOTES.fullmatch(path):
                 found.setdefault(place, set()).add(base64.urlsafe_b64decode(digest.partition("=")[2] + "=").hex())
     return found
 

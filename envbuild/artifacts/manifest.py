@@ -24,7 +24,7 @@ from envbuild.artifacts.installed import FileReport, file_digest
 from envbuild.artifacts.state import State
 from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
-from envbuild.files import read_regular
+from envbuild.files import read_regular, walk_stats
 from envbuild.progress import log
 from envbuild.store.store import Store
 from envbuild.workers import each
@@ -103,19 +103,10 @@ def _digest(text: bytes) -> str:
 
 def scan(root: Path) -> dict[str, Stat]:
     """Return the stat of everything below `root` that is no folder, by path; no link is followed. Raises OSError."""
-    start = len(os.fspath(root)) + 1
-    found: dict[str, Stat] = {}
-    folders = [os.fspath(root)]
-    while folders:
-        with os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry.path)
-                else:
-                    info = entry.stat(follow_symlinks=False)
-                    found[entry.path[start:]] = (
-                        info.st_mode, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino
-                    )  # fmt: skip
+    found = {
+        path: (info.st_mode, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino)
+        for path, info in walk_stats(root)
+    }
     return {path: found[path] for path in sorted(found.keys() - _USERS)}
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +20,11 @@ from envbuild.artifacts.state import BuiltLayer
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest
 from envbuild.layers.compose import PREFIX, WheelFile
-from envbuild.layers.wheel import Scheme, wheel_record
+from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
 from envbuild.names import normalise
 from envbuild.plan.plan import Plan
 
 _SCRIPTS = "../../../bin/"
-_NOTES = re.compile(r"[^/]*\.dist-info/(INSTALLER|REQUESTED|RECORD|direct_url\.json)", re.DOTALL)
 _SHOWN = 10
 # Runs in the image, with any Python 3.
 _READER = """
@@ -137,4 +135,4 @@ def record_differences(wheel: bytes, installed: bytes) -> list[str]:
 
 def _rows(record: bytes) -> dict[str, tuple[str, ...]]:
     rows = csv.reader(io.StringIO(record.decode("utf-8", "surrogateescape"), newline=""))
-    return {row[0]: tuple(row[1:]) for row in rows if row and not _NOTES.fullmatch(row[0])}
+    return {row[0]: tuple(row[1:]) for row in rows if row and not INSTALLER_NOTES.fullmatch(row[0])}
