@@ -15,12 +15,15 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import envbuild
 from envbuild import process
+
+_saying = threading.Lock()
 
 
 def run_job(job: Path, on_line: Callable[[str], None]) -> None:
@@ -38,10 +41,16 @@ def main(job: str) -> None:
 
     try:
         asyncio.run(_install(data))
-        print("done", flush=True)
+        say("done")
     except (InstallerError, OSError, ValueError) as error:
-        print("failed", " ".join(str(error).split()), flush=True)
+        say("failed " + " ".join(str(error).split()))
     os._exit(0)
+
+
+def say(line: str) -> None:
+    """Print a line whole: threads of rattler's runtime still report packages while an error is printed."""
+    with _saying:
+        os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 async def _install(data: dict[str, Any]) -> None:
@@ -55,7 +64,7 @@ async def _install(data: dict[str, Any]) -> None:
             return len(names) - 1
 
         def on_populate_cache_complete(self, cache_entry: int) -> None:
-            print("unpacked", names[cache_entry], flush=True)
+            say(f"unpacked {names[cache_entry]}")
 
     copying = "allow-hard-links = false\nallow-ref-links = false\n"
     await install(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +199,17 @@ def test_every_change_of_an_unpacked_tree_changes_its_digest(tmp_path: Path, cha
     else:
         os.link(file, tmp_path.parent / f"{tmp_path.name}-linked")  # as installing does
     assert (conda_cache.tree_digest(tmp_path) == before) == (change == "none")
+
+
+def test_threads_of_the_linking_child_print_whole_lines() -> None:
+    script = (
+        "import sys, threading\n"
+        "from envbuild.artifacts.conda_link import say\n"
+        "sys.setswitchinterval(1e-6)\n"
+        "print_all = lambda name: [say(f'failed {name}') for _ in range(2000)]\n"
+        "threads = [threading.Thread(target=print_all, args=(letter * 50,)) for letter in 'abcdefgh']\n"
+        "[thread.start() for thread in threads]\n"
+        "[thread.join() for thread in threads]\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout
+    assert Counter(said.splitlines()) == {f"failed {letter * 50}": 2000 for letter in "abcdefgh"}
