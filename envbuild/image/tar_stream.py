@@ -27,7 +27,8 @@ class Member:
     """The metadata of a tar member; names are unchanged, in surrogate-escaped UTF-8.
 
     `size` is the file's logical size in bytes; `stored` is the number of its bytes in the archive, at `offset`. They
-    differ for sparse files, for which `pieces` maps the stored bytes to offsets in the file.
+    differ for sparse files, for which `pieces` maps the stored bytes to offsets in the file. `sha256` is that of the
+    file's content (hexadecimal), "" where it is not known.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Member:
     stored: int = 0
     pieces: Pieces | None = None
     xattrs: tuple[tuple[str, bytes], ...] = ()
+    sha256: str = ""
 
 
 class Chunks(io.RawIOBase):

@@ -6,19 +6,17 @@ The store caches the listing of a layer by the digest of the layer's tar.
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from envbuild.atomic import replacing
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
+from envbuild.image.member_table import packed, read_table, unpacked, write_table
 from envbuild.image.model import Descriptor
 from envbuild.image.quota import Quota
 from envbuild.image.squashfs.segment import tar_items
@@ -32,20 +30,19 @@ from envbuild.store.store import Store
 Bring = Callable[[Mapping[str, Descriptor]], Mapping[str, Path]]
 
 # Increase it when the cached data changes its form or meaning.
-FORMAT = 2
+FORMAT = 3
 _CHUNK = 1 << 20
 _ROW = 256  # bytes of memory for a Debian package
 
 
 @dataclass(frozen=True, slots=True)
 class LayerListing:
-    """The members of a layer in their order.
+    """The members of a layer in their order, with the sha256 of each file's content.
 
-    By member number: the sha256 of each file's content, the files that begin with `#!`, and the notes of `interest`.
+    By member number: the files that begin with `#!`, and the notes of `interest`.
     """
 
     members: Sequence[Member]
-    sha256: Mapping[int, str]
     scripts: frozenset[int]
     notes: Mapping[int, Note]
 
@@ -167,7 +164,7 @@ def _item(node: Node, listings: Sequence[LayerListing]) -> Item:
         member.kind,
         0o777 if member.kind == SYMLINK else member.mode,
         member.size if member.kind == FILE else 0,
-        layer.sha256.get(node.ordinal, ""),
+        member.sha256,
         member.link if member.kind == SYMLINK else "",
         member.uid,
         member.gid,
@@ -182,7 +179,6 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str, quota: Quota) -> Lay
     Raises BuildError if its digest is not `diff_id`, or it exceeds the `quota` of its image.
     """
     listed: list[Member] = []
-    digests: dict[int, str] = {}
     scripts: set[int] = set()
     notes: dict[int, Note] = {}
     with contextlib.closing(Hashed(stream)) as hashed:
@@ -191,7 +187,7 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str, quota: Quota) -> Lay
             if content is None:
                 continue
             reader = interest(member.name.removeprefix("./").lstrip("/")) if member.size <= MAX_SIZE else None
-            digests[number], script, note = digested(iter(partial(content.read, _CHUNK), b""), reader)
+            member.sha256, script, note = digested(iter(partial(content.read, _CHUNK), b""), reader)
             if script:
                 scripts.add(number)
             if reader:
@@ -200,44 +196,25 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str, quota: Quota) -> Lay
                 quota.text(name, note if text else "", more=_ROW * len(note) if rows else 0)
         if hashed.finish() != diff_id:
             raise BuildError(f"{name}: damaged, or not the layer that the image's configuration names ({diff_id})")
-    return LayerListing(listed, digests, frozenset(scripts), notes)
+    return LayerListing(listed, frozenset(scripts), notes)
 
 
 def remembered(diff_id: str, store: Store) -> LayerListing | None:
     """Return the cached listing of the layer whose tar has the digest `diff_id`, None if it was never read."""
     try:
-        data = json.loads(gzip.decompress(_place(store, diff_id).read_bytes()))
+        data = read_table(_place(store, diff_id))
         if data["format"] != FORMAT:
             return None
-        rows: list[Any] = data["members"]
-        return LayerListing(
-            [_member(row) for row in rows],
-            {n: row[9] for n, row in enumerate(rows) if row[9]},
-            frozenset(n for n, row in enumerate(rows) if row[10]),
-            {int(number): note for number, note in data["notes"]},
-        )
-    except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError):
+        notes = {int(number): note for number, note in data["notes"]}
+        return LayerListing(unpacked(data), frozenset(data["scripts"]), notes)
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
         return None  # missing or damaged: it is only a cache
 
 
 def _place(store: Store, diff_id: str) -> Path:
-    return store.root / "listings" / f"{diff_id.rpartition(':')[2]}.json.gz"
+    return store.root / "listings" / f"{diff_id.rpartition(':')[2]}.members"
 
 
 def _write(path: Path, made: LayerListing) -> None:
-    rows = [
-        [m.name, m.kind, m.mode, m.uid, m.gid, m.size, m.link, m.device,
-         [[name, value.hex()] for name, value in m.xattrs], made.sha256.get(n, ""), n in made.scripts]
-        for n, m in enumerate(made.members)
-    ]  # fmt: skip
-    data = {"format": FORMAT, "members": rows, "notes": list(made.notes.items())}
-    with replacing(path) as temporary:
-        temporary.write_bytes(gzip.compress(json.dumps(data).encode(), 1, mtime=0))
-
-
-def _member(row: list[Any]) -> Member:
-    name, kind, mode, uid, gid, size, link, device, xattrs = row[:9]
-    return Member(
-        name, kind, mode, uid, gid, 0, size, link, (device[0], device[1]),
-        xattrs=tuple((key, bytes.fromhex(value)) for key, value in xattrs),
-    )  # fmt: skip
+    notes = {"scripts": sorted(made.scripts), "notes": list(made.notes.items())}
+    write_table(path, {"format": FORMAT, **packed(made.members), **notes})

@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
-import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypeVar, cast
+from typing import BinaryIO, Protocol, TypeVar, cast
 
 from envbuild.atomic import replacing, write_atomically
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
-from envbuild.fingerprint import conda_digest, record_digest
 from envbuild.image.blobs import opened
 from envbuild.image.compression import Hashed, decompressed, open_layer
-from envbuild.image.entry import Readable, Tree, closing
+from envbuild.image.entry import Readable, closing
 from envbuild.image.layer import Layer, write_layer
+from envbuild.image.member_table import packed, read_table, unpacked, write_table
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
 from envbuild.image.quota import Quota
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
 from envbuild.image.tar_stream import Member
-from envbuild.layers.compose import PREFIX, LayerRequest
-from envbuild.names import normalise
+from envbuild.layers.compose import LayerRequest
+from envbuild.layers.contents import HashedContent
+from envbuild.layers.recorded import hashed, recorded
 from envbuild.site.settings import LimitsTable
 from envbuild.store.store import Store
 
@@ -39,54 +38,62 @@ Log = Callable[[str], None]
 Items = Generator[tuple[Member, Readable | None], None, None]
 # Name, version and digest of the RECORD of each distribution that a layer installs.
 Distributions = tuple[tuple[str, str, str], ...]
-# Only in a site-packages folder itself, not in one that a package vendors.
-_CONDA = re.compile(re.escape(f"{PREFIX}/conda-meta/") + r"[^/]+\.json")
-_RECORD = re.compile(r"(?:(?!site-packages/)[^/]+/)+site-packages/([^/]+)\.dist-info/RECORD")
+# Increase it when the tables of members change their form.
+_MEMBERS_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class CachedLayer:
-    """A layer in the store as a compressed tar, its title, and the distributions that it installs."""
+    """A layer in the store as a compressed tar, its title, and the distributions that it installs.
+
+    `key` identifies it: the digest of its inputs, or of its tar for a layer of an existing image.
+    """
 
     layer: Layer
     title: str
+    key: str
     distributions: Distributions = ()
 
 
 @dataclass(frozen=True, slots=True)
 class CachedSegment:
-    """A layer in the store as a segment, its title, and the distributions that it installs."""
+    """A layer in the store as a segment, its title, and the distributions that it installs; `key`: see CachedLayer."""
 
     segment: Segment
     title: str
+    key: str
     distributions: Distributions = ()
 
 
-M_co = TypeVar("M_co", bound=CachedLayer | CachedSegment, covariant=True)
 M = TypeVar("M", bound=CachedLayer | CachedSegment)
 
 
-class LayerCache(Protocol[M_co]):
+class LayerCache(Protocol[M]):
     """A cache of layers in one form, which writes missing layers; `log` logs its actions."""
 
     @property
     def log(self) -> Log: ...
 
-    def part(self, part: LayerRequest) -> M_co:
+    def part(self, part: LayerRequest) -> M:
         """Return the layer of `part`, from the store if it exists there. Raises BuildError if it cannot be written."""
         ...
 
-    def blob(self, layer: Layer, title: str) -> M_co:
+    def blob(self, layer: Layer, title: str) -> M:
         """Return the layer of an existing image whose blob is in the store."""
+        ...
+
+    def members(self, made: M) -> Sequence[Member]:
+        """Return the members of a layer of this cache with the sha256 of each file. Raises BuildError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TarCache:
-    """The `LayerCache` of compressed tars."""
+    """The `LayerCache` of compressed tars; `limits` are for images."""
 
     store: Store
     log: Log
+    limits: LimitsTable | None = None
 
     def part(self, part: LayerRequest) -> CachedLayer:
         """See `LayerCache`."""
@@ -94,20 +101,42 @@ class TarCache:
 
         def write() -> CachedLayer:
             found: list[tuple[str, str, str]] = []
-            layer = write_layer(recorded(part.tree(), found), self.store.blobs)
+            listed: list[Member] = []
+            layer = write_layer(hashed(recorded(part.tree(), found), listed), self.store.blobs)
+            write_table(_members(part.key, self.store), {"format": _MEMBERS_FORMAT, **packed(listed)})
             blob, distributions = layer.blob, tuple(sorted(found))
             index = {
                 "media_type": blob.media_type, "digest": blob.digest, "size": blob.size,
                 "diff_id": layer.diff_id, "unpacked": layer.unpacked, "distributions": distributions,
+                "members": self.store.file_digest(_members(part.key, self.store)),
             }  # fmt: skip
             write_atomically(note, json.dumps(index))
-            return CachedLayer(layer, part.title, distributions)
+            return CachedLayer(layer, part.title, part.key, distributions)
 
         return cached(lambda: known_part(part, self.store), write, note, part.title, self.store, self.log)
 
     def blob(self, layer: Layer, title: str) -> CachedLayer:
         """See `LayerCache`."""
-        return CachedLayer(layer, title)
+        return CachedLayer(layer, title, layer.diff_id.partition(":")[2])
+
+    def members(self, made: CachedLayer) -> Sequence[Member]:
+        """See `LayerCache`. The blob is read if its members are not known."""
+        path = _members(made.key, self.store)
+        try:
+            table = read_table(path)
+            if table["format"] == _MEMBERS_FORMAT:
+                return unpacked(table)
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            pass
+        opens = partial(opened, self.store.blobs.path(made.layer.blob.digest))
+        listed: list[Member] = []
+        for member, content in _of_tar_checked(opens, made.title, made.layer.diff_id, self.limits):
+            listed.append(member)
+            if content is not None:
+                member.sha256 = HashedContent(content).digest().hex()
+        with contextlib.suppress(OSError):  # a read-only store only costs time
+            write_table(path, {"format": _MEMBERS_FORMAT, **packed(listed)})
+        return listed
 
 
 def cached(known: Callable[[], M | None], write: Callable[[], M], place: Path, title: str, store: Store, log: Log) -> M:
@@ -126,40 +155,6 @@ def cached(known: Callable[[], M | None], write: Callable[[], M], place: Path, t
         raise store.unwritable(error) from error
 
 
-def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
-    """Yield `tree` unchanged, and add its distributions to `found`.
-
-    A distribution is a Python distribution with a RECORD. In a layer of conda packages, `found` has the conda packages
-    instead: their records list all of their files, those of Python distributions included.
-    """
-    conda: list[tuple[str, str, str]] = []
-    with closing(tree):
-        for entry, content in tree:
-            record, is_conda = _RECORD.fullmatch(entry.path), _CONDA.fullmatch(entry.path)
-            if content is not None and (record or is_conda):
-                data = content.read(entry.size)
-                content = io.BytesIO(data)
-                if record:
-                    name, _, version = record[1].rpartition("-")
-                    found.append((normalise(name), version, record_digest(data)))
-                else:
-                    conda.append(_conda(json.loads(data)))
-            yield entry, content
-    if conda:
-        found[:] = conda
-
-
-def _conda(record: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Return (name, version, digest) of a conda package from its record, as a survey reports them."""
-    rows = [
-        # Scripts of entry points are generated, so the package has no digest of them.
-        (row["_path"], "" if row["path_type"].startswith("unix_") else row.get("sha256", ""))
-        for row in record["paths_data"]["paths"]
-        if not row["_path"].endswith(".pyc")
-    ]
-    return record["name"], record["version"], conda_digest(rows)
-
-
 def known_part(part: LayerRequest, store: Store) -> CachedLayer | None:
     """Return the tar of `part` from the store; None when its index is missing or invalid, or the blob is missing."""
     try:
@@ -167,15 +162,22 @@ def known_part(part: LayerRequest, store: Store) -> CachedLayer | None:
         blob = Descriptor(str(data["media_type"]), str(data["digest"]), data["size"])
         layer = Layer(blob, str(data["diff_id"]), int(data["unpacked"]))
         found = read_distributions(data["distributions"])
+        listed = str(data["members"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     good = blob.media_type in COMPRESSION and is_digest(blob.digest) and is_digest(layer.diff_id)
-    return CachedLayer(layer, part.title, found) if good and store.blobs.has(blob) else None
+    if not good or not store.blobs.has(blob) or not store.digests.keep(_members(part.key, store), listed):
+        return None
+    return CachedLayer(layer, part.title, part.key, found)
 
 
 def read_distributions(rows: Iterable[Sequence[object]]) -> Distributions:
     """Return the distributions in a layer's JSON index. Raises ValueError or TypeError when they are malformed."""
     return tuple((str(name), str(version), str(record)) for name, version, record in rows)
+
+
+def _members(key: str, store: Store) -> Path:
+    return store.folder("layers") / f"{key}.members"
 
 
 def _note(part: LayerRequest, store: Store) -> Path:
@@ -212,6 +214,10 @@ class SegmentCache:
             diff_id.partition(":")[2], title, partial(_of_tar_checked, opens, title, diff_id, self.limits), []
         )
 
+    def members(self, made: CachedSegment) -> Sequence[Member]:
+        """See `LayerCache`."""
+        return made.segment.members
+
     def _made(
         self, key: str, title: str, items: Callable[[], Items], found: list[tuple[str, str, str]]
     ) -> CachedSegment:
@@ -227,18 +233,18 @@ class SegmentCache:
             save(
                 segment, place.with_suffix(".index"), self.store.file_digest(data)
             )  # last: it marks a complete segment
-            return CachedSegment(replace(segment, path=data), title, distributions)
+            return CachedSegment(replace(segment, path=data), title, key, distributions)
 
-        return cached(lambda: _known(place, title, self.store), write, place, title, self.store, self.log)
+        return cached(lambda: _known(place, title, key, self.store), write, place, title, self.store, self.log)
 
 
-def _known(place: Path, title: str, store: Store) -> CachedSegment | None:
+def _known(place: Path, title: str, key: str, store: Store) -> CachedSegment | None:
     segment = load(place.with_suffix(".index"), place.with_suffix(".data"), store.digests)
     if segment is None:
         return None
     try:
         rows = json.loads(place.with_suffix(".json").read_text(encoding="utf-8"))
-        return CachedSegment(segment, title, read_distributions(rows))
+        return CachedSegment(segment, title, key, read_distributions(rows))
     except (OSError, ValueError, TypeError):
         return None
 
@@ -254,7 +260,7 @@ def _of_tar(path: Path, name: str) -> Items:
         yield from tar_items(stream, name)
 
 
-def _of_tar_checked(opens: Callable[[], BinaryIO], name: str, diff_id: str, limits: LimitsTable) -> Items:
+def _of_tar_checked(opens: Callable[[], BinaryIO], name: str, diff_id: str, limits: LimitsTable | None) -> Items:
     with decompressed(opens(), name) as stream, contextlib.closing(Hashed(stream)) as hashed:
         yield from tar_items(cast(BinaryIO, hashed), name, Quota(limits))
         if hashed.finish() != diff_id:

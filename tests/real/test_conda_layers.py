@@ -42,7 +42,8 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.bytecode import Compiler, compiler_for, find_compiler
 from envbuild.layers.compose import WheelFile
-from envbuild.layers.layer_cache import SegmentCache, TarCache, recorded
+from envbuild.layers.layer_cache import SegmentCache, TarCache
+from envbuild.layers.recorded import recorded
 from envbuild.site.settings import LimitsTable
 from envbuild.store.store import Store
 

@@ -7,7 +7,6 @@ bytes depend on the layer and the compressor alone.
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -15,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envbuild.atomic import replacing
 from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable
+from envbuild.image.member_table import packed, read_table, unpacked, write_table
 from envbuild.image.quota import Quota
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
@@ -28,19 +27,17 @@ from envbuild.image.untar import members
 
 # Increase it when the format of indexes changes, or when the same layer results in other bytes: old segments are then
 # not found.
-FORMAT = 2
-# The limit protects our memory from a damaged index; no index of a real layer comes near.
-_MOST_INDEX = 1 << 30
-_COLUMNS = ("name", "kind", "mode", "uid", "gid", "mtime", "size", "link", "offset", "stored")
+FORMAT = 3
+_NOTHING = hashlib.sha256().hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
     """The files of a layer as blocks in the file `path`, `size` bytes long, in the order of writing.
 
-    `members` are all members of the layer in order, including whiteouts; `data` maps the ordinal of each regular file
-    to the position of its content in `path`. Each large file has its own blocks, even if another one has the same
-    digest.
+    `members` are all members of the layer in order, including whiteouts, with their sha256. `data` maps the ordinal of
+    each regular file to the position of its content in `path`. Each large file has its own blocks, even if another one
+    has the same digest.
     """
 
     path: Path
@@ -103,18 +100,23 @@ class _Files:
             if member.size:
                 raise BuildError(f"{member.name}: a file without content")
             self._small[ordinal] = Data()
+            member.sha256 = _NOTHING
             return
         left = member.size
         if left < BLOCK_SIZE:
             data = _exactly(content, left, member)
             self._small[ordinal] = self._tail(data) if data else Data()
+            member.sha256 = hashlib.sha256(data).hexdigest()
         else:
             parts: list[Packed] = []
             self._large[ordinal] = left, parts
+            digest = hashlib.sha256()
             while left:
                 chunk = _exactly(content, min(left, CHUNK), member)
                 left -= len(chunk)
+                digest.update(chunk)
                 self._packer.put(chunk, parts.append)
+            member.sha256 = digest.hexdigest()
         if content.read(1):
             raise _not_as_long(member)
 
@@ -161,28 +163,19 @@ def _not_as_long(member: Member) -> BuildError:
 
 def save(segment: Segment, index: Path, sha256: str) -> None:
     """Write the index of `segment`, whose data has this sha256, to `index` atomically. Raises OSError."""
-    import zstandard
-
     files = segment.data.values()
     table: dict[str, Any] = {
         "format": [FORMAT, BLOCK_SIZE],
         "size": segment.size,
         "sha256": sha256,
-        "members": [[getattr(member, name) for member in segment.members] for name in _COLUMNS],
-        "devices": {i: m.device for i, m in enumerate(segment.members) if m.device != (0, 0)},
-        "pieces": {i: m.pieces for i, m in enumerate(segment.members) if m.pieces is not None},
-        "xattrs": {i: [(name, v.hex()) for name, v in m.xattrs] for i, m in enumerate(segment.members) if m.xattrs},
+        **packed(segment.members),
         "files": list(segment.data),
         "places": [[d.start for d in files], [d.fragment for d in files], [d.offset for d in files]],
         "digests": [d.digest for d in files],
         "words": {i: d.words for i, d in segment.data.items() if d.words},
         "fragments": [[f.start, f.word] for f in segment.fragments],
-    }  # fmt: skip
-    text = json.dumps(table, separators=(",", ":")).encode("ascii")
-    packed = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
-    index.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(index) as temporary:
-        temporary.write_bytes(packed)
+    }
+    write_table(index, table)
 
 
 def load(index: Path, data: Path, digests: Digests) -> Segment | None:
@@ -208,31 +201,14 @@ def stored_digest(index: Path) -> str:
 
 
 def _table(index: Path) -> dict[str, Any]:
-    import zstandard
-
-    try:
-        packed = index.read_bytes()
-        if not 0 < zstandard.frame_content_size(packed) < _MOST_INDEX:
-            raise ValueError("no index")
-        table: dict[str, Any] = json.loads(zstandard.ZstdDecompressor().decompress(packed))
-    except zstandard.ZstdError as error:
-        raise ValueError(str(error)) from None
+    table = read_table(index)
     if table["format"] != [FORMAT, BLOCK_SIZE]:
         raise ValueError("another format")
     return table
 
 
 def _segment(table: dict[str, Any], path: Path) -> Segment:
-    found = tuple(
-        Member(name, kind, mode, uid, gid, mtime, size, link, (0, 0), offset, stored)
-        for name, kind, mode, uid, gid, mtime, size, link, offset, stored in zip(*table["members"], strict=True)
-    )
-    for ordinal, (major, minor) in table["devices"].items():
-        found[int(ordinal)].device = (major, minor)
-    for ordinal, pieces in table["pieces"].items():
-        found[int(ordinal)].pieces = tuple((offset, length) for offset, length in pieces)
-    for ordinal, xattrs in table["xattrs"].items():
-        found[int(ordinal)].xattrs = tuple((name, bytes.fromhex(value)) for name, value in xattrs)
+    found = unpacked(table)
     words = {int(ordinal): tuple(words) for ordinal, words in table["words"].items()}
     rows = zip(table["files"], *table["places"], table["digests"], strict=True)
     data = {
