@@ -1,4 +1,4 @@
-"""Reader of ELF files. Needs only Python 3.9.
+"""Reader of ELF files.
 
 Sources: System V ABI, chapters 4 and 5 (header, program header, dynamic section); the Linux Standard Base's symbol
 versioning (DT_VERNEED). Like the dynamic linker, it uses program headers: section headers may be stripped.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+HEAD = 20  # bytes of a file that name its processor
 # Values of e_machine.
 MACHINES = {"i386": 3, "ppc64": 21, "s390x": 22, "arm": 40, "x86_64": 62, "aarch64": 183, "riscv64": 243}
 _PT_LOAD, _PT_DYNAMIC = 1, 2
@@ -50,18 +51,22 @@ def machine_name(machine: int) -> str:
     return next((n for n, number in MACHINES.items() if number == machine), f"machine {machine}")
 
 
-def elf_machine(path: str) -> int | None:
-    """Return the e_machine of the ELF file at `path`, None for any other or unreadable file."""
+def file_head(path: str) -> bytes:
+    """Return the first HEAD bytes of a file, b"" for an unreadable one."""
     try:
         # This runs for tens of thousands of files; a file object takes three times as long.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would block
         try:
-            head = os.read(file, 20)
+            return os.read(file, HEAD)
         finally:
             os.close(file)
     except OSError:
-        return None
-    if len(head) < 20 or head[:4] != b"\x7fELF":
+        return b""
+
+
+def elf_machine(head: bytes) -> int | None:
+    """Return the e_machine of the ELF file that begins with `head`, None for any other file."""
+    if len(head) < HEAD or head[:4] != b"\x7fELF":
         return None
     return int.from_bytes(head[18:20], "little" if head[5] == 1 else "big")
 

@@ -1,7 +1,7 @@
 """Survey of a conda environment: its packages, and whether its files match the records in conda-meta.
 
 Source: the records in conda-meta as conda and rattler write them: in paths_data a row for each file, with its
-sha256 in the package and, if installing changed it, sha256_in_prefix. Needs only Python 3.9.
+sha256 in the package and, if installing changed it, sha256_in_prefix.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions, file_digest
-from envbuild.files import read_regular
+from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
 from envbuild.fingerprint import conda_digest
 from envbuild.names import normalise
 
@@ -24,14 +23,15 @@ META = "conda-meta"
 _DIST_INFO = re.compile(rb'/site-packages/([^/"]+\.dist-info)/METADATA"')
 
 
-def is_conda(root: Path) -> bool:
+def is_conda(root: Path, files: Files = HOST) -> bool:
     """Return whether `root` is a conda environment."""
-    return (root / META).is_dir()
+    return files.is_folder(f"{root}/{META}")
 
 
-def read_records(root: Path) -> list[dict[str, Any]]:
+def read_records(root: Path, files: Files = HOST) -> list[dict[str, Any]]:
     """Return the records in conda-meta, in the order of their file names. Raises OSError or ValueError."""
-    return [json.loads(read_regular(path)) for path in sorted((root / META).glob("*.json"))]
+    names = sorted(name for name in files.names(f"{root}/{META}") if name.endswith(".json"))
+    return [json.loads(files.read(f"{root}/{META}/{name}")) for name in names]
 
 
 def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:
@@ -73,7 +73,7 @@ def owned_dist_infos(records: list[dict[str, Any]], site_packages: str) -> froze
 
 
 def survey_conda(
-    root: Path, site_packages: Path, known: FileReport | None = None
+    root: Path, site_packages: Path, known: FileReport | None = None, host: Files = HOST
 ) -> tuple[dict[str, Distribution], FileReport]:
     """Return the packages of the conda environment at `root`, with pip's, and its files, relative to it.
 
@@ -81,24 +81,24 @@ def survey_conda(
     """
     inside = os.path.relpath(site_packages, root)
     try:
-        records = read_records(root)
+        records = read_records(root, host)
         found = {package.name: package for package in conda_packages(records)}
         owned = owned_dist_infos(records, inside)
         files = {row["_path"]: row for record in records for row in _rows(record)}
     except (ValueError, KeyError, TypeError, AttributeError):
         # No installer writes such records: nothing is known, and everything differs from the lock.
         return {}, FileReport(altered=[META])
-    for name, distribution in distributions(site_packages, owned).items():
+    for name, distribution in distributions(site_packages, owned, host).items():
         found[f"{name} (pip)" if name in found else name] = distribution
     if known is not None:
         return found, known
     others = {os.path.join(root, path) for path in files}
-    report = check_files(site_packages, owned, others)
+    report = check_files(site_packages, owned, others, host)
     for paths in (report.missing, report.altered, report.unowned):
         paths[:] = [os.path.normpath(os.path.join(inside, path)) for path in paths]
     for path, row in files.items():
         if not path.endswith(".pyc"):
-            report.check(path, partial(_is_intact, os.path.join(root, path), row, report))
+            report.check(path, partial(_is_intact, os.path.join(root, path), row, report, host))
     return found, report
 
 
@@ -127,14 +127,15 @@ def _rows(record: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _is_intact(path: str, row: dict[str, Any], report: FileReport) -> bool:
+def _is_intact(path: str, row: dict[str, Any], report: FileReport, files: Files) -> bool:
     """Return whether a file or link matches its row. Raises OSError."""
     expected = row.get("sha256_in_prefix") or row.get("sha256")
     if row.get("path_type") == "directory":
-        return os.path.isdir(path)
+        return files.is_folder(path)
+    target = files.target(path)
     if row.get("path_type") == "softlink":
-        text = hashlib.sha256(os.fsencode(os.readlink(path))).hexdigest()
+        text = hashlib.sha256(os.fsencode(target)).hexdigest()
         # Records by conda itself have the digest of the file behind the link.
-        return expected in (None, text) or (os.path.isfile(path) and file_digest(path).hex() == expected)
-    report.bytes += os.lstat(path).st_size
-    return not os.path.islink(path) and (expected is None or file_digest(path).hex() == expected)
+        return bool(target) and (expected in (None, text) or files.digest(path).hex() == expected)
+    report.bytes += files.size(path)
+    return not target and (expected is None or files.digest(path).hex() == expected)

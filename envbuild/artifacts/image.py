@@ -10,20 +10,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, Generic
 
 from envbuild import __version__
+from envbuild.artifacts.image_manifest import FILE_NAME, FORMAT, OCI, of_layers, render
 from envbuild.artifacts.layers_in import LayerFolder, check_paths, layer_part
 from envbuild.artifacts.state import State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest
 from envbuild.image.blobs import Blobs
+from envbuild.image.entry import FILE, Entry, Tree
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
+from envbuild.image.tar_stream import Member
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler
-from envbuild.layers.compose import PREFIX, LayerRequest, WheelFile, alone, environment_part, wheel_parts
+from envbuild.layers.compose import PREFIX, LayerRequest, WheelFile, alone, environment_part, key_of, wheel_parts
 from envbuild.layers.layer_cache import CachedLayer, LayerCache, M, TarCache
+from envbuild.layers.recorded import hashed
 from envbuild.layers.requested import RequestedLayers
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
@@ -58,7 +63,10 @@ class PreparedImage:
 
 @dataclass(frozen=True, slots=True)
 class AssembledImage:
-    """An assembled image: its manifest, configuration, layers from the lowest up, and the store of their blobs."""
+    """An assembled image: its manifest, configuration, layers from the lowest up, and the store of their blobs.
+
+    `file_manifest` is the digest of the manifest of all its files (artifacts/image_manifest.py).
+    """
 
     plan: Plan
     manifest: ImageManifest
@@ -67,6 +75,7 @@ class AssembledImage:
     state: State
     base_name: str
     blobs: Blobs
+    file_manifest: str
 
     @property
     def digest(self) -> str:
@@ -87,18 +96,19 @@ class AssembledImage:
 
 @dataclass(frozen=True)
 class Filled(Generic[M]):
-    """The layers of a plan's image from the lowest up, and the state that the last one contains."""
+    """The layers of a plan's image from the lowest up, and the state and manifest that the last one contains."""
 
     layers: tuple[M, ...]
     state: State
     base: BaseImage[M]
+    file_manifest: str
 
 
 def assemble(
     one: PreparedImage, layers: Sequence[LayerFolder], environment: Environment, *, offline: bool
 ) -> AssembledImage:
     """Assemble the image `one` in the store; `layers` are its source layers. Raises BuildError and LockError."""
-    filled = fill(one, layers, environment, TarCache(environment.store, log), offline=offline)
+    filled = fill(one, layers, environment, TarCache(environment.store, log, environment.site.limits), offline=offline)
     plan, blobs = one.plan, environment.store.blobs
     history = [
         {"created": created(plan), "created_by": f"envbuild: {layer.title}", "comment": "envbuild"}
@@ -120,7 +130,9 @@ def assemble(
     }), "the image's manifest")  # fmt: skip
     assert isinstance(manifest, ImageManifest)
     blobs.add(manifest.raw)
-    return AssembledImage(plan, manifest, config, filled.layers, filled.state, filled.base.name, blobs)
+    return AssembledImage(
+        plan, manifest, config, filled.layers, filled.state, filled.base.name, blobs, filled.file_manifest
+    )
 
 
 def fill(
@@ -148,8 +160,25 @@ def fill(
         check_paths(layers, wheels, packages, scheme, environment.store)
         parts += [layer_part(layer, PREFIX, plan.mtime) for layer in layers]
         made = [*base.layers, *(maker.part(part) for part in parts)]
-    last, state = _environment_layer(one, base, own, made, layers)
-    return Filled((*made, maker.part(last)), state, base)
+    frame, state = _environment_layer(one, base, own, made, layers)
+    last = maker.part(_with_manifest(frame, made, maker, plan.mtime, environment))
+    found = (member.sha256 for member in maker.members(last) if member.name == FILE_NAME)
+    return Filled((*made, last), state, base, f"sha256:{next(found)}")
+
+
+def _with_manifest(
+    part: LayerRequest, made: Sequence[M], maker: LayerCache[M], mtime: int, environment: Environment
+) -> LayerRequest:
+    """Return `part`, the last layer, with the manifest of all files: its own and those of the layers `made`."""
+
+    def tree() -> Tree:
+        own: list[Member] = []
+        yield from hashed(part.tree(), own)
+        rows = of_layers([*map(maker.members, made), own], environment.site.limits)
+        text = render(OCI, rows)
+        yield Entry(FILE_NAME, FILE, 0o644, len(text), mtime=mtime), BytesIO(text)
+
+    return LayerRequest(part.title, key_of("manifest", [FORMAT, part.key, [layer.key for layer in made]]), tree)
 
 
 def _environment_layer(

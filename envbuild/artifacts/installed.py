@@ -1,9 +1,7 @@
-"""Installed files, and whether they match their lists: RECORDs of distributions, lists of source layers.
+"""Installed files, and whether they match the RECORDs of their distributions.
 
 The RECORD file (PyPA "Recording installed projects", PEP 376 and 627) names every file of a distribution with its
-sha256 and size. `share/envbuild/layers/NAME.json` does it for a source layer: for each file its path below the
-environment's root, size in bytes and sha256 (hexadecimal), for each link its text. Needs only Python 3.9: environments
-are surveyed by their own interpreters.
+sha256 and size. The files are those of this host, or those of an image that was read from outside.
 """
 
 from __future__ import annotations
@@ -12,21 +10,18 @@ import base64
 import csv
 import hashlib
 import io
-import json
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
+from envbuild.elf import file_head
 from envbuild.files import open_regular, read_regular
 from envbuild.fingerprint import record_digest
 from envbuild.names import normalise
-
-LAYER_LISTS = "share/envbuild/layers"
-_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -38,19 +33,80 @@ class Distribution:
     record: str
 
 
-def distributions(site_packages: Path, without: Collection[str] = frozenset()) -> dict[str, Distribution]:
+class Files(Protocol):
+    """Files by their absolute paths; all methods but `target` follow links. They raise OSError."""
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder."""
+
+    def walk(self, folder: str) -> Iterable[str]:
+        """Return every file below `folder` and every link that leads to no folder, in a fixed order."""
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a regular file."""
+
+    def head(self, path: str) -> bytes:
+        """Return the first HEAD bytes of a regular file, b"" for anything else."""
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+
+    def digest(self, path: str, algorithm: str = "sha256") -> bytes:
+        """Return the digest of a regular file. Raises ValueError for an unknown algorithm."""
+
+    def target(self, path: str) -> str:
+        """Return the text of a symbolic link, "" for anything else that is there."""
+
+    def is_folder(self, path: str) -> bool:
+        """Return whether there is a folder at `path`."""
+
+
+class HostFiles:
+    """The files of this host."""
+
+    def names(self, folder: str) -> list[str]:
+        return os.listdir(folder)
+
+    def walk(self, folder: str) -> Iterable[str]:
+        return walk_files(Path(folder))
+
+    def read(self, path: str) -> bytes:
+        return read_regular(path)
+
+    def head(self, path: str) -> bytes:
+        return file_head(path)
+
+    def size(self, path: str) -> int:
+        return os.stat(path).st_size
+
+    def digest(self, path: str, algorithm: str = "sha256") -> bytes:
+        return file_digest(path, algorithm)
+
+    def target(self, path: str) -> str:
+        return os.readlink(path) if stat.S_ISLNK(os.lstat(path).st_mode) else ""
+
+    def is_folder(self, path: str) -> bool:
+        return os.path.isdir(path)
+
+
+HOST = HostFiles()
+
+
+def distributions(
+    site_packages: Path, without: Collection[str] = frozenset(), files: Files = HOST
+) -> dict[str, Distribution]:
     """Return every distribution in `site_packages` by normalized name, except .dist-info folders in `without`.
 
     A second distribution with the same name is returned as "name (second)": otherwise one of them would be hidden from
     comparisons.
     """
     found: dict[str, Distribution] = {}
-    for folder in sorted(set(os.listdir(site_packages)).difference(without)):
+    for folder in sorted(set(files.names(str(site_packages))).difference(without)):
         if not folder.endswith((".dist-info", ".egg-info")):
             continue
         raw, _, version = folder.rsplit(".", 1)[0].partition("-")
         try:
-            digest = record_digest(read_regular(site_packages / folder / "RECORD"))
+            digest = record_digest(files.read(f"{site_packages}/{folder}/RECORD"))
         except OSError:
             digest = "missing"
         name = normalise(raw)
@@ -89,8 +145,9 @@ class FileReport:
 
 
 def check_files(
-    site_packages: Path, without: Collection[str] = frozenset(), others: Collection[str] = frozenset()
-) -> FileReport:
+    site_packages: Path, without: Collection[str] = frozenset(), others: Collection[str] = frozenset(),
+    files: Files = HOST,
+) -> FileReport:  # fmt: skip
     """Read every file that a RECORD names and compare size and sha256; list files that no RECORD names.
 
     Left out are __pycache__, which Python writes and renews by itself, the .dist-info folders in `without`, and those
@@ -98,17 +155,17 @@ def check_files(
     """
     report = FileReport()
     owned: set[str] = set(others)
-    for folder in sorted(site_packages.glob("*.dist-info")):
-        if folder.name in without:
+    root = os.fspath(site_packages)
+    for name in sorted(files.names(root)):
+        if name in without or not name.endswith(".dist-info"):
             continue
-        for relative, expected, size in _record_entries(folder / "RECORD"):
+        for relative, expected, size in _record_entries(f"{root}/{name}/RECORD", files):
             path = os.path.normpath(os.path.join(site_packages, relative))
             owned.add(path)
             if expected:
-                report.check(relative, partial(_is_recorded, path, expected, size))
+                report.check(relative, partial(_is_recorded, path, expected, size, files))
                 report.bytes += size or 0
-    root = os.fspath(site_packages)
-    for path in walk_files(site_packages):
+    for path in files.walk(root):
         if path not in owned and "/__pycache__/" not in path:
             report.unowned.append(os.path.relpath(path, root))
     return report
@@ -122,11 +179,11 @@ def walk_files(folder: Path) -> Iterator[str]:
             yield os.path.join(parent, name)
 
 
-def _record_entries(record: Path) -> Iterator[tuple[str, str, int | None]]:
+def _record_entries(record: str, files: Files) -> Iterator[tuple[str, str, int | None]]:
     """Yield (path, digest, size) of each row. A row that csv refuses, with a NUL or a huge field, is left out."""
     try:
         # Paths may be any bytes, as in os.walk.
-        text = read_regular(record).decode("utf-8", "surrogateescape")
+        text = files.read(record).decode("utf-8", "surrogateescape")
         with io.StringIO(text, newline="") as stream:
             rows = csv.reader(stream)
             while True:
@@ -144,11 +201,11 @@ def _record_entries(record: Path) -> Iterator[tuple[str, str, int | None]]:
         return
 
 
-def _is_recorded(path: str, expected: str, size: int | None) -> bool:
+def _is_recorded(path: str, expected: str, size: int | None, files: Files) -> bool:
     algorithm, _, wanted = expected.partition("=")
-    if size is not None and os.stat(path).st_size != size:
+    if size is not None and files.size(path) != size:
         return False
-    return base64.urlsafe_b64encode(file_digest(path, algorithm)).rstrip(b"=").decode() == wanted
+    return base64.urlsafe_b64encode(files.digest(path, algorithm)).rstrip(b"=").decode() == wanted
 
 
 def file_digest(path: str | Path, algorithm: str = "sha256") -> bytes:
@@ -158,133 +215,3 @@ def file_digest(path: str | Path, algorithm: str = "sha256") -> bytes:
         while block := stream.read(1 << 17):
             digest.update(block)
     return digest.digest()
-
-
-@dataclass(frozen=True)
-class LayerFile:
-    """A file of a layer, or a link, which has a `target` and neither size nor digest."""
-
-    path: str
-    size: int = 0
-    sha256: str = ""
-    target: str = ""
-    executable: bool = False
-
-    @property
-    def mode(self) -> int:
-        """The permissions of the file wherever it is installed."""
-        return 0o755 if self.executable else 0o644
-
-    def row(self) -> dict[str, Any]:
-        """Return the file's row in the list."""
-        if self.target:
-            return {"path": self.path, "target": self.target}
-        row: dict[str, Any] = {"path": self.path, "size": self.size, "sha256": self.sha256}
-        return {**row, "executable": True} if self.executable else row
-
-    def is_at(self, path: Path) -> bool:
-        """Return whether `path` is this file. Raises OSError."""
-        info = os.lstat(path)
-        if self.target:
-            return stat.S_ISLNK(info.st_mode) and os.readlink(path) == self.target
-        return stat.S_ISREG(info.st_mode) and info.st_size == self.size and file_digest(path).hex() == self.sha256
-
-
-@dataclass(frozen=True)
-class LayerList:
-    """The list of a layer's files; `sha256` is the digest of the source archive."""
-
-    name: str
-    version: str
-    sha256: str
-    files: tuple[LayerFile, ...]
-
-    @property
-    def licences(self) -> tuple[str, ...]:
-        """The paths of the licence texts among the files."""
-        return tuple(one.path for one in self.files if one.path.startswith(f"share/licenses/{self.name}/"))
-
-    @property
-    def digest(self) -> str:
-        """sha256 of the installed files: paths, contents, links, permission to execute."""
-        rows = [[f.path, f.sha256 or f"-> {f.target}", f.executable] for f in self.files]
-        return "sha256:" + hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
-
-    def render(self) -> bytes:
-        """Return the text of the list, the same each time."""
-        data = {
-            "format": _FORMAT, "name": self.name, "version": self.version, "source": self.sha256,
-            "licences": self.licences, "files": [one.row() for one in self.files],
-        }  # fmt: skip
-        return (json.dumps(data, indent=1) + "\n").encode()
-
-    def write(self, root: Path) -> None:
-        """Write the list into the environment at `root`."""
-        path = root / list_path(self.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(self.render())
-
-
-def list_path(name: str) -> str:
-    """Return the path of the list of the layer `name`, below the environment's root."""
-    return f"{LAYER_LISTS}/{name}.json"
-
-
-def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, ...]:
-    """Return every file and link below `folder`, sorted by path; `known` has sha256 of files that need not be read.
-
-    Raises ValueError for an entry of another type, and OSError.
-    """
-    linked = (
-        path
-        for parent, folders, _ in os.walk(folder)
-        for path in (os.path.join(parent, name) for name in folders)
-        if os.path.islink(path)
-    )
-    found = []
-    for path in (*walk_files(folder), *linked):
-        info = os.lstat(path)
-        name = os.path.relpath(path, folder)
-        if stat.S_ISLNK(info.st_mode):
-            found.append(LayerFile(name, target=os.readlink(path)))
-        elif stat.S_ISREG(info.st_mode):
-            digest = known.get(name) or file_digest(path).hex()
-            found.append(LayerFile(name, info.st_size, digest, executable=bool(info.st_mode & 0o111)))
-        else:
-            raise ValueError(f"{name} is neither file nor link")
-    return tuple(sorted(found, key=lambda one: one.path))
-
-
-def parse_list(text: bytes) -> LayerList:
-    """Return the list in `text`. Raises ValueError, KeyError or TypeError for an invalid one."""
-    data = json.loads(text)
-    if not isinstance(data, dict) or data["format"] != _FORMAT:
-        raise ValueError("another format")
-    files = tuple(_file(row) for row in data["files"])
-    return LayerList(str(data["name"]), str(data["version"]), str(data["source"]), files)
-
-
-def _file(row: Mapping[str, Any]) -> LayerFile:
-    path = str(row["path"])
-    if path.startswith("/") or ".." in path.split("/"):
-        raise ValueError(f"{path} is not below the environment")
-    if "target" in row:
-        return LayerFile(path, target=str(row["target"]))
-    return LayerFile(path, int(row["size"]), str(row["sha256"]), executable=row.get("executable") is True)
-
-
-def check_layers(root: Path, report: FileReport | None) -> dict[str, str]:
-    """Return name → digest of the layers' lists, "" for an invalid one; add differences of their files to `report`."""
-    found: dict[str, str] = {}
-    for path in sorted((root / LAYER_LISTS).glob("*.json")):
-        try:
-            known = parse_list(read_regular(path))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            found[path.stem] = ""
-            continue
-        found[known.name] = known.digest
-        for one in known.files if report else ():
-            assert report is not None
-            report.bytes += one.size
-            report.check(f"{one.path} (layer {known.name})", partial(one.is_at, root / one.path))
-    return found

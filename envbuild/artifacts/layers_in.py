@@ -14,7 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.artifacts.installed import LAYER_LISTS, LayerList, list_files, list_path, parse_list
+from envbuild.artifacts.layer_lists import LAYER_LISTS, LayerList, list_files, list_path, parse_list
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError

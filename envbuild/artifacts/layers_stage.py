@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from envbuild.artifacts.installed import LayerList, list_files
+from envbuild.artifacts.layer_lists import LayerList, list_files
 from envbuild.errors import BuildError, EnvbuildError, UsageError
 from envbuild.layers.source_standalone import build_one, read_description
 from envbuild.recipe.sources import SourceLayer
@@ -26,7 +26,7 @@ from envbuild.recipe.sources import SourceLayer
 MODULES = (
     "__init__.py", "elf.py", "errors.py", "files.py", "fingerprint.py", "masking.py", "names.py", "process.py",
     "progress.py",
-    "artifacts/__init__.py", "artifacts/installed.py", "artifacts/layers_stage.py",
+    "artifacts/__init__.py", "artifacts/installed.py", "artifacts/layer_lists.py", "artifacts/layers_stage.py",
     "data/__init__.py", "data/diagnoses.toml", "data/nccl_log.toml", "data/secrets.toml",
     "diagnose/__init__.py", "diagnose/engine.py", "diagnose/exception.py",
     "diagnose/nccl_log.py", "diagnose/rules.py",

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from envbuild.artifacts.installed import LAYER_LISTS, parse_list
+from envbuild.artifacts.layer_lists import LAYER_LISTS, parse_list
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest

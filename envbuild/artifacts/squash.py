@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,13 @@ from typing import Any, BinaryIO
 from envbuild import resources
 from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.artifacts.enroot import enroot_files, normalised
+from envbuild.artifacts.image_manifest import FILE_NAME, SQUASHFS, digest_of, render, rows_of
+from envbuild.artifacts.image_run import Addition
 from envbuild.debian.defaults import rules_digest
 from envbuild.disk_space import check_disk_space, reserve
 from envbuild.environment import Environment
 from envbuild.file_lock import file_lock
-from envbuild.image.entry import FILE, HARDLINK
+from envbuild.image.entry import FILE, HARDLINK, Entry
 from envbuild.image.model import GOARCH
 from envbuild.image.quota import Quota
 from envbuild.image.sif import finish_sif, write_sif_front
@@ -54,6 +57,8 @@ _BUILDER_ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/b
 class SquashTree:
     """The tree to write, over its segments, which `maker` made.
 
+    `file_manifest` is the digest of the manifest of its files, "" for a tree without an environment of envbuild's.
+
     `config` is the image's OCI configuration (its JSON object), `definition` the text in place of a definition file,
     `arch` x86_64 or aarch64, `mtime` the time of the file system in seconds since 1970, `size` the maximum size of the
     squashfs in bytes.
@@ -67,6 +72,7 @@ class SquashTree:
     arch: str
     mtime: int
     size: int
+    file_manifest: str
 
 
 @contextlib.contextmanager
@@ -83,17 +89,36 @@ def composed(
     added = [item for item in added if item[0].kind == FILE or not merging.has(item[0].path)]
     paths = {entry.path for entry, _ in added}
     added += mount_points(lambda path: path in paths or merging.has(path), mtime)
+    segments = [layer.segment for layer in layers]
+    with ExitStack() as stack:
+
+        def add(title: str, items: Sequence[Addition]) -> None:
+            readable = ((of_entry(e), None if data is None else io.BytesIO(data)) for e, data in items)
+            segment = write_segment(readable, _temporary(maker, stack), maker.codec, 1)
+            merging.add(title, segment.members)
+            segments.append(segment)
+
+        add("what runtimes need", added)
+        entries, digest = list(_normalised(merging.entries())), ""
+        if merging.has(FILE_NAME):
+            # The one in the last layer is of the layers, and not of this tree.
+            text = render(SQUASHFS, rows_of((one.entry, _sha256(one, segments)) for one in entries))
+            digest = digest_of(text)
+            add("the manifest", [(Entry(FILE_NAME, FILE, 0o644, len(text), mtime=mtime), text)])
+            entries = list(_normalised(merging.entries()))
+        size = estimate(entries, segments)
+        yield SquashTree(entries, segments, maker, config, definition, arch, mtime, size, digest)
+
+
+def _temporary(maker: SegmentCache, stack: ExitStack) -> Path:
     handle, name = tempfile.mkstemp(dir=maker.store.folder("segments"), prefix=".new-")
     os.close(handle)
-    try:
-        items = ((of_entry(e), None if data is None else io.BytesIO(data)) for e, data in added)
-        segment = write_segment(items, Path(name), maker.codec, 1)
-        merging.add("what runtimes need", segment.members)
-        entries = list(_normalised(merging.entries()))
-        segments = [*(layer.segment for layer in layers), segment]
-        yield SquashTree(entries, segments, maker, config, definition, arch, mtime, estimate(entries, segments))
-    finally:
-        Path(name).unlink(missing_ok=True)
+    stack.callback(Path(name).unlink, missing_ok=True)
+    return Path(name)
+
+
+def _sha256(one: MergedEntry, segments: Sequence[Segment]) -> str:
+    return segments[one.layer].members[one.member].sha256 if one.entry.kind == FILE else ""
 
 
 def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:

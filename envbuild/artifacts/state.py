@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import __version__
-from envbuild.artifacts.installed import list_path
+from envbuild.artifacts.layer_lists import list_path
 from envbuild.errors import BuildError, UsageError
 from envbuild.plan.plan import Plan
 

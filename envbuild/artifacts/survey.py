@@ -1,38 +1,22 @@
 """Survey of an environment: distributions, files against their RECORDs, ELF files for their processor and accelerator.
 
-Run as a module, it prints the survey as JSON, for environments that only a container can read. It and its imports
-therefore need only Python 3.9.
+The files are those of this host, or those of an image that was read from outside.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from envbuild.artifacts.conda_survey import is_conda, survey_conda
-from envbuild.artifacts.installed import Distribution, FileReport, check_files, check_layers, distributions, walk_files
+from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
+from envbuild.artifacts.layer_lists import check_layers
 from envbuild.elf import elf_machine, machine_name
-from envbuild.files import read_regular
 from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
 
-# The modules that a survey in a container needs, relative to the package's folder.
-MODULES = (
-    "__init__.py", "elf.py", "files.py", "fingerprint.py", "names.py",
-    "artifacts/__init__.py", "artifacts/conda_survey.py", "artifacts/installed.py", "artifacts/survey.py",
-    "recipe/__init__.py", "recipe/accelerators.py",
-)  # fmt: skip
 # Code for GPUs is in ELF files too (NVIDIA's cubin, AMD's code objects); it is not for the processor.
 _ACCELERATORS = frozenset({190, 224})
-
-
-def survey_files(folder: str) -> dict[str, bytes]:
-    """Return the modules that a survey in a container needs, by their paths below the folder `folder`."""
-    package = Path(__file__).parents[1]
-    return {f"{folder}/envbuild/{name}": (package / name).read_bytes() for name in MODULES}
 
 
 @dataclass
@@ -63,31 +47,35 @@ class Survey:
     layers: dict[str, str] = field(default_factory=dict)
 
 
-def survey(root: Path, site_packages: Path, elf_machine: int, known: FileReport | None = None) -> Survey:
+def survey(
+    root: Path, site_packages: Path, elf_machine: int, known: FileReport | None = None, files: Files = HOST
+) -> Survey:
     """Survey the environment at `root`; `elf_machine` is the expected e_machine of its libraries.
 
     `known` is the report on its files if they have been compared with its manifest, and not with the RECORDs alone.
+    Raises OSError.
     """
-    elf = scan_elf(root, elf_machine)
+    elf = scan_elf(root, elf_machine, files)
     elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
-    if is_conda(root):
-        found, files = survey_conda(root, site_packages, known)
+    if is_conda(root, files):
+        found, report = survey_conda(root, site_packages, known, files)
     else:
-        found, files = distributions(site_packages), known or check_files(site_packages)
-    return Survey(found, files, elf, check_layers(root, None if known else files))
+        found = distributions(site_packages, files=files)
+        report = known or check_files(site_packages, files=files)
+    return Survey(found, report, elf, check_layers(root, None if known else report, files))
 
 
-def scan_elf(folder: Path, wanted: int) -> ElfReport:
+def scan_elf(folder: Path, wanted: int, files: Files = HOST) -> ElfReport:
     """Read the header of every regular file below `folder`; `wanted` is the expected e_machine."""
     report = ElfReport()
     version, libraries, known = None, set(), torch_libraries()
-    for path in walk_files(folder):
+    for path in files.walk(str(folder)):
         name = os.path.basename(path)
         if name in known:
             libraries.add(name)
         elif name == "version.py" and path.endswith(f"/site-packages/{VERSION_FILE}"):
-            version = _read(path)
-        machine = elf_machine(path)
+            version = _read(path, files)
+        machine = elf_machine(files.head(path))
         if machine is None or machine in _ACCELERATORS:
             continue
         name = machine_name(machine)
@@ -99,29 +87,8 @@ def scan_elf(folder: Path, wanted: int) -> ElfReport:
     return report
 
 
-def _read(path: str) -> str | None:
+def _read(path: str, files: Files) -> str | None:
     try:
-        return read_regular(path)[:MAX_VERSION_FILE].decode("utf-8", "replace")
+        return files.read(path)[:MAX_VERSION_FILE].decode("utf-8", "replace")
     except OSError:
         return None
-
-
-def read_survey(text: str) -> Survey:
-    """Return the survey that `main` printed elsewhere. Raises ValueError, KeyError or TypeError for any other text."""
-    data: dict[str, Any] = json.loads(text)
-    elf = data["elf"]
-    return Survey(
-        {name: Distribution(**found) for name, found in data["distributions"].items()},
-        FileReport(**data["files"]),
-        ElfReport(dict(elf["counts"]), [(path, machine) for path, machine in elf["foreign"]], elf["torch"]),
-        dict(data.get("layers", {})),
-    )
-
-
-def main(root: str, site_packages: str, elf_machine: str) -> None:
-    """Print the survey of an environment as one JSON object."""
-    print(json.dumps(asdict(survey(Path(root), Path(site_packages), int(elf_machine)))))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from email.parser import HeaderParser
 from typing import Any
 
-from envbuild.artifacts import installed
+from envbuild.artifacts import layer_lists
 from envbuild.fingerprint import record_digest
 from envbuild.inspect.conda_meta import environments, reader_of, recorded_files, records
 from envbuild.inspect.facts import CONDA, VENV, DebianPackage, Inventory, Item, PythonPackage, SourceBuilt
@@ -25,7 +25,7 @@ from envbuild.names import normalise
 # Larger files are not what their names say, and are treated like any other file.
 MAX_SIZE = 16 << 20
 _INFO = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)\.(?:dist-info/(METADATA|RECORD)|egg-info(?:/(PKG-INFO))?)$")
-_LAYER = re.compile(rf"(?:^|/){installed.LAYER_LISTS}/[^/]+\.json$")
+_LAYER = re.compile(rf"(?:^|/){layer_lists.LAYER_LISTS}/[^/]+\.json$")
 _STATUS = re.compile(r"^var/lib/dpkg/(?:status$|status\.d/[^/]+$)")
 # Rows about the installer and the location, not about the distribution.
 _OWN = ("/INSTALLER", "/REQUESTED", "/RECORD", "/direct_url.json", "/uv_cache.json", ".pyc")
@@ -181,7 +181,7 @@ def _record(data: bytes) -> Note:
 
 def _layer(data: bytes) -> Note:
     try:
-        known = installed.parse_list(data)
+        known = layer_lists.parse_list(data)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return {

@@ -168,7 +168,7 @@ def _verified(image: AssembledImage, options: ImageOptions, environment: Environ
     if not has_receipt(beside, image.digest, plan, options.faults):
         try:
             with connect(environment.variables) as client, docker.loaded(client, image, keep=options.load):
-                built = BuiltImage(image.image_id, image.state, image.digest)
+                built = BuiltImage(image.image_id, image.state, image.digest, image.file_manifest)
                 verify_image(client, plan, built, options, environment)
         except HostError as error:
             if options.load:
@@ -185,6 +185,6 @@ def verify_image(client: Any, plan: Plan, image: BuiltImage, options: ImageOptio
     more = {"path": str(options.out.path.absolute()) if options.out else options.tag}
     if pushed := pushed_as(beside, image.digest):
         more["pushed"] = pushed
-    subject = image_subject(client, image, settings)
+    subject = image_subject(client, image, settings, environment.site.limits)
     held = f"the daemon keeps the failed image as {image.image_id[:19]}"
     keep_receipt(verify_staged(subject, settings, environment, beside, held=held, more=more), beside)

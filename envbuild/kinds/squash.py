@@ -207,7 +207,7 @@ def _natively(
                 path.chmod(0o644 if file.kind == ENROOT else 0o755)
             log(f"  {file.path.name}: {human_size(path.stat().st_size)}")
             staged.append(path)
-        return _accept(build, staged)
+        return _accept(build, staged, root.file_manifest)
 
 
 def _beside(file: OutputFile, stack: ExitStack) -> Path:
@@ -228,8 +228,11 @@ def _by_engine(build: _Build, blobs: Blobs, manifest: Descriptor) -> list[Result
         return _accept(build, [staged])
 
 
-def _accept(build: _Build, staged: Sequence[Path]) -> list[Result]:
-    """Verify each `staged` file and move it to its path. Raises VerificationError after keeping it as FILE.failed."""
+def _accept(build: _Build, staged: Sequence[Path], manifest: str = "") -> list[Result]:
+    """Verify each `staged` file and move it to its path; `manifest` is the digest of the manifest of its files.
+
+    Raises VerificationError after keeping a file as FILE.failed.
+    """
     results = []
     for file, path in zip(build.options.files, staged, strict=True):
         digest = file_digest(path)
@@ -242,7 +245,7 @@ def _accept(build: _Build, staged: Sequence[Path]) -> list[Result]:
         else:
             passed = has_receipt(file.path, digest, build.plan, build.options.faults)
         known = build.options.verify and passed
-        receipt = _verified(build, file, path, digest, state) if build.options.verify and not known else None
+        receipt = _verified(build, file, path, digest, state, manifest) if build.options.verify and not known else None
         if receipt is not None:
             failed_path(file.path).unlink(missing_ok=True)
         commit(path, file.path, receipt, known=known)
@@ -254,7 +257,9 @@ def _accept(build: _Build, staged: Sequence[Path]) -> list[Result]:
     return results
 
 
-def _verified(build: _Build, file: OutputFile, path: Path, digest: str, state: State | None) -> dict[str, Any] | None:
+def _verified(
+    build: _Build, file: OutputFile, path: Path, digest: str, state: State | None, manifest: str
+) -> dict[str, Any] | None:
     """Verify the file at `path` and return its receipt; None, after a message, when it cannot be verified here."""
     if state is None:
         why = "the image holds no environment of envbuild's"
@@ -264,7 +269,7 @@ def _verified(build: _Build, file: OutputFile, path: Path, digest: str, state: S
         settings = settings_of(state.verify, {"faults": build.options.faults})
         runtime = build.options.runtime
         try:
-            subject = file_subject(path, file.kind, state, digest, settings, build.environment, runtime)
+            subject = file_subject(path, file.kind, state, digest, settings, build.environment, runtime, manifest)
             return verify_staged(subject, settings, build.environment, file.path, staged=path)
         except HostError as error:
             why = error.message

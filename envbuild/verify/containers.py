@@ -20,16 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
+from envbuild.artifacts.image_manifest import OCI
 from envbuild.artifacts.state import State
-from envbuild.artifacts.survey import Survey, read_survey, survey_files
+from envbuild.artifacts.survey import Survey
 from envbuild.errors import HostError, VerificationError
 from envbuild.image.tar_stream import Chunks
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator
 from envbuild.recipe.targets import Target
+from envbuild.site.settings import LimitsTable
 from envbuild.verify import processes
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.namespace import WORK
+from envbuild.verify.outside import read_container, survey_image
 from envbuild.workers import Workers
 
 _WORK = PurePosixPath(WORK)
@@ -44,24 +47,28 @@ _LAUNCHES, _SPARE_S = 4, 300
 
 @dataclass(frozen=True, slots=True)
 class BuiltImage:
-    """An image in a daemon, whoever built it."""
+    """An image in a daemon, whoever built it; `file_manifest` is the digest of the manifest of its files, or ""."""
 
     image_id: str
     state: State
     digest: str
+    file_manifest: str = ""
 
 
-def image_subject(client: Any, image: BuiltImage, settings: Settings) -> Subject:
-    """Return the subject for `image` in `client`'s daemon, run as containers."""
+def image_subject(client: Any, image: BuiltImage, settings: Settings, limits: LimitsTable | None = None) -> Subject:
+    """Return the subject for `image` in `client`'s daemon, run as containers; `limits` are the site's for images."""
     state, target, root = image.state, Target.parse(image.state.target), f"/{PREFIX}"
     lifetime = settings.timeout_s * _LAUNCHES + _SPARE_S
-    packages = f"{root}/lib/python{state.python}/site-packages"
+
+    def surveyed() -> Survey:
+        files = read_container(client, image.image_id, limits, settings.timeout_s)
+        return survey_image(files, state, OCI, image.file_manifest)
 
     return Subject(
         Path(root), state, target, image.digest, f"docker {client.version().get('Version', '')}".strip(),
-        survey=lambda nodes: cast(ContainerNodes, nodes).survey(root, packages, target.elf_machine),
+        survey=lambda _: surveyed(),
         nodes=lambda _, count, __: container_nodes(client, image.image_id, count, lifetime, accelerator=target.family),
-        isolated=True, kind="docker",
+        isolated=True, kind="docker", manifest=image.file_manifest,
     )  # fmt: skip
 
 
@@ -144,15 +151,6 @@ class ContainerNodes:
                 return int(said)
         return None
 
-    def survey(self, root: str, site_packages: str, elf_machine: int) -> Survey:
-        """Survey the environment at `root` with the image's own interpreter. Raises VerificationError."""
-        command = ["python", "-B", "-m", "envbuild.artifacts.survey", root, site_packages, str(elf_machine)]
-        said = self._run(self.containers[0].id, command, variables={"PYTHONPATH": _TOOLS})
-        try:
-            return read_survey(said)
-        except (ValueError, KeyError, TypeError) as error:
-            raise VerificationError(f"the image could not be surveyed: {error}") from error
-
     def share(self, files: Mapping[str, bytes]) -> None:
         """Write files into the shared folder. Raises VerificationError when the daemon refuses."""
         buffer = io.BytesIO()
@@ -217,8 +215,7 @@ def container_nodes(
             text = str(getattr(error, "explanation", None) or error)
             raise HostError(f"the docker daemon could not start containers of the image: {text}") from error
         nodes = ContainerNodes(client, [containers[node] for node in range(count)], name)
-        script = {".tools/processes.py": Path(processes.__file__).read_bytes()}
-        nodes.share({**survey_files(".tools"), **script})
+        nodes.share({".tools/processes.py": Path(processes.__file__).read_bytes()})
         yield nodes
     finally:
         _remove(containers.values(), others)

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from envbuild.artifacts.image_manifest import FILE_NAME, digest_of
 from envbuild.artifacts.state import FILE, State, parse_state
 from envbuild.errors import UsageError
 from envbuild.image.sif import is_sif, read_sif
@@ -23,7 +24,7 @@ ENROOT, APPTAINER = "enroot", "apptainer"
 _HEAD = 64
 # A site's GPU and network variables, which a job's programs need; no other variable of the caller enters an image.
 _PASSED = ("NCCL_", "FI_", "OFI_NCCL_", "UCX_", "TERM")
-_MOST_STATE = 16 << 20
+_MOST_STATE, _MOST_MANIFEST = 16 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,14 @@ def image_state(image: ImageFile) -> State:
             )
         text = tree.content(handle, _MOST_STATE)
     return parse_state(text, f"{where}: /{PREFIX}/{FILE}")
+
+
+def own_manifest(image: ImageFile) -> str:
+    """Return the digest of the manifest inside of the image, "" without one. Raises BuildError for a damaged image."""
+    with image.path.open("rb") as stream:
+        tree = SquashfsImage(stream, image.offset, str(image.path))
+        handle = tree.find(FILE_NAME)
+        return "" if handle is None else digest_of(tree.content(handle, _MOST_MANIFEST))
 
 
 def passed(variables: Mapping[str, str]) -> dict[str, str]:

@@ -22,22 +22,32 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import cast
 
 from envbuild import process
+from envbuild.artifacts.image_manifest import SQUASHFS
 from envbuild.artifacts.state import State
-from envbuild.artifacts.survey import Survey, read_survey, survey_files
+from envbuild.artifacts.survey import Survey
 from envbuild.environment import Environment
-from envbuild.errors import HostError, UsageError, VerificationError
+from envbuild.errors import HostError, UsageError
 from envbuild.image.blobs import file_digest
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.host import HostNodes, Launch
-from envbuild.verify.image_file import APPTAINER, ENROOT, ImageFile, Runtime, image_state, open_image_file, passed
-from envbuild.verify.launch import run_program
+from envbuild.verify.image_file import (
+    APPTAINER,
+    ENROOT,
+    ImageFile,
+    Runtime,
+    image_state,
+    open_image_file,
+    own_manifest,
+    passed,
+)
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.namespace import WORK
+from envbuild.verify.outside import read_squashfs, survey_image
 from envbuild.verify.own_runtime import WAYS, own_runtime
+from envbuild.verify.receipt import manifest_of
 
 OWN = "own"
 # The programs that start an image of each kind, best first; without any of them, envbuild uses its own runtime.
@@ -58,24 +68,17 @@ if "ENVBUILD_PROBE" not in os.environ:
 """
 # Apptainer's options: the site's default; user namespace.
 _MODES: tuple[tuple[str, ...], ...] = ((), ("--userns",))
-_TOOLS = ".tools"
-# The survey is written to a file: a runtime may print messages of its own to stdout.
-_SURVEY = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from envbuild.artifacts import survey
-with open(sys.argv[2], "w") as sys.stdout:
-    survey.main(*sys.argv[3:])
-"""
 
 
 def file_subject(
-    path: Path, kind: str, state: State, digest: str, settings: Settings, environment: Environment, runtime: str | None
-) -> Subject:
+    path: Path, kind: str, state: State, digest: str, settings: Settings, environment: Environment,
+    runtime: str | None, manifest: str = "",
+) -> Subject:  # fmt: skip
     """Return the subject for the image file `path` of `kind` (`enroot` or `apptainer`).
 
-    `runtime` is one of runtimes.NAMES, or None for the best available one. Raises UsageError for a file or a
-    runtime of another kind, HostError when no runtime on this host can start the image.
+    `manifest` is the digest of the manifest of its files, "" for that of the manifest inside. `runtime` is one of
+    runtimes.NAMES, or None for the best available one. Raises UsageError for a file or a runtime of another kind,
+    HostError when no runtime on this host can start the image.
     """
     target = Target.parse(state.target)
     if target.arch != host_arch():
@@ -83,46 +86,34 @@ def file_subject(
             f"an image for {target.name} cannot be started on this {host_arch()} host",
             f"run `envbuild verify {path}` on an {target.arch} node",
         )
-    started = runtime_for(open_image_file(path, kind, accelerator=target.family), runtime, environment)
-    root = f"/{PREFIX}"
-    where = [root, f"{root}/lib/python{state.python}/site-packages", str(target.elf_machine)]
+    image = open_image_file(path, kind, accelerator=target.family)
+    started = runtime_for(image, runtime, environment)
+    expected = manifest or own_manifest(image)
+
+    def surveyed() -> Survey:
+        with path.open("rb") as stream:
+            files = read_squashfs(stream, image.offset, str(path), environment.site.limits, settings.timeout_s)
+            return survey_image(files, state, SQUASHFS, expected)
 
     return Subject(
-        Path(root), state, target, digest, started.name,
-        survey=lambda nodes: _survey(cast(HostNodes, nodes), where, settings.timeout_s),
+        Path("/", PREFIX), state, target, digest, started.name,
+        survey=lambda _: surveyed(),
         nodes=lambda work, _, __: _nodes(started, work),
-        isolated=True, kind=kind,
+        isolated=True, kind=kind, manifest=expected,
     )  # fmt: skip
 
 
 def open_file_subject(path: Path, environment: Environment, runtime: str | None) -> Subject:
     """Return the subject for the .sqsh or .sif file at `path`. Raises UsageError if it is not envbuild's."""
     image = open_image_file(path)
-    return file_subject(path, image.kind, image_state(image), file_digest(path), Settings(), environment, runtime)
+    state, digest = image_state(image), file_digest(path)
+    return file_subject(path, image.kind, state, digest, Settings(), environment, runtime, manifest_of(path))
 
 
 @contextmanager
 def _nodes(runtime: Runtime, work: Path) -> Iterator[HostNodes]:
     with runtime.open(work) as launch:
-        nodes = HostNodes(work, launch, PurePosixPath(runtime.work))
-        nodes.share(survey_files(_TOOLS))
-        yield nodes
-
-
-def _survey(nodes: HostNodes, where: list[str], timeout_s: float) -> Survey:
-    """Survey the environment with the image's own interpreter. Raises VerificationError when that fails."""
-    log, answer = nodes.folder / "survey.log", nodes.folder / "survey.json"
-    names = [str(nodes.work / _TOOLS), str(nodes.work / answer.name)]
-    code, _ = run_program(nodes, "python", ["-B", "-c", _SURVEY, *names, *where], {}, log, timeout_s)
-    try:
-        if code != 0:
-            raise ValueError(log.read_text(errors="replace").strip()[-2000:] or "no answer")
-        return read_survey(answer.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise VerificationError(
-            f"the image could not be surveyed (exit {code}):\n  {error}",
-            "the image lacks what verification runs in it; see the message above",
-        ) from error
+        yield HostNodes(work, launch, PurePosixPath(runtime.work))
 
 
 def choose(kind: str, wanted: str | None, variables: Mapping[str, str]) -> tuple[str, Path | None, str | None]:

@@ -133,6 +133,11 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
     script = (
         "cd /opt/env/lib/python3.11/site-packages && echo '# edited' >> tqdm/std.py"
         " && cp /bin/true tqdm/strange.so && printf '\\050' | dd of=tqdm/strange.so bs=1 seek=18 conv=notrunc"
+        " && echo '# edited' >> /usr/lib/python3.11/calendar.py && chmod u+s /bin/sleep"
+        " && printf x >> /usr/lib/python3.11/__pycache__/calendar.cpython-311.pyc"
+        " && touch /usr/lib/python3.11/sitecustomize.py && cp /bin/true /usr/local/bin/torchrun"
+        " && mkdir -p /usr/local/lib/more && touch /usr/local/lib/more/libc10.so"
+        " && mv filelock /srv && ln -s /srv/filelock ."
     )
     with client:
         container = client.containers.run(pt_docker["path"], ["sh", "-c", script], detach=True)
@@ -140,12 +145,20 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
         broken = container.commit().id
         container.remove()
         settings = Settings(nodes=1, nproc_per_node=1, epochs=2)
-        subject = image_subject(client.raw, BuiltImage(broken, image.state, image.digest), settings)
+        built = BuiltImage(broken, image.state, image.digest, image.file_manifest)
+        subject = image_subject(client.raw, built, settings)
         verdict = verify(subject, settings, environment, print)
         client.images.remove(broken, force=True)
-    failed = {check.name: check.seen for check in verdict.checks if check.status == "fail"}
-    assert set(failed) == {"installed", "architecture"}
-    assert "tqdm/std.py" in failed["installed"] and "tqdm/strange.so is arm" in failed["architecture"]
+    failed = {check.name: check for check in verdict.checks if check.status == "fail"}
+    assert set(failed) == {"installed", "architecture"} and "tqdm/strange.so is arm" in failed["architecture"].seen
+    site, library, named = "/opt/env/lib/python3.11/site-packages", "/usr/lib/python3.11", failed["installed"].evidence
+    assert set(named["altered"]) == {
+        f"{site}/tqdm/std.py", f"{library}/calendar.py", f"{library}/__pycache__/calendar.cpython-311.pyc",
+        "/usr/bin/sleep", f"{site}/filelock",
+    }  # fmt: skip
+    assert {f"{site}/tqdm/strange.so", f"{library}/sitecustomize.py", "/usr/local/bin/torchrun",
+            "/usr/local/lib/more/libc10.so", "/srv/filelock/__init__.py"} <= set(named["unowned"])  # fmt: skip
+    assert f"{site}/filelock/__init__.py" in named["missing"]
 
 
 class _Client:

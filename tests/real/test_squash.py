@@ -18,11 +18,17 @@ import pytest
 from lab.apptainer import FLAGS, Apptainer
 from lab.dockerd import Lab
 
+from envbuild.artifacts.image_manifest import FILE_NAME
+from envbuild.environment import load_environment
 from envbuild.image.blobs import Blobs
 from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.layout import fill_layout
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical, digest_of
+from envbuild.verify.image_file import open_image_file, own_manifest
+from envbuild.verify.receipt import receipt_path
+from envbuild.verify.runtimes import open_file_subject
+from envbuild.verify.static_checks import check_installed
 
 from .conftest import NO_DAEMON, Command, link_tree
 from .test_docker_out import AS_NOBODY, NOBODY
@@ -53,7 +59,9 @@ def test_both_artifacts_of_one_build_are_verified_and_hold_one_squashfs(squash: 
         assert made["digest"] == sha256(made["path"])
         receipt = json.loads(Path(made["receipt"]).read_text())
         assert receipt["passed"] and receipt["artifact"]["digest"] == made["digest"]
+        manifest = receipt["artifact"].pop("manifest")
         assert receipt["artifact"] == {"kind": kind, "path": made["path"], "digest": made["digest"]}
+        assert manifest == own_manifest(open_image_file(Path(made["path"])))
         assert receipt["runtime"].startswith(("own:", "apptainer", "singularity"))
         assert len(receipt["checks"]) >= 13
     sqsh = Path(squash["enroot"]["path"]).read_bytes()
@@ -68,6 +76,28 @@ def test_built_again_by_each_command_alone_the_files_are_the_same_and_not_verifi
         again = command.json(kind, "pt_cpu", "--locked")
         assert again["digest"] == squash[kind]["digest"] and not again["verified"]
         assert again["receipt"] == squash[kind]["receipt"]
+
+
+def test_a_file_that_was_added_to_an_image_is_named(
+    squash: dict[str, Any], session_store: Path, tmp_path: Path
+) -> None:
+    changed, plants = tmp_path / "changed.sqsh", tmp_path / "planted"
+    shutil.copy(squash["enroot"]["path"], changed)
+    shutil.copy(squash["enroot"]["receipt"], receipt_path(changed))
+    plants.mkdir()
+    (plants / "libc10.so").write_bytes(b"x")
+    run("mksquashfs", plants, changed, "-keep-as-directory", "-no-progress", "-quiet")
+    environment = load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)})
+    subject = open_file_subject(changed, environment, "own")
+    seen: Any = None
+    check = check_installed(subject, subject.survey(seen))  # read from outside: no node is needed
+    assert check.status == "fail" and check.evidence["unowned"] == ["/planted", "/planted/libc10.so"]
+    # With a manifest that lists it, the image is still not the one of the receipt.
+    receipt = json.loads(receipt_path(changed).read_text())
+    receipt["artifact"]["manifest"] = "sha256:" + "0" * 64
+    receipt_path(changed).write_text(json.dumps(receipt))
+    subject = open_file_subject(changed, environment, "own")
+    assert f"/{FILE_NAME} (another one" in check_installed(subject, subject.survey(seen)).seen
 
 
 def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_own(

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda import launch_environment
 from envbuild.artifacts.conda_survey import conda_packages, owned_dist_infos, quick_names, survey_conda
-from envbuild.artifacts.survey import MODULES
 from envbuild.errors import BuildError, HostError
 from envbuild.fingerprint import conda_digest
 from envbuild.site.pip_config import PipConfig, redact
@@ -94,28 +93,6 @@ def test_packages_of_conda_and_of_pip_are_told_apart(tmp_path: Path) -> None:
     assert {(d.name, d.version) for d in found.values()} == {("one", "1"), ("two-x", "2")}
     assert files.unowned == [f"{SITE}/nobody.py"] and not files.missing and not files.altered
     assert quick_names(tmp_path, tmp_path / SITE) == {("one", "1"), ("two-x", "2")}
-
-
-def test_a_survey_elsewhere_has_all_modules_that_it_imports(tmp_path: Path) -> None:
-    import shutil
-    import subprocess
-    import sys
-
-    home = Path(__file__).resolve().parents[2] / "envbuild"
-    for name in MODULES:
-        (tmp_path / "envbuild" / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(home / name, tmp_path / "envbuild" / name)
-    record(tmp_path / "env", "one", "1", [])
-    (tmp_path / "env" / SITE).mkdir(parents=True)
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c",
-         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-         "from envbuild.artifacts.survey import main; main(*sys.argv[1:])",
-         tmp_path / "env", tmp_path / "env" / SITE, "62"],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert list(json.loads(done.stdout)["distributions"]) == ["one"]
 
 
 # ---- variables

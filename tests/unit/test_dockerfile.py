@@ -21,7 +21,7 @@ from lab.wheels import make_recipe, make_wheel
 from envbuild.artifacts import dockerfile, layers_stage
 from envbuild.artifacts.dockerfile import SOURCES, stage_files
 from envbuild.artifacts.image import PreparedImage
-from envbuild.artifacts.installed import LayerFile, LayerList
+from envbuild.artifacts.layer_lists import LayerFile, LayerList
 from envbuild.artifacts.pip_records import PipEnvironment, built_layers, check_installed, record_differences
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import BuildError, HostError, UsageError

@@ -1,0 +1,155 @@
+"""Lists of the files of source layers in an environment, and whether the files match them.
+
+`share/envbuild/layers/NAME.json` names every file of a layer: its path below the environment's root, size in bytes and
+sha256 (hexadecimal), for each link its text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from envbuild.artifacts.installed import HOST, FileReport, Files, file_digest, walk_files
+
+LAYER_LISTS = "share/envbuild/layers"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class LayerFile:
+    """A file of a layer, or a link, which has a `target` and neither size nor digest."""
+
+    path: str
+    size: int = 0
+    sha256: str = ""
+    target: str = ""
+    executable: bool = False
+
+    @property
+    def mode(self) -> int:
+        """The permissions of the file wherever it is installed."""
+        return 0o755 if self.executable else 0o644
+
+    def row(self) -> dict[str, Any]:
+        """Return the file's row in the list."""
+        if self.target:
+            return {"path": self.path, "target": self.target}
+        row: dict[str, Any] = {"path": self.path, "size": self.size, "sha256": self.sha256}
+        return {**row, "executable": True} if self.executable else row
+
+    def is_at(self, path: str, files: Files = HOST) -> bool:
+        """Return whether `path` is this file. Raises OSError."""
+        target = files.target(path)
+        if self.target or target:
+            return target == self.target
+        return files.size(path) == self.size and files.digest(path).hex() == self.sha256
+
+
+@dataclass(frozen=True)
+class LayerList:
+    """The list of a layer's files; `sha256` is the digest of the source archive."""
+
+    name: str
+    version: str
+    sha256: str
+    files: tuple[LayerFile, ...]
+
+    @property
+    def licences(self) -> tuple[str, ...]:
+        """The paths of the licence texts among the files."""
+        return tuple(one.path for one in self.files if one.path.startswith(f"share/licenses/{self.name}/"))
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the installed files: paths, contents, links, permission to execute."""
+        rows = [[f.path, f.sha256 or f"-> {f.target}", f.executable] for f in self.files]
+        return "sha256:" + hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+
+    def render(self) -> bytes:
+        """Return the text of the list, the same each time."""
+        data = {
+            "format": _FORMAT, "name": self.name, "version": self.version, "source": self.sha256,
+            "licences": self.licences, "files": [one.row() for one in self.files],
+        }  # fmt: skip
+        return (json.dumps(data, indent=1) + "\n").encode()
+
+    def write(self, root: Path) -> None:
+        """Write the list into the environment at `root`."""
+        path = root / list_path(self.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(self.render())
+
+
+def list_path(name: str) -> str:
+    """Return the path of the list of the layer `name`, below the environment's root."""
+    return f"{LAYER_LISTS}/{name}.json"
+
+
+def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, ...]:
+    """Return every file and link below `folder`, sorted by path; `known` has sha256 of files that need not be read.
+
+    Raises ValueError for an entry of another type, and OSError.
+    """
+    linked = (
+        path
+        for parent, folders, _ in os.walk(folder)
+        for path in (os.path.join(parent, name) for name in folders)
+        if os.path.islink(path)
+    )
+    found = []
+    for path in (*walk_files(folder), *linked):
+        info = os.lstat(path)
+        name = os.path.relpath(path, folder)
+        if stat.S_ISLNK(info.st_mode):
+            found.append(LayerFile(name, target=os.readlink(path)))
+        elif stat.S_ISREG(info.st_mode):
+            digest = known.get(name) or file_digest(path).hex()
+            found.append(LayerFile(name, info.st_size, digest, executable=bool(info.st_mode & 0o111)))
+        else:
+            raise ValueError(f"{name} is neither file nor link")
+    return tuple(sorted(found, key=lambda one: one.path))
+
+
+def parse_list(text: bytes) -> LayerList:
+    """Return the list in `text`. Raises ValueError, KeyError or TypeError for an invalid one."""
+    data = json.loads(text)
+    if not isinstance(data, dict) or data["format"] != _FORMAT:
+        raise ValueError("another format")
+    files = tuple(_file(row) for row in data["files"])
+    return LayerList(str(data["name"]), str(data["version"]), str(data["source"]), files)
+
+
+def _file(row: Mapping[str, Any]) -> LayerFile:
+    path = str(row["path"])
+    if path.startswith("/") or ".." in path.split("/"):
+        raise ValueError(f"{path} is not below the environment")
+    if "target" in row:
+        return LayerFile(path, target=str(row["target"]))
+    return LayerFile(path, int(row["size"]), str(row["sha256"]), executable=row.get("executable") is True)
+
+
+def check_layers(root: Path, report: FileReport | None, files: Files = HOST) -> dict[str, str]:
+    """Return name → digest of the layers' lists, "" for an invalid one; add differences of their files to `report`."""
+    found: dict[str, str] = {}
+    lists = f"{root}/{LAYER_LISTS}"
+    for name in sorted(files.names(lists)) if files.is_folder(lists) else ():
+        if not name.endswith(".json"):
+            continue
+        try:
+            known = parse_list(files.read(f"{lists}/{name}"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            found[name.removesuffix(".json")] = ""
+            continue
+        found[known.name] = known.digest
+        for one in known.files if report else ():
+            assert report is not None
+            report.bytes += one.size
+            report.check(f"{one.path} (layer {known.name})", partial(one.is_at, f"{root}/{one.path}", files))
+    return found

@@ -1,0 +1,251 @@
+"""Images read from outside, by envbuild's own readers: nothing of the image is run to say what is in it.
+
+A squashfs is read in place. A docker daemon exports a container that was never started, as one tar.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from envbuild.artifacts.image_manifest import FILE_NAME, PathRow, compare, parse, row_of
+from envbuild.artifacts.installed import FileReport
+from envbuild.artifacts.state import State
+from envbuild.artifacts.survey import Survey, survey
+from envbuild.elf import HEAD
+from envbuild.errors import BuildError, VerificationError
+from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
+from envbuild.image.quota import Quota
+from envbuild.image.squashfs.read import SquashfsImage
+from envbuild.image.squashfs.segment import tar_items
+from envbuild.image.tar_stream import Chunks
+from envbuild.layers.compose import PREFIX
+from envbuild.recipe.accelerators import VERSION_FILE
+from envbuild.recipe.targets import Target
+from envbuild.site.settings import LimitsTable
+
+_CHUNK = 1 << 20
+# The files that say what is installed: their content is kept. Larger ones are not what their names say.
+_TEXTS = re.compile(
+    rf"{re.escape(PREFIX)}/(?:(?:.*/)?(?:[^/]+\.dist-info/RECORD|conda-meta/[^/]+\.json|{re.escape(VERSION_FILE)})"
+    rf"|share/envbuild/layers/[^/]+\.json)|{re.escape(FILE_NAME)}",
+    re.DOTALL,
+)
+_MOST_TEXT = 64 << 20
+# Digests of one file by other algorithms than sha256, which some RECORDs use.
+Reread = Callable[[str], Iterable[bytes]]
+
+
+@dataclass
+class ImageFiles:
+    """The files of an image, as `artifacts.installed.Files`: rows and heads by path, the texts of some."""
+
+    reread: Reread
+    rows: dict[str, PathRow] = field(default_factory=dict)
+    heads: dict[str, bytes] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    _folders: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, path: str, row: PathRow, seen: _ReadFile | None = None) -> None:
+        """Add a path; `seen` is the content of a regular file."""
+        self.rows[path] = row
+        if seen is not None:
+            self.heads[path] = seen.head
+            if seen.text is not None:
+                self.texts[path] = seen.text
+
+    def link(self, path: str, first: str) -> None:
+        """Add `path` as another name of the file `first`."""
+        row = self.rows.get(first)
+        if row is None:
+            raise BuildError(f"/{path}: a hard link to /{first}, which is not there")
+        self.rows[path] = row
+        for known in (self.heads, self.texts):
+            if first in known:
+                known[path] = known[first]
+
+    def names(self, folder: str) -> list[str]:
+        if not self._folders:
+            for path in self.rows:
+                parent, _, name = path.rpartition("/")
+                self._folders.setdefault(parent, []).append(name)
+        if not self.is_folder(folder):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
+        return self._folders.get(_key(folder), [])
+
+    def walk(self, folder: str) -> Iterator[str]:
+        start = f"{_key(folder)}/"
+        for path in sorted(self.rows):
+            if path.startswith(start) and self.rows[path].kind != DIR and not self._leads_to_folder(path):
+                yield f"/{path}"
+
+    def _leads_to_folder(self, path: str) -> bool:
+        row = self.rows[path]
+        if row.kind != SYMLINK:
+            return False
+        return self.is_folder(os.path.normpath(os.path.join("/", os.path.dirname(path), row.value)))
+
+    def read(self, path: str) -> bytes:
+        self._file(path)
+        if _key(path) not in self.texts:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
+        return self.texts[_key(path)]
+
+    def head(self, path: str) -> bytes:
+        return self.heads.get(_key(path), b"")
+
+    def size(self, path: str) -> int:
+        return self._file(path).size
+
+    def digest(self, path: str, algorithm: str = "sha256") -> bytes:
+        row = self._file(path)
+        if algorithm == "sha256":
+            return bytes.fromhex(row.value)
+        digest = hashlib.new(algorithm)
+        for piece in self.reread(_key(path)):
+            digest.update(piece)
+        return digest.digest()
+
+    def target(self, path: str) -> str:
+        row = self._row(path)
+        return row.value if row.kind == SYMLINK else ""
+
+    def is_folder(self, path: str) -> bool:
+        row = self.rows.get(_key(path))
+        return row is not None and row.kind == DIR
+
+    def _file(self, path: str) -> PathRow:
+        row = self._row(path)
+        if row.kind == SYMLINK:
+            row = self._row(os.path.normpath(os.path.join(os.path.dirname(path), row.value)))
+        if row.kind != FILE:
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return row
+
+    def _row(self, path: str) -> PathRow:
+        if (row := self.rows.get(_key(path))) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return row
+
+
+def _key(path: str) -> str:
+    return path.strip("/")
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadFile:
+    """The content of a regular file: its sha256, its first bytes, and all of it if it says what is installed."""
+
+    sha256: str
+    head: bytes
+    text: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """The end of the time that reading may take, by time.monotonic()."""
+
+    end: float
+    seconds: float
+
+    def check(self) -> None:
+        if time.monotonic() > self.end:
+            raise VerificationError(
+                f"the image could not be read within {self.seconds:g} s",
+                "set `timeout_s` in [verify] of the recipe higher, or verify on a faster host",
+            )
+
+
+def _seen(path: str, pieces: Iterable[bytes], size: int, clock: _Clock) -> _ReadFile:
+    digest, head, kept = hashlib.sha256(), b"", list[bytes]()
+    is_text = size <= _MOST_TEXT and _TEXTS.fullmatch(path) is not None
+    for piece in pieces:
+        clock.check()
+        digest.update(piece)
+        head = head if len(head) >= HEAD else (head + piece[:HEAD])[:HEAD]
+        if is_text:
+            kept.append(piece)
+    return _ReadFile(digest.hexdigest(), head, b"".join(kept) if is_text else None)
+
+
+def read_squashfs(
+    stream: BinaryIO, offset: int, where: str, limits: LimitsTable | None, timeout_s: float
+) -> ImageFiles:
+    """Read the squashfs at `offset` of `stream`. Raises BuildError (damaged), VerificationError (out of time)."""
+    image, clock = SquashfsImage(stream, offset, where, limits), _Clock(time.monotonic() + timeout_s, timeout_s)
+    handles: dict[str, int] = {}
+
+    def pieces(handle: int) -> Iterator[bytes]:
+        return (bytes(length) if data is None else data for data, length in image.blocks(handle))
+
+    entries = [(entry, handle) for entry, handle in image.entries() if entry.path]
+    files = [(entry, handle) for entry, handle in entries if entry.kind == FILE]
+    seen = image.each_file(files, lambda entry, handle: _seen(entry.path, pieces(handle), entry.size, clock))
+    contents = dict(zip((entry.path for entry, _ in files), seen, strict=True))
+    found = ImageFiles(lambda path: pieces(handles[path]))
+    for entry, handle in entries:
+        handles[entry.path] = handle
+        if entry.kind == HARDLINK:
+            found.link(entry.path, entry.target)
+        else:
+            content = contents.get(entry.path)
+            found.add(entry.path, row_of(entry, content.sha256 if content else ""), content)
+    return found
+
+
+def read_container(client: Any, image: str, limits: LimitsTable | None, timeout_s: float) -> ImageFiles:
+    """Read the files of an image in the daemon of `client`. Raises as `read_squashfs`."""
+    clock = _Clock(time.monotonic() + timeout_s, timeout_s)
+    container = client.containers.create(image, ["true"], entrypoint=[])
+    try:
+        found = ImageFiles(partial(_copied, container))
+        for member, content in tar_items(cast(BinaryIO, Chunks(container.export(_CHUNK))), image, Quota(limits)):
+            clock.check()
+            path = os.path.normpath(f"/{member.name}").strip("/")
+            if member.kind == HARDLINK:
+                found.link(path, os.path.normpath(f"/{member.link}").strip("/"))
+            elif path:
+                # An empty file has no content.
+                pieces = iter(partial(content.read, _CHUNK), b"") if content else ()
+                seen = _seen(path, pieces, member.size, clock) if member.kind == FILE else None
+                found.add(path, row_of(member, seen.sha256 if seen else ""), seen)
+        return found
+    finally:
+        container.remove(force=True)
+
+
+def _copied(container: Any, path: str) -> Iterator[bytes]:
+    stream, _ = container.get_archive(f"/{path}")
+    for _, content in tar_items(cast(BinaryIO, Chunks(stream)), path):
+        while content and (piece := content.read(_CHUNK)):
+            yield piece
+
+
+def survey_image(files: ImageFiles, state: State, form: str, expected: str) -> Survey:
+    """Survey an image in `form`; `expected` is the digest of its manifest, "" if none was made when it was built.
+
+    The manifest's rows are compared with all files; without one, the packages' files are compared with their RECORDs.
+    Raises VerificationError for an image without an environment.
+    """
+    text, known = files.texts.get(FILE_NAME), None
+    if text is not None:
+        manifest = parse(text, f"/{FILE_NAME}")
+        known = compare(manifest, files.rows, form)
+        if expected not in ("", manifest.digest):
+            known.altered.append(f"/{FILE_NAME} (another one was made when the image was built)")
+    elif expected:
+        known = FileReport(missing=[f"/{FILE_NAME}"])
+    root = Path("/", PREFIX)
+    machine = Target.parse(state.target).elf_machine
+    try:
+        return survey(root, root / f"lib/python{state.python}/site-packages", machine, known, files)
+    except OSError as error:
+        raise VerificationError(f"the image has no environment in {root}: {error.filename} {error.strerror}") from error
