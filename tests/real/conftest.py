@@ -146,7 +146,7 @@ def docker_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
-    with dockerd(tmp_path_factory.mktemp("dockerd")) as lab:
+    with dockerd(tmp_path_factory.mktemp("dockerd"), wait=False) as lab:
         yield lab
 
 
