@@ -11,7 +11,7 @@ import posixpath
 import tempfile
 import warnings
 from base64 import urlsafe_b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from email.parser import HeaderParser
 from os import PathLike, fspath
 from pathlib import Path
@@ -22,7 +22,7 @@ from installer import install
 from installer.destinations import WheelDestination
 from installer.records import Hash, RecordEntry
 from installer.scripts import Script
-from installer.sources import WheelFile
+from installer.sources import WheelContentElement, WheelFile
 from installer.utils import Scheme
 from lab.conda_package import MARK, PLACEHOLDER, PLATFORMS, Metadata, Package, conda_package
 from lab.patchelf import rpath, set_rpath
@@ -34,6 +34,9 @@ PYTHON = "3.11"
 NAMES = {"torch": "pytorch", "typing-extensions": "typing_extensions"}
 # Files up to this size wait in memory until their own is known, others on disk.
 _SPOOL = 16 << 20
+# Of torch: C++ headers, which conda-forge has in another package, and torch's own tests. No test wants them, and they
+# are five of six files and a tenth of the bytes that the tests of conda environments and images handle.
+_LEFT_OUT = ("torch/include/", "torch/test/", "torch/bin/test_")
 _CHUNK = 1 << 20
 
 
@@ -50,7 +53,7 @@ def wheel_package(channel: Path, wheel: Path, subdir: str) -> str:
     """
     _, version, _, tags = parse_wheel_filename(wheel.name)
     pure = all(tag.platform == "any" for tag in tags)
-    with WheelFile.open(wheel) as source:
+    with _LeanWheel.open(wheel) as source:
         headers = HeaderParser().parsestr(source.read_dist_info("METADATA"))
         name = conda_name(headers["Name"])
         depends = _depends(headers.get_all("Requires-Dist", []), subdir)
@@ -114,6 +117,13 @@ def _license(expression: str | None, text: str | None) -> str:
         return expression
     short = bool(text) and len(str(text)) < 40 and "\n" not in str(text)
     return str(text) if short else "LicenseRef-Unknown"
+
+
+class _LeanWheel(WheelFile):
+    """A wheel without _LEFT_OUT."""
+
+    def get_contents(self) -> Iterator[WheelContentElement]:
+        return (item for item in super().get_contents() if not item[0][0].startswith(_LEFT_OUT))
 
 
 class _Destination(WheelDestination):

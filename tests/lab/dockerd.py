@@ -127,8 +127,10 @@ def missing() -> str | None:
 
 
 @contextmanager
-def dockerd(folder: Path) -> Iterator[Lab]:
+def dockerd(folder: Path, *, wait: bool = True) -> Iterator[Lab]:
     """Start dockerd with its data in `folder` (made when missing); at the end, stop it with all its containers.
+
+    Removing gigabytes of images may take half a minute: without `wait`, the supervisor goes on with it alone.
 
     Registries on 127.0.0.0/8 are reached in the host's network, without TLS. Raises RuntimeError with the end of
     the log when the daemon does not come up.
@@ -155,11 +157,12 @@ def dockerd(folder: Path) -> Iterator[Lab]:
         yield Lab(run / "docker.sock", log, process.pid)
     finally:
         process.stdin.close()
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if wait:
+            try:
+                process.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:

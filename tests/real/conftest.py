@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from lab.conda_channel import Channel
 from lab.conda_server import Server, serve
 from lab.dockerd import Lab, dockerd, missing
 
+from envbuild.artifacts.survey import Survey
 from envbuild.environment import load_environment
+from envbuild.kinds.commit import open_subject
+from envbuild.verify.model import Nodes, Subject
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Of recipes whose tests ask for a verification, and not what it does by default.
@@ -125,6 +128,20 @@ def pt_cpu(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dic
     return {**made, "command": Command(folder, env)}
 
 
+@pytest.fixture(scope="session")
+def subject(pt_cpu: dict[str, Any]) -> Subject:
+    """The environment of pt_cpu for tests that break its launches and leave its files: those are surveyed once."""
+    opened = open_subject(Path(pt_cpu["path"]))
+    surveys: list[Survey] = []
+
+    def survey(nodes: Nodes) -> Survey:
+        if not surveys:
+            surveys.append(opened.survey(nodes))
+        return surveys[0]
+
+    return replace(opened, survey=survey)
+
+
 @pytest.fixture
 def lab(tmp_path: Path) -> Command:
     """The command with its own store, where pip knows one find-links folder and no index at all."""
@@ -146,7 +163,7 @@ def docker_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
-    with dockerd(tmp_path_factory.mktemp("dockerd")) as lab:
+    with dockerd(tmp_path_factory.mktemp("dockerd"), wait=False) as lab:
         yield lab
 
 
@@ -223,7 +240,7 @@ def libfabric_source(tmp_path_factory: pytest.TempPathFactory) -> lab_sources.So
 _LONG = (
     "conda", "job_faults", "horovod", "diagnose", "dockerfile", "source_images", "jobs", "squash", "checks_alive",
     "docker", "source_layers", "trainer", "docker_out", "preflight", "docker_registry", "venv", "fabric", "etcd",
-    "exec",
+    "venv_failures", "bundle", "exec",
 )  # fmt: skip
 
 

@@ -25,7 +25,6 @@ import pytest
 
 from envbuild.artifacts import venv
 from envbuild.fingerprint import record_digest
-from envbuild.kinds.commit import open_subject
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
 from envbuild.verify.model import Check, Nodes, Settings, Subject
@@ -144,11 +143,6 @@ def run_checks(subject: Subject, tmp_path: Path, code: str = "", settings: Setti
 
 def failed(checks: list[Check]) -> list[str]:
     return [check.name for check in checks if check.status == "fail"]
-
-
-@pytest.fixture
-def subject(pt_cpu: dict[str, Any]) -> Subject:
-    return open_subject(Path(pt_cpu["path"]))
 
 
 @pytest.mark.parametrize("name", BREAKS)

@@ -21,7 +21,6 @@ from envbuild.artifacts.state import BuiltLayer
 from envbuild.diagnose.engine import explain
 from envbuild.diagnose.nccl_log import NcclLog, parse_nccl_log
 from envbuild.environment import load_environment
-from envbuild.kinds.commit import open_subject
 from envbuild.recipe.targets import host_arch
 from envbuild.store.fetch import WantedWheel, locate_wheels
 from envbuild.verify.model import Subject
@@ -40,11 +39,6 @@ ASTRAY = """
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group = astray
 """
-
-
-@pytest.fixture
-def subject(pt_cpu: dict[str, Any]) -> Subject:
-    return open_subject(Path(pt_cpu["path"]))
 
 
 def other_interface() -> tuple[str, str]:

@@ -39,7 +39,8 @@ def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
 def test_help_lists_every_command_with_examples() -> None:
     from envbuild.cli.commands import COMMANDS
 
-    assert all(name in run("--help").stdout for name in COMMANDS)
+    overview = run("--help").stdout
+    assert all(name in overview for name in COMMANDS)
     for name in COMMANDS:
         done = run(name, "--help")
         assert done.returncode == 0 and "Examples:" in done.stdout, name

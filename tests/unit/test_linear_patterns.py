@@ -118,7 +118,7 @@ def slowdown(pattern: re.Pattern[str], start: str, unit: str) -> float:
 
 def test_the_test_finds_expressions_that_are_slow() -> None:
     for text in (r"FAILED (?P<who>.+?): no", r"x\S*?([^\s/]+): no"):
-        assert max(slowdown(re.compile(text), *attack) for attack in attacks(text)) > 3, text
+        assert any(slowdown(re.compile(text), *attack) > 3 for attack in attacks(text)), text
 
 
 EXPRESSIONS = expressions()
