@@ -15,7 +15,7 @@ _SECRET = re.compile(_NAMES, re.IGNORECASE)
 # NAME=value, as in build arguments and `ENV` lines of a history, `Name: value` of a header, --name value. A
 # package's name before == or a version is none of these.
 _ASSIGNED = re.compile(
-    rf"(?P<name>(?P<option>--)?[\w.-]*(?:{_NAMES})[\w.-]*)(?P<sign>=(?!=)|:\s*(?=\S)|(?(option)\s+|(?!)))"
+    rf"(?<![\w.-])(?P<name>(?P<option>--)?(?=[\w.-]*(?:{_NAMES}))[\w.-]*+)(?P<sign>=(?!=)|:\s*(?=\S)|(?(option)\s+|(?!)))"
     r"""(?P<value>"[^"]*"|'[^']*'|[^\s"',;]+)""",
     re.IGNORECASE,
 )

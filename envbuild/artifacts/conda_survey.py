@@ -7,7 +7,6 @@ sha256 in the package and, if installing changed it, sha256_in_prefix. Needs onl
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from functools import partial
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.installed import Distribution, FileReport, check_files, distributions, file_digest
-from envbuild.files import read_regular
+from envbuild.files import parse_json, read_regular
 from envbuild.fingerprint import conda_digest
 from envbuild.names import normalise
 
@@ -31,7 +30,7 @@ def is_conda(root: Path) -> bool:
 
 def read_records(root: Path) -> list[dict[str, Any]]:
     """Return the records in conda-meta, in the order of their file names. Raises OSError or ValueError."""
-    return [json.loads(read_regular(path)) for path in sorted((root / META).glob("*.json"))]
+    return [parse_json(read_regular(path)) for path in sorted((root / META).glob("*.json"))]
 
 
 def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild.files import open_regular, read_regular
+from envbuild.files import open_regular, parse_json, read_regular
 from envbuild.fingerprint import record_digest
 from envbuild.names import normalise
 
@@ -82,7 +82,7 @@ class FileReport:
         except (FileNotFoundError, NotADirectoryError):
             self.missing.append(name)
             return
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):  # TypeError: of an algorithm without a fixed length
             intact = False
         if not intact:
             self.altered.append(name)
@@ -123,25 +123,28 @@ def walk_files(folder: Path) -> Iterator[str]:
 
 
 def _record_entries(record: Path) -> Iterator[tuple[str, str, int | None]]:
-    """Yield (path, digest, size) of each row. A row that csv refuses, with a NUL or a huge field, is left out."""
+    """Yield (path, digest, size) of each row."""
     try:
         # Paths may be any bytes, as in os.walk.
-        text = read_regular(record).decode("utf-8", "surrogateescape")
-        with io.StringIO(text, newline="") as stream:
-            rows = csv.reader(stream)
-            while True:
-                try:
-                    row = next(rows, None)
-                except csv.Error:
-                    continue
-                if row is None:
-                    return
-                path, digest, size = (*row, "", "", "")[:3]
-                if path:
-                    # More than 18 digits are the size of no file.
-                    yield path, digest, int(size) if size.isdecimal() and len(size) <= 18 else None
+        for row in record_rows(read_regular(record).decode("utf-8", "surrogateescape")):
+            path, digest, size = (*row, "", "", "")[:3]
+            if path:
+                # More than 18 digits are the size of no file.
+                yield path, digest, int(size) if size.isdecimal() and len(size) <= 18 else None
     except OSError:
         return
+
+
+def record_rows(text: str) -> Iterator[list[str]]:
+    """Yield the rows of a RECORD. A row that csv refuses, with a NUL or a huge field, is left out."""
+    rows = csv.reader(io.StringIO(text, newline=""))
+    while True:
+        try:
+            yield next(rows)
+        except csv.Error:
+            continue
+        except StopIteration:
+            return
 
 
 def _is_recorded(path: str, expected: str, size: int | None) -> bool:
@@ -257,7 +260,7 @@ def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, 
 
 def parse_list(text: bytes) -> LayerList:
     """Return the list in `text`. Raises ValueError, KeyError or TypeError for an invalid one."""
-    data = json.loads(text)
+    data = parse_json(text)
     if not isinstance(data, dict) or data["format"] != _FORMAT:
         raise ValueError("another format")
     files = tuple(_file(row) for row in data["files"])
@@ -270,7 +273,9 @@ def _file(row: Mapping[str, Any]) -> LayerFile:
         raise ValueError(f"{path} is not below the environment")
     if "target" in row:
         return LayerFile(path, target=str(row["target"]))
-    return LayerFile(path, int(row["size"]), str(row["sha256"]), executable=row.get("executable") is True)
+    if type(row["size"]) is not int:
+        raise ValueError(f"the size of {path} is no number")
+    return LayerFile(path, row["size"], str(row["sha256"]), executable=row.get("executable") is True)
 
 
 def check_layers(root: Path, report: FileReport | None) -> dict[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 from envbuild.artifacts.conda_survey import is_conda, survey_conda
 from envbuild.artifacts.installed import Distribution, FileReport, check_files, check_layers, distributions, walk_files
 from envbuild.elf import elf_machine, machine_name
-from envbuild.files import read_regular
+from envbuild.files import parse_json, read_regular
 from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
 
 # The modules that a survey in a container needs, relative to the package's folder.
@@ -107,8 +107,11 @@ def _read(path: str) -> str | None:
 
 
 def read_survey(text: str) -> Survey:
-    """Return the survey that `main` printed elsewhere. Raises ValueError, KeyError or TypeError for any other text."""
-    data: dict[str, Any] = json.loads(text)
+    """Return the survey that `main` printed elsewhere.
+
+    Raises ValueError, KeyError, TypeError or AttributeError for any other text.
+    """
+    data: dict[str, Any] = parse_json(text)
     elf = data["elf"]
     return Survey(
         {name: Distribution(**found) for name, found in data["distributions"].items()},

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, cast
 from envbuild.atomic import replacing
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
+from envbuild.files import parse_json
 from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.model import Descriptor
@@ -206,7 +207,7 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str, quota: Quota) -> Lay
 def remembered(diff_id: str, store: Store) -> LayerListing | None:
     """Return the cached listing of the layer whose tar has the digest `diff_id`, None if it was never read."""
     try:
-        data = json.loads(gzip.decompress(_place(store, diff_id).read_bytes()))
+        data = parse_json(gzip.decompress(_place(store, diff_id).read_bytes()))
         if data["format"] != FORMAT:
             return None
         rows: list[Any] = data["members"]

@@ -27,7 +27,7 @@ from envbuild.names import normalise
 INSTALLER = b"envbuild\n"
 # Files in a .dist-info that each installer writes in its own way, relative to site-packages.
 INSTALLER_NOTES = re.compile(r"[^/]*\.dist-info/(INSTALLER|REQUESTED|RECORD|direct_url\.json)", re.DOTALL)
-_VALUE = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\])?\s*")
+_VALUE = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?")
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f/\\]")
 _SCRIPT = """#!{python}
 import sys

@@ -150,7 +150,7 @@ class ContainerNodes:
         said = self._run(self.containers[0].id, command, variables={"PYTHONPATH": _TOOLS})
         try:
             return read_survey(said)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise VerificationError(f"the image could not be surveyed: {error}") from error
 
     def share(self, files: Mapping[str, bytes]) -> None:

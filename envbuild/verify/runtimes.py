@@ -118,7 +118,7 @@ def _survey(nodes: HostNodes, where: list[str], timeout_s: float) -> Survey:
         if code != 0:
             raise ValueError(log.read_text(errors="replace").strip()[-2000:] or "no answer")
         return read_survey(answer.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise VerificationError(
             f"the image could not be surveyed (exit {code}):\n  {error}",
             "the image lacks what verification runs in it; see the message above",

@@ -205,7 +205,7 @@ def test_numbers_of_thousands_of_digits_are_no_traceback(head: str) -> None:
         ("a: " + "[" * 10_000, "more than 64 levels"),
         ("a: " + "{a: " * 10_000, "more than 64 levels"),
         ("a: &a [x]\nb: [" + "*a, " * 300 + "]", "more than 256 aliases"),
-        ("a: " + "1" * 10_000, "no YAML of a manifest"),
+        ("a: " + "1" * 10_000, "a value that cannot be read"),
     ],
 )
 def test_a_manifest_that_nobody_writes_is_refused(text: str, says: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from envbuild.atomic import replacing
 from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError
+from envbuild.files import parse_json
 from envbuild.image.entry import FILE, Entry, Readable
 from envbuild.image.quota import Quota
 from envbuild.image.squashfs.codec import Codec
@@ -195,7 +196,7 @@ def load(index: Path, data: Path, digests: Digests) -> Segment | None:
         if data.stat().st_size != table["size"]:
             return None
         return _segment(table, data) if digests.keep(data, table["sha256"]) else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
 
@@ -214,7 +215,7 @@ def _table(index: Path) -> dict[str, Any]:
         packed = index.read_bytes()
         if not 0 < zstandard.frame_content_size(packed) < _MOST_INDEX:
             raise ValueError("no index")
-        table: dict[str, Any] = json.loads(zstandard.ZstdDecompressor().decompress(packed))
+        table: dict[str, Any] = parse_json(zstandard.ZstdDecompressor().decompress(packed))
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
     if table["format"] != [FORMAT, BLOCK_SIZE]:
