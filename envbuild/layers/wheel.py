@@ -134,7 +134,7 @@ class _Wheel:
         ours = (f"{self._info}/RECORD", f"{self._info}/INSTALLER")
         found: dict[str, tuple[bool, zipfile.ZipInfo, bool]] = {}
         for info in self._archive.infolist():
-            if info.is_dir() or info.filename in ours:
+            if info.filename.endswith("/") or info.filename in ours:
                 continue
             path, part = self._place(info.filename)
             if path not in found or found[path][0] <= bool(part):

@@ -20,8 +20,8 @@ Mutate = Callable[[Seeds, random.Random], bytes]
 _DEEP = 3000
 # What readers of texts and of numbers may stumble on.
 TOKENS = (
-    b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\xc3", b"\r\n", b"\n\n", b"\x0c", b"\x1b[31m", b"\xe2\x80\xa8",
-    b"\xc2\xb2", b"\xd9\xa3", b"-1", b"0", b"1e999", b"-0.0", b"NaN", b"Infinity", b"-Infinity", b"9" * 25, b"9" * 5000,
+    b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\xc3", b"\r\n", b"\n\n", b"\x0c", b"\x1b[31m",
+    b"\xe2\x80\xa8",    b"\xc2\xb2", b"\xd9\xa3", b"-1", b"0", b"1e999", b"-0.0", b"NaN", b"Infinity", b"-Infinity", b"9" * 25, b"9" * 5000,
     b"0x" + b"f" * 40, b"18446744073709551616", b"9223372036854775807", b"4294967295", b"null", b"true", b"[]", b"{}",
     b'""', b'"\\ud800"', b'"\\u0000"', b"[" * _DEEP, b'{"a":' * _DEEP, b"(" * _DEEP, b"a." * _DEEP, b"a" * 140_000,
     b"../" * 50, b"/", b"..", b"://", b"@", b":", b"=", b"&a [*a, *a]", b"<<: *a", b"!!python/object:os.system x", b"%",
@@ -144,7 +144,8 @@ def _graft(data: bytes, seeds: Seeds, rng: random.Random) -> bytes:
 
 
 _CHANGES = (
-    _flip, _overwrite, _cut, _repeat, _delete, _swap, _insert, _insert, _renumber, _lines, _soup, _splice, _graft, _graft,
+    _flip, _overwrite, _cut, _repeat, _delete, _swap, _insert, _insert, _renumber, _lines, _soup, _splice,
+    _graft, _graft,
 )  # fmt: skip
 
 
