@@ -6,31 +6,33 @@ from typing import Any
 
 from envbuild.errors import EnvbuildError
 
-# Real documents nest below 20 levels.
-_DEEPEST = 64
+# Real documents nest below 20 levels, and a lock of 1,000 packages has 50,000 events. Each takes up to 1 KB.
+_DEEPEST, _EVENTS = 64, 300_000
 
 
 def parse_yaml(text: str, name: str, error: type[EnvbuildError], hint: str, *, typ: str, aliases: int) -> list[Any]:
     """Return the documents in `text`; `typ` is that of ruamel.yaml.
 
     Raises `error` with `hint`, naming `name` and the line, for text that is not YAML. Text that is nested more than 64
-    levels deep, or has more `aliases`, each of which can stand for all that is before it, is refused.
+    levels deep, has more `aliases`, each of which can stand for all that is before it, or is very large, is refused.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
     from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
     yaml = YAML(typ=typ, pure=True)
-    depth = found = 0
+    depth = found = events = 0
 
     class Bounded(yaml.Parser):  # type: ignore[name-defined, misc]
         def get_event(self) -> Any:
-            nonlocal depth, found
+            nonlocal depth, found, events
             event = super().get_event()
+            events += 1
             depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
             found += isinstance(event, AliasEvent)
-            if depth > _DEEPEST or found > aliases:
+            if depth > _DEEPEST or found > aliases or events > _EVENTS:
                 what = f"{_DEEPEST} levels" if depth > _DEEPEST else f"{aliases} aliases"
+                what = what if events <= _EVENTS else f"{_EVENTS} values, keys and lists"
                 raise error(f"{name}:{event.start_mark.line + 1}: more than {what}", hint)
             return event
 

@@ -23,6 +23,8 @@ from envbuild.names import normalise
 
 # Larger files are not what their names say, and are treated like any other file.
 MAX_SIZE = 16 << 20
+# Limits that keep memory below 500 MB; torch has 20,000 rows, and no METADATA comes near.
+_MOST_ROWS, _MAX_HEAD = 500_000, 1 << 20
 _INFO = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)\.(?:dist-info/(METADATA|RECORD)|egg-info(?:/(PKG-INFO))?)$")
 _LAYER = re.compile(rf"(?:^|/){installed.LAYER_LISTS}/[^/]+\.json$")
 _STATUS = re.compile(r"^var/lib/dpkg/(?:status$|status\.d/[^/]+$)")
@@ -176,6 +178,8 @@ def portable_digest(record: bytes) -> str:
 
 
 def _record(data: bytes) -> Note:
+    if data.count(b"\n") + data.count(b"\r") > _MOST_ROWS:
+        return None
     return {"record": record_digest(data), "content": portable_digest(data)}
 
 
@@ -195,7 +199,7 @@ def _layer(data: bytes) -> Note:
 
 def _metadata(data: bytes) -> Note:
     # The description, which may be long, follows the first empty line.
-    head = re.split(rb"\r?\n\r?\n", data, maxsplit=1)[0].decode("utf-8", "replace")
+    head = re.split(rb"\r?\n\r?\n", data[:_MAX_HEAD], maxsplit=1)[0].decode("utf-8", "replace")
     message = HeaderParser().parsestr(head)
     fields = {"name": "Name", "version": "Version", "expression": "License-Expression"}
     texts = {name: " ".join(str(message[field] or "").split()) for name, field in fields.items()}

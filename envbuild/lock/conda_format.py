@@ -27,7 +27,7 @@ _NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]*")
 _URL = re.compile(r"(?:https?|file)://[!-~]+")
 _text = json.dumps
 # The largest lock files in use have a few megabytes; a larger file is not a lock.
-_LIMIT = 64 << 20
+_LIMIT = 8 << 20
 # A line of envbuild's own files: no others are indented deeper.
 _LINE = re.compile(r'( {0,8})(- )?(?:([a-zA-Z0-9_-]+|"[a-z0-9_.-]+"):(?: |$))?("[^"\\]*"|1|false|\[\]|\{\})?')
 _Row = tuple[int, bool, str | None, str | None]  # indent, whether an element of a list, key, value

@@ -99,12 +99,12 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
         response = client.page(url, patient=patient)
         url, kind = with_credentials_of(response.url, url), response.headers.get("Content-Type", kind)
         text = response.content.decode("utf-8", "replace")
-    if "json" not in kind:
-        # pip accepts <base>, and anchors that do not link to a file; mousebender does not.
-        if base := _BASE.search(text):
-            url = with_credentials_of(urljoin(url, base[1]), url)
-        text = _BARE_ANCHOR.sub(r"\1", text)
     try:
+        if "json" not in kind:
+            # pip accepts <base>, and anchors that do not link to a file; mousebender does not.
+            if base := _BASE.search(text):
+                url = with_credentials_of(urljoin(url, base[1]), url)
+            text = _BARE_ANCHOR.sub(r"\1", text)
         page = simple.parse_project_details(text, kind, project)
         links = [_link(file, url) for file in page["files"]]
     except (simple.UnsupportedMIMEType, simple.UnsupportedAPIVersion, *_MALFORMED) as error:

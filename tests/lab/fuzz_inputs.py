@@ -21,12 +21,13 @@ _DEEP = 3000
 # What readers of texts and of numbers may stumble on.
 TOKENS = (
     b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\xc3", b"\r\n", b"\n\n", b"\x0c", b"\x1b[31m",
-    b"\xe2\x80\xa8",    b"\xc2\xb2", b"\xd9\xa3", b"-1", b"0", b"1e999", b"-0.0", b"NaN", b"Infinity", b"-Infinity", b"9" * 25, b"9" * 5000,
-    b"0x" + b"f" * 40, b"18446744073709551616", b"9223372036854775807", b"4294967295", b"null", b"true", b"[]", b"{}",
-    b'""', b'"\\ud800"', b'"\\u0000"', b"[" * _DEEP, b'{"a":' * _DEEP, b"(" * _DEEP, b"a." * _DEEP, b"a" * 140_000,
-    b"../" * 50, b"/", b"..", b"://", b"@", b":", b"=", b"&a [*a, *a]", b"<<: *a", b"!!python/object:os.system x", b"%",
-    b"\\", b"'", b'"', b"`", b"$(", b"${", b"#", b"~", b"|", b"0001-01-01T00:00:00+23:59", b"9999-12-31T23:59:59-23:59",
-    b"Mon, 01 Jan 0001 00:00:00 +2359", b"Fri, 31 Dec 9999 23:59:59 -2359", b"Thu, 99 Foo 99999 99:99:99 +9999",
+    b"\xe2\x80\xa8", b"\xc2\xb2", b"\xd9\xa3", b"-1", b"0", b"1e999", b"-0.0", b"NaN", b"Infinity", b"-Infinity",
+    b"9" * 25, b"9" * 5000, b"0x" + b"f" * 40, b"18446744073709551616", b"9223372036854775807", b"4294967295",
+    b"null", b"true", b"[]", b"{}", b'""', b'"\\ud800"', b'"\\u0000"', b"[" * _DEEP, b'{"a":' * _DEEP, b"(" * _DEEP,
+    b"a." * _DEEP, b"a" * 140_000, b"../" * 50, b"/", b"..", b"://", b"@", b":", b"=", b"&a [*a, *a]", b"<<: *a",
+    b"!!python/object:os.system x", b"%", b"\\", b"'", b'"', b"`", b"$(", b"${", b"#", b"~", b"|",
+    b"0001-01-01T00:00:00+23:59", b"9999-12-31T23:59:59-23:59", b"Mon, 01 Jan 0001 00:00:00 +2359",
+    b"Fri, 31 Dec 9999 23:59:59 -2359", b"Thu, 99 Foo 99999 99:99:99 +9999",
 )  # fmt: skip
 # Values of another type, for one in JSON.
 _VALUES = (
@@ -149,15 +150,15 @@ _CHANGES = (
 )  # fmt: skip
 
 
-def grafted(document: Any, rng: random.Random) -> Any:
-    """`document` with one value replaced, removed or renamed, at any depth."""
+def grafted(document: Any, rng: random.Random, values: Sequence[Any] = _VALUES) -> Any:
+    """`document` with one value removed, renamed, or replaced by one of `values`, at any depth."""
     holder, key, at = None, None, document
     while isinstance(at, dict | list) and at and (holder is None or rng.random() < 0.75):
         holder = at
         key = rng.choice(list(at)) if isinstance(at, dict) else rng.randrange(len(at))
         at = at[key]
     if holder is None:
-        return rng.choice(_VALUES)
+        return rng.choice(values)
     match rng.randrange(5):
         case 0:
             del holder[key]
@@ -166,7 +167,7 @@ def grafted(document: Any, rng: random.Random) -> Any:
         case 2:
             holder[key] = rng.choice(([at, at], {"x": at}, str(at)))
         case _:
-            holder[key] = rng.choice(_VALUES)
+            holder[key] = rng.choice(values)
     return document
 
 

@@ -46,8 +46,8 @@ from envbuild.inspect import metadata
 from envbuild.inspect.image_reader import about_image
 from envbuild.inspect.reader import open_artifact
 from envbuild.jobs.lint import lint_file
+from envbuild.layers import source_files
 from envbuild.layers.conda_package import read_info
-from envbuild.layers.source_files import read_manifest as read_source_manifest
 from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.wheel import Scheme, entry_point_scripts, wheel_record, wheel_tree
 from envbuild.lock import conda_format, format, image
@@ -232,12 +232,9 @@ def _layer_list(data: bytes, folder: Path) -> None:
 
 
 def _source_manifest(data: bytes, folder: Path) -> None:
-    (folder / "layer.json").write_bytes(data)
-    for name in folder.iterdir():
-        if name.is_file():
-            name.write_bytes(data)
+    (folder / source_files._NAME).write_bytes(data)
     (folder / "tree").mkdir(exist_ok=True)
-    read_source_manifest(folder / "tree")
+    source_files.read_manifest(folder / "tree")
 
 
 # ---- images
@@ -571,7 +568,8 @@ def _page(kind: str) -> Callable[[bytes, Path], object]:
 
 _HTML = (
     '<html><head><base href="https://x/"></head><body><a href="lab-1.0-py3-none-any.whl#sha256=00"'
-    ' data-requires-python="&gt;=3.8" data-yanked="">lab-1.0-py3-none-any.whl</a><a href="../x.tar.gz">x</a></body></html>'
+    ' data-requires-python="&gt;=3.8" data-yanked="">lab-1.0-py3-none-any.whl</a>'
+    '<a href="../x.tar.gz">x</a></body></html>'
 )
 _SIMPLE = {
     "meta": {"api-version": "1.1"}, "name": "lab", "versions": ["1.0"],
@@ -602,7 +600,7 @@ READERS: dict[str, FuzzedReader] = {
     "recipe": FuzzedReader(patterns("recipes/*/recipe.toml"), file("recipe.toml", _recipe), 600),
     "site": FuzzedReader(patterns("sites/*.toml"), file("site.toml", _site), 600),
     "wheel lock": FuzzedReader(patterns("recipes/*/*.requirements.txt", most=4096), file("x.txt", format.read), 700),
-    "conda lock": FuzzedReader(_conda_locks, file("x.yml", _conda_lock), 400),
+    "conda lock": FuzzedReader(_conda_locks, file("x.yml", _conda_lock), 250),
     "image lock": FuzzedReader(_image_locks, file("x.toml", image.read_image), 700),
     "state": FuzzedReader(
         given(artifacts.state()), file("envbuild.json", lambda path: state.read_state(path.parent)), 700
@@ -643,7 +641,7 @@ READERS: dict[str, FuzzedReader] = {
         _notes,
         500,
     ),
-    "conda record": FuzzedReader(lambda folder: _conda_records(folder), _conda_meta, 500),
+    "conda record": FuzzedReader(lambda folder: _conda_records(folder), _conda_meta, 400),
     "layer list": FuzzedReader(lambda folder: _layer_lists(folder), _layer_list, 600),
     "layer list, parsed": FuzzedReader(
         lambda folder: _layer_lists(folder),
@@ -705,7 +703,7 @@ READERS: dict[str, FuzzedReader] = {
         text(_release),
         600,
     ),
-    "signature": FuzzedReader(_signed, _signature, 150),
+    "signature": FuzzedReader(_signed, _signature, 40),
     "relation": FuzzedReader(
         given("a (>= 1:2.0-1) | b:any, c (<< 3~)"), text(lambda words: control.parse_relations(words, "lab")), 600
     ),
@@ -717,7 +715,7 @@ READERS: dict[str, FuzzedReader] = {
             'Acquire::http::Proxy "http://x:3128";\n',
         ),
         _apt,
-        400,
+        250,
     ),
     "wheel": FuzzedReader(_wheels, file("lab-1.0-py3-none-any.whl", _wheel), 500, mutate=fuzz_inputs.zipped),
     "entry points": FuzzedReader(
@@ -781,11 +779,11 @@ READERS: dict[str, FuzzedReader] = {
     ),
     "ELF": FuzzedReader(lambda _: _elfs(), file("x.so", lambda path: (read_elf(path), elf_machine(str(path)))), 700),
     "job script": FuzzedReader(
-        patterns("lint/*.sh", "lint/*.pbs", "jobs/*.sh", top=DATA, most=4096), file("job.sh", lint_file), 500
+        patterns("lint/*.sh", "lint/*.pbs", "jobs/*.sh", top=DATA, most=4096), file("job.sh", lint_file), 200
     ),
-    "job manifest": FuzzedReader(patterns("jobs/k8s-*.yaml", top=DATA, most=2500), file("job.yaml", lint_file), 200),
-    "log": FuzzedReader(patterns("logs/*.log", "nccl/*.log", top=DATA, most=3000), file("x.log", _log), 400),
-    "message": FuzzedReader(patterns("logs/*.log", "nccl/*.log", top=DATA, most=600), text(_said), 400),
+    "job manifest": FuzzedReader(patterns("jobs/k8s-*.yaml", top=DATA, most=2500), file("job.yaml", lint_file), 120),
+    "log": FuzzedReader(patterns("logs/*.log", "nccl/*.log", top=DATA, most=3000), file("x.log", _log), 200),
+    "message": FuzzedReader(patterns("logs/*.log", "nccl/*.log", top=DATA, most=600), text(_said), 300),
     "names": FuzzedReader(
         given("docker://u@r.example.org:5000#a/b:v1", "cpu-x86_64", "zstd:15", "a@sha256:" + "0" * 64),
         text(_references),
