@@ -32,7 +32,7 @@ _METADATA = ("index.json", "paths.json", "link.json", "files", "has_prefix")
 # The placeholder that conda-build wrote before packages could declare their own.
 _OLD_PLACEHOLDER = "/opt/anaconda1anaconda2anaconda3"
 _POINT = re.compile(
-    r"\s*([^\s./\\](?:[^/\\\x00-\x1f]*[^\s/\\\x00-\x1f])?)\s*=\s*([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?"
+    r"\s*([^\s./\\=](?:[^/\\=\x00-\x1f]*[^\s/\\=\x00-\x1f])?)\s*=\s*([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?"
 )
 
 
