@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import stat
@@ -60,6 +59,8 @@ def read_regular(path: str | Path) -> bytes:
 
 def parse_json(text: str | bytes) -> Any:
     """Return the JSON document `text`. Raises ValueError, also for one that is nested too deeply."""
+    import json  # only commands that read artifacts and locks need it
+
     try:
         return json.loads(text)
     except RecursionError:
