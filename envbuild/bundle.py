@@ -23,7 +23,7 @@ import envbuild
 from envbuild import atomic, process
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, UsageError
-from envbuild.files import link_or_copy
+from envbuild.files import link_or_copy, parse_json
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.prepare import prepare
 from envbuild.layers.requested import requested_layers
@@ -99,7 +99,7 @@ def make_bundle(
 def read_bundle(path: Path) -> dict[str, Any] | None:
     """Return bundle.json of the bundle at `path`, None when there is none in this FORMAT."""
     try:
-        about = json.loads((path / FILE).read_text(encoding="utf-8"))
+        about = parse_json((path / FILE).read_bytes())
     except (OSError, ValueError):
         return None
     return about if isinstance(about, dict) and about.get("format") == FORMAT else None

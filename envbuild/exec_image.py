@@ -150,7 +150,7 @@ def _start(image: ImageFile, way: str, told: Mapping[str, Any], environment: Env
                 f"unpacking {image.path.name} ({size} MiB) into {folder}; "
                 "with squashfuse and /dev/fuse it would be mounted instead"
             )
-            extract(image, folder / "image")
+            extract(image, folder / "image", environment.site.limits)
             spec["unpacked"] = str(folder)
         for name in ("image", "root"):
             (folder / name).mkdir(exist_ok=True)

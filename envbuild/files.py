@@ -1,4 +1,4 @@
-"""Files that ship with envbuild, small and regular files, and files of the store that appear elsewhere too."""
+"""Files that ship with envbuild, small and regular files, JSON, and files of the store that appear elsewhere too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import envbuild
 
@@ -55,6 +55,16 @@ def read_regular(path: str | Path) -> bytes:
     """Return the content of a regular file. Raises OSError."""
     with open_regular(path) as stream:
         return stream.read()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the JSON document `text`. Raises ValueError, also for one that is nested too deeply."""
+    import json  # only commands that read artifacts and locks need it
+
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def walk_stats(root: Path) -> Iterator[tuple[str, os.stat_result]]:

@@ -15,16 +15,17 @@ _SECRET = re.compile(_NAMES, re.IGNORECASE)
 # NAME=value, as in build arguments and `ENV` lines of a history, `Name: value` of a header, --name value. A
 # package's name before == or a version is none of these.
 _ASSIGNED = re.compile(
-    rf"(?P<name>(?P<option>--)?[\w.-]*(?:{_NAMES})[\w.-]*)(?P<sign>=(?!=)|:\s*(?=\S)|(?(option)\s+|(?!)))"
+    rf"(?<![\w.-])(?P<name>(?P<option>--)?(?=[\w.-]*(?:{_NAMES}))[\w.-]*+)(?P<sign>=(?!=)|:\s*(?=\S)|(?(option)\s+|(?!)))"
     r"""(?P<value>"[^"]*"|'[^']*'|[^\s"',;]+)""",
     re.IGNORECASE,
 )
 # The user part of a URL. A password with / or # is invalid there, and users write it all the same: then the text after
-# the user's name is no port, or the name is no host. An image's reference (HOST:PORT/NAME@sha256:…) is no user part.
+# the user's name is no port, or the name is no host. It has at most 1,024 characters: without a bound, the time would
+# be quadratic. An image's reference (HOST:PORT/NAME@sha256:…) is no user part.
 _USERINFO = re.compile(
     r"(?<=://)(?:"
-    r"[^/\s?#@:\[]+:(?!\d{1,5}[/?#])[^\s\"<>]*@(?!sha\d+:)"
-    r"|(?!localhost:)[^/\s?#@:.\[]+:\d{1,5}[/?#][^\s\"<>]*@(?!sha\d+:)"
+    r"[^/\s?#@:\[]+:(?!\d{1,5}[/?#])[^\s\"<>]{0,1024}@(?!sha\d+:)"
+    r"|(?!localhost:)[^/\s?#@:.\[]+:\d{1,5}[/?#][^\s\"<>]{0,1024}@(?!sha\d+:)"
     r"|[^/\s?#]*@)"
 )
 # Tokens of conda channels: https://host/t/TOKEN/channel. Below /v2/ are the repositories of registries.

@@ -11,7 +11,6 @@ import base64
 import csv
 import hashlib
 import io
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -40,6 +39,7 @@ from envbuild.artifacts.folder import (
 from envbuild.artifacts.installed import names_and_versions
 from envbuild.artifacts.state import State, has_packages
 from envbuild.errors import BuildError, HostError
+from envbuild.files import parse_json
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.wheel import Scheme, wheel_paths
@@ -237,7 +237,7 @@ def set_variables(root: Path) -> dict[str, str]:
     files = sorted((root / "etc" / "conda" / "env_vars.d").glob("*.json"))
     for file in [*files, root / "conda-meta" / "state"]:
         try:
-            data = json.loads(file.read_bytes())
+            data = parse_json(file.read_bytes())
         except (OSError, ValueError):
             continue
         values = data.get("env_vars") if file.name == "state" and isinstance(data, dict) else data

@@ -7,7 +7,6 @@ sha256 in the package and, if installing changed it, sha256_in_prefix.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from functools import partial
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
+from envbuild.files import parse_json
 from envbuild.fingerprint import conda_digest
 from envbuild.names import normalise
 
@@ -31,7 +31,7 @@ def is_conda(root: Path, files: Files = HOST) -> bool:
 def read_records(root: Path, files: Files = HOST) -> list[dict[str, Any]]:
     """Return the records in conda-meta, in the order of their file names. Raises OSError or ValueError."""
     names = sorted(name for name in files.names(f"{root}/{META}") if name.endswith(".json"))
-    return [json.loads(files.read(f"{root}/{META}/{name}")) for name in names]
+    return [parse_json(files.read(f"{root}/{META}/{name}")) for name in names]
 
 
 def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:

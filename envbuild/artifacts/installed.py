@@ -138,7 +138,7 @@ class FileReport:
         except (FileNotFoundError, NotADirectoryError):
             self.missing.append(name)
             return
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):  # TypeError: of an algorithm without a fixed length
             intact = False
         if not intact:
             self.altered.append(name)
@@ -180,25 +180,28 @@ def walk_files(folder: Path) -> Iterator[str]:
 
 
 def _record_entries(record: str, files: Files) -> Iterator[tuple[str, str, int | None]]:
-    """Yield (path, digest, size) of each row. A row that csv refuses, with a NUL or a huge field, is left out."""
+    """Yield (path, digest, size) of each row."""
     try:
         # Paths may be any bytes, as in os.walk.
-        text = files.read(record).decode("utf-8", "surrogateescape")
-        with io.StringIO(text, newline="") as stream:
-            rows = csv.reader(stream)
-            while True:
-                try:
-                    row = next(rows, None)
-                except csv.Error:
-                    continue
-                if row is None:
-                    return
-                path, digest, size = (*row, "", "", "")[:3]
-                if path:
-                    # More than 18 digits are the size of no file.
-                    yield path, digest, int(size) if size.isdecimal() and len(size) <= 18 else None
+        for row in record_rows(files.read(record).decode("utf-8", "surrogateescape")):
+            path, digest, size = (*row, "", "", "")[:3]
+            if path:
+                # More than 18 digits are the size of no file.
+                yield path, digest, int(size) if size.isdecimal() and len(size) <= 18 else None
     except OSError:
         return
+
+
+def record_rows(text: str) -> Iterator[list[str]]:
+    """Yield the rows of a RECORD. A row that csv refuses, with a NUL or a huge field, is left out."""
+    rows = csv.reader(io.StringIO(text, newline=""))
+    while True:
+        try:
+            yield next(rows)
+        except csv.Error:
+            continue
+        except StopIteration:
+            return
 
 
 def _is_recorded(path: str, expected: str, size: int | None, files: Files) -> bool:

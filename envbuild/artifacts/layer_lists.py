@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.installed import HOST, FileReport, Files, file_digest, walk_files
+from envbuild.files import parse_json
 
 LAYER_LISTS = "share/envbuild/layers"
 _FORMAT = 1
@@ -119,7 +120,7 @@ def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, 
 
 def parse_list(text: bytes) -> LayerList:
     """Return the list in `text`. Raises ValueError, KeyError or TypeError for an invalid one."""
-    data = json.loads(text)
+    data = parse_json(text)
     if not isinstance(data, dict) or data["format"] != _FORMAT:
         raise ValueError("another format")
     files = tuple(_file(row) for row in data["files"])
@@ -132,7 +133,9 @@ def _file(row: Mapping[str, Any]) -> LayerFile:
         raise ValueError(f"{path} is not below the environment")
     if "target" in row:
         return LayerFile(path, target=str(row["target"]))
-    return LayerFile(path, int(row["size"]), str(row["sha256"]), executable=row.get("executable") is True)
+    if type(row["size"]) is not int:
+        raise ValueError(f"the size of {path} is no number")
+    return LayerFile(path, row["size"], str(row["sha256"]), executable=row.get("executable") is True)
 
 
 def check_layers(root: Path, report: FileReport | None, files: Files = HOST) -> dict[str, str]:

@@ -24,7 +24,7 @@ from envbuild.artifacts.installed import FileReport, file_digest
 from envbuild.artifacts.state import State
 from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
-from envbuild.files import read_regular, walk_stats
+from envbuild.files import parse_json, read_regular, walk_stats
 from envbuild.progress import log
 from envbuild.store.store import Store
 from envbuild.workers import each
@@ -162,8 +162,8 @@ def _read(path: str, info: Stat) -> Listed:
 
 def sealed(root: Path, manifest: Manifest, store: Store) -> dict[str, Stat] | None:
     """Return the stat of the files that were found to be those of `manifest`, None if they were never compared."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        data = json.loads(_note(root, store).read_bytes())
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        data = parse_json(_note(root, store).read_bytes())
         if data["manifest"] == manifest.digest:
             return {path: tuple(info) for path, info in data["files"].items()}
     return None
@@ -191,7 +191,7 @@ def seal(root: Path, manifest: Manifest, files: Mapping[str, Stat], store: Store
 def _compiled(manifest: Manifest, store: Store) -> dict[str, list[str]]:
     """Return the sha256 that bytecode of the environments of `manifest` was found to have, by path."""
     with suppress(OSError, ValueError):
-        found = json.loads(_known_code(manifest, store).read_bytes())
+        found = parse_json(_known_code(manifest, store).read_bytes())
         return found if isinstance(found, dict) else {}
     return {}
 

@@ -8,16 +8,15 @@ those of RECORDs that passed this comparison.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from envbuild.artifacts.installed import record_rows
 from envbuild.artifacts.layer_lists import LAYER_LISTS, parse_list
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.errors import BuildError
+from envbuild.files import parse_json
 from envbuild.fingerprint import record_digest
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
@@ -69,14 +68,16 @@ def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
         if code != 0:
             text = err.decode(errors="replace").strip()[-2000:]
             raise BuildError(f"the image's interpreter does not run (exit {code}):\n  {text}")
-        version, interpreter, *texts = json.loads(out)
-    except (DockerException, ValueError) as error:
+        version, interpreter, *texts = parse_json(bytes(out))
+        records, layers = (
+            {name: text.encode("utf-8", "surrogateescape") for name, text in one.items()} for one in texts
+        )
+    except (DockerException, ValueError, TypeError, AttributeError) as error:
         text = str(getattr(error, "explanation", None) or error)
         raise BuildError(f"the image cannot be read: {text}") from error
     finally:
         if container is not None:
             container.remove(force=True, v=True)
-    records, layers = ({name: text.encode("utf-8", "surrogateescape") for name, text in one.items()} for one in texts)
     return PipEnvironment(version, interpreter, records, layers)
 
 
@@ -134,5 +135,5 @@ def record_differences(wheel: bytes, installed: bytes) -> list[str]:
 
 
 def _rows(record: bytes) -> dict[str, tuple[str, ...]]:
-    rows = csv.reader(io.StringIO(record.decode("utf-8", "surrogateescape"), newline=""))
+    rows = record_rows(record.decode("utf-8", "surrogateescape"))
     return {row[0]: tuple(row[1:]) for row in rows if row and not INSTALLER_NOTES.fullmatch(row[0])}

@@ -6,7 +6,6 @@ Retries (`retry`) and resumed downloads (`download`) are separate: urllib3's ret
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from envbuild.cache.retry import TRANSIENT, NotFound, RequestFailed, Stopped, retry_after
+from envbuild.files import parse_json
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _passing(error: BaseException, alive: bool) -> bool:
 def _said(response: requests.Response) -> str:
     """Return the first error in the body (format: OCI distribution specification), in one line, or "" if none."""
     try:
-        first = json.loads(read_all(response, _SMALL, threading.Event()))["errors"][0]
+        first = parse_json(read_all(response, _SMALL, threading.Event()))["errors"][0]
         parts = [part for part in (first.get("code"), first.get("message")) if part]
         if isinstance(first.get("detail"), str):
             parts.append(first["detail"])

@@ -67,21 +67,21 @@ def parse_control(text: str, where: str) -> dict[str, str]:
     Continuation lines follow newlines, without the blank that marks them. Raises LockError, naming `where`, for a line
     that does not belong into a paragraph and for a duplicate field.
     """
-    fields: dict[str, str] = {}
+    fields: dict[str, list[str]] = {}
     last = ""
     for number, line in enumerate(text.split("\n"), start=1):
         if line.startswith("#") or (not line.strip() and not last):
             continue
         if line[:1] in (" ", "\t") and last:
-            fields[last] += "\n" + line[1:].rstrip()
+            fields[last].append(line[1:].rstrip())
         elif match := _FIELD.fullmatch(line.rstrip()):
             last = match[1].lower()
             if last in fields:
                 raise LockError(f"{where}, line {number}: the field {match[1]} stands twice")
-            fields[last] = match[2].rstrip()
+            fields[last] = [match[2].rstrip()]
         elif line.strip():
             raise LockError(f"{where}, line {number}: neither `Field: value` nor a continuation")
-    return fields
+    return {name: "\n".join(lines) for name, lines in fields.items()}
 
 
 def paragraphs(text: str) -> Iterator[str]:

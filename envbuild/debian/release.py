@@ -123,7 +123,7 @@ def read_release(text: str, archive: DebianSuite) -> DebianRelease:
     files = {}
     for line in fields.get("sha256", "").splitlines():
         match line.split():
-            case [digest, size, path] if size.isdecimal() and len(digest) == 64:
+            case [digest, size, path] if size.isdecimal() and len(size) <= 18 and len(digest) == 64:
                 files[path] = (digest.lower(), int(size))
     date = _iso(fields.get("date", ""))
     if not date or not files:
@@ -219,7 +219,7 @@ def _unsigned(where: str) -> LockError:
 def _iso(date: str) -> str:
     try:
         return parsedate_to_datetime(date).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except ValueError:
+    except (ValueError, OverflowError):
         return ""
 
 

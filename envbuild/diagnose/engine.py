@@ -23,6 +23,7 @@ from envbuild.site.pip_config import redact
 _KEPT = 4  # lines of evidence per pattern
 _SHOWN = 240  # characters of a line of evidence
 _VALUES = 1000  # different values per group
+_LONGEST = 1000  # characters of a value
 _NAMED = 5  # values of `every` in a message
 _GOES_ON = 10  # lines of training that show that a program continues
 _ROOT = 45  # up to this rank, a cause does not explain its own cause
@@ -162,7 +163,7 @@ def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
     for group, value in groups.items():
         values = one.values.setdefault(group, {})
         if len(values) < _VALUES:
-            values[value or ""] = None
+            values[(value or "")[:_LONGEST]] = None
 
 
 def _forms(text: str) -> Iterator[str]:
@@ -178,7 +179,7 @@ def _forms(text: str) -> Iterator[str]:
 
 def _keep(one: _Seen, match: re.Match[str], where: Evidence) -> None:
     for group, value in match.groupdict().items():
-        one.groups.setdefault(group, value or "")
+        one.groups.setdefault(group, (value or "")[:_LONGEST])
     if len(one.kept) < _KEPT:
         # Lines that differ only in numbers (times, process IDs) count as the same.
         alike = {re.sub(r"\d+", "0", kept.text) for kept in one.kept if kept.file == where.file}

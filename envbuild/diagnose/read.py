@@ -17,7 +17,7 @@ from envbuild.errors import UsageError
 
 STDIN = "-"
 # A progress bar may write megabytes without a newline.
-_LONGEST = 1 << 16
+_LONGEST = 1 << 14
 _PACKED = re.compile(r"\.(?:gz|bz2|xz)$")
 _OPENERS = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\x00", lzma.open))
 _OF_PBS = re.compile(r"\.[oe](\d+)(?:[.\[-]|$)")

@@ -15,7 +15,7 @@ from envbuild.doctor.tools import module_init
 from envbuild.fabrics import load_fabrics
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
-from envbuild.site.jobs import job_variable_problem, value_problem
+from envbuild.site.jobs import value_problem
 from envbuild.site.schedulers import TITLES, listed
 
 _WAIT_S = 8.0
@@ -132,8 +132,8 @@ def _environment(variables: Mapping[str, str]) -> Iterator[str]:
         if not value or name.lower() in seen:
             continue
         seen.add(name.lower())
-        if job_variable_problem(name) or value_problem(value):
-            yield f"# {name} is left out: it holds a user's name or password. Use a proxy that needs none."
+        if problem := value_problem(value):
+            yield f"# {name} is left out: it {problem}"
         else:
             yield _said(name, value, "as in this shell")
 

@@ -17,7 +17,7 @@ from envbuild.site.settings import site_files
 
 # Exit statuses of a shell for a program that cannot be started, for example when a library is missing.
 _UNSTARTED = (126, 127)
-_VERSION = re.compile(r"\d+(?:\.\d+)+[\w.+~-]*")
+_VERSION = re.compile(r"(?<!\d)\d+(?:\.\d+)+[\w.+~-]*")
 _DATA = tomllib.loads(resources.files("envbuild.data").joinpath("programs.toml").read_text("utf-8"))
 
 

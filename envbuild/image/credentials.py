@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.errors import HostError, RecipeError
+from envbuild.files import parse_json, read_small
 from envbuild.image.reference import DOCKER_HUB, DOCKER_HUB_NAMES, same_registry
 from envbuild.process import die_with_parent, stop
 
@@ -98,7 +99,7 @@ def _from_file(path: Path, registry: str, env: Mapping[str, str]) -> Credentials
 def _load(path: Path) -> dict[str, Any]:
     """Return the content of a file, which may be missing."""
     try:
-        data = json.loads(path.read_bytes())
+        data = parse_json(read_small(path))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
@@ -192,7 +193,7 @@ def _ask_helper(name: str, server: str, env: Mapping[str, str], named_by: Path) 
         said = "" if "{" in out else out.partition("\n")[0][:200]  # JSON would contain the secret
         raise HostError(f"{program} get failed for {server}: {said or code}", hint)
     try:
-        answer = json.loads(out)
+        answer = parse_json(out)
         user, secret = answer["Username"], answer["Secret"]
         if not isinstance(user, str) or not isinstance(secret, str):
             raise TypeError

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.atomic import replacing
+from envbuild.files import parse_json
 from envbuild.image.tar_stream import Member
 
 # The limit protects our memory from a damaged table; no table of a real layer comes near.
@@ -59,7 +60,7 @@ def read_table(path: Path) -> dict[str, Any]:
         data = path.read_bytes()
         if not 0 < zstandard.frame_content_size(data) < _MOST:
             raise ValueError("no table")
-        table = json.loads(zstandard.ZstdDecompressor().decompress(data))
+        table = parse_json(zstandard.ZstdDecompressor().decompress(data))
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
     if not isinstance(table, dict):

@@ -7,7 +7,6 @@ Sources: RFC 9110, section 11 (challenges), RFC 7617 (Basic), and Docker's "Toke
 from __future__ import annotations
 
 import base64
-import json
 import re
 import threading
 import time
@@ -19,6 +18,7 @@ from urllib.parse import parse_qsl, urlencode, urlunsplit
 
 from envbuild.cache.http import HttpClient, failure, read_all, split
 from envbuild.cache.retry import RequestFailed, with_retries
+from envbuild.files import parse_json
 from envbuild.image.credentials import Credentials
 
 if TYPE_CHECKING:
@@ -138,10 +138,10 @@ def _content(send: Callable[[], requests.Response], stop: threading.Event) -> by
 def _token(data: bytes, server: str) -> tuple[str, float]:
     """Return the header for a token server's response, and the time.monotonic() at which it expires."""
     try:
-        answer = json.loads(data)
+        answer = parse_json(data)
         token = answer.get("token") or answer.get("access_token")
         life = float(answer.get("expires_in") or _DEFAULT_LIFE_S)
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, OverflowError):
         token, life = None, 0.0
     if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable():
         raise RequestFailed(f"the answer of {server} holds no token")

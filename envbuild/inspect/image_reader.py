@@ -79,7 +79,7 @@ def about_image(
             for layer, diff_id, title in zip(layers, diff_ids, titles, strict=True)
         ),
         labels=labels,
-        env=dict(str(pair).partition("=")[::2] for pair in run.get("Env") or ()),
+        env=dict(pair.partition("=")[::2] for pair in _words(run.get("Env"))),
         entrypoint=_words(run.get("Entrypoint")),
         cmd=_words(run.get("Cmd")),
         workdir=str(run.get("WorkingDir") or ""),

@@ -6,9 +6,7 @@ Sources: PyPA "Core metadata" (METADATA, PKG-INFO), "Recording installed project
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +14,8 @@ from email.parser import HeaderParser
 from typing import Any
 
 from envbuild.artifacts import layer_lists
+from envbuild.artifacts.installed import record_rows
+from envbuild.files import parse_json
 from envbuild.fingerprint import record_digest
 from envbuild.inspect.conda_meta import environments, reader_of, recorded_files, records
 from envbuild.inspect.facts import CONDA, VENV, DebianPackage, Inventory, Item, PythonPackage, SourceBuilt
@@ -24,9 +24,12 @@ from envbuild.names import normalise
 
 # Larger files are not what their names say, and are treated like any other file.
 MAX_SIZE = 16 << 20
+# Limits that keep memory below 500 MB; torch has 20,000 rows, and no METADATA comes near.
+_MOST_ROWS, _MAX_HEAD = 500_000, 1 << 20
 _INFO = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)\.(?:dist-info/(METADATA|RECORD)|egg-info(?:/(PKG-INFO))?)$")
 _LAYER = re.compile(rf"(?:^|/){layer_lists.LAYER_LISTS}/[^/]+\.json$")
 _STATUS = re.compile(r"^var/lib/dpkg/(?:status$|status\.d/[^/]+$)")
+_FIELD = re.compile(r"^([A-Za-z-]+):(.*)$", re.MULTILINE)
 # Rows about the installer and the location, not about the distribution.
 _OWN = ("/INSTALLER", "/REQUESTED", "/RECORD", "/direct_url.json", "/uv_cache.json", ".pyc")
 _TEXTS = ("os-release", "envbuild.json", "pyvenv.cfg")
@@ -156,8 +159,8 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 def state_of(text: str) -> dict[str, Any]:
     """Return a JSON object such as envbuild.json, {} if it is invalid: then it says nothing."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
+        data = parse_json(text)
+    except ValueError:
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -169,13 +172,15 @@ def portable_digest(record: bytes) -> str:
     """
     rows = sorted(
         row
-        for row in csv.reader(io.StringIO(record.decode("utf-8", "replace"), newline=""))
+        for row in record_rows(record.decode("utf-8", "replace"))
         if row and not row[0].endswith(_OWN) and not (row[0].startswith("../") and "/bin/" in row[0])
     )
     return "sha256:" + hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def _record(data: bytes) -> Note:
+    if data.count(b"\n") + data.count(b"\r") > _MOST_ROWS:
+        return None
     return {"record": record_digest(data), "content": portable_digest(data)}
 
 
@@ -195,7 +200,7 @@ def _layer(data: bytes) -> Note:
 
 def _metadata(data: bytes) -> Note:
     # The description, which may be long, follows the first empty line.
-    head = re.split(rb"\r?\n\r?\n", data, maxsplit=1)[0].decode("utf-8", "replace")
+    head = re.split(rb"\r?\n\r?\n", data[:_MAX_HEAD], maxsplit=1)[0].decode("utf-8", "replace")
     message = HeaderParser().parsestr(head)
     fields = {"name": "Name", "version": "Version", "expression": "License-Expression"}
     texts = {name: " ".join(str(message[field] or "").split()) for name, field in fields.items()}
@@ -218,7 +223,7 @@ def _licenses(classifiers: Iterable[Any], field: Any) -> list[str]:
 def _debian(data: bytes) -> Note:
     rows = []
     for stanza in re.split(r"\n[ \t]*\n", data.decode("utf-8", "replace").replace("\r\n", "\n")):
-        fields = dict(re.findall(r"^([A-Za-z-]+):[ \t]*(.*?)[ \t]*$", stanza, re.MULTILINE))
+        fields = {name: value.strip() for name, value in _FIELD.findall(stanza)}
         # Removed packages are listed as long as their configuration exists; status.d has no Status.
         if fields.get("Package") and fields.get("Status", "ok installed").endswith(" installed"):
             rows.append([fields["Package"], fields.get("Version", ""), fields.get("Architecture", "")])

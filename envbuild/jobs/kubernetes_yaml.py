@@ -22,8 +22,6 @@ _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "i
 # readers refuse or change them.
 _FOREIGN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff\u2028\u2029]")
 _WIDE = 1_000_000
-# Real manifests nest below 20 levels and have few aliases; each can stand for all that is before it.
-_DEEPEST, _MOST_ALIASES = 64, 256
 
 
 def literal(text: str, what: str) -> str:
@@ -42,34 +40,6 @@ def checked(text: str, what: str) -> str:
             "put such text into a file that pods see, and name the file",
         )
     return text
-
-
-def load(text: str, name: str) -> list[Any]:
-    """Return the documents of a manifest. Raises UsageError, naming `name` and the line, for text that is not YAML.
-
-    A manifest with more nesting or aliases than people write is refused before its documents are made.
-    """
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-    from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
-
-    depth = aliases = 0
-    try:
-        for event in YAML(typ="rt").parse(text):
-            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-            aliases += isinstance(event, AliasEvent)
-            if depth > _DEEPEST or aliases > _MOST_ALIASES:
-                what = f"{_DEEPEST} levels" if depth > _DEEPEST else f"{_MOST_ALIASES} aliases"
-                raise UsageError(f"{name}:{event.start_mark.line + 1}: more than {what}", "write the manifest flatter")
-        return list(YAML(typ="rt").load_all(text))
-    except YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f":{where.line + 1}" if where else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise UsageError(f"{name}{line}: this is no YAML: {problem}") from None
-    except (ValueError, TypeError, OverflowError, AttributeError, KeyError, IndexError, RecursionError) as error:
-        # for example a number with thousands of digits, an invalid date, a list as a key
-        raise UsageError(f"{name}: this is no YAML of a manifest: {str(error)[:200]}") from None
 
 
 def dump(comment: str, documents: Sequence[Mapping[str, Any]]) -> str:

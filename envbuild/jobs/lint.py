@@ -18,7 +18,7 @@ from envbuild.jobs.lint_faults import LEVELS, LintRule, load_faults
 from envbuild.jobs.lint_script import Found, ParsedScript, read_script
 from envbuild.site.pip_config import redact
 
-_LARGEST = 4 << 20
+_LARGEST = 2 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
 _IGNORED = "lint-job: ignore"
 _SHOWN = 500  # characters of a line, and of a value in a message

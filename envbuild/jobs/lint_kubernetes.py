@@ -10,14 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from envbuild.errors import UsageError
 from envbuild.fabrics import adapter_of
-from envbuild.jobs.kubernetes_yaml import load
 from envbuild.jobs.lint_rules import RULES, judged_image
 from envbuild.jobs.lint_script import Found, read_script
+from envbuild.yaml_reader import parse_yaml
 
 # Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint
 # and the number of nodes.
 _OF_HOSTS = frozenset(["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"])
+
+# Real manifests have few.
+_ALIASES = 256
+_HINT = "give the manifest that kubectl gets, and write it flatter if it is nested or repeats itself"
 
 
 def lint_manifest(text: str, name: str) -> Iterator[Found]:
@@ -25,7 +30,7 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
 
     Raises UsageError for text that is not YAML.
     """
-    for document in load(text, name):
+    for document in parse_yaml(text, name, UsageError, _HINT, typ="rt", aliases=_ALIASES):
         if isinstance(document, Mapping):
             yield from _walk(document, _nodes(document), set())
 

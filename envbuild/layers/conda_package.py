@@ -27,11 +27,13 @@ from envbuild.layers.contents import Guarded, reading
 from envbuild.lock.conda import CondaPackage
 
 # These files are read as a whole; torch's paths.json has 4 MiB.
-_MAX_INFO = 64 << 20
+_MAX_INFO = 16 << 20
 _METADATA = ("index.json", "paths.json", "link.json", "files", "has_prefix")
 # The placeholder that conda-build wrote before packages could declare their own.
 _OLD_PLACEHOLDER = "/opt/anaconda1anaconda2anaconda3"
-_POINT = re.compile(r"\s*([^\s./\\][^/\\\x00-\x1f]*?)\s*=\s*([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?")
+_POINT = re.compile(
+    r"\s*([^\s./\\=](?:[^/\\=\x00-\x1f]*[^\s/\\=\x00-\x1f])?)\s*=\s*([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?"
+)
 
 
 @dataclass(frozen=True, slots=True)

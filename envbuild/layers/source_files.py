@@ -20,6 +20,7 @@ from pathlib import Path, PurePath
 
 from envbuild.elf import MACHINES, is_elf, machine_name, read_elf
 from envbuild.errors import BuildError, HostError
+from envbuild.files import parse_json
 from envbuild.layers.source_job import PREFIX
 
 _TEXT = 1 << 22
@@ -150,11 +151,11 @@ def write_manifest(folder: Path, manifest: SourceManifest) -> None:
 def read_manifest(tree: Path) -> SourceManifest | None:
     """Return the manifest of the layer with the files in `tree`; None if it is invalid, or a file differs in size."""
     try:
-        data = json.loads((tree.parent / _NAME).read_text(encoding="utf-8"))
+        data = parse_json((tree.parent / _NAME).read_text(encoding="utf-8"))
         files = tuple((str(path), str(what), int(size)) for path, what, size in data["files"])
         sizes = ((os.lstat(tree / path).st_size, what, size) for path, what, size in files)
         if data["format"] != _FORMAT or any(now != size and not what.startswith("-> ") for now, what, size in sizes):
             return None
         return SourceManifest(str(data["name"]), str(data["version"]), files, str(data["glibc"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

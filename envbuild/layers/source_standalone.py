@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from envbuild.errors import BuildError
+from envbuild.files import parse_json
 from envbuild.layers.local_build_host import local_build_host
 from envbuild.layers.source_causes import failure
 from envbuild.layers.source_job import SourceBuild, StepError
@@ -32,7 +33,7 @@ def describe(layers: Sequence[SourceLayer], hosts: Mapping[str, str] = {}) -> st
 def read_description(text: str) -> tuple[list[SourceLayer], dict[str, str]]:
     """Parse the output of `describe`. Raises BuildError for any other text."""
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         if data["format"] != _FORMAT:
             raise ValueError(f"format {data['format']}")
         return [_layer(row) for row in data["layers"]], {str(k): str(v) for k, v in data["hosts"].items()}

@@ -27,7 +27,7 @@ from envbuild.names import normalise
 INSTALLER = b"envbuild\n"
 # Files in a .dist-info that each installer writes in its own way, relative to site-packages.
 INSTALLER_NOTES = re.compile(r"[^/]*\.dist-info/(INSTALLER|REQUESTED|RECORD|direct_url\.json)", re.DOTALL)
-_VALUE = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\])?\s*")
+_VALUE = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?")
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f/\\]")
 _SCRIPT = """#!{python}
 import sys
@@ -35,8 +35,8 @@ from {module} import {first}
 if __name__ == "__main__":
     sys.exit({function}())
 """
-# Metadata is read as a whole; no real file comes near this size.
-_MAX_METADATA = 64 << 20
+# Metadata is read as a whole; no real file comes near these sizes.
+_MAX_METADATA, _MAX_RECORD = 1 << 20, 16 << 20
 _STEP = 1 << 18
 _SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
 # Line ends in a name would break RECORD; the other characters cannot be typed.
@@ -134,7 +134,7 @@ class _Wheel:
         ours = (f"{self._info}/RECORD", f"{self._info}/INSTALLER")
         found: dict[str, tuple[bool, zipfile.ZipInfo, bool]] = {}
         for info in self._archive.infolist():
-            if info.is_dir() or info.filename in ours:
+            if info.filename.endswith("/") or info.filename in ours:
                 continue
             path, part = self._place(info.filename)
             if path not in found or found[path][0] <= bool(part):
@@ -209,14 +209,14 @@ class _Wheel:
 
     def _record(self) -> dict[str, tuple[str, str]]:
         """Return the complete rows of the wheel's own RECORD: name in the archive → (hash, size)."""
-        text = self._text("RECORD")
+        text = self._text("RECORD", _MAX_RECORD)
         if text is None:
             raise BuildError(f"{self._file}: no RECORD in {self._info}")
         try:
-            rows = [row for row in csv.reader(io.StringIO(text, newline="")) if len(row) > 2]
+            rows = csv.reader(io.StringIO(text, newline=""))
+            return {row[0]: (row[1], row[2]) for row in rows if len(row) > 2 and _SHA256.fullmatch(row[1])}
         except csv.Error as error:
             raise BuildError(f"{self._file}: RECORD: {error}") from None
-        return {row[0]: (row[1], row[2]) for row in rows if _SHA256.fullmatch(row[1])}
 
     def _relative(self, path: str) -> str:
         base = self._scheme.site_packages + "/"
@@ -226,12 +226,12 @@ class _Wheel:
         self._rows[path] = record_row(hashlib.sha256(data).digest(), len(data))
         return Entry(path, FILE, mode, len(data), mtime=self._mtime), io.BytesIO(data)
 
-    def _text(self, name: str) -> str | None:
+    def _text(self, name: str, most: int = _MAX_METADATA) -> str | None:
         try:
             info = self._archive.getinfo(f"{self._info}/{name}")
         except KeyError:
             return None
-        if info.file_size > _MAX_METADATA:
+        if info.file_size > most:
             raise BuildError(f"{self._file}: {name} has {info.file_size} bytes")
         with self._archive.open(info) as stream:
             data = stream.read(info.file_size)  # no more, whatever size it unpacks to

@@ -17,6 +17,7 @@ from typing import Any
 from envbuild.errors import LockError
 from envbuild.lock.conda import WORD, CondaLock, CondaPackage, conda_platform, entry, file_parts
 from envbuild.recipe.targets import ARCHES, Target, target_problem
+from envbuild.yaml_reader import parse_yaml
 
 FORMAT = "1"
 _MARK = "envbuild_"  # envbuild's keys in custom_metadata
@@ -26,7 +27,7 @@ _NAME = re.compile(r"[a-z0-9_][a-z0-9_.-]*")
 _URL = re.compile(r"(?:https?|file)://[!-~]+")
 _text = json.dumps
 # The largest lock files in use have a few megabytes; a larger file is not a lock.
-_LIMIT = 64 << 20
+_LIMIT = 8 << 20
 # A line of envbuild's own files: no others are indented deeper.
 _LINE = re.compile(r'( {0,8})(- )?(?:([a-zA-Z0-9_-]+|"[a-z0-9_.-]+"):(?: |$))?("[^"\\]*"|1|false|\[\]|\{\})?')
 _Row = tuple[int, bool, str | None, str | None]  # indent, whether an element of a list, key, value
@@ -198,7 +199,10 @@ def _load(text: str, source: str) -> dict[str, Any]:
     if len(text) > _LIMIT:
         raise LockError(f"{source}: {len(text) >> 20} MiB are no lock", _HINT)
     own = read_lines(text)
-    data = _parse_yaml(text, source) if own is None else own
+    data = own
+    if data is None:  # no tool writes aliases into a lock
+        documents = parse_yaml(text, source, LockError, _HINT, typ="safe", aliases=0)
+        data = documents[0] if len(documents) == 1 else None
     if not isinstance(data, dict):
         raise LockError(f"{source}: no YAML table", _HINT)
     return data
@@ -242,25 +246,6 @@ def _take(rows: list[_Row], indent: int) -> dict[str, Any] | list[Any]:
         else:
             table[key] = value[1:-1] if value[0] == '"' else json.loads(value)
     return listed if is_list else table
-
-
-def _parse_yaml(text: str, source: str) -> Any:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
-    try:
-        return YAML(typ="safe").load(text)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise LockError(f"{source}{place}: not YAML: {error.problem}", _HINT) from None
-    except YAMLError as error:
-        raise LockError(f"{source}: not YAML: {str(error).splitlines()[0]}", _HINT) from None
-    except RecursionError:
-        raise LockError(f"{source}: not a lock: nested too deeply", _HINT) from None
-    except (ValueError, TypeError, OverflowError, AttributeError, KeyError, IndexError) as error:
-        # for example a number with thousands of digits, an invalid date, a list as a key
-        raise LockError(f"{source}: not a lock: {str(error).splitlines()[0]}", _HINT) from None
 
 
 def _line_of(text: str, index: int) -> int:

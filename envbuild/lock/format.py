@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ _HEADER = re.compile(rf"#\s*({'|'.join(_KEYS)})\s*:\s*(\S+)\s*$")
 _WARNING = re.compile(r"#\s*warning\s*:\s*(.+)$")
 _PIN = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([^\s;@\\]+)\s*(.*)$")
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})$")
+_FAULTS = 100
 _FIRST_LINE = "# envbuild lock, format "
 
 
@@ -91,7 +92,8 @@ def requirements(packages: Sequence[LockedPackage]) -> str:
 def parse(text: str, source: str) -> Lock:
     """Parse a lock file's text; `source` names the file in messages.
 
-    Raises LockError that lists every faulty line: not a pin, no sha256, a duplicate package, a missing header.
+    Raises LockError that lists the faulty lines, at most 100: not a pin, no sha256, a duplicate package. A missing
+    header line is also listed.
     """
     header: dict[str, str] = {}
     packages: dict[str, LockedPackage] = {}
@@ -106,6 +108,8 @@ def parse(text: str, source: str) -> Lock:
             "use the envbuild version that wrote it, or make it again with `envbuild lock`",
         )
     for number, line in _logical_lines(text):
+        if len(faults) == _FAULTS:
+            break
         if line.startswith("#"):
             if match := _HEADER.match(line):
                 header[match[1]] = match[2]
@@ -131,20 +135,19 @@ def parse(text: str, source: str) -> Lock:
     return Lock(recipe, target, python, platform, digest, tuple(packages.values()), tuple(warnings))
 
 
-def _logical_lines(text: str) -> list[tuple[int, str]]:
-    """Return lines joined at trailing backslashes, with the number of the first line; blank lines are left out."""
-    joined: list[tuple[int, str]] = []
-    goes_on = False
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield lines joined at trailing backslashes, with the number of the first line; blank lines are left out."""
+    start, parts = 0, list[str]()
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
-        part = line.removesuffix("\\").rstrip()
-        if goes_on:
-            start, before = joined.pop()
-            joined.append((start, f"{before} {part}"))
-        elif line:
-            joined.append((number, part))
-        goes_on = line.endswith("\\")
-    return joined
+        start = start if parts else number
+        if parts or line:
+            parts.append(line.removesuffix("\\").rstrip())
+        if parts and not line.endswith("\\"):
+            yield start, " ".join(parts)
+            parts.clear()
+    if parts:
+        yield start, " ".join(parts)
 
 
 def without_credentials(text: str) -> str:

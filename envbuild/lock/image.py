@@ -7,7 +7,6 @@ archive's pool) or the digest of an existing image, and neither mirrors nor cred
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from envbuild.debian.lock import DebianLock, from_table
 from envbuild.errors import LockError
 from envbuild.image.model import digest_of, is_digest
 from envbuild.lock.lifecycle import package_changes, read_lock_file
+from envbuild.toml import parse_toml
 
 FORMAT = 1
 
@@ -80,8 +80,8 @@ def _text(value: str) -> str:
 def parse_image(text: str, source: str) -> ImageLock:
     """Parse a lock's text; `source` names the file in messages. Raises LockError."""
     try:
-        data = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # tomllib's own, and that of an integer with thousands of digits
+        data = parse_toml(text)
+    except ValueError as error:
         raise _faulty(source, str(error)) from None
     if type(data.get("format")) is not int:
         raise _faulty(source, "`format` is not a number")

@@ -60,7 +60,7 @@ def line_problem(text: str) -> str | None:
 def value_problem(value: str) -> str | None:
     """Return why `value` may not be the value of a variable, or None: others read job scripts, so no secrets."""
     if not value.isprintable():
-        return "a variable's value is text on one line"
+        return "is not one line of text"
     if redact(value) != value:
         return "holds a password or token, and job scripts are read by others; use a proxy or mirror that needs none"
     if looks_secret(value):

@@ -89,7 +89,9 @@ class LimitsTable:
 
     entries: int = key(500_000, "The most files, folders and links in all layers of one image.", minimum=1)
     unpacked_bytes: int = key(
-        128 << 30, "The most bytes of files in all layers of one image, holes of sparse files included.", minimum=1
+        128 << 30,
+        "The most bytes of files in all layers of one image; those in holes of a layer's sparse files count 16 times.",
+        minimum=1,
     )
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urljoin
 
 from envbuild.cache.retry import NotFound, RequestFailed
@@ -17,8 +18,11 @@ from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of, with_credentials_of
 
-_BASE = re.compile(r"""<base\s[^>]*?href\s*=\s*["']([^"']+)""", re.IGNORECASE)
+_BASE = re.compile(r"""<base\s[^<>]*?href\s*=\s*["']([^"']+)""", re.IGNORECASE)
 _BARE_ANCHOR = re.compile(r"""(href\s*=\s*["'][^"'#]*)#[^"'=]*(?=["'])""", re.IGNORECASE)
+
+# Errors from a page whose values have other types than the format says.
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,27 +99,32 @@ def read_page(url: str, project: str, client: Client, patient: bool = True) -> I
         response = client.page(url, patient=patient)
         url, kind = with_credentials_of(response.url, url), response.headers.get("Content-Type", kind)
         text = response.content.decode("utf-8", "replace")
-    if "json" not in kind:
-        # pip accepts <base>, and anchors that do not link to a file; mousebender does not.
-        if base := _BASE.search(text):
-            url = with_credentials_of(urljoin(url, base[1]), url)
-        text = _BARE_ANCHOR.sub(r"\1", text)
     try:
+        if "json" not in kind:
+            # pip accepts <base>, and anchors that do not link to a file; mousebender does not.
+            if base := _BASE.search(text):
+                url = with_credentials_of(urljoin(url, base[1]), url)
+            text = _BARE_ANCHOR.sub(r"\1", text)
         page = simple.parse_project_details(text, kind, project)
-    except (simple.UnsupportedMIMEType, simple.UnsupportedAPIVersion, ValueError, LookupError) as error:
+        links = [_link(file, url) for file in page["files"]]
+    except (simple.UnsupportedMIMEType, simple.UnsupportedAPIVersion, *_MALFORMED) as error:
         said = str(error).partition("\n")[0]
         raise RequestFailed(f"not a package index: {said}", answered=True) from None
-    for file in page["files"]:
-        link = with_credentials_of(urljoin(url, file["url"]).partition("#")[0], url)
-        digest = file["hashes"].get("sha256")
-        yield Link(
-            unquote(file["filename"]),
-            link,
-            digest.partition("&")[0].lower() if digest else None,
-            file.get("requires-python") or "",
-            str(file.get("upload-time") or ""),
-            file.get("yanked", False) is not False,
-        )
+    yield from links
+
+
+def _link(file: Mapping[str, Any], url: str) -> Link:
+    """Return one file of the page at `url`."""
+    link = with_credentials_of(urljoin(url, file["url"]).partition("#")[0], url)
+    digest = file["hashes"].get("sha256")
+    return Link(
+        unquote(file["filename"]),
+        link,
+        digest.partition("&")[0].lower() if digest else None,
+        str(file.get("requires-python") or ""),
+        str(file.get("upload-time") or ""),
+        file.get("yanked", False) is not False,
+    )
 
 
 def matches(filename: str, name: str, version: str) -> bool:

@@ -16,7 +16,9 @@ pattern, choices, minimum and check apply to each entry of a tuple or a dict.
 from __future__ import annotations
 
 from envbuild.toml.decode import Problem, closest, decode, json_schema, nearest
-from envbuild.toml.document import Document, Keys, read
+from envbuild.toml.document import Document, Keys, parse_toml, read
 from envbuild.toml.keys import form, key
 
-__all__ = ["Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "nearest", "read"]
+__all__ = [
+    "Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "nearest", "parse_toml", "read",
+]  # fmt: skip

@@ -17,6 +17,8 @@ from envbuild.files import read_small
 Keys = tuple[str | int, ...]
 _BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
 _KEY = re.compile(r"""[A-Za-z0-9_-]+|"(?:[^"\\]|\\.)*"|'[^']*'""")
+# tomllib keeps every prefix of a key: one of 20 kB takes 400 MB.
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*"|'[^'\n]*')[ \t]*+\.[ \t]*+){64}""")
 _SCALAR = re.compile(r'"""(?:[^\\]|\\.)*?"{3,5}|\'\'\'.*?\'{3,5}|"(?:[^"\\]|\\.)*"|\'[^\']*\'|[^],}#\n]+', re.S)
 
 
@@ -62,13 +64,21 @@ def read(path: Path, error: type[EnvbuildError] = RecipeError) -> Document:
         line, column = _line_column(good, len(good))
         raise error(f"{path}:{line}:{column}: byte 0x{raw[problem.start]:02x} is not UTF-8") from None
     try:
-        return Document(path, text, tomllib.loads(text))
+        return Document(path, text, parse_toml(text))
     except tomllib.TOMLDecodeError as problem:
         raise error(_syntax_error(path, text, str(problem))) from None
-    except RecursionError:
-        raise error(f"{path}: arrays or tables are nested too deeply") from None
     except ValueError as problem:  # for example an integer with thousands of digits
         raise error(f"{path}: {problem}") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the data in `text`. Raises ValueError, for a mistake in TOML's syntax tomllib's own."""
+    if _LONG_KEY.search(text):
+        raise ValueError("a key of more than 64 parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("arrays or tables are nested too deeply") from None
 
 
 def _syntax_error(path: Path, text: str, message: str) -> str:

@@ -26,6 +26,7 @@ from envbuild import process
 from envbuild.atomic import writing
 from envbuild.environment import Environment
 from envbuild.errors import HostError
+from envbuild.site.settings import LimitsTable
 from envbuild.verify import namespace
 from envbuild.verify.host import Launch
 from envbuild.verify.image_file import ImageFile, Runtime, passed
@@ -94,7 +95,7 @@ def _detail(spec: Mapping[str, Any]) -> str:
 def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> Iterator[Launch]:
     with environment.store.working("launched") as folder, ExitStack() as stack:
         if way == EXTRACT:
-            extract(image, folder / "image")
+            extract(image, folder / "image", environment.site.limits)
         try:
             keeper = stack.enter_context(_keeper(spec_of(image, way, folder, work, environment), environment))
         except WayUnavailable as error:
@@ -103,14 +104,14 @@ def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> I
         yield lambda program, arguments, extra: ([*enter, program, *arguments], {**variables, **extra})
 
 
-def extract(image: ImageFile, into: Path) -> None:
-    """Unpack `image` into the folder `into`. Raises BuildError when that fails."""
+def extract(image: ImageFile, into: Path, limits: LimitsTable) -> None:
+    """Unpack `image` into the folder `into`. Raises BuildError when that fails, or the image exceeds `limits`."""
     from envbuild.image.squashfs.read import SquashfsImage
     from envbuild.image.squashfs.unpack import unpack
 
     with writing(into), image.path.open("rb") as stream:
         into.mkdir(exist_ok=True)
-        unpack(SquashfsImage(stream, image.offset, str(image.path)), into)
+        unpack(SquashfsImage(stream, image.offset, str(image.path), limits), into)
 
 
 def spec_of(image: ImageFile, way: str, folder: Path, work: Path | None, environment: Environment) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from envbuild import __version__
 from envbuild.atomic import write_atomically
+from envbuild.files import parse_json, read_regular
 from envbuild.verify.model import FAIL, NOT_TRIED, Subject, Verdict
 from envbuild.verify.network import nccl_version
 
@@ -82,10 +83,7 @@ def write_receipt(receipt: dict[str, Any], path: Path) -> None:
 
 def read_receipt(path: Path) -> dict[str, Any]:
     """Return the receipt in the file `path`. Raises OSError, and ValueError if a part that is used is malformed."""
-    try:
-        receipt = json.loads(path.read_bytes())
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    receipt = parse_json(read_regular(path))
     for place, kind in _PARTS.items():
         *above, name = place.removesuffix("?").split(".")
         part: Any = receipt
@@ -115,8 +113,8 @@ def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
 
 def manifest_of(path: Path) -> str:
     """Return the sha256 of the manifest that the receipt beside `path` names, passing or not; "" without one."""
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        receipt = json.loads(receipt_path(path).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        receipt = parse_json(read_regular(receipt_path(path)))
         return str(receipt["artifact"].get("manifest", ""))
     return ""
 

@@ -5,24 +5,36 @@ from __future__ import annotations
 import io
 import time
 import tracemalloc
+import zipfile
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from lab.tar_blocks import END, pax, plain, special
 
-from envbuild.errors import BuildError, UsageError
+from envbuild.debian.control import parse_control
+from envbuild.errors import BuildError, EnvbuildError, LockError, RecipeError, UsageError
 from envbuild.image.entry import DIR
 from envbuild.image.quota import Quota
+from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Chunks, Member
 from envbuild.image.tree import MergedTree
+from envbuild.inspect.metadata import interest
 from envbuild.jobs.lint import lint
+from envbuild.layers.wheel import Scheme, wheel_tree
+from envbuild.lock import conda_format, format
+from envbuild.lock.image import parse_image
+from envbuild.recipe.load import load_recipe
 from envbuild.site.settings import LimitsTable
+from envbuild.verify.image_file import ImageFile
+from envbuild.verify.own_runtime import extract
 
 MIB = 1 << 20
 # Below the defaults, so that the tests are quick.
 LIMITS = LimitsTable(entries=5000, unpacked_bytes=1 << 30)
+SQUASHFS = Path(__file__).with_name("data") / "fuzz/plain.sqsh"
 HEAD = "#!/bin/bash\n#SBATCH --nodes=2\n"
 MANIFEST = "apiVersion: v1\nkind: Job\n"
 
@@ -73,6 +85,11 @@ def hole() -> Iterator[bytes]:
     yield pax(("GNU.sparse.map", b"0,0"), ("GNU.sparse.size", b"%d" % (15 << 40))) + plain()
 
 
+def small_holes() -> Iterator[bytes]:
+    for number in range(20):  # 5 MiB each, of 1 GiB
+        yield pax(("GNU.sparse.map", b"0,0"), ("GNU.sparse.size", b"%d" % (5 << 20))) + plain(f"f{number}")
+
+
 def members() -> Iterator[bytes]:
     for number in range(6000):
         yield plain(f"f{number}")
@@ -99,6 +116,7 @@ def long_through_a_link() -> Iterator[bytes]:
         (global_attributes, "bytes of names, attributes and maps"),
         (sparse_maps, "bytes of names, attributes and maps"),
         (hole, "more than 1073741824 bytes of files"),
+        (small_holes, "more than 1073741824 bytes of files"),
         (members, "more than 5000 files and folders"),
         (implied_folders, "more than 5000 files and folders"),
     ],
@@ -167,9 +185,27 @@ def remarks(count: int) -> None:
     lint(HEAD + "torchrun --nnodes=2 x " + "#" * 20 * count + " lint-job: ignore" + " " * count + "!", "job.sh")
 
 
+def continued(count: int) -> None:
+    assert parse_control("a: x\n" + " y\n" * 10 * count, "lab")["a"].count("y") == 10 * count
+
+
+def blanks(count: int) -> None:
+    reader = interest("var/lib/dpkg/status")
+    assert reader and reader(b"Package: x" + b" " * count + b"y\n")
+
+
 @pytest.mark.parametrize(
     ("work", "count"),
-    [(opaque, 3000), (launches, 300), (assigned, 3000), (nested_words, 400), (fallbacks, 1500), (remarks, 1000)],
+    [
+        (opaque, 3000),
+        (launches, 300),
+        (assigned, 3000),
+        (nested_words, 400),
+        (fallbacks, 1500),
+        (remarks, 1000),
+        (continued, 3000),
+        (blanks, 3000),
+    ],
 )
 def test_twice_the_input_takes_about_twice_as_long(work: Callable[[int], None], count: int) -> None:
     # A busy machine may disturb a measurement, but not three.
@@ -205,7 +241,7 @@ def test_numbers_of_thousands_of_digits_are_no_traceback(head: str) -> None:
         ("a: " + "[" * 10_000, "more than 64 levels"),
         ("a: " + "{a: " * 10_000, "more than 64 levels"),
         ("a: &a [x]\nb: [" + "*a, " * 300 + "]", "more than 256 aliases"),
-        ("a: " + "1" * 10_000, "no YAML of a manifest"),
+        ("a: " + "1" * 10_000, "a value that cannot be read"),
     ],
 )
 def test_a_manifest_that_nobody_writes_is_refused(text: str, says: str) -> None:
@@ -217,3 +253,88 @@ def test_aliases_of_aliases_are_searched_once() -> None:
     rows = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 25))
     assert lint(f"{MANIFEST}a0: &a0 [x]\n{rows}", "job.yaml") == []
     assert lint(f"{MANIFEST}a: &a [*a]\n", "job.yaml") == []
+
+
+def wheel_lock() -> None:
+    with pytest.raises(LockError) as caught:
+        format.parse("# envbuild lock, format 1; x\n" + "x\n" * 200_000, "lab")
+    assert caught.value.message.count("\n") < 110
+
+
+def conda_lock_of_lines() -> None:
+    with pytest.raises(LockError, match="11 MiB are no lock"):
+        conda_format.parse("a:\n" + '- ""\n' * (9 << 20 >> 2), "lab")
+
+
+def conda_lock_of_aliases() -> None:
+    rows = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
+    text = f"a0: &a0 [x]\n{rows}version: 1\npackage: [{{name: x, version: '1', manager: *a8}}]\n"
+    with pytest.raises(LockError, match="lab:2: more than 0 aliases"):
+        conda_format.parse_packages(text, "lab")
+
+
+def records() -> None:
+    reader = interest("site-packages/a-1.dist-info/RECORD")
+    assert reader and reader(b",,\n" * 600_000) is None
+
+
+@pytest.mark.parametrize("work", [wheel_lock, conda_lock_of_lines, conda_lock_of_aliases, records])
+def test_a_text_of_many_small_parts_takes_little_memory(work: Callable[[], None]) -> None:
+    tracemalloc.start()
+    try:
+        work()
+        assert tracemalloc.get_traced_memory()[1] < 90 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_of_metadata_the_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parser of headers takes sixty times the memory of its text."""
+    monkeypatch.setattr("envbuild.inspect.metadata._MAX_HEAD", 1000)
+    reader = interest("site-packages/a-1.dist-info/METADATA")
+    assert reader and reader(b"Name: a\n" + b"A:\n" * 1000 + b"Version: 1\n") == {
+        "name": "a", "version": "", "expression": "", "licenses": [],
+    }  # fmt: skip
+
+
+def test_a_yaml_document_of_very_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envbuild.yaml_reader._EVENTS", 1000)
+    with pytest.raises(LockError, match=r"lab:.*more than 1000 values"):
+        conda_format.parse("a: [" + "x, " * 2000 + "]", "lab")
+
+
+def test_a_wheel_whose_record_is_of_empty_rows_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "lab-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("lab-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+        archive.writestr("lab-1.0.dist-info/RECORD", ",,\n" * 300_000)
+    tracemalloc.start()
+    try:
+        list(wheel_tree(path, Scheme("opt/env", "3.11"), 0))
+        assert tracemalloc.get_traced_memory()[1] < 25 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_key_of_thousands_of_parts_is_refused(tmp_path: Path) -> None:
+    """tomllib would take gigabytes for one of 40 kB."""
+    text = "a." * 20_000 + "a = 1\n"
+    with pytest.raises(LockError, match="a key of more than 64 parts"):
+        parse_image(text, "lab")
+    (tmp_path / "recipe.toml").write_text(text)
+    with pytest.raises(RecipeError, match="a key of more than 64 parts"):
+        load_recipe(tmp_path / "recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (LimitsTable(entries=5), "more than 5 files"),
+        (LimitsTable(unpacked_bytes=9999), "more than 9999 bytes of files"),
+    ],
+)
+def test_a_squashfs_keeps_to_the_limits_of_the_site(limits: LimitsTable, says: str, tmp_path: Path) -> None:
+    with SQUASHFS.open("rb") as stream, pytest.raises(BuildError, match=says):
+        list(SquashfsImage(stream, 0, "lab", limits).entries())
+    with pytest.raises(EnvbuildError, match=says):  # as verification does where nothing can be mounted
+        extract(ImageFile(SQUASHFS, "enroot", 0, "gzip"), tmp_path / "unpacked", limits)

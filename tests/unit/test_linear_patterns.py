@@ -1,18 +1,23 @@
-"""The regular expressions of all rules take time in proportion to a line, whatever is in it."""
+"""The regular expressions of envbuild take time in proportion to a text, whatever is in it."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from importlib import resources
+from pathlib import Path
 from re import _constants as code  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
 import pytest
 
+import envbuild
+from envbuild import masking
 from envbuild.diagnose.nccl_log import load_patterns
 from envbuild.diagnose.rules import PLACES, load_rules
 from envbuild.jobs.lint_faults import load_faults
@@ -33,7 +38,37 @@ def expressions() -> dict[str, re.Pattern[str]]:
         found += [one for one in (fault.directive, fault.command) if one]
         # These have to match a whole value.
         found += [re.compile(rf"\A(?:{one.pattern})", one.flags) for one in fault.variables.values()]
+    found += [masking._forms(), *constants()]
     return {one.pattern: one for one in found}
+
+
+# They read the tables of envbuild itself.
+OWN = ("envbuild.diagnose.rules._PART", "envbuild.diagnose.engine._EITHER")
+
+
+def constants() -> Iterator[re.Pattern[str]]:
+    """The expressions that are constants of a module, anchored as its text uses them."""
+    whole = "".join(path.read_text(encoding="utf-8") for path in Path(envbuild.__path__[0]).rglob("*.py"))
+    for module in map(importlib.import_module, sorted(modules())):
+        source = Path(str(module.__file__)).read_text(encoding="utf-8")
+        for name, one in vars(module).items():
+            if not isinstance(one, re.Pattern) or f"{name} = " not in source or f"{module.__name__}.{name}" in OWN:
+                continue
+            pattern = one.pattern if isinstance(one.pattern, str) else one.pattern.decode("latin-1")
+            text = source if name.startswith("_") else whole
+            used = set(re.findall(rf"\b{name}\b[^\n]*?\.(match|fullmatch|search|sub|split|find\w+)\b", text))
+            begin = r"\A" if used and used <= {"match", "fullmatch"} else ""
+            end = r"\Z" if used == {"fullmatch"} else ""
+            yield re.compile(f"{begin}(?:{pattern}){end}", one.flags & (re.IGNORECASE | re.MULTILINE | re.DOTALL))
+
+
+def modules() -> Iterator[str]:
+    """The modules of envbuild that define expressions."""
+    for found in pkgutil.walk_packages(envbuild.__path__, "envbuild."):
+        path = Path(envbuild.__path__[0], *found.name.split(".")[1:])
+        text = (path / "__init__.py" if found.ispkg else path.with_suffix(".py")).read_text(encoding="utf-8")
+        if re.search(r"^\w+ = re\.compile|^\w+ = \(?\n? *re\.compile", text, re.MULTILINE):
+            yield found.name
 
 
 def example(nodes: Sequence[tuple[Any, Any]], before: str, repeats: set[tuple[str, str]]) -> str:
@@ -89,8 +124,13 @@ def _in(row: tuple[Any, Any], character: str) -> bool:
     return re.fullmatch(classes[value], character) is not None
 
 
+# Units that almost match an expression whose alternatives hide them from `example`.
+UNITS = ("://a:b", "://a:b/", "x=eyJaaaaaaaa-eyJaaaaaaaa", "TOKEN", "KEY=", "--key ", "-eyJaaaaaaaa", " ", "a ", "=a")
+
+
 def attacks(pattern: str) -> Iterator[tuple[str, str]]:
     """(start, unit): texts of many units that match almost, so that a search tries every way to match."""
+    yield from (("", unit) for unit in UNITS)
     repeats: set[tuple[str, str]] = set()
     whole = example(list(parser.parse(pattern)), "", repeats)
     units = {whole[:-1], whole[1:]} | {u for start, once in repeats for u in (once, start, start + once, start + " ")}
@@ -118,6 +158,7 @@ def slowdown(pattern: re.Pattern[str], start: str, unit: str) -> float:
 
 def test_the_test_finds_expressions_that_are_slow() -> None:
     for text in (r"FAILED (?P<who>.+?): no", r"x\S*?([^\s/]+): no"):
+        # Once one attack is found, the others need not be tried.
         assert any(slowdown(re.compile(text), *attack) > 3 for attack in attacks(text)), text
 
 

@@ -641,7 +641,7 @@ def test_passwords_are_not_repeated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(b"\x7fELF\xff\xfe", "is no text"), (None, "No such file"), (b"a: [", "no YAML")]
+    ("content", "says"), [(b"\x7fELF\xff\xfe", "is no text"), (None, "No such file"), (b"a: [", "not YAML")]
 )
 def test_what_cannot_be_read_is_named(content: bytes | None, says: str, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"

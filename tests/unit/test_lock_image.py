@@ -112,7 +112,7 @@ def test_the_file_says_how_it_was_made_and_holds_no_place() -> None:
         (OCI, "[oci]", "[[oci]]", "`oci` is not a table"),
         (OCI, "[oci]", "[oci", r"not an image lock: .* \(at line 7"),
         (OCI, "format = 1", "format = 1\nformat = 1", "Cannot overwrite"),
-        (OCI, "format = 1", "format = " + "[" * 100_000, "recursion"),
+        (OCI, "format = 1", "format = " + "[" * 100_000, "nested too deeply"),
         (OCI, "format = 1", "format = " + "9" * 5000, "4300 digits"),
         (DEBIAN, "[debian]", 'debian = "x"\n[other]', "unknown key 'other'"),
         (DEBIAN, 'suite = "bookworm"', "suite = 12", "suite"),

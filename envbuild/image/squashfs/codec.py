@@ -47,7 +47,7 @@ def codec_of(text: str) -> Codec:
             f"one of {', '.join(sorted(_KNOWN))}, with a level if you like: zstd:15",
         )
     number, default, low, high, make, _ = _KNOWN[name]
-    if colon and not (level_text.isascii() and level_text.isdigit()):
+    if colon and not (level_text.isascii() and level_text.isdigit() and len(level_text) < 5):
         raise UsageError(f"compression {text!r}: {level_text!r} is no level", f"{low} to {high}")
     level = int(level_text) if colon else default
     if not low <= level <= high:

@@ -188,7 +188,7 @@ def load(index: Path, data: Path, digests: Digests) -> Segment | None:
         if data.stat().st_size != table["size"]:
             return None
         return _segment(table, data) if digests.keep(data, table["sha256"]) else None
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
 

@@ -1,0 +1,51 @@
+"""Reader of YAML that others wrote, which may be made to take gigabytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from envbuild.errors import EnvbuildError
+
+# Real documents nest below 20 levels, and a lock of 1,000 packages has 50,000 events. Each takes up to 1 KB.
+_DEEPEST, _EVENTS = 64, 300_000
+
+
+def parse_yaml(text: str, name: str, error: type[EnvbuildError], hint: str, *, typ: str, aliases: int) -> list[Any]:
+    """Return the documents in `text`; `typ` is that of ruamel.yaml.
+
+    Raises `error` with `hint`, naming `name` and the line, for text that is not YAML. Text that is nested more than 64
+    levels deep, has more `aliases`, each of which can stand for all that is before it, or is very large, is refused.
+    """
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+    from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
+
+    yaml = YAML(typ=typ, pure=True)
+    depth = found = events = 0
+
+    class Bounded(yaml.Parser):  # type: ignore[name-defined, misc]
+        def get_event(self) -> Any:
+            nonlocal depth, found, events
+            event = super().get_event()
+            events += 1
+            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            found += isinstance(event, AliasEvent)
+            if depth > _DEEPEST or found > aliases or events > _EVENTS:
+                what = f"{_DEEPEST} levels" if depth > _DEEPEST else f"{aliases} aliases"
+                what = what if events <= _EVENTS else f"{_EVENTS} values, keys and lists"
+                raise error(f"{name}:{event.start_mark.line + 1}: more than {what}", hint)
+            return event
+
+    yaml.Parser = Bounded
+    yaml.composer.warn_double_anchors = False
+    try:
+        return list(yaml.load_all(text))
+    except YAMLError as problem:
+        mark = getattr(problem, "problem_mark", None) or getattr(problem, "context_mark", None)
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        said = getattr(problem, "problem", None) or str(problem).partition("\n")[0]
+        raise error(f"{name}{place}: not YAML: {said}", hint) from None
+    except (ValueError, TypeError, OverflowError, AttributeError, KeyError, IndexError, RecursionError) as problem:
+        # for example a number with thousands of digits, an invalid date, a list as a key
+        said = str(problem).partition("\n")[0]
+        raise error(f"{name}: YAML with a value that cannot be read: {said[:200]}", hint) from None
