@@ -211,16 +211,16 @@ def move_seal(root: Path, final: Path, store: Store) -> None:
         _note(root, store).replace(_note(final, store))
 
 
-def changes(root: Path, state: State, expected: str, store: Store, workers: int) -> list[str]:
+def changes(root: Path, state: State, expected: str, store: Store, workers: int, *, exact: bool = False) -> list[str]:
     """Return the files of the environment at `root` that are not those of its manifest, [] if it has none.
 
     `expected` is the manifest's sha256 in the receipt, "" if it names none. Files are read only if their stat changed
-    since they were last compared. Raises BuildError for a damaged manifest, OSError.
+    since they were last compared, or with `exact`. Raises BuildError for a damaged manifest, OSError.
     """
     manifest = read_manifest(root)
     if manifest is None or expected not in ("", manifest.digest):
         return [FILE] if expected else []
-    known, found = sealed(root, manifest, store), scan(root)
+    known, found = None if exact else sealed(root, manifest, store), scan(root)
     if found == known:
         return []
     if known is None:

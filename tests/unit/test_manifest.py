@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_train.preflight.files import FileCheck, changed_files
 from envbuild import process
 from envbuild.artifacts import manifest
 from envbuild.artifacts.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
@@ -143,6 +144,47 @@ def test_files_are_read_again_only_when_their_stat_changed(
     (root / MODULE).write_text("answer = 41\n")
     os.utime(root / MODULE, ns=(info.st_atime_ns, info.st_mtime_ns))
     assert changes(root, STATE, known.digest, store, 2) == [MODULE]
+
+
+def test_an_exact_comparison_trusts_no_note(root: Path, tmp_path: Path) -> None:
+    known, store = read_manifest(root), Store(tmp_path / "store")
+    assert known is not None
+    add(MODULE, b"answer = 41\n")(root)
+    seal(root, known, scan(root), store)  # as a disk that lost a write would have it
+    assert changes(root, STATE, known.digest, store, 2) == []
+    assert changes(root, STATE, known.digest, store, 2, exact=True) == [MODULE]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, expected) in PLANTS.items() if expected])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_node_finds_each_change_of_its_copy(root: Path, name: str, exact: bool) -> None:
+    known = read_manifest(root)
+    assert known is not None
+    wanted = FileCheck(known.digest, exact, 9.0)
+    compiled(root)
+    add("conda-meta/state")(root)
+    assert changed_files(root, wanted) == ""
+    plant, expected = PLANTS[name]
+    plant(root)
+    # Without `exact`, the size tells.
+    readable = (name != "a file that nobody may read" or os.geteuid() == 0) and name != "a module and its RECORD"
+    assert changed_files(root, wanted) == ", ".join(sorted(expected)) or not (exact or readable)
+
+
+def test_a_node_reads_files_only_for_an_exact_comparison(root: Path) -> None:
+    known = read_manifest(root)
+    assert known is not None
+    add(MODULE, b"answer = 41\n")(root)
+    wanted = FileCheck(known.digest, False, 9.0)
+    assert changed_files(root, wanted) == ""
+    assert changed_files(root, wanted._replace(exact=True)) == MODULE
+    for number in range(9):
+        add(f"bin/more-{number}")(root)
+    assert changed_files(root, wanted) == ", ".join(f"bin/more-{n}" for n in range(5)) + " and 4 more files"
+    (root / FILE).write_text("")
+    assert changed_files(root, wanted) == FILE
+    (root / FILE).unlink()
+    assert changed_files(root, wanted) == FILE
 
 
 def test_bytecode_that_was_compared_is_known_in_copies(
