@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from envbuild.cache.retry import NotFound, PlainRedirect, RequestFailed, Stopped, TRANSIENT, retry_after
+from envbuild.cache.retry import TRANSIENT, NotFound, PlainRedirect, RequestFailed, Stopped, retry_after
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact
 
 if TYPE_CHECKING:
