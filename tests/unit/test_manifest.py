@@ -22,8 +22,9 @@ from envbuild.artifacts import manifest
 from envbuild.artifacts.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import survey
-from envbuild.errors import BuildError
+from envbuild.errors import BuildError, VerificationError
 from envbuild.store.store import Store
+from envbuild.verify.receipt import manifest_of
 
 STATE = State("venv", "r", "", "", "", "cpu-x86_64", "3.11", "3.11.0", sys.executable, ())
 SITE = "lib/python3.11/site-packages"
@@ -254,3 +255,13 @@ def test_a_manifest_reads_back_as_it_was_written(files: dict[str, bytes]) -> Non
         assert read_manifest(Path(folder)) == made and made.rows.keys() == found.keys() == files.keys()
         text = (Path(folder) / FILE).read_text()
         assert [json.loads(line)[0] for line in text.splitlines()] == sorted(files)
+
+
+def test_the_receipt_of_a_replaced_environment_is_named(root: Path) -> None:
+    place = root.with_name("env.receipt.json")
+    place.write_text(json.dumps({"artifact": {"digest": STATE.digest, "manifest": "sha256:m"}}))
+    assert manifest_of(root) == manifest_of(root, STATE.digest) == "sha256:m"
+    other = replace(STATE, python_version="3.11.9").digest
+    with pytest.raises(VerificationError, match=f"{place} is the receipt of another artifact than {root}") as error:
+        manifest_of(root, other)
+    assert "remove the receipt" in str(error.value.hint)
