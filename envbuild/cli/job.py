@@ -164,7 +164,8 @@ def preflight_command(
 
     Run it inside of salloc or qsub -I: every node starts a small program of the artifact, tells what it has, and tries
     to reach every other one. Names the node, the address and the remedy of what would let training hang. Takes seconds.
-    Exit code 5 when something would. `envbuild job --preflight` puts the same before a job's training.
+    The nodes compare the files of a venv or conda environment with its manifest, with --exact their contents. Exit code
+    5 when something would. `envbuild job --preflight` puts the same before a job's training.
 
     \b
     Examples:
