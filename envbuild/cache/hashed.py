@@ -19,6 +19,9 @@ from envbuild.atomic import write_atomically
 from envbuild.progress import log
 from envbuild.resources import this_boot
 
+# The field of a note with the sha256 of its name and other fields.
+_SEAL = "seal"
+
 
 @dataclass(frozen=True, slots=True)
 class Digests:
@@ -80,15 +83,15 @@ def _key(real: str) -> list[object]:
 
 def write_note(path: Path, fields: Mapping[str, Any]) -> None:
     """Write a note, atomically. Raises OSError."""
-    write_atomically(path, json.dumps({**fields, "sha256": _sealed(path, fields)}))
+    write_atomically(path, json.dumps({**fields, _SEAL: _sealed(path, fields)}))
 
 
 def read_note(path: Path) -> dict[str, Any]:
     """Return the fields of a note; remove a damaged one, and say so. Raises OSError and ValueError."""
     fields = json.loads(path.read_bytes())
-    if not isinstance(fields, dict) or "sha256" not in fields:  # older versions wrote notes without it
+    if not isinstance(fields, dict) or _SEAL not in fields:  # older versions wrote notes without it
         raise ValueError("no note")
-    if fields.pop("sha256") != _sealed(path, fields):
+    if fields.pop(_SEAL) != _sealed(path, fields):
         log(f"{path}: damaged, its sha256 is another one; it is removed and made again")
         path.unlink()
         raise ValueError("another note")
