@@ -16,10 +16,11 @@ from envbuild.verify.receipt import read_receipt, receipt_path
 FORMAT = 1
 
 
-def describe(about: Description, contents: Inventory | None) -> dict[str, Any]:
+def describe(about: Description, contents: Inventory | None, *, exact: bool = False) -> dict[str, Any]:
     """Return the description of an artifact, with secrets masked.
 
-    Without `contents` (the artifact was not read), every field about its content is None.
+    Without `contents` (the artifact was not read), every field about its content is None. For `exact`, see
+    `receipt_of`.
     """
     about = completed(about, contents)
     python = {"version": about.python, "full": about.python_version or None, "interpreter": about.interpreter or None}
@@ -52,12 +53,15 @@ def describe(about: Description, contents: Inventory | None) -> dict[str, Any]:
         "size": contents.size if contents else None,
         "stored": about.stored or None,
         "filesystem": about.filesystem or None,
-        "receipt": _receipt_of(about),
+        "receipt": receipt_of(about, exact=exact),
     }
 
 
-def _receipt_of(about: Description) -> dict[str, Any] | None:
-    """Return the receipt of an artifact, None if there is none; `matches` says whether it is for this very artifact."""
+def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | None:
+    """Return the receipt of an artifact, None if there is none; `matches` says whether it is for this very artifact.
+
+    With `exact`, all files of an environment are read again to find those that changed since it was verified.
+    """
     # That of an artifact without a path is beside the default path of `envbuild docker`.
     if about.place is not None:
         path = receipt_path(about.place.absolute())
@@ -72,7 +76,7 @@ def _receipt_of(about: Description) -> dict[str, Any] | None:
         matches = digest == about.digest if about.digest else plan == about.plan_digest
         kind, changed = ARTIFACTS.get(about.kind), list[str]()
         if matches and kind is not None and about.place is not None:
-            changed = kind.changed(about.place, receipt["artifact"].get("manifest", ""))
+            changed = kind.changed(about.place, receipt["artifact"].get("manifest", ""), exact=exact)
         return {
             "path": str(path),
             "passed": bool(receipt["passed"]),

@@ -18,6 +18,9 @@ from envbuild.site.settings import Site, load_site
 from envbuild.site.uv_config import uv_environment, uv_settings
 from envbuild.store.store import Store, working_folder
 
+# What the names of the temporary folders of runs begin with.
+RUN = "envbuild-run-"
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -49,7 +52,7 @@ class Environment:
         self.store.clean_working()
         with contextlib.ExitStack() as stack:
             try:
-                folder = stack.enter_context(working_folder(Path(tempfile.gettempdir()), "envbuild-run-"))
+                folder = stack.enter_context(working_folder(Path(tempfile.gettempdir()), RUN))
             except OSError as error:
                 text = f"no temporary folder: {error.strerror}"
                 raise HostError(text, "set TMPDIR to a writable folder with free disk space") from error

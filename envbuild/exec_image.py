@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from envbuild.environment import Environment
+from envbuild.environment import RUN, Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.progress import Log
 from envbuild.recipe.accelerators import CPU, gpu_families
-from envbuild.store.store import remove_tree
+from envbuild.store.store import remove_tree, working_folder
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
 from envbuild.verify.own_runtime import EXTRACT, START, WAYS, WayUnavailable, extract, forbidden, spec_of
@@ -141,8 +141,7 @@ def _seen(path: str, binds: Sequence[Bind]) -> bool:
 def _start(image: ImageFile, way: str, told: Mapping[str, Any], environment: Environment, log: Log) -> int:
     """Run the program and return its wait status. Raises WayUnavailable when `way` cannot open the image here."""
     # On the node's own disk: the store may be on a file system that all nodes share.
-    folder = Path(tempfile.mkdtemp(prefix="envbuild-exec-"))
-    try:
+    with working_folder(Path(tempfile.gettempdir()), RUN, shared=True) as folder:
         spec = {**spec_of(image, way, folder, None, environment), **told, "unpacked": ""}
         if way == EXTRACT:
             size = image.path.stat().st_size >> 20
@@ -155,8 +154,6 @@ def _start(image: ImageFile, way: str, told: Mapping[str, Any], environment: Env
         for name in ("image", "root"):
             (folder / name).mkdir(exist_ok=True)
         return _supervised(spec, environment, None if way == EXTRACT else folder)
-    finally:
-        remove_tree(folder)
 
 
 def _supervised(spec: Mapping[str, Any], environment: Environment, removable: Path | None) -> int:

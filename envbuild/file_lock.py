@@ -45,26 +45,31 @@ def file_lock(
 
 
 @contextlib.contextmanager
-def folder_lock(folder: Path, on_wait: Callable[[], None] | None = None, *, wait: bool = True) -> Iterator[bool]:
-    """Hold an exclusive lock on `folder`, and yield whether its file system supports locks; leaves no file behind.
+def folder_lock(
+    folder: Path, on_wait: Callable[[], None] | None = None, *, wait: bool = True, shared: bool = False
+) -> Iterator[bool]:
+    """Hold a lock on `folder`, and yield whether its file system supports locks; leaves no file behind.
 
-    `on_wait` is called when another process holds the lock. Raises OSError when the folder cannot be opened,
-    BlockingIOError when another process holds the lock and `wait` is false.
+    The lock is exclusive, or `shared` with others that are. `on_wait` is called when another process holds the lock.
+    Raises OSError when the folder cannot be opened, BlockingIOError when another process holds the lock and `wait` is
+    false.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        yield _hold(handle, on_wait, None if wait else _refuse)
+        yield _hold(handle, on_wait, None if wait else _refuse, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     finally:
         os.close(handle)
 
 
-def _hold(handle: int, on_wait: Callable[[], None] | None, pause: Callable[[float], None] | None) -> bool:
+def _hold(
+    handle: int, on_wait: Callable[[], None] | None, pause: Callable[[float], None] | None, kind: int = fcntl.LOCK_EX
+) -> bool:
     told = False
     while True:
         # The first attempt does not block, so that `on_wait` can run; with `pause`, no attempt does.
         waits = told and pause is None
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+            fcntl.flock(handle, kind | (0 if waits else fcntl.LOCK_NB))
             return True
         except BlockingIOError:
             if on_wait and not told:

@@ -13,6 +13,8 @@ from .address import addresses, choose, free_port
 from .job import Run
 
 _POLL_S = 0.2
+# The first word of a row that says why its node cannot take part; no host has this name.
+_UNUSABLE = "!"
 
 
 @dataclass(frozen=True)
@@ -36,19 +38,18 @@ def this_host() -> str:
 def meet(run: Run, number: int, *, writes: bool = True) -> list[Row]:
     """Write this node's row unless it is there, and return the rows of all nodes by their numbers.
 
-    `writes` is false for the second and later processes of one node. Raises TrainError when no address is found, or
-    when a node does not write its row in time.
+    `writes` is false for the second and later processes of one node. Raises TrainError when no address of this node or
+    another one is found, or when a node does not write its row in time.
     """
     row = run.file(f"at.{number}")
     if writes and not row.exists():
         peer = _hosts(run)[0] if number == 0 else _read(run, 0, _deadline(run)).address
-        new = own_row(run, number, peer)
-        draft = row.with_name(f"{row.name}.new")
         try:
-            draft.write_text(f"{new.name} {new.address} {new.interface} {new.port}\n")
-            draft.replace(row)
-        except OSError as error:
-            raise TrainError(f"{row}: {os_reason(error)}; the run's folder must be writable on every node") from error
+            new = own_row(run, number, peer)
+        except TrainError as error:
+            _write(row, f"{_UNUSABLE} {this_host()}: {error.message}")  # so that no other node waits for this one
+            raise
+        _write(row, f"{new.name} {new.address} {new.interface} {new.port}")
         print(f"envbuild: node {number} is {new.name}, {new.address} on {new.interface}", flush=True)
     deadline = _deadline(run)
     rows = [_read(run, one, deadline) for one in range(run.job.nodes)]
@@ -57,6 +58,15 @@ def meet(run: Run, number: int, *, writes: bool = True) -> list[Row]:
         if names.count(name) > 1:
             raise TrainError(f"{run.job.launcher} started two processes on node {name} and none on another")
     return rows
+
+
+def _write(row: Path, line: str) -> None:
+    draft = row.with_name(f"{row.name}.new")
+    try:
+        draft.write_text(f"{line}\n", encoding="utf-8")
+        draft.replace(row)
+    except OSError as error:
+        raise TrainError(f"{row}: {os_reason(error)}; the run's folder must be writable on every node") from error
 
 
 def own_row(run: Run, number: int, peer: str) -> Row:
@@ -97,7 +107,10 @@ def _read(run: Run, number: int, deadline: float) -> Row:
     path = run.file(f"at.{number}")
     while True:
         with suppress(OSError, ValueError):
-            name, address, interface, port = path.read_text(encoding="utf-8").split()
+            text = path.read_text(encoding="utf-8")
+            if text.startswith(_UNUSABLE):
+                raise TrainError(f"node {number} cannot take part: {text[len(_UNUSABLE) :].strip()}")
+            name, address, interface, port = text.split()
             return Row(name, address, interface, int(port))
         if time.monotonic() > deadline:
             raise TrainError(

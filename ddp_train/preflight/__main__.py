@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from ..ending import leave
 from ..errors import BAD_INPUT, RUNTIME, TrainError
+from .files import FileCheck
 from .head import Head
 from .judge import judge
 from .model import DEVICES, FAIL, WARN, Finding, Node, Wanted, listed, nccl_version, torch_version
@@ -31,6 +32,8 @@ WAIT_S = 15.0
 # Nodes give up this long before the head: when the head exits, the launcher kills all processes, and the output
 # of the nodes must be complete by then.
 _EARLIER_S = 2.0
+# Time for the comparison of files; of a longer wait, all but this.
+_FILES_S = 9.0
 # Time that a node then stays alive, for the same reason.
 _STAY_S = 8.0
 # Limits on the number of findings in the output.
@@ -47,6 +50,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m ddp_train.preflight", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--digest", default="", help="digest of the artifact that all nodes must use (environments in folders)")
+    add("--manifest", default="", help="digest of the manifest of that environment, whose files are then compared")
+    add("--exact", action="store_true", help="compare the contents of files, too, which reads all of them")
     add("--gpus", type=int, default=0, help="GPUs that each node must offer")
     add("--provider", default="", help="libfabric provider that each node must have, such as efa")
     add("--arch", default="", help="x86_64 or aarch64")
@@ -80,11 +85,13 @@ async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, start
     if task is not None:
         with contextlib.suppress(ValueError, NotImplementedError, RuntimeError):  # not in the main thread
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    files = FileCheck(options.manifest, options.exact, max(_FILES_S, options.wait - _EARLIER_S - _FILES_S))
+    asked = files if options.manifest else None
     try:
         if place.node > 0:
             earlier = max(options.wait - _EARLIER_S, options.wait / 2)
-            return 0 if await run_node(place, environ, options.provider, earlier) else RUNTIME
-        head = Head(place, environ, options.provider, options.wait)
+            return 0 if await run_node(place, environ, options.provider, earlier, asked) else RUNTIME
+        head = Head(place, environ, options.provider, options.wait, asked)
         nodes = await head.run()
     except Unreached as error:
         me = f"{place.hosts[place.node]} ({place.address})"
@@ -94,7 +101,7 @@ async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, start
         return RUNTIME
     wanted = Wanted(
         options.digest, options.gpus, options.provider, options.arch, options.shm, options.free,
-        pins=bool(options.provider and environ.get(DEVICES)),
+        pins=bool(options.provider and environ.get(DEVICES)), manifest=options.manifest,
     )  # fmt: skip
     findings = judge(nodes, wanted)
     passed = not any(one.status == FAIL for one in findings)

@@ -23,7 +23,8 @@ from typing import Any
 
 from ..loaded import interfaces
 from . import host as this_host
-from .model import DEVICES, Facts
+from .files import FileCheck, changed_files
+from .model import DEVICES, UNKNOWN, Facts
 
 _LOOKUP_S = 4.0
 _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -31,9 +32,9 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 def collect(
     environ: Mapping[str, str], head: str, interface: str, hosts: Sequence[str],
-    addresses: Iterable[str], provider: str,
+    addresses: Iterable[str], provider: str, files: FileCheck | None,
 ) -> Facts:  # fmt: skip
-    """Return the facts of this node, with `hosts` and `addresses` looked up.
+    """Return the facts of this node, with `hosts` and `addresses` looked up, and the environment's `files` compared.
 
     Every probe has a time limit of seconds, so that a dead service does not block this.
     """
@@ -42,10 +43,12 @@ def collect(
     jobs: dict[str, Callable[[], Any]] = {
         "gpus": lambda: this_host.gpus(environ),
         "provider": lambda: this_host.missing_provider(provider, devices, state) if provider else "",
+        **({"files": partial(changed_files, Path(sys.prefix), files)} if files else {}),
         **{f"name {host}": partial(this_host.addresses_of, host) for host in hosts},
         **{f"reverse {one}": partial(this_host.name_of, one) for one in addresses},
     }
-    found = this_host.at_once(jobs, this_host.TOOL_S + 1, {"name": _LOOKUP_S, "reverse": _LOOKUP_S})
+    limits = {"name": _LOOKUP_S, "reverse": _LOOKUP_S, "files": files.limit_s if files else 0.0}
+    found = this_host.at_once(jobs, this_host.TOOL_S + 1, limits)
     looked_up = {host: found.get(f"name {host}") for host in hosts}
     return Facts(
         hostname=socket.gethostname(),
@@ -58,6 +61,7 @@ def collect(
         packages=packages(Path(sys.prefix)),
         artifact=str(state.get("artifact", "")),
         digest=state_digest(state),
+        changed=found.get("files", UNKNOWN),
         shm=this_host.size("/dev/shm")[0],
         run_free=this_host.size(environ.get("ENVBUILD_RUN", ""))[1],
         tmp_free=this_host.size(environ.get("TMPDIR") or "/tmp")[1],

@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .files import FileCheck
 from .model import Node, facts_of
 from .peers import FACTS_S, PAIR_S, SHARED_S, Unreached, collected, open_to_others, try_others
 from .place import NodeInfo
@@ -38,8 +39,10 @@ class _Arrived:
 class Head:
     """The head's part of a preflight."""
 
-    def __init__(self, place: NodeInfo, environ: Mapping[str, str], provider: str, wait_s: float) -> None:
-        self._place, self._environ, self._provider = place, environ, provider
+    def __init__(
+        self, place: NodeInfo, environ: Mapping[str, str], provider: str, wait_s: float, files: FileCheck | None
+    ) -> None:
+        self._place, self._environ, self._provider, self._files = place, environ, provider, files
         self._wait_s = wait_s
         self._arrived: dict[int, _Arrived] = {}
         self._all = asyncio.Event()
@@ -48,7 +51,7 @@ class Head:
     async def run(self) -> list[Node]:
         """Collect the results of all nodes. Raises Unreached when the rendezvous port cannot be opened."""
         place = self._place
-        facts = asyncio.ensure_future(collected(place, self._environ, self._provider))
+        facts = asyncio.ensure_future(collected(place, self._environ, self._provider, self._files))
         async with open_to_others(place) as port:
             server = await self._listen()
             try:

@@ -9,6 +9,7 @@ from typing import Any
 
 FAIL, WARN = "fail", "warn"
 UNLIMITED = -1
+UNKNOWN = "?"
 # Variable in which a job's script passes the files that show the adapters of the job's fabric on a node.
 DEVICES = "ENVBUILD_DEVICES"
 # Number of nodes or names that a line shows.
@@ -25,7 +26,8 @@ class Facts:
     `source` is the source address of packets to the head. `names` maps hosts to the addresses that this node
     looks up: [] for an unknown name, None for a look-up that did not end in time. `lines` maps hosts to their
     lines in /etc/hosts, `reverse` addresses to names. `provider` is "" if the provider is present or not
-    required, else the reason of its absence.
+    required, else the reason of its absence. `changed` are the files that are not those of the environment's manifest,
+    as text, UNKNOWN if they were not compared in time.
     """
 
     hostname: str = ""
@@ -38,6 +40,7 @@ class Facts:
     packages: dict[str, str] = field(default_factory=dict)
     artifact: str = ""
     digest: str = ""
+    changed: str = UNKNOWN
     shm: int = -1
     run_free: int = -1
     tmp_free: int = -1
@@ -77,7 +80,8 @@ def _fits(name: str, table: Mapping[str, Any]) -> bool:
 class Wanted:
     """Requirements of the job on its nodes; "" and 0 require nothing.
 
-    `shm` and `free` are in bytes; `pins` is whether the adapters of `provider` send from pinned memory.
+    `manifest` is the sha256 of the environment's manifest. `shm` and `free` are in bytes; `pins` is whether the
+    adapters of `provider` send from pinned memory.
     """
 
     digest: str = ""
@@ -87,6 +91,7 @@ class Wanted:
     shm: int = 0
     free: int = 0
     pins: bool = False
+    manifest: str = ""
 
 
 @dataclass(frozen=True)

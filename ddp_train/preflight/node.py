@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 
+from .files import FileCheck
 from .peers import AGAIN_S, FACTS_S, PAIR_S, SHARED_S, Unreached, collected, look_for, open_to_others, try_others
 from .place import NodeInfo
 from .rules_network import REMEDIES
@@ -17,12 +18,14 @@ NOT_STARTED = (
 )
 
 
-async def run_node(place: NodeInfo, environ: Mapping[str, str], provider: str, wait_s: float) -> bool:
+async def run_node(
+    place: NodeInfo, environ: Mapping[str, str], provider: str, wait_s: float, files: FileCheck | None
+) -> bool:
     """Run the part of a node other than the head; return the head's verdict.
 
     Raises Unreached when the head cannot be reached.
     """
-    facts = asyncio.ensure_future(collected(place, environ, provider))
+    facts = asyncio.ensure_future(collected(place, environ, provider, files))
     async with open_to_others(place) as port:
         wire, ahead_s, error_s = await _reach_head(place, wait_s)
         try:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
 from .facts import collect
+from .files import FileCheck
 from .model import Facts
 from .place import NodeInfo
 from .wire import LIMIT, PADDING, Wire, WireError, attempt
@@ -27,14 +28,14 @@ class Unreached(Exception):
         self.what, self.remedy = what, remedy
 
 
-async def collected(place: NodeInfo, environ: Mapping[str, str], provider: str) -> Facts:
+async def collected(place: NodeInfo, environ: Mapping[str, str], provider: str, files: FileCheck | None) -> Facts:
     """Return this node's facts. It looks up its own name, the head's, and those of the nodes that it tries."""
     near = sorted({place.node, 0, *place.partners(place.node)})
     hosts = [place.hosts[one] for one in near]
     addresses = {place.address, place.head}
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(
-        None, lambda: collect(environ, place.head, place.interface, hosts, sorted(addresses), provider)
+        None, lambda: collect(environ, place.head, place.interface, hosts, sorted(addresses), provider, files)
     )
 
 

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from .model import FAIL, SHOWN, UNLIMITED, WARN, Facts, Finding, Node, Wanted, few, is_nccl, nccl_version, torch_version
+from .model import (
+    FAIL,
+    SHOWN,
+    UNKNOWN,
+    UNLIMITED,
+    WARN,
+    Facts,
+    Finding,
+    Node,
+    Wanted,
+    few,
+    is_nccl,
+    nccl_version,
+    torch_version,
+)
 
 _LITTLE = 64 << 20
 _PAGE = 64 << 10
 # libfabric and ibverbs pin far more of a process's memory than this.
 _LITTLE_MEMLOCK = 64 << 20
+_BUILD_AGAIN = "build it again, or copy it to this node again; `envbuild verify` names all that changed"
 _ONE_ARTIFACT = "let all nodes use one artifact, on a file system that all see, or the same copy"
 
 
@@ -78,6 +93,13 @@ def artifact(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
                 FAIL, "artifact", at, what,
                 "it was rebuilt since the job was written, or this node has another copy: write the job again",
             )  # fmt: skip
+        elif wanted.manifest and facts.changed == UNKNOWN:
+            what = "its environment's files could not be compared with the manifest in time"
+            yield Finding(WARN, "files", at, what, "the file system answers slowly: give more time with --wait")
+        elif wanted.manifest and facts.changed:
+            yield Finding(
+                FAIL, "files", at, f"{facts.changed} changed since the environment was verified", _BUILD_AGAIN
+            )
 
 
 def resources(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:

@@ -92,7 +92,7 @@ def build(wanted: FolderBuild) -> State:
 
     with atomic.writing(environment.store.root):
         wheels, own = locate(plan, wanted.trainer, environment, wanted.offline)
-        install_packages(plan.conda, Prefix(staged, os.fspath(final)), environment.store, find, add)
+        read = install_packages(plan.conda, Prefix(staged, os.fspath(final)), environment.store, find, add)
     if plan.compile_bytecode:  # of modules that have none yet; those that do not compile are left, as installers do
         process.run(
             [interpreter(staged), "-m", "compileall", "-qq", "-j", str(resources.workers(environment.variables)),
@@ -104,7 +104,8 @@ def build(wanted: FolderBuild) -> State:
         records = read_records(staged)
     owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
     locked = {**recorded_files(records), **locked_files([*wheels, own], plan.python)}
-    return finish(wanted, version, os.fspath(interpreter(final)), locked, conda_packages(records), owned)
+    python = os.fspath(interpreter(final))
+    return finish(wanted, version, python, locked, conda_packages(records), owned, read)
 
 
 def _history(plan: Plan) -> str:

@@ -1,24 +1,27 @@
 """Conda packages unpacked in the store, from which environments are linked.
 
 conda/pkgs/NAME-VERSION-BUILD holds a package in the form of conda's own cache. Its files can be changed through
-a hard link in an environment, or be lost on a full disk. So conda/stamps records the sizes, times and modes of
-the files after unpacking; they are compared for each environment, and a package that differs is unpacked again.
+a hard link in an environment, or be lost on a full disk. So conda/stamps records the contents, times and modes of
+the files after unpacking; they are read for each environment, and a package that differs is unpacked again.
 conda/info holds the metadata of each archive.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import stat
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from envbuild.artifacts.installed import file_digest
+from envbuild.artifacts.manifest import Stat, stat_of
+from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
 from envbuild.files import walk_stats
@@ -32,6 +35,7 @@ Located = Sequence[tuple[CondaPackage, Path]]
 Locate = Callable[[Sequence[CondaPackage]], Located]
 _SCRIPT = re.compile(r"bin/\.[^/]+-(pre-link|post-link|pre-unlink)\.sh")
 _OURS = "envbuild"
+_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,26 +102,30 @@ def read_metadata(store: Store, package: CondaPackage, archive: Path) -> Metadat
     return Metadata(path, size, longest, file, tuple(scripts))
 
 
-def damaged(store: Store, packages: Iterable[CondaPackage]) -> list[CondaPackage]:
-    """Return those of `packages` whose files changed since they were unpacked."""
+def damaged(store: Store, packages: Sequence[CondaPackage], read: dict[Stat, str]) -> list[CondaPackage]:
+    """Return those of `packages` whose files changed since they were unpacked; for `read`, see `tree_digest`."""
 
-    def is_intact(package: CondaPackage) -> bool:
+    def is_intact(package: CondaPackage, _: object) -> bool:
         with contextlib.suppress(OSError):
-            return _stamp(store, package) == tree_digest(folder(store, package))
+            return _stamp(store, package) == tree_digest(folder(store, package), read)
         return False
 
-    return [package for package in packages if not is_intact(package)]
+    intact = each(packages, is_intact, _THREADS)
+    return [package for package, good in zip(packages, intact, strict=True) if not good]
 
 
-def stamp(store: Store, packages: Iterable[CondaPackage]) -> None:
-    """Record the files of `packages`, which were just unpacked. Raises BuildError when the store is not writable."""
-    for package in packages:
-        with _writing(store):
-            tree = tree_digest(folder(store, package))
-        _write(store, _note(store, package), {"sha256": package.sha256, "tree": tree})
+def stamp(store: Store, packages: Sequence[CondaPackage], read: dict[Stat, str]) -> None:
+    """Record the files of `packages`, which were just unpacked; for `read`, see `tree_digest`.
+
+    Raises BuildError when the store is not writable.
+    """
+    with _writing(store):
+        trees = each(packages, lambda package, _: tree_digest(folder(store, package), read), _THREADS)
+        for package, tree in zip(packages, trees, strict=True):
+            write_note(_note(store, package), {"archive": package.sha256, "tree": tree})
 
 
-def forget(store: Store, packages: Iterable[CondaPackage]) -> None:
+def forget(store: Store, packages: Sequence[CondaPackage]) -> None:
     """Remove unpacked packages; environments that are linked from them keep their files."""
     for package in packages:
         with _writing(store):
@@ -163,19 +171,28 @@ def archives(store: Store, packages: Sequence[CondaPackage], locate: Locate) -> 
     return found | again
 
 
-def tree_digest(root: Path) -> str:
-    """Return the sha256 of the names, modes, sizes and modification times of all files and links below `root`."""
-    rows = sorted((path, info.st_mode, info.st_size, info.st_mtime_ns) for path, info in walk_stats(root))
-    digest = hashlib.sha256(os.fsencode("\0".join([row[0] for row in rows])))
-    digest.update(array.array("q", [number for row in rows for number in row[1:]]).tobytes())
-    return digest.hexdigest()
+def tree_digest(root: Path, read: dict[Stat, str]) -> str:
+    """Return the sha256 of the names, modes, modification times and contents of all files and links below `root`.
+
+    Adds the sha256 of each file to `read`: the same files, linked into an environment, need not be read again.
+    Raises OSError.
+    """
+    rows: list[tuple[str | int, ...]] = []
+    for path, info in walk_stats(root):
+        file, found = root / path, stat_of(info)
+        if stat.S_ISLNK(info.st_mode):
+            content = os.readlink(file)
+        else:
+            content = read[found] = file_digest(file).hex()
+        rows.append((path, *found[:3], content))
+    return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
 
 def _stamp(store: Store, package: CondaPackage) -> str | None:
     """Return the digest that the unpacked `package` had, None if it was never unpacked completely."""
     try:
-        data = json.loads(_note(store, package).read_bytes())
-        return str(data["tree"]) if data["sha256"] == package.sha256 else None
+        data = read_note(_note(store, package))
+        return str(data["tree"]) if data["archive"] == package.sha256 else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -204,5 +221,5 @@ def _mismatched(store: Store, found: dict[CondaPackage, Path]) -> list[CondaPack
             return store.file_digest(path)
         return None
 
-    digests = each(list(found.values()), digest, 2)
+    digests = each(list(found.values()), digest, _THREADS)
     return [package for package, now in zip(found, digests, strict=True) if now != package.sha256]

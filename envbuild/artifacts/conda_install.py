@@ -7,8 +7,8 @@ import errno
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda_cache import Locate, Metadata
 from envbuild.artifacts.conda_link import run_job
 from envbuild.artifacts.conda_survey import META
+from envbuild.artifacts.manifest import Stat
 from envbuild.disk_space import check_disk_space
 from envbuild.errors import BuildError
 from envbuild.lock.conda import CondaPackage
@@ -42,8 +43,8 @@ class Prefix:
 
 def install_packages(
     packages: Sequence[CondaPackage], prefix: Prefix, store: Store, locate: Locate, then: Callable[[], None]
-) -> None:
-    """Install conda packages into a folder, and call `then`.
+) -> Mapping[Stat, str]:
+    """Install conda packages into a folder, and call `then`. Return the sha256 of the packages' files, by stat.
 
     `locate` finds the archives of packages that are not unpacked in the store. While `then` runs, the unpacked packages
     are checked; if one was damaged, everything is done again. Raises BuildError when a package is not available, the
@@ -78,25 +79,30 @@ def install_packages(
     scripts = [path for row in work.known.values() for path in row.scripts]
     if scripts:
         log(f"scripts that packages want run when linked are not run: {', '.join(scripts)}")
+    return work.read
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """The inputs of linking; `new` are the archives of packages that have to be unpacked first."""
+    """The inputs of linking; `new` are the archives of packages that have to be unpacked first.
+
+    `read` has the sha256 of the packages' files, by stat, once they were checked.
+    """
 
     store: Store
     staged: Path
     final: str
     known: dict[CondaPackage, Metadata]
     new: dict[CondaPackage, Path]
+    read: dict[Stat, str] = field(default_factory=dict)
 
     def changed(self) -> list[CondaPackage]:
         """Return the packages that changed since they were unpacked."""
-        return conda_cache.damaged(self.store, [package for package in self.known if package not in self.new])
+        return conda_cache.damaged(self.store, [one for one in self.known if one not in self.new], self.read)
 
     def check(self) -> list[CondaPackage]:
         """Record the files of the new packages, and return the changed ones."""
-        conda_cache.stamp(self.store, self.new)
+        conda_cache.stamp(self.store, list(self.new), self.read)
         return self.changed()
 
 

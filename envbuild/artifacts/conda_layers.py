@@ -24,7 +24,8 @@ from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda_cache import Locate
 from envbuild.artifacts.conda_install import Prefix, install_packages
 from envbuild.artifacts.conda_survey import META
-from envbuild.atomic import write_atomically, writing
+from envbuild.atomic import writing
+from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Readable, Tree
 from envbuild.image.layer import with_parents
@@ -92,14 +93,14 @@ def link_packages(
     inputs = [[p.stem, p.sha256, p.subdir, p.url, p.md5, p.depends] for p in packages]
     note = store.folder("conda", "images") / f"{key_of('conda-image', [scheme.prefix, inputs])}.json"
     try:
-        rows = json.loads(note.read_text(encoding="utf-8"))
+        rows = read_note(note)
         linked = [
             LinkedPackage(p, size, record, tuple(paths)) for p in packages for size, record, paths in [rows[p.stem]]
         ]
     except (OSError, ValueError, KeyError, TypeError):
         with writing(store.root):
             linked = [_read(root(), package, scheme, store) for package in packages]
-            write_atomically(note, json.dumps({p.package.stem: [p.size, p.record, p.paths] for p in linked}))
+            write_note(note, {p.package.stem: [p.size, p.record, p.paths] for p in linked})
     activated = [one.name for one in linked if any(map(_ACTIVATION.fullmatch, one.paths))]
     if activated:
         names = ", ".join(activated)

@@ -16,7 +16,7 @@ from typing import Protocol
 from envbuild import atomic, process, resources
 from envbuild.artifacts.installed import Distribution, distributions
 from envbuild.artifacts.layers_in import LayerFolder, install_layers
-from envbuild.artifacts.manifest import seal, shown, write_manifest
+from envbuild.artifacts.manifest import Stat, seal, shown, write_manifest
 from envbuild.artifacts.state import FILE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
@@ -121,12 +121,13 @@ def tool_hint(said: str) -> str:
 
 def finish(
     wanted: FolderBuild, python_version: str, python: str, locked: Mapping[str, Collection[str]],
-    conda: Sequence[Distribution] = (), owned: Collection[str] = (),
+    conda: Sequence[Distribution] = (), owned: Collection[str] = (), read: Mapping[Stat, str] = {},
 ) -> State:  # fmt: skip
     """Install the source layers into an environment that has all packages, check it, write and return its state.
 
     `python` is the interpreter that the state names. `locked` has the sha256 that a file of a package may have, by
-    path. `conda` are the conda packages, `owned` their .dist-info folders. Raises the errors of `layers`, and
+    path. `conda` are the conda packages, `owned` their .dist-info folders,
+    and `read` the sha256 of files that were read before, by stat. Raises the errors of `layers`, and
     BuildError when the packages or their files are not those of plan, layers and trainer.
     """
     plan, staged, environment = wanted.plan, wanted.staged, wanted.environment
@@ -138,7 +139,7 @@ def finish(
         packages = [(one.name, one.version, one.record) for one in (*conda, *added)]
         state = state_of(plan, python_version, python, packages, built)
         (staged / FILE).write_text(state.render(), encoding="utf-8")
-        manifest, files = write_manifest(staged, resources.workers(environment.variables))
+        manifest, files = write_manifest(staged, resources.workers(environment.variables), read)
     wrong = sorted(
         path for path, known in locked.items() if getattr(manifest.rows.get(path), "sha256", "") not in known
     )

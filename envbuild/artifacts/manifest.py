@@ -59,13 +59,14 @@ class Manifest:
     digest: str
 
 
-def write_manifest(root: Path, workers: int) -> tuple[Manifest, dict[str, Stat]]:
+def write_manifest(root: Path, workers: int, read: Mapping[Stat, str] = {}) -> tuple[Manifest, dict[str, Stat]]:
     """Read every file below `root` in `workers` threads and write the manifest there; also return what was read.
 
-    Raises BuildError for a file that cannot be read, and for what is neither file, link nor folder, OSError.
+    `read` has the sha256 of files that were read before and are linked there, by stat. Raises BuildError for a file
+    that cannot be read, and for what is neither file, link nor folder, OSError.
     """
     found, lines = scan(root), list[str]()
-    rows = dict(zip(found, _rows(root, list(found.items()), workers), strict=True))
+    rows = dict(zip(found, _rows(root, list(found.items()), workers, read), strict=True))
     if wrong := next((path for path, row in rows.items() if row == _NO_FILE), ""):
         raise BuildError(f"{root / wrong} is neither a file nor a link nor a folder, or cannot be read")
     for path, row in sorted(rows.items()):
@@ -103,11 +104,13 @@ def _digest(text: bytes) -> str:
 
 def scan(root: Path) -> dict[str, Stat]:
     """Return the stat of everything below `root` that is no folder, by path; no link is followed. Raises OSError."""
-    found = {
-        path: (info.st_mode, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino)
-        for path, info in walk_stats(root)
-    }
+    found = {path: stat_of(info) for path, info in walk_stats(root)}
     return {path: found[path] for path in sorted(found.keys() - _USERS)}
+
+
+def stat_of(info: os.stat_result) -> Stat:
+    """Return what tells whether a file changed."""
+    return info.st_mode, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino
 
 
 def check(
@@ -140,9 +143,11 @@ def check(
     return report, {path: found[path] for path in sorted(good)}
 
 
-def _rows(root: Path, files: Sequence[tuple[str, Stat]], workers: int) -> Iterator[Listed]:
+def _rows(
+    root: Path, files: Sequence[tuple[str, Stat]], workers: int, known: Mapping[Stat, str] = {}
+) -> Iterator[Listed]:
     def read(share: Sequence[tuple[str, Stat]], _: object) -> list[Listed]:
-        return [_read(os.path.join(root, path), info) for path, info in share]
+        return [_read(os.path.join(root, path), info, known.get(info, "")) for path, info in share]
 
     return (row for rows in each(_shares(files), read, workers) for row in rows)
 
@@ -151,11 +156,11 @@ def _shares(items: Sequence[T]) -> list[Sequence[T]]:
     return [items[start : start + _SHARE] for start in range(0, len(items), _SHARE)]
 
 
-def _read(path: str, info: Stat) -> Listed:
+def _read(path: str, info: Stat, sha256: str = "") -> Listed:
     try:
         if stat.S_ISLNK(info[0]):
             return Listed(target=os.readlink(path))
-        return Listed(stat.S_IMODE(info[0]), info[1], file_digest(path).hex())
+        return Listed(stat.S_IMODE(info[0]), info[1], sha256 or file_digest(path).hex())
     except OSError:  # no regular file, unreadable, or removed meanwhile
         return _NO_FILE
 
@@ -206,16 +211,16 @@ def move_seal(root: Path, final: Path, store: Store) -> None:
         _note(root, store).replace(_note(final, store))
 
 
-def changes(root: Path, state: State, expected: str, store: Store, workers: int) -> list[str]:
+def changes(root: Path, state: State, expected: str, store: Store, workers: int, *, exact: bool = False) -> list[str]:
     """Return the files of the environment at `root` that are not those of its manifest, [] if it has none.
 
     `expected` is the manifest's sha256 in the receipt, "" if it names none. Files are read only if their stat changed
-    since they were last compared. Raises BuildError for a damaged manifest, OSError.
+    since they were last compared, or with `exact`. Raises BuildError for a damaged manifest, OSError.
     """
     manifest = read_manifest(root)
     if manifest is None or expected not in ("", manifest.digest):
         return [FILE] if expected else []
-    known, found = sealed(root, manifest, store), scan(root)
+    known, found = None if exact else sealed(root, manifest, store), scan(root)
     if found == known:
         return []
     if known is None:

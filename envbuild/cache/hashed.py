@@ -1,17 +1,26 @@
-"""Digests of files: each file is hashed once since the boot, and again when its stat changed."""
+"""Digests of files, each hashed once since the boot and again when its stat changed, and notes that prove themselves.
+
+A note says something about content that costs too much to find out again. No name states the sha256 of a note, so it
+contains that of its own name and fields: a damaged note, and one of other content in its place, count as missing.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from envbuild.atomic import write_atomically
 from envbuild.progress import log
 from envbuild.resources import this_boot
+
+# The field of a note with the sha256 of its name and other fields.
+_SEAL = "seal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +79,24 @@ class Digests:
 def _key(real: str) -> list[object]:
     info = os.stat(real)
     return [real, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino, this_boot()]
+
+
+def write_note(path: Path, fields: Mapping[str, Any]) -> None:
+    """Write a note, atomically. Raises OSError."""
+    write_atomically(path, json.dumps({**fields, _SEAL: _sealed(path, fields)}))
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """Return the fields of a note; remove a damaged one, and say so. Raises OSError and ValueError."""
+    fields = json.loads(path.read_bytes())
+    if not isinstance(fields, dict) or _SEAL not in fields:  # older versions wrote notes without it
+        raise ValueError("no note")
+    if fields.pop(_SEAL) != _sealed(path, fields):
+        log(f"{path}: damaged, its sha256 is another one; it is removed and made again")
+        path.unlink()
+        raise ValueError("another note")
+    return fields
+
+
+def _sealed(path: Path, fields: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([path.name, fields], sort_keys=True).encode()).hexdigest()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from envbuild.cache.retry import TRANSIENT, NotFound, RequestFailed, Stopped, retry_after
+from envbuild.cache.retry import TRANSIENT, NotFound, PlainRedirect, RequestFailed, Stopped, retry_after
 from envbuild.files import parse_json
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact
 
@@ -181,8 +181,7 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
             parts = split(urljoin(resp.url, target or ""))
             host, plain = parts.netloc.rpartition("@")[2], parts.scheme == "http"
             if plain and resp.url.lower().startswith("https:") and not _listed(host, transport.unverified):
-                text = f"it redirects from HTTPS to plain HTTP at {host}; pip's trusted-host can allow this host"
-                raise RequestFailed(text, answered=True)
+                raise PlainRedirect(host)
             return target
 
     session = Session()

@@ -33,6 +33,14 @@ class RequestFailed(Exception):
         self.is_down = not answered and status in (None, 401, 407)
 
 
+class PlainRedirect(RequestFailed):
+    """A redirect from HTTPS to plain HTTP, which was not followed."""
+
+    def __init__(self, host: str) -> None:
+        text = f"it redirects from HTTPS to plain HTTP at {host}; pip's trusted-host can allow this host"
+        super().__init__(text, answered=True)
+
+
 class NotFound(RequestFailed):
     """The server answers, and does not have the resource."""
 

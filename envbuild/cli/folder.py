@@ -31,7 +31,7 @@ def _folder_options(*own: Decorator) -> Decorator:
         ),
         click.option("--submit", is_flag=True, help="Hand the job to sbatch or qsub."),
         click.option("--script", type=PATH, metavar="FILE", help="Write the job there. Default: print it."),
-        "no-verify", "faults",
+        "no-verify", "faults", "exact",
         click.option("--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."),
         "dry-run", "locked", "offline", "json",
     )  # fmt: skip
@@ -123,7 +123,7 @@ def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str |
         return
     result = make_environment(
         kind, plan, trainer, environment, path, offline=options.offline, python=options.python,
-        verify=not options.no_verify, faults=options.faults,
+        verify=not options.no_verify, faults=options.faults, exact=options.exact,
     )  # fmt: skip
     if not result.built and not result.verified:
         log(f"{path}: nothing changed ({result.seconds:.2f} s)")
@@ -157,6 +157,7 @@ def _build_by_job(
     flags = {
         "--faults": options.faults,
         "--no-verify": options.no_verify,
+        "--exact": options.exact,
         "--compile-bytecode": options.compile_bytecode,
         "--offline": options.offline and bundle is None,
     }

@@ -13,7 +13,7 @@ from envbuild.artifacts.manifest import shown
 from envbuild.cli import layout
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import with_options
-from envbuild.describe import describe
+from envbuild.describe import describe, receipt_of
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 from envbuild.inspect.compare import Change, Comparison, compare
@@ -40,9 +40,9 @@ _PARTS = {
 @click.option("--packages", is_flag=True, help="List every package, and nothing else.")
 @click.option("--layers", is_flag=True, help="List an image's layers; nothing in it is read.")
 @click.option("--sbom", type=click.Choice(["cyclonedx"]), help="Write the bill of materials, CycloneDX 1.6.")
-@with_options("json")
+@with_options("exact", "json")
 def inspect_command(
-    artifact: str, target: str | None, packages: bool, layers: bool, sbom: str | None, as_json: bool
+    artifact: str, target: str | None, packages: bool, layers: bool, sbom: str | None, exact: bool, as_json: bool
 ) -> None:
     """Show what ARTIFACT is: recipe, locks, base, packages, layers, settings, receipt.
 
@@ -73,7 +73,7 @@ def inspect_command(
             date = source_date(environment) if "SOURCE_DATE_EPOCH" in environment.variables else None
             click.echo(cyclonedx(opened.about, contents, date), nl=False)
             return
-        found = describe(opened.about, contents)
+        found = describe(opened.about, contents, exact=exact)
     if as_json:
         print_json(found)
         return
@@ -169,15 +169,15 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> None:
 @click.option("--target", metavar="TARGET", help="Platform of multi-platform images.")
 @click.option("--files/--no-files", default=True, help="Compare every file (default), or packages alone.")
 @click.option("--all", "everything", is_flag=True, help=f"List all files, not the first {_LINES}.")
-@with_options("json")
-def diff_command(a: str, b: str, target: str | None, files: bool, everything: bool, as_json: bool) -> None:
+@with_options("exact", "json")
+def diff_command(a: str, b: str, target: str | None, files: bool, everything: bool, exact: bool, as_json: bool) -> None:
     """Compare two artifacts of any kinds: settings, packages, files. Exit code 0 equal, 1 different.
 
     A and B are paths of venvs, conda environments, OCI layouts, image archives, squashfs images or SIFs, venv:DIR,
     conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME, docker://REGISTRY/NAME, or
     names of images in the docker daemon. A venv or conda environment is compared with the environment in an image, and
     a venv with a conda environment by their site-packages; what differs between two kinds by nature is left out, and
-    said.
+    said. Files of a venv or conda environment that changed since it was verified are named.
 
     \b
     Examples:
@@ -189,14 +189,21 @@ def diff_command(a: str, b: str, target: str | None, files: bool, everything: bo
     environment = load_environment()
     with open_artifacts((a, b), environment, target) as (one, other):
         found = compare(one, other, files=files)
-        digests = [about.digest or about.identity for about in (one.about, other.about)]
+        sides: list[dict[str, Any]] = [
+            {"artifact": text, "digest": side.about.digest or side.about.identity,
+             "receipt": receipt_of(side.about, exact=exact)}
+            for text, side in ((a, one), (b, other))
+        ]  # fmt: skip
+    for side in sides:
+        if (receipt := side["receipt"]) and receipt["changed"]:
+            log(f"{side['artifact']}: its receipt: {_receipt(receipt)}")
     if as_json:
         changes = {key: getattr(found, name) for name, (key, _, _) in _PARTS.items()}
         told = {
             "format": 1,
             "equal": found.equal,
-            "a": {"artifact": a, "digest": digests[0]},
-            "b": {"artifact": b, "digest": digests[1]},
+            "a": sides[0],
+            "b": sides[1],
             **{key: None if part is None else [one.as_json() for one in part] for key, part in changes.items()},
             "left_out": list(found.left_out),
             "notes": list(found.notes),

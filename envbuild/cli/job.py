@@ -77,7 +77,7 @@ class _WithScript(click.Command):
 @click.option("--endpoint", metavar="HOST:PORT", default="", help="The etcd server.")
 @click.option("--preflight", is_flag=True, help="Check nodes and network first; see `envbuild preflight`.")
 @_unverified_option
-@with_options("target")
+@with_options("exact", "target")
 @click.option("--out", type=PATH, metavar="FILE", help="Write it there. Default: print it.")
 @click.option("--explain", is_flag=True, help="Show every value and who decided it, on standard error.")
 @click.option("--submit", is_flag=True, help="Hand it to the scheduler; prints the job's number.")
@@ -89,6 +89,7 @@ def job_command(
     target: str | None,
     out: Path | None,
     unverified: bool,
+    exact: bool,
     explain: bool,
     submit: bool,
     as_json: bool,
@@ -111,11 +112,11 @@ def job_command(
 
     check_out(out)
     where = load_site(os.environ, site)
-    request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), **options)
+    request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), exact=exact, **options)
     nobody = request.scheduler is None and where.scheduler.kind == "none"
     # Without a scheduler, the job runs on this host, without a docker daemon.
     kinds = kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
-    opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified)
+    opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact)
     if nobody:
         raise no_scheduler_error(request, opened, where)
     plan = plan_job(request, opened, where)
@@ -148,15 +149,23 @@ def job_command(
 @_launcher_option
 @click.option("--work", metavar="DIR", help="Folder that all nodes see. Default: [paths] shared, or here.")
 @_unverified_option
-@with_options("target")
+@with_options("exact", "target")
 def preflight_command(
-    named: str, site: str | None, hosts: str, launcher: str | None, unverified: bool, target: str | None, **options: Any
+    named: str,
+    site: str | None,
+    hosts: str,
+    launcher: str | None,
+    unverified: bool,
+    exact: bool,
+    target: str | None,
+    **options: Any,
 ) -> None:
     """Check the nodes of an allocation, and the network between them, before training.
 
     Run it inside of salloc or qsub -I: every node starts a small program of the artifact, tells what it has, and tries
     to reach every other one. Names the node, the address and the remedy of what would let training hang. Takes seconds.
-    Exit code 5 when something would. `envbuild job --preflight` puts the same before a job's training.
+    The nodes compare the files of a venv or conda environment with its manifest, with --exact their contents. Exit code
+    5 when something would. `envbuild job --preflight` puts the same before a job's training.
 
     \b
     Examples:
@@ -172,12 +181,13 @@ def preflight_command(
         name=NAME,
         launcher=allocation.launcher or launcher,
         preflight=True,
+        exact=exact,
         current=Path.cwd(),
         envbuild=own_command(),
         **options,
     )
     kinds = wanted_kinds(allocation.scheduler, where)
-    opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified)
+    opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact)
     plan = alone(plan_job(request, opened, where))
     code = run_now(plan, allocation, os.environ)
     if code == VerificationError.exit_code:

@@ -26,6 +26,7 @@ _FLAGS = {
     "no-verify": "Only build; leave no receipt.",
     "faults": "Verify too that a killed rank restarts from the snapshot.",
     "no-bytecode": "Leave compiled modules out of the image.",
+    "exact": "Read all files of a venv or conda environment again, whatever their size, times and inode say.",
     "dry-run": "Print the plan and stop.",
 }
 _VALUES = {
@@ -77,6 +78,7 @@ class BuildOptions:
     faults: bool = False
     compile_bytecode: bool = False
     no_bytecode: bool = False
+    exact: bool = False
     dry_run: bool = False
     locked: bool = False
     offline: bool = False

@@ -33,13 +33,14 @@ class JobInputs:
 
 
 def open_artifact(
-    named: str, kinds: tuple[str, ...], target: str | None, *, shared: str = "", unverified: bool = False
-) -> JobInputs:
+    named: str, kinds: tuple[str, ...], target: str | None, *, shared: str = "", unverified: bool = False,
+    exact: bool = False,
+) -> JobInputs:  # fmt: skip
     """Return the artifact that `named` refers to.
 
     `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or the name of a recipe. For a
     recipe, this is the first of `kinds` that was built, in the current folder or in `shared` ([paths] shared of
-    the site), where jobs build.
+    the site), where jobs build. With `exact`, all of its files are read again and compared.
 
     Raises UsageError when there is none, VerificationError when no passing receipt exists, unless `unverified`.
     """
@@ -47,15 +48,17 @@ def open_artifact(
     if "@sha256:" in named:
         return _image(named, target, unverified)
     if (path / "recipe.toml").is_file():
-        return _built(path.resolve().name, kinds, target, shared, unverified)
+        return _built(path.resolve().name, kinds, target, shared, unverified, exact)
     if path.exists() and ("/" in named or path.is_file() or read_state(path) is not None):
-        return _local(path, target, unverified)
+        return _local(path, target, unverified, exact)
     if "/" in named:
         raise UsageError(f"{named} does not exist", "give what `envbuild venv` or another build printed")
-    return _built(named, kinds, target, shared, unverified)
+    return _built(named, kinds, target, shared, unverified, exact)
 
 
-def _built(recipe: str, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool) -> JobInputs:
+def _built(
+    recipe: str, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool, exact: bool
+) -> JobInputs:
     """Return the artifact of `recipe` from the folders in which builds write it."""
     tops = [Path("build") / recipe]
     if shared and Path(shared).absolute() != Path.cwd():
@@ -70,7 +73,9 @@ def _built(recipe: str, kinds: tuple[str, ...], target: str | None, shared: str,
     if len(found) > 1:
         raise UsageError(f"{recipe} is built for {', '.join(name for _, name, _ in found)}", "choose one with --target")
     kind, name, place = found[0]
-    return _pushed(place, name, unverified) if ARTIFACTS[kind].form == "registry" else _local(place, target, unverified)
+    if ARTIFACTS[kind].form == "registry":
+        return _pushed(place, name, unverified)
+    return _local(place, target, unverified, exact)
 
 
 def _places(top: Path, recipe: str, kinds: tuple[str, ...], target: str | None) -> list[tuple[str, str, Path]]:
@@ -87,7 +92,7 @@ def _places(top: Path, recipe: str, kinds: tuple[str, ...], target: str | None) 
     return found
 
 
-def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
+def _local(path: Path, target: str | None, unverified: bool, exact: bool) -> JobInputs:
     """Return the folder or image file at `path`, which nodes see at the same path."""
     kind = kind_at(path)
     if kind is None:
@@ -100,7 +105,8 @@ def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
     receipt = passing_receipt(path, digest)
     if receipt is None and not unverified:
         raise _refusal(str(path), receipt_path(path), f"envbuild verify {path}")
-    changed = kind.changed(path, receipt["artifact"].get("manifest", "")) if receipt else []
+    manifest = receipt["artifact"].get("manifest", "") if receipt else ""
+    changed = kind.changed(path, manifest, exact=exact) if receipt else []
     if changed and not unverified:
         raise VerificationError(
             f"{path}: {shown(changed)} changed since it was verified",
@@ -116,6 +122,7 @@ def _local(path: Path, target: str | None, unverified: bool) -> JobInputs:
         fabric=state.fabric,
         provider=find_fabric(state.fabric).provider,
         verified_at=receipt.get("verified_at", "") if receipt and not changed else "",
+        manifest=manifest if not changed else "",
     )
     packages = frozenset(name for name, _, _ in state.packages)
     return JobInputs(artifact, state.layers, nccl_version(state), state.verify, packages)

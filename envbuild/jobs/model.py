@@ -24,7 +24,8 @@ class JobArtifact:
 
     `path` is the artifact as nodes find it: a folder, a file, or a reference NAME@sha256:… in a registry.
     `python` is its interpreter as its own processes see it, `digest` is the digest of its content (or
-    manifest), and `verified_at` is the time of its receipt, "" without a passing one.
+    manifest), `manifest` that of the manifest of a verified environment's files, and `verified_at` is the time of its
+    receipt, "" without a passing one.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class JobArtifact:
     fabric: str = "any"
     provider: str = ""
     verified_at: str = ""
+    manifest: str = ""
 
     @property
     def of_kind(self) -> Artifact:
@@ -91,6 +93,7 @@ class JobPlan:
     rendezvous: Literal["c10d", "etcd-v2"] = "c10d"
     rendezvous_endpoint: str = ""
     preflight: bool = False
+    exact: bool = False
     envbuild: str = "envbuild"
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -152,6 +155,7 @@ class JobRequest:
     rendezvous: Literal["c10d", "etcd-v2"] = "c10d"
     endpoint: str = ""
     preflight: bool = False
+    exact: bool = False
     work: str | None = None
     current: Path = Path()
     envbuild: str = "envbuild"

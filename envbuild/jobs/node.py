@@ -18,6 +18,8 @@ from envbuild.jobs.modules import module_lines, module_shell
 from envbuild.jobs.quote import fill, inside, path_word, word
 
 _WIDTH = 110
+# Time for nodes to read a whole environment, in seconds.
+_READING_S = "300"
 
 _NODE = r"""#!/bin/sh
 # Starts ddp_train.launch on a node: sh node-RESTARTS.sh STEP SETTINGS [NUMBER].
@@ -88,6 +90,8 @@ def _checks(plan: JobPlan) -> list[str]:
     given = ["--arch", artifact.arch]
     if plan.runtime == "folder":  # an image's digest is not visible from inside
         given += ["--digest", artifact.digest]
+        if artifact.manifest:
+            given += ["--manifest", artifact.manifest, *(["--exact", "--wait", _READING_S] if plan.exact else [])]
     if plan.gpus_per_node:
         given += ["--gpus", str(plan.gpus_per_node)]
     return given + (["--provider", artifact.provider] if artifact.provider else [])

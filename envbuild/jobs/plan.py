@@ -123,6 +123,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         rendezvous=request.rendezvous,
         rendezvous_endpoint=request.endpoint,
         preflight=request.preflight,
+        exact=request.exact,
         envbuild=request.envbuild,
         origins=origins,
     )

@@ -78,10 +78,11 @@ class Artifact:
         """
         raise NotImplementedError(f"{self.name} artifacts have no path")
 
-    def changed(self, path: Path, manifest: str) -> list[str]:
+    def changed(self, path: Path, manifest: str, *, exact: bool = False) -> list[str]:
         """Return the files of the artifact at `path` that are not those of its manifest, whose sha256 is `manifest`.
 
-        "" stands for the manifest inside of the artifact. Raises BuildError for a damaged one.
+        "" stands for the manifest inside of the artifact. With `exact`, files are read again whose stat has not changed
+        since they were last compared. Raises BuildError for a damaged manifest.
         """
         return []  # the digest of an image covers all of it
 
@@ -124,14 +125,14 @@ class FolderArtifact(Artifact):
         assert state is not None, "holds() said so"
         return BuiltArtifact(state, state.digest, str(path.absolute() / "bin" / "python"))
 
-    def changed(self, path: Path, manifest: str) -> list[str]:
+    def changed(self, path: Path, manifest: str, *, exact: bool = False) -> list[str]:
         from envbuild import resources
         from envbuild.artifacts.manifest import changes
         from envbuild.environment import load_environment
 
         environment = load_environment()
         workers = resources.workers(environment.variables)
-        return changes(path, self.read(path).state, manifest, environment.store, workers)
+        return changes(path, self.read(path).state, manifest, environment.store, workers, exact=exact)
 
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
         from envbuild.errors import UsageError

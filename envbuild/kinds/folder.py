@@ -54,9 +54,9 @@ def prepare_folder(
 
 def make_environment(
     kind: FolderArtifact, plan: Plan, trainer: Trainer, environment: Environment, path: Path, *,
-    offline: bool, python: str | None = None, verify: bool = True, faults: bool = False,
+    offline: bool, python: str | None = None, verify: bool = True, faults: bool = False, exact: bool = False,
 ) -> Result:  # fmt: skip
-    """Build and verify the environment of `plan` at `path`, unless the existing one is current.
+    """Build and verify the environment of `plan` at `path`, unless the existing one is current, by `exact` comparison.
 
     The new environment replaces the old one only after it passed. If it fails, the old one stays, the failed one is
     kept as NAME.failed with its receipt, and VerificationError is raised.
@@ -88,7 +88,7 @@ def make_environment(
             log(f"{path}: the plan changed since it was built; building again")
         elif not module.is_current(path, state, python):
             log(f"{path}: its packages or its interpreter changed since the build; building again")
-        elif changed := changes(path, state, manifest_of(path), environment.store, workers):
+        elif changed := changes(path, state, manifest_of(path), environment.store, workers, exact=exact):
             log(f"{path}: {shown(changed)} changed since the build; building again")
         else:
             known = not verify or has_receipt(path, state.digest, plan, faults)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar, cast
 
-from envbuild.atomic import replacing, write_atomically
+from envbuild.atomic import replacing
+from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
 from envbuild.image.blobs import opened
@@ -110,7 +110,7 @@ class TarCache:
                 "diff_id": layer.diff_id, "unpacked": layer.unpacked, "distributions": distributions,
                 "members": self.store.file_digest(_members(part.key, self.store)),
             }  # fmt: skip
-            write_atomically(note, json.dumps(index))
+            write_note(note, index)
             return CachedLayer(layer, part.title, part.key, distributions)
 
         return cached(lambda: known_part(part, self.store), write, note, part.title, self.store, self.log)
@@ -158,7 +158,7 @@ def cached(known: Callable[[], M | None], write: Callable[[], M], place: Path, t
 def known_part(part: LayerRequest, store: Store) -> CachedLayer | None:
     """Return the tar of `part` from the store; None when its index is missing or invalid, or the blob is missing."""
     try:
-        data = json.loads(_note(part, store).read_text(encoding="utf-8"))
+        data = read_note(_note(part, store))
         blob = Descriptor(str(data["media_type"]), str(data["digest"]), data["size"])
         layer = Layer(blob, str(data["diff_id"]), int(data["unpacked"]))
         found = read_distributions(data["distributions"])
@@ -229,7 +229,7 @@ class SegmentCache:
             with replacing(data) as path:
                 segment = write_segment(items(), path, self.codec, self.workers)
             distributions = tuple(sorted(found))
-            write_atomically(place.with_suffix(".json"), json.dumps(distributions))
+            write_note(place.with_suffix(".json"), {"distributions": distributions})
             save(
                 segment, place.with_suffix(".index"), self.store.file_digest(data)
             )  # last: it marks a complete segment
@@ -243,9 +243,9 @@ def _known(place: Path, title: str, key: str, store: Store) -> CachedSegment | N
     if segment is None:
         return None
     try:
-        rows = json.loads(place.with_suffix(".json").read_text(encoding="utf-8"))
+        rows = read_note(place.with_suffix(".json"))["distributions"]
         return CachedSegment(segment, title, key, read_distributions(rows))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -116,15 +116,20 @@ class LocalBuildHost:
             raise
 
 
+def check_path(folder: Path) -> None:
+    """Raise HostError if the path has a character that configure, make or the linker's options take as syntax."""
+    if set(str(folder)) & set("\\\"#$&'`, \t\n"):
+        raise HostError(
+            f"source layers cannot be compiled in {str(folder)!r}: its path has a blank or one of \\ \" # $ & ' ` ,",
+            "set ENVBUILD_STORE (or `store` in site.toml) to a folder without these characters in its path",
+        )
+
+
 @contextlib.contextmanager
 def local_build_host(work: Path, variables: Mapping[str, str]) -> Iterator[LocalBuildHost]:
     """Yield this host as the build host, with the work folder `work` and the variables for compilers and modules.
 
-    Raises HostError if the path of `work` has a character that configure, make or the linker's options take as syntax.
+    Raises HostError if the path of `work` is not one to compile in.
     """
-    if set(str(work)) & set("\\\"#$&'`,"):
-        raise HostError(
-            f"source layers cannot be compiled in {work}: its path has one of \\ \" # $ & ' ` ,",
-            "set ENVBUILD_STORE (or `store` in site.toml) to a folder without these characters in its path",
-        )
+    check_path(work)
     yield LocalBuildHost(work, build_variables(variables))

@@ -119,10 +119,12 @@ def check_here(layers: RequestedLayers, environment: Environment) -> None:
             if tree is None:
                 raise other_host(layers.sources, arch)
             done[one.name] = tree
-        elif layers.builder is None and one.environment.startswith(UNKNOWN):
-            from envbuild.layers.local_build_host import host_identity
+        elif layers.builder is None:
+            from envbuild.layers.local_build_host import check_path, host_identity
 
-            host_identity(one, environment.variables)
+            check_path(environment.store.root)
+            if one.environment.startswith(UNKNOWN):
+                host_identity(one, environment.variables)
 
 
 def check_for_image(layers: RequestedLayers) -> None:

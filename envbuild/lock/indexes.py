@@ -73,6 +73,15 @@ def check_bound(recipe: LoadedRecipe, packages: Iterable[LockedPackage], offers:
             )
 
 
+def check_pages(recipe: LoadedRecipe, packages: Iterable[LockedPackage], offers: Offers) -> None:
+    """Raise LockError if the page of a package came over plain HTTP: uv follows redirects from HTTPS to it."""
+    for name, page in offers.plain_redirects([package.name for package in packages]).items():
+        raise LockError(
+            f"{recipe.path}: the page of {name} is not trusted: {page}",
+            "let the index serve it over HTTPS, or name another index",
+        )
+
+
 def ambiguous_names(packages: Sequence[LockedPackage], offers: Offers) -> list[str]:
     """Return a warning if several indexes have a project of the same name as a locked package."""
     shared = offers.on_several([package.name for package in packages])

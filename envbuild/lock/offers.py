@@ -67,6 +67,7 @@ class Offers:
     offline: bool
     bound: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     _known: dict[str, list[ProjectRelease]] = field(default_factory=dict)
+    _redirects: dict[str, str] = field(default_factory=dict)
 
     def releases(self, names: Iterable[str]) -> dict[str, list[ProjectRelease]]:
         """Return the releases of each of `names` (normalised), oldest version first."""
@@ -92,6 +93,12 @@ class Offers:
                 found[name].append((source.name, files))
         return {name: [url for url, _ in rows] for name, rows in found.items() if len(rows) > 1}
 
+    def plain_redirects(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the page and the reason for those of `names` whose page redirects from HTTPS to plain HTTP."""
+        if any(source.url.lower().startswith("https:") for source in self._sources):
+            self._pages(names)
+        return self._redirects
+
     @functools.cached_property
     def _sources(self) -> list[PackageSource]:
         environment = self.environment
@@ -110,7 +117,7 @@ class Offers:
 
     def _pages(self, names: Iterable[str]) -> list[tuple[str, PackageSource, list[Link]]]:
         """Return (name, source, its links) of each name and each source that may serve it."""
-        from envbuild.cache.retry import RequestFailed
+        from envbuild.cache.retry import PlainRedirect, RequestFailed
         from envbuild.store.client import Client
         from envbuild.workers import each
 
@@ -121,7 +128,9 @@ class Offers:
             name, source = job
             try:
                 return source.links(name, client)
-            except RequestFailed:
+            except RequestFailed as error:
+                if isinstance(error, PlainRedirect):
+                    self._redirects[name] = f"{source.name}: {error}"
                 return []
 
         of_name = {name: [own[self.bound[name]]] if name in self.bound else self._sources for name in names}

@@ -23,7 +23,7 @@ from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock, LockedPackage, changes, lock_file_name, read, render
-from envbuild.lock.indexes import ambiguous_names, bound_indexes, check_bound, reachable
+from envbuild.lock.indexes import ambiguous_names, bound_indexes, check_bound, check_pages, reachable
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
 from envbuild.lock.offers import Offers, applicable, skipped_warnings, tag_set
 from envbuild.lock.uv_compile import UvCompile, without_wheel
@@ -128,6 +128,7 @@ def resolve(
         rows.sort(key=lambda row: str(row["name"]))
         packages = tuple(_locked(row, python, platform, str(recipe.path)) for row in rows)
         check_bound(recipe, packages, offers)
+        check_pages(recipe, packages, offers)
         warnings = skipped_warnings(
             requirements, recipe.recipe.constraints, {package.name: package.version for package in packages}, offers,
             python, platform, lambda line: without_wheel(uv.run([line]).stderr), f"{recipe.path}: target {target.name}",

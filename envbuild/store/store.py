@@ -148,14 +148,15 @@ class Store:
 
 
 @contextlib.contextmanager
-def working_folder(home: Path, prefix: str = "") -> Iterator[Path]:
+def working_folder(home: Path, prefix: str = "", *, shared: bool = False) -> Iterator[Path]:
     """Yield a new folder in `home`, named `prefix` and random characters, after `clean_folders`.
 
-    It is removed at the end, or after a kill by the next run. Raises OSError.
+    It is removed at the end, or after a kill by the next run; a child with a `shared` lock on it keeps it until then.
+    Raises OSError.
     """
     clean_folders(home, prefix)
     with contextlib.ExitStack() as stack:
-        folder = _held_folder(home, prefix, stack)
+        folder = _held_folder(home, prefix, stack, shared)
         try:
             yield folder
         finally:
@@ -179,7 +180,7 @@ def clean_folders(home: Path, prefix: str = "") -> None:
                         remove_tree(left)
 
 
-def _held_folder(home: Path, prefix: str, stack: contextlib.ExitStack) -> Path:
+def _held_folder(home: Path, prefix: str, stack: contextlib.ExitStack, shared: bool) -> Path:
     """Return a new locked folder in `home`; the lock is released when `stack` is closed.
 
     Another process may remove the folder as a left-over before it is locked; another folder is created then.
@@ -187,7 +188,7 @@ def _held_folder(home: Path, prefix: str, stack: contextlib.ExitStack) -> Path:
     while True:
         folder = Path(tempfile.mkdtemp(dir=home, prefix=prefix + this_boot()))
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
-            stack.enter_context(folder_lock(folder, wait=False))
+            stack.enter_context(folder_lock(folder, wait=False, shared=shared))
             if folder.exists():
                 return folder
 

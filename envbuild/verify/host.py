@@ -107,11 +107,11 @@ def folder_subject(
     """Return the subject for the environment of `kind` in `path`. Raises HostError when it cannot run on this host.
 
     Its files are compared with the manifest that the receipt beside it names; those of a `fresh` one were read when it
-    was built.
+    was built. Raises VerificationError when that is the receipt of another environment.
     """
     target = Target.parse(state.target)
     check_host(kind.TITLE, target)
-    manifest, expected = read_manifest(path), "" if fresh else manifest_of(path)
+    manifest, expected = read_manifest(path), "" if fresh else manifest_of(path, state.digest)
     store, workers = environment.store, resources.workers(environment.variables)
     # Before a program of the environment runs: the bytecode that comes later is that of this verification.
     found = scan(path)
@@ -126,7 +126,7 @@ def folder_subject(
             known, intact = check(path, manifest, found, read, state.interpreter, workers, store)
             good.update(intact)
             if expected not in ("", manifest.digest):
-                known.altered.append(f"{MANIFEST} (the receipt names another)")
+                known.altered.append(f"{MANIFEST} (the receipt is of another build)")
         elif expected:
             known = FileReport(missing=[MANIFEST])
         return survey(path, site_packages(path, state.python), target.elf_machine, known)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -76,6 +77,9 @@ def run(launcher: socket.socket) -> NoReturn:
         import shutil  # an import fails once the host's root is replaced
 
         above = os.open(unpacked.parent, os.O_RDONLY | os.O_DIRECTORY)
+        # After a kill of the launcher, which shares this lock, no other run removes the folder of a running program.
+        with contextlib.suppress(OSError):
+            fcntl.flock(os.open(unpacked, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH | fcntl.LOCK_NB)
     fault = _make(spec, parent, signal.SIGTERM)
     if not fault:
         try:

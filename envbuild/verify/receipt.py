@@ -14,6 +14,7 @@ from typing import Any
 
 from envbuild import __version__
 from envbuild.atomic import write_atomically
+from envbuild.errors import VerificationError
 from envbuild.files import parse_json, read_regular
 from envbuild.verify.model import FAIL, NOT_TRIED, Subject, Verdict
 from envbuild.verify.network import nccl_version
@@ -111,11 +112,20 @@ def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
     return receipt if good else None
 
 
-def manifest_of(path: Path) -> str:
-    """Return the sha256 of the manifest that the receipt beside `path` names, passing or not; "" without one."""
+def manifest_of(path: Path, digest: str = "") -> str:
+    """Return the sha256 of the manifest that the receipt beside `path` names, passing or not; "" without one.
+
+    Raises VerificationError for the receipt of an artifact that does not have the `digest`, if one is given.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        receipt = parse_json(read_regular(receipt_path(path)))
-        return str(receipt["artifact"].get("manifest", ""))
+        artifact = parse_json(read_regular(receipt_path(path)))["artifact"]
+        manifest = str(artifact.get("manifest", ""))
+        if manifest and digest not in ("", artifact["digest"]):
+            raise VerificationError(
+                f"{receipt_path(path)} is the receipt of another artifact than {path}",
+                "if you replaced the artifact yourself, remove the receipt; else build the artifact again",
+            )
+        return manifest
     return ""
 
 

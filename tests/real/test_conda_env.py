@@ -401,7 +401,9 @@ def test_packages_are_located_in_the_plans_order_and_once(
 # ---- the store
 
 
-@pytest.mark.parametrize("damage", ["edited", "cut", "removed", "mode", "no folder", "no stamp", "more"])
+@pytest.mark.parametrize(
+    "damage", ["edited", "cut", "removed", "mode", "no folder", "no stamp", "other stamp", "more", "same stat"]
+)
 def test_a_damaged_unpacked_package_never_gets_into_an_environment(
     lab: Lab, conda_channel: Channel, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
@@ -421,14 +423,22 @@ def test_a_damaged_unpacked_package_never_gets_into_an_environment(
         shutil.rmtree(file.parent)
     elif damage == "no stamp":
         next((lab.folder / "store/conda/stamps").glob("labtool*")).write_text("{")
+    elif damage == "other stamp":
+        stamps = lab.folder / "store/conda/stamps"
+        shutil.copy(next(stamps.glob("labdata*")), next(stamps.glob("labtool*")))
+    elif damage == "same stat":  # of the same size and time
+        about, text = file.stat(), file.read_text()
+        file.write_text(text.replace("import", "IMPORT"))
+        os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
     else:
         file.with_name("foreign.py").write_text("")
     capsys.readouterr()
     again = lab.build(plan)
     assert again.digest == state.digest and as_built(again, surveyed(place))
     assert run(place, "labtool") == "labtool 1.1\n"
-    assert ("damaged in the store" in capsys.readouterr().err) == (damage != "no stamp")
-    assert not conda_cache.damaged(lab.environment.store, plan.conda)
+    said = "damaged in the store" if damage != "other stamp" else "damaged, its sha256"
+    assert (said in capsys.readouterr().err) == (damage != "no stamp")
+    assert not conda_cache.damaged(lab.environment.store, plan.conda, {})
 
 
 def test_a_damaged_archive_in_the_store_is_fetched_again(

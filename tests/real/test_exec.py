@@ -188,6 +188,29 @@ def test_after_kill_9_no_process_no_mount_and_no_file_is_left(
     wait_for(lambda: [path.name for path in tmp_path.iterdir()] == ["log"])
 
 
+def test_the_next_run_removes_what_kill_9_left_but_no_image_of_a_running_program(
+    images: dict[str, Path], tmp_path: Path, line: Callable[..., list[str]]
+) -> None:
+    log, env = tmp_path / "log", {**os.environ, "TMPDIR": str(tmp_path)}
+    saves = f"while [ ! -e {tmp_path}/go ]; do sleep 0.1; done; ls -d /etc/environment >>{log}; exit"
+    last = f"trap '{saves}' TERM; echo up >>{log}; while :; do sleep 0.1; done"
+    for killed, said in (("launcher", "up\n/etc/environment\n"), ("both", "up\n")):
+        log.unlink(missing_ok=True)
+        (tmp_path / "go").unlink(missing_ok=True)
+        options = ("--runtime", "own:extract")
+        child = subprocess.Popen(line(images["sqsh"], "sh", "-c", last, options=options), env=env)
+        wait_for(lambda: log.exists())
+        keeper = next(pid for pid in below(child.pid) if b"run" in words(pid))
+        for pid in (child.pid, keeper)[: 1 if killed == "launcher" else 2]:
+            os.kill(pid, signal.SIGKILL)
+        child.wait(20)
+        assert list(tmp_path.glob("envbuild-*"))
+        run(line(images["sqsh"], "sh", "-c", ":"), TMPDIR=str(tmp_path))
+        (tmp_path / "go").touch()
+        wait_for(lambda: not list(tmp_path.glob("envbuild-*")))
+        assert log.read_text() == said
+
+
 def words(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import pytest
-from lab.wheels import make_wheel
+from lab.wheels import make_recipe, make_wheel
 
 from envbuild.errors import BuildError
 from envbuild.site.pip_config import PipConfig
@@ -372,6 +372,33 @@ def test_a_redirect_from_https_to_plain_http_is_refused_unless_the_host_is_trust
     assert f"redirects from HTTPS to plain HTTP at {plain.host}" in said and "trusted-host" in said
     assert not plain.seen
     assert fetch(tmp_path, pip_for(index.url, cert=ca, trusted_hosts=(plain.host,)), wanted)
+
+
+def test_a_lock_whose_pages_came_over_plain_http_is_refused(
+    tmp_path: Path, serve: Callable[..., Index], authority: Authority
+) -> None:
+    plain, index = serve(), serve(tls=authority[1])
+    data = make_wheel(tmp_path, "demo").read_bytes()
+    for one in (plain, index):
+        one.add("demo-1.0-py3-none-any.whl", data)
+    make_recipe(tmp_path / "recipes", "one", ["demo"])
+    variables = {"PIP_INDEX_URL": index.url, "PIP_CERT": str(authority[0]), "PIP_CONFIG_FILE": os.devnull,
+                 "ENVBUILD_STORE": str(tmp_path / "store"), "PIP_FIND_LINKS": ""}  # fmt: skip
+    command = [sys.executable, "-m", "envbuild", "lock", "one", "--wheels"]
+
+    def lock(**more: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, **variables, **more}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    redirect = (302, {"Location": f"http://{plain.host}/simple/demo/"})
+    index.always["/simple/demo/"] = redirect
+    done = lock()
+    assert done.returncode == 3 and f"demo is not trusted: {index.url}: it redirects from HTTPS" in done.stderr
+    assert not list((tmp_path / "recipes/one").glob("*.requirements.txt"))
+    assert lock(PIP_TRUSTED_HOST=plain.host).returncode == 0
+    del index.always["/simple/demo/"]
+    done = lock()
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_password_does_not_follow_a_redirect_to_another_server(tmp_path: Path, serve: Callable[..., Index]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from lab.slurm import Cluster, missing, slurm_cluster
 
+from envbuild.artifacts.manifest import FILE, write_manifest
 from envbuild.artifacts.state import State
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -221,6 +222,31 @@ def test_nodes_with_different_artifacts_are_named(cluster: Cluster) -> None:
     assert nodes == ["n3"] and digest[:19] in what
     python["n3"] = python["n1"]
     assert set(preflight(cluster, "--digest", digest, python=python).codes.values()) == {0}
+
+
+def test_changed_files_of_an_environment_are_named(cluster: Cluster) -> None:
+    for name in ("same", "other"):
+        digest = environment(cluster.shared / name, "2.13.0")
+    manifest = write_manifest(cluster.shared / "same", 2)[0].digest
+    shutil.copy(cluster.shared / "same" / FILE, cluster.shared / "other" / FILE)
+    shutil.copy(cluster.shared / "same/pyvenv.cfg", cluster.shared / "other/pyvenv.cfg")
+    for script in (cluster.shared / "same/bin").glob("*ctivate*"):
+        shutil.copy(script, cluster.shared / "other/bin")
+    tool = cluster.shared / "other/bin/activate"
+    tool.write_text(tool.read_text()[::-1])
+    python = {node: str(cluster.shared / "same/bin/python") for node in ("n1", "n2")}
+    python["n3"] = str(cluster.shared / "other/bin/python")
+    asked = ("--digest", digest, "--manifest", manifest)
+    assert set(preflight(cluster, *asked, python=python).codes.values()) == {0}
+    told = preflight(cluster, *asked, "--exact", python=python)
+    assert set(told.codes.values()) == {1} and told.failed == {"files"}
+    assert told.named("files") == {"bin/activate changed since the environment was verified": ["n3"]}
+    tool.unlink()
+    (cluster.shared / "other/bin/torchrun").touch()
+    told = preflight(cluster, *asked, python=python)
+    assert list(told.named("files").values()) == [["n3"]] and "bin/activate, bin/torchrun" in next(
+        iter(told.named("files"))
+    )
 
 
 def test_a_run_folder_that_each_node_has_for_itself_is_found(cluster: Cluster) -> None:

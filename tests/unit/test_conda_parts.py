@@ -154,14 +154,18 @@ def test_tokens_of_channels_are_hidden(text: str, shown: str) -> None:
     assert redact(text) == shown
 
 
-@pytest.mark.parametrize("change", ["content", "mode", "time", "new", "gone", "link", "none"])
+@pytest.mark.parametrize("change", ["content", "mode", "time", "new", "gone", "link", "same stat", "none"])
 def test_every_change_of_an_unpacked_tree_changes_its_digest(tmp_path: Path, change: str) -> None:
     file = tmp_path / "a" / "f"
     put(file, b"1")
     (tmp_path / "l").symlink_to("a/f")
-    before = conda_cache.tree_digest(tmp_path)
+    before = conda_cache.tree_digest(tmp_path, {})
     if change == "content":
         file.write_bytes(b"12")
+    elif change == "same stat":
+        about = file.stat()
+        file.write_bytes(b"2")
+        os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
     elif change == "mode":
         file.chmod(0o600)
     elif change == "time":
@@ -175,7 +179,7 @@ def test_every_change_of_an_unpacked_tree_changes_its_digest(tmp_path: Path, cha
         (tmp_path / "l").symlink_to("a/ff")
     else:
         os.link(file, tmp_path.parent / f"{tmp_path.name}-linked")  # as installing does
-    assert (conda_cache.tree_digest(tmp_path) == before) == (change == "none")
+    assert (conda_cache.tree_digest(tmp_path, {}) == before) == (change == "none")
 
 
 def test_threads_of_the_linking_child_print_whole_lines() -> None:

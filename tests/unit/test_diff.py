@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from lab import artifacts as lab
 
+from envbuild.artifacts.manifest import read_manifest, scan, seal, write_manifest
+from envbuild.cli.inspect import diff_command, inspect_command
 from envbuild.environment import Environment, load_environment
 from envbuild.image.blobs import Blobs
 from envbuild.inspect.compare import Comparison, compare
@@ -244,3 +247,27 @@ def test_the_command_exits_with_0_1_or_2_and_bounds_its_output(tmp_path: Path) -
     assert run(one, other, "--no-files", "--json", store=store).returncode == 1
     done = run(one, tmp_path / "nowhere", store=store)
     assert (done.returncode, done.stdout) == (2, "") and "does not exist" in done.stderr
+
+
+def test_a_file_that_changed_since_the_verification_is_named(tmp_path: Path, environment: Environment) -> None:
+    one, other = (lab.make_venv(tmp_path / name, env()) for name in ("one", "other"))
+    for folder in (one, other):
+        manifest = write_manifest(folder, 1)[0].digest
+        with open_artifact(str(folder), environment, None) as opened:
+            digest = opened.about.digest
+        receipt = {"passed": True, "artifact": {"digest": digest, "manifest": manifest}, "plan": {"digest": "p"}}
+        (tmp_path / f"{folder.name}.receipt.json").write_text(json.dumps(receipt))
+    line, variables = [str(one), str(other), "--no-files"], {"ENVBUILD_STORE": str(environment.store.root)}
+    run = CliRunner(env=variables).invoke
+    assert "receipt" not in run(diff_command, line).output
+    state = (other / CODE).stat()
+    (other / CODE).write_text("2")
+    assert f"{other}: its receipt: passed, but {CODE} changed since" in run(diff_command, line).output
+    found = json.loads(run(diff_command, [*line, "--json"]).stdout)
+    assert [found[side]["receipt"]["changed"] for side in "ab"] == [[], [CODE]]
+    known = read_manifest(other)
+    assert known is not None and state.st_size == (other / CODE).stat().st_size
+    seal(other, known, scan(other), environment.store)
+    assert "receipt" not in run(diff_command, line).output
+    assert f"but {CODE} changed since" in run(diff_command, [*line, "--exact"]).output
+    assert json.loads(run(inspect_command, [str(other), "--json", "--exact"]).stdout)["receipt"]["changed"] == [CODE]

@@ -21,8 +21,8 @@ INPUTS = sorted(path.name for path in KEPT.iterdir())
 EXAMPLES = 60
 OF_JSON = (
     "state", "receipt", "seal", "manifest", "conda record", "layer list", "source manifest", "description",
-    "file manifest", "bundle", "manifest of an image", "configuration of an image", "layout", "segment", "config.json of docker",
-    "token", "JSON index page",
+    "file manifest", "bundle", "manifest of an image", "configuration of an image", "layout", "segment",
+    "config.json of docker", "token", "JSON index page",
 )  # fmt: skip
 OF_WORDS = (
     "relation", "Debian versions", "challenge", "Retry-After", "mountinfo", "names", "Release", "entry points",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from unit.job_plans import AWS, EFA_SQSH, MODULES, MOUNTS, PLAN, SITE, SQSH, Stage, executable, recorder
 
+from ddp_train.preflight.__main__ import parse
 from envbuild.errors import UsageError
 from envbuild.jobs.containers import TIDY
 from envbuild.jobs.model import JobPlan
@@ -151,9 +152,19 @@ def test_a_taken_port_is_left_to_its_owner(stage: Stage) -> None:
 def test_a_preflight_that_fails_ends_the_job_before_training(stage: Stage) -> None:
     said, recorded = _run(stage, replace(_plan(stage), preflight=True), {"CODE": "1"}, code=5)
     (first, _), *_ = started = _started(recorded)
-    assert first[:4] == ["-m", "ddp_train.preflight", "--arch", "x86_64"]
+    assert first[:4] == ["-m", "ddp_train.preflight", "--arch", "x86_64"] and "--manifest" not in first
     assert all("ddp_train.preflight" in arguments for arguments, _ in started)
     assert "nothing was trained" in said
+
+
+@pytest.mark.parametrize(("exact", "asked"), [(False, []), (True, ["--exact", "--wait", "300"])])
+def test_nodes_compare_the_files_of_a_verified_environment(stage: Stage, exact: bool, asked: list[str]) -> None:
+    plan = _plan(stage)
+    plan = replace(plan, artifact=replace(plan.artifact, manifest="sha256:m"), preflight=True, exact=exact)
+    for arguments, _ in _started(_run(stage, plan)[1]):
+        if "ddp_train.preflight" in arguments:
+            assert arguments[arguments.index("--manifest") :] == ["--manifest", "sha256:m", *asked]
+            parse(arguments[2:])
 
 
 def test_a_preflight_that_passes_is_followed_by_the_training(stage: Stage) -> None:

@@ -219,6 +219,18 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path, network: None) -> No
         meet(run, 0)
 
 
+def test_nobody_waits_for_a_node_without_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _run(tmp_path / "pt_cpu_77", replace(JOB, interface="ib7", join_timeout_s=1))
+    run.file("at.0").write_text("n0 192.0.2.7 eth0 20077\n")
+    monkeypatch.setattr(nodes, "this_host", lambda: "n1")
+    with pytest.raises(TrainError) as caught:
+        meet(run, 1)
+    for number in range(2):
+        with pytest.raises(TrainError, match="node 1 cannot take part: n1: ") as told:
+            meet(run, number)
+        assert caught.value.message in told.value.message
+
+
 def test_two_processes_on_one_node_are_noticed(tmp_path: Path) -> None:
     run = _run(tmp_path / "pt_cpu_77")
     for number in range(2):

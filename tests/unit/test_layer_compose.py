@@ -21,6 +21,7 @@ import pytest
 from lab.wheels import make_wheel
 
 from envbuild.artifacts.installed import check_files
+from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest
 from envbuild.image.entry import FILE, Entry, Tree
@@ -255,8 +256,28 @@ def test_a_note_with_one_wrong_value_is_made_again(field: str, value: object, tm
     store, said = Store(tmp_path), list[str]()
     first = TarCache(store, print).part(simple())
     place = store.folder("layers") / f"{simple().key}.json"
-    place.write_text(json.dumps({**json.loads(place.read_text()), field: value}))
+    write_note(place, {**read_note(place), field: value})
     assert TarCache(store, said.append).part(simple()) == first and said
+
+
+@pytest.mark.parametrize("change", ["other layer's", "edited"])
+def test_another_note_in_the_place_of_a_layer_s_is_found(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, said, rest = Store(tmp_path), list[str](), simple("2")
+    cache = TarCache(store, said.append)
+    first, place = cache.part(simple()), store.folder("layers") / f"{simple().key}.json"
+    cache.part(rest)
+    before = place.stat()
+    other = place.with_name(f"{rest.key}.json").read_text()
+    good = place.read_text()
+    diff_id = json.loads(good)["diff_id"]
+    place.write_text(other if change == "other layer's" else good.replace(diff_id, "sha256:" + "0" * 64))
+    os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert place.stat().st_size == before.st_size
+    assert cache.part(simple()) == first and len(said) == 3
+    assert f"{place}: damaged" in capsys.readouterr().err
+    assert place.read_text() == good
 
 
 def test_a_missing_or_cut_blob_is_made_again(tmp_path: Path) -> None:

@@ -16,13 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_train.preflight.files import FileCheck, changed_files
 from envbuild import process
 from envbuild.artifacts import manifest
 from envbuild.artifacts.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import survey
-from envbuild.errors import BuildError
+from envbuild.errors import BuildError, VerificationError
 from envbuild.store.store import Store
+from envbuild.verify.receipt import manifest_of
 
 STATE = State("venv", "r", "", "", "", "cpu-x86_64", "3.11", "3.11.0", sys.executable, ())
 SITE = "lib/python3.11/site-packages"
@@ -145,6 +147,47 @@ def test_files_are_read_again_only_when_their_stat_changed(
     assert changes(root, STATE, known.digest, store, 2) == [MODULE]
 
 
+def test_an_exact_comparison_trusts_no_note(root: Path, tmp_path: Path) -> None:
+    known, store = read_manifest(root), Store(tmp_path / "store")
+    assert known is not None
+    add(MODULE, b"answer = 41\n")(root)
+    seal(root, known, scan(root), store)  # as a disk that lost a write would have it
+    assert changes(root, STATE, known.digest, store, 2) == []
+    assert changes(root, STATE, known.digest, store, 2, exact=True) == [MODULE]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, expected) in PLANTS.items() if expected])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_node_finds_each_change_of_its_copy(root: Path, name: str, exact: bool) -> None:
+    known = read_manifest(root)
+    assert known is not None
+    wanted = FileCheck(known.digest, exact, 9.0)
+    compiled(root)
+    add("conda-meta/state")(root)
+    assert changed_files(root, wanted) == ""
+    plant, expected = PLANTS[name]
+    plant(root)
+    # Without `exact`, the size tells.
+    readable = (name != "a file that nobody may read" or os.geteuid() == 0) and name != "a module and its RECORD"
+    assert changed_files(root, wanted) == ", ".join(sorted(expected)) or not (exact or readable)
+
+
+def test_a_node_reads_files_only_for_an_exact_comparison(root: Path) -> None:
+    known = read_manifest(root)
+    assert known is not None
+    add(MODULE, b"answer = 41\n")(root)
+    wanted = FileCheck(known.digest, False, 9.0)
+    assert changed_files(root, wanted) == ""
+    assert changed_files(root, wanted._replace(exact=True)) == MODULE
+    for number in range(9):
+        add(f"bin/more-{number}")(root)
+    assert changed_files(root, wanted) == ", ".join(f"bin/more-{n}" for n in range(5)) + " and 4 more files"
+    (root / FILE).write_text("")
+    assert changed_files(root, wanted) == FILE
+    (root / FILE).unlink()
+    assert changed_files(root, wanted) == FILE
+
+
 def test_bytecode_that_was_compared_is_known_in_copies(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,3 +255,13 @@ def test_a_manifest_reads_back_as_it_was_written(files: dict[str, bytes]) -> Non
         assert read_manifest(Path(folder)) == made and made.rows.keys() == found.keys() == files.keys()
         text = (Path(folder) / FILE).read_text()
         assert [json.loads(line)[0] for line in text.splitlines()] == sorted(files)
+
+
+def test_the_receipt_of_a_replaced_environment_is_named(root: Path) -> None:
+    place = root.with_name("env.receipt.json")
+    place.write_text(json.dumps({"artifact": {"digest": STATE.digest, "manifest": "sha256:m"}}))
+    assert manifest_of(root) == manifest_of(root, STATE.digest) == "sha256:m"
+    other = replace(STATE, python_version="3.11.9").digest
+    with pytest.raises(VerificationError, match=f"{place} is the receipt of another artifact than {root}") as error:
+        manifest_of(root, other)
+    assert "remove the receipt" in str(error.value.hint)

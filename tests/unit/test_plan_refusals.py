@@ -147,6 +147,16 @@ def test_a_host_without_a_compiler_is_refused_by_plan_and_build(nowhere: Path, m
         assert refused.code == 6 and "this host has no C compiler" in refused.said, arguments
 
 
+@pytest.mark.parametrize("name", ["my store", "a,b", "a#b", "a\\b", "$a"])
+def test_a_store_in_which_nothing_can_be_compiled_is_refused_by_plan_and_build(
+    nowhere: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("ENVBUILD_STORE", str(nowhere / name))
+    for arguments in (["venv"], ["venv", "--dry-run"], ["plan"]):
+        refused = outcome(*arguments, *HOROVOD)
+        assert refused.code == 6 and f"cannot be compiled in {str(nowhere / name)!r}" in refused.said, arguments
+
+
 # A recipe whose locks can all be made without a network: a wheel in a folder, an image in another.
 
 

@@ -21,7 +21,7 @@ from ddp_train.preflight.__main__ import as_json, main
 from ddp_train.preflight.facts import hosts_lines, packages, source_towards, state_digest
 from ddp_train.preflight.host import at_once, driver
 from ddp_train.preflight.judge import judge
-from ddp_train.preflight.model import FAIL, WARN, Facts, Finding, Node, Wanted, facts_of
+from ddp_train.preflight.model import FAIL, UNKNOWN, WARN, Facts, Finding, Node, Wanted, facts_of
 from ddp_train.preflight.place import ALL_PAIRS, NodeInfo, find_node_info
 from ddp_train.preflight.rules_network import any_interface
 from ddp_train.preflight.wire import WireError, decode, encode, plain
@@ -185,7 +185,7 @@ def node(number: int, **facts: Any) -> Node:
     told = Facts(
         hostname=f"n{number}", source=address, arch="x86_64", python="3.11.7",
         interfaces={"lo": ["127.0.0.1"], "eth0": [address]}, mtu=1500, packages={"torch": "2.13.0"},
-        artifact="venv", digest="sha256:a", shm=1 << 34, run_free=1 << 40, tmp_free=1 << 40,
+        artifact="venv", digest="sha256:a", changed="", shm=1 << 34, run_free=1 << 40, tmp_free=1 << 40,
         cores=8, cores_allowed=8, names={"n0": ["10.0.0.1"], f"n{number}": [address]},
     )  # fmt: skip
     return Node(number, f"n{number}", address, "eth0", replace(told, **facts), finished=True, seen=address)
@@ -226,6 +226,8 @@ def test_a_good_job_has_no_findings() -> None:
         ({}, {"arch": "aarch64"}, FAIL, "architecture", "aarch64 on n2"),
         ({}, {"digest": "sha256:b"}, FAIL, "artifact", "runs sha256:b"),
         ({}, {"digest": "", "artifact": ""}, FAIL, "artifact", "what envbuild did not make"),
+        ({}, {"changed": "bin/x and 2 more files"}, FAIL, "files", "bin/x and 2 more files changed since"),
+        ({}, {"changed": UNKNOWN}, WARN, "files", "could not be compared"),
         ({}, {"python": "3.11.9"}, FAIL, "python", "3.11.7 on n0, n1; 3.11.9 on n2"),
         ({}, {"packages": {"torch": "2.12"}}, FAIL, "torch", "2.13.0 on n0, n1; 2.12 on n2"),
         ({}, {"packages": {"torch": "2.13.0", "nvidia-nccl-cu12": "2"}}, FAIL, "nccl", "2 on n2"),
@@ -248,7 +250,7 @@ def test_a_good_job_has_no_findings() -> None:
 def test_each_fault_is_found_alone_with_its_node_and_a_remedy(
     change: dict[str, Any], facts: dict[str, Any], status: str, check: str, words: str
 ) -> None:
-    wanted = Wanted("sha256:a", 0, "", "", 1 << 30, 1 << 30)
+    wanted = Wanted("sha256:a", 0, "", "", 1 << 30, 1 << 30, manifest="sha256:m")
     nodes = nodes_with(change, **facts)
     found = judge(nodes, wanted)
     hit = [one for one in found if words in one.what]

@@ -1,0 +1,104 @@
+"""The files of this node's environment, compared with its manifest, envbuild.manifest.
+
+The manifest is a line of JSON for each file, [path, mode, size, sha256], and for each link, [path, target], of
+envbuild/artifacts/manifest.py. It does not list the bytecode that Python writes later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import compress
+from operator import not_
+from pathlib import Path
+from typing import NamedTuple
+
+MANIFEST = "envbuild.manifest"
+# A network file system answers many questions at once as fast as one.
+_THREADS = 16
+_SHOWN = 5
+_BLOCK = 1 << 20
+
+
+class FileCheck(NamedTuple):
+    """A comparison of files with the manifest that has this sha256; `exact` reads their contents.
+
+    A comparison that lasts longer than `limit_s` seconds is given up.
+    """
+
+    manifest: str
+    exact: bool
+    limit_s: float
+
+
+def changed_files(root: Path, wanted: FileCheck) -> str:
+    """Return the files at `root` that are not those of the manifest, as text; "" if there are none."""
+    try:
+        data = (root / MANIFEST).read_bytes()
+    except OSError:
+        data = b""
+    if f"sha256:{hashlib.sha256(data).hexdigest()}" != wanted.manifest:
+        return MANIFEST
+    rows = {str(path): rest for path, *rest in map(json.loads, data.splitlines())}
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = _walk(root, pool)
+        changed = [path for path in rows if path not in found or not _like(root, path, found[path], rows[path])]
+        changed += [path for path in found.keys() - rows.keys() if not _later(path)]
+        if wanted.exact:
+            files = [path for path in rows.keys() - set(changed) if len(rows[path]) > 1]
+            same = pool.map(lambda path: _sha256(os.path.join(root, path)) == rows[path][2], files)
+            changed += compress(files, map(not_, same))
+    more = f" and {len(changed) - _SHOWN} more files" if len(changed) > _SHOWN else ""
+    return ", ".join(sorted(changed)[:_SHOWN]) + more
+
+
+def _walk(root: Path, pool: ThreadPoolExecutor) -> dict[str, os.stat_result]:
+    """Return the stat of everything below `root` that is no folder, by path. Unreadable folders count as empty."""
+
+    def read(folder: str) -> tuple[list[str], dict[str, os.stat_result]]:
+        folders: list[str] = []
+        found: dict[str, os.stat_result] = {}
+        with suppress(OSError), os.scandir(os.path.join(root, folder)) as entries:
+            for entry in entries:
+                path = os.path.join(folder, entry.name)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(path)
+                else:
+                    found[path] = entry.stat(follow_symlinks=False)
+        return folders, found
+
+    found: dict[str, os.stat_result] = {}
+    folders = [""]
+    while folders:
+        below: list[str] = []
+        for deeper, here in pool.map(read, folders):
+            below += deeper
+            found.update(here)
+        folders = below
+    return found
+
+
+def _like(root: Path, path: str, info: os.stat_result, row: list[object]) -> bool:
+    if len(row) == 1:
+        return stat.S_ISLNK(info.st_mode) and os.readlink(os.path.join(root, path)) == row[0]
+    return stat.S_ISREG(info.st_mode) and [stat.S_IMODE(info.st_mode), info.st_size] == row[:2]
+
+
+def _later(path: str) -> bool:
+    """Return whether Python or users write the file at `path` into a finished environment."""
+    return "/__pycache__/" in path or path in (MANIFEST, "conda-meta/state")
+
+
+def _sha256(path: str) -> str:
+    digest = hashlib.sha256()
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+    except OSError:
+        return ""
+    return digest.hexdigest()
