@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild import atomic
+from envbuild import atomic, process
 from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda_cache import Locate, Metadata
 from envbuild.artifacts.conda_link import run_job
@@ -167,9 +167,10 @@ def _link(work: _Work, on_progress: OnProgress) -> None:
         else:
             said.append(line)
 
-    run_job(job, read)
+    status = run_job(job, read)
     if "done" not in said:
-        raise BuildError("linking the conda packages ended early:\n  " + "\n  ".join(said[-20:]))
+        lines = [f"{work.final}: linking the conda packages ended early ({process.ending(status)})", *said[-20:]]
+        raise BuildError("\n  ".join(lines), process.KILLED if status < 0 else None)
     job.unlink()
 
 

@@ -103,8 +103,12 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[Path], *options: str) -
         command += ["--find-links", source]  # of a path, uv would split "," and cut off "#"
     done = process.run(command, env=environment.uv_environment(), check=False)
     if done.returncode != 0:
-        raise BuildError(f"uv could not install the locked wheels:\n{process.tail(done)}", tool_hint(done.stderr))
+        raise BuildError(
+            f"{wanted.final}: uv could not install the locked wheels:\n{process.tail(done)}",
+            process.KILLED if done.returncode < 0 else tool_hint(done.stderr),
+        )
     listed.unlink()
+    (staged / ".lock").unlink(missing_ok=True)  # uv's; it is there or not, as uv could write it
 
 
 def tool_hint(said: str) -> str:
