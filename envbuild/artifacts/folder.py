@@ -105,14 +105,16 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[Path], *options: str) -
     if done.returncode != 0:
         raise BuildError(
             f"{wanted.final}: uv could not install the locked wheels:\n{process.tail(done)}",
-            process.KILLED if done.returncode < 0 else tool_hint(done.stderr),
+            tool_hint(done.stderr, done.returncode),
         )
     listed.unlink()
     (staged / ".lock").unlink(missing_ok=True)  # uv's; it is there or not, as uv could write it
 
 
-def tool_hint(said: str) -> str:
-    """Return the hint for uv's error message `said`."""
+def tool_hint(said: str, status: int) -> str:
+    """Return the hint for uv's error message `said` and its exit status."""
+    if status < 0:
+        return process.KILLED
     text = said.lower()
     if "no space left" in text or "quota" in text:
         return atomic.write_hint(errno.ENOSPC)

@@ -84,7 +84,9 @@ def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
 def _failure(creating: subprocess.Popen[bytes], wanted: FolderBuild, said: str) -> BuildError | HostError:
     """Return the error of `uv venv`, which printed `said`; without an interpreter, it lists those that uv finds."""
     if "interpreter" not in said.lower():
-        return BuildError(f"uv venv failed (exit {creating.returncode}):\n  {said}", folder.tool_hint(said))
+        status = creating.returncode
+        text = f"{wanted.final}: uv venv failed ({process.ending(status)}):\n  {said}"
+        return BuildError(text, folder.tool_hint(said, status))
     python = wanted.python or wanted.plan.python
     environment = wanted.environment
     done = process.run(

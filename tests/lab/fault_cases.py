@@ -157,7 +157,7 @@ def _faults_of(ran: Ran, fault: str) -> Iterator[str]:
         yield "it hung"
     elif ran.status not in _CODES and not (fault == "kill" and ran.status == -9):
         yield f"it ended with {ran.status}: {ran.said.strip()[-600:]}"
-    elif ran.status > 0 and not re.search(r"(?s)error: .*(/|small)", ran.said):
+    elif ran.status > 0 and not re.search(r"(?s)error: .*(/|small|out)", ran.said):
         yield f"its message names nothing: {ran.said.strip()[-600:]}"
     if "Traceback (most recent call last)" in ran.said or "panicked at" in ran.said:
         yield f"a traceback: {ran.said.strip()[-1500:]}"
