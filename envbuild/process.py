@@ -135,8 +135,7 @@ def ending(status: int) -> str:
 def tail(done: subprocess.CompletedProcess[str]) -> str:
     """Return the last lines of a tool's output, indented, without passwords and commands to a terminal.
 
-    They are those of stderr, or of stdout if stderr is empty; the last one names the signal that ended the tool.
+    They are those of stderr, or of stdout if stderr is empty.
     """
     lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
-    lines += [ending(done.returncode)] if done.returncode < 0 else []
     return redact("\n".join(f"  {clean(line)}" for line in lines[-TAIL_LINES:]))

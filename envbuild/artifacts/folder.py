@@ -104,7 +104,8 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[Path], *options: str) -
     done = process.run(command, env=environment.uv_environment(), check=False)
     if done.returncode != 0:
         raise BuildError(
-            f"{wanted.final}: uv could not install the locked wheels:\n{process.tail(done)}",
+            f"{wanted.final}: uv could not install the locked wheels ({process.ending(done.returncode)}):\n"
+            f"{process.tail(done)}",
             tool_hint(done.stderr, done.returncode),
         )
     listed.unlink()

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,8 +39,9 @@ _OUT = "out"
 _DAY_S = 86400
 # Exit codes that the README documents for a failure that is not envbuild's.
 _CODES = {0, 2, 3, 4, 5, 6}
-# What has no meaning, or another name each time: uv's own cache, notes of digests by path and stat.
-_STORE_NOISE = re.compile(r"store/(uv|digests|seals)(/|$)|store/conda/(pkgs|stamps|repodata)(/|$)")
+# Paths that have another name each time: uv's own cache, notes of digests by path and stat, and the file by which
+# Python's tempfile tries a folder, which stays when it is killed there.
+_NOISE = re.compile(r"store/(uv|digests|seals)(/|$)|store/conda/(pkgs|stamps|repodata)(/|$)|tmp/\w{8}$")
 _VERSIONS = (["alpha==1.0", "beta==1.0"], ["alpha==2.0", "gamma==1.0"])
 
 
@@ -122,10 +123,13 @@ class Walk:
     new: str = ""
     files: frozenset[str] = frozenset()
 
-    def try_at(self, fault: str, number: int) -> Outcome:
-        """Run the command with `fault` at call `number`, judge what is left, then run it again without a fault."""
+    def try_at(self, fault: str, number: int, only: str = "") -> Outcome:
+        """Run the command with `fault` at call `number`, judge what is left, then run it again without a fault.
+
+        `only` is a pattern of paths below the root: other calls do not count.
+        """
         self.lab.restore(self.case.name)
-        ran = self.lab.run(self.case.command, fault, number)
+        ran = self.lab.run(self.case.command, fault, number, only)
         wrong = list(_faults_of(ran, fault))
         found = self.digest()
         which = {self.old: "old", self.new: "new"}.get(found, "neither")
@@ -173,9 +177,9 @@ class Lab:
     registry: registry.Lab
     channel: str
 
-    def run(self, arguments: tuple[str, ...], fault: str | None = None, number: int = 0) -> Ran:
+    def run(self, arguments: tuple[str, ...], fault: str | None = None, number: int = 0, only: str = "") -> Ran:
         words = [word.replace("REGISTRY", self.registry.address) for word in arguments]
-        return self.run_command(words, self.root, fault, number)
+        return self.run_command(words, self.root, fault, number, only)
 
     def done(self, *arguments: str) -> Ran:
         """Run a command that must succeed."""
@@ -219,11 +223,8 @@ class Lab:
 
     def check_store(self) -> list[str]:
         """Check the store as `envbuild store check` does; return the files that were damaged, which it removes."""
-        with open(os.devnull, "w") as null:
-            import contextlib
-
-            with contextlib.redirect_stderr(null):
-                return [path.name for path in check_store(Store(self.root / "store"), 1)[2]]
+        with open(os.devnull, "w") as null, redirect_stderr(null):
+            return [path.name for path in check_store(Store(self.root / "store"), 1)[2]]
 
     def age_leftovers(self) -> None:
         """Let unfinished files in the store be a month old: those that another process may still write are kept."""
@@ -235,7 +236,7 @@ class Lab:
     def files(self) -> set[str]:
         """Return every path below the root whose name says something."""
         found = (str(path.relative_to(self.root)) for path in self.root.rglob("*"))
-        return {path for path in found if not _STORE_NOISE.match(path)}
+        return {path for path in found if not _NOISE.match(path)}
 
     def pushed(self) -> str:
         """Return the digest of what the tag in the registry names."""

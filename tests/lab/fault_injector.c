@@ -8,6 +8,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <fnmatch.h>
 #include <limits.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -33,6 +34,7 @@ struct control {
     int32_t pid;    /* of the process that saw it */
     char call[32];
     char path[1024];
+    char only[256]; /* a pattern of paths: no others count; "" for all */
 };
 
 static struct control *control;
@@ -57,6 +59,8 @@ __attribute__((constructor)) static void begin(void) {
 /* Return whether the call fails; errno is set then. `needs`: it needs space on the disk. */
 static int fails(const char *call, const char *path, int needs) {
     if (!control || strncmp(path, root, root_length) || (path[root_length] && path[root_length] != '/'))
+        return 0;
+    if (control->only[0] && fnmatch(control->only, path + root_length, 0))
         return 0;
     int64_t number = __atomic_add_fetch(&control->count, 1, __ATOMIC_SEQ_CST);
     if (!control->wanted || number < control->wanted || (number > control->wanted && !(control->stays && needs)))

@@ -18,7 +18,7 @@ from typing import IO
 SOURCE = Path(__file__).with_name("fault_injector.c")
 SERVER = Path(__file__).with_name("fault_server.py")
 TIMEOUT_S = 60.0
-_CONTROL = struct.Struct("qqiiii32s1024s")
+_CONTROL = struct.Struct("qqiiii32s1024s256s")
 # name → (errno or -1 for SIGKILL, whether later calls that need space fail too)
 FAULTS = {
     "EIO": (errno.EIO, 0),
@@ -58,11 +58,16 @@ class Commands:
     root: Path
     env: Mapping[str, str]
 
-    def __call__(self, arguments: Sequence[str | Path], folder: Path, fault: str | None = None, number: int = 0) -> Ran:
-        """Run one command. With `fault`, the call `number`, from 1, fails in that way."""
+    def __call__(
+        self, arguments: Sequence[str | Path], folder: Path, fault: str | None = None, number: int = 0, only: str = ""
+    ) -> Ran:
+        """Run one command. With `fault`, the call `number`, from 1, fails in that way.
+
+        `only` is a pattern of paths below the root, which begin with "/": other calls do not count.
+        """
         kind, stays = FAULTS[fault] if fault else (0, 0)
         with self.control.open("r+b") as stream:  # never shorter: it is mapped
-            stream.write(_CONTROL.pack(0, number if fault else 0, kind, stays, 0, 0, b"", b""))
+            stream.write(_CONTROL.pack(0, number if fault else 0, kind, stays, 0, 0, b"", b"", only.encode()))
         output = self.control.with_name("output")
         request = {
             "arguments": [str(one) for one in arguments], "folder": str(folder), "env": dict(self.env),
@@ -73,7 +78,7 @@ class Commands:
         stdin.flush()
         answer = stdout.readline()
         assert answer, f"the server ended with {self.server.wait()}"
-        calls, _, _, _, hit, pid, call, path = _CONTROL.unpack(self.control.read_bytes())
+        calls, _, _, _, hit, pid, call, path, _ = _CONTROL.unpack(self.control.read_bytes())
         text = [part.rstrip(b"\0").decode(errors="replace") if hit else "" for part in (call, path)]
         child, status = json.loads(answer)
         return Ran(status, output.read_text(errors="replace"), calls, text[0], text[1], bool(hit) and pid != child)
