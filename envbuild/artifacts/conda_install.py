@@ -194,7 +194,7 @@ def _explained(text: str, work: _Work) -> BuildError:
     """Return the error for a failure of rattler, with the operating system's message if it was the cause."""
     found = _ERRNO.search(text)
     if found is None or int(found[1]) == errno.ENOENT:  # a package lacks a file that it lists
-        return BuildError(f"the locked conda packages cannot be installed: {text}")
+        return BuildError(f"{work.final}: the locked conda packages cannot be installed: {text}", "run it again")
     number = int(found[1])
     full = False
     if number == errno.ENOSPC:

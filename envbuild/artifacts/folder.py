@@ -160,18 +160,26 @@ def finish(
     return state
 
 
-def locked_files(wheels: Sequence[WheelFile], python: str) -> dict[str, set[str]]:
+def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path) -> dict[str, set[str]]:
     """Return the sha256 that the files of `wheels` may have, by path in the environment, without generated files.
 
-    When several wheels have a path, installers keep any of them.
+    When several wheels have a path, installers keep any of them. Raises BuildError when no RECORD in `staged` lists a
+    file: uv 0.13 ignores errors of writing it.
     """
-    scheme, found = Scheme("prefix", python), dict[str, set[str]]()
+    scheme, found, listed = Scheme("prefix", python), dict[str, set[str]](), set[str]()
+    packages = site_packages(Path(), python)
     for wheel in wheels:
         record = io.StringIO(wheel_record(wheel.path, scheme).decode("utf-8", "surrogateescape"), newline="")
         for path, digest, _ in csv.reader(record):
-            place = os.path.normpath(f"lib/python{python}/site-packages/{path}")
+            place = os.path.normpath(packages / path)
             if digest and not place.startswith("bin/") and not INSTALLER_NOTES.fullmatch(path):
                 found.setdefault(place, set()).add(base64.urlsafe_b64decode(digest.partition("=")[2] + "=").hex())
+    with atomic.writing(staged):
+        for path in (staged / packages).glob("*.dist-info/RECORD"):
+            with path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+                listed |= {os.path.normpath(packages / row[0]) for row in csv.reader(stream) if row}
+    if missing := sorted(found.keys() - listed):
+        raise BuildError(f"{staged}: uv wrote no complete RECORD: {shown(missing)} not listed", "run it again")
     return found
 
 

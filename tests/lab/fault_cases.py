@@ -22,7 +22,7 @@ from pathlib import Path
 from lab import registry
 from lab.conda_package import Metadata, conda_package
 from lab.conda_server import serve
-from lab.faults import Commands, Ran, commands
+from lab.faults import FAULTS, Commands, Ran, commands
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.cache.http import Transport
@@ -163,6 +163,8 @@ def _faults_of(ran: Ran, fault: str) -> Iterator[str]:
         yield f"it ended with {ran.status}: {ran.said.strip()[-600:]}"
     elif ran.status > 0 and not re.search(r"(?s)error: .*(/|small|out)", ran.said):
         yield f"its message names nothing: {ran.said.strip()[-600:]}"
+    elif ran.status > 0 and fault != "kill" and not ran.tool and os.strerror(FAULTS[fault][0]) not in ran.said:
+        yield f"its message does not say why: {ran.said.strip()[-600:]}"
     if "Traceback (most recent call last)" in ran.said or "panicked at" in ran.said:
         yield f"a traceback: {ran.said.strip()[-1500:]}"
 
