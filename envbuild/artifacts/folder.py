@@ -175,8 +175,8 @@ def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path) -> dict
             if digest and not place.startswith("bin/") and not INSTALLER_NOTES.fullmatch(path):
                 found.setdefault(place, set()).add(base64.urlsafe_b64decode(digest.partition("=")[2] + "=").hex())
     with atomic.writing(staged):
-        for path in (staged / packages).glob("*.dist-info/RECORD"):
-            with path.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+        for file in (staged / packages).glob("*.dist-info/RECORD"):
+            with file.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
                 listed |= {os.path.normpath(packages / row[0]) for row in csv.reader(stream) if row}
     if missing := sorted(found.keys() - listed):
         raise BuildError(f"{staged}: uv wrote no complete RECORD: {shown(missing)} not listed", "run it again")
