@@ -48,6 +48,7 @@ ONCE = {
     ],
     "conda": [
         ("EIO", "/out/.c.envbuild-*/.tmp*", 1, ""),  # uv's .lock was a part of the environment, or not
+        ("EIO", "/out/.c.envbuild-*/symtest_*", 2, ""),  # rattler's probe stayed
         ("kill", "*/conda-meta/*", 1, "killed by SIGKILL"),
     ],
     "oci": [("kill", "/store/layers/.new-*", 3, ""), ("kill", "/store/layers/*.lock", 2, "")],
