@@ -133,7 +133,9 @@ class Walk:
         wrong = list(_faults_of(ran, fault))
         found = self.digest()
         which = {self.old: "old", self.new: "new"}.get(found, "neither")
-        if which == "neither" or (ran.status == 0 and which != "new"):
+        # rattler copies a file where it cannot make a symbolic link: docs/reliability.md says so.
+        copied = ran.status == 0 and ran.tool and ran.call == "symlink" and self.case.kind == "conda"
+        if not copied and (which == "neither" or (ran.status == 0 and which != "new")):
             wrong.append(f"the artifact is {which}")
         bad = self.lab.check_store()
         if bad:
@@ -142,7 +144,7 @@ class Walk:
         again = self.lab.run(self.case.command)
         if again.status != 0:
             wrong.append(f"the next call ended with {again.status}: {again.said.strip()[-600:]}")
-        elif self.digest() != self.new:
+        elif not copied and self.digest() != self.new:
             wrong.append("the next call made something else")
         elif more := sorted(self.lab.files() - self.files):
             wrong.append(f"left behind: {', '.join(more[:6])}")
