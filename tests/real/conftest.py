@@ -222,8 +222,8 @@ def libfabric_source(tmp_path_factory: pytest.TempPathFactory) -> lab_sources.So
 # stand between those that compute.
 _LONG = (
     "conda", "job_faults", "horovod", "diagnose", "dockerfile", "source_images", "jobs", "squash", "checks_alive",
-    "docker", "source_layers", "every_call", "trainer", "docker_out", "preflight", "docker_registry", "venv", "fabric", "etcd",
-    "exec",
+    "docker", "source_layers", "every_call", "trainer", "docker_out", "preflight", "docker_registry", "venv", "fabric",
+    "etcd", "exec",
 )  # fmt: skip
 
 
