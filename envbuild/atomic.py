@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -43,7 +45,7 @@ def exclusive(place: Path, log: Log) -> Iterator[None]:
 
 def recover(place: Path) -> None:
     """Remove leftovers of a killed run beside `place`; restore the old folder after an interrupted replace."""
-    for leftover in place.parent.glob(f".{place.name}.envbuild-*"):
+    for leftover in place.parent.glob(f".{glob.escape(place.name)}.envbuild-*"):
         if leftover.name.endswith("-old") and not place.exists():
             leftover.rename(place)
         else:
@@ -97,29 +99,57 @@ def remove(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
+def naming(path: str | Path) -> Iterator[None]:
+    """Add `path` to an OSError of the block that names no file: write(2) and fsync(2) know none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
+def replacing(path: Path, mode: int = 0o644, prefix: str = ".new-") -> Iterator[Path]:
     """Yield a new file beside `path` for the block to write; it replaces `path` atomically if the block succeeds.
 
-    `mode` is the file's permissions. Raises OSError.
+    `mode` is the file's permissions, `prefix` the beginning of its name until then. Raises OSError.
     """
-    handle, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)
-    os.close(handle)
+    handle, name = tempfile.mkstemp(prefix=prefix, dir=path.parent)
     temporary = Path(name)
     try:
-        yield temporary
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)  # until it is complete: `write_beside` removes files without a lock
+        with naming(path):
+            yield temporary
         os.chmod(temporary, mode)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        os.close(handle)
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
+def write_atomically(path: Path, text: str, mode: int = 0o644, prefix: str = ".new-") -> None:
     """Write `text` to `path` with an atomic replace; missing parent folders are created. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path, mode) as temporary, temporary.open("w", encoding="utf-8") as stream:
+    with replacing(path, mode, prefix) as temporary, temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def write_beside(path: Path, text: str, mode: int = 0o644) -> None:
+    """Write `text` to `path`, in a folder of the user, as `write_atomically`; remove what killed runs left of it.
+
+    In the store, `Store.clean_stale` removes that. Raises OSError.
+    """
+    prefix = f".{path.name}.envbuild-"
+    for left in path.parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError), left.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
+    write_atomically(path, text, mode, prefix)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envbuild import process
+from envbuild.atomic import naming
 from envbuild.errors import HostError
 from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
@@ -50,13 +51,22 @@ class Environment:
         programs put sockets into it, whose paths have at most 107 bytes (unix(7)). Raises HostError.
         """
         self.store.clean_working()
+        self.store.clean_stale()
         with contextlib.ExitStack() as stack:
             try:
                 folder = stack.enter_context(working_folder(Path(tempfile.gettempdir()), RUN))
             except OSError as error:
-                text = f"no temporary folder: {error.strerror}"
+                text = f"no temporary folder in {tempfile.gettempdir()}: {error.strerror}"
                 raise HostError(text, "set TMPDIR to a writable folder with free disk space") from error
             yield replace(self, variables={**self.variables, "TMPDIR": str(folder)})
+
+    @contextlib.contextmanager
+    def temporary_folder(self, prefix: str) -> Iterator[Path]:
+        """Yield a new private folder in the TMPDIR of this run. Raises OSError, which always names a file."""
+        home = self.variables.get("TMPDIR")
+        # The run's TMPDIR is removed as a whole later.
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=home, ignore_cleanup_errors=True) as folder, naming(folder):
+            yield Path(folder)
 
     def uv_environment(self) -> dict[str, str]:
         """Return the environment variables for uv; they put its cache into the store."""

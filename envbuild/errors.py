@@ -80,6 +80,7 @@ _SYSTEM: dict[int, tuple[type[EnvbuildError], str]] = {
     errno.EPERM: (HostError, _REFUSED),
     errno.EROFS: (HostError, _REFUSED),
     errno.EIO: (BuildError, _BROKEN),
+    errno.EINTR: (BuildError, "run it again: a network file system interrupted the call"),
     errno.ESTALE: (BuildError, _BROKEN),
     errno.ENAMETOOLONG: (UsageError, "choose a shorter path"),
     errno.ELOOP: (UsageError, "correct the link, which leads to itself"),

@@ -16,6 +16,8 @@ from envbuild.errors import BuildError, EnvbuildError, HostError
 from envbuild.masking import redact
 from envbuild.progress import clean
 
+# The hint for a child that a signal ended.
+KILLED = "run it again; if the system had no memory left (dmesg), with more memory or fewer CPUs"
 # How many lines of a failed tool's output an error message shows.
 TAIL_LINES = 30
 _GRACE_S = 5.0
@@ -100,7 +102,7 @@ def run(
     said = (stream.decode(errors="replace") for stream in (out, err))
     done = subprocess.CompletedProcess([str(part) for part in command], child.returncode, *said)
     if check and done.returncode != 0:
-        raise failure(f"{what or Path(command[0]).name} failed (exit {done.returncode}):\n{tail(done)}")
+        raise failure(f"{what or Path(command[0]).name} failed ({ending(child.returncode)}):\n{tail(done)}")
     return done
 
 
@@ -119,6 +121,15 @@ def follow(command: Sequence[str | Path], env: Mapping[str, str], on_line: Calla
     except BaseException:
         stop([child])
         raise
+
+
+def ending(status: int) -> str:
+    """Return how a child with this exit status ended: "exit 2", "killed by SIGKILL"."""
+    if status >= 0:
+        return f"exit {status}"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-status).name}"
+    return f"killed by signal {-status}"
 
 
 def tail(done: subprocess.CompletedProcess[str]) -> str:

@@ -103,7 +103,7 @@ def build(wanted: FolderBuild) -> State:
     with atomic.writing(staged):
         records = read_records(staged)
     owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
-    locked = {**recorded_files(records), **locked_files([*wheels, own], plan.python)}
+    locked = {**recorded_files(records), **locked_files([*wheels, own], plan.python, staged)}
     python = os.fspath(interpreter(final))
     return finish(wanted, version, python, locked, conda_packages(records), owned, read)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild import atomic
+from envbuild import atomic, process
 from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda_cache import Locate, Metadata
 from envbuild.artifacts.conda_link import run_job
@@ -173,9 +173,10 @@ def _link(work: _Work, on_progress: OnProgress) -> None:
         else:
             said.append(line)
 
-    run_job(job, read)
+    status = run_job(job, read)
     if "done" not in said:
-        raise BuildError("linking the conda packages ended early:\n  " + "\n  ".join(said[-20:]))
+        lines = [f"{work.final}: linking the conda packages ended early ({process.ending(status)})", *said[-20:]]
+        raise BuildError("\n  ".join(lines), process.KILLED if status < 0 else None)
     job.unlink()
 
 
@@ -199,7 +200,7 @@ def _explained(text: str, work: _Work) -> BuildError:
     """Return the error for a failure of rattler, with the operating system's message if it was the cause."""
     found = _ERRNO.search(text)
     if found is None or int(found[1]) == errno.ENOENT:  # a package lacks a file that it lists
-        return BuildError(f"the locked conda packages cannot be installed: {text}")
+        return BuildError(f"{work.final}: the locked conda packages cannot be installed: {text}", "run it again")
     number = int(found[1])
     full = False
     if number == errno.ENOSPC:
@@ -227,3 +228,6 @@ def _clean_records(work: _Work) -> None:
         path.write_bytes(data)
     # This file makes backup tools skip the folder; conda's own environments have none.
     (work.staged / "CACHEDIR.TAG").unlink(missing_ok=True)
+    for probe in (".refprobe-*", "symtest_*-*-*-*"):  # of rattler, which ignores errors of removing them
+        for path in work.staged.glob(probe):
+            atomic.remove(path)

@@ -26,12 +26,15 @@ from envbuild import process
 _saying = threading.Lock()
 
 
-def run_job(job: Path, on_line: Callable[[str], None]) -> None:
-    """Run the job in the file `job` in a child process, and call `on_line` with each line that it prints."""
+def run_job(job: Path, on_line: Callable[[str], None]) -> int:
+    """Run the job in the file `job` in a child process, and call `on_line` with each line that it prints.
+
+    Returns the child's exit status.
+    """
     home = os.fspath(Path(envbuild.__file__).parents[1])
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", __name__, str(job)]
-    process.follow(command, {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"}, on_line)
+    return process.follow(command, {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"}, on_line)
 
 
 def main(job: str) -> None:

@@ -103,12 +103,19 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[Path], *options: str) -
         command += ["--find-links", source]  # of a path, uv would split "," and cut off "#"
     done = process.run(command, env=environment.uv_environment(), check=False)
     if done.returncode != 0:
-        raise BuildError(f"uv could not install the locked wheels:\n{process.tail(done)}", tool_hint(done.stderr))
+        raise BuildError(
+            f"{wanted.final}: uv could not install the locked wheels ({process.ending(done.returncode)}):\n"
+            f"{process.tail(done)}",
+            tool_hint(done.stderr, done.returncode),
+        )
     listed.unlink()
+    (staged / ".lock").unlink(missing_ok=True)  # uv's; it is there or not, as uv could write it
 
 
-def tool_hint(said: str) -> str:
-    """Return the hint for uv's error message `said`."""
+def tool_hint(said: str, status: int) -> str:
+    """Return the hint for uv's error message `said` and its exit status."""
+    if status < 0:
+        return process.KILLED
     text = said.lower()
     if "no space left" in text or "quota" in text:
         return atomic.write_hint(errno.ENOSPC)
@@ -154,18 +161,26 @@ def finish(
     return state
 
 
-def locked_files(wheels: Sequence[WheelFile], python: str) -> dict[str, set[str]]:
+def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path) -> dict[str, set[str]]:
     """Return the sha256 that the files of `wheels` may have, by path in the environment, without generated files.
 
-    When several wheels have a path, installers keep any of them.
+    When several wheels have a path, installers keep any of them. Raises BuildError when no RECORD in `staged` lists a
+    file: uv 0.13 ignores errors of writing it.
     """
-    scheme, found = Scheme("prefix", python), dict[str, set[str]]()
+    scheme, found, listed = Scheme("prefix", python), dict[str, set[str]](), set[str]()
+    packages = site_packages(Path(), python)
     for wheel in wheels:
         record = io.StringIO(wheel_record(wheel.path, scheme).decode("utf-8", "surrogateescape"), newline="")
         for path, digest, _ in csv.reader(record):
-            place = os.path.normpath(f"lib/python{python}/site-packages/{path}")
+            place = os.path.normpath(packages / path)
             if digest and not place.startswith("bin/") and not INSTALLER_NOTES.fullmatch(path):
                 found.setdefault(place, set()).add(base64.urlsafe_b64decode(digest.partition("=")[2] + "=").hex())
+    with atomic.writing(staged):
+        for file in (staged / packages).glob("*.dist-info/RECORD"):
+            with file.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
+                listed |= {os.path.normpath(packages / row[0]) for row in csv.reader(stream) if row}
+    if missing := sorted(found.keys() - listed):
+        raise BuildError(f"{staged}: uv wrote no complete RECORD: {shown(missing)} not listed", "run it again")
     return found
 
 

@@ -139,7 +139,6 @@ def fill(
     one: PreparedImage, layers: Sequence[LayerFolder], environment: Environment, maker: LayerCache[M], *, offline: bool
 ) -> Filled[M]:
     """Return all layers of the image `one` in the form that `maker` makes. Raises BuildError or LockError."""
-    environment.store.clean_stale()
     plan, compiler = one.plan, one.compiler
     scheme = Scheme(PREFIX, plan.python)
     base = base_image(plan, compiler, environment, maker, offline=offline)

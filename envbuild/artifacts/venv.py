@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,7 +65,7 @@ def build(wanted: FolderBuild) -> State:
         _remember_interpreter(plan.python, interpreter(staged), environment)
     options = ["--compile-bytecode"] if plan.compile_bytecode else []
     folder.install_wheels(wanted, [wheel.path for wheel in (*located, own)], *options)
-    locked = folder.locked_files([*located, own], plan.python)
+    locked = folder.locked_files([*located, own], plan.python, staged)
     return folder.finish(wanted, version, os.path.realpath(interpreter(staged)), locked)
 
 
@@ -83,8 +84,11 @@ def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 def _failure(creating: subprocess.Popen[bytes], wanted: FolderBuild, said: str) -> BuildError | HostError:
     """Return the error of `uv venv`, which printed `said`; without an interpreter, it lists those that uv finds."""
-    if "interpreter" not in said.lower():
-        return BuildError(f"uv venv failed (exit {creating.returncode}):\n  {said}", folder.tool_hint(said))
+    # uv may fail to inspect an interpreter because its cache cannot be written: any error but ENOENT.
+    if "interpreter" not in said.lower() or re.search(r"\(os error (?!2\))", said):
+        status = creating.returncode
+        text = f"{wanted.final}: uv venv failed ({process.ending(status)}):\n  {said}"
+        return BuildError(text, folder.tool_hint(said, status))
     python = wanted.python or wanted.plan.python
     environment = wanted.environment
     done = process.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.atomic import write_atomically, writing
+from envbuild.atomic import write_beside, writing
 from envbuild.cli.common import log, open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options
 from envbuild.environment import Environment
@@ -236,5 +236,5 @@ class LockRun:
 
     def _write_export(self, path: Path, text: str) -> None:
         with writing(self.folder, LockError):
-            write_atomically(path, text)
+            write_beside(path, text)
         click.echo(path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from envbuild.atomic import write_atomically
+from envbuild.atomic import write_beside
 from envbuild.cli import layout
 from envbuild.cli.common import check_out, log, print_json, show
 from envbuild.cli.options import with_options
@@ -59,7 +59,7 @@ def init_command(out: Path | None, force: bool) -> None:
         click.echo(text, nl=False)
         return
     try:
-        write_atomically(path, text)
+        write_beside(path, text)
     except OSError as error:
         raise HostError(f"{path} cannot be written: {error.strerror}", "choose another --out") from error
     log(f"read it through, then: envbuild site check {path}")

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from envbuild.atomic import naming
 from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor, ImageManifest, digest_of
@@ -85,7 +86,7 @@ class Blobs:
         folder.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
         try:
-            with os.fdopen(handle, "wb") as stream:
+            with naming(name), os.fdopen(handle, "wb") as stream:
                 yield NewBlob(self, stream, Path(name))
         finally:
             Path(name).unlink(missing_ok=True)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from envbuild import process
-from envbuild.atomic import write_atomically
+from envbuild.atomic import write_beside
 from envbuild.errors import HostError, UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers import SCHEDULERS
@@ -51,7 +51,7 @@ def write_script(text: str, path: Path, hint: str, first: Path | None = None) ->
     try:
         if path.is_dir():
             raise UsageError(f"{path} is a folder", hint)
-        write_atomically(first or path, text, _MANIFEST if path.suffix in (".yaml", ".yml") else _SCRIPT)
+        write_beside(first or path, text, _MANIFEST if path.suffix in (".yaml", ".yml") else _SCRIPT)
     except OSError as error:
         raise HostError(f"{path}: {error.strerror}", hint) from error
 

@@ -141,7 +141,6 @@ def make_from_image(
 ) -> list[Result]:
     """Convert an existing image for `target`; one that envbuild built is also verified. Raises BuildError."""
     with _locked(options):
-        environment.store.clean_stale()
         _check_user(source, environment)
         build = _Build(options, environment, target.arch, time.monotonic())
         if options.engine != "native":

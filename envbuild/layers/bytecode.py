@@ -142,7 +142,8 @@ def _whole(content: Readable, size: int) -> bytes:
 
 def _no_room(error: OSError) -> BuildError:
     return BuildError(
-        f"no temporary file for bytecode: {error.strerror}", "set TMPDIR to a writable folder with free disk space"
+        f"no temporary file for bytecode in {tempfile.gettempdir()}: {error.strerror}",
+        "set TMPDIR to a writable folder with free disk space",
     )
 
 

@@ -184,7 +184,6 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
         return found
     store, answers, found_sums = environment.store, list[str](), list[str]()
     store.folder("partial")
-    store.clean_stale()
     client = Client(environment.pip, environment.variables)
     for url in _urls(layer, environment, client, answers, offline):
         shown = redact(url)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -176,8 +175,7 @@ def resolve_pip(
     Raises LockError with uv's explanation when the requirements conflict with the conda packages.
     """
     there = provided(packages)
-    with tempfile.TemporaryDirectory(prefix="conda-pip-", dir=environment.variables.get("TMPDIR")) as folder:
-        stubs = Path(folder)
+    with environment.temporary_folder("conda-pip-") as stubs:
         for name, version in there.items():
             _stub(stubs, name, version)
         try:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +82,8 @@ def solve(
         "cache": str(environment.store.folder("conda", "repodata", key)),
         "offline": offline,
     }
-    with tempfile.TemporaryDirectory(dir=environment.variables.get("TMPDIR")) as folder:  # 0700: credentials
-        path = Path(folder, "request.json")
+    with environment.temporary_folder("conda-solve-") as folder:  # 0700: credentials
+        path = folder / "request.json"
         path.write_text(json.dumps(request), encoding="utf-8")
         command: list[str | Path] = [sys.executable, "-P", Path(__file__).with_name("conda_solver.py"), path]
         done = process.run(command, env=network_variables(environment), check=False)
@@ -92,8 +91,9 @@ def solve(
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise HostError(
-            f"the conda solver ended without an answer (exit {done.returncode}):\n{hide(process.tail(done))}",
-            "is py-rattler whole? pip install --force-reinstall py-rattler",
+            f"{recipe.path}: the conda solver ended without an answer ({process.ending(done.returncode)}):\n"
+            f"{hide(process.tail(done))}",
+            process.KILLED if done.returncode < 0 else "is py-rattler whole? pip install --force-reinstall py-rattler",
         ) from None
     if "fault" in answer:
         raise _error(answer, recipe, target, specs, offline)

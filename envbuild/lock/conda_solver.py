@@ -60,8 +60,6 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
         )
     except SolverError as error:
         raise SolveFailed({"fault": "unsatisfiable", "text": str(error)}) from None
-    except Exception as error:  # noqa: BLE001 - rattler's errors have no common base
-        raise SolveFailed({"fault": "channel", "text": str(error)}) from None
     return {"records": [_row(record) for record in records], "used": used}
 
 
@@ -188,8 +186,8 @@ def main(path: str) -> None:
     moved = _set_aside(Path(request["cache"]), request["offline"])
     try:
         result = asyncio.run(answer(request))
-    except SolveFailed as fault:
-        result = fault.args[0]
+    except Exception as error:  # noqa: BLE001 - rattler's errors have no common base
+        result = error.args[0] if isinstance(error, SolveFailed) else {"fault": "channel", "text": str(error)}
         for aside, place in moved:  # --offline needs the old indexes
             with contextlib.suppress(OSError):
                 aside.replace(place)

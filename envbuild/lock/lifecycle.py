@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Generic, NotRequired, Protocol, TypedDict, TypeVar
 
-from envbuild.atomic import write_atomically
+from envbuild.atomic import write_beside
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.files import read_small
@@ -202,7 +202,7 @@ def read_lock_file(path: Path, parse: Callable[[str, str], T]) -> T | None:
 def write_lock_file(path: Path, text: str) -> None:
     """Replace the lock in `path` atomically. Raises LockError when it cannot be written."""
     try:
-        write_atomically(path, text)
+        write_beside(path, text)
     except OSError as error:
         raise LockError(
             f"{path}: cannot be written: {error.strerror}",

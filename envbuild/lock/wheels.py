@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -110,8 +109,8 @@ def resolve(
     ways: list[tuple[list[str], tuple[LockedPackage, ...]]] = [([], ())]
     if keep is not None:
         ways = [([f"{p.name}=={p.version}" for p in keep.packages], ()), ([], keep.packages), *ways]
-    with tempfile.TemporaryDirectory(prefix="lock-", dir=environment.variables.get("TMPDIR")) as folder:
-        uv = UvCompile(Path(folder), offers, python, platform, constraints, overrides, stubs)
+    with environment.temporary_folder("lock-") as folder:
+        uv = UvCompile(folder, offers, python, platform, constraints, overrides, stubs)
         for pins, preferred in ways:
             done = uv.run(requirements, pins, preferred)
             if done.returncode == 0:

@@ -224,7 +224,6 @@ def _download_wheels(
                 told.append(f"{source.name}: {'other files: ' + seen if links else 'not there'}")
         return None
 
-    store.clean_stale()
     return fetch_each(list(sources), fetch, client, f"looking for {len(sources)} wheels")
 
 
@@ -253,7 +252,6 @@ def _download_archives(
                 told.append(f"{shown}: {error}")
         return None
 
-    store.clean_stale()
     return fetch_each(missing, fetch, client, f"fetching {len(missing)} conda packages")
 
 

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from envbuild.image.blobs import Blobs
 
 _STALE_S = 7 * 86400
+# The folders in which `replacing`, blobs and `file_lock` write; a kill leaves files called .new-* or *.lock there.
+_WRITTEN = (
+    "bases", "blobs/sha256", "conda/images", "conda/info", "conda/stamps", "digests", "layers", "listings", "pythons",
+    "seals", "segments", "trainer/*",
+)  # fmt: skip
 # The folders that `working` is called for.
 _WORKING = ("building", "builders/new", "conda/linked", "docker", "launched", "layouts", "opened")
 
@@ -139,12 +144,15 @@ class Store:
     def clean_stale(self) -> None:
         """Remove unfinished downloads and unfinished files of killed runs that are old."""
         limit = time.time() - _STALE_S
-        kept = (("partial", ""), ("blobs/partial", ""), ("blobs/sha256", ".new-"), ("segments", ".new-"))
-        for folder, prefix in kept:
-            with contextlib.suppress(OSError):
-                for entry in os.scandir(self.root / folder):
-                    if entry.name.startswith(prefix) and entry.stat().st_mtime < limit:
-                        os.unlink(entry.path)
+        for pattern in ("partial", "blobs/partial", *_WRITTEN):
+            for folder in self.root.glob(pattern):
+                with contextlib.suppress(OSError):
+                    for entry in os.scandir(folder):
+                        left = (
+                            folder.name == "partial" or entry.name.startswith(".new-") or entry.name.endswith(".lock")
+                        )
+                        if left and entry.stat(follow_symlinks=False).st_mtime < limit:
+                            os.unlink(entry.path)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import __version__
-from envbuild.atomic import write_atomically
+from envbuild.atomic import write_beside
 from envbuild.errors import VerificationError
 from envbuild.files import parse_json, read_regular
 from envbuild.verify.model import FAIL, NOT_TRIED, Subject, Verdict
@@ -79,7 +79,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
 
 def write_receipt(receipt: dict[str, Any], path: Path) -> None:
     """Write the receipt of the artifact at `path` atomically. Raises OSError."""
-    write_atomically(receipt_path(path), json.dumps(receipt, indent=1) + "\n")
+    write_beside(receipt_path(path), json.dumps(receipt, indent=1) + "\n")
 
 
 def read_receipt(path: Path) -> dict[str, Any]:

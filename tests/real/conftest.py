@@ -239,8 +239,8 @@ def libfabric_source(tmp_path_factory: pytest.TempPathFactory) -> lab_sources.So
 # stand between those that compute.
 _LONG = (
     "conda", "job_faults", "horovod", "diagnose", "dockerfile", "source_images", "jobs", "squash", "checks_alive",
-    "docker", "source_layers", "trainer", "docker_out", "preflight", "docker_registry", "venv", "fabric", "etcd",
-    "venv_failures", "bundle", "exec",
+    "docker", "source_layers", "every_call", "trainer", "docker_out", "preflight", "docker_registry", "venv", "fabric",
+    "etcd", "venv_failures", "bundle", "exec",
 )  # fmt: skip
 
 

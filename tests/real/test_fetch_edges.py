@@ -21,6 +21,7 @@ from packaging.version import Version
 
 from envbuild.cache.download import locked_partial
 from envbuild.cache.retry import RequestFailed
+from envbuild.environment import load_environment
 from envbuild.errors import BuildError
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
@@ -220,12 +221,12 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("trainer/ab/*"))
 
 
-def test_a_fetch_removes_stale_downloads(tmp_path: Path, site: dict[str, Any]) -> None:
+def test_a_run_removes_stale_downloads(tmp_path: Path) -> None:
     old = Store(tmp_path).folder("partial") / "old"
     old.write_bytes(b"x")
     os.utime(old, (WEEK_OLD, WEEK_OLD))
-    locate(tmp_path, index(site, b"data"), wanted(b"data"))
-    assert not list((tmp_path / "partial").iterdir())
+    with load_environment({**os.environ, "ENVBUILD_STORE": str(tmp_path)}).with_tmpdir():
+        assert not list((tmp_path / "partial").iterdir())
 
 
 def test_a_download_under_way_is_not_stale(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from envbuild.atomic import replacing, write_atomically
+from envbuild.atomic import replacing, write_atomically, write_beside
 
 
 def test_a_file_is_replaced_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
@@ -32,3 +35,28 @@ def test_a_block_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
 def test_folders_above_are_made(tmp_path: Path) -> None:
     write_atomically(tmp_path / "a/b/file", "é")
     assert (tmp_path / "a/b/file").read_bytes() == b"\xc3\xa9"
+
+
+def test_a_file_that_a_killed_run_left_beside_goes_with_the_next_write(tmp_path: Path) -> None:
+    path, other = tmp_path / "lock[1].txt", tmp_path / ".lock[1].txt2.envbuild-x"
+    other.write_text("of another file")
+    half = f"""if True:
+        import os, signal
+        from pathlib import Path
+        from envbuild.atomic import write_beside
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        write_beside(Path({str(path)!r}), "half")
+    """
+    assert subprocess.run([sys.executable, "-c", half]).returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    with replacing(path, prefix=f".{path.name}.envbuild-") as under_way:
+        write_beside(path, "new")
+        assert under_way.exists()
+    assert sorted(tmp_path.iterdir()) == [other, path]
+
+
+def test_an_error_of_write_names_the_file(tmp_path: Path) -> None:
+    """write(2) knows no name."""
+    with pytest.raises(OSError, match=r"file") as told, replacing(tmp_path / "file"), open("/dev/full", "w") as full:
+        full.write("x")
+    assert told.value.filename == str(tmp_path / "file") and list(tmp_path.iterdir()) == []

@@ -79,8 +79,9 @@ def test_a_signal_while_modules_are_imported_interrupts(module: str, name: str) 
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        (errno.ENOSPC, BuildError), (errno.EDQUOT, BuildError), (errno.EIO, BuildError), (errno.EROFS, HostError),
-        (errno.EACCES, HostError), (errno.ENAMETOOLONG, UsageError), (errno.EMFILE, HostError),
+        (errno.ENOSPC, BuildError), (errno.EDQUOT, BuildError), (errno.EIO, BuildError), (errno.EINTR, BuildError),
+        (errno.EROFS, HostError), (errno.EACCES, HostError), (errno.EMFILE, HostError),
+        (errno.ENAMETOOLONG, UsageError),
     ],
 )  # fmt: skip
 def test_an_answer_of_the_system_names_the_path_and_a_way_out(number: int, kind: type[EnvbuildError]) -> None:

@@ -289,7 +289,7 @@ def test_a_site_describes_its_network(tmp_path: Path) -> None:
         ("[fabric.busbw_floor]\nib = -1", "at least 0"),
         ('[fabric.variables]\nHTTPS_PROXY = "x"', "'HTTPS_PROXY' is no variable of NCCL"),
         ('[fabric.variables]\nLD_LIBRARY_PATH = "x"', "'LD_LIBRARY_PATH' is no variable of NCCL"),
-        ('[fabric.variables]\nFI_LOG_LEVEL = "x\\ny"', "text on one line"),
+        ('[fabric.variables]\nFI_LOG_LEVEL = "x\\ny"', "is not one line of text"),
         ('[fabric]\ninterface = "a b"', "does not match"),
         ('[fabric]\ninterfaces = "a"', "unknown key 'interfaces'"),
     ],

@@ -163,13 +163,15 @@ def test_stale_downloads_are_removed(store: Store) -> None:
 def test_what_killed_runs_left_goes_after_a_while_and_blobs_stay(store: Store) -> None:
     folder = store.folder("blobs", "sha256")
     partial = store.folder("blobs", "partial")
+    layers, trainer = store.folder("layers"), store.folder("trainer", "ab" * 32)
     old, young, blob = folder / ".new-old", folder / ".new-young", folder / ("ab" * 32)
-    for path in (old, young, blob, partial / "cd"):
+    more = (partial / "cd", layers / ".new-x", layers / "key.lock", trainer / ".new-x")
+    for path in (old, young, blob, *more):
         path.write_bytes(b"x")
         if path != young:
             os.utime(path, (0, 0))
     store.clean_stale()
-    assert not old.exists() and not (partial / "cd").exists()
+    assert not any(path.exists() for path in (old, *more))
     assert young.exists() and blob.exists()
 
 

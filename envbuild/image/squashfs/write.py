@@ -71,7 +71,7 @@ def write_image(
         return write_tables(out, base, placed, fragments, codec, mtime)
     except OSError as error:
         raise BuildError(
-            f"the image cannot be written: {error.strerror or error}",
+            f"{error.filename or out.name}: the image cannot be written: {error.strerror or error}",
             "free disk space, write elsewhere with --out, or set ENVBUILD_STORE to a folder on another file system",
         ) from error
 
