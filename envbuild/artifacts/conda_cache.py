@@ -24,7 +24,7 @@ from envbuild.artifacts.manifest import Stat, stat_of
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
-from envbuild.files import walk_stats
+from envbuild.files import parse_json, walk_stats
 from envbuild.layers.conda_package import read_info
 from envbuild.lock.conda import CondaPackage
 from envbuild.progress import log
@@ -63,7 +63,7 @@ def metadata(store: Store, package: CondaPackage) -> Metadata | None:
     """Return the stored metadata of `package`'s archive, None if the archive was never read."""
     path = store.root / "conda" / "info" / f"{package.sha256}.json"
     try:
-        ours = json.loads(path.read_bytes())[_OURS]
+        ours = parse_json(path.read_bytes())[_OURS]
         return Metadata(path, ours["size"], ours["room"], ours["file"], tuple(ours["scripts"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -18,6 +18,7 @@ from envbuild.artifacts.installed import names_and_versions
 from envbuild.artifacts.state import State, has_packages
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
+from envbuild.files import parse_json
 from envbuild.layers.wheels import locate
 
 TITLE = "venv"
@@ -107,8 +108,8 @@ def _failure(creating: subprocess.Popen[bytes], wanted: FolderBuild, said: str) 
 
 def _known_interpreter(version: str, environment: Environment) -> str:
     """Return the interpreter that uv chose last time, which saves 0.1 s, if it is unchanged, or else the version."""
-    with contextlib.suppress(OSError, ValueError):
-        path, size, time = json.loads(_note(version, environment).read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        path, size, time = parse_json(_note(version, environment).read_bytes())
         stat = os.stat(path)
         if (stat.st_size, stat.st_mtime_ns) == (size, time):
             return str(path)

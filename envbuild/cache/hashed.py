@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.atomic import write_atomically
+from envbuild.files import parse_json
 from envbuild.progress import log
 from envbuild.resources import this_boot
 
@@ -35,7 +36,7 @@ class Digests:
         key, note = _key(real), self._note(real)
         if not again and self._private():
             with suppress(OSError, ValueError):
-                known = json.loads(note.read_text(encoding="utf-8"))
+                known = parse_json(note.read_bytes())
                 if isinstance(known, list) and known[:-1] == key:
                     return str(known[-1])
         with open(real, "rb") as stream:
@@ -88,7 +89,7 @@ def write_note(path: Path, fields: Mapping[str, Any]) -> None:
 
 def read_note(path: Path) -> dict[str, Any]:
     """Return the fields of a note; remove a damaged one, and say so. Raises OSError and ValueError."""
-    fields = json.loads(path.read_bytes())
+    fields = parse_json(path.read_bytes())
     if not isinstance(fields, dict) or _SEAL not in fields:  # older versions wrote notes without it
         raise ValueError("no note")
     if fields.pop(_SEAL) != _sealed(path, fields):

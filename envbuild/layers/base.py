@@ -12,6 +12,7 @@ from envbuild.atomic import write_atomically
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
+from envbuild.files import parse_json
 from envbuild.image.blobs import Pulled
 from envbuild.image.entry import Tree
 from envbuild.image.layer import Layer
@@ -134,8 +135,8 @@ def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, environment: 
     """Raise BuildError when the base does not have the interpreter `python`."""
     # Reading a large base's tree takes a while, so a positive result is stored.
     note = environment.store.folder("bases") / f"{lock.digest.partition(':')[2]}.json"
-    with contextlib.suppress(OSError, ValueError):
-        if python in json.loads(note.read_text(encoding="utf-8")):
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        if python in parse_json(note.read_bytes()):
             return
     tree = merged(pulled, environment.site.limits)
     if not tree.is_file(python):

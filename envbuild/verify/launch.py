@@ -7,7 +7,6 @@ whatever /etc/hosts contains.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 from envbuild import torchrun
 from envbuild.diagnose.nccl_log import parse_nccl_log
+from envbuild.files import parse_json
 from envbuild.verify.model import Agent, Nodes, Settings, Subject
 from envbuild.verify.network import Network
 from envbuild.verify.probes import Request
@@ -134,7 +134,7 @@ class Running:
         found = []
         for path in sorted(self.work.glob(f"{self.job.name}-report*.json")):
             try:
-                found.append(json.loads(path.read_text(encoding="utf-8")))
+                found.append(parse_json(path.read_bytes()))
             except ValueError:
                 found.append({"unreadable": path.name})
         return found

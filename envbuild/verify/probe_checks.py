@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from envbuild.verify.model import Check, Report, judge
-from envbuild.verify.probes import Case, Request, cases_of, expected_digest, expected_parameters, probe_table
+from envbuild.verify.probes import Case, Request, expected_digest, expected_parameters, probe_table
 
 # float64 rounds at 1e-16, and the order of sums is free.
 _TOLERANCE = 1e-9
@@ -29,18 +29,19 @@ def check_collectives(request: Request, report: Report) -> Check:
 
 
 def _check_cases(check: str, request: Request, report: Report, wrong: list[str]) -> Check:
+    cases: list[Case] = request["cases"][check]
     expected = functools.cache(functools.partial(expected_digest, request))
     lacking: set[str] = set()
     for rank in report["ranks"]:
         results: Mapping[str, str] = rank.get("probes", {}).get(check, {})
-        for case in cases_of(check):
+        for case in cases:
             name = "{} {} × {}".format(*case)
             result = results.get(name, "is missing")
             if result.startswith("error: ") and _may_lack(case, report["backend"], rank["torch_version"]):
                 lacking.add(name)
             elif result != expected(case, rank["rank"] if case[0] == "reduce_scatter" else 0):
                 wrong.append(f"rank {rank['rank']}: {name} {result if ' ' in result else 'is wrong'}")
-    number = len(cases_of(check)) - len(lacking)
+    number = len(cases) - len(lacking)
     good = f"{number} results exact on {len(report['ranks'])} ranks"
     more = f"; {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     return judge(
@@ -48,7 +49,7 @@ def _check_cases(check: str, request: Request, report: Report, wrong: list[str])
         not wrong,
         seen="; ".join(wrong[:_SHOWN]) + more or good + (f"; {len(lacking)} that this torch lacks" if lacking else ""),
         expected=f"on all ranks the {number} results that envbuild computes",
-        evidence={"cases": cases_of(check), "unsupported": sorted(lacking), "wrong": wrong[:50]},
+        evidence={"cases": cases, "unsupported": sorted(lacking), "wrong": wrong[:50]},
     )
 
 

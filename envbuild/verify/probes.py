@@ -34,21 +34,22 @@ def probe_table() -> dict[str, Any]:
     return tomllib.loads((resources.files("envbuild.data") / "probes.toml").read_text(encoding="utf-8"))
 
 
-def cases_of(check: str) -> list[Case]:
-    """Return the probes of the check `allreduce` or `collectives`."""
-    rows = probe_table()[check]
+def cases_of(check: str, *, gpu: bool = False) -> list[Case]:
+    """Return the probes of the check `allreduce` or `collectives`, with those for GPUs if `gpu`."""
+    rows = [row for row in probe_table()[check] if gpu or not row.get("gpu")]
     return [(op, dtype, size) for row in rows for op in row["ops"] for dtype in row["dtypes"] for size in row["sizes"]]
 
 
-def make_request(world: int) -> dict[str, Any]:
+def make_request(world: int, *, gpu: bool = False) -> dict[str, Any]:
     """Return random probes for `world` ranks, as JSON values: `values` by rank, the optimizer's `data` by step, rank.
 
-    `source` is the rank that broadcasts, and enters the barrier last. A sample is a row of inputs and the target.
+    `cases` are those of `cases_of`. `source` is the rank that broadcasts, and enters the barrier last. A sample is a
+    row of inputs and the target.
     """
     chance = secrets.SystemRandom()
     row = functools.partial(chance.choices, [number / 4 for number in range(-8, 9)], k=_INPUTS + 1)
     return {
-        "cases": {check: cases_of(check) for check in ("allreduce", "collectives")},
+        "cases": {check: cases_of(check, gpu=gpu) for check in ("allreduce", "collectives")},
         "source": chance.randrange(world),
         # Products of more than 8 ranks change only their sign: float16 ends at 65504.
         "values": [chance.choices((-2, -1, 1, 2) if rank < 8 else (-1, 1), k=_PERIOD) for rank in range(world)],

@@ -48,7 +48,7 @@ def verify(
         with subject.nodes(work, settings.nodes, env) as nodes:
             shape = (settings.nodes, settings.nproc_per_node)
             network = network_of(subject, nodes, shape, env, site)
-            request = make_request(settings.nodes * settings.nproc_per_node)
+            request = make_request(settings.nodes * settings.nproc_per_node, gpu=network.accelerator.gpu)
             nodes.share({**trainer_files(), _REQUEST: json.dumps(request).encode()})
             bench = Bench(nodes, work, settings, subject, network, request, *_floor(subject, settings, site))
             checks = _checks(bench, log)

@@ -24,13 +24,14 @@ from lab.fuzz_inputs import Mutate, Seeds, mutated
 
 from envbuild.artifacts import conda, conda_survey, image_manifest, installed, layer_lists, manifest, pip_records, state
 from envbuild.bundle import read_bundle
+from envbuild.cache import hashed
 from envbuild.cache.retry import RequestFailed, retry_after
 from envbuild.debian import control, deb, release, resolve, sources
 from envbuild.diagnose.engine import diagnose, explain
 from envbuild.diagnose.nccl_log import parse_nccl_log
 from envbuild.diagnose.read import job_number, read_logs
 from envbuild.diagnose.rules import load_rules
-from envbuild.elf import elf_machine, read_elf
+from envbuild.elf import elf_machine, file_head, read_elf
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError
 from envbuild.image import archive, credentials, layout, model, registry_auth, sif
@@ -670,6 +671,9 @@ READERS: dict[str, FuzzedReader] = {
         text(read_description),
         400,
     ),
+    "note of a layer": FuzzedReader(
+        given({"media_type": "x", "seal": "0"}), file("note.json", hashed.read_note), 300, (OSError, ValueError)
+    ),
     "file manifest": FuzzedReader(
         given(
             '{"format": 1, "form": "oci"}\n["a", "file", 420, 0, 0, 1, "00", {"user.x": "00"}]\n'
@@ -779,7 +783,9 @@ READERS: dict[str, FuzzedReader] = {
         text(lambda words: list(parse_mounts(words))),
         500,
     ),
-    "ELF": FuzzedReader(lambda _: _elfs(), file("x.so", lambda path: (read_elf(path), elf_machine(str(path)))), 700),
+    "ELF": FuzzedReader(
+        lambda _: _elfs(), file("x.so", lambda path: (read_elf(path), elf_machine(file_head(str(path))))), 700
+    ),
     "job script": FuzzedReader(
         patterns("lint/*.sh", "lint/*.pbs", "jobs/*.sh", top=DATA, most=4096), file("job.sh", lint_file), 200
     ),

@@ -22,6 +22,7 @@ from envbuild.site.settings import FabricTable
 from envbuild.verify.launch import Bench, Outcome, TrainingJob
 from envbuild.verify.model import Check, Settings, Subject
 from envbuild.verify.network import Network
+from envbuild.verify.probes import cases_of
 from envbuild.verify.run import _floor, judge_launches
 
 RECORDED = Path(__file__).parent / "data/verification/launches.json"
@@ -177,7 +178,8 @@ def launched(tmp_path: Path) -> Launched:
     probed = json.loads(PROBED.read_text())
     for rank, probes in zip(ranks(found), probed["ranks"], strict=True):
         rank["probes"] = probes
-    return {**found, "request": probed["request"]}
+    cases = {check: cases_of(check) for check in ("allreduce", "collectives")}
+    return {**found, "request": {**probed["request"], "cases": cases}}
 
 
 def test_nothing_broken_nothing_fails(launched: Launched, tmp_path: Path) -> None:

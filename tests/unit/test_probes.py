@@ -73,6 +73,17 @@ def test_no_two_requests_are_equal_and_results_stay_exact() -> None:
         assert all(expected_digest(request, case, world - 1) for case in cases_of("allreduce") if case[2] < 2000)
 
 
+def test_gpus_probe_64_mib_too() -> None:
+    large = ("sum", "float32", 16 << 20)
+    assert set(cases_of("allreduce", gpu=True)) - set(cases_of("allreduce")) == {large}
+    request = make_request(2, gpu=True)
+    assert large in request["cases"]["allreduce"] and large not in make_request(2)["cases"]["allreduce"]
+    report = {"backend": "nccl", "ranks": [{"rank": 0, "torch_version": "2.13.0", "probes": {"allreduce": {}}}]}
+    assert f"{large[0]} {large[1]} × {large[2]}" in " ".join(
+        probe_checks.check_allreduce(request, report).evidence["wrong"]
+    )
+
+
 @pytest.mark.parametrize(
     ("case", "torch", "may"),
     [
