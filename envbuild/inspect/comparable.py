@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 import re
 from dataclasses import replace
 
+from envbuild.artifacts import image_manifest, manifest, state
 from envbuild.artifacts.enroot import normalised
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Inventory, Item
@@ -20,23 +22,23 @@ from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Invent
 BETWEEN, CONVERTED, SITE = "between", "converted", "site"
 NO_CONDA = (BETWEEN, SITE, VENV)  # conda packages are not compared
 LEFT_OUT = {
-    IMAGE: ("times", "envbuild.json"),
+    IMAGE: ("times", "envbuild.json and the manifest"),
     VENV: (
-        "times", "owners", "permissions other than x", "compiled modules", "envbuild.json and envbuild.manifest",
+        "times", "owners", "permissions other than x", "compiled modules", "envbuild.json and the manifest",
         "uv_cache.json and direct_url.json", "where the host's interpreter lies",
     ),
     CONVERTED: (
-        "times", "envbuild.json", "owners", "what lies in dev, and devices",
+        "times", "envbuild.json and the manifest", "owners", "what lies in dev, and devices",
         "permissions and extended attributes that only root can give",
     ),
     BETWEEN: (
         "times", "owners", "permissions other than x", "folders", "compiled modules",
-        "envbuild.json, envbuild.manifest and pyvenv.cfg", "the interpreter's links", "activate scripts",
+        "envbuild.json, the manifest and pyvenv.cfg", "the interpreter's links", "activate scripts",
         "the text of scripts in bin", "an installer's own files and their rows in RECORD",
     ),
     CONDA: (
         "times", "owners", "permissions other than x", "folders", "compiled modules",
-        "envbuild.json and envbuild.manifest",
+        "envbuild.json and the manifest",
         "conda-meta, but for packages and their lists of files", "where the environment lies",
         "the text of scripts in bin that pip wrote",
         "an installer's own files and their rows in RECORD",
@@ -47,6 +49,8 @@ LEFT_OUT = {
         "an installer's own files and their rows in RECORD",
     ),
 }  # fmt: skip
+# What envbuild writes about the artifact as a whole.
+_ABOUT = frozenset({state.FILE, manifest.FILE, posixpath.basename(image_manifest.FILE_NAME)})
 _VENV_ONLY = re.compile(r"(?:^|/)(?:__pycache__(?:/.*)?|\.lock|[^/]+\.dist-info/(?:uv_cache\.json|direct_url\.json))$")
 _FRAME = re.compile(
     r"lib64|\.gitignore|CACHEDIR\.TAG|pyvenv\.cfg|pylock\.toml"
@@ -86,7 +90,7 @@ def comparable(contents: Inventory, view: str) -> dict[str, dict[str, str]]:
     found = {}
     for path, item in contents.files.items():
         inside = path.removeprefix(frame) if frame is not None and path.startswith(frame) else None
-        if inside in ("envbuild.json", "envbuild.manifest") or (inner and inside is None):
+        if inside in _ABOUT or (inner and inside is None):
             continue
         name = inside if inner and inside is not None else path
         if view in (CONVERTED, IMAGE):

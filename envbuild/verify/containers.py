@@ -61,7 +61,7 @@ def image_subject(client: Any, image: BuiltImage, settings: Settings, limits: Li
     lifetime = settings.timeout_s * _LAUNCHES + _SPARE_S
 
     def surveyed() -> Survey:
-        files = read_container(client, image.image_id, limits, settings.timeout_s)
+        files = read_container(client, image.image_id, _until(lifetime), limits, settings.timeout_s)
         return survey_image(files, state, OCI, image.file_manifest)
 
     return Subject(
@@ -187,7 +187,7 @@ def container_nodes(
     from docker.types import DeviceRequest
 
     name = f"envbuild-verify-{uuid.uuid4().hex[:12]}"
-    until = {LABEL: str(int(time.time() + lifetime_s))}
+    until = _until(lifetime_s)
     gpus = [DeviceRequest(count=-1, capabilities=[["gpu"]])] if accelerator.docker_request else None
     _remove_stale(client)
     containers: dict[int, Any] = {}
@@ -219,6 +219,10 @@ def container_nodes(
         yield nodes
     finally:
         _remove(containers.values(), others)
+
+
+def _until(lifetime_s: float) -> dict[str, str]:
+    return {LABEL: str(int(time.time() + lifetime_s))}
 
 
 def _remove(containers: Iterable[Any], others: Iterable[Any]) -> None:

@@ -10,7 +10,8 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from envbuild.artifacts.installed import FileReport
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.elf import HEAD
-from envbuild.errors import BuildError, VerificationError
+from envbuild.errors import BuildError, HostError, VerificationError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
 from envbuild.image.quota import Quota
 from envbuild.image.squashfs.read import SquashfsImage
@@ -201,11 +202,16 @@ def read_squashfs(
     return found
 
 
-def read_container(client: Any, image: str, limits: LimitsTable | None, timeout_s: float) -> ImageFiles:
-    """Read the files of an image in the daemon of `client`. Raises as `read_squashfs`."""
-    clock = _Clock(time.monotonic() + timeout_s, timeout_s)
-    container = client.containers.create(image, ["true"], entrypoint=[])
+def read_container(
+    client: Any, image: str, labels: Mapping[str, str], limits: LimitsTable | None, timeout_s: float
+) -> ImageFiles:
+    """Read an image of the daemon, from a container with `labels`. Raises as `read_squashfs`, and HostError."""
+    import docker.errors
+    import requests
+
+    clock, container = _Clock(time.monotonic() + timeout_s, timeout_s), None
     try:
+        container = client.containers.create(image, ["true"], entrypoint=[], labels=dict(labels))
         found = ImageFiles(partial(_copied, container))
         for member, content in tar_items(cast(BinaryIO, Chunks(container.export(_CHUNK))), image, Quota(limits)):
             clock.check()
@@ -218,8 +224,12 @@ def read_container(client: Any, image: str, limits: LimitsTable | None, timeout_
                 seen = _seen(path, pieces, member.size, clock) if member.kind == FILE else None
                 found.add(path, row_of(member, seen.sha256 if seen else ""), seen)
         return found
+    except (docker.errors.DockerException, requests.RequestException) as error:
+        raise HostError(f"the docker daemon could not export the image: {error}", "verify it again") from error
     finally:
-        container.remove(force=True)
+        if container is not None:
+            with suppress(docker.errors.DockerException, requests.RequestException):
+                container.remove(force=True, v=True)
 
 
 def _copied(container: Any, path: str) -> Iterator[bytes]:
