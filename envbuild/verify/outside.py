@@ -41,6 +41,7 @@ _TEXTS = re.compile(
     re.DOTALL,
 )
 _MOST_TEXT = 64 << 20
+_LINKS = 40  # that Linux follows in one path
 # Digests of one file by other algorithms than sha256, which some RECORDs use.
 Reread = Callable[[str], Iterable[bytes]]
 
@@ -85,23 +86,18 @@ class ImageFiles:
     def walk(self, folder: str) -> Iterator[str]:
         start = f"{_key(folder)}/"
         for path in sorted(self.rows):
-            if path.startswith(start) and self.rows[path].kind != DIR and not self._leads_to_folder(path):
+            if path.startswith(start) and not self.is_folder(path):
                 yield f"/{path}"
-
-    def _leads_to_folder(self, path: str) -> bool:
-        row = self.rows[path]
-        if row.kind != SYMLINK:
-            return False
-        return self.is_folder(os.path.normpath(os.path.join("/", os.path.dirname(path), row.value)))
 
     def read(self, path: str) -> bytes:
         self._file(path)
-        if _key(path) not in self.texts:
+        text = self.texts.get(self._resolved(path))
+        if text is None:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path)
-        return self.texts[_key(path)]
+        return text
 
     def head(self, path: str) -> bytes:
-        return self.heads.get(_key(path), b"")
+        return self.heads.get(self._resolved(path), b"")
 
     def size(self, path: str) -> int:
         return self._file(path).size
@@ -111,22 +107,21 @@ class ImageFiles:
         if algorithm == "sha256":
             return bytes.fromhex(row.value)
         digest = hashlib.new(algorithm)
-        for piece in self.reread(_key(path)):
+        for piece in self.reread(self._resolved(path)):
             digest.update(piece)
         return digest.digest()
 
     def target(self, path: str) -> str:
-        row = self._row(path)
+        folder, _, name = _key(path).rpartition("/")
+        row = self._row(f"{self._resolved(folder)}/{name}")
         return row.value if row.kind == SYMLINK else ""
 
     def is_folder(self, path: str) -> bool:
-        row = self.rows.get(_key(path))
+        row = self.rows.get(self._resolved(path))
         return row is not None and row.kind == DIR
 
     def _file(self, path: str) -> PathRow:
-        row = self._row(path)
-        if row.kind == SYMLINK:
-            row = self._row(os.path.normpath(os.path.join(os.path.dirname(path), row.value)))
+        row = self._row(self._resolved(path))
         if row.kind != FILE:
             raise OSError(errno.EINVAL, "not a regular file", path)
         return row
@@ -135,6 +130,27 @@ class ImageFiles:
         if (row := self.rows.get(_key(path))) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return row
+
+    def _resolved(self, path: str) -> str:
+        """Return the path to which `path` leads; that of the last link of a chain that is too long."""
+        done, todo, links = "", _key(path).split("/")[::-1], 0
+        while todo:
+            part = todo.pop()
+            if part in ("", "."):
+                continue
+            if part == "..":
+                done = done.rpartition("/")[0]
+                continue
+            here = f"{done}/{part}" if done else part
+            row = self.rows.get(here)
+            if row is None or row.kind != SYMLINK or links == _LINKS:
+                done = here
+                continue
+            links += 1
+            todo += row.value.split("/")[::-1]
+            if row.value.startswith("/"):
+                done = ""
+        return done
 
 
 def _key(path: str) -> str:

@@ -29,7 +29,7 @@ def check_collectives(request: Request, report: Report) -> Check:
 
 
 def _check_cases(check: str, request: Request, report: Report, wrong: list[str]) -> Check:
-    cases: list[Case] = request["cases"][check]
+    cases: list[Case] = [tuple(case) for case in request["cases"][check]]  # lists, if it comes from JSON
     expected = functools.cache(functools.partial(expected_digest, request))
     lacking: set[str] = set()
     for rank in report["ranks"]:

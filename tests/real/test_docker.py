@@ -137,7 +137,7 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
         " && printf x >> /usr/lib/python3.11/__pycache__/calendar.cpython-311.pyc"
         " && touch /usr/lib/python3.11/sitecustomize.py && cp /bin/true /usr/local/bin/torchrun"
         " && mkdir -p /usr/local/lib/more && touch /usr/local/lib/more/libc10.so"
-        " && mv filelock /srv && ln -s /srv/filelock ."
+        " && mv markupsafe /srv && ln -s /srv/markupsafe ."
     )
     with client:
         container = client.containers.run(pt_docker["path"], ["sh", "-c", script], detach=True)
@@ -154,11 +154,11 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
     site, library, named = "/opt/env/lib/python3.11/site-packages", "/usr/lib/python3.11", failed["installed"].evidence
     assert set(named["altered"]) == {
         f"{site}/tqdm/std.py", f"{library}/calendar.py", f"{library}/__pycache__/calendar.cpython-311.pyc",
-        "/usr/bin/sleep", f"{site}/filelock",
+        "/usr/bin/sleep", f"{site}/markupsafe",
     }  # fmt: skip
     assert {f"{site}/tqdm/strange.so", f"{library}/sitecustomize.py", "/usr/local/bin/torchrun",
-            "/usr/local/lib/more/libc10.so", "/srv/filelock/__init__.py"} <= set(named["unowned"])  # fmt: skip
-    assert f"{site}/filelock/__init__.py" in named["missing"]
+            "/usr/local/lib/more/libc10.so", "/srv/markupsafe/__init__.py"} <= set(named["unowned"])  # fmt: skip
+    assert f"{site}/markupsafe/__init__.py" in named["missing"]
 
 
 class _Client:

@@ -226,7 +226,9 @@ def image(tmp_path: Path) -> Path:
     store = Store(tmp_path / "store")
     maker = SegmentCache(store, codec_of("zstd"), 1, lambda _: None, LimitsTable())
     hardlink = Entry(f"{SITE}/numpy/same.so", HARDLINK, target=f"{SITE}/numpy/core.so")
-    layers = [maker.part(layer(BASE, LINK)), maker.part(layer({**ENVIRONMENT, FILE_NAME: b"old"}, hardlink))]
+    python = Entry("opt/env/bin/python", SYMLINK, target="../../../bin/python3.11")
+    upper = layer({**ENVIRONMENT, FILE_NAME: b"old"}, hardlink, python)
+    layers = [maker.part(layer(BASE, LINK)), maker.part(upper)]
     config = {"architecture": "amd64", "os": "linux", "config": {"Env": ["PATH=/opt/env/bin"]}}
     path = tmp_path / "image.sqsh"
     with composed(layers, maker, config, provenance="x", definition="y", arch="x86_64", mtime=7) as tree:
@@ -254,7 +256,7 @@ def test_an_image_has_the_survey_of_its_unpacked_files(image: Path, tmp_path: Pa
         unpack(SquashfsImage(stream, 0, "image"), root)
     seen = survey(inside, Path("/", SITE), 62, files=found)
     unpacked = survey(root / "opt/env", root / SITE, 62)
-    assert seen == unpacked and seen.elf.counts == {"x86_64": 2} and list(seen.distributions) == ["numpy"]
+    assert seen == unpacked and seen.elf.counts == {"x86_64": 3} and list(seen.distributions) == ["numpy"]
 
 
 def test_reading_ends_at_its_time_limit(image: Path) -> None:
