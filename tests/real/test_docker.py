@@ -135,7 +135,7 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
         " && cp /bin/true tqdm/strange.so && printf '\\050' | dd of=tqdm/strange.so bs=1 seek=18 conv=notrunc"
         " && echo '# edited' >> /usr/lib/python3.11/calendar.py && chmod u+s /bin/sleep"
         " && printf x >> /usr/lib/python3.11/__pycache__/calendar.cpython-311.pyc"
-        " && touch /usr/lib/python3.11/sitecustomize.py && cp /bin/true /usr/local/bin/torchrun"
+        " && echo '# edited' >> /usr/lib/python3.11/sitecustomize.py && cp /bin/true /usr/local/bin/torchrun"
         " && mkdir -p /usr/local/lib/more && touch /usr/local/lib/more/libc10.so"
         " && mv markupsafe /srv && ln -s /srv/markupsafe ."
     )
@@ -154,9 +154,9 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
     site, library, named = "/opt/env/lib/python3.11/site-packages", "/usr/lib/python3.11", failed["installed"].evidence
     assert set(named["altered"]) == {
         f"{site}/tqdm/std.py", f"{library}/calendar.py", f"{library}/__pycache__/calendar.cpython-311.pyc",
-        "/usr/bin/sleep", f"{site}/markupsafe",
+        "/usr/bin/sleep", f"{site}/markupsafe", "/etc/python3.11/sitecustomize.py",
     }  # fmt: skip
-    assert {f"{site}/tqdm/strange.so", f"{library}/sitecustomize.py", "/usr/local/bin/torchrun",
+    assert {f"{site}/tqdm/strange.so", "/usr/local/bin/torchrun",
             "/usr/local/lib/more/libc10.so", "/srv/markupsafe/__init__.py"} <= set(named["unowned"])  # fmt: skip
     assert f"{site}/markupsafe/__init__.py" in named["missing"]
 

@@ -95,7 +95,7 @@ def test_pytorch_hub_is_locked_built_verified_and_pushed_back(
     pushed = command.json("docker", "pytorch_hub", "--locked", "--tag", name, "--push")
     assert pushed["digest"] == made["digest"]
     # The base's two layers are in the registry already, in another repository: taken over, not sent.
-    assert pushed["pushed"]["mounted"] == 2 and pushed["pushed"]["uploaded_bytes"] < 1_000_000
+    assert pushed["pushed"]["mounted"] == 2 and pushed["pushed"]["uploaded_bytes"] < 2_000_000
     assert pushed["reference"] == f"{loopback.address}/team/hub@{made['digest']}"
     receipt = json.loads(Path(made["receipt"]).read_text())
     assert receipt["artifact"]["pushed"] == pushed["reference"]
