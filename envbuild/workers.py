@@ -93,13 +93,15 @@ class Workers:
 
 
 def each(
-    items: Sequence[T], work: Callable[[T, threading.Event], R], count: int, stop: threading.Event | None = None
-) -> list[R]:
+    items: Sequence[T], work: Callable[[T, threading.Event], R], count: int, stop: threading.Event | None = None,
+    *, timeout_s: float = math.inf,
+) -> list[R]:  # fmt: skip
     """Call `work(item, stop)` for each of `items` in `count` threads; return the results in the order of `items`.
 
-    The first error, or Ctrl-C, sets `stop` and is raised; the threads then get half a second to react to `stop`.
+    The first error, Ctrl-C, or TimeoutError after `timeout_s` seconds sets `stop` and is raised; the threads then get
+    half a second to react to `stop`.
     """
-    stop = stop or threading.Event()
+    stop, end = stop or threading.Event(), time.monotonic() + timeout_s
     done: SimpleQueue[tuple[int, Answer[R]]] = SimpleQueue()
 
     def run(number: int) -> None:
@@ -112,6 +114,8 @@ def each(
         for number in range(len(items)):
             pool.submit(run, number)
         while len(results) < len(items):
+            if time.monotonic() > end:
+                raise TimeoutError
             with suppress(Empty):
                 number, answer = done.get(timeout=_POLL_S)
                 results[number] = answer.result()

@@ -24,7 +24,7 @@ from envbuild.artifacts.manifest import Stat, stat_of
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
-from envbuild.files import parse_json, walk_stats
+from envbuild.files import walk_stats
 from envbuild.layers.conda_package import read_info
 from envbuild.lock.conda import CondaPackage
 from envbuild.progress import log
@@ -63,7 +63,7 @@ def metadata(store: Store, package: CondaPackage) -> Metadata | None:
     """Return the stored metadata of `package`'s archive, None if the archive was never read."""
     path = store.root / "conda" / "info" / f"{package.sha256}.json"
     try:
-        ours = parse_json(path.read_bytes())[_OURS]
+        ours = read_note(path)[_OURS]
         return Metadata(path, ours["size"], ours["room"], ours["file"], tuple(ours["scripts"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -71,7 +71,7 @@ def metadata(store: Store, package: CondaPackage) -> Metadata | None:
 
 def stored_index(store: Store, package: CondaPackage) -> tuple[dict[str, Any], int]:
     """Return the index.json of an installed `package`, and the size of its archive in bytes. Raises OSError."""
-    index = json.loads((store.root / "conda" / "info" / f"{package.sha256}.json").read_bytes())
+    index = read_note(store.root / "conda" / "info" / f"{package.sha256}.json")
     return index, index.pop(_OURS)["size"]
 
 
@@ -98,7 +98,8 @@ def read_metadata(store: Store, package: CondaPackage, archive: Path) -> Metadat
     size = archive.stat().st_size
     path = store.folder("conda", "info") / f"{package.sha256}.json"
     ours = {"size": size, "room": longest, "file": file, "scripts": scripts}
-    _write(store, path, {**info.index, _OURS: ours})
+    with _writing(store):
+        write_note(path, {**info.index, _OURS: ours})
     return Metadata(path, size, longest, file, tuple(scripts))
 
 
@@ -207,12 +208,6 @@ def _writing(store: Store) -> Iterator[None]:
         yield
     except OSError as error:
         raise store.unwritable(error) from error
-
-
-def _write(store: Store, path: Path, data: object) -> None:
-    # No atomic replace is needed: a file cut off by a crash is no JSON and counts as missing.
-    with _writing(store):
-        path.write_text(json.dumps(data), encoding="utf-8")
 
 
 def _mismatched(store: Store, found: dict[CondaPackage, Path]) -> list[CondaPackage]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import base64
-import csv
 import errno
 import hashlib
-import io
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from envbuild import atomic, process, resources
-from envbuild.artifacts.installed import Distribution, distributions
+from envbuild.artifacts.installed import Distribution, distributions, record_rows
 from envbuild.artifacts.layers_in import LayerFolder, install_layers
 from envbuild.artifacts.manifest import Stat, seal, shown, write_manifest
 from envbuild.artifacts.state import FILE, State, state_of
@@ -170,18 +168,20 @@ def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path) -> dict
     scheme, found, listed = Scheme("prefix", python), dict[str, set[str]](), set[str]()
     packages = site_packages(Path(), python)
     for wheel in wheels:
-        record = io.StringIO(wheel_record(wheel.path, scheme).decode("utf-8", "surrogateescape"), newline="")
-        for path, digest, _ in csv.reader(record):
+        for path, digest, _ in _rows(wheel_record(wheel.path, scheme)):
             place = os.path.normpath(packages / path)
             if digest and not place.startswith("bin/") and not INSTALLER_NOTES.fullmatch(path):
                 found.setdefault(place, set()).add(base64.urlsafe_b64decode(digest.partition("=")[2] + "=").hex())
     with atomic.writing(staged):
         for file in (staged / packages).glob("*.dist-info/RECORD"):
-            with file.open(encoding="utf-8", errors="surrogateescape", newline="") as stream:
-                listed |= {os.path.normpath(packages / row[0]) for row in csv.reader(stream) if row}
+            listed |= {os.path.normpath(packages / row[0]) for row in _rows(file.read_bytes()) if row}
     if missing := sorted(found.keys() - listed):
         raise BuildError(f"{staged}: uv wrote no complete RECORD: {shown(missing)} not listed", "run it again")
     return found
+
+
+def _rows(record: bytes) -> Iterator[list[str]]:
+    return record_rows(record.decode("utf-8", "surrogateescape"))
 
 
 def _check_installed(wanted: FolderBuild, layers: Sequence[LayerFolder], found: Mapping[str, str]) -> None:

@@ -10,7 +10,6 @@ Neither the root itself nor the manifest is listed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from envbuild.artifacts.enroot import normalised
 from envbuild.artifacts.installed import FileReport
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.model import digest_of
 from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree
@@ -98,11 +98,6 @@ def render(form: str, rows: Mapping[str, PathRow]) -> bytes:
             xattrs = [{name: data.hex() for name, data in row.xattrs}] if row.xattrs else []
             lines.append(json.dumps([path, row.kind, row.mode, row.uid, row.gid, row.size, row.value, *xattrs]))
     return ("\n".join(lines) + "\n").encode("ascii")
-
-
-def digest_of(text: bytes) -> str:
-    """Return the digest by which receipts name a manifest."""
-    return f"sha256:{hashlib.sha256(text).hexdigest()}"
 
 
 def parse(text: bytes, where: str) -> FileManifest:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -21,7 +21,7 @@ from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.compose import LayerRequest, WheelFile, key_of
-from envbuild.layers.source_files import read_manifest
+from envbuild.layers.source_files import read_manifest, sha256_of
 from envbuild.layers.wheel import Scheme, wheel_paths
 from envbuild.names import normalise
 from envbuild.recipe.sources import SourceLayer
@@ -60,9 +60,12 @@ class LayerFolder:
         return {(normalise(match[1]), match[2]) for match in found if match}
 
 
-def layer_folder(source: SourceLayer, folder: Path) -> LayerFolder:
-    """Return the layer that was built into `folder`. Raises BuildError for one that cannot be installed."""
-    manifest = read_manifest(folder)
+def layer_folder(source: SourceLayer, folder: Path, digest: Callable[[Path], str] = sha256_of) -> LayerFolder:
+    """Return the layer that was built into `folder`; `digest` returns the sha256 of a file.
+
+    Raises BuildError for one that cannot be installed.
+    """
+    manifest = read_manifest(folder, digest)
     known = {path: what for path, what, _ in manifest.files} if manifest else {}
     try:
         files = list_files(folder, known)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from envbuild.artifacts.state import State
 from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
 from envbuild.files import parse_json, read_regular, walk_stats
+from envbuild.image.model import digest_of
 from envbuild.progress import log
 from envbuild.store.store import Store
 from envbuild.workers import each
@@ -73,7 +75,7 @@ def write_manifest(root: Path, workers: int, read: Mapping[Stat, str] = {}) -> t
         lines.append(json.dumps([path, row.target] if row.target else [path, row.mode, row.size, row.sha256]) + "\n")
     text = "".join(lines)
     (root / FILE).write_text(text, encoding="ascii")
-    return Manifest(rows, _digest(text.encode())), found
+    return Manifest(rows, digest_of(text.encode())), found
 
 
 def read_manifest(root: Path) -> Manifest | None:
@@ -86,7 +88,7 @@ def read_manifest(root: Path) -> Manifest | None:
         rows = {str(path): _row(rest) for path, *rest in map(json.loads, data.splitlines())}
     except (ValueError, TypeError, RecursionError) as error:
         raise BuildError(f"{root / FILE}: cannot be understood: {error}", "build the environment again") from error
-    return Manifest(rows, _digest(data))
+    return Manifest(rows, digest_of(data))
 
 
 def _row(fields: Sequence[object]) -> Listed:
@@ -96,10 +98,6 @@ def _row(fields: Sequence[object]) -> Listed:
     if type(mode) is not int or type(size) is not int or not isinstance(sha256, str):
         raise ValueError("a row of another form")
     return Listed(mode, size, sha256)
-
-
-def _digest(text: bytes) -> str:
-    return f"sha256:{hashlib.sha256(text).hexdigest()}"
 
 
 def scan(root: Path) -> dict[str, Stat]:
@@ -115,19 +113,20 @@ def stat_of(info: os.stat_result) -> Stat:
 
 def check(
     root: Path, manifest: Manifest, found: Mapping[str, Stat], known: Mapping[str, Stat], interpreter: str,
-    workers: int, store: Store,
+    workers: int, store: Store, timeout_s: float = math.inf,
 ) -> tuple[FileReport, dict[str, Stat]]:  # fmt: skip
     """Compare what was `found` at `root` with its `manifest`; also return the stat of the files that are as they were.
 
     Files whose stat is in `known` are not read again. `interpreter` compares bytecode that is neither in the manifest
-    nor known in `store` as that of its sources; with "" it is not judged. Raises OSError.
+    nor known in `store` as that of its sources; with "" it is not judged. Raises OSError, and
+    TimeoutError when reading takes longer than `timeout_s`.
     """
     report = FileReport()
     report.files, report.bytes = len(found), sum(info[1] for info in found.values())
     report.missing = sorted(manifest.rows.keys() - found.keys())
     changed = [(path, info) for path, info in found.items() if known.get(path) != info]
     listed = [(path, info) for path, info in changed if path in manifest.rows]
-    now = dict(zip((path for path, _ in listed), _rows(root, listed, workers), strict=True))
+    now = dict(zip((path for path, _ in listed), _rows(root, listed, workers, timeout_s=timeout_s), strict=True))
     others = {path for path, _ in changed} - now.keys()
     differing = {path for path, row in now.items() if row != manifest.rows[path]}
     bytecode = {path for path in others | differing if source_of(path)}
@@ -144,12 +143,13 @@ def check(
 
 
 def _rows(
-    root: Path, files: Sequence[tuple[str, Stat]], workers: int, known: Mapping[Stat, str] = {}
-) -> Iterator[Listed]:
+    root: Path, files: Sequence[tuple[str, Stat]], workers: int, known: Mapping[Stat, str] = {},
+    timeout_s: float = math.inf,
+) -> Iterator[Listed]:  # fmt: skip
     def read(share: Sequence[tuple[str, Stat]], _: object) -> list[Listed]:
         return [_read(os.path.join(root, path), info, known.get(info, "")) for path, info in share]
 
-    return (row for rows in each(_shares(files), read, workers) for row in rows)
+    return (row for rows in each(_shares(files), read, workers, timeout_s=timeout_s) for row in rows)
 
 
 def _shares(items: Sequence[T]) -> list[Sequence[T]]:

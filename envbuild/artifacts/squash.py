@@ -23,14 +23,15 @@ from typing import Any, BinaryIO
 from envbuild import resources
 from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.artifacts.enroot import enroot_files, normalised
-from envbuild.artifacts.image_manifest import FILE_NAME, SQUASHFS, digest_of, render, rows_of
+from envbuild.artifacts.image_manifest import FILE_NAME, SQUASHFS, render, rows_of
 from envbuild.artifacts.image_run import Addition
+from envbuild.cache.hashed import read_note, write_note
 from envbuild.debian.defaults import rules_digest
 from envbuild.disk_space import check_disk_space, reserve
 from envbuild.environment import Environment
 from envbuild.file_lock import file_lock
 from envbuild.image.entry import FILE, HARDLINK, Entry
-from envbuild.image.model import GOARCH
+from envbuild.image.model import GOARCH, digest_of
 from envbuild.image.quota import Quota
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.codec import codec_of
@@ -44,6 +45,7 @@ from envbuild.lock.base import pull
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.progress import OnProgress, log, transfer
 from envbuild.recipe.targets import Target
+from envbuild.store.store import Store
 
 _COPY = 8 << 20
 # Increase it when builder images change although their locks do not.
@@ -57,11 +59,10 @@ _BUILDER_ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/b
 class SquashTree:
     """The tree to write, over its segments, which `maker` made.
 
-    `file_manifest` is the digest of the manifest of its files, "" for a tree without an environment of envbuild's.
-
     `config` is the image's OCI configuration (its JSON object), `definition` the text in place of a definition file,
     `arch` x86_64 or aarch64, `mtime` the time of the file system in seconds since 1970, `size` the maximum size of the
-    squashfs in bytes.
+    squashfs in bytes, `file_manifest` the digest of the manifest of its files, "" for a tree without an environment of
+    envbuild's.
     """
 
     entries: Sequence[MergedEntry]
@@ -178,16 +179,22 @@ def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, off
     """
     key = hashlib.sha256(f"{_BUILDER_FORMAT} {lock.digest} {rules_digest()}".encode()).hexdigest()
     path = environment.store.folder("builders") / f"{key}.sqsh"
-    if path.is_file():
+    if _is_intact(path, environment.store):
         return path
     try:
         with file_lock(path.with_suffix(".lock"), remove=True):
-            if not path.is_file():  # another process may have written it meanwhile
+            if not _is_intact(path, environment.store):  # another process may have written it meanwhile
                 log(f"the builder of {lock.target} is made: {_title(lock)}")
                 _write_builder(lock, folder, path, environment, offline)
     except OSError as error:
         raise environment.store.unwritable(error) from error
     return path
+
+
+def _is_intact(path: Path, store: Store) -> bool:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return store.digests.keep(path, read_note(path.with_suffix(".json"))["sha256"])
+    return False
 
 
 def _title(lock: ImageLock) -> str:
@@ -225,3 +232,4 @@ def _write_builder(lock: ImageLock, folder: Path, path: Path, environment: Envir
                 write_sqsh(root, out, on_progress)
         new.chmod(0o644)
         os.replace(new, path)
+    write_note(path.with_suffix(".json"), {"sha256": environment.store.file_digest(path)})

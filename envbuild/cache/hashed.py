@@ -89,7 +89,9 @@ def write_note(path: Path, fields: Mapping[str, Any]) -> None:
 
 def read_note(path: Path) -> dict[str, Any]:
     """Return the fields of a note; remove a damaged one, and say so. Raises OSError and ValueError."""
-    fields = parse_json(path.read_bytes())
+    fields, data = {_SEAL: ""}, path.read_bytes()
+    with suppress(ValueError):
+        fields = parse_json(data)
     if not isinstance(fields, dict) or _SEAL not in fields:  # older versions wrote notes without it
         raise ValueError("no note")
     if fields.pop(_SEAL) != _sealed(path, fields):

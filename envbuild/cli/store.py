@@ -11,8 +11,8 @@ from envbuild.cli.common import log, print_json
 from envbuild.cli.options import with_options
 from envbuild.environment import load_environment
 from envbuild.errors import VerificationError
+from envbuild.layers.store_check import check_store
 from envbuild.progress import human_size
-from envbuild.store.check import check_store
 
 
 @click.group("store")

@@ -1,4 +1,4 @@
-"""Tables of members in files: columns as JSON, in zstd, for the caches of layers."""
+"""Tables of members for the caches of layers: columns as JSON with the file's name, in zstd with a checksum."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from envbuild.image.tar_stream import Member
 # The limit protects our memory from a damaged table; no table of a real layer comes near.
 _MOST = 1 << 30
 _COLUMNS = ("name", "kind", "mode", "uid", "gid", "mtime", "size", "link", "offset", "stored", "sha256")
+_NAME = "name"
 
 
 def packed(members: Sequence[Member]) -> dict[str, Any]:
@@ -45,7 +46,7 @@ def write_table(path: Path, table: Mapping[str, Any]) -> None:
     """Write `table` to `path` atomically. Raises OSError."""
     import zstandard
 
-    text = json.dumps(table, separators=(",", ":")).encode("ascii")
+    text = json.dumps({**table, _NAME: path.name}, separators=(",", ":")).encode("ascii")
     data = zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
@@ -53,7 +54,7 @@ def write_table(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Return the table in `path`. Raises OSError, and ValueError for a damaged one."""
+    """Return the table in `path`. Raises OSError, and ValueError for a damaged one and for one of another name."""
     import zstandard
 
     try:
@@ -63,6 +64,6 @@ def read_table(path: Path) -> dict[str, Any]:
         table = parse_json(zstandard.ZstdDecompressor().decompress(data))
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from None
-    if not isinstance(table, dict):
+    if not isinstance(table, dict) or table.pop(_NAME, path.name) != path.name:
         raise ValueError("no table")
     return table

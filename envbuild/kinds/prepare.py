@@ -81,7 +81,7 @@ def build_layers(
     for source in layers.sources:
         requires = {name: done[name].folder for name in source.requires if name in done}
         built = build_layer(source, requires, build_host, environment, log, offline=offline, hosts=hosts)
-        done[source.name] = layer_folder(source, built)
+        done[source.name] = layer_folder(source, built, environment.store.digests.of)
     check_free(list(done.values()), ())
     return list(done.values())
 

@@ -69,10 +69,11 @@ def build_layer(
         raise BuildError(f"{layer.name} {layer.version} requires {', '.join(missing)}, not built yet")
     store = environment.store
     tree = _tree(store, layer, requires, hosts)
-    if read_manifest(tree) is not None:
+    digest = store.digests.of
+    if read_manifest(tree, digest) is not None:
         return tree
     with file_lock(store.folder("partial") / f"built-{tree.parent.name}.lock", remove=True):
-        if read_manifest(tree) is None:
+        if read_manifest(tree, digest) is None:
             begun = time.monotonic()
             with store.working("building") as folder:
                 made = _build(layer, requires, hosts, build_host, folder, environment, log, offline)
@@ -86,14 +87,14 @@ def stored_layer(
 ) -> Path | None:
     """Return the folder that `build_layer` would return without a build, or None when it would build."""
     tree = _tree(environment.store, layer, requires, hosts)
-    return tree if read_manifest(tree) is not None else None
+    return tree if read_manifest(tree, environment.store.digests.of) is not None else None
 
 
 def _tree(store: Store, layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str]) -> Path:
     """Return the store's folder for the layer's files, named by a digest of all inputs. Raises BuildError."""
     below = []
     for name in sorted(set(layer.requires) - hosts.keys()):
-        manifest = read_manifest(requires[name])
+        manifest = read_manifest(requires[name], store.digests.of)
         if manifest is None:
             raise BuildError(f"the built layer {name} in the store is damaged: {requires[name]}", "remove that folder")
         below.append([name, manifest.digest])
@@ -154,11 +155,11 @@ def _put(store: Store, made: Path, place: Path) -> None:
     store.folder("built")
     made.chmod(0o755)
     try:
-        if place.exists() and read_manifest(place / "tree") is None:
+        if place.exists() and read_manifest(place / "tree", store.digests.of) is None:
             remove_tree(place)
         os.rename(made, place)
     except OSError as error:
-        if read_manifest(place / "tree") is None:
+        if read_manifest(place / "tree", store.digests.of) is None:
             raise store.unwritable(error) from error
 
 
@@ -210,7 +211,7 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
 def _in_store(layer: SourceLayer, environment: Environment) -> Path | None:
     with suppress(OSError):
         for path in (environment.store.root / KIND / layer.sha256).iterdir():
-            if path.is_file():
+            if path.is_file() and environment.store.digests.keep(path, layer.sha256):
                 return path
     return None
 

@@ -14,7 +14,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -127,17 +128,23 @@ class SourceManifest:
         return "sha256:" + hashlib.sha256(json.dumps(self.files).encode()).hexdigest()
 
 
-def list_files(tree: Path) -> tuple[tuple[str, str, int], ...]:
-    """Return the files and links below `tree` for a manifest."""
+def sha256_of(path: Path) -> str:
+    """Return the sha256 (hexadecimal) of a file. Raises OSError."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def list_files(tree: Path, digest: Callable[[Path], str] = sha256_of) -> tuple[tuple[str, str, int], ...]:
+    """Return the files and links below `tree` for a manifest; `digest` returns the sha256 of a file."""
     found = []
     for path in tree.rglob("*"):
         name = path.relative_to(tree).as_posix()
         if path.is_symlink():
             found.append((name, f"-> {os.readlink(path)}", 0))
+        elif path.is_file():
+            found.append((name, digest(path), path.stat().st_size))
         elif not path.is_dir():
-            with path.open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            found.append((name, digest, path.stat().st_size))
+            found.append((name, "special", 0))
     return tuple(sorted(found))
 
 
@@ -148,13 +155,23 @@ def write_manifest(folder: Path, manifest: SourceManifest) -> None:
     (folder / _NAME).chmod(0o644)
 
 
-def read_manifest(tree: Path) -> SourceManifest | None:
-    """Return the manifest of the layer with the files in `tree`; None if it is invalid, or a file differs in size."""
+def read_manifest(tree: Path, digest: Callable[[Path], str] = sha256_of) -> SourceManifest | None:
+    """Return the manifest of the layer with the files in `tree`; None if it is invalid, or lists other files.
+
+    `digest` returns the sha256 of a file.
+    """
+    found = stored_manifest(tree)
+    with suppress(OSError):
+        return found if found and found.files == list_files(tree, digest) else None
+    return None
+
+
+def stored_manifest(tree: Path) -> SourceManifest | None:
+    """Return the manifest that was written for the layer in `tree`, None if it is invalid."""
     try:
         data = parse_json((tree.parent / _NAME).read_text(encoding="utf-8"))
         files = tuple((str(path), str(what), int(size)) for path, what, size in data["files"])
-        sizes = ((os.lstat(tree / path).st_size, what, size) for path, what, size in files)
-        if data["format"] != _FORMAT or any(now != size and not what.startswith("-> ") for now, what, size in sizes):
+        if data["format"] != _FORMAT:
             return None
         return SourceManifest(str(data["name"]), str(data["version"]), files, str(data["glibc"]))
     except (OSError, ValueError, KeyError, TypeError, OverflowError):

@@ -60,13 +60,13 @@ def image_subject(client: Any, image: BuiltImage, settings: Settings, limits: Li
     state, target, root = image.state, Target.parse(image.state.target), f"/{PREFIX}"
     lifetime = settings.timeout_s * _LAUNCHES + _SPARE_S
 
-    def surveyed() -> Survey:
-        files = read_container(client, image.image_id, _until(lifetime), limits, settings.timeout_s)
+    def surveyed(timeout_s: float) -> Survey:
+        files = read_container(client, image.image_id, _until(lifetime), limits, timeout_s)
         return survey_image(files, state, OCI, image.file_manifest)
 
     return Subject(
         Path(root), state, target, image.digest, f"docker {client.version().get('Version', '')}".strip(),
-        survey=lambda _: surveyed(),
+        survey=surveyed,
         nodes=lambda _, count, __: container_nodes(client, image.image_id, count, lifetime, accelerator=target.family),
         isolated=True, kind="docker", manifest=image.file_manifest,
     )  # fmt: skip

@@ -24,7 +24,7 @@ from envbuild.artifacts.survey import Survey, survey
 from envbuild.environment import Environment
 from envbuild.errors import HostError
 from envbuild.recipe.targets import Target
-from envbuild.verify.model import Subject
+from envbuild.verify.model import Subject, out_of_time
 from envbuild.verify.processes import find_rank
 from envbuild.verify.receipt import manifest_of
 
@@ -117,13 +117,16 @@ def folder_subject(
     found = scan(path)
     good: dict[str, Stat] = {}
 
-    def surveyed() -> Survey:
+    def surveyed(timeout_s: float) -> Survey:
         known = None
         if manifest is not None:
             read = sealed(path, manifest, store) or {}
             if not fresh:  # everything that the manifest lists is read
                 read = {name: info for name, info in read.items() if name not in manifest.rows}
-            known, intact = check(path, manifest, found, read, state.interpreter, workers, store)
+            try:
+                known, intact = check(path, manifest, found, read, state.interpreter, workers, store, timeout_s)
+            except TimeoutError as error:
+                raise out_of_time(str(path), timeout_s) from error
             good.update(intact)
             if expected not in ("", manifest.digest):
                 known.altered.append(f"{MANIFEST} (the receipt is of another build)")
@@ -137,7 +140,7 @@ def folder_subject(
 
     return Subject(
         path, state, target, state.digest, "host",
-        survey=lambda _: surveyed(),
+        survey=surveyed,
         nodes=lambda work, _, env: host_nodes(
             work, lambda program, arguments: kind.command(path, program, *arguments), kind.launch_environment(path, env)
         ),

@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from envbuild.artifacts.image_manifest import FILE_NAME, digest_of
+from envbuild.artifacts.image_manifest import FILE_NAME
 from envbuild.artifacts.state import FILE, State, parse_state
 from envbuild.errors import UsageError
+from envbuild.image.model import digest_of
 from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
+from envbuild.errors import VerificationError
 from envbuild.recipe.model import VerifyTable
 from envbuild.recipe.targets import Target
 
@@ -69,9 +70,10 @@ class Subject:
 
     `root` is the environment's folder as its own processes see it; `isolated` means that they see nothing but the
     artifact (a container). `kind` is the artifact's kind in the receipt, if it differs from the state's. `runtime`
-    names the program that runs it. `nodes` opens the nodes on which torchrun is started; it takes a work folder on
-    this host, the number of nodes and the caller's environment. `manifest` is the sha256 of the manifest with which its
-    files are compared, "" for none; `accept` is called when all checks passed.
+    names the program that runs it. `survey` reads its files within that many seconds. `nodes` opens the nodes on which
+    torchrun is started; it takes a work folder on this host, the number of nodes and the caller's environment.
+    `manifest` is the sha256 of the manifest with which its files are compared, "" for none; `accept` is called when all
+    checks passed.
     """
 
     root: Path
@@ -79,7 +81,7 @@ class Subject:
     target: Target
     digest: str
     runtime: str
-    survey: Callable[[Nodes], Survey]
+    survey: Callable[[float], Survey]
     nodes: Callable[[Path, int, Mapping[str, str]], AbstractContextManager[Nodes]]
     isolated: bool = False
     kind: str = ""
@@ -119,6 +121,14 @@ class Check:
     expected: str
     cause: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
+
+
+def out_of_time(artifact: str, seconds: float) -> VerificationError:
+    """Return the error of an artifact whose files could not be read within `seconds`."""
+    return VerificationError(
+        f"{artifact} could not be read within {seconds:g} s",
+        "set `timeout_s` in [verify] of the recipe higher, or verify on a faster host",
+    )
 
 
 @functools.cache

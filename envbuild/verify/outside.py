@@ -32,6 +32,7 @@ from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import VERSION_FILE
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import LimitsTable
+from envbuild.verify.model import out_of_time
 
 _CHUNK = 1 << 20
 # The files that say what is installed: their content is kept. Larger ones are not what their names say.
@@ -175,10 +176,7 @@ class _Clock:
 
     def check(self) -> None:
         if time.monotonic() > self.end:
-            raise VerificationError(
-                f"the image could not be read within {self.seconds:g} s",
-                "set `timeout_s` in [verify] of the recipe higher, or verify on a faster host",
-            )
+            raise out_of_time("the image", self.seconds)
 
 
 def _seen(path: str, pieces: Iterable[bytes], size: int, clock: _Clock) -> _ReadFile:

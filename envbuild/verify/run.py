@@ -89,7 +89,7 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
     # many processes that follow, each of which would otherwise do so. Its first output comes after the import.
     with ExitStack() as launches:
         alone = launches.enter_context(bench.start("reference", reference_epochs, shape=(0, 1)))
-        survey = subject.survey(bench.nodes)
+        survey = subject.survey(settings.timeout_s)
         alone.wait_for_output()
         request = {PROBES: str(bench.nodes.work / _REQUEST)}
         train = bench.start("train", settings.first_epochs, bandwidth_s=bandwidth_s, extra=request)

@@ -90,14 +90,14 @@ def file_subject(
     started = runtime_for(image, runtime, environment)
     expected = manifest or own_manifest(image)
 
-    def surveyed() -> Survey:
+    def surveyed(timeout_s: float) -> Survey:
         with path.open("rb") as stream:
-            files = read_squashfs(stream, image.offset, str(path), environment.site.limits, settings.timeout_s)
+            files = read_squashfs(stream, image.offset, str(path), environment.site.limits, timeout_s)
             return survey_image(files, state, SQUASHFS, expected)
 
     return Subject(
         Path("/", PREFIX), state, target, digest, started.name,
-        survey=lambda _: surveyed(),
+        survey=surveyed,
         nodes=lambda work, _, __: _nodes(started, work),
         isolated=True, kind=kind, manifest=expected,
     )  # fmt: skip

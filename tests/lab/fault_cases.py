@@ -31,7 +31,7 @@ from envbuild.image.entry import FILE, Entry
 from envbuild.image.layer import with_parents, write_layer
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical, digest_of
 from envbuild.image.registry import open_registry
-from envbuild.store.check import check_store
+from envbuild.layers.store_check import check_store
 from envbuild.store.store import Store
 
 ARCH = os.uname().machine

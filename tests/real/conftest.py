@@ -25,7 +25,7 @@ from lab.dockerd import Lab, dockerd, missing
 from envbuild.artifacts.survey import Survey
 from envbuild.environment import load_environment
 from envbuild.kinds.commit import open_subject
-from envbuild.verify.model import Nodes, Subject
+from envbuild.verify.model import Subject
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Of recipes whose tests ask for a verification, and not what it does by default.
@@ -134,9 +134,9 @@ def subject(pt_cpu: dict[str, Any]) -> Subject:
     opened = open_subject(Path(pt_cpu["path"]))
     surveys: list[Survey] = []
 
-    def survey(nodes: Nodes) -> Survey:
+    def survey(timeout_s: float) -> Survey:
         if not surveys:
-            surveys.append(opened.survey(nodes))
+            surveys.append(opened.survey(timeout_s))
         return surveys[0]
 
     return replace(opened, survey=survey)

@@ -401,6 +401,18 @@ def test_a_damaged_layer_is_built_again(builder: Builder) -> None:
     tree = builder(one)
     (tree / "bin/greet").unlink()
     assert _run(builder(one) / "bin/greet") == "hello"
+    program = (tree / "bin/greet").read_bytes()
+    (tree / "bin/greet").write_bytes(program.replace(b"hello", b"h4ll0"))  # of the same size
+    assert _run(builder(one) / "bin/greet") == "hello"
+
+
+def test_a_replaced_archive_in_the_store_is_fetched_again(builder: Builder) -> None:
+    one = builder.layer(builder.pack())
+    tree = builder(one)
+    shutil.rmtree(tree.parent)
+    (archive,) = (builder.store / "sources").glob("*/*")
+    archive.write_bytes(builder.pack(name="other").path.read_bytes())
+    assert _run(builder(one) / "bin/greet") == "hello"
 
 
 def test_a_stage_of_a_dockerfile_builds_the_same_without_a_store(builder: Builder, tmp_path: Path) -> None:

@@ -89,15 +89,14 @@ def test_a_file_that_was_added_to_an_image_is_named(
     run("mksquashfs", plants, changed, "-keep-as-directory", "-no-progress", "-quiet")
     environment = load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)})
     subject = open_file_subject(changed, environment, "own")
-    seen: Any = None
-    check = check_installed(subject, subject.survey(seen))  # read from outside: no node is needed
+    check = check_installed(subject, subject.survey(600))
     assert check.status == "fail" and check.evidence["unowned"] == ["/planted", "/planted/libc10.so"]
     # With a manifest that lists it, the image is still not the one of the receipt.
     receipt = json.loads(receipt_path(changed).read_text())
     receipt["artifact"]["manifest"] = "sha256:" + "0" * 64
     receipt_path(changed).write_text(json.dumps(receipt))
     subject = open_file_subject(changed, environment, "own")
-    assert f"/{FILE_NAME} (another one" in check_installed(subject, subject.survey(seen)).seen
+    assert f"/{FILE_NAME} (another one" in check_installed(subject, subject.survey(600)).seen
 
 
 def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_own(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import os
 import re
@@ -296,7 +297,8 @@ def test_a_stage_gets_archives_by_their_hash_and_no_path_of_this_host(tmp_path: 
     assert stage_files(plan_of(tmp_path, OciLock("base:1", "")), environment, offline=True) == {}
     patch = tmp_path / "fix.patch"
     patch.write_text("x")
-    layer = replace(LAYER, patches=(Patch(str(patch), "6" * 64),))
+    digest = hashlib.sha256(b"an archive").hexdigest()
+    layer = replace(LAYER, sha256=digest, patches=(Patch(str(patch), "6" * 64),))
     plan = replace(plan_of(tmp_path, OciLock("base:1", "")), sources=(layer,))
     with pytest.raises(BuildError, match=r"greet 1\.0: no place has its source archive"):
         stage_files(plan, environment, offline=True)

@@ -8,6 +8,7 @@ import os
 import py_compile
 import shutil
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +114,15 @@ def test_each_change_is_found_and_named(root: Path, tmp_path: Path, name: str) -
     assert not set(good) & {*report.altered, *report.unowned}
     assert sorted(changes(root, STATE, known.digest, store, 2)) == found
     assert changes(root, STATE, known.digest, store, 2), "what is wrong is never recorded as right"
+
+
+def test_reading_ends_when_its_time_is_over(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, hanging = read_manifest(root), threading.Event()
+    assert known is not None
+    monkeypatch.setattr("envbuild.artifacts.manifest.file_digest", lambda _: hanging.wait(60))  # a dead file server
+    with pytest.raises(TimeoutError):
+        check(root, known, scan(root), {}, sys.executable, 2, Store(tmp_path / "store"), 0.1)
+    hanging.set()
 
 
 def test_what_python_and_users_write_is_no_change(root: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sysconfig
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path, PurePath
 
 import pytest
@@ -40,6 +41,7 @@ from envbuild.layers.source_job import SourceBuild, StepError
 from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.source_steps import tidy, unpack, unpack_cuda, unpack_wheel
 from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
+from envbuild.store.store import Store
 
 _LAYER = SourceLayer("foo", "1", "cpu-x86_64", "autotools", "https://example.org/foo-1.tar", "ab" * 32)
 
@@ -367,6 +369,27 @@ def test_a_layer_with_a_file_that_is_cut_or_gone_is_none(tmp_path: Path) -> None
     assert made is not None and made.files[1] == ("b", "-> a", 0)
     (tree / "a").write_text("tex")
     assert read_manifest(tree) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: (tree / "a").write_text("tEXT"),  # of the same size
+        lambda tree: [(tree / "b").unlink(), (tree / "b").symlink_to("/etc/passwd")],
+        lambda tree: (tree / "more").write_text("x"),
+        lambda tree: [(tree / "a").unlink(), os.mkfifo(tree / "a")],
+        lambda tree: os.mkfifo(tree / "pipe"),
+    ],
+)
+def test_a_layer_with_other_files_than_its_manifest_is_none(tmp_path: Path, change: Callable[[Path], object]) -> None:
+    tree, store = tmp_path / "tree", Store(tmp_path / "store")
+    tree.mkdir()
+    (tree / "a").write_text("text")
+    (tree / "b").symlink_to("a")
+    write_manifest(tmp_path, SourceManifest("foo", "1", list_files(tree), ""))
+    assert read_manifest(tree) and read_manifest(tree, store.digests.of)
+    change(tree)
+    assert read_manifest(tree) is None and read_manifest(tree, store.digests.of) is None
 
 
 def test_a_build_sees_compilers_and_modules_and_no_tokens(tmp_path: Path) -> None:

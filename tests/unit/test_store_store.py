@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from envbuild.cache.hashed import write_note
 from envbuild.environment import load_environment
 from envbuild.errors import BuildError
+from envbuild.image.member_table import read_table, write_table
 from envbuild.image.model import Descriptor
 from envbuild.image.squashfs.segment import Segment, save
-from envbuild.store.check import check_store
+from envbuild.layers.source_files import SourceManifest, list_files, write_manifest
+from envbuild.layers.store_check import check_store
 from envbuild.store.store import _WORKING, Store
 
 NAME = "demo-1.0-py3-none-any.whl"
@@ -252,6 +255,42 @@ def test_working_folders_of_many_callers_at_once_stay_theirs(tmp_path: Path) -> 
     assert list((tmp_path / "work").iterdir()) == []
 
 
+def test_a_check_reads_notes_tables_builders_and_built_layers(store: Store, tmp_path: Path) -> None:
+    note, table = store.folder("layers") / "key.json", store.folder("layers") / "key.members"
+    write_note(note, {"distributions": []})
+    write_table(table, {"format": 1})
+    builder = store.folder("builders") / "key.sqsh"
+    builder.write_text("squashfs")
+    write_note(builder.with_suffix(".json"), {"sha256": store.file_digest(builder)})
+    tree = store.folder("built", "key") / "tree"
+    tree.mkdir()
+    (tree / "lib.so").write_text("machine code")
+    write_manifest(tree.parent, SourceManifest("foo", "1", list_files(tree)))
+    (store.folder("layers") / "old.json").write_text('{"of": "an older version"}')
+    assert check_store(store, 2)[2] == []
+    changed = {
+        note: note.read_bytes().replace(b"[]", b"[[]]"),
+        table: table.read_bytes()[:-1] + b"!",
+        builder: b"squashFs",
+        tree / "lib.so": b"Machine code",
+    }
+    for path, content in changed.items():
+        path.write_bytes(content)
+    table.with_name("empty.members").write_bytes(b"")
+    (tree / "added.so").write_text("more")
+    found = check_store(store, 2)[2]
+    assert set(found) == {*changed, tree / "added.so", table.with_name("empty.members")}
+    assert not any(path.exists() for path in found) and check_store(store, 2)[2] == []
+
+
+def test_a_table_under_another_name_is_none(tmp_path: Path) -> None:
+    write_table(tmp_path / "a.members", {"format": 1})
+    assert read_table(tmp_path / "a.members") == {"format": 1}
+    (tmp_path / "a.members").rename(tmp_path / "b.members")
+    with pytest.raises(ValueError, match="no table"):
+        read_table(tmp_path / "b.members")
+
+
 def test_a_check_reads_everything_and_removes_what_is_damaged(store: Store, tmp_path: Path) -> None:
     paths = []
     for number, (kind, name) in enumerate([("wheels", NAME), ("conda/archives", "x.conda"), ("blobs/sha256", "")]):
@@ -265,7 +304,8 @@ def test_a_check_reads_everything_and_removes_what_is_damaged(store: Store, tmp_
     data.write_bytes(b"")
     save(Segment(data, 0, (), {}, ()), data.with_suffix(".index"), store.file_digest(data))
     (store.root / "blobs/sha256/.new-x").write_text("unfinished")
-    assert check_store(store, 2) == (4, 3, [])
+    files, size, removed = check_store(store, 2)
+    assert (files, removed) == (5, []) and size == 3 + data.with_suffix(".index").stat().st_size
     for path in (*paths, data):
         # As a failing disk changes it; what is noted of it says that nothing did.
         note = store.root / "digests" / hashlib.sha256(os.fsencode(path)).hexdigest()
