@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 
 from envbuild.artifacts.enroot import normalised
 from envbuild.artifacts.installed import FileReport
@@ -92,12 +93,17 @@ def of_layers(layers: Sequence[Sequence[Member]], limits: LimitsTable | None) ->
 
 def render(form: str, rows: Mapping[str, PathRow]) -> bytes:
     """Return the text of the manifest."""
-    lines = [json.dumps({"format": FORMAT, "form": form})]
+    text = BytesIO()
+    text.write(_line({"format": FORMAT, "form": form}))
     for path, row in sorted(rows.items()):
         if path != FILE_NAME:
             xattrs = [{name: data.hex() for name, data in row.xattrs}] if row.xattrs else []
-            lines.append(json.dumps([path, row.kind, row.mode, row.uid, row.gid, row.size, row.value, *xattrs]))
-    return ("\n".join(lines) + "\n").encode("ascii")
+            text.write(_line([path, row.kind, row.mode, row.uid, row.gid, row.size, row.value, *xattrs]))
+    return text.getvalue()
+
+
+def _line(value: object) -> bytes:
+    return json.dumps(value).encode("ascii") + b"\n"
 
 
 def parse(text: bytes, where: str) -> FileManifest:

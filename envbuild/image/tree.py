@@ -11,13 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from envbuild.errors import BuildError
-from envbuild.image.blobs import Pulled
-from envbuild.image.compression import open_layer
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.quota import Quota
-from envbuild.image.tar_stream import Member, PositionedStream
-from envbuild.image.untar import members
-from envbuild.site.settings import LimitsTable
+from envbuild.image.tar_stream import Member
 
 _WHITEOUT = ".wh."
 _OPAQUE = ".wh..wh..opq"
@@ -27,6 +23,8 @@ _LINKS = 255  # maximum number of symbolic links followed in one path
 _STEPS, _STEPS_PER_MEMBER = 1 << 20, 64
 _ID_END = 1 << 32
 _PATH_MAX, _NAME_MAX = 4095, 255  # bytes, as on Linux
+# Of all nodes but directories: an empty dict for each would be a tenth of the tree's memory. Nothing is added to it.
+_NO_CHILDREN: dict[str, Node] = {}
 
 
 class _Refused(Exception):
@@ -71,6 +69,8 @@ class MergedTree:
         self._steps = _STEPS
         # By folder, the names that the current layer has added, or below which it has: its own whiteouts keep them.
         self._upper: dict[Node, set[str]] = {}
+        # Nodes with several names, or that had them.
+        self._linked: set[Node] = set()
         # Folders below which nothing of lower layers is left, so that no whiteout has to look there again.
         self._cleared: set[Node] = set()
 
@@ -121,15 +121,19 @@ class MergedTree:
         for path, node in found:  # which grows meanwhile
             # Through symbolic links, short names in a layer can make long paths.
             self._quota.text("the merged layers", more=len(path))
-            found += [(f"{path}/{name}".lstrip("/"), child) for name, child in node.children.items()]
+            for name, child in node.children.items():
+                longer = f"{path}/{name}" if path else name
+                # An equal string of the member is used: paths are most of the memory of a tree.
+                same = child.member is not None and child.member.name == longer
+                found.append((child.member.name if child.member and same else longer, child))
         return sorted(found, key=lambda item: item[0])
 
     def entries(self) -> dict[str, MergedEntry]:
         """Return the paths of the tree in order: parents and link targets come first. The root "" is included."""
         entries: dict[str, MergedEntry] = {}
-        first: dict[int, str] = {}
+        first: dict[Node, str] = {}
         for path, node in self.walk():
-            target = first.setdefault(id(node), path)
+            target = first.setdefault(node, path) if node in self._linked else path
             entry = _entry(path, node, None if target == path else target)
             entries[path] = MergedEntry(entry, node.layer, node.ordinal)
         return entries
@@ -162,12 +166,13 @@ class MergedTree:
                 raise _Refused(f"a hard link to {member.link!r}, which is not there")
             if node.kind == DIR:
                 raise _Refused(f"a hard link to {member.link!r}, a directory")
+            self._linked.add(node)
             return node
         if member.kind == SYMLINK and not member.link:
             raise _Refused("a symbolic link to nothing")
         if member.kind == SYMLINK and len(os.fsencode(member.link)) > _PATH_MAX:
             raise _Refused("a symbolic link longer than Linux allows")
-        return Node(member, self._layer, ordinal)
+        return Node(member, self._layer, ordinal, {} if member.kind == DIR else _NO_CHILDREN)
 
     def _whiteout(self, folder: list[str], name: str) -> None:
         opaque = name == _OPAQUE
@@ -255,17 +260,6 @@ class MergedTree:
             self._upper.setdefault(node, set()).add(part)
             node = node.children[part]
         self._upper.setdefault(node, set()).add(name)
-
-
-def merged(pulled: Pulled, limits: LimitsTable) -> MergedTree:
-    """Return the merged layers of an image. Raises BuildError when they cannot be merged, or exceed `limits`."""
-    tree, quota = MergedTree(Quota(limits)), Quota(limits)
-    for blob in pulled.manifest.layers:
-        with open_layer(pulled.blobs.path(blob.digest), blob.digest) as stream:
-            source = PositionedStream(stream, blob.digest)
-            tree.add(blob.digest, members(source, quota))
-            source.finish()
-    return tree
 
 
 def _clean(name: str) -> list[str]:

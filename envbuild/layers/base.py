@@ -14,10 +14,14 @@ from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.files import parse_json
 from envbuild.image.blobs import Pulled
+from envbuild.image.compression import open_layer
 from envbuild.image.entry import Tree
 from envbuild.image.layer import Layer
 from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor
-from envbuild.image.tree import merged
+from envbuild.image.quota import Quota
+from envbuild.image.tar_stream import PositionedStream
+from envbuild.image.tree import MergedTree
+from envbuild.image.untar import members
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import PREFIX, LayerRequest, key_of
 from envbuild.layers.layer_cache import LayerCache, M
@@ -25,6 +29,7 @@ from envbuild.lock.base import pull, site_archives
 from envbuild.lock.image import OciLock
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
+from envbuild.site.settings import LimitsTable
 
 # The OCI media type for a compression; a Docker layer of the same compression has the same bytes.
 _OCI_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
@@ -131,6 +136,17 @@ def image_layers(pulled: Pulled, name: str, maker: LayerCache[M]) -> tuple[M, ..
     return tuple(layers)
 
 
+def _merged(pulled: Pulled, limits: LimitsTable) -> MergedTree:
+    """Return the merged layers of an image. Raises BuildError when they cannot be merged, or exceed `limits`."""
+    tree, quota = MergedTree(Quota(limits)), Quota(limits)
+    for blob in pulled.manifest.layers:
+        with open_layer(pulled.blobs.path(blob.digest), blob.digest) as stream:
+            source = PositionedStream(stream, blob.digest)
+            tree.add(blob.digest, members(source, quota))
+            source.finish()
+    return tree
+
+
 def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, environment: Environment) -> None:
     """Raise BuildError when the base does not have the interpreter `python`."""
     # Reading a large base's tree takes a while, so a positive result is stored.
@@ -138,7 +154,7 @@ def _check_interpreter(python: str, pulled: Pulled, lock: OciLock, environment: 
     with contextlib.suppress(OSError, ValueError, TypeError):
         if python in parse_json(note.read_bytes()):
             return
-    tree = merged(pulled, environment.site.limits)
+    tree = _merged(pulled, environment.site.limits)
     if not tree.is_file(python):
         near = sorted(f"/{name}" for name, _ in tree.walk() if re.search(r"(^|/)bin/python3\.\d+$", name))
         raise BuildError(

@@ -87,7 +87,7 @@ class FabricTable:
 class LimitsTable:
     """`[limits]`: the size of images that envbuild reads; a larger one is refused, so that it cannot fill memory."""
 
-    entries: int = key(500_000, "The most files, folders and links in all layers of one image.", minimum=1)
+    entries: int = key(400_000, "The most files, folders and links in all layers of one image.", minimum=1)
     unpacked_bytes: int = key(
         128 << 30,
         "The most bytes of files in all layers of one image; those in holes of a layer's sparse files count 16 times.",

@@ -133,6 +133,22 @@ def test_a_layer_that_would_fill_memory_is_refused(bomb: Callable[[], Iterator[b
         assert caught.value.hint and "[limits]" in caught.value.hint
 
 
+def test_the_largest_image_that_is_allowed_takes_less_than_500_mb() -> None:
+    count = 20_000
+    names = (
+        f"opt/env/lib/python3.11/site-packages/package_{n // 500}/a_module_of_usual_length_{n}.py" for n in range(count)
+    )
+    tracemalloc.start()
+    try:
+        tree = merge((plain(name) for name in names), LimitsTable())
+        assert len(tree.entries()) > count
+        each = tracemalloc.get_traced_memory()[1] / count
+    finally:
+        tracemalloc.stop()
+    # The sha256 of each file comes with it.
+    assert LimitsTable().entries * (each + 120) < 450e6
+
+
 def test_long_paths_through_links_are_refused() -> None:
     with pytest.raises(BuildError, match="too many symbolic links on the way"):
         merge(long_through_a_link())
