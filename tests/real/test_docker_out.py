@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import socket
 import subprocess
 import tarfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 
 import pytest
 from lab.dockerd import Lab
-from lab.wheels import make_recipe, make_wheel
+from lab.wheels import make_recipe
 
 from .conftest import NO_DAEMON, REPOSITORY, Command
 
@@ -227,34 +225,3 @@ def test_the_plan_is_printed_and_nothing_is_made(layout: dict[str, Any], tmp_pat
     kinds = [layer["kind"] for layer in plan["layers"]]
     assert kinds[:2] == ["base", "bytecode"] and kinds[-2:] == ["trainer", "config"]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_kill_at_any_moment_leaves_the_old_or_the_new(layout: dict[str, Any], tmp_path: Path) -> None:
-    command = Command(tmp_path, layout["command"].env)
-    for name in ("alpha", "beta"):
-        make_wheel(tmp_path / "wheels", name, files={f"{name}/data": os.urandom(2_000_000)})
-    command.env |= {"PIP_FIND_LINKS": str(tmp_path / "wheels"), "PIP_NO_INDEX": "1"}
-    lock = (REPOSITORY / "recipes/pt_cpu/cpu-x86_64.image.toml").read_text()
-    line = ["docker", "small", "--out", "oci:image", "--no-verify"]
-    both, seconds = [], 0.0
-    for requirements in (["alpha"], ["alpha", "beta"]):
-        folder = make_recipe(tmp_path / "recipes", "small", requirements)
-        (folder / "cpu-x86_64.image.toml").write_text(lock.replace('"pt_cpu"', '"small"'))
-        started = time.monotonic()
-        both.append(command.json(*line)["digest"])
-        seconds = time.monotonic() - started
-    seen = set()
-    for number, moment in enumerate(random.Random(3).sample(range(100), 24)):
-        wide = number % 2
-        make_recipe(tmp_path / "recipes", "small", ["alpha", "beta"] if wide else ["alpha"])
-        child = command.start(*line)
-        time.sleep(seconds * 1.6 * moment / 100)
-        child.kill()
-        child.communicate()
-        found = json.loads((tmp_path / "image" / "index.json").read_text())["manifests"][0]["digest"]
-        assert found in both
-        run("skopeo", "inspect", f"oci:{tmp_path}/image:small:cpu-x86_64")
-        seen.add(found)
-    assert seen == set(both), "the kills never hit both sides of the exchange"
-    assert command(*line).returncode == 0
-    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
