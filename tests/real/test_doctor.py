@@ -54,7 +54,7 @@ def test_what_is_said_of_this_host_is_so() -> None:
     found = doctor("--offline")
     assert found["processors"]["facts"]["usable"] == len(os.sched_getaffinity(0))
     free = shutil.disk_usage(Path.cwd()).free
-    assert abs(found["current folder"]["facts"]["free"] - free) < 1 << 30
+    assert abs(found["current folder"]["facts"]["free"] - free) < 8 << 30  # other tests write meanwhile
     (eth,) = [i for i in found["interfaces"]["facts"]["interfaces"] if i["name"] == "lo"]
     assert "127.0.0.1" in eth["addresses"]
     tool = shutil.which("mksquashfs")
