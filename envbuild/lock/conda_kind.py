@@ -147,14 +147,14 @@ def provided(packages: Iterable[CondaPackage]) -> dict[str, str]:
     A package contains a distribution when it depends on Python. The distribution has the package's name, except
     for the names in data/conda.toml. Versions that are invalid under PEP 440 are left out.
     """
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import Version
 
     names = conda_data()["distributions"]
     found: dict[str, str] = {}
     for package in packages:
         distribution = normalise(names.get(package.name, package.name))
         if distribution and not {"python", "python_abi"}.isdisjoint(package.needs):
-            with contextlib.suppress(InvalidVersion):
+            with contextlib.suppress(ValueError):
                 version = Version(package.version)
                 found[distribution] = f"{version.public}+{version.local + '.' if version.local else ''}{_LOCAL}"
     return found

@@ -140,7 +140,7 @@ class Offers:
 
 def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
     """Return the releases of the project `name` in `links`, oldest version first; other projects are left out."""
-    from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
+    from packaging.utils import parse_sdist_filename, parse_wheel_filename
 
     files: defaultdict[Version, list[OfferedFile]] = defaultdict(list)
     times: dict[Version, datetime] = {}
@@ -151,7 +151,7 @@ def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
                 project, version, _, tags = parse_wheel_filename(link.filename)
             else:
                 project, version = parse_sdist_filename(link.filename)
-        except (InvalidWheelFilename, InvalidSdistFilename):
+        except ValueError:
             continue
         if project != name or link.yanked:
             continue
@@ -165,11 +165,11 @@ def releases_of(name: str, links: Iterable[Link]) -> list[ProjectRelease]:
 
 @functools.cache
 def _accepts(requires_python: str, python: str) -> bool:
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    from packaging.specifiers import SpecifierSet
 
     try:
         return SpecifierSet(requires_python).contains(f"{python}.0")
-    except InvalidSpecifier:  # as uv and pip: an invalid one allows every Python
+    except ValueError:  # as uv and pip: an invalid one allows every Python
         return True
 
 

@@ -153,12 +153,12 @@ def without(lock: Lock, names: Iterable[str]) -> Lock:
 
 def _locked(row: Mapping[str, Any], python: str, platform: str, source: str) -> LockedPackage:
     """Return a package of a PEP 751 file with the hashes of its wheels that fit. Raises LockError without one."""
-    from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+    from packaging.utils import parse_wheel_filename
 
     hashes: set[str] = set()
     for wheel in row.get("wheels", []):
         file_name = unquote(str(wheel.get("name") or wheel.get("url") or wheel.get("path")).rpartition("/")[2])
-        with contextlib.suppress(InvalidWheelFilename):
+        with contextlib.suppress(ValueError):
             fits = parse_wheel_filename(re.split("[#?]", file_name)[0])[3] & tag_set(python, platform)
             digest = wheel.get("hashes", {}).get("sha256")
             if fits and digest:
@@ -189,7 +189,7 @@ def check_override(recipe: LoadedRecipe, target: Target, pinned: Lock) -> None:
     That is the case when torch takes no NCCL from PyPI, and when the override is older than torch's pin: torch
     may call functions that an older NCCL lacks.
     """
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import Version
 
     wanted = recipe.nccl_wheel(target)
     assert wanted is not None
@@ -203,7 +203,7 @@ def check_override(recipe: LoadedRecipe, target: Target, pinned: Lock) -> None:
         )
     try:
         older = Version(wanted) < Version(own)
-    except InvalidVersion:
+    except ValueError:
         raise LockError(
             f"{where}: {wanted!r} is not a version of {name}", f"write it as PyPI does, for example {own}"
         ) from None

@@ -36,11 +36,11 @@ def requirement_problem(text: str) -> str | None:
         return f"{text!r} is empty, or has blanks at its ends or unprintable characters"
     if file or re.search(r"[/\\]|^\.", before_marker):
         return f"{text!r} is a path, not a requirement: {_SITE}"
-    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.requirements import Requirement
 
     try:
         Requirement(text)
-    except InvalidRequirement as problem:
+    except ValueError as problem:
         return f"{text!r} is not a requirement: {str(problem).splitlines()[0]}"
     return None
 

@@ -137,11 +137,11 @@ def matches(filename: str, name: str, version: str) -> bool:
     found = unquote(parts[1])
     if found == version.replace("-", "_"):
         return True
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import Version
 
     try:
         return Version(found.replace("_", "+", 1) if "+" not in found else found) == Version(version)
-    except InvalidVersion:
+    except ValueError:  # InvalidVersion is one, and the error of int() for thousands of digits
         return False
 
 
