@@ -1,0 +1,252 @@
+"""From statements of imported files to a recipe: each statement is in it, or in the list of what was not carried."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
+from packaging.requirements import Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from envbuild.imports.draft import Draft
+from envbuild.imports.statement import OTHER_SYSTEM, Statement
+from envbuild.masking import is_secret, masked_text
+from envbuild.names import normalise
+from envbuild.recipe import checks
+from envbuild.recipe.accelerators import accelerator_of, torch_index
+from envbuild.recipe.model import PYTHONS
+from envbuild.recipe.targets import ARCHES, Target, host_arch
+
+Lose = Callable[[Statement, str], None]
+_PLATFORMS = {"linux-64": "x86_64", "linux-aarch64": "aarch64"}
+# The channels that conda's `defaults` stands for on Linux (conda's documentation, "Managing channels").
+_DEFAULTS = ("https://repo.anaconda.com/pkgs/main", "https://repo.anaconda.com/pkgs/r")
+_PYTHON = PYTHONS.index("3.11")
+_FORMS = {
+    "package": r"[a-z0-9][a-z0-9+.-]+",
+    "workdir": r"/\S*",
+    "index": "[a-z]+:.*",
+    "platform": "|".join(_PLATFORMS),
+}
+_REQUIREMENTS = ("requirement", "constraint", "pin")
+_CHECKS: Mapping[str, Callable[[str], str | None]] = {
+    **dict.fromkeys(_REQUIREMENTS, checks.requirement_problem), "conda": checks.spec_problem,
+    "conda-pin": checks.spec_problem, "channel": checks.channel_problem, "index": checks.index_problem,
+    "base": checks.base_problem, "accelerator": lambda tag: None if accelerator_of(tag) else "no known accelerator",
+}  # fmt: skip
+_CONDA = ("conda", "conda-pin")
+
+
+def compose(
+    name: str, statements: Iterable[Statement], groups: Collection[str] = (), target: str | None = None
+) -> Draft:
+    """Return the recipe called `name` with `statements`.
+
+    Those of extras, groups, features or categories are carried if `groups` names one. The targets are `target`, or
+    those of the accelerators and platforms in the statements, else this host's with CPUs. Raises UsageError for a
+    `target` that is none.
+    """
+    kept: dict[Statement, None] = {}
+    gone: list[Statement] = []
+
+    def lose(statement: Statement, reason: str) -> None:
+        text = ("python " if statement.kind == "python" else "") + statement.text.partition(" ;")[0]
+        gone.append(replace(statement, reason=reason, text=masked_text(text)))
+        kept.pop(statement, None)
+
+    def of(*kinds: str, arch: str = "") -> list[str]:
+        return list(dict.fromkeys(e.text for e in kept if e.kind in kinds and _PLATFORMS.get(e.platform, "") == arch))
+
+    for statement in dict.fromkeys(statements):
+        problem = statement.reason or _problem(statement, groups)
+        lose(statement, problem) if problem else kept.setdefault(statement)
+    targets = [Target.parse(target)] if target else _targets(kept)
+    tags, arches = {one.accelerator for one in targets}, {one.arch for one in targets}
+    is_conda = any(statement.kind in _CONDA for statement in kept)
+    for statement in list(kept):
+        if _PLATFORMS.get(statement.platform or statement.text, targets[0].arch) not in arches:
+            lose(statement, f"no target is for {statement.platform or statement.text}: choose with --target")
+        elif statement.kind in ("index", "accelerator") and _tag(statement) not in ("", *tags):
+            lose(statement, f"no target is for {_tag(statement)}: choose with --target")
+        elif statement.kind == "channel" and not is_conda:
+            lose(statement, "no conda package is in the sources")
+    python = _python(kept, lose)
+    pins = _pins(kept, python, targets, lose)
+    named, limits = _merged(kept, "requirement"), _merged(kept, "constraint")
+    if not named:  # a lock alone
+        named = {one: [str(pin)] for one, pin in pins.items()}
+        pins = {one: pin for one, pin in pins.items() if one == "torch"}
+    constraints = [text for found in limits.values() for text in found]
+    for found in named.values():  # a second requirement of a project has to have a marker, as the first
+        constraints += found[1:] if ";" not in found[0] else []
+        found[1:] = found[1:] if ";" in found[0] else []
+    constraints += [f"{one}{re.sub(r'[+][^,;]*', '', str(pin.specifier))}" for one, pin in pins.items()]
+    torch = [] if is_conda else named.pop("torch", [])
+    common = [text for found in named.values() for text in found]
+    tables: dict[str, dict[str, Any]] = {}
+    for one in targets:
+        own = [torch_index(one.accelerator)] if torch and _local(one) else []
+        tables[one.name] = _filled(
+            requirements=[_torch(text, pins.get("torch"), one) for text in torch],
+            indexes=list(dict.fromkeys(own + [url for url in of("index") if _tag_of(url) in ("", one.accelerator)])),
+            conda=of(*_CONDA, arch=one.arch),
+        )
+    data: dict[str, Any] = {"name": name, "description": f"Imported by envbuild init: {name}", "python": python}
+    data |= {"requirements": [] if is_conda else common} | _filled(constraints=list(dict.fromkeys(constraints)))
+    if is_conda:
+        channels = [url for text in of("channel") for url in (_DEFAULTS if text == "defaults" else (text,))]
+        conda = {"channels": channels or ["conda-forge"], "dependencies": of(*_CONDA) or ["python"]}
+        data |= {"environment": "conda", "conda": conda | _filled(requirements=common)}
+    data |= {"targets": tables} | _filled(image=_image(kept, lose, is_conda))
+    return Draft(name, data, tuple(kept), tuple(gone))
+
+
+def _filled(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value}
+
+
+def _problem(statement: Statement, groups: Collection[str]) -> str | None:
+    """Return why a statement cannot be carried, or None."""
+    own = statement.group.split()
+    if own and not set(own) & set(groups):
+        return f"belongs to {' and '.join(own)}: carry it with --extra {own[0]}"
+    if statement.kind == "channel" and statement.text == "nodefaults":
+        return "envbuild adds no default channels"
+    if statement.kind == "conda" and re.search(r"\[(?!build=|version=)", statement.text):
+        return "a recipe's match specs have no other keys than version and build"
+    if statement.kind == "requirement" and re.match(r"(-e|--editable)\b|\.{1,2}(/|$)", statement.text):
+        return "a folder with code: own code belongs to [project]"
+    if statement.text.count(".") > 63:
+        return "has more dots than envbuild's reader of TOML accepts"
+    problem = _CHECKS[statement.kind](statement.text) if statement.kind in _CHECKS else None
+    if problem is None and statement.kind in _FORMS and not re.fullmatch(_FORMS[statement.kind], statement.text):
+        return OTHER_SYSTEM if statement.kind == "platform" else f"a recipe accepts {_FORMS[statement.kind]} only"
+    return problem
+
+
+def _python(kept: Collection[Statement], lose: Lose) -> str:
+    """Return the Python that all specifiers accept: 3.11, else the next newer one, else the newest."""
+    accepted = [*PYTHONS[_PYTHON:], *reversed(PYTHONS[:_PYTHON])]
+    for statement in [one for one in kept if one.kind == "python" or re.match(r"python \d", one.text)]:
+        try:
+            wanted = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
+            # Any patch release counts: ">=3.11.4" accepts 3.11.
+            fitting = [one for one in accepted if any(f"{one}.{patch}" in wanted for patch in range(40))]
+        except (InvalidSpecifier, ValueError):
+            fitting = []
+        if not fitting:
+            lose(statement, f"no Python of {PYTHONS[0]} to {PYTHONS[-1]} that the other sources accept too")
+        accepted = fitting or accepted
+    return accepted[0]
+
+
+def _tag(statement: Statement) -> str:
+    return statement.text if statement.kind == "accelerator" else _tag_of(statement.text)
+
+
+def _tag_of(url: str) -> str:
+    """Return the accelerator of one of PyTorch's indexes, "" for any other index."""
+    tag = url.rstrip("/").rpartition("/whl/")[2]
+    return tag if "/whl/" in url and accelerator_of(tag) else ""
+
+
+def _targets(kept: Collection[Statement]) -> list[Target]:
+    tags = [_tag(statement) for statement in kept if statement.kind in ("index", "accelerator")]
+    for text in [one.text for one in kept if one.kind in _REQUIREMENTS]:
+        tags += re.findall(r"^torch\s*===?[^;]*\+([a-z]+[0-9.]*)", text)
+    named = [_PLATFORMS.get(one.platform or one.text, "") for one in kept if one.kind in ("platform", *_CONDA)]
+    arches = [arch for arch in dict.fromkeys(named) if arch] or [host_arch() if host_arch() in ARCHES else ARCHES[0]]
+    return [Target(tag, arch) for tag in [*dict.fromkeys(filter(accelerator_of, tags))] or ["cpu"] for arch in arches]
+
+
+def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose: Lose) -> dict[str, Requirement]:
+    """Return the pin of each project: of several versions, the one whose marker is true for all targets."""
+    found: dict[str, dict[Statement, Requirement]] = {}
+    for statement in [one for one in kept if one.kind == "pin"]:
+        pin = Requirement(statement.text)
+        found.setdefault(normalise(pin.name), {})[statement] = pin
+    chosen: dict[str, Requirement] = {}
+    for name, pins in found.items():
+        several = len({str(pin.specifier) for pin in pins.values()}) > 1
+        fitting = [e for e, pin in pins.items() if not several or all(_applies(pin, python, one) for one in targets)]
+        if len({str(pins[statement].specifier).partition("+")[0] for statement in fitting}) == 1:
+            chosen[name] = pins[fitting[0]]
+        for statement in pins:
+            if statement not in fitting:
+                lose(statement, f"not for Python {python} on Linux")
+            elif name not in chosen:
+                lose(statement, "several versions fit, and the recipe can have one: add it to `constraints`")
+    return chosen
+
+
+def _applies(pin: Requirement, python: str, target: Target) -> bool:
+    environment = {
+        "python_version": python, "python_full_version": f"{python}.99", "platform_machine": target.arch,
+        "sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "extra": "",
+    }  # fmt: skip
+    try:
+        return pin.marker is None or pin.marker.evaluate(environment)
+    except (UndefinedComparison, UndefinedEnvironmentName):
+        return True
+
+
+def _merged(kept: Collection[Statement], kind: str) -> dict[str, list[str]]:
+    """Return the requirements of each project: one that combines those without a marker, then those with markers."""
+    found: dict[str, list[Requirement]] = {}
+    for statement in [one for one in kept if one.kind == kind]:
+        arch = _PLATFORMS.get(statement.platform) if ";" not in statement.text else None
+        one = Requirement(statement.text + (f' ; platform_machine == "{arch}"' if arch else ""))
+        found.setdefault(normalise(one.name), []).append(one)
+    merged: dict[str, list[str]] = {}
+    for name, several in found.items():
+        plain = [one for one in several if one.marker is None]
+        extras = {extra for one in plain for extra in one.extras}
+        parts = [str(part) for one in plain for part in one.specifier]
+        merged[name] = [_joined(plain[0].name, extras, parts)] if plain else []
+        merged[name] += dict.fromkeys(str(one) for one in several if one.marker is not None)
+    return merged
+
+
+def _joined(name: str, extras: Collection[str], specifiers: Iterable[str]) -> str:
+    return name + (f"[{','.join(sorted(extras))}]" if extras else "") + ",".join(dict.fromkeys(specifiers))
+
+
+def _local(target: Target) -> str:
+    """Return the local version of torch's builds for a target; those for CPUs with aarch64 have none everywhere."""
+    return "" if target.arch == "aarch64" and not target.family.gpu else f"+{target.accelerator}"
+
+
+def _torch(text: str, pin: Requirement | None, target: Target) -> str:
+    """Return torch's requirement for a target: with the locked version, and the local version of its build."""
+    wanted = Requirement(text)
+    parts = [str(part) for part in wanted.specifier] + ([str(pin.specifier)] if pin else [])
+    built = [re.sub(r"^(===?)([^+*]+)(\+.*)?$", rf"\1\2{_local(target)}", part) for part in parts]
+    return _joined("torch", wanted.extras, built) + (f" ; {wanted.marker}" if wanted.marker else "")
+
+
+def _image(kept: Collection[Statement], lose: Lose, is_conda: bool) -> dict[str, Any]:
+    """Return the [image] table."""
+    image: dict[str, Any] = {}
+    for statement in sorted(kept, key=lambda one: one.kind == "package"):  # after the base
+        name, _, value = statement.text.partition("=")
+        if statement.kind in ("base", "workdir"):
+            if statement.kind == "base" and not is_conda:
+                lose(statement, "which interpreter does it have? Without base and python in [image]: Debian")
+            else:
+                image[statement.kind] = statement.text
+        elif statement.kind == "package":
+            if "base" in image:
+                lose(statement, "the image has another base than Debian")
+            else:
+                image.setdefault("packages", []).append(statement.text)
+        elif statement.kind == "env":
+            problem = checks.variable_problem(name) or ("refers to another variable" if "$" in value else None)
+            if name in ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX"):
+                problem = "envbuild sets it"
+            elif is_secret(name) or masked_text(value) != value:
+                problem = "may be a secret"
+            lose(statement, problem) if problem else image.setdefault("env", {}).update({name: value})
+    return image

@@ -1,0 +1,185 @@
+"""Readers of conda's environment.yml, conda-lock.yml, pixi.toml and pixi.lock.
+
+Sources: conda's documentation, "Managing environments"; conda-lock's documentation (selectors) and the schema of its
+format, version 1; pixi.sh, "Manifest" and "Lock file", version 6.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from envbuild.errors import UsageError
+from envbuild.imports.pip_files import pip_line
+from envbuild.imports.poetry import poetry_requirement
+from envbuild.imports.statement import (
+    INDEX,
+    OTHER_SYSTEM,
+    SOURCE,
+    TOOL,
+    Statement,
+    check_version,
+    lost,
+    rows,
+    table,
+    text_of,
+    texts,
+)
+from envbuild.recipe.model import CHANNEL_ALIAS
+from envbuild.toml import Document, read
+from envbuild.yaml_reader import parse_yaml
+
+_SELECTOR = re.compile(r"\s#\s*\[([a-z0-9]+)\]\s*$")
+_SELECTED = {"linux": "", "unix": "", "linux64": "linux-64", "x86_64": "linux-64", "aarch64": "linux-aarch64"}
+_LINUX = ("", "linux-64", "linux-aarch64")
+_LOCKED = "URLs and hashes: `envbuild lock` writes those of the same versions and builds"
+# Arrays of environment.yml, pixi and conda-lock → kind of their statements.
+KINDS = {"channels": "channel", "platforms": "platform", "dependencies": "conda"}
+
+
+def _yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the table in a YAML file, and the file's lines. Raises UsageError."""
+    text = text_of(path)
+    documents = parse_yaml(text, str(path), UsageError, "name another file with --from", typ="rt", aliases=100)
+    return table(documents[0] if documents else None), text.split("\n")
+
+
+def _placed(path: Path, listed: Any) -> Iterator[tuple[Any, int, str]]:
+    """Yield the values of a list, each with its line and place."""
+    for index, one in enumerate(rows(listed)):
+        line = listed.lc.item(index)[0]
+        yield one, line, f"{path}:{line + 1}"
+
+
+def read_environment(path: Path) -> Iterator[Statement]:
+    """Yield the statements of an environment.yml; selectors such as `# [linux64]` count. Raises UsageError."""
+    data, lines = _yaml(path)
+    for key, value in data.items():
+        place = f"{path}:{data.lc.key(key)[0] + 1}"  # type: ignore[attr-defined]
+        if key in KINDS:
+            for one, line, at in _placed(path, value):
+                inner = _placed(path, one["pip"]) if list(table(one)) == ["pip"] else [(one, line, at)]
+                for text, number, where in inner:
+                    selector = next(iter(_SELECTOR.findall(lines[number])), "linux")
+                    if not isinstance(text, str) or selector not in _SELECTED:
+                        yield lost(text, where, OTHER_SYSTEM if isinstance(text, str) else "not a string")
+                    elif text is one:
+                        yield _spec(KINDS[key], text, where, platform=_SELECTED[selector])
+                    else:
+                        for pip in pip_line(text, where, path.parent):
+                            yield replace(pip, platform=_SELECTED[selector])
+        elif key == "variables":
+            yield from (Statement("env", f"{name}={one}", place) for name, one in table(value).items())
+        else:
+            yield Statement("name", str(value), place) if key == "name" else lost(f"{key}: {value}", place, TOOL)
+
+
+def _spec(kind: str, text: str, place: str, group: str = "", platform: str = "") -> Statement:
+    """Return the statement of a conda match spec; python without a build is a specifier of the recipe's Python."""
+    plain = re.sub(r"\s*([<>=!~,|])\s*", r"\1", text.strip())
+    found = re.fullmatch(r"python(?:\s+|(?=[<>=!~])|$)([^\s\[|]*)", plain)
+    if kind != "conda" or not found:
+        return Statement(kind, text, place, group, platform)
+    exact = re.fullmatch(r"={0,2}(\d+\.\d+)(?:[.*][.*\d]*)?", found[1])
+    return Statement("python", f"=={exact[1]}.*" if exact else found[1] or ">=3", place, group, platform)
+
+
+def conda_entries(
+    document: Document, keys: tuple[str, ...], group: str = "", platform: str = ""
+) -> Iterator[Statement]:
+    """Yield name = spec statements in the form of pixi and conda-lock; those of pip are in `pypi-dependencies`."""
+    for name, spec in table(document.data, *keys).items():
+        place, about = document.where(*keys, name), spec if isinstance(spec, dict) else {"version": spec}
+        if platform not in _LINUX:
+            yield lost(f"{name} {spec}", place, OTHER_SYSTEM)
+        elif about.get("source") == "pypi" or keys[-1] == "pypi-dependencies":
+            pip = {key: value for key, value in about.items() if key != "source"}
+            yield from (replace(one, platform=platform) for one in poetry_requirement(name, pip, place, group))
+        elif about.keys() - {"version", "build"}:
+            yield lost(f"{name} = {spec}", place, SOURCE)
+        else:
+            version, build = about.get("version") or "*", about.get("build", "")
+            text = name if version == "*" and not build else f"{name} {version} {build}".strip()
+            yield _spec("conda", text, place, group, platform)
+
+
+def read_pixi(path: Path) -> Iterator[Statement]:
+    """Yield the statements of a pixi.toml. Raises UsageError."""
+    yield from pixi_entries(read(path, UsageError), ())
+
+
+def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statement]:
+    """Yield the statements of pixi's tables below `root`: those of features have the feature's name as their group."""
+    data = table(document.data, *root)
+    places = {root: "", **{(*root, "feature", name): name for name in table(data, "feature")}}
+    for place, group in places.items():
+        own = table(document.data, *place)
+        for name, value in own.items():
+            for target, inner in table(value).items() if name == "target" else ():
+                platform = {"linux": "", "unix": ""}.get(target, target)
+                for kind in table(inner):
+                    yield from conda_entries(document, (*place, name, target, kind), group, platform)
+            if name in ("dependencies", "pypi-dependencies"):
+                yield from conda_entries(document, (*place, name), group)
+            elif name in ("workspace", "project"):
+                for key, text in table(value).items():
+                    keys = (*place, name, key)
+                    if key in ("channels", "platforms"):
+                        yield from texts(document, keys, KINDS[key])
+                    else:
+                        known = Statement("name", str(text), document.where(*keys))
+                        yield known if key == "name" else lost(f"{key} = {text}", known.place, TOOL)
+            elif name not in ("target", "feature"):
+                yield lost(f"{name} = {value}", document.where(*place, name), TOOL)
+
+
+def read_conda_lock(path: Path) -> Iterator[Statement]:
+    """Yield the pins of a conda-lock.yml, version 1. Raises UsageError."""
+    data, _ = _yaml(path)
+    check_version(path, "conda-lock.yml", data.get("version"), "1")
+    for one, _, place in _placed(path, table(data, "metadata").get("channels")):
+        yield Statement("channel", str(table(one).get("url")), place)
+    for one, _, place in _placed(path, data.get("package")):
+        row = table(one)
+        group = str(row.get("category", "main")).replace("main", "")
+        yield _pin(row.get("manager") == "pip", str(row.get("url")), row, place, group, str(row.get("platform")))
+    yield lost("url, hash", str(path), _LOCKED)
+
+
+def read_pixi_lock(path: Path) -> Iterator[Statement]:
+    """Yield the pins of a pixi.lock, version 6; those of another environment than `default` have its name as group."""
+    data, _ = _yaml(path)
+    check_version(path, "pixi.lock", data.get("version"), "6")
+    groups: dict[str, dict[str, list[str]]] = {}  # by URL and platform
+    for name, environment in table(data, "environments").items():
+        for one, _, place in _placed(path, table(environment).get("channels")):
+            yield Statement("channel", str(table(one).get("url")).rstrip("/").removeprefix(f"{CHANNEL_ALIAS}/"), place)
+        for one, _, place in _placed(path, table(environment).get("indexes")):
+            yield lost(one, place, INDEX)
+        for platform, listed in table(environment, "packages").items():
+            for one in map(table, rows(listed)):
+                found = groups.setdefault(str(one.get("conda") or one.get("pypi")), {})
+                found.setdefault(str(platform), []).append(str(name))
+    for one, _, place in _placed(path, data.get("packages")):
+        row = table(one)
+        url = str(row.get("conda") or row.get("pypi"))
+        for platform, names in groups.get(url, {}).items():
+            yield _pin("conda" not in row, url, row, place, "" if "default" in names else " ".join(names), platform)
+    yield lost("url, hash", str(path), _LOCKED)
+
+
+def _pin(pip: bool, url: str, row: dict[str, Any], place: str, group: str, platform: str) -> Statement:
+    """Return the pin of a package in a lock; conda's files are called NAME-VERSION-BUILD.EXTENSION."""
+    text = f"{row.get('name')}=={row.get('version')}"
+    if not pip:
+        file = re.fullmatch(r".*/([^/]+)-([^/-]+)-([^/-]+?)(?:\.conda|\.tar\.bz2)", unquote(url))
+        text = " ".join(file.groups()) if file else ""
+    elif "git+" in url or not re.fullmatch(r"\S+\.(whl|tar\.gz|zip|tar\.bz2)([#?]\S*)?", url):
+        text = ""
+    if text and platform in _LINUX:
+        return Statement("pin" if pip else "conda-pin", text, place, group, platform)
+    return lost(f"{text or url} ({platform})", place, SOURCE if platform in _LINUX else OTHER_SYSTEM)

@@ -1,0 +1,66 @@
+"""A recipe before it is written, and its text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envbuild.errors import RecipeError
+from envbuild.imports.statement import Statement
+from envbuild.recipe.load import LoadedRecipe, decode_recipe
+from envbuild.recipe.model import NAME_PATTERN
+from envbuild.toml import Document, parse_toml
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A recipe before it is written: its `data`, the statements that it has, and those that were not carried."""
+
+    name: str
+    data: Mapping[str, Any]
+    carried: tuple[Statement, ...]
+    lost: tuple[Statement, ...]
+
+    @property
+    def text(self) -> str:
+        """The recipe file."""
+        return _toml(self.data, ())
+
+    def loaded(self, path: Path) -> LoadedRecipe:
+        """Return the recipe as it will be read from `path`. Raises RecipeError when it cannot be read."""
+        try:
+            return decode_recipe(Document(path, self.text, parse_toml(self.text)))
+        except ValueError as error:
+            raise RecipeError(f"{path}: {error}") from None
+
+
+def recipe_name(text: str) -> str:
+    """Return `text` as the name of a recipe."""
+    name = re.sub(r"[^a-z0-9_.-]+", "_", text.lower()).strip("_.-")
+    return name if re.fullmatch(NAME_PATTERN, name) else "environment"
+
+
+def _toml(value: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    """Return a table and the tables in it as TOML. A string in JSON is one in TOML, but for DEL."""
+
+    def string(one: object) -> str:
+        return json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+    def quoted(key: str) -> str:
+        return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else string(key)
+
+    only_tables = value and all(isinstance(one, dict) for one in value.values())
+    lines = [f"\n[{'.'.join(map(quoted, keys))}]"] if keys and not only_tables else []
+    for key, one in value.items():
+        if isinstance(one, list):
+            short = f"[{', '.join(map(string, one))}]"
+            long = "[\n" + "".join(f"  {string(text)},\n" for text in one) + "]"
+            lines.append(f"{key} = {short if len(short) < 80 else long}")
+        elif not isinstance(one, dict):
+            lines.append(f"{quoted(key)} = {string(one)}")
+    inner = [_toml(one, (*keys, key)) for key, one in value.items() if isinstance(one, dict)]
+    return "".join(f"{line}\n" for line in lines) + "".join(inner)

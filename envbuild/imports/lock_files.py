@@ -1,0 +1,114 @@
+"""Readers of locks of Python packages: uv.lock, pylock.toml (PEP 751), poetry.lock and Pipfile.lock.
+
+Sources: docs.astral.sh/uv, "Lockfile" (version 1); packaging.python.org, "pylock.toml specification" (lock-version
+1.0); poetry's `poetry.lock` (lock-version 2.x); Pipfile.lock's `pipfile-spec` 6. Other versions are refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from envbuild.errors import UsageError
+from envbuild.files import parse_json
+from envbuild.imports.pip_files import HASHES
+from envbuild.imports.poetry import poetry_specifier
+from envbuild.imports.statement import INDEX, SOURCE, Statement, check_version, lost, rows, table, text_of
+from envbuild.toml import read
+
+# Format → key of its version, accepted versions, key of its packages.
+_FORMATS = {
+    "uv.lock": (("version",), "1", "package"),
+    "pylock.toml": (("lock-version",), r"1\.0", "packages"),
+    "poetry.lock": (("metadata", "lock-version"), r"2\.[0-9]+", "package"),
+}
+_ELSEWHERE = {"git", "url", "path", "directory", "vcs", "archive", "file", "virtual", "editable"}
+_EXTRA = r"extra == ['\"]([^'\"]+)['\"]"
+_CLAUSE = re.compile(r"""(?:extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups))""")
+
+
+def read_toml_lock(path: Path) -> Iterator[Statement]:
+    """Yield the pins of a uv.lock, pylock.toml or poetry.lock, and uv's direct requirements. Raises UsageError."""
+    name = "pylock.toml" if path.name.startswith("pylock") else path.name
+    keys, known, packages = _FORMATS[name]
+    document = read(path, UsageError)
+    check_version(path, name, table(document.data, *keys[:-1]).get(keys[-1]), known)
+    for where in (("requires-python",), ("metadata", "python-versions")):
+        if python := table(document.data, *where[:-1]).get(where[-1]):
+            yield Statement("python", poetry_specifier(str(python)) or str(python), document.where(*where))
+    seen = {""}
+    for number, row in enumerate(map(table, rows(document.data.get(packages)))):
+        at, source = document.where(packages, number), table(row, "source")
+        kind = str(source.get("type") or next(iter(source), ""))
+        if kind in ("virtual", "editable") and source.get(kind) == ".":
+            yield from _own(row, at)
+        elif ({kind, *row} if name == "pylock.toml" else {kind}) & _ELSEWHERE:
+            yield lost(f"{row.get('name')} {row.get('version', '')} {source or ''}", at, SOURCE)
+        else:
+            names = [str(one) for one in rows(row.get("groups")) or ["main"]]
+            group = "" if "main" in names and not row.get("optional") else " ".join(names)
+            yield _pin(row.get("name"), row.get("version"), _markers(row), at, group)
+            registry = str(source.get("registry") or source.get("url") or row.get("index") or "")
+            if registry not in seen:
+                seen.add(registry)
+                yield Statement("index", registry, at) if "/whl/" in registry else lost(registry, at, INDEX)
+    yield lost("url, hash, size", str(path), HASHES)
+
+
+def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
+    """Yield the requirements of the project to which a uv.lock belongs."""
+    yield Statement("name", str(row.get("name")), place)
+    metadata = table(row, "metadata")
+    for group, found in {"": metadata.get("requires-dist"), **table(metadata, "requires-dev")}.items():
+        for one in map(table, rows(found)):
+            marker = str(one.get("marker", ""))
+            extras = ",".join(str(item) for item in rows(one.get("extras")))
+            rest = re.sub(rf"(?: and )?{_EXTRA}(?: and )?", "", marker)
+            text = f"{one.get('name')}{f'[{extras}]' if extras else ''}{one.get('specifier', '')}"
+            text = f"{text} ; {rest}" if rest else text
+            own = group or " ".join(re.findall(_EXTRA, marker))
+            yield lost(one, place, SOURCE) if _ELSEWHERE & one.keys() else Statement("requirement", text, place, own)
+
+
+def _markers(row: Mapping[str, Any]) -> str:
+    """Return the marker of a locked package, with true in the place of clauses about extras and groups."""
+    given = row.get("resolution-markers") or row.get("markers") or row.get("marker") or []
+    given = table(given).get("main", []) if isinstance(given, dict) else given
+    found = [f"({one})" for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)]
+    return _CLAUSE.sub("python_version >= '3'", " or ".join(dict.fromkeys(found)))
+
+
+def _pin(name: object, version: object, marker: str, place: str, group: str) -> Statement:
+    if not isinstance(name, str) or not isinstance(version, str):
+        return lost(f"{name} {version}", place, "no name and version")
+    return Statement("pin", f"{name}=={version}{f' ; {marker}' if marker else ''}", place, group)
+
+
+def read_pipfile_lock(path: Path) -> Iterator[Statement]:
+    """Yield the pins of a Pipfile.lock; those of other categories than `default` have their name as group."""
+    text = text_of(path)
+    try:
+        data = table(parse_json(text))
+    except ValueError as error:
+        raise UsageError(f"{path}: not JSON: {error}") from None
+    meta, lines = table(data, "_meta"), text.split("\n")
+    check_version(path, "Pipfile.lock", meta.get("pipfile-spec"), "6")
+    if python := table(meta, "requires").get("python_version"):
+        yield Statement("python", f"=={python}.*", str(path))
+    for one in map(table, rows(meta.get("sources"))):
+        yield Statement("index", str(one.get("url")), str(path))
+    for category in data.keys() - {"_meta"}:
+        start = next((number for number, line in enumerate(lines) if line.strip().startswith(f'"{category}":')), 0)
+        for name, row in table(data, category).items():
+            numbers = (number for number in range(start, len(lines)) if lines[number].strip().startswith(f'"{name}":'))
+            place, about = f"{path}:{next(numbers, 0) + 1}", table(row)
+            group = "" if category == "default" else category
+            if not isinstance(about.get("version"), str) or _ELSEWHERE & about.keys():
+                yield lost(f"{name} {row}", place, SOURCE)
+            else:
+                extras = ",".join(map(str, rows(about.get("extras"))))
+                full = f"{name}[{extras}]" if extras else name
+                yield _pin(full, about["version"].removeprefix("=="), _markers(about), place, group)
+    yield lost("hashes", str(path), HASHES)

@@ -1,0 +1,54 @@
+"""Dependencies in the form of poetry, which pixi and conda-lock share: a name, and a version or a table.
+
+Source: python-poetry.org, "Dependency specification".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from envbuild.imports.statement import SOURCE, TOOL, Statement, lost, rows
+
+
+def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str) -> Iterator[Statement]:
+    """Yield a dependency in the form of poetry or pixi as a PEP 508 requirement."""
+    version = poetry_specifier(str(about.get("version", "*")))
+    if {"git", "path", "url", "file"} & about.keys():
+        yield lost(f"{name} = {about}", place, SOURCE)
+    elif version is None:
+        yield lost(f"{name} {about['version']}", place, "alternatives of versions, which PEP 440 does not know")
+    else:
+        extras = ",".join(str(one) for one in rows(about.get("extras")))
+        python = (poetry_specifier(str(about.get("python", ""))) or "").split(",")
+        systems = str(about.get("platform", "")).split(",")
+        markers = [str(about["markers"])] if "markers" in about else []
+        for variable, parts in (("python_version", python), ("sys_platform", systems)):
+            pairs = [re.findall(r"^([<>=!~]*)(.*)", part.strip(), re.S)[0] for part in parts if part.strip()]
+            markers += [f'{variable} {operator or "=="} "{value.strip()}"' for operator, value in pairs]
+        marker = " and ".join(f"({one})" if " or " in one else one for one in markers)
+        text = f"{name}{f'[{extras}]' if extras else ''}{version}{f' ; {marker}' if marker else ''}"
+        yield Statement("requirement", text, place, group)
+        for key in sorted(about.keys() - {"version", "extras", "markers", "python", "platform", "optional"}):
+            yield lost(f"{name}: {key} = {about[key]}", place, TOOL)
+
+
+def poetry_specifier(text: str) -> str | None:
+    """Return poetry's constraint as a PEP 440 specifier, with ^ and ~ translated; None when it has no such form."""
+    joined = re.sub(r"([<>=!~^])\s+", r"\1", text.strip())
+    parts = [part.strip() for part in re.split(r"[,\s]+(?=[<>=!~^*\d])", joined)]
+    return None if "|" in text else ",".join(filter(None, (_translated(part) for part in parts)))
+
+
+def _translated(part: str) -> str:
+    operator, version = re.fullmatch(r"(\^|~(?!=)|[<>=!~]*)\s*(.*)", part, re.S).groups()  # type: ignore[union-attr]
+    numbers = re.match(r"\d{1,9}(?:\.\d{1,9})*", version)
+    if version in ("", "*"):
+        return ""
+    if operator not in ("^", "~") or not numbers:
+        return f"{operator or '=='}{version}".replace("====", "===")
+    found = [int(one) for one in numbers[0].split(".")]
+    first = next((index for index, one in enumerate(found) if one), len(found) - 1)
+    last = first if operator == "^" else min(1, len(found) - 1)
+    return f">={version},<{'.'.join(map(str, [*found[:last], found[last] + 1]))}"

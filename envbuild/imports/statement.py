@@ -1,0 +1,85 @@
+"""Entries of imported files, and the parts of their readers that several formats share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from envbuild.errors import UsageError
+from envbuild.files import read_small
+from envbuild.toml import Document
+
+OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
+INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
+TOOL = "a setting of that tool, not a package"
+SOURCE = "a source other than an index; give its wheel to an index or a find-links folder of the site"
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """One statement of a source, at `place` (FILE:LINE).
+
+    `kind` is the part of a recipe that takes it: requirement, constraint, pin (name==version of a lock), conda,
+    conda-pin, channel, index, platform (conda's), python (a specifier), base, env, workdir, package (Debian's) or name.
+    `group` has the extras, dependency groups, features or categories with it, separated by blanks, "" for none;
+    `platform` is the only conda platform that has it. With a `reason` it is not carried.
+    """
+
+    kind: str
+    text: str
+    place: str
+    group: str = ""
+    platform: str = ""
+    reason: str = ""
+
+
+def lost(text: object, place: str, reason: str) -> Statement:
+    """Return a statement that is not carried."""
+    return Statement("lost", " ".join(str(text).split()), place, reason=reason)
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a source. Raises UsageError when it cannot be read or is not UTF-8."""
+    try:
+        return read_small(path).decode("utf-8-sig").replace("\r\n", "\n")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: byte {error.start} is not UTF-8", "save it as UTF-8") from None
+
+
+def check_version(path: Path, name: str, found: object, known: str) -> None:
+    """Raise UsageError unless `found`, the version of a lock's format, matches the pattern `known`."""
+    if not re.fullmatch(known, str(found)):
+        shown = known.replace("\\", "").replace("[0-9]+", "x")
+        raise UsageError(f"{path}: version {found} of the format {name} is not known (known: {shown})")
+
+
+def table(value: Any, *keys: str) -> dict[str, Any]:
+    """Return the table below `keys`, {} if there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def rows(value: Any) -> list[Any]:
+    """Return a list, [] for any other value."""
+    return value if isinstance(value, list) else []
+
+
+def texts(
+    document: Document, keys: tuple[str, ...], kind: str, group: str = "", seen: tuple[str, ...] = ()
+) -> Iterator[Statement]:
+    """Yield a statement for each string in the array at `keys` and in the groups that it includes (PEP 735)."""
+    found = table(document.data, *keys[:-1]).get(keys[-1], [])
+    if not isinstance(found, list):
+        yield lost(found, document.where(*keys), "not an array of strings")
+    for index, one in enumerate(rows(found)):
+        place, inner = document.where(*keys, index), table(one).get("include-group")
+        if isinstance(inner, str) and inner not in (*seen, keys[-1]):
+            yield from texts(document, (*keys[:-1], inner), kind, group, (*seen, keys[-1]))
+        else:
+            yield Statement(kind, one, place, group) if isinstance(one, str) else lost(one, place, "not a string")

@@ -1,0 +1,281 @@
+"""`envbuild init`: each format by a file of its own, damaged files, and files of other versions."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from lab.drafts import draft_of
+
+from envbuild.errors import UsageError
+from envbuild.imports import read_source
+from envbuild.imports.draft import Draft, recipe_name
+from envbuild.imports.poetry import poetry_specifier
+from envbuild.recipe.model import Recipe
+
+DATA = Path(__file__).parent / "data/init"
+
+
+def imported(folder: Path, name: str, text: str, **more: object) -> tuple[Draft, Recipe]:
+    (folder / name).write_text(text)
+    return draft_of(folder / name, **more)  # type: ignore[arg-type]
+
+
+def reasons(draft: Draft) -> dict[str, str]:
+    """Text of each entry that was not carried → the reason."""
+    return {entry.text: entry.reason for entry in draft.lost}
+
+
+def test_requirements(tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("tqdm\n-r requirements.txt\n")
+    (tmp_path / "limits.txt").write_text("setuptools<81\n")
+    text = (
+        "# a comment\n-r more.txt\n-climits.txt\n--index-url=https://pypi.example/simple\n"
+        "-i https://user:secret@pypi.example/simple\n--extra-index-url https://download.pytorch.org/whl/cu126\n"
+        "numpy==2.2.6 \\\n    --hash=sha256:" + "0" * 64 + "\nuvicorn[standard]>=0.30 # why\n"
+        "torch==2.7.1\ntomli>=2; python_version < '3.11'\ntomli<3\n-e .\n./wheel.whl\nmissing @ https://host.example/m.whl\n"
+        "git+https://host.example/x.git@main#egg=x\n${NAME}==1\n-r gone.txt\n--pre\n--find-links https://host.example/w\n"
+    )
+    draft, recipe = imported(tmp_path, "requirements.txt", text, target=None)
+    assert recipe.requirements == ("tqdm", "numpy==2.2.6", "uvicorn[standard]>=0.30", "tomli<3")
+    assert recipe.constraints == ("setuptools<81", 'tomli>=2; python_version < "3.11"')
+    (name,) = recipe.targets
+    assert name.startswith("cu126-")
+    assert recipe.targets[name].requirements == ("torch==2.7.1+cu126",)
+    assert recipe.targets[name].indexes == ("https://download.pytorch.org/whl/cu126", "https://pypi.example/simple")
+    assert "secret" not in "".join(reasons(draft))
+    assert draft.lost[0].place == f"{tmp_path}/more.txt:2"
+    places = {entry.place.rpartition(":")[2]: entry.text for entry in draft.lost[1:]}
+    assert places == {
+        "5": "https://user:****@pypi.example/simple", "7": f"--hash=sha256:{'0' * 64}", "13": "-e .",
+        "14": "./wheel.whl",
+        "15": "missing @ https://host.example/m.whl", "16": "git+https://host.example/x.git@main#egg=x",
+        "17": "${NAME}==1", "18": "-r gone.txt", "19": "--pre", "20": "--find-links https://host.example/w",
+    }  # fmt: skip
+
+
+def test_pyproject(tmp_path: Path) -> None:
+    text = """\
+[project]
+name = "My Train"
+requires-python = ">=3.12"
+dependencies = ["numpy>=2", "torch>=2.7"]
+dynamic = ["version"]
+[project.optional-dependencies]
+fast = ["flash-attn>=2"]
+[dependency-groups]
+test = ["pytest>=8"]
+dev = [{include-group = "test"}, "ruff"]
+[tool.uv]
+constraint-dependencies = ["setuptools<81"]
+[tool.uv.sources]
+numpy = { git = "https://host.example/numpy" }
+[build-system]
+requires = ["hatchling"]
+"""
+    draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("dev",))
+    assert recipe.python == "3.12"
+    assert recipe.requirements == ("numpy>=2", "pytest>=8", "ruff")
+    assert recipe.constraints == ("setuptools<81",)
+    assert recipe.targets["cpu-x86_64"].requirements == ("torch>=2.7",)
+    lost = reasons(draft)
+    assert lost["flash-attn>=2"] == "belongs to fast: carry it with --extra fast"
+    assert lost["pytest>=8"] == "belongs to test: carry it with --extra test"
+    assert "hatchling" in lost and any(text.startswith("numpy = ") for text in lost)
+    assert recipe_name("My Train") == "my_train"
+
+
+@pytest.mark.parametrize(
+    ("given", "specifier"),
+    [
+        ("^1.2.3", ">=1.2.3,<2"), ("^0.2.3", ">=0.2.3,<0.3"), ("^0.0.3", ">=0.0.3,<0.0.4"), ("^0", ">=0,<1"),
+        ("^0.0", ">=0.0,<0.1"), ("~1.2.3", ">=1.2.3,<1.3"), ("~1.2", ">=1.2,<1.3"), ("~1", ">=1,<2"),
+        ("~=1.2", "~=1.2"), ("*", ""), ("", ""), ("1.2.3", "==1.2.3"), ("1.2.*", "==1.2.*"), (">=1,<2", ">=1,<2"),
+        (">=1 <2", ">=1,<2"), (">= 1, < 2", ">=1,<2"), ("==1.2", "==1.2"), ("^1.2 || ^2", None),
+    ],
+)  # fmt: skip
+def test_poetrys_versions(given: str, specifier: str | None) -> None:
+    assert poetry_specifier(given) == specifier
+
+
+def test_poetry(tmp_path: Path) -> None:
+    text = """\
+[tool.poetry.dependencies]
+python = "^3.10"
+a = { version = "^1.2", extras = ["x", "y"], python = "<3.12", platform = "linux" }
+b = { git = "https://host.example/b", rev = "main" }
+c = { version = "1.0", optional = true }
+d = [{ version = "<2", python = "<3.11" }, { version = ">=2", python = ">=3.11" }]
+e = "^1 || ^2"
+[tool.poetry.group.dev.dependencies]
+pytest = "*"
+[tool.poetry.extras]
+more = ["c"]
+"""
+    draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("more",))
+    assert recipe.requirements == (
+        'a[x,y]<2,>=1.2; python_version < "3.12" and sys_platform == "linux"', "c==1.0",
+        'd<2; python_version < "3.11"', 'd>=2; python_version >= "3.11"',
+    )  # fmt: skip
+    lost = reasons(draft)
+    assert {"e ^1 || ^2", "pytest"} <= lost.keys() and any(text.startswith("b = ") for text in lost)
+
+
+def test_environment(tmp_path: Path) -> None:
+    draft, recipe = draft_of(DATA / "environment.yml")
+    assert recipe.python == "3.10" and recipe.environment == "conda"
+    assert recipe.conda.dependencies == ("numpy >=1.26,<2", "blas[build=mkl]")
+    assert recipe.conda.requirements == ("einops==0.8.1",)
+    assert recipe.conda.channels[0] == "conda-forge" and len(recipe.conda.channels) == 3
+    assert recipe.targets["cpu-x86_64"].conda == ("libfoo 1.2",)
+    assert recipe.targets["cpu-x86_64"].indexes == ("https://pypi.example/simple",)
+    assert recipe.image.env == {"OMP_NUM_THREADS": "1"}
+    places = {entry.text: entry.place.rpartition(":")[2] for entry in draft.lost}
+    assert places == {
+        "cudatoolkit": "6",
+        "blas-extra[subdir=linux-64]": "9",
+        "./local": "13",
+        "prefix: /home/someone/env": "16",
+    }
+    _, other = draft_of(DATA / "environment.yml", target="cpu-aarch64")
+    assert other.targets["cpu-aarch64"].conda == ()
+
+
+def test_poetry_lock() -> None:
+    draft, recipe = draft_of(DATA / "poetry.lock", target=None)
+    assert recipe.requirements == ("certifi==2025.8.3", 'colorama==0.4.6; platform_system == "Windows"')
+    (name,) = recipe.targets
+    assert name.startswith("cu126-") and recipe.targets[name].requirements == ("torch==2.7.1+cu126",)
+    lost = reasons(draft)
+    assert lost["pytest==8.4.2"] == "belongs to dev: carry it with --extra dev"
+    assert any(text.startswith("datatrove 0.5.0") for text in lost)
+    line = (DATA / "poetry.lock").read_text().split("\n").index('name = "pytest"')
+    assert [entry.place for entry in draft.lost if entry.text.startswith("pytest")] == [f"{DATA}/poetry.lock:{line}:1"]
+
+
+def test_a_lock_beside_its_project_gives_constraints(tmp_path: Path) -> None:
+    (tmp_path / "poetry.lock").write_bytes((DATA / "poetry.lock").read_bytes())
+    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["certifi", "torch>=2"]\n')
+    _, recipe = draft_of(tmp_path, target=None)
+    assert recipe.requirements == ("certifi",)
+    assert recipe.constraints == ("certifi==2025.8.3", "colorama==0.4.6", "torch==2.7.1")
+    assert next(iter(recipe.targets.values())).requirements == ("torch>=2,==2.7.1+cu126",)
+
+
+def test_pipfile_lock() -> None:
+    draft, recipe = draft_of(DATA / "Pipfile.lock", groups=("develop",))
+    assert recipe.python == "3.12"
+    assert sorted(text.partition(";")[0] for text in recipe.requirements) == [
+        "certifi==2025.8.3", "pytest==8.4.2", "requests[socks]==2.32.5",
+    ]  # fmt: skip
+    assert recipe.targets["cpu-x86_64"].indexes == ("https://pypi.example/simple",)
+    assert any(text.startswith("mypkg ") for text in reasons(draft))
+
+
+def test_pylock() -> None:
+    draft, recipe = draft_of(DATA / "pylock.toml")
+    pinned = re.findall(r'name = "([^"]+)"\nversion = "([^"]+)"', (DATA / "pylock.toml").read_text())
+    carried = {text.partition(";")[0].strip() for text in recipe.requirements}
+    assert carried == {f"{name}=={version}" for name, version in pinned} - reasons(draft).keys()
+    assert reasons(draft)["numpy==2.5.5"] == "not for Python 3.11 on Linux"
+
+
+def test_pixi_lock() -> None:
+    draft, recipe = draft_of(DATA / "pixi.lock")
+    assert recipe.python == "3.12" and recipe.conda.channels == ("conda-forge",)
+    assert recipe.targets["cpu-x86_64"].conda == (
+        "libzlib 1.3.1 hb9d3cd8_2", "python 3.12.11 h9e4cc4f_0_cpython", "tqdm 4.67.1 pyhd8ed1ab_1",
+    )  # fmt: skip
+    assert recipe.conda.requirements == ("einops==0.8.1",)
+    assert reasons(draft)["ruff 0.12.9 ha3a3aed_0"] == "belongs to lint: carry it with --extra lint"
+
+
+def test_dockerfile() -> None:
+    draft, recipe = draft_of(DATA / "Dockerfile", target=None)
+    assert recipe.python == "3.12"
+    assert recipe.requirements == ("numpy>=2,<3", "einops==0.8.1")
+    assert recipe.image.packages == ("git", "libnuma1")
+    assert recipe.image.workdir == "/workspace/app"
+    assert recipe.image.env == {"DATA_DIR": "/data", "OMP_NUM_THREADS": "1"}
+    assert next(iter(recipe.targets.values())).requirements == ("torch==2.7.1+cu126",)
+    lost = reasons(draft)
+    assert "abc123" not in str(lost) and "API_TOKEN=****" in lost
+    said = " | ".join(lost)
+    for text in ("apt-get install -y curl", "rm -rf", "python -c print(1)", "COPY . .", "-e .", "unclosed", "CMD"):
+        assert text in said, text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("FROM pytorch/pytorch:2.7.1-cuda12.6-cudnn9-runtime\nRUN pip install tqdm\n", "torch==2.7.1+cu126"),
+        ("FROM nvidia/cuda:12.6.3-devel-ubuntu22.04\nRUN pip install torch\n", "whl/cu126"),
+        ("ARG V=3.12\nFROM --platform=linux/amd64 python:$V AS a\nFROM a\nRUN pip install x==${N:-1}\n", '"3.12"'),
+        ("FROM condaforge/miniforge3:25.3.1-0\nRUN mamba install -y -c nvidia numpy=2.2\n", "condaforge/miniforge3"),
+    ],
+)
+def test_bases(tmp_path: Path, text: str, said: str) -> None:
+    draft, _ = imported(tmp_path, "Dockerfile", text, target=None)
+    assert said in draft.text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("uv.lock", "version = 2\n", "version 2 of the format uv.lock is not known (known: 1)"),
+        ("pylock.toml", 'lock-version = "1.1"\n', "version 1.1 of the format pylock.toml is not known (known: 1.0)"),
+        ("poetry.lock", '[metadata]\nlock-version = "1.1"\n', "version 1.1 of the format poetry.lock"),
+        ("Pipfile.lock", '{"_meta": {"pipfile-spec": 5}}', "version 5 of the format Pipfile.lock"),
+        ("pixi.lock", "version: 5\n", "version 5 of the format pixi.lock"),
+        ("conda-lock.yml", "version: 2\n", "version 2 of the format conda-lock.yml"),
+        ("setup.cfg", "", "not a file of a known format"),
+        ("uv.lock", "version = \n", "uv.lock:1:11"),
+        ("environment.yml", "a: [\n", "not YAML"),
+        ("Pipfile.lock", "{", "not JSON"),
+        ("requirements.txt", "\udcff", "is not UTF-8"),
+    ],
+)
+def test_refusals_name_the_file(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(UsageError) as caught:
+        list(read_source(tmp_path / name))
+    assert said in caught.value.message and str(tmp_path / name) in caught.value.message
+
+
+def test_pytorchs_index_of_a_conda_environment_stays(tmp_path: Path) -> None:
+    text = """\
+channels: [conda-forge]
+platforms: [linux-64, linux-aarch64]
+dependencies:
+- numpy
+- pip:
+  - --extra-index-url https://download.pytorch.org/whl/cu121
+  - xformers
+  - deepspeed==0.18.3 # [linux64]
+"""
+    _, recipe = imported(tmp_path, "environment.yml", text, target=None)
+    assert set(recipe.targets) == {"cu121-x86_64", "cu121-aarch64"}
+    assert recipe.targets["cu121-x86_64"].indexes == ("https://download.pytorch.org/whl/cu121",)
+    assert recipe.conda.requirements == ("xformers", 'deepspeed==0.18.3; platform_machine == "x86_64"')
+
+
+def test_pixi(tmp_path: Path) -> None:
+    draft, recipe = draft_of(DATA / "pixi.toml", target=None, groups=("dev",))
+    assert recipe.name == "lab" and recipe.python == "3.11"
+    assert recipe.conda.dependencies == ("numpy 2.2.* py312*", "scipy")
+    assert recipe.conda.requirements == ("einops==0.8.1", "ty")
+    assert recipe.targets["cpu-x86_64"].conda == ("libnuma 2.0",)
+    texts = [one.text.partition(" ")[0] for one in draft.lost]
+    assert sorted(texts) == ["environments", "lab", "osx-arm64", "tasks", "xattr"]
+
+
+def test_uv_lock() -> None:
+    draft, recipe = draft_of(DATA / "uv.lock", target=None, groups=("gpu", "dev"))
+    (name,) = recipe.targets
+    assert recipe.requirements == ("numpy>=2", "pytest[x]>=8") and recipe.constraints == ("numpy==2.3.5",)
+    assert recipe.targets[name].requirements == ("torch==2.7.1+cpu",)
+    lost = reasons(draft)
+    assert lost["numpy==2.2.6"] == "not for Python 3.11 on Linux"
+    assert lost["https://pypi.example/simple"].startswith("the site decides")
+    assert any(text.startswith("datatrove 0.5.0") for text in lost)
