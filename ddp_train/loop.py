@@ -20,6 +20,7 @@ from .data import DataSet, load_data
 from .distributed import Group, connect
 from .errors import BAD_INPUT, TrainError
 from .files import require_writable
+from .imports import IMPORTS, import_modules
 from .models import batch_loss, build_model
 from .output import log, print_error
 from .place import find_rank_info
@@ -235,11 +236,13 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     bandwidth = _bandwidth(arguments, group)
     entry["probes"] = run_probes(group, environ)
     entry.update(describe_network(group))
+    # After all measurements: an import may change torch, or start threads.
+    entry["imports"] = import_modules(environ)
     ranks = group.gather(entry)
     report = {
         "format": FORMAT,
         "status": "finished",
-        "variables": [JUDGED_LATER, RESUME_AFTER, PROBES],
+        "variables": [JUDGED_LATER, RESUME_AFTER, PROBES, IMPORTS],
         "world_size": group.place.world_size,
         "strategy": arguments.strategy,
         "backend": group.backend,

@@ -2,7 +2,7 @@
 
 import re
 
-_TO_SOURCE = re.compile(r"\[([^]]*)\]\((?:\.\./)+(?:envbuild|recipes|sites|tests|\.github)/[^)]*\)")
+_TO_SOURCE = re.compile(r"\[([^]]*)\]\((?:\.\./)+(?:envbuild|examples|recipes|sites|tests|\.github)/[^)]*\)")
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

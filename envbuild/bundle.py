@@ -57,6 +57,11 @@ def make_bundle(
     An existing bundle with the same content is left unchanged. Raises UsageError when `path` holds something other than
     a bundle, LockError or BuildError when a lock or a file is not available.
     """
+    if loaded.code is not None:
+        raise UsageError(
+            f"{loaded.code.where}: a bundle has no [project]",
+            "publish the project on an index that the bundle's host reaches, and name it in `requirements`",
+        )
     plans = [
         prepare(
             loaded, target, environment, artifact=kind, locked=False, offline=offline, log=log,

@@ -106,9 +106,9 @@ def _packages(contents: Inventory | None) -> dict[str, Any]:
     """Return the fields about packages, None for an artifact that was not read."""
     if contents is None:
         names = ("conda_packages", "python_packages", "debian_packages", "source_built", "host_layers", "fabric")
-        return dict.fromkeys(names)
+        return dict.fromkeys((*names, "project"))
     optional = ("sha256", "license", "record")
-    told = contents.state.get("layers")
+    told, project = contents.state.get("layers"), contents.state.get("project")
     return {
         "conda_packages": [
             {k: v or None if k in optional else v for k, v in asdict(package).items()} for package in contents.conda
@@ -128,4 +128,5 @@ def _packages(contents: Inventory | None) -> dict[str, Any]:
             if isinstance(layer, dict) and layer.get("path")
         ],
         "fabric": contents.state.get("fabric"),
+        "project": project if isinstance(project, dict) else None,
     }

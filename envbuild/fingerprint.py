@@ -14,6 +14,8 @@ from collections.abc import Iterable
 # Files that an installer adds: they describe the installation, not the distribution.
 _INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER|REQUESTED|direct_url\.json)\"?(?:,|$)")
 
+_NO_MODULE = re.compile(r"_|(?:tests?|testing|docs?|examples?|benchmarks?)(?:\.|$)")
+
 
 def record_digest(record: bytes) -> str:
     """Return the sha256 of the sorted lines of a RECORD, without the installer's own files."""
@@ -28,3 +30,25 @@ def conda_digest(rows: Iterable[tuple[str, str]]) -> str:
     files that are not in the package, such as scripts of entry points.
     """
     return "sha256:" + hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+
+
+def top_level(paths: Iterable[str]) -> tuple[str, ...]:
+    """Return the importable top-level modules of a distribution, from its files' paths in site-packages, sorted.
+
+    Of a namespace package, whose folder has no __init__.py (PEP 420), it returns the packages directly inside. Modules
+    that begin with an underscore, and folders that distributions install by accident (tests, docs), are left out.
+    """
+    found, packages = set[str](), set[str]()
+    for path in paths:
+        *folders, name = path.split("/")
+        module, dot, rest = name.partition(".")
+        is_module = bool(dot) and (rest in ("py", "so") or rest.endswith(".so"))
+        if not is_module or len(folders) > 2 or not all(part.isidentifier() for part in folders):
+            continue
+        if module == "__init__" and rest == "py":
+            packages.add(".".join(folders))
+        elif not folders and module.isidentifier():
+            found.add(module)
+    # The inner one of two packages is imported by its namespace alone.
+    found |= {one for one in packages if one.partition(".")[0] not in packages - {one}}
+    return tuple(sorted(one for one in found if one and not _NO_MODULE.match(one)))

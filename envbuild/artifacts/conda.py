@@ -88,7 +88,7 @@ def build(wanted: FolderBuild) -> State:
             )
         with atomic.writing(staged):
             (staged / META / "history").write_text(_history(plan), encoding="utf-8")
-        _add_wheels(wanted, [*wheels, own])
+        _add_wheels(wanted, wheels, own)
 
     with atomic.writing(environment.store.root):
         wheels, own = locate(plan, wanted.trainer, environment, wanted.offline)
@@ -103,9 +103,9 @@ def build(wanted: FolderBuild) -> State:
     with atomic.writing(staged):
         records = read_records(staged)
     owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
-    locked = {**recorded_files(records), **locked_files([*wheels, own], plan.python, staged)}
+    locked = {**recorded_files(records), **locked_files([*wheels, *own], plan.python, staged)}
     python = os.fspath(interpreter(final))
-    return finish(wanted, version, python, locked, conda_packages(records), owned, read)
+    return finish(wanted, own, version, python, locked, conda_packages(records), owned, read)
 
 
 def _history(plan: Plan) -> str:
@@ -116,16 +116,16 @@ def _history(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _add_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile]) -> None:
-    """Install `wheels`, the plan's and the trainer's. Raises BuildError for one that would replace conda's files."""
+def _add_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequence[WheelFile]) -> None:
+    """Install the plan's `wheels` and `own` code. Raises BuildError for one that would replace conda's files."""
     staged, python = wanted.staged, wanted.plan.python
     packages = site_packages(staged, python)
     with atomic.writing(staged):
         packages.mkdir(parents=True, exist_ok=True)
     before = names_and_versions(packages)
-    for wheel in wheels:
+    for wheel in (*wheels, *own):
         _refuse_over(wheel, python, before, staged)
-    install_wheels(wanted, [wheel.path for wheel in wheels], "--break-system-packages")
+    install_wheels(wanted, wheels, own, "--break-system-packages")
     with atomic.writing(staged):
         for installer in packages.glob("*.dist-info/INSTALLER"):
             record = installer.with_name("RECORD")

@@ -15,7 +15,7 @@ from typing import Any
 
 from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
 from envbuild.files import parse_json
-from envbuild.fingerprint import conda_digest
+from envbuild.fingerprint import conda_digest, top_level
 from envbuild.names import normalise
 
 META = "conda-meta"
@@ -45,7 +45,8 @@ def conda_packages(records: list[dict[str, Any]]) -> list[Distribution]:
     found = []
     for record in records:
         digest = conda_digest(original(row) for row in _rows(record) if not row["_path"].endswith(".pyc"))
-        found.append(Distribution(str(record["name"]), str(record["version"]), digest))
+        inside = (row["_path"].partition("/site-packages/")[2] for row in _rows(record))
+        found.append(Distribution(str(record["name"]), str(record["version"]), digest, top_level(inside)))
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import errno
-import hashlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from envbuild.artifacts.state import FILE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.layers.compose import WheelFile
-from envbuild.layers.trainer import NAME, Trainer
+from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
 from envbuild.lock.format import requirements
 from envbuild.mounts import link_mode
@@ -85,19 +84,19 @@ def site_packages(path: Path, python: str) -> Path:
     return path / "lib" / f"python{python}" / "site-packages"
 
 
-def install_wheels(wanted: FolderBuild, wheels: Sequence[Path], *options: str) -> None:
-    """Install the wheels of the plan and the trainer's, all among the files `wheels`, by uv. Raises BuildError."""
-    environment, trainer, staged = wanted.environment, wanted.trainer, wanted.staged
+def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequence[WheelFile], *options: str) -> None:
+    """Install the `wheels` of the plan, and those of `own` code, by uv. Raises BuildError."""
+    environment, staged = wanted.environment, wanted.staged
     listed = staged / ".requirements.txt"
-    own = f"ddp-train=={trainer.version} --hash=sha256:{hashlib.sha256(trainer.wheel()).hexdigest()}\n"
+    lines = "".join(f"{one.name}=={one.version} --hash=sha256:{one.sha256}\n" for one in own)
     with atomic.writing(staged):
-        listed.write_text(requirements(wanted.plan.packages) + own)
+        listed.write_text(requirements(wanted.plan.packages) + lines)
     command: list[str | Path] = [
         environment.uv, "pip", "install", "--no-deps", "--require-hashes", "--no-index", "--offline",
         "--no-config", "--quiet", "--python", interpreter(staged), "--requirements", listed,
         "--link-mode", link_mode(environment.store.uv_cache, staged), *options,
     ]  # fmt: skip
-    for source in dict.fromkeys(wheel.parent.absolute().as_uri() for wheel in wheels):
+    for source in dict.fromkeys(wheel.path.parent.absolute().as_uri() for wheel in (*wheels, *own)):
         command += ["--find-links", source]  # of a path, uv would split "," and cut off "#"
     done = process.run(command, env=environment.uv_environment(), check=False)
     if done.returncode != 0:
@@ -125,13 +124,14 @@ def tool_hint(said: str, status: int) -> str:
 
 
 def finish(
-    wanted: FolderBuild, python_version: str, python: str, locked: Mapping[str, Collection[str]],
+    wanted: FolderBuild, own: Sequence[WheelFile], python_version: str, python: str,
+    locked: Mapping[str, Collection[str]],
     conda: Sequence[Distribution] = (), owned: Collection[str] = (), read: Mapping[Stat, str] = {},
 ) -> State:  # fmt: skip
     """Install the source layers into an environment that has all packages, check it, write and return its state.
 
-    `python` is the interpreter that the state names. `locked` has the sha256 that a file of a package may have, by
-    path. `conda` are the conda packages, `owned` their .dist-info folders,
+    `own` are the wheels of own code, `python` is the interpreter that the state names. `locked` has the sha256 that a
+    file of a package may have, by path. `conda` are the conda packages, `owned` their .dist-info folders,
     and `read` the sha256 of files that were read before, by stat. Raises the errors of `layers`, and
     BuildError when the packages or their files are not those of plan, layers and trainer.
     """
@@ -140,9 +140,9 @@ def finish(
     with atomic.writing(staged):
         built = install_layers(layers, staged)
         added = distributions(site_packages(staged, plan.python), owned).values()
-        _check_installed(wanted, layers, {one.name: one.version for one in added})
+        _check_installed(wanted, own, layers, {one.name: one.version for one in added})
         packages = [(one.name, one.version, one.record) for one in (*conda, *added)]
-        state = state_of(plan, python_version, python, packages, built)
+        state = state_of(plan, python_version, python, packages, built, own)
         (staged / FILE).write_text(state.render(), encoding="utf-8")
         manifest, files = write_manifest(staged, resources.workers(environment.variables), read)
     wrong = sorted(
@@ -184,10 +184,12 @@ def _rows(record: bytes) -> Iterator[list[str]]:
     return record_rows(record.decode("utf-8", "surrogateescape"))
 
 
-def _check_installed(wanted: FolderBuild, layers: Sequence[LayerFolder], found: Mapping[str, str]) -> None:
+def _check_installed(
+    wanted: FolderBuild, own: Sequence[WheelFile], layers: Sequence[LayerFolder], found: Mapping[str, str]
+) -> None:
     locked = {package.name: package.version for package in wanted.plan.packages}
+    locked |= {wheel.name: wheel.version for wheel in own}
     locked |= {name: version for layer in layers for name, version in layer.distributions}
-    locked[NAME] = wanted.trainer.version
     wrong = sorted(
         f"{name}: locked {locked.get(name, 'nothing')}, installed {found.get(name, 'nothing')}"
         for name in locked.keys() | found.keys()

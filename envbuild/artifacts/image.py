@@ -5,7 +5,7 @@ One plan serves every kind of image: docker, enroot and Apptainer artifacts cons
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -118,7 +118,7 @@ def assemble(
         "created": created(plan),
         "architecture": GOARCH[one.target.arch],
         "os": "linux",
-        "config": run_config(plan, filled.base),
+        "config": run_config(plan, filled.base, filled.state.project),
         "rootfs": {"type": "layers", "diff_ids": [made.layer.diff_id for made in filled.layers]},
         "history": history,
     })  # fmt: skip
@@ -181,7 +181,7 @@ def _with_manifest(
 
 
 def _environment_layer(
-    one: PreparedImage, base: BaseImage[M], own: WheelFile, made: list[M], layers: Sequence[LayerFolder]
+    one: PreparedImage, base: BaseImage[M], own: Sequence[WheelFile], made: list[M], layers: Sequence[LayerFolder]
 ) -> tuple[LayerRequest, State]:
     """Return the last layer, and the state of the whole environment, which that layer contains."""
     plan = one.plan
@@ -193,10 +193,9 @@ def _environment_layer(
         names = sorted(f"{name} {version}" for name, version in differing)
         raise BuildError(f"the packages differ from the lock: {', '.join(names)}")
     scheme = Scheme(PREFIX, plan.python)
-    trainer = (own.name, own.version, record_digest(wheel_record(own.path, scheme)))
-    state = state_of(
-        plan, base.python_version, base.interpreter, [*found, trainer], layers=[layer.built for layer in layers]
-    )
+    found += [(one.name, one.version, record_digest(wheel_record(one.path, scheme))) for one in own]
+    built = [layer.built for layer in layers]
+    state = state_of(plan, base.python_version, base.interpreter, found, built, own)
     assert plan.image is not None
     part = environment_part(
         own, scheme, base.interpreter, base.python_version, state.render(), one.compiler, plan.mtime,
@@ -221,8 +220,8 @@ def labels(plan: Plan) -> dict[str, str]:
     }
 
 
-def run_config(plan: Plan, base: BaseImage[M]) -> dict[str, Any]:
-    """Return the `config` object of the image's configuration (OCI image-spec 1.1, config.md)."""
+def run_config(plan: Plan, base: BaseImage[M], project: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """Return the `config` object of an image's configuration (OCI image-spec 1.1, config.md); `project` as in State."""
     assert plan.image is not None and plan.base is not None
     run = dict(base.config)
     found = dict(run.get("Labels") or {}) | labels(plan)
@@ -235,6 +234,9 @@ def run_config(plan: Plan, base: BaseImage[M]) -> dict[str, Any]:
     }
     if plan.conda:
         found["org.envbuild.environment"] = "conda"
+    if project:
+        revision = {"org.opencontainers.image.revision": project["commit"]} if project["commit"] else {}
+        found |= {"org.envbuild.project": f"{project['name']} {project['version']}", **revision}
     if base.digest:
         found["org.opencontainers.image.base.digest"] = base.digest
     run["Env"] = [f"{name}={value}" for name, value in _variables(plan, base).items()]

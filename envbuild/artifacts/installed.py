@@ -20,17 +20,18 @@ from typing import Protocol
 
 from envbuild.elf import file_head
 from envbuild.files import open_regular, read_regular
-from envbuild.fingerprint import record_digest
+from envbuild.fingerprint import record_digest, top_level
 from envbuild.names import normalise
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """An installed distribution; `record` is the sha256 of its sorted RECORD."""
+    """An installed distribution; `record` is the sha256 of its sorted RECORD, `modules` are its top-level ones."""
 
     name: str
     version: str
     record: str
+    modules: tuple[str, ...] = ()
 
 
 class Files(Protocol):
@@ -105,12 +106,15 @@ def distributions(
         if not folder.endswith((".dist-info", ".egg-info")):
             continue
         raw, _, version = folder.rsplit(".", 1)[0].partition("-")
+        modules: tuple[str, ...] = ()
         try:
-            digest = record_digest(files.read(f"{site_packages}/{folder}/RECORD"))
+            record = files.read(f"{site_packages}/{folder}/RECORD")
+            rows = record_rows(record.decode(errors="replace"))
+            digest, modules = record_digest(record), top_level(row[0] for row in rows if row)
         except OSError:
             digest = "missing"
         name = normalise(raw)
-        found[f"{name} (second)" if name in found else name] = Distribution(name, version, digest)
+        found[f"{name} (second)" if name in found else name] = Distribution(name, version, digest, modules)
     return found
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from envbuild import __version__
 from envbuild.artifacts.layer_lists import list_path
 from envbuild.errors import BuildError, UsageError
+from envbuild.layers.compose import WheelFile
 from envbuild.plan.plan import Plan
 
 FILE = "envbuild.json"
@@ -41,7 +42,8 @@ class State:
 
     `packages` holds [name, version, sha256 of the sorted RECORD] of each distribution; in a conda `environment` also
     the conda packages, with the sha256 of their list of files. `verify` is the recipe's [verify] table at the time of
-    the build.
+    the build. `project` is the user's own code: its name, version, commit (`-dirty` if tracked files were changed),
+    the digest of its files, and whether the environment only refers to its folder (`editable`); {} without one.
     """
 
     artifact: str
@@ -59,6 +61,7 @@ class State:
     environment: str = "venv"
     layers: tuple[BuiltLayer, ...] = ()
     fabric: str = "any"
+    project: dict[str, Any] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -68,13 +71,20 @@ class State:
             content.append([[one.name, one.version, one.files, one.path] for one in self.layers])
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
+    @property
+    def has_torch(self) -> bool:
+        """Whether torch is among its packages; an image may have the torch of its base besides."""
+        return any(name in ("torch", "pytorch") for name, _, _ in self.packages)
+
     def render(self) -> str:
-        """Return the text of the state file, without `layers` and `fabric` if they have their defaults."""
+        """Return the text of the state file, without `layers`, `fabric` and `project` if they have their defaults."""
         data = {"format": FORMAT, **asdict(self)}
         if not self.layers:
             del data["layers"]
         if self.fabric == "any":
             del data["fabric"]
+        if not self.project:
+            del data["project"]
         return json.dumps(data, indent=1) + "\n"
 
 
@@ -84,8 +94,16 @@ def state_of(
     interpreter: str,
     packages: Iterable[tuple[str, str, str]],
     layers: Sequence[BuiltLayer] = (),
+    own: Sequence[WheelFile] = (),
 ) -> State:
-    """Return the state of an environment built from `plan`; `layers` are its source layers as installed."""
+    """Return the state of an environment built from `plan`; `layers` are its source layers as installed.
+
+    `own` are the wheels of own code, that of the project last.
+    """
+    code, project = plan.project, dict[str, Any]()
+    if code is not None:
+        project = {"name": own[-1].name, "version": own[-1].version, "commit": code.commit}
+        project |= {"digest": code.digest, "editable": code.editable}
     hosts = (BuiltLayer(one.name, one.version, "", one.path) for one in plan.host_layers)
     return State(
         artifact=plan.artifact,
@@ -103,6 +121,7 @@ def state_of(
         environment="conda" if plan.conda else "venv",
         layers=(*layers, *hosts),
         fabric=plan.fabric,
+        project=project,
     )
 
 
@@ -135,8 +154,9 @@ def parse_state(text: bytes, where: str) -> State:
             raise ValueError("another format")
         data["packages"] = tuple((str(n), str(v), str(r)) for n, v, r in data["packages"])
         data["layers"] = tuple(_layer(**table) for table in data.get("layers", ()))
+        kinds = {"packages": tuple, "layers": tuple, "verify": dict, "project": dict}
         for name, value in data.items():
-            if name not in ("packages", "layers") and type(value) is not (dict if name == "verify" else str):
+            if type(value) is not kinds.get(name, str):
                 raise ValueError(f"{name} is {value!r}")
         return State(**data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

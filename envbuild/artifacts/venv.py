@@ -65,9 +65,9 @@ def build(wanted: FolderBuild) -> State:
     if wanted.python is None:
         _remember_interpreter(plan.python, interpreter(staged), environment)
     options = ["--compile-bytecode"] if plan.compile_bytecode else []
-    folder.install_wheels(wanted, [wheel.path for wheel in (*located, own)], *options)
-    locked = folder.locked_files([*located, own], plan.python, staged)
-    return folder.finish(wanted, version, os.path.realpath(interpreter(staged)), locked)
+    folder.install_wheels(wanted, located, own, *options)
+    locked = folder.locked_files([*located, *own], plan.python, staged)
+    return folder.finish(wanted, own, version, os.path.realpath(interpreter(staged)), locked)
 
 
 def command(path: Path, program: str, *arguments: str) -> list[str]:

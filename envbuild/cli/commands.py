@@ -17,6 +17,7 @@ from envbuild.progress import clean
 _BUILDERS = {"folder": "folder", "file": "image_file", "registry": "docker"}
 # command → (module, one line for --help). Help must not import the commands' dependencies.
 COMMANDS = {
+    "init": ("init", "Write a recipe from requirements, locks, a Dockerfile or an environment."),
     "list": ("recipes", "List the recipes that can be built."),
     "show": ("recipes", "Show one recipe as it was understood."),
     "lock": ("lock", "Resolve recipes and write or check their locks."),
@@ -27,6 +28,7 @@ COMMANDS = {
     "build": ("image_file", "Build several artifacts of one recipe in one go."),
     "bundle": ("plan", "Collect all that a build reads, for nodes without a network."),
     "verify": ("verify", "Train in an artifact and judge it again."),
+    "run": ("run", "Run your program in an artifact on this host."),
     "job": ("job", "Render, and submit, the job that trains with an artifact on a cluster."),
     "preflight": ("job", "Check nodes and network of an allocation before training."),
     "diagnose": ("diagnose", "Say from a job's logs why it failed."),

@@ -45,6 +45,7 @@ def _folder_options(*own: Decorator) -> Decorator:
         help="Default: build/RECIPE/TARGET/venv, with --job in [paths] shared of the site.",
     ),
     click.option("--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version."),
+    click.option("--editable", is_flag=True, help="Refer to the folder of [project] instead of copying its files."),
 )  # fmt: skip
 def venv_command(recipe: str, options: BuildOptions) -> None:
     """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
@@ -113,8 +114,9 @@ def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str |
         _build_by_job(kind, options, environment, loaded, target)
         return
     plan, trainer = prepare_folder(
-        kind, loaded, target, environment, compile_bytecode=options.compile_bytecode, **options.lock_use
-    )
+        kind, loaded, target, environment, compile_bytecode=options.compile_bytecode, editable=options.editable,
+        **options.lock_use,
+    )  # fmt: skip
     check_torch(loaded, plan, verify=not options.no_verify)
     path = options.out or kind.default_path(loaded.recipe.name, target.name)
     if options.dry_run:
@@ -158,6 +160,7 @@ def _build_by_job(
         "--faults": options.faults,
         "--no-verify": options.no_verify,
         "--exact": options.exact,
+        "--editable": options.editable,
         "--compile-bytecode": options.compile_bytecode,
         "--offline": options.offline and bundle is None,
     }

@@ -99,7 +99,7 @@ def inspect_command(
 
 def _head(found: Mapping[str, Any]) -> None:
     python, base, receipt = found["python"], found["base"], found["receipt"]
-    locks, debian = found["locks"], found["debian_packages"]
+    locks, debian, project = found["locks"], found["debian_packages"], found["project"]
     stored = f", {human_size(found['stored'])} as stored" if found["stored"] else ""
     rows: list[tuple[str, str | None]] = [
         ("artifact", f"{found['artifact']} ({found['kind']})"),
@@ -114,6 +114,7 @@ def _head(found: Mapping[str, Any]) -> None:
         ("fabric", found["fabric"]),
         ("python", python and _joined(python["full"] or python["version"], python["interpreter"])),
         ("base", base and _joined(base["name"] or base["title"], base["digest"], base["suite"])),
+        ("project", project and _joined(*(str(project.get(one, "")) for one in ("name", "version", "commit")))),
         ("Debian", debian and f"{len(debian)} packages; --packages lists them"),
         ("size", f"{human_size(found['size'])} in {found['files']} files and folders{stored}"),
         ("stored as", found["filesystem"]),

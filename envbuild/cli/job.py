@@ -60,6 +60,7 @@ class _WithScript(click.Command):
     "--script", metavar="TRAIN.py",
     help="What to train with, as nodes see it; ARGS are its own. Default: the bundled trainer.",
 )  # fmt: skip
+@click.option("--module", metavar="PKG.TRAIN", help="What to train with: a module in the artifact.")
 @click.option("--scheduler", type=click.Choice(SCHEDULER_NAMES), help="Default: the site's.")
 @click.option(
     "--strategy", type=click.Choice(["ddp", "horovod", "single"]), default="ddp", show_default=True,
@@ -105,6 +106,7 @@ def job_command(
     Examples:
       envbuild job pt_cpu --site aws-parallelcluster --nodes 4 --submit
       envbuild job pytorch.sqsh --site slurm-modules --script train.py -- --lr 0.1
+      envbuild job pt_cpu --site slurm-modules --module pkg.train -- --lr 0.1
       envbuild job pt_cpu --site aws-eks --out job.yaml
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
     """

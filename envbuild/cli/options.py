@@ -77,6 +77,7 @@ class BuildOptions:
     no_verify: bool = False
     faults: bool = False
     compile_bytecode: bool = False
+    editable: bool = False
     no_bytecode: bool = False
     exact: bool = False
     dry_run: bool = False

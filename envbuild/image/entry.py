@@ -57,3 +57,14 @@ def closing(tree: Tree) -> Iterator[Tree]:
     finally:
         if close := getattr(tree, "close", None):
             close()
+
+
+def path_parts(name: str) -> list[str]:
+    """Return the parts of a path below the root; ".." at the root has no effect."""
+    parts: list[str] = []
+    for part in name.split("/"):
+        if part == "..":
+            del parts[-1:]
+        elif part not in ("", "."):
+            parts.append(part)
+    return parts

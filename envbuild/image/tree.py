@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from envbuild.errors import BuildError
-from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, path_parts
 from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import Member
 
@@ -73,6 +73,9 @@ class MergedTree:
         self._linked: set[Node] = set()
         # Folders below which nothing of lower layers is left, so that no whiteout has to look there again.
         self._cleared: set[Node] = set()
+        # The last member's folder, and its node; None if links led there, or after a whiteout.
+        self._head = ""
+        self._parent: Node | None = None
 
     def add(self, name: str, members: Iterable[Member]) -> None:
         """Add a layer on top; `name` is for messages. Raises BuildError."""
@@ -86,19 +89,21 @@ class MergedTree:
     def begin(self) -> None:
         """Begin the next layer."""
         self._layer += 1
-        self._upper, self._cleared = {}, set()
+        self._upper, self._cleared, self._parent = {}, set(), None
 
     def apply(self, member: Member, ordinal: int, layer: str) -> None:
         """Apply one member. Raises BuildError, naming `layer` and the path, when the member is invalid."""
-        parts = _clean(member.name)
         self._steps += _STEPS_PER_MEMBER
         self._quota.entry(layer)
-        if parts and parts[0].startswith(_AUFS) and parts[0] != _OPAQUE:
-            return  # aufs's own bookkeeping, in layers from old daemons
+        head, _, name = member.name.rpartition("/")
         try:
-            self._apply(member, parts, ordinal)
+            if self._parent is None or head != self._head or not _is_plain(member.name, name):
+                self._apply(member, path_parts(member.name), ordinal)
+            else:  # most members are in the folder of the one before, and nothing on the way to it has changed
+                self._upper[self._parent].add(name)
+                self._put(member, self._parent, name, ordinal)
         except _Refused as error:
-            raise BuildError(f"{layer}: {'/'.join(parts) or '/'}: {error}") from None
+            raise BuildError(f"{layer}: {'/'.join(path_parts(member.name)) or '/'}: {error}") from None
 
     def has(self, path: str) -> bool:
         """Return whether an entry exists at `path`; links among its parents are resolved, `path` itself is not."""
@@ -139,6 +144,9 @@ class MergedTree:
         return entries
 
     def _apply(self, member: Member, parts: list[str], ordinal: int) -> None:
+        self._parent = None
+        if parts and parts[0].startswith(_AUFS) and parts[0] != _OPAQUE:
+            return  # aufs's own bookkeeping, in layers from old daemons
         if not parts:
             if member.kind != DIR:
                 raise _Refused("the root can be nothing but a directory")
@@ -151,13 +159,18 @@ class MergedTree:
             return
         _check(folder, name)
         parent = self._folder(folder)
+        self._mark(folder, name)
+        self._put(member, parent, name, ordinal)
+        self._head = "/".join(folder)
+        self._parent = parent if member.name.rpartition("/")[0] == self._head else None
+
+    def _put(self, member: Member, parent: Node, name: str, ordinal: int) -> None:
         old = parent.children.get(name)
         if old is not None and old.kind == DIR and member.kind == DIR:
             old.member, old.layer, old.ordinal = member, self._layer, ordinal
         else:
             parent.children.pop(name, None)
             parent.children[name] = self._new(member, ordinal)
-        self._mark(folder, name)
 
     def _new(self, member: Member, ordinal: int) -> Node:
         if member.kind == HARDLINK:
@@ -231,7 +244,7 @@ class MergedTree:
 
     def _named(self, path: str) -> Node | None:
         """Return the node at `path`; links among its parents are resolved, `path` itself is not."""
-        parts = _clean(path)
+        parts = path_parts(path)
         return self._at(self._resolve(parts[:-1]) + parts[-1:])
 
     def _at(self, parts: list[str]) -> Node | None:
@@ -262,15 +275,9 @@ class MergedTree:
         self._upper.setdefault(node, set()).add(name)
 
 
-def _clean(name: str) -> list[str]:
-    """Return the parts of a path below the root; ".." at the root has no effect."""
-    parts: list[str] = []
-    for part in name.split("/"):
-        if part == "..":
-            del parts[-1:]
-        elif part not in ("", "."):
-            parts.append(part)
-    return parts
+def _is_plain(path: str, name: str) -> bool:
+    """Return whether `path` needs no cleaning at its last part `name`, and is surely short enough for Linux."""
+    return len(path) <= _NAME_MAX and path.isascii() and name not in ("", ".", "..") and not name.startswith(_WHITEOUT)
 
 
 def _check(folder: list[str], name: str) -> None:

@@ -138,14 +138,15 @@ class Launcher:
 class JobRequest:
     """The caller's request for a job; None leaves a value to the site, the recipe or the default.
 
-    `script` is a training script, None for the bundled trainer, and `arguments` are its arguments. `work` is
-    the folder in which the job runs, `current` is the caller's current folder.
+    `script` is a training script, `module` a training module, None for the bundled trainer, and `arguments` are its
+    arguments. `work` is the folder in which the job runs, `current` is the caller's current folder.
     """
 
     scheduler: str | None = None
     nodes: int | None = None
     nproc_per_node: int | None = None
     script: str | None = None
+    module: str | None = None
     arguments: tuple[str, ...] = ()
     strategy: Strategy = "ddp"
     name: str | None = None

@@ -9,12 +9,13 @@ from envbuild.errors import UsageError
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.job_env import container_mounts, job_env
 from envbuild.jobs.model import JobPlan, JobRequest, Runtime
-from envbuild.jobs.plan_checks import check_nodes, check_rendezvous, check_strategy
+from envbuild.jobs.plan_checks import IN_IMAGE, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.kinds import ARTIFACTS, Artifact, kinds_of
 from envbuild.site.jobs import time_problem
 from envbuild.site.schedulers import LAUNCHERS
 from envbuild.site.settings import Site
+from envbuild.verify.image_file import holds_file
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _EPOCHS = 10
@@ -95,7 +96,8 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         raise UsageError(f"--time: {problem}")
     check_strategy(request, opened)
     check_rendezvous(request, opened, scheduler)
-    check_nodes(artifact, command[0] if request.script else "", scheduler, site)
+    script = command[0] if origins["command"] == "--script" else ""
+    check_nodes(artifact, script, scheduler, site)
     variables, library_path = job_env(opened, site, runtime, nproc, cpus, origins)
     origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")
     origins["rendezvous"] = "--rendezvous" if request.rendezvous != "c10d" else "default"
@@ -116,7 +118,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         run_files=run_files,
         variables=variables,
         library_path=library_path,
-        mounts=container_mounts(command[0] if request.script else None, runtime, work, site),
+        mounts=container_mounts(script or None, runtime, work, site),
         modules=site.modules.run,
         time=time,
         max_restarts=3 if request.max_restarts is None else request.max_restarts,
@@ -228,13 +230,22 @@ def command_of(
 
     Pods (`pods`) do not see files of this host.
     """
+    if request.module is not None:
+        if request.script is not None:
+            raise UsageError("use --module without --script: both name the program", "leave one of them out")
+        if not all(part.isidentifier() for part in request.module.split(".")):
+            raise UsageError(f"--module {request.module!r} is not the name of a module, such as pkg.train")
+        return ("-m", request.module, *request.arguments), (), "--module"
     if request.script is not None:
-        path = request.script
+        path, origin = request.script, "--script"
         if not pods:
             if not (request.current / path).is_file():
-                raise UsageError(f"there is no script {path}", "give the path of a file that nodes see too")
+                if not path.startswith("/"):
+                    raise UsageError(f"there is no script {path}", "give the path of a file that nodes see too")
+                if holds_file(opened.artifact.of_kind.form, opened.artifact.path, path):
+                    origin = IN_IMAGE
             path = str((request.current / path).absolute())
-        return (path, *request.arguments), (), "--script"
+        return (path, *request.arguments), (), origin
     if request.arguments:
         arguments, origin = request.arguments, "arguments"
     else:

@@ -13,6 +13,8 @@ from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.settings import Site
 
+# Who set the command of a job: --script with a path inside the image.
+IN_IMAGE = "--script, in the image"
 # Folders that are local to each node (Filesystem Hierarchy Standard 3.0, 3.15, 3.18, 5.15).
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
@@ -81,7 +83,9 @@ def possible_faults(plan: JobPlan, host: str) -> Iterator[str]:
             f"{artifact.path} is for {artifact.arch}, this host is {host}, and site {site.name} does not say what its "
             "nodes are: write [node] arch into the site file"
         )
-    script = plan.command[0] if plan.command and plan.command[0].startswith("/") else ""
+    script = plan.command[0] if plan.origins.get("command") == "--script" else ""
+    if script and not Path(script).is_file():
+        yield f"there is no {script} on this host: the job fails where nodes do not see it"
     for path in filter(None, (artifact.path, script)):
         if any(_below(path, one) for one in _seen(site)):
             continue

@@ -14,9 +14,14 @@ from envbuild.errors import UsageError, VerificationError
 from envbuild.kinds import kind_at
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
+from envbuild.recipe.verify_table import expect_of
 from envbuild.verify.model import Settings, Subject, Verdict
 from envbuild.verify.receipt import failures, make_receipt, passing_receipt, receipt_path, write_receipt
 from envbuild.verify.static_checks import check_built_torch
+
+# Settings that are lists, and those that a receipt must have as the plan.
+_LISTS = ("imports", "imports_except", "direct")
+_EQUAL = ("trainer", "imports", "imports_except", "command", "expect", "direct")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +144,9 @@ def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:
     """Return the settings of a verification: the recipe's [verify] `table` with `overrides` that are not None."""
     known = {field.name for field in fields(Settings)}
     given = {name: value for name, value in overrides.items() if value is not None}
-    return Settings(**{name: value for name, value in {**table, **given}.items() if name in known})
+    values = {name: value for name, value in {**table, **given}.items() if name in known}
+    values |= {name: tuple(values[name]) for name in _LISTS if name in values}
+    return Settings(**values | ({"expect": expect_of(values["expect"])} if "expect" in values else {}))
 
 
 def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
@@ -149,7 +156,8 @@ def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
         return False
     had, wanted = receipt["settings"], plan.verify_settings()
     return (
-        had["nodes"] >= wanted["nodes"]
+        all(had.get(name) == wanted[name] for name in _EQUAL)
+        and had["nodes"] >= wanted["nodes"]
         and had["nodes"] * had["nproc_per_node"] >= wanted["nodes"] * wanted["nproc_per_node"]
         and had["epochs"] >= wanted["epochs"]
         and had["loss_tolerance"] <= wanted["loss_tolerance"]

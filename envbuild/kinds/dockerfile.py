@@ -48,6 +48,11 @@ def prepare_dockerfile(
             f"--builder dockerfile installs wheels, and {loaded.recipe.name} is made of conda packages",
             "leave --builder dockerfile out: the native builder makes their layers",
         )
+    if loaded.code is not None:
+        raise UsageError(
+            f"{loaded.code.where}: --builder dockerfile does not install [project]",
+            "leave --builder dockerfile out: the native builder installs it last",
+        )
     if not target.family.dockerfile:
         raise UsageError(
             f"--builder dockerfile has no Dockerfile for {target.name}",
@@ -146,7 +151,7 @@ def _build(
     with dockerfile.build_context(one, wheels, environment, sources) as context:
         image_id = dockerfile.build(command, context, plan, one.builder, environment)
     installed = pip_records.read_installed(client, image_id, plan.python)
-    packages = pip_records.check_installed(installed, [*wheels, own], plan.python)
+    packages = pip_records.check_installed(installed, [*wheels, *own], plan.python)
     layers = pip_records.built_layers(plan, installed.layers)
     state = state_of(plan, installed.python_version, installed.interpreter, packages, layers)
     return BuiltImage(image_id, state, image_id)  # it has no manifest yet

@@ -32,11 +32,13 @@ from envbuild.verify.receipt import manifest_of, receipt_path
 
 def prepare_folder(
     kind: FolderArtifact, loaded: LoadedRecipe, target: Target, environment: Environment, *,
-    compile_bytecode: bool = False, here: bool = True, **use: Unpack[LockUse],
+    compile_bytecode: bool = False, editable: bool = False, here: bool = True, **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:  # fmt: skip
     """Return the plan of an environment of `kind`, and its trainer. Raises UsageError, HostError if built `here`."""
     if here:
         check_host(kind.module().TITLE, target)
+    if editable and loaded.code is None:
+        raise UsageError(f"--editable: recipe {loaded.recipe.name} has no [project]", 'add one: [project] path = ".."')
     if not kind.of_conda and not has_wheels(loaded, target):
         raise UsageError(
             f"recipe {loaded.recipe.name} has conda packages and no requirements, so there is no {kind.name} of it",
@@ -45,7 +47,7 @@ def prepare_folder(
     layers = for_host(loaded, target, environment) if here else requested_layers(loaded, target)
     plan, trainer = prepare(
         loaded, target, environment, artifact=kind.name, compile_bytecode=compile_bytecode,
-        conda=kind.of_conda, layers=layers, **use,
+        conda=kind.of_conda, layers=layers, editable=editable, **use,
     )  # fmt: skip
     if here:
         check_here(RequestedLayers(plan.sources, plan.host_layers), environment)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from envbuild import process
 from envbuild.environment import Environment
+from envbuild.layers.project import check_name, collect
 from envbuild.layers.requested import RequestedLayers, bind_to_lock, check_python, for_host, other_host
 from envbuild.layers.trainer import Trainer, load_trainer
 from envbuild.lock.conda import CondaLock
@@ -33,12 +34,12 @@ _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
 def prepare(
     loaded: LoadedRecipe, target: Target, environment: Environment, *,
     artifact: str, compile_bytecode: bool = False, image: ImageInputs | None = None, conda: bool = False,
-    layers: RequestedLayers | None = None, **use: Unpack[LockUse],
+    layers: RequestedLayers | None = None, editable: bool = False, **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:  # fmt: skip
     """Return the plan of `artifact` and its trainer; a missing or stale lock is updated first.
 
     `conda` says that the artifact consists of the recipe's conda packages. `layers` are its source layers, None for
-    those that this host builds.
+    those that this host builds. An environment refers to an `editable` project.
     """
     layers = layers or for_host(loaded, target, environment)
     lock: Lock | CondaLock
@@ -53,7 +54,10 @@ def prepare(
     plan = make_plan(
         loaded, lock, target, artifact=artifact, trainer_version=trainer.version, trainer_digest=trainer.digest,
         compile_bytecode=compile_bytecode, image=image, sources=layers.sources, host_layers=layers.hosts,
+        project=collect(loaded, environment, editable=editable),
     )  # fmt: skip
+    if plan.project is not None and plan.project.name:
+        check_name(plan, plan.project.name)
     return plan, trainer
 
 

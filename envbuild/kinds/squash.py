@@ -130,7 +130,8 @@ def make_from_recipe(
         )
         filled = fill(one, layers, environment, maker, offline=offline)
         build = _Build(options, environment, arch, started, filled.state, plan)
-        config = {"architecture": GOARCH[arch], "os": "linux", "config": run_config(plan, filled.base)}
+        run = run_config(plan, filled.base, filled.state.project)
+        config = {"architecture": GOARCH[arch], "os": "linux", "config": run}
         origin = f"envbuild:{plan.recipe}:{plan.target}@{plan.digest}"
         text = recipe_definition(plan.recipe, plan.target, plan.digest)
         return _natively(build, filled.layers, maker, config, origin=origin, text=text, mtime=plan.mtime)

@@ -107,7 +107,7 @@ def _wheel_part(group: list[WheelFile], scheme: Scheme, compiler: Compiler | Non
     return LayerRequest(title, key_of("wheels", key), tree)
 
 
-def _without_overwritten(group: list[WheelFile], scheme: Scheme, mtime: int) -> Tree:
+def _without_overwritten(group: Sequence[WheelFile], scheme: Scheme, mtime: int) -> Tree:
     """Yield the files of the group's wheels; when several have a path, only the last one's, as installers leave it."""
     if len(group) == 1:
         yield from wheel_tree(group[0].path, scheme, mtime)
@@ -121,10 +121,11 @@ def _without_overwritten(group: list[WheelFile], scheme: Scheme, mtime: int) -> 
 
 
 def environment_part(
-    trainer: WheelFile, scheme: Scheme, interpreter: str, python_version: str, state: str, compiler: Compiler | None,
-    mtime: int, *, system_packages: bool, conda: bool = False, folders: Sequence[str] = (),
+    own: Sequence[WheelFile], scheme: Scheme, interpreter: str, python_version: str, state: str,
+    compiler: Compiler | None, mtime: int, *, system_packages: bool, conda: bool = False, folders: Sequence[str] = (),
 ) -> LayerRequest:  # fmt: skip
-    """Return the last layer: the environment's frame, the trainer and envbuild.json with the content `state`.
+    """Return the last layer: the environment's frame, own code (the trainer's wheel, then the project's if there is
+    one), and envbuild.json with the content `state`.
 
     `interpreter` is an absolute path. The frame is that of a virtual environment (PEP 405) on the base's Python; a
     `conda` environment contains its own Python and needs only conda's marker file. `folders` are created if the base
@@ -136,7 +137,7 @@ def environment_part(
 
     def content() -> Tree:
         yield from frame
-        yield from wheel_tree(trainer.path, scheme, mtime)
+        yield from _without_overwritten(own, scheme, mtime)
         for folder in folders:
             yield Entry(posixpath.normpath(f"/{folder}").strip("/"), DIR, 0o755, mtime=mtime), None
         yield _file(f"{scheme.prefix}/envbuild.json", state, mtime)
@@ -149,9 +150,11 @@ def environment_part(
                 yield replace(entry, mode=mode), stream
 
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
-    key += [interpreter, python_version, system_packages, trainer.sha256, list(folders), state]
+    key += [interpreter, python_version, system_packages, own[0].sha256, list(folders), state]
     key += ["conda"] if conda else []
-    return LayerRequest(f"ddp-train {trainer.version} and envbuild.json", key_of("environment", key), tree)
+    key += [wheel.sha256 for wheel in own[1:]]
+    title = ", ".join(f"{wheel.name} {wheel.version}" for wheel in own)
+    return LayerRequest(f"{title} and envbuild.json", key_of("environment", key), tree)
 
 
 def _frame(scheme: Scheme, interpreter: str, python_version: str, system_packages: bool, mtime: int) -> Frame:

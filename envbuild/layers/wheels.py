@@ -1,4 +1,4 @@
-"""The locked wheels of a plan and the trainer's wheel on this host, checked against the plan's target.
+"""The locked wheels of a plan and those of own code on this host, checked against the plan's target.
 
 Locks are checked when they are written, but a lock may have been edited or written elsewhere.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
+from envbuild.layers.project import project_wheel
 from envbuild.layers.trainer import NAME, Trainer
 from envbuild.lock.format import LockedPackage
 from envbuild.plan.plan import Plan
@@ -27,13 +28,22 @@ from envbuild.recipe.sources import BuildWheel
 from envbuild.recipe.targets import ARCHES, Target
 
 
-def locate(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> tuple[list[WheelFile], WheelFile]:
-    """Return the wheels of `plan` in order, and the trainer's. Raises BuildError for a missing or unsuitable one."""
+def locate(
+    plan: Plan, trainer: Trainer, environment: Environment, offline: bool
+) -> tuple[list[WheelFile], list[WheelFile]]:
+    """Return the wheels of `plan` in order, and those of own code: the trainer's, and the project's if there is one.
+
+    Raises BuildError for a missing or unsuitable one, RecipeError for a project with the name of another package.
+    """
     found = fetch_wheels(plan.packages, environment, plan.indexes, plan.bound, offline=offline)
     wheels = [_wheel(p.name, p.version, path, environment) for p, path in zip(plan.packages, found, strict=True)]
     check_wheels(Target.parse(plan.target), wheels)
     own = environment.store.put("trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel)
-    return wheels, _wheel(NAME, trainer.version, own, environment)
+    last = [_wheel(NAME, trainer.version, own, environment)]
+    if (project := project_wheel(plan, environment, offline=offline)) is not None:
+        last.append(_wheel(*project, environment))
+        check_wheels(Target.parse(plan.target), last)
+    return wheels, last
 
 
 def fetch_wheels(

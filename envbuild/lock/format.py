@@ -107,7 +107,7 @@ def parse(text: str, source: str) -> Lock:
             f"{source}: lock format {found!r}; this envbuild reads format {FORMAT}",
             "use the envbuild version that wrote it, or make it again with `envbuild lock`",
         )
-    for number, line in _logical_lines(text):
+    for number, line in logical_lines(text):
         if len(faults) == _FAULTS:
             break
         if line.startswith("#"):
@@ -135,7 +135,7 @@ def parse(text: str, source: str) -> Lock:
     return Lock(recipe, target, python, platform, digest, tuple(packages.values()), tuple(warnings))
 
 
-def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+def logical_lines(text: str) -> Iterator[tuple[int, str]]:
     """Yield lines joined at trailing backslashes, with the number of the first line; blank lines are left out."""
     start, parts = 0, list[str]()
     for number, raw in enumerate(text.splitlines(), start=1):

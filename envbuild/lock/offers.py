@@ -264,15 +264,15 @@ def allowed_releases(
     return final or fitting
 
 
-def applicable(lines: Iterable[str], python: str, platform: str) -> dict[str, list[Requirement]]:
-    """Return the requirements whose markers hold on the target, by normalised name."""
+def applicable(lines: Iterable[str], python: str, platform: str, extra: str = "") -> dict[str, list[Requirement]]:
+    """Return the requirements whose markers hold on the target with this `extra`, by normalised name."""
     from packaging.requirements import Requirement
 
     variables = {
         "python_version": python, "python_full_version": f"{python}.0",
         "implementation_name": "cpython", "platform_python_implementation": "CPython",
         "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux",
-        "platform_machine": platform.partition("-")[0], "extra": "",
+        "platform_machine": platform.partition("-")[0], "extra": extra,
     }  # fmt: skip
     found: dict[str, list[Requirement]] = {}
     for text in lines:

@@ -13,9 +13,11 @@ from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.model import ImageTable, VerifyTable
+from envbuild.recipe.model import ImageTable
+from envbuild.recipe.project import OwnCode
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target
+from envbuild.recipe.verify_table import VerifyTable
 
 FORMAT = 1
 
@@ -27,7 +29,8 @@ class Step:
     `kind` is "python" (an interpreter of version `version`), "base" (the base of an image), "bytecode" (the
     interpreter that compiles modules for an image), "conda" (a locked conda package), "wheel" (a locked
     distribution), "source" (a source layer), "host" (a layer that the nodes provide), "fabric" (the network that
-    must be in use), "trainer" (the bundled ddp_train) or "config" (the settings of an image).
+    must be in use), "trainer" (the bundled ddp_train), "config" (the settings of an image)
+    or "project" (the user's own code, whose version here is its commit).
     """
 
     kind: str
@@ -44,6 +47,8 @@ class Plan:
     image's files (seconds since 1970). `folder` is the recipe's folder; paths of local base images are relative
     to it. `sources` are built from source, in this order; `host_layers` are provided by the nodes. `warnings`
     are those of the lock. `bound` maps normalised names of packages to the site's indexes that alone serve them.
+    `direct` are the normalised names of the packages that the recipe itself requires, and of its project.
+    `project` is the user's own code, which comes last.
     """
 
     recipe: str
@@ -68,6 +73,8 @@ class Plan:
     fabric: str = "any"
     warnings: tuple[str, ...] = ()
     bound: Mapping[str, str] = field(default_factory=dict)
+    direct: tuple[str, ...] = ()
+    project: OwnCode | None = None
 
     @property
     def digest(self) -> str:
@@ -84,8 +91,9 @@ class Plan:
         return "torch" in names or any(one.name == "pytorch" for one in self.conda)
 
     def verify_settings(self) -> dict[str, Any]:
-        """Return the recipe's [verify] table as plain data, for the artifact's state and receipt."""
-        return asdict(self.verify)
+        """Return the recipe's [verify] table, and `direct`, as plain data, for the artifact's state and receipt."""
+        settings: dict[str, Any] = json.loads(json.dumps({**asdict(self.verify), "direct": self.direct}))
+        return settings
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `envbuild plan --json` prints it."""
@@ -126,6 +134,7 @@ def make_plan(
     loaded: LoadedRecipe, lock: Lock | CondaLock, target: Target, *,
     artifact: str, trainer_version: str, trainer_digest: str, compile_bytecode: bool = False,
     image: ImageInputs | None = None, sources: tuple[SourceLayer, ...] = (), host_layers: tuple[HostLayer, ...] = (),
+    project: OwnCode | None = None,
 ) -> Plan:  # fmt: skip
     """Return the plan of one artifact, with its steps in the order of the build."""
     recipe = loaded.recipe
@@ -144,6 +153,8 @@ def make_plan(
     if image is not None:
         settings = [recipe.image.workdir, sorted(recipe.image.env.items()), recipe.image.python]
         steps.append(Step("config", "image", "", _digest([*settings, image.mtime])))
+    if project is not None:
+        steps.append(Step("project", project.name or project.root.name, project.commit, project.digest))
     return Plan(
         recipe=recipe.name,
         recipe_digest=loaded.digest,
@@ -167,6 +178,8 @@ def make_plan(
         fabric=recipe.fabric,
         warnings=wheels.warnings,
         bound=loaded.bound,
+        direct=tuple(sorted({*loaded.direct(target, bool(conda)), *([project.name] if project else [])} - {""})),
+        project=project,
     )
 
 

@@ -20,17 +20,20 @@ from envbuild.recipe.model import (
     image_mistakes,
     index_mistakes,
 )
+from envbuild.recipe.project import OwnCode, declared_code, declared_requirements
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.recipe.verify_table import LATER, VerifyTable, expect_mistakes
 from envbuild.toml import Document, Problem, decode, nearest, read
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRecipe:
-    """A valid recipe and its file."""
+    """A valid recipe and its file. The requirements of its project are among its own; `code` is without its files."""
 
     recipe: Recipe
     path: Path
     document: Document = dataclasses.field(repr=False, compare=False)
+    code: OwnCode | None = None
 
     @property
     def folder(self) -> Path:
@@ -40,9 +43,12 @@ class LoadedRecipe:
     @cached_property
     def digest(self) -> str:
         """`sha256:...` over the recipe's values, independent of layout and comments."""
-        data = dataclasses.asdict(self.recipe)
-        # A recipe without this table keeps the digest that it had before the table existed.
-        return _digest(**{name: value for name, value in data.items() if value or name != "indexes"})
+        data, defaults = dataclasses.asdict(self.recipe), dataclasses.asdict(VerifyTable())
+        # A recipe without these keys keeps the digest that it had before they existed.
+        data["verify"] = {
+            name: value for name, value in data["verify"].items() if name not in LATER or value != defaults[name]
+        }
+        return _digest(**{name: value for name, value in data.items() if value or name not in ("indexes", "project")})
 
     @cached_property
     def bound(self) -> dict[str, str]:
@@ -54,6 +60,14 @@ class LoadedRecipe:
         names = {requirement_parts(text)[0] for text in requirements}
         bound = {name: index for name, index in self.bound.items() if name in names}
         return {"bound": bound} if bound else {}
+
+    def direct(self, target: Target, conda: bool) -> tuple[str, ...]:
+        """Return the normalised names of the packages that `target` itself requires, with `conda` those of [conda]."""
+        recipe, (_, table) = self.recipe, self.target(target.name)
+        wheels = recipe.conda.requirements if conda else recipe.requirements + table.requirements
+        specs = (*recipe.conda.dependencies, *table.conda) if conda else ()
+        names = [requirement_parts(text)[0] for text in wheels] + [spec.split()[0] for spec in specs]
+        return tuple(sorted({normalise(name) for name in names}))
 
     def where(self, *keys: str | int) -> str:
         """Return `FILE:LINE:COL` of a key of the file."""
@@ -124,10 +138,31 @@ class LoadedRecipe:
 
 def load_recipe(path: Path) -> LoadedRecipe:
     """Return the recipe in the file `path`. Raises RecipeError that lists every mistake with its line."""
-    document = read(path)
-    checks = (duplicate_requirements, index_mistakes, image_mistakes, conda_mistakes, layer_mistakes, _wrong_folder)
+    return decode_recipe(read(path))
+
+
+def decode_recipe(document: Document) -> LoadedRecipe:
+    """Return the recipe in `document`, whose file may not exist yet. Raises RecipeError as `load_recipe`."""
+    checks = (
+        duplicate_requirements,
+        index_mistakes,
+        image_mistakes,
+        conda_mistakes,
+        layer_mistakes,
+        expect_mistakes,
+        _wrong_folder,
+    )
     recipe = decode(document, Recipe, check=lambda one: [problem for check in checks for problem in check(one)])
-    return LoadedRecipe(recipe, path, document)
+    if recipe.project is None:
+        return LoadedRecipe(recipe, document.path, document)
+    code = declared_code(document, recipe.project)
+    found = tuple(dict.fromkeys(declared_requirements(code, recipe.project, document)))
+    conda, wheels = recipe.conda, recipe.requirements
+    if conda.dependencies:
+        conda = dataclasses.replace(conda, requirements=conda.requirements + found)
+    if recipe.environment != "conda" or wheels:  # else the recipe has no wheel lock
+        wheels += found
+    return LoadedRecipe(dataclasses.replace(recipe, requirements=wheels, conda=conda), document.path, document, code)
 
 
 def _wrong_folder(document: Document) -> Iterator[Problem]:

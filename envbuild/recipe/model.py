@@ -10,7 +10,9 @@ from envbuild.fabrics import fabric_names
 from envbuild.names import normalise
 from envbuild.recipe import checks
 from envbuild.recipe.layers import LayerTable, layer_name_problem
+from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.targets import target_problem
+from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import INDEX_NAME
 from envbuild.toml import Document, Keys, Problem, key, nearest
 
@@ -105,25 +107,6 @@ class ImageTable:
 
 
 @dataclass(frozen=True)
-class VerifyTable:
-    """`[verify]`: the distributed training that verifies an artifact."""
-
-    nodes: int = key(2, "Nodes that train together.", minimum=1, example=2)
-    nproc_per_node: int = key(2, "Processes on each node.", minimum=1, example=2)
-    epochs: int = key(6, "Passes over the data.", minimum=1, example=6)
-    batch_size: int = key(32, "Samples in a batch of one process.", minimum=1, example=32)
-    model: Literal["linear", "mlp", "cnn"] = key("mlp", "The model that is trained.", example="mlp")
-    timeout_s: int = key(600, "Seconds after which the run has failed.", minimum=1, example=600)
-    loss_tolerance: float = key(
-        1e-4, "Relative difference of losses that still counts as equal.", minimum=0, example=1e-4
-    )
-    busbw_floor: float = key(
-        0.0, "GB/s of bus bandwidth that the largest all-reduce must reach. 0: measured, not judged.",
-        minimum=0, example=40.0,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True)
 class Recipe:
     """A complete recipe."""
 
@@ -182,7 +165,8 @@ class Recipe:
         key_check=layer_name_problem,
     )
     image: ImageTable = key(ImageTable(), "What container images are built on.")
-    verify: VerifyTable = key(VerifyTable(), "The distributed training that proves an artifact.")
+    verify: VerifyTable = key(VerifyTable(), "The training, imports and command that prove an artifact.")
+    project: ProjectTable | None = key(None, "Your own code, which every artifact gets last.")
 
 
 def duplicate_requirements(document: Document) -> Iterator[Problem]:

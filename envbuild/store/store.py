@@ -1,6 +1,7 @@
 """Content-addressed store in one folder, shared by all recipes and safe for concurrent processes.
 
-wheels/<sha256>/<file name>    published wheels
+wheels/<sha256>/<file name>    published wheels, and those of users' own projects
+projects/                      the sha256 of own projects' wheels, by the digest of their files
 trainer/<sha256>/<file name>   the bundled trainer as a wheel
 conda/archives/<sha256>/<file name>   published conda packages
 conda/pkgs/ conda/stamps/      unpacked conda packages, to link from, and their state when unpacked
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 _STALE_S = 7 * 86400
 # The folders in which `replacing`, blobs and `file_lock` write; a kill leaves files called .new-* or *.lock there.
 _WRITTEN = (
-    "bases", "blobs/sha256", "conda/images", "conda/info", "conda/stamps", "digests", "layers", "listings", "pythons",
-    "seals", "segments", "trainer/*",
+    "bases", "blobs/sha256", "conda/images", "conda/info", "conda/stamps", "digests", "layers", "listings", "projects",
+    "pythons", "seals", "segments", "trainer/*",
 )  # fmt: skip
 # The folders that `working` is called for.
 _WORKING = ("building", "builders/new", "conda/linked", "docker", "launched", "layouts", "opened")

@@ -41,8 +41,8 @@ _TOOLS = f"{WORK}/.tools"
 _KILL = ("python", f"{_TOOLS}/processes.py")
 _FREE_PORT = "import socket; s = socket.socket(); s.bind(('', 0)); print(s.getsockname()[1])"
 _JOIN_S = 10.0
-# The number of launches in one verification (reference with training, resume, faults) and the time to start them.
-_LAUNCHES, _SPARE_S = 4, 300
+# The launches of one verification (reference with training, resume, faults, command) and the time to start them.
+_LAUNCHES, _SPARE_S = 5, 300
 
 
 @dataclass(frozen=True, slots=True)

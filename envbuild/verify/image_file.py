@@ -109,6 +109,15 @@ def own_manifest(image: ImageFile) -> str:
         return "" if handle is None else digest_of(tree.content(handle, _MOST_MANIFEST))
 
 
+def holds_file(form: str, image: str, path: str) -> bool:
+    """Return whether the artifact of `form` at `image` is an image file with a regular file at the absolute `path`."""
+    if form != "file" or image_kind(Path(image)) is None:
+        return False
+    opened = open_image_file(Path(image))
+    with opened.path.open("rb") as stream:
+        return SquashfsImage(stream, opened.offset, image).find(path.strip("/")) is not None
+
+
 def passed(variables: Mapping[str, str]) -> dict[str, str]:
     """Return those of the caller's `variables` that are passed into an image."""
     prefixes = (*_PASSED, *(one.visible for one in gpu_families()))

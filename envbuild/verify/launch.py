@@ -43,7 +43,11 @@ _VARIABLES = {
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """A training job: the trainer's arguments, on `nodes` × `nproc_per_node` ranks."""
+    """A job on `nodes` × `nproc_per_node` ranks: the trainer with `arguments`, or `program`.
+
+    With `named`, torchrun starts each line of a rank's output with [NODE.RANK OF THE NODE]. `bare` starts the program
+    once on each node, without torchrun.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -52,6 +56,9 @@ class TrainingJob:
     timeout_s: float
     max_restarts: int = 0
     lean: bool = False
+    program: tuple[str, ...] = ()
+    named: bool = False
+    bare: bool = False
 
     @property
     def world_size(self) -> int:
@@ -177,24 +184,44 @@ class Bench:
         job = TrainingJob(
             name, options, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean=snapshot is not None
         )
-        work, endpoint = str(self.nodes.work), f"{self.nodes.address(0)}:{self.nodes.free_port()}"
+        with self.launch(job, extra or {}) as running:
+            yield running
+
+    @contextmanager
+    def launch(self, job: TrainingJob, extra: Mapping[str, str]) -> Iterator[Running]:
+        """Start `job` on every node with `extra` variables. Leaving the context stops the processes that still run."""
+        work, address, port = str(self.nodes.work), self.nodes.address(0), self.nodes.free_port()
         # Some runtimes show the host's /tmp in an image: torch's files must not stay there.
         common = {"GLOO_SOCKET_IFNAME": self.nodes.interface, "TMPDIR": work, **_VARIABLES}
-        running = Running(job, f"envbuild-{name}-{uuid.uuid4().hex[:8]}", self.work, time.monotonic(), self.nodes)
+        running = Running(job, f"envbuild-{job.name}-{uuid.uuid4().hex[:8]}", self.work, time.monotonic(), self.nodes)
         try:
-            for node in range(max(1, nodes)):
-                program, *arguments = _command(job, node, endpoint, running.run_id, self.nodes)
+            for node in range(max(1, job.nodes)):
+                program, *arguments = _command(job, node, f"{address}:{port}", running.run_id, self.nodes)
                 running.command = running.command or [program, *arguments]
-                variables = {**common, **self.network.of_node(node, name, work), **(extra or {})}
-                log = self.work / f"{name}-node{node}.log"
+                alone = _alone(job, node, address, port) if job.bare else {}
+                variables = {**common, **alone, **self.network.of_node(node, job.name, work), **extra}
+                log = self.work / f"{job.name}-node{node}.log"
                 running.children.append(self.nodes.start(node, program, arguments, variables, log))
             yield running
         finally:
             self.nodes.stop(running.children)
 
 
+def _alone(job: TrainingJob, node: int, address: str, port: int) -> dict[str, str]:
+    """Return the variables that torchrun would set for the only program of a node."""
+    ranks = {"RANK": node, "GROUP_RANK": node, "WORLD_SIZE": job.nodes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    return {**{name: str(rank) for name, rank in ranks.items()}, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
 def _command(job: TrainingJob, node: int, endpoint: str, run_id: str, nodes: Nodes) -> list[str]:
     """Return the command of a torchrun agent, or of the bare trainer if `job.nodes` is 0."""
+    if job.bare:
+        return list(job.program)
+    if job.program:
+        agent = _agent(job, node, endpoint, run_id, nodes.address(node))
+        # torchrun puts the role before the rank.
+        named = [f"--role={node}.", "--tee=3"] if job.named else []
+        return ["torchrun", *agent, *named, "--no-python", *map(torchrun.literal, job.program)]
     trainer = [str(nodes.work / TRAINER), *job.arguments, "--report", str(nodes.work / f"{job.name}-report{node}.json")]
     if not job.nodes:
         return ["python", *trainer]

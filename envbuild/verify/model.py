@@ -15,8 +15,8 @@ from typing import Any, Protocol
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
 from envbuild.errors import VerificationError
-from envbuild.recipe.model import VerifyTable
 from envbuild.recipe.targets import Target
+from envbuild.recipe.verify_table import VerifyTable
 
 PASS, FAIL, BLOCKED, NOT_TRIED = "pass", "fail", "blocked", "not tried"
 # A report of the trainer, as it wrote it (ddp_train/report.py).
@@ -159,9 +159,13 @@ def not_tried(name: str, why: str) -> Check:
 
 @dataclass(frozen=True)
 class Settings(VerifyTable):
-    """Settings of a verification: the recipe's [verify] table, overridden by command-line options."""
+    """Settings of a verification: the recipe's [verify] table, overridden by command-line options.
+
+    `direct` are the normalised names of the packages that the recipe itself requires.
+    """
 
     faults: bool = False
+    direct: tuple[str, ...] = ()
 
     @property
     def first_epochs(self) -> int:

@@ -24,7 +24,7 @@ FORMAT = 1
 _PARTS = {
     "format?": int, "passed": bool, "verified_at?": str, "artifact.digest": str, "artifact.path?": str,
     "artifact.pushed?": str, "recipe.name?": str, "plan.digest?": str, "target?": str, "fabric?": str,
-    "settings?": dict, "versions.nccl?": str, "packages?": list, "layers?": list,
+    "settings?": dict, "project?": dict, "versions.nccl?": str, "packages?": list, "layers?": list,
 }  # fmt: skip
 _MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--", "not tried": "--"}
 
@@ -56,6 +56,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
         "target": state.target,
         "fabric": state.fabric,
         "packages": sorted(name for name, _, _ in state.packages),
+        **({"project": state.project} if state.project else {}),
         "layers": [{"name": one.name, "version": one.version, "path": one.path} for one in state.layers],
         "runtime": subject.runtime,
         "settings": asdict(verdict.settings),

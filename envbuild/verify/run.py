@@ -9,14 +9,16 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
+from envbuild.artifacts.survey import Survey
 from envbuild.progress import Log
 from envbuild.site.settings import FabricTable, load_site
 from envbuild.verify import training_checks as training
+from envbuild.verify import user_code
 from envbuild.verify.launch import TRAINER, Bench, Outcome, Running
 from envbuild.verify.model import FAIL, PASS, Check, Settings, Subject, Verdict, blocked, check_texts, not_tried
 from envbuild.verify.model import judge as judged
@@ -74,6 +76,9 @@ def _keep(work: Path, logs: Path) -> Path:
 
 def _checks(bench: Bench, log: Log) -> list[Check]:
     subject, settings, gpu = bench.subject, bench.settings, bench.network.accelerator.gpu
+    if not settings.trainer:
+        survey = subject.survey(settings.timeout_s)
+        return [*_file_checks(bench, survey), *user_code.check_without_training(bench, survey, log)]
     log(
         f"training on {settings.nodes} simulated nodes × {settings.nproc_per_node} "
         f"ranks, {settings.epochs} epochs, beside one process as reference …"
@@ -91,11 +96,11 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
         alone = launches.enter_context(bench.start("reference", reference_epochs, shape=(0, 1)))
         survey = subject.survey(settings.timeout_s)
         alone.wait_for_output()
-        request = {PROBES: str(bench.nodes.work / _REQUEST)}
+        imports = user_code.modules_to_import(settings, survey)
+        request = {PROBES: str(bench.nodes.work / _REQUEST), user_code.IMPORTS: " ".join(imports)}
         train = bench.start("train", settings.first_epochs, bandwidth_s=bandwidth_s, extra=request)
         half = launches.enter_context(train)
-        checks = [check(subject, survey) for check in _OF_FILES]
-        checks += [check_layer(layer, bench.nodes, bench.work) for layer in subject.state.layers if layer.check]
+        checks = _file_checks(bench, survey)
         again = None
         # The second launch may prepare beside the first if it disturbs no measurement.
         reference = alone.wait() if not gpu and not bench.floor else None
@@ -111,7 +116,8 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
             again.started = time.monotonic()
             second = again.wait()
         reference = reference or alone.wait()
-    checks += judge_launches(bench, first, second, reference)
+    checks += judge_launches(bench, first, second, reference, imports)
+    checks.append(user_code.check_command(bench, survey, checks, log))
     if settings.faults and first.finished:
         log("killing a rank in the middle of training …")
         checks.append(_fault_check(bench, reference, reference_epochs))
@@ -122,9 +128,16 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
     return checks
 
 
+def _file_checks(bench: Bench, survey: Survey) -> list[Check]:
+    layers = [layer for layer in bench.subject.state.layers if layer.check]
+    checks = [check(bench.subject, survey) for check in _OF_FILES]
+    return checks + [check_layer(layer, bench.nodes, bench.work) for layer in layers]
+
+
 def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> AbstractContextManager[Running]:
     settings = bench.settings
-    variables = {PROBES: "", **(extra or {})}  # the first launch probed torch
+    # The first launch probed torch and imported modules.
+    variables = {PROBES: "", user_code.IMPORTS: "", **(extra or {})}
     return bench.start("resume", settings.epochs, shape=(settings.nodes, 1), snapshot="train", extra=variables)
 
 
@@ -141,10 +154,13 @@ def _may_start_beside(first: Running, reference: Outcome) -> bool:
     return True
 
 
-def judge_launches(bench: Bench, first: Outcome, second: Outcome, reference: Outcome) -> list[Check]:
+def judge_launches(
+    bench: Bench, first: Outcome, second: Outcome, reference: Outcome, imports: Sequence[str] = ()
+) -> list[Check]:
     """Return every check on the launches. A check is blocked if a check that it depends on did not pass.
 
-    `first` trained for half of the epochs, `second` continued to the end, `reference` is one process.
+    `first` trained for half of the epochs and imported the modules `imports`, `second` continued to the end,
+    `reference` is one process.
     """
     epochs, half = bench.settings.epochs, bench.settings.first_epochs
     trainer = os.path.realpath((bench.nodes.work / TRAINER).parent / "ddp_train/__init__.py")
@@ -174,6 +190,7 @@ def judge_launches(bench: Bench, first: Outcome, second: Outcome, reference: Out
         "reference": lambda: training.check_launch("reference", reference),
         "loss": lambda: training.check_loss_falls(losses()),
         "curve": curve,
+        "imports": lambda: user_code.check_imports(imports, first.reports),
     }
     if not bench.network.accelerator.gpu:
         del judges["libraries"]

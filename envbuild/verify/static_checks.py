@@ -29,7 +29,7 @@ def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
     Raises UsageError for a virtual environment of a recipe that takes torch from its base image. Images for
     another architecture pass, because they are not verified on this host.
     """
-    if plan.has_torch:
+    if plan.has_torch or (verify and not plan.verify.trainer):
         return
     name, base = loaded.recipe.name, loaded.recipe.image.base
     if plan.image is None and not plan.conda and base != "debian":
@@ -42,18 +42,17 @@ def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
         raise RecipeError(
             f"{loaded.path}: an artifact for {plan.target} cannot be verified: its lock has no torch, and verification "
             "trains with torch",
-            f"add torch to {'[conda] dependencies' if plan.conda else '`requirements`'}, or build without "
-            "verification: --no-verify",
+            f"add torch to {'[conda] dependencies' if plan.conda else '`requirements`'}; or set `trainer = false` in "
+            "[verify], which leaves the imports and the command; or build without verification: --no-verify",
         )
 
 
 def check_built_torch(state: State, path: Path) -> None:
-    """Raise UsageError when the environment at `path` has no torch. Images pass: their base may bring torch."""
-    names = {name for name, _, _ in state.packages}
-    if state.artifact != IMAGE and not names & {"torch", "pytorch"}:
+    """Raise UsageError when the environment at `path` trains without torch. Images pass: their base may bring torch."""
+    if state.artifact != IMAGE and state.verify.get("trainer", True) and not state.has_torch:
         raise UsageError(
             f"{path} cannot be verified: it has no torch, and verification trains with torch",
-            f"add torch to the recipe {state.recipe} and build it again",
+            f"add torch to the recipe {state.recipe}, or set `trainer = false` in its [verify], and build it again",
         )
 
 

@@ -27,10 +27,10 @@ def check_launch(name: str, outcome: Outcome) -> Check:
     if good:
         seen = f"exit codes {[outcome.returncodes]}"
     elif outcome.timed_out:
-        seen = f"still running after {outcome.seconds:.0f} s; stopped\n{_log_tail(outcome.log)}"
+        seen = f"still running after {outcome.seconds:.0f} s; stopped\n{log_tail(outcome.log)}"
     else:
         count = f"{len(outcome.reports)} reports{''.join(unreadable)}"
-        seen = f"exit codes {outcome.returncodes}, {count}\n{_log_tail(outcome.log)}"
+        seen = f"exit codes {outcome.returncodes}, {count}\n{log_tail(outcome.log)}"
     return judge(
         name,
         good,
@@ -238,7 +238,7 @@ def losses_of(report: Report) -> list[float]:
     return [float(entry["loss"]) for entry in report.get("losses", ())]
 
 
-def _log_tail(log: str) -> str:
+def log_tail(log: str) -> str:
     """Return the trainer's own error lines, which torchrun's summary may push out of the tail, and the last lines."""
     lines = [line for line in log.splitlines() if line.strip()]
     tail = lines[-process.TAIL_LINES :]

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, cast
 
 import zstandard
 from lab import artifacts, conda_package, debian, fuzz_inputs, tar_blocks, wheels
+from lab.drafts import draft_of
 from lab.fuzz_inputs import Mutate, Seeds, mutated
 
 from envbuild.artifacts import conda, conda_survey, image_manifest, installed, layer_lists, manifest, pip_records, state
@@ -43,6 +44,7 @@ from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.segment import load, save, tar_items, write_segment
 from envbuild.image.tree import MergedTree
+from envbuild.imports import FORMATS
 from envbuild.inspect import metadata
 from envbuild.inspect.image_reader import about_image
 from envbuild.inspect.reader import open_artifact
@@ -56,12 +58,14 @@ from envbuild.lock.lifecycle import read_lock_file
 from envbuild.masking import masked_text, redact
 from envbuild.mounts import parse_mounts
 from envbuild.recipe.load import load_recipe
+from envbuild.recipe.project import ProjectTable, declared_code, declared_requirements
 from envbuild.recipe.sources import Patch, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
 from envbuild.store.sources import matches, read_page
 from envbuild.store.store import Store
+from envbuild.toml import Document
 from envbuild.verify import receipt
 
 TOP = Path(__file__).parents[2]
@@ -116,12 +120,38 @@ def given(*texts: bytes | str | Mapping[str, Any]) -> Callable[[Path], Seeds]:
 # ---- recipes, sites, locks
 
 
+_PYPROJECT = """[project]
+name = "p"
+dynamic = ["dependencies"]
+[project.optional-dependencies]
+more = ["numpy>=2; python_version < '4'", "p[more, x]", "a @ https://example.org/a.whl"]
+x = []
+[dependency-groups]
+dev = ["ruff", {include-group = "dev"}]
+[tool.setuptools.dynamic]
+dependencies = { file = ["pyproject.toml"] }
+"""
+
+
+def _project(path: Path) -> None:
+    table = ProjectTable(".", extras=("more",), groups=("dev",))
+    document = Document(path.with_name("recipe.toml"), "", {})
+    list(declared_requirements(declared_code(document, table), table, document))
+
+
 def _recipe(path: Path) -> None:
     loaded = load_recipe(path)
     for name in loaded.recipe.targets:
         target, _ = loaded.target(name)
         loaded.image_digest(target), loaded.conda_digest(target), loaded.resolution_digest(target)
     loaded.digest, loaded.bound, loaded.where("name")
+
+
+def _imported(path: Path) -> None:
+    try:
+        draft_of(path, target=None)
+    except EnvbuildError as error:
+        assert "recipes/lab/recipe.toml" not in error.message, error.message
 
 
 def _site(path: Path) -> None:
@@ -605,8 +635,13 @@ def _references(words: str) -> None:
 
 
 READERS: dict[str, FuzzedReader] = {
+    "pyproject": FuzzedReader(given(_PYPROJECT), file("pyproject.toml", _project), 300),
     "recipe": FuzzedReader(patterns("recipes/*/recipe.toml"), file("recipe.toml", _recipe), 600),
     "site": FuzzedReader(patterns("sites/*.toml"), file("site.toml", _site), 600),
+    **{
+        f"init, {name}": FuzzedReader(patterns(f"init/{name}", top=DATA), file(name, _imported), 150)
+        for name in FORMATS
+    },
     "wheel lock": FuzzedReader(patterns("recipes/*/*.requirements.txt", most=4096), file("x.txt", format.read), 700),
     "conda lock": FuzzedReader(_conda_locks, file("x.yml", _conda_lock), 250),
     "image lock": FuzzedReader(_image_locks, file("x.toml", image.read_image), 700),

@@ -83,6 +83,7 @@ class ShownSite:
             shutil.copy(lock, here / "my")
         self._horovod_of_the_guide()
         self._recipe_of_the_tutorial()
+        self._recipe_with_a_project()
         shutil.copytree(TOP / "recipes" / "pt_cpu", here / "B" / "recipes" / "pt_cpu")
         for script in ("train.py", "multi_gpu.py", "ddp_example.py", "base_training.py"):
             (here / script).write_text("")
@@ -101,6 +102,7 @@ class ShownSite:
         (here / "node2.log.gz").write_bytes(gzip.compress(log))
         jobs = _DATA / "jobs"
         shutil.copy(jobs / "slurm-venv-srun.sh", here / "train.sbatch")
+        shutil.copytree(TOP / "tests/unit/data/init", here / "imported")  # of a project: files for `envbuild init`
         shutil.copy(jobs / "pbs-gh200.sh", here / "ddp.pbs")
         shutil.copy(jobs / "k8s-pytorchjob.yaml", here / "pytorchjob.yaml")
 
@@ -123,12 +125,22 @@ class ShownSite:
         text = (TOP / "recipes" / "pt_cpu" / lock).read_text()
         (folder / lock).write_text(text.replace("pt_cpu", "my_train"))
 
+    def _recipe_with_a_project(self) -> None:
+        """The recipe of docs/howto/project.md: pt_cpu's packages and a folder two folders up."""
+        folder = self.here / "recipes" / "lab"
+        shutil.copytree(TOP / "recipes" / "pt_cpu", folder)
+        for file in folder.iterdir():
+            file.write_text(file.read_text().replace("pt_cpu", "lab"))
+        with (folder / "recipe.toml").open("a") as out:
+            out.write('\n[project]\npath = "../.."\nmodule = "pkg"\ninclude = ["/train.py"]\n')
+
     def _build(self) -> None:
         """Artifacts as builds leave them, with receipts."""
         cpu = self.here / "build" / "pt_cpu" / "cpu-x86_64"
         for folder in (cpu / "venv", self.top / "envs" / "pt_cpu", self.here / "venvs" / "pytorch-ddp-cpu"):
             self._venv(folder)
         self._venv(self.here / "build/my_train/cpu-x86_64/venv", recipe="my_train")
+        self._venv(self.here / "build/lab/cpu-x86_64/venv", recipe="lab")
         self._venv(self.here / "venvs" / "gh200-pbs", recipe="gh200_cu126", target="cu126-aarch64")
         for folder in (self.here / "build/horovod/cpu-x86_64/venv", self.here / "venvs" / "slurm-modules"):
             self._venv(folder, recipe="horovod", packages=(("horovod", "0.28.1", "x"),))

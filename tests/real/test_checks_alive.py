@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import textwrap
@@ -25,6 +26,7 @@ import pytest
 
 from envbuild.artifacts import venv
 from envbuild.fingerprint import record_digest
+from envbuild.recipe.verify_table import ExpectTable
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
 from envbuild.verify.model import Check, Nodes, Settings, Subject
@@ -32,7 +34,7 @@ from envbuild.verify.run import verify
 
 from .conftest import Command, link_tree
 
-SETTINGS = Settings(nodes=1, nproc_per_node=2, epochs=4)
+SETTINGS = Settings(nodes=1, nproc_per_node=2, epochs=4, imports=("json.tool",))
 
 # In the agents (no RANK) torch is not touched; in ranks and the reference process it is, before use.
 BREAKS = {
@@ -60,9 +62,11 @@ BREAKS = {
             os.replace = cut
         """,
     ),
-    "gradient sync off, and a second launch that fails": (
-        ["parameters", "relaunch"],
+    "gradient sync off, a second launch that fails, and a module that one rank cannot import": (
+        ["parameters", "relaunch", "imports"],
         """
+        if rank == "1":
+            sys.modules["json.tool"] = None
         if rank is not None:
             import torch
             ddp = torch.nn.parallel.DistributedDataParallel
@@ -179,6 +183,36 @@ def test_no_restart_is_seen(subject: Subject, tmp_path: Path, monkeypatch: pytes
     assert failed(run_checks(subject, tmp_path, settings=settings)) == ["restart"]
 
 
+RISES = "import os\nfor i in 1, 2, 3: print('loss:', i)\nopen('out.txt', 'w').write(os.environ['WORLD_SIZE'])"
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted", "seen"),
+    [
+        ({}, [], ""),
+        ({"imports": ("own_package.train",)}, ["imports"], "own_package.train on rank 0: ModuleNotFoundError"),
+        ({"command": "python -c 'raise SystemExit(3)'"}, ["command"], "exit codes [3]"),
+        (
+            {"expect": ExpectTable(metric="loss: (.+)", trend="falls", file="gone.txt")},
+            ["command"],
+            "the metric does not fall: 1 -> 3; gone.txt is missing or empty",
+        ),
+    ],
+    ids=["nothing", "import", "exit code", "metric and file"],
+)
+def test_the_recipes_own_code_is_judged(
+    change: dict[str, Any], wanted: list[str], seen: str, subject: Subject, tmp_path: Path
+) -> None:
+    expect = ExpectTable(metric="loss: ([0-9]+)", trend="rises", last=">= 3", file="out.txt")
+    own = Settings(
+        nodes=1, trainer=False, direct=("numpy",), command=shlex.join(["python", "-c", RISES]), expect=expect
+    )
+    checks = run_checks(subject, tmp_path, settings=dataclasses.replace(own, **change))
+    assert failed(checks) == wanted, [(check.name, check.seen) for check in checks]
+    assert all(seen in check.seen for check in checks if check.status == "fail")
+    assert not wanted or (tmp_path / "logs").is_dir()
+
+
 def replace_trainer(venv: Path, packages: Path) -> None:
     """Put another trainer into a venv, as consistently as its builder would: in RECORD and in envbuild.json.
 
@@ -210,7 +244,7 @@ def test_packages_that_are_not_the_locked_ones(envbuild: Command, pt_cpu: dict[s
     replace_trainer(tmp_path / "v", packages)
     line = ("verify", "v", "--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
     done = envbuild(*line)
-    assert done.returncode == 5 and "2 of 20 checks failed\n  installed" in done.stderr, done.stderr
+    assert done.returncode == 5 and "2 of 21 checks failed\n  installed" in done.stderr, done.stderr
     assert "\n  trainer (" in done.stderr, done.stderr
     for word in ("site-packages/sympy/abc.py", "tqdm: locked", "installed 0.0.1", "site-packages/startup.pth"):
         assert word in done.stderr, word
@@ -237,6 +271,6 @@ def test_a_library_of_another_architecture(envbuild: Command, pt_cpu: dict[str, 
     links = f"{os.environ.get('PIP_FIND_LINKS', '')} {tmp_path / 'wheels'}"
     done = envbuild("venv", "foreign", "--out", "v", PIP_FIND_LINKS=links)
     assert done.returncode == 5, done.stderr
-    assert "1 of 20 checks failed\n  architecture" in done.stderr and "native.so is" in done.stderr
+    assert "1 of 21 checks failed\n  architecture" in done.stderr and "native.so is" in done.stderr
     assert not (tmp_path / "v").exists() and (tmp_path / "v.failed/bin/torchrun").exists()
     assert (tmp_path / "v.failed.receipt.json").exists()

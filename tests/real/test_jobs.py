@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from lab.slurm import slurm_cluster
 from .conftest import Command
 
 PORTS = 20000
+EXAMPLE = Path(__file__).parents[2] / "examples/own_project"
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +139,26 @@ def test_a_script_of_the_users_gets_its_arguments_as_they_are(jobs: Jobs, pt_cpu
         assert told["ENVBUILD_ADDRESSES"].split() == [jobs.cluster.address(n) for n in ("n1", "n2")]
         assert told["ENVBUILD_ADDRESS"] == told["ENVBUILD_ADDRESSES"].split()[int(told["ENVBUILD_NODE"])]  # fmt: skip
         assert told["ENVBUILD_RUN"] == str(ended.run) and told["ENVBUILD_INTERFACE"] == "eth0"
+
+
+def test_the_example_project_is_verified_by_its_own_training_and_trains_on_both_nodes(
+    jobs: Jobs, session_store: Path
+) -> None:
+    """examples/own_project by the commands of its README, in a .sqsh."""
+    folder = jobs.cluster.shared / "own_project"
+    shutil.copytree(EXAMPLE, folder)
+    envbuild = Command(folder, {"ENVBUILD_STORE": str(session_store)})
+    done = envbuild("enroot", "own_project", "--locked", "--out", "own.sqsh")
+    assert done.returncode == 0, done.stderr
+    receipt = json.loads((folder / "own.sqsh.receipt.json").read_text())
+    checks = {check["name"]: check for check in receipt["checks"]}
+    assert "own_project" in checks["imports"]["evidence"]["modules"] and checks["command"]["status"] == "pass"
+    assert receipt["project"]["version"] == "0.1.0"
+    options = ("--module", "own_project.train", "--name", "own")
+    job = jobs.submit(folder / "own.sqsh", *options, arguments=("--max-steps", "10", "--out", "own.pt"))
+    ended = jobs.ended(job, "own")
+    assert ended.end.state == "COMPLETED" and "step 5 loss: " in ended.log, ended.log
+    assert list(jobs.cluster.shared.rglob("own.pt"))
 
 
 def test_what_did_not_pass_its_verification_is_refused(jobs: Jobs, squash: dict[str, Any], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from .conftest import REPOSITORY, Command, link_tree
 CHECKS = {
     "installed", "trainer", "architecture", "accelerator", "launch", "world", "versions", "fabric", "allreduce",
     "collectives", "bandwidth", "parameters", "sampler", "optimizer", "snapshot", "relaunch", "resume", "reference",
-    "loss", "curve", "restart",
+    "loss", "curve", "imports", "command", "restart",
 }  # fmt: skip
 
 
@@ -27,8 +27,8 @@ def test_the_receipt_lists_every_check_with_evidence(pt_cpu: dict[str, Any]) -> 
     assert receipt["passed"] and receipt["artifact"]["digest"] == pt_cpu["digest"]
     assert {check["name"] for check in receipt["checks"]} == CHECKS
     untried = [check["name"] for check in receipt["checks"] if check["status"] == "not tried"]
-    assert untried == ["restart"]
-    assert all(check["status"] == "pass" and check["evidence"] for check in receipt["checks"][:-1])
+    assert untried == ["command", "restart"]
+    assert all(check["status"] == "pass" and check["evidence"] for check in receipt["checks"][:-2])
     assert Path(pt_cpu["path"], "bin", "torchrun").exists()
     assert Path(receipt["artifact"]["path"]) == Path(pt_cpu["path"])
     assert not list(Path(pt_cpu["path"]).parent.glob(".*")), "nothing is left beside the venv"

@@ -60,7 +60,7 @@ def test_the_last_layer_is_condas_and_has_no_venv_in_it(tmp_path: Path) -> None:
     path = make_wheel(tmp_path, "ddp-train", "0.1")
     trainer = WheelFile("ddp-train", "0.1", path, "0" * 64, 1)
     part = environment_part(
-        trainer, SCHEME, "/opt/env/bin/python", "3.11.2", "{}", None, MTIME,
+        [trainer], SCHEME, "/opt/env/bin/python", "3.11.2", "{}", None, MTIME,
         system_packages=False, conda=True,
     )  # fmt: skip
     entries = {entry.path: entry for entry, _ in part.tree()}

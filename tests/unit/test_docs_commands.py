@@ -28,10 +28,10 @@ ELSEWHERE: dict[str, str] = tomllib.loads((TOP / "tests/unit/data/commands.toml"
 # Of these not even the plan can be had here: a registry, channel or daemon is asked, or nothing is left to try.
 NOT_TRIED = re.compile(
     r"envbuild (lock (?!pt_minimal --check$)|docker (?!.*--(out|push))|conda (?!.*--job))"
-    r"|envbuild (layers|bundle|exec|verify|preflight|doctor)"
+    r"|envbuild (layers|bundle|exec|run|verify|preflight|doctor)"
     r"|envbuild \w+ (pytorch_hub|aws_dlc)|--engine apptainer|--changed-since|(inspect|diff) .*(pt_cpu:cpu|docker://)"
 )
-BUILDS = {"venv", "conda", "docker", "enroot", "apptainer", "build"}
+BUILDS = {"venv", "conda", "docker", "enroot", "apptainer", "build", "init"}
 
 
 def name(one: Shown) -> str:
@@ -84,6 +84,12 @@ def tried(place: ShownSite, page: str, arguments: list[str], spoken: str) -> boo
     if kind == "job" and "--submit" in words:
         words.remove("--submit")
         whole = False
+    if kind == "init":  # other pages have another my_train and another pyproject.toml
+        words = ["new" if word == "my_train" else word for word in words]
+        words = [
+            f"imported/{word}" if before == "--from" else word
+            for before, word in zip(["", *words], words, strict=False)
+        ]
     if words[:2] == ["site", "check"]:
         words.append("--offline")
     if words[:2] == ["site", "init"]:

@@ -23,10 +23,12 @@ OF_JSON = (
     "state", "receipt", "seal", "manifest", "conda record", "layer list", "source manifest", "description",
     "file manifest", "bundle", "manifest of an image", "configuration of an image", "layout", "segment",
     "config.json of docker", "token", "JSON index page",
+    "init, Pipfile.lock",
 )  # fmt: skip
 OF_WORDS = (
     "relation", "Debian versions", "challenge", "Retry-After", "mountinfo", "names", "Release", "entry points",
     "netrc", "apt's sources", "pip.conf", "wheel lock", "recipe", "site", "job script", "job manifest", "message",
+    "init, requirements.txt", "init, Dockerfile", "init, pyproject.toml",
 )  # fmt: skip
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lab.merged import Merged, merge
 
 from envbuild.errors import BuildError
@@ -16,6 +18,7 @@ from envbuild.image.compression import decompressed
 from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import header
 from envbuild.image.squashfs.segment import of_entry, tar_items
+from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree
 
 Layer = list[Entry]
@@ -211,3 +214,31 @@ def test_deep_and_wide_trees_are_merged() -> None:
     tree = merged([a(deep), *[a(f"w/{n}") for n in range(3000)]], [a(".wh.w"), a(f"{deep}2")])
     assert len(tree.entries) == 2002
     assert len(merged([a(deep)], [a(".wh.d")]).entries) == 1
+
+
+PARTS = st.sampled_from(["a", "b", "c", "..", ".", "", ".wh.a", ".wh..wh..opq", "é", "x" * 300])
+PATHS = st.lists(PARTS, min_size=1, max_size=4).map("/".join)
+MEMBERS = st.tuples(PATHS, st.sampled_from([DIR, FILE, SYMLINK, HARDLINK]), PATHS)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.lists(MEMBERS, max_size=12), min_size=1, max_size=3))
+def test_a_member_beside_the_one_before_is_applied_like_any_other(layers: list[list[tuple[str, str, str]]]) -> None:
+    """The tree remembers the folder of the last member; here it is made to forget it."""
+
+    def applied(forget: bool) -> list[object]:
+        tree, found = MergedTree(), list[object]()
+        for number, layer in enumerate(layers):
+            tree.begin()
+            for ordinal, (name, kind, link) in enumerate(layer):
+                member = Member(name, kind, 0o644, 0, 0, 0, 0, link, (0, 0))
+                try:
+                    tree.apply(member, ordinal, f"layer {number}")
+                except BuildError as error:
+                    return [*found, error.message]
+                if forget:
+                    tree._parent = None
+                found.append(tree.entries())
+        return found
+
+    assert applied(forget=False) == applied(forget=True)

@@ -90,6 +90,7 @@ PLANS = {
     "trainjob-etcd": second(replace(PLAN, rendezvous="etcd-v2")),
     "trainjob-gpus-efa": second(ON_GPUS),
     "job": SINGLE,
+    "pytorchjob-module": replace(PLAN, command=("-m", "pkg.train", "--lr", "0.1"), run_files=()),
 }
 
 

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from lab import artifacts
 
 from envbuild.artifacts.state import BuiltLayer, State
+from envbuild.cli.commands import cli
 from envbuild.cli.job import job_command
 from envbuild.errors import UsageError, VerificationError
+from envbuild.image.blobs import Blobs
 from envbuild.jobs.artifact import JobInputs, open_artifact
 from envbuild.jobs.here import no_scheduler_error
 from envbuild.jobs.model import JobArtifact, JobRequest
@@ -131,6 +134,36 @@ def test_a_container_sees_the_sites_folders_the_work_and_the_script(tmp_path: Pa
     assert plan.run_files == ()
 
 
+def test_a_module_of_the_artifact_is_trained_with(tmp_path: Path) -> None:
+    request = JobRequest(module="pkg.train", arguments=("--lr", "0.1"), current=tmp_path)
+    plan = plan_job(request, _opened("enroot"), _site(tmp_path, SLURM))
+    assert (plan.command, plan.run_files, plan.origins["command"]) == (
+        ("-m", "pkg.train", "--lr", "0.1"), (), "--module",
+    )  # fmt: skip
+    assert plan.mounts == ((str(tmp_path), str(tmp_path)),)
+
+
+def test_a_script_that_only_nodes_have_is_doubted_and_one_in_the_image_is_not(tmp_path: Path) -> None:
+    site = _site(tmp_path, FSX)
+    plan = plan_job(JobRequest(script="/fsx/ada/t.py", current=tmp_path), _at("/fsx/ada/x.sqsh"), site)
+    assert plan.command == ("/fsx/ada/t.py",)
+    (doubt,) = possible_faults(plan, "x86_64")
+    assert doubt == "there is no /fsx/ada/t.py on this host: the job fails where nodes do not see it"
+    blobs = Blobs(tmp_path / "blobs")
+    layer = artifacts.layer(blobs, {"opt/env/t.py": b"x"})
+    _, config = artifacts.image(blobs, [layer])
+    artifacts.docker_archive(tmp_path / "i.tar", blobs, config, [layer], "x:1")
+    image = tmp_path / "x.sqsh"
+    line = ["enroot", "--from", f"docker-archive:{tmp_path}/i.tar", "--out", str(image), "--no-verify"]
+    CliRunner().invoke(cli, line, env={"ENVBUILD_STORE": str(tmp_path / "store")}, catch_exceptions=False)
+    shared = _site(tmp_path, f'{SLURM}[paths]\nshared = "{tmp_path}"\n[container]\nruntime = "pyxis"\n')
+    plan = plan_job(JobRequest(script="/opt/env/t.py", current=tmp_path), _at(str(image)), shared)
+    assert list(possible_faults(plan, "x86_64")) == []
+    assert (plan.origins["command"], plan.mounts) == ("--script, in the image", ((str(tmp_path), str(tmp_path)),))
+    plan = plan_job(JobRequest(script="/opt/env/none.py", current=tmp_path), _at(str(image)), shared)
+    assert "there is no /opt/env/none.py" in next(possible_faults(plan, "x86_64"))
+
+
 def test_gpus_are_the_sites_and_a_fabric_brings_its_variables_and_plugin(tmp_path: Path) -> None:
     site = _site(
         tmp_path, SLURM + '[node]\ngpus = 4\n[fabric]\ninterface = "hsn0"\nvariables = { NCCL_IB_GID_INDEX = "3" }\n'
@@ -163,6 +196,8 @@ def test_gpus_are_the_sites_and_a_fabric_brings_its_variables_and_plugin(tmp_pat
         (SLURM, JobRequest(name="a b"), _opened(), "cannot be a job's name"),
         (SLURM, JobRequest(time="banana"), _opened(), "is no time limit"),
         (SLURM, JobRequest(script="absent.py"), _opened(), "there is no script absent.py"),
+        (SLURM, JobRequest(script="t.py", module="pkg.t"), _opened(), "without --script"),
+        (SLURM, JobRequest(module="pkg/t.py"), _opened(), "such as pkg.train"),
         (SLURM, JobRequest(strategy="single", nodes=2), _opened(), "leave out --nodes"),
         (SLURM, JobRequest(rendezvous="etcd-v2"), _opened(), "needs --endpoint"),
         (SLURM, JobRequest(rendezvous="etcd-v2", endpoint="e:2379"), _opened(), "lacks python-etcd"),

@@ -113,6 +113,11 @@ PLANS: dict[str, JobPlan] = {
         modules=LOADED,
     ),
 }  # fmt: skip
+# A module of the artifact instead of the bundled trainer, on each scheduler.
+PLANS |= {
+    f"{one.scheduler}-module": replace(one, command=("-m", "pkg.train", "--lr", "0.1"), run_files=())
+    for one in (PLAN, PBS, LSF, FLUX)
+}
 
 
 @pytest.mark.parametrize("name", PLANS)

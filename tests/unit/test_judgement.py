@@ -138,6 +138,9 @@ BREAKS: dict[str, tuple[str, Callable[[Launched], object]]] = {
     "a reference process that failed": ("reference", lambda r: r["reference"].update(returncodes=[7])),
     "an optimizer that does not step": ("loss", flat),
     "a curve that leaves the reference's": ("curve", lambda r: curve(r, lambda loss: loss * 1.001)),
+    "a module that one rank cannot import": (
+        "imports", lambda r: ranks(r)[2]["imports"].update(numpy="ImportError: libopenblas.so: no such file")),
+    "a rank that imported nothing": ("imports", lambda r: ranks(r)[3].update(imports=[])),
     "a curve of the second launch that does": ("curve", lambda r: curve(r, lambda loss: loss * 1.001, "second")),
 }  # fmt: skip
 
@@ -167,7 +170,7 @@ def judged(launched: Launched, work: Path, floor: float = 0.0, floor_of: str = "
     settings = Settings(epochs=launched["epochs"])
     assert settings.first_epochs == launched["half"]
     bench = Bench(nodes, work, settings, subject, network, launched["request"], floor, floor_of)
-    return judge_launches(bench, first, second, reference)
+    return judge_launches(bench, first, second, reference, ["numpy"])
 
 
 @pytest.fixture
@@ -177,7 +180,7 @@ def launched(tmp_path: Path) -> Launched:
     found: Launched = json.loads(RECORDED.read_text())
     probed = json.loads(PROBED.read_text())
     for rank, probes in zip(ranks(found), probed["ranks"], strict=True):
-        rank["probes"] = probes
+        rank |= {"probes": probes, "imports": {"numpy": ""}}
     cases = {check: cases_of(check) for check in ("allreduce", "collectives")}
     return {**found, "request": {**probed["request"], "cases": cases}}
 
@@ -189,6 +192,7 @@ def test_nothing_broken_nothing_fails(launched: Launched, tmp_path: Path) -> Non
         for name in (
             "launch", "world", "versions", "fabric", "allreduce", "collectives", "bandwidth", "parameters", "sampler",
             "optimizer", "snapshot", "relaunch", "resume", "reference", "loss", "curve",
+            "imports",
         )
     ]  # fmt: skip
 

@@ -129,7 +129,23 @@ def environment(trainer: WheelFile, **changed: Any) -> LayerRequest:
         "state": '{"a": 1}', "compiler": COMPILER, "mtime": FIXED_TIME,
         "system_packages": False, "folders": ["/workspace"], **changed,
     }  # fmt: skip
-    return environment_part(trainer, **inputs)
+    return environment_part([trainer], **inputs)
+
+
+def test_own_code_is_in_the_last_layer_after_the_trainer(tmp_path: Path) -> None:
+    trainer, own = located(make_wheel(tmp_path, "ddp-train")), located(make_wheel(tmp_path, "own"))
+    other = located(make_wheel(tmp_path / "other", "own", files={"own/more.py": b"1"}))
+    inputs: dict[str, Any] = {
+        "scheme": SCHEME, "interpreter": "/usr/bin/python3.11", "python_version": "3.11.2", "state": "{}",
+        "compiler": None, "mtime": FIXED_TIME, "system_packages": False,
+    }  # fmt: skip
+    alone, with_own, with_other = (environment_part([trainer, *more], **inputs) for more in ([], [own], [other]))
+    assert len({alone.key, with_own.key, with_other.key}) == 3
+    assert with_own.title == "ddp-train 1.0, own 1.0 and envbuild.json"
+    paths = [entry.path for entry, _ in with_own.tree()]
+    site_packages = SCHEME.site_packages
+    assert paths.index(f"{site_packages}/own/__init__.py") > paths.index(f"{site_packages}/ddp_train/__init__.py")
+    assert paths[-1] == "opt/env/envbuild.json"
 
 
 def test_the_frame_is_an_environment_that_python_takes_as_one(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from envbuild.lock.format import Lock, LockedPackage, render
 from envbuild.plan.plan import Plan
 from envbuild.recipe.find import shipped_folder
 from envbuild.recipe.load import load_recipe
-from envbuild.recipe.model import ImageTable, VerifyTable
+from envbuild.recipe.model import ImageTable
 from envbuild.recipe.targets import Target
+from envbuild.recipe.verify_table import VerifyTable
 from envbuild.verify.static_checks import check_built_torch
 
 TARGET = Target("cpu", platform.machine())

@@ -17,6 +17,7 @@ from envbuild.errors import RecipeError
 from envbuild.recipe.find import list_recipes, shipped_folder
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import Recipe, TargetTable, VerifyTable
+from envbuild.recipe.project import ProjectTable
 
 TOP = Path(__file__).parents[2]
 SCHEMA_FILE = TOP / "docs" / "recipe.schema.json"
@@ -76,14 +77,20 @@ def test_the_mistakes_of_the_page_are_reported_so(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("cls", "title"), [(Recipe, "## Keys"), (TargetTable, "### `[targets.NAME]`"), (VerifyTable, "### `[verify]`")]
+    ("cls", "title"),
+    [
+        (Recipe, "## Keys"),
+        (TargetTable, "### `[targets.NAME]`"),
+        (VerifyTable, "### `[verify]`"),
+        (ProjectTable, "### `[project]`"),
+    ],
 )
 def test_the_page_has_every_key_with_its_default(cls: type, title: str) -> None:
     section = re.split(r"^##", PAGE.partition(f"\n{title}\n")[2], flags=re.M)[0]
     rows = dict(re.findall(r"^\| `(\w+)` \|[^|]*\| (?:`([^`|]*)`)?[^|]*\|", section, re.M))
     assert list(rows) and set(rows) == {field.name for field in fields(cls)}
     for field in fields(cls):
-        if field.default is not MISSING:
+        if field.default not in (MISSING, None):
             written = tomllib.loads(f"x = {rows[field.name]}")["x"]
             expected = list(field.default) if isinstance(field.default, tuple) else field.default
             assert written == expected, field.name

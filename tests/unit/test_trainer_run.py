@@ -21,7 +21,7 @@ ALONE = find_rank_info({})
 RANK_KEYS = {
     "rank", "local_rank", "group_rank", "local_world_size", "world_size", "host", "pid", "device",
     "allreduce", "parameters_digest", "restart_count", "sys_executable", "sys_prefix",
-    "python_version", "torch_version", "torch_file", "torch_cuda", "ddp_train_file", "gloo_ifname", "probes",
+    "python_version", "torch_version", "torch_file", "torch_cuda", "ddp_train_file", "gloo_ifname", "probes", "imports",
     "libraries", "sockets", "interfaces", "store", "nccl", "nccl_log",
 }  # fmt: skip
 REPORT_KEYS = {

@@ -1,0 +1,251 @@
+"""The user's own code, `[project]` of a recipe: its files, and the wheel of them that artifacts get last.
+
+The wheel is kept in the store by the digest of the files. Sources: PEP 517 (build back ends), git-ls-files(1),
+gitignore(5); reproducible-builds.org, "SOURCE_DATE_EPOCH"; Python's documentation of site (.pth files).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import zipfile
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from email.parser import HeaderParser
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+
+from envbuild import process
+from envbuild.cache.hashed import read_note, write_note
+from envbuild.environment import Environment
+from envbuild.errors import BuildError, HostError, RecipeError
+from envbuild.layers.compose import FIXED_TIME
+from envbuild.layers.contents import reading
+from envbuild.layers.trainer import NAME, described, pack, with_record
+from envbuild.lock.offers import applicable
+from envbuild.names import normalise
+from envbuild.plan.plan import Plan
+from envbuild.progress import log
+from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.project import OwnCode
+
+# Increase it when the wheel changes although the files do not.
+_FORMAT = 1
+_SKIPPED = re.compile(
+    r"\.git|\.hg|\.svn|\.venv|\.tox|\.nox|__pycache__|\.(mypy|pytest|ruff)_cache|build|dist|[^/]*\.egg-info|[^/]*\.py[co]"
+)
+# Files of environments: a folder with one of them is no source.
+_ENVIRONMENTS = ("pyvenv.cfg", "conda-meta", "envbuild.json")
+
+
+def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = False) -> OwnCode | None:
+    """Return the project of a recipe with its files, None without one. Raises RecipeError when it has no Python file.
+
+    Tracked files that were changed count as they are; untracked Python files are reported.
+    """
+    code, table = loaded.code, loaded.recipe.project
+    if code is None or table is None:
+        return None
+    git, where = partial(_git, code.root, environment.variables), f"{code.where}: 'path' in [project]:"
+    tracked = None if table.include else git("ls-files", "-z", "--recurse-submodules")
+    names = _all_files(code.root) if tracked is None else tracked.split("\0")[:-1]
+    if left := tracked and (git("ls-files", "-z", "-o", "--exclude-standard", "*.py") or "").split("\0")[:-1]:
+        log(f"note: [project]: {len(left)} files are left out, as git does not track them: {', '.join(left[:5])}")
+    files = []
+    for name in sorted({n for n in names if _matches(n, table.include or ("*",)) and not _matches(n, table.exclude)}):
+        path = code.root / name
+        if not name.isprintable() or "\ufffd" in name:
+            raise RecipeError(f"{where} {name!r} is no name for a file of a wheel", "rename it")
+        try:
+            if path.is_file():
+                mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
+                files.append((name, mode, environment.store.file_digest(path)))
+        except OSError as error:
+            raise RecipeError(f"{where} {path}: {error.strerror}") from error
+    if not any(name.endswith(".py") for name, _, _ in files):
+        hint = "correct `path` or `include`" if tracked is None else "`git add` it, or say `include` in [project]"
+        raise RecipeError(f"{where} no Python package found: no .py among {len(files)} files of {code.root}", hint)
+    commit = "" if editable else (git("rev-parse", "--quiet", "--verify", "HEAD") or "").strip()
+    if commit and git("status", "--porcelain", "--untracked-files=no", "--", "."):
+        commit += "-dirty"
+    return replace(code, files=tuple(files), commit=commit, editable=editable)
+
+
+def _git(root: Path, variables: Mapping[str, str], *words: str) -> str | None:
+    """Return what git says in `root`, None if it is in no work tree or there is no git."""
+    env = {name: value for name, value in variables.items() if not name.startswith("GIT_")} | {"LC_ALL": "C"}
+    with contextlib.suppress(HostError):
+        done = process.run(["git", "-C", root, *words], env=env, check=False)
+        if done.returncode == 0:
+            return done.stdout
+        if done.stderr and "not a git repository" not in done.stderr:
+            log(f"note: [project]: {process.tail(done).strip()}")
+    return None
+
+
+def _all_files(root: Path) -> Iterator[str]:
+    for here, folders, files in os.walk(root):
+        folders[:] = [
+            name for name in folders
+            if not _SKIPPED.fullmatch(name) and not any((Path(here, name) / one).exists() for one in _ENVIRONMENTS)
+        ]  # fmt: skip
+        yield from (os.path.relpath(os.path.join(here, name), root) for name in files if not _SKIPPED.fullmatch(name))
+
+
+def _matches(path: str, globs: Collection[str]) -> bool:
+    """Return whether one of `globs` matches `path` or a folder around it; one without a slash matches any of its names.
+
+    `*` matches slashes, too.
+    """
+    names = path.split("/")
+    around = ["/".join(names[:count]) for count in range(1, len(names) + 1)]
+    return any(
+        fnmatchcase(one, glob.strip("/")) for glob in globs for one in (around if "/" in glob.rstrip("/") else names)
+    )
+
+
+def project_wheel(plan: Plan, environment: Environment, *, offline: bool) -> tuple[str, str, Path] | None:
+    """Return name, version and wheel of the plan's project, from the store or built now; None without a project.
+
+    Raises BuildError when its build back end fails, when the files change meanwhile, or when the wheel does not suit
+    the plan; RecipeError when a locked package has its name.
+    """
+    code, store = plan.project, environment.store
+    if code is None:
+        return None
+    content = json.dumps([_FORMAT, plan.python, code.module, str(code.root) if code.editable else "", code.files])
+    note = store.folder("projects") / f"{hashlib.sha256(content.encode()).hexdigest()}.json"
+    path: Path | None = None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        path = store.find_wheel(read_note(note)["sha256"])
+    if path is None:
+        log(f"{code.root}: building its wheel")
+        try:
+            with store.working("building") as work:
+                made = _plain(code, work) if code.module else _built(code, work, plan, environment, offline)
+                made = _editable(code, made) if code.editable else made
+                sha256 = hashlib.sha256(made.read_bytes()).hexdigest()
+                path = store.adopt(made, sha256, made.name)
+                write_note(note, {"sha256": sha256})
+        except OSError as error:
+            raise store.unwritable(error) from error
+    return *_checked(code, path, plan), path
+
+
+def _contents(code: OwnCode) -> Iterator[tuple[str, int, bytes]]:
+    for name, mode, sha256 in code.files:
+        try:
+            data = (code.root / name).read_bytes()
+        except OSError:
+            data = b""
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise BuildError(f"{code.root / name} changed while it was read", "run it again")
+        yield name, mode, data
+
+
+def _plain(code: OwnCode, work: Path) -> Path:
+    folder, info = code.module.replace(".", "/"), f"{code.name.replace('-', '_')}-0"
+    files = [(f"{folder}/{name}", data) for name, _, data in _contents(code)]
+    executable = {f"{folder}/{name}" for name, mode, _ in code.files if mode & 0o100}
+    metadata = f"Metadata-Version: 2.1\nName: {code.name}\nVersion: 0\n"
+    path = work / f"{info}-py3-none-any.whl"
+    path.write_bytes(pack(described(files, f"{info}.dist-info", metadata), executable))
+    return path
+
+
+def _built(code: OwnCode, work: Path, plan: Plan, environment: Environment, offline: bool) -> Path:
+    for name, mode, data in _contents(code):
+        path = work / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        path.chmod(mode)
+    environment.write_uv_settings(work / "uv.toml", ())
+    options = ["--offline"] if offline else []
+    done = process.run(
+        [environment.uv, "build", "--wheel", "--config-file", work / "uv.toml", "--python", plan.python,
+         "--out-dir", work / "dist", *options, work / "source"],
+        env={**environment.uv_environment(), "SOURCE_DATE_EPOCH": str(FIXED_TIME), "PYTHONHASHSEED": "0"},
+        check=False,
+    )  # fmt: skip
+    wheels = sorted(work.glob("dist/*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        failure = f"the wheel of {code.root} cannot be built ({process.ending(done.returncode)})"
+        raise BuildError(
+            f"{code.where}: [project]: {failure}:\n{process.tail(done)}",
+            "the build sees no git history, and only the files that git tracks, or `include` in [project]; try it with "
+            "`uv build --wheel`",
+        )
+    return wheels[0]
+
+
+def _editable(code: OwnCode, wheel: Path) -> Path:
+    """Return a wheel with the metadata of `wheel`, and a .pth file with the folders of its modules instead of these."""
+    folders = [code.root.parents[code.module.count(".")]] if code.module else [code.root, code.root / "src"]
+    with zipfile.ZipFile(wheel) as archive:
+        info, names = _info(archive), [name for name in archive.namelist() if not name.endswith("/")]
+        kept = [(name, archive.read(name)) for name in names if name.startswith(info) and name != f"{info}/RECORD"]
+    modules = [name for name in names if not name.startswith(info)]
+    places = {name: str(folder) for folder in folders for name in modules if (folder / name).is_file()}
+    if lost := sorted(set(modules) - places.keys()):
+        has = " or ".join(map(str, folders))
+        raise BuildError(f"{code.where}: [project]: {lost[0]} of its wheel is not in {has}", "leave --editable out")
+    text = "".join(f"{one}\n" for one in sorted(set(places.values())))
+    path = wheel.parent / "editable" / wheel.name
+    path.parent.mkdir()
+    path.write_bytes(pack(with_record([(f"__editable__.{info.partition('-')[0]}.pth", text.encode()), *kept], info)))
+    return path
+
+
+def _info(archive: zipfile.ZipFile) -> str:
+    found = [name for name in archive.namelist() if re.fullmatch(r"[^/]*\.dist-info/METADATA", name)]
+    if len(found) != 1:
+        raise BuildError(f"{archive.filename} is no wheel: it has {len(found)} files METADATA")
+    return found[0].partition("/")[0]
+
+
+def _checked(code: OwnCode, wheel: Path, plan: Plan) -> tuple[str, str]:
+    """Return name and version of `wheel`; raise an error if it has no module, or does not suit the rest of `plan`."""
+    # An existing base may have packages that no lock has.
+    whole = plan.image is None or plan.image.base == "debian" or plan.conda
+    with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
+        info, names = _info(archive), archive.namelist()
+        about = HeaderParser().parsestr(archive.read(f"{info}/METADATA").decode("utf-8", "replace"))
+        lines = [str(line) for line in about.get_all("Requires-Dist", []) if whole]
+        wanted = [applicable(lines, plan.python, plan.platform, extra) for extra in ("", *code.extras)]
+    stem, _, version = info.removesuffix(".dist-info").rpartition("-")
+    name, where = normalise(stem), f"{code.where}: [project]: {wheel.name}"
+    known = check_name(plan, name) | {name: ""}  # its extras may require it
+    if all(member.startswith(info) for member in names):
+        raise BuildError(f"{where}: no Python package found", "say in pyproject.toml where its packages are")
+    if plan.image is not None and not wheel.name.endswith("-any.whl"):
+        raise BuildError(
+            f"{where} was compiled for this host, and an image may be unable to load it",
+            "build a venv or conda environment, or compile it as a layer of [layers]",
+        )
+    for other, line in ((other, line) for one in wanted for other, lines in one.items() for line in lines):
+        has = known.get(other)
+        if has is None or (has and not line.specifier.contains(has, prereleases=True)):
+            raise BuildError(
+                f"{where} requires {line}, and {has or 'no version'} is locked",
+                "if its build back end computes its requirements, add them to `requirements` of the recipe",
+            )
+    return name, version
+
+
+def check_name(plan: Plan, name: str) -> dict[str, str]:
+    """Return the other distributions of `plan`, with versions where known; raise RecipeError if one has this `name`."""
+    known = {NAME: "", **{one.name: "" for one in plan.sources}, **{one.name: one.version for one in plan.packages}}
+    if plan.conda:
+        from envbuild.lock.conda_kind import provided
+
+        known |= provided(plan.conda)
+    if name in known and plan.project is not None:
+        raise RecipeError(
+            f"{plan.project.where}: 'path' in [project]: its distribution is {name}, as that of a locked package",
+            f"remove {name} from the requirements, or rename the project",
+        )
+    return known

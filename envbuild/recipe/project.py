@@ -1,0 +1,167 @@
+"""`[project]`: the user's own code, and the requirements that it declares.
+
+Sources: PyPA "pyproject.toml specification" and "Dependency Groups"; setuptools, "Configuring setuptools using
+pyproject.toml" ([tool.setuptools.dynamic]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from envbuild.errors import RecipeError
+from envbuild.files import read_small
+from envbuild.names import normalise
+from envbuild.recipe.checks import requirement_problem
+from envbuild.toml import Document, form, key, nearest, read
+
+_MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
+# Files from which a build backend learns the project's name and metadata.
+_METADATA = ("pyproject.toml", "setup.cfg", "setup.py")
+_EXTRAS, _GROUPS = ("project", "optional-dependencies"), ("dependency-groups",)
+
+
+@dataclass(frozen=True)
+class ProjectTable:
+    """`[project]`: the user's own code, which every artifact gets last. It is part of the plan, and of no lock."""
+
+    path: str = field(
+        metadata={
+            "doc": "The project's folder, relative to the recipe's: with pyproject.toml ([project] or [build-system])"
+            " or setup.py a wheel is built of it, else its files are copied.",
+            "pattern": r"^\S(.*\S)?$",
+            "example": "../..",
+        }
+    )
+    module: str = key(
+        "", "Copy the files under this module path instead of building a wheel. Default without a pyproject.toml:"
+        " the folder's name.",
+        check=lambda text: form(_MODULE, "is not a module path, such as pkg or pkg.sub")(text) if text else None,
+        example="pkg",
+    )  # fmt: skip
+    include: tuple[str, ...] = key(
+        (), "Globs of the files to take. Default: those that git tracks, else all.",
+        example=["src/**", "pyproject.toml"],
+    )  # fmt: skip
+    exclude: tuple[str, ...] = key((), "Globs of files to leave out.", example=["tests/**"])
+    extras: tuple[str, ...] = key((), "Extras of the project that the lock covers too.", example=["train"])
+    groups: tuple[str, ...] = key((), "Dependency groups that the lock covers too.", example=["eval"])
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCode:
+    """The user's own code in the folder `root`.
+
+    `name` is its distribution, "" if only its build backend knows it. A plain folder has the `module` path of its
+    files; "" stands for a wheel. `files` are (path, mode, sha256), and `commit` is git's, with `-dirty` if tracked
+    files changed since. With `editable`, an environment refers to the folder, at no commit. `where` is
+    FILE:LINE:COL of its path in the recipe.
+    """
+
+    root: Path
+    name: str
+    module: str
+    extras: tuple[str, ...]
+    where: str
+    files: tuple[tuple[str, int, str], ...] = ()
+    commit: str = ""
+    editable: bool = False
+
+    @property
+    def digest(self) -> str:
+        """sha256 over all that determines what an artifact holds of it; if `editable`, no other file counts."""
+        import hashlib
+        import json
+
+        files = [one for one in self.files if not self.editable or one[0] in _METADATA]
+        content = [str(self.root) if self.editable else "", self.module, files]
+        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def declared_code(document: Document, table: ProjectTable) -> OwnCode:
+    """Return the project of a recipe, without its files. Raises RecipeError for a folder that is none."""
+    where = document.where("project", "path")
+    root = (document.path.parent / table.path).resolve()
+    if not root.is_dir():
+        raise RecipeError(f"{where}: 'path' in [project]: there is no folder {root}")
+    data = _pyproject(root).data
+    module = table.module
+    if not module and not {"project", "build-system"} & data.keys() and not (root / "setup.py").is_file():
+        module = root.name
+        if form(_MODULE, "")(module):
+            raise RecipeError(
+                f"{where}: 'path' in [project]: {root} has no package, and {module!r} is not a module's name",
+                'name one: module = "pkg" in [project]',
+            )
+    name = _at(data, ("project", "name"))
+    name = module.replace(".", "-") if module else name if isinstance(name, str) else ""
+    return OwnCode(root, normalise(name), module, table.extras, where)
+
+
+def _pyproject(root: Path) -> Document:
+    path = root / "pyproject.toml"
+    return read(path) if path.is_file() else Document(path, "", {})
+
+
+def declared_requirements(code: OwnCode, table: ProjectTable, document: Document) -> Iterator[str]:
+    """Yield the requirements in the pyproject.toml of `code`, with the extras and groups that `table` names.
+
+    Those that only a build backend knows are left out. Raises RecipeError for faulty ones.
+    """
+    from packaging.requirements import Requirement
+
+    own = _pyproject(code.root)
+    name = normalise(str(_at(own.data, ("project", "name")) or ""))
+    todo: list[tuple[str, tuple[str, ...]]] = [(code.where, ("project", "dependencies"))]
+    for kind, parent in (("extras", _EXTRAS), ("groups", _GROUPS)):
+        names = enumerate(getattr(table, kind))
+        todo += [(document.where("project", kind, number), (*parent, normalise(one))) for number, one in names]
+    for asked, keys in todo:  # which grows meanwhile
+        for where, text in _entries(own, keys, asked):
+            more: list[tuple[str, ...]] = []
+            if isinstance(text, dict):
+                more = [(*_GROUPS, normalise(str(text.get("include-group"))))]
+            elif problem := requirement_problem(text):
+                raise RecipeError(f"{where}: {problem} ([project] of {document.path})")
+            elif normalise((parsed := Requirement(text)).name) == name:  # "pkg[a,b]" among its own extras
+                more = [(*_EXTRAS, normalise(extra)) for extra in sorted(parsed.extras)]
+            else:
+                yield text
+            todo += [(where, one) for one in more if all(one != known for _, known in todo)]
+
+
+def _entries(own: Document, keys: tuple[str, ...], asked: str) -> Iterator[tuple[str, Any]]:
+    """Yield each entry of the array at `keys` with its position, or of the files that setuptools reads instead.
+
+    The last key is normalised, and `asked` for at this position: RecipeError is raised if nothing has it.
+    """
+    above, name = keys[:-1], keys[-1]
+    table = _at(own.data, above)
+    known = {normalise(one): one for one in table} if isinstance(table, dict) else {}
+    keys = (*above, known.get(name, name))
+    entries, files = _at(own.data, keys), _at(own.data, ("tool", "setuptools", "dynamic", *keys[1:], "file"))
+    if entries is None:
+        for file in files if isinstance(files, list) else [files] if isinstance(files, str) else ():
+            try:
+                lines = read_small(own.path.parent / str(file)).decode().splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise RecipeError(f"{own.where('tool', 'setuptools', 'dynamic')}: {file}: {error}") from None
+            texts = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
+            yield from ((f"{own.path.parent / str(file)}:{number}", text) for number, text in texts if text)
+        # Extras that a backend computes are compared with the lock when the wheel is built.
+        computed = "project" not in own.data or "optional-dependencies" in str(_at(own.data, ("project", "dynamic")))
+        if above == _GROUPS or (above == _EXTRAS and not computed):
+            raise RecipeError(f"{asked}: {own.path} has no {'.'.join(keys)}{nearest(name, known.values())}")
+        return
+    for number, entry in enumerate(entries if isinstance(entries, list) else [None]):
+        if not isinstance(entry, str) and not (isinstance(entry, dict) and above == _GROUPS):
+            raise RecipeError(f"{own.where(*keys)}: expected an array of requirements")
+        yield own.where(*keys, number), entry
+
+
+def _at(data: Any, keys: tuple[str, ...]) -> Any:
+    for name in keys:
+        data = data.get(name) if isinstance(data, dict) else None
+    return data

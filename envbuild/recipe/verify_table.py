@@ -1,0 +1,122 @@
+"""`[verify]` of a recipe: the training, the imports and the command that verify an artifact."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from envbuild.toml import Document, Problem, form, key
+
+# A bound on the last value of a metric: "< 0.5".
+BOUND = re.compile(r"(<=|>=|<|>) *([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)")
+_module = form(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "is not the name of a module")
+
+
+def _excepted_problem(text: str) -> str | None:
+    return None if text == "*" else _module(text)
+
+
+def _command_problem(text: str) -> str | None:
+    """Return why `text` is no command line, or None."""
+    try:
+        return None if shlex.split(text) else "is empty"
+    except ValueError as error:
+        return f"{text!r} is no command line: {error}"
+
+
+def _metric_problem(text: str) -> str | None:
+    """Return why `text` is no regular expression for a number, or None."""
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        return f"{text!r} is no regular expression: {error}"
+    return None if groups == 1 else f"{text!r} has {groups} groups; the number must be its only one, as in 'loss: (.+)'"
+
+
+def _bound_problem(text: str) -> str | None:
+    found = BOUND.fullmatch(text)
+    try:
+        good = found is not None and math.isfinite(float(found[2]))
+    except ValueError:
+        good = False
+    return None if good else f"{text!r} is no bound, such as '< 0.5' or '>= 90'"
+
+
+@dataclass(frozen=True)
+class ExpectTable:
+    """`[verify.expect]`: what the command of [verify] must leave behind."""
+
+    exit_code: int = key(0, "The exit code on every node.", minimum=0, example=0)
+    metric: str = key(
+        "", "A regular expression whose only group is a number that rank 0 prints repeatedly.",
+        check=_metric_problem, example="loss: ([0-9.e+-]+)",
+    )  # fmt: skip
+    trend: Literal["finite", "falls", "rises"] = key(
+        "finite", "The metric's course from its first to its last value; `finite`: at least one value, all finite.",
+        example="falls",
+    )  # fmt: skip
+    last: str = key("", "A bound that the metric's last value must keep.", check=_bound_problem, example="< 0.5")
+    file: str = key(
+        "", "A file that must exist and not be empty afterwards, relative to the folder the command starts in.",
+        pattern=r"[^\0\n]*", example="out/model.pt",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class VerifyTable:
+    """`[verify]`: the distributed training that verifies an artifact, and the checks of the user's own code."""
+
+    nodes: int = key(2, "Nodes that train together.", minimum=1, example=2)
+    nproc_per_node: int = key(2, "Processes on each node.", minimum=1, example=2)
+    epochs: int = key(6, "Passes over the data.", minimum=1, example=6)
+    batch_size: int = key(32, "Samples in a batch of one process.", minimum=1, example=32)
+    model: Literal["linear", "mlp", "cnn"] = key("mlp", "The model that is trained.", example="mlp")
+    timeout_s: int = key(600, "Seconds after which the run has failed.", minimum=1, example=600)
+    loss_tolerance: float = key(
+        1e-4, "Relative difference of losses that still counts as equal.", minimum=0, example=1e-4
+    )
+    busbw_floor: float = key(
+        0.0, "GB/s of bus bandwidth that the largest all-reduce must reach. 0: measured, not judged.",
+        minimum=0, example=40.0,
+    )  # fmt: skip
+    trainer: bool = key(True, "false: no training, for environments without torch.", example=True)
+    imports: tuple[str, ...] = key(
+        (), "Modules that every rank must be able to import, besides the top-level modules of the direct requirements.",
+        check=_module, example=["transformers"],
+    )  # fmt: skip
+    imports_except: tuple[str, ...] = key(
+        (), 'Modules of direct requirements that are not imported; ["*"] for none of them.',
+        check=_excepted_problem, example=["torchgen"],
+    )  # fmt: skip
+    command: str = key(
+        "", "A command of your own, started by torchrun as every rank. No shell reads it.",
+        check=_command_problem, example="python -m pkg.train --max-steps 20",
+    )  # fmt: skip
+    expect: ExpectTable = key(ExpectTable(), "What the command must leave behind.")
+
+
+# Keys that recipes had no digest for before they existed: with their defaults they stay out of it.
+LATER = ("trainer", "imports", "imports_except", "command", "expect")
+
+
+def expect_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield keys of [verify.expect] that have no effect without another key."""
+    verify = document.data.get("verify")
+    expect = verify.get("expect") if isinstance(verify, dict) else None
+    if not isinstance(verify, dict) or not isinstance(expect, dict):
+        return
+    if not verify.get("command"):
+        yield ("verify", "expect"), "[verify.expect] needs `command` in [verify]"
+    for name in ("trend", "last"):
+        if name in expect and not expect.get("metric"):
+            yield ("verify", "expect", name), f"{name!r} in [verify.expect] needs `metric`"
+
+
+def expect_of(table: Mapping[str, Any]) -> ExpectTable:
+    """Return the [verify.expect] table from plain data; unknown keys, of a newer envbuild, are ignored."""
+    known = {field.name for field in fields(ExpectTable)}
+    return ExpectTable(**{name: value for name, value in table.items() if name in known})

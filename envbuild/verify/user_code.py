@@ -1,0 +1,190 @@
+"""Verification of the recipe's own code: imports on every rank, and a command with its expected results."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+
+from envbuild.artifacts.survey import Survey
+from envbuild.diagnose.engine import explain
+from envbuild.masking import masked_forms
+from envbuild.progress import Log
+from envbuild.recipe.verify_table import BOUND, ExpectTable
+from envbuild.verify.launch import TRAINER, Bench, Outcome, TrainingJob, run_program
+from envbuild.verify.model import FAIL, Check, Report, Settings, blocked, judge, not_tried
+from envbuild.verify.training_checks import log_tail
+
+# Read by the trainer (ddp_train/imports.py).
+IMPORTS = "DDP_TRAIN_IMPORTS"
+_SHOWN = 5
+_FILE_TIMEOUT_S = 60.0
+_IMPORT = "import sys; sys.path.insert(0, sys.argv[1]); from ddp_train.imports import main; main(sys.argv[2])"
+_SIZE = "import os, sys; sys.exit(not (os.path.isfile(sys.argv[1]) and os.path.getsize(sys.argv[1])))"
+_RANK0 = re.compile(r"^\[0\.0\]: ?", re.MULTILINE)
+# The ranks' own lines begin with their numbers.
+_EXIT_CODE = re.compile(r"^E\d{4} .{0,500}?failed \(exitcode: (-?\d{1,9})\)", re.MULTILINE)
+_COMPARE: dict[str, Callable[[float, float], bool]] = {
+    "<": lambda value, bound: value < bound,
+    "<=": lambda value, bound: value <= bound,
+    ">": lambda value, bound: value > bound,
+    ">=": lambda value, bound: value >= bound,
+}
+_TRENDS: dict[str, Callable[[Sequence[float]], bool]] = {
+    "finite": lambda values: bool(values),
+    "falls": lambda values: len(values) > 1 and values[-1] < values[0],
+    "rises": lambda values: len(values) > 1 and values[-1] > values[0],
+}
+
+
+def modules_to_import(settings: Settings, survey: Survey) -> list[str]:
+    """Return the modules that every rank imports: top-level ones of direct requirements, and those of the recipe."""
+    found = dict.fromkeys(settings.imports)
+    for name in settings.direct:
+        one = survey.distributions.get(name) or survey.distributions.get(f"{name} (pip)")
+        found |= dict.fromkeys(one.modules if one and "*" not in settings.imports_except else ())
+    return sorted(name for name in found if name not in settings.imports_except or name in settings.imports)
+
+
+def check_without_training(bench: Bench, survey: Survey, log: Log) -> list[Check]:
+    """Return the checks `imports` and `command` of an artifact in which nothing is trained."""
+    wanted = modules_to_import(bench.settings, survey)
+    checks = [check_imports(wanted, _import_alone(bench, wanted).reports if wanted else [])]
+    return [*checks, check_command(bench, survey, checks, log)]
+
+
+def check_command(bench: Bench, survey: Survey, checks: Sequence[Check], log: Log) -> Check:
+    """Run the command of [verify] and judge it, unless its modules cannot be imported, by the `checks` so far."""
+    if not bench.settings.command:
+        return not_tried("command", "give `command` in [verify] of the recipe")
+    if any(check.name == "imports" and check.status == FAIL for check in checks):
+        return blocked("command", "imports")
+    log(f"running {textwrap.shorten(bench.settings.command, 100)} …")
+    return run_command(bench, torchrun=survey.elf.torch is not None or bench.settings.trainer)
+
+
+def _import_alone(bench: Bench, modules: Sequence[str]) -> Outcome:
+    """Import `modules` in one process."""
+    settings, folder = bench.settings, bench.nodes.work / PurePath(TRAINER).parent
+    report = str(bench.nodes.work / "imports-report.json")
+    program = ("python", "-c", _IMPORT, str(folder), report)
+    job = TrainingJob("imports", (), 1, 1, settings.timeout_s, program=program, bare=True)
+    with bench.launch(job, {IMPORTS: " ".join(modules)}) as running:
+        return running.wait()
+
+
+def check_imports(wanted: Sequence[str], reports: Sequence[Report]) -> Check:
+    """Check that every rank imported every module of `wanted`; not tried for none."""
+    if not wanted:
+        return not_tried("imports", "no module is named, and no direct requirement has one")
+    failed: dict[str, dict[str, list[object]]] = {}
+    for rank in (rank for report in reports for rank in report.get("ranks", ())):
+        told = rank.get("imports") or {}
+        for name in wanted:
+            if problem := masked_forms(str(told.get(name, "not tried: the process ended before it"))):
+                failed.setdefault(name, {}).setdefault(problem, []).append(rank.get("rank"))
+    lines = [
+        f"{name} on rank {', '.join(map(str, ranks))}: {problem}"
+        for name, problems in failed.items()
+        for problem, ranks in problems.items()
+    ]
+    ranks = sum(len(report.get("ranks", ())) for report in reports)
+    if not ranks:
+        lines = ["the process that imports ended before its report"]
+    more = [f"{len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return judge(
+        "imports",
+        not lines,
+        seen="; ".join([*lines[:_SHOWN], *more]) or f"{', '.join(wanted)} on {ranks} ranks",
+        expected=f"{len(wanted)} modules imported by every rank",
+        evidence={"modules": list(wanted), "failed": failed},
+    )
+
+
+def run_command(bench: Bench, *, torchrun: bool) -> Check:
+    """Run the command of [verify] on the simulated nodes, by torchrun or once on each node, and judge its results."""
+    settings = bench.settings
+    job = TrainingJob(
+        "command", (), settings.nodes, settings.nproc_per_node, settings.timeout_s,
+        program=tuple(shlex.split(settings.command)), named=True, bare=not torchrun,
+    )  # fmt: skip
+    with bench.launch(job, {}) as running:
+        outcome = running.wait()
+    file, missing = settings.expect.file, False
+    if file and not outcome.timed_out:
+        log = bench.work / "command-file.log"
+        code, _ = run_program(bench.nodes, "python", ["-c", _SIZE, file], {}, log, _FILE_TIMEOUT_S)
+        missing = code != 0
+    return judge_command(settings.expect, outcome, missing)
+
+
+def judge_command(expect: ExpectTable, outcome: Outcome, missing: bool = False) -> Check:
+    """Check exit codes, metric and file of a command; `missing` says that its file is not there, or empty."""
+    values, wrong = metric_values(expect.metric, outcome.log), []
+    codes = outcome.returncodes
+    if any(codes) and not outcome.job.bare:
+        codes = _rank_codes(outcome) or codes
+    if outcome.timed_out:
+        wrong.append(f"still running after {outcome.seconds:.0f} s; stopped")
+    elif any(code != expect.exit_code for code in codes):
+        wrong.append(f"exit codes {codes}")
+    if expect.metric:
+        wrong += _metric_faults(expect, values)
+    if missing:
+        wrong.append(f"{expect.file} is missing or empty")
+    course = f"; {len(values)} values, {values[0]:.6g} -> {values[-1]:.6g}" if values else ""
+    shown = [f"exit code {expect.exit_code} on every node"]
+    if expect.metric:
+        shown.append(
+            f"values of {expect.metric!r}: {expect.trend}" + (f", the last {expect.last}" if expect.last else "")
+        )
+    if expect.file:
+        shown.append(f"{expect.file} is there")
+    return judge(
+        "command",
+        not wrong,
+        seen="; ".join(wrong) + f"\n{masked_forms(log_tail(outcome.log))}" if wrong else f"exit codes {codes}{course}",
+        expected=", ".join(shown),
+        cause=explain(outcome.log, "verification") if wrong else "",
+        evidence={
+            "command": " ".join(outcome.command), "returncodes": outcome.returncodes,
+            # JSON has no NaN.
+            "values": [value if math.isfinite(value) else str(value) for value in values[:1000]],
+            "seconds": round(outcome.seconds, 3),
+        },
+    )  # fmt: skip
+
+
+def _rank_codes(outcome: Outcome) -> list[int | None]:
+    """Return the exit codes of failed ranks, which torchrun prints; torchrun itself always exits with 1."""
+    return [int(code) for code in _EXIT_CODE.findall(outcome.log)]
+
+
+def metric_values(pattern: str, log: str) -> list[float]:
+    """Return the numbers that `pattern` finds in rank 0's lines of `log`, in order; NaN for text that is no number."""
+    if not pattern:
+        return []
+    found = []
+    own = [_RANK0.sub("", line) for line in log.splitlines() if _RANK0.match(line)]
+    for match in (match for line in own or log.splitlines() for match in re.finditer(pattern, line)):
+        try:
+            found.append(float(match[1]))
+        except (TypeError, ValueError):
+            found.append(math.nan)
+    return found
+
+
+def _metric_faults(expect: ExpectTable, values: Sequence[float]) -> list[str]:
+    if not values:
+        return [f"no line of rank 0 matches {expect.metric!r}"]
+    if not all(math.isfinite(value) for value in values):
+        return [f"the metric is not finite: {values[-_SHOWN:]}"]
+    wrong = []
+    if not _TRENDS[expect.trend](values):
+        wrong.append(f"the metric does not {expect.trend[:-1]}: {values[0]:.6g} -> {values[-1]:.6g}")
+    if (bound := BOUND.fullmatch(expect.last)) and not _COMPARE[bound[1]](values[-1], float(bound[2])):
+        wrong.append(f"the metric's last value is {values[-1]:.6g}, not {expect.last}")
+    return wrong

@@ -1,0 +1,62 @@
+"""`envbuild run`: a user's script in a venv and in a .sqsh, on simulated nodes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from .conftest import Command
+
+SCRIPT = """
+import os, pathlib, sys
+import torch.distributed as d
+d.init_process_group("gloo")
+names = [None] * d.get_world_size()
+d.all_gather_object(names, os.environ["GROUP_RANK"] + "." + os.environ["LOCAL_RANK"])
+print("here", *names, *sys.argv[1:], flush=True)
+pathlib.Path(f"rank{d.get_rank()}.txt").write_text(pathlib.Path("data.txt").read_text())
+d.barrier()
+sys.exit(3 if "--fail" in sys.argv and d.get_rank() == 1 else 0)
+"""
+
+
+def prepare(folder: Path) -> None:
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "data.txt").write_text("42")
+
+
+def test_a_script_in_a_venv_with_live_output_of_each_rank(
+    envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path
+) -> None:
+    prepare(tmp_path)
+    line = ("run", pt_cpu["path"], "--nodes", "2", "--nproc-per-node", "1", "--script", "train.py", "--", "--lr", "$1")
+    done = envbuild(*line)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # torchrun's own lines are not those of the program.
+    assert sorted(done.stdout.splitlines()) == ["[0.0]:here 0.0 1.0 --lr $1", "[1.0]:here 0.0 1.0 --lr $1"]
+    assert (tmp_path / "rank1.txt").read_text() == "42"
+    left = {name for name in os.listdir(tmp_path) if name.startswith(".envbuild")}
+    assert not left
+
+
+def test_a_script_in_an_image_and_its_failure(envbuild: Command, squash: dict[str, Any], tmp_path: Path) -> None:
+    prepare(tmp_path)
+    line = ("run", squash["enroot"]["path"], "--nproc-per-node", "2", "--script", "train.py", "--", "--fail")
+    done = envbuild(*line)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "[0.1]:here 0.0 0.1 --fail" in done.stdout and "exitcode  : 3" in done.stdout
+    assert (tmp_path / "rank1.txt").read_text() == "42"
+    none = envbuild("run", squash["enroot"]["path"], "--module", "ddp_train.nothing")
+    assert none.returncode == 1 and "[0.0]:" in none.stdout and "No module named ddp_train.nothing" in none.stdout
+
+
+def test_refusals(envbuild: Command, pt_cpu: dict[str, Any]) -> None:
+    for words, message in (
+        ((pt_cpu["path"],), "give --script F, --module M, or -- COMMAND"),
+        ((pt_cpu["path"], "--script", "gone.py"), "--script gone.py: there is no such file"),
+        ((pt_cpu["path"], "--script", "a.py", "--module", "a"), "--script and --module are two programs"),
+        (("nothing-of-that-name", "--module", "a"), "nothing is built of recipe 'nothing-of-that-name'"),
+    ):
+        done = envbuild("run", *words)
+        assert done.returncode == 2 and message in done.stderr, done.stderr
