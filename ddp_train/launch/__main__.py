@@ -4,8 +4,6 @@ STEP is find (where this node is), preflight or training. SETTINGS is the file s
 folder, and NUMBER this node's number, found in the launcher's variables if it is left out.
 
 Exit codes: those of the preflight or the training; 5 if this node cannot take part; 2 for a wrong command line.
-
-Sources: torch.distributed.run's documentation; pytorch/pytorch issues 73656, 79388, 135712, 150532.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ from ..errors import BAD_INPUT, TrainError
 from .end import run_child
 from .job import Run, cpus, read_run
 from .nodes import Row, meet, own_row, same_host, this_host
+from .strategies import strategy_variables, training
 
 # The exit code for a node that a job cannot use, as envbuild's own.
 UNUSABLE = 5
@@ -73,7 +72,7 @@ def _step(step: str, run: Run, number: int, local: int) -> int:
     if step == "preflight":
         words = ["-m", "ddp_train.preflight", *job.check]
     else:
-        environment.update(_strategy_variables(run, rows, here, number, local))
+        environment.update(strategy_variables(run, rows, here, number, local))
         words = training(run, rows, here, number)
     if job.library_path:
         environment["LD_LIBRARY_PATH"] = _before(job.library_path, environment.get("LD_LIBRARY_PATH"))
@@ -111,49 +110,6 @@ def variables(run: Run, rows: Sequence[Row], here: Row, number: int, environ: Ma
         found["OMP_NUM_THREADS"] = str(max(1, cpus() // job.nproc_per_node))
     found.update(job.variables)
     return found
-
-
-def training(run: Run, rows: Sequence[Row], here: Row, number: int) -> list[str]:
-    """Return the interpreter's arguments for the training."""
-    job = run.job
-    words = list(job.command)
-    for option, name in job.run_files.items():
-        words += [option, str(run.folder / name)]
-    if job.strategy != "ddp":
-        return words
-    head = rows[0].address
-    endpoint = job.endpoint or f"{f'[{head}]' if ':' in head else head}:{rows[0].port}"
-    if job.endpoint:
-        backend, conf = "etcd-v2", f"timeout={job.join_timeout_s}"
-    else:
-        # The batch script runs on the head, which is never replaced; a replacement may be the first node in the table.
-        host = here.address == head if job.auto_resume else number == 0
-        backend = "c10d"
-        conf = f"is_host={int(host)},join_timeout={job.join_timeout_s},read_timeout={job.read_timeout_s}"
-    start = ["-m", "torch.distributed.run", "--nnodes", str(job.nodes), "--nproc-per-node", str(job.nproc_per_node)]
-    start += ["--max-restarts", str(job.max_restarts), "--rdzv-id", run.id, "--rdzv-backend", backend]
-    start += ["--rdzv-endpoint", endpoint, "--rdzv-conf", conf, "--local-addr", here.address]
-    # torchrun applies string.Template to the script's path and to its arguments.
-    return start + [word.replace("$", "$$") for word in words]
-
-
-def _strategy_variables(run: Run, rows: Sequence[Row], here: Row, number: int, local: int) -> dict[str, str]:
-    """Return what horovodrun would set; a build with MPI asks MPI instead."""
-    job = run.job
-    if job.strategy != "horovod":
-        return {}
-    return {
-        "HOROVOD_RANK": str(number * job.nproc_per_node + local),
-        "HOROVOD_SIZE": str(job.nodes * job.nproc_per_node),
-        "HOROVOD_LOCAL_RANK": str(local),
-        "HOROVOD_LOCAL_SIZE": str(job.nproc_per_node),
-        "HOROVOD_CROSS_RANK": str(number),
-        "HOROVOD_CROSS_SIZE": str(job.nodes),
-        "HOROVOD_HOSTNAME": here.name,
-        "HOROVOD_GLOO_IFACE": here.interface,
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": rows[0].address,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(rows[0].port),
-    }
 
 
 def _activated(run: Run, environment: dict[str, str], command: list[str]) -> list[str]:

@@ -28,11 +28,11 @@ class Job:
     """A job.
 
     `launcher` starts this program, and tells its number in one of the variables `number`, unless the script does.
-    `strategy` is ddp, horovod or single. `command` follows the interpreter (or torchrun's options), and `run_files`
-    maps options of it to names of files in the run's folder. `environment` is the folder of an environment that must
-    be activated, of conda if `conda` is set. `check` are the preflight's options. `endpoint` is etcd's, "" for a
-    rendezvous on the first node. `signalled` means that the launcher sends SIGURG to all processes to end the job,
-    and `exit_codes` that it would end all nodes when one exits with an error.
+    `strategy` is ddp, accelerate, deepspeed, horovod or single. `command` is a script or -m MODULE, and its arguments;
+    `run_files` maps options of it to names of files in the run's folder. `environment` is the folder of an environment
+    that must be activated, of conda if `conda` is set. `check` are the preflight's options. `endpoint` is etcd's, ""
+    for a rendezvous on the first node. `signalled` means that the launcher sends SIGURG to all processes to end the
+    job, and `exit_codes` that it would end all nodes when one exits with an error.
     """
 
     name: str

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -16,7 +16,7 @@ from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.here import no_scheduler_error
-from envbuild.jobs.model import JobRequest
+from envbuild.jobs.model import JobRequest, Strategy
 from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
 from envbuild.jobs.plan_checks import possible_faults
 from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
@@ -63,8 +63,9 @@ class _WithScript(click.Command):
 @click.option("--module", metavar="PKG.TRAIN", help="What to train with: a module in the artifact.")
 @click.option("--scheduler", type=click.Choice(SCHEDULER_NAMES), help="Default: the site's.")
 @click.option(
-    "--strategy", type=click.Choice(["ddp", "horovod", "single"]), default="ddp", show_default=True,
-    help="ddp: one torchrun a node; horovod: one MPI process a rank; single: one process.",
+    "--strategy", type=click.Choice(get_args(Strategy)), default="ddp", show_default=True,
+    help="ddp, accelerate, deepspeed: one torchrun, `accelerate launch` or DeepSpeed launcher a node; horovod: one MPI "
+    "process a rank; single: one process.",
 )  # fmt: skip
 @click.option("--name", metavar="NAME", help="The job's name. Default: the recipe's.")
 @click.option("--time", metavar="HH:MM:SS", help="Time limit. Default: the site's.")

@@ -94,7 +94,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     time, origins["time"] = _first(("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time))
     if problem := time_problem(time):
         raise UsageError(f"--time: {problem}")
-    check_strategy(request, opened)
+    check_strategy(request, opened, scheduler, site, nodes * nproc)
     check_rendezvous(request, opened, scheduler)
     script = command[0] if origins["command"] == "--script" else ""
     check_nodes(artifact, script, scheduler, site)

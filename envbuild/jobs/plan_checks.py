@@ -19,15 +19,46 @@ IN_IMAGE = "--script, in the image"
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
-def check_strategy(request: JobRequest, opened: JobInputs) -> None:
-    """Raise UsageError for Horovod's strategy if the artifact lacks Horovod."""
+# The package that a strategy starts or imports, which has the strategy's name: its title, and the way to get it.
+_PACKAGES = {
+    "accelerate": ("Accelerate", 'add "accelerate" to the recipe\'s requirements'),
+    "deepspeed": (
+        "DeepSpeed",
+        'build its wheel, and add "deepspeed" to the recipe\'s requirements (docs/howto/jobs.md)',
+    ),
+    "horovod": ("Horovod", "build one of the recipe `horovod`, or of one with [layers.horovod]"),
+}
+
+
+def check_strategy(request: JobRequest, opened: JobInputs, scheduler: str, site: Site, ranks: int) -> None:
+    """Raise UsageError for a strategy whose package the artifact lacks, or that cannot run this job of `ranks`."""
+    strategy = request.strategy
+    if strategy not in _PACKAGES:
+        return
+    title, hint = _PACKAGES[strategy]
     packages = opened.packages
-    # An image that brings torch may bring a Horovod that was built with it, which is not recorded.
-    known = packages is not None and "torch" in packages
-    if request.strategy == "horovod" and known and "horovod" not in (packages or ()):
+    # An image that brings torch may bring a package that was built with it, which is not recorded.
+    if packages is not None and "torch" in packages and strategy not in packages:
         raise UsageError(
-            f"{opened.artifact.path} has no Horovod",
-            "build one of the recipe `horovod`, or of one with [layers.horovod]; or use the default, --strategy ddp",
+            f"{opened.artifact.path} has no {title}, which --strategy {strategy} needs",
+            f"{hint}; or use the default, --strategy ddp",
+        )
+    if strategy == "horovod":
+        return
+    if SCHEDULERS[scheduler].pods:
+        raise UsageError(
+            f"strategy {strategy} is not rendered for Kubernetes: its operators tell each pod its place in variables "
+            f"that torchrun reads, and {title}'s launcher does not",
+            f"use --strategy ddp: a script that uses {title} runs under torchrun too",
+        )
+    if strategy == "accelerate" and ranks < 2:
+        raise UsageError("strategy accelerate starts two ranks or more", "use --strategy single for one process")
+    if strategy == "deepspeed" and request.max_restarts:
+        raise UsageError("DeepSpeed's launcher does not restart failed ranks", "leave out --max-restarts")
+    if strategy == "deepspeed" and site.scheduler.auto_resume:
+        raise UsageError(
+            "strategy deepspeed meets at a fixed node, and [scheduler] auto_resume may replace it",
+            "use --strategy ddp: a script that uses DeepSpeed runs under torchrun too",
         )
 
 

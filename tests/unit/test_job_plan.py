@@ -50,6 +50,9 @@ def _opened(kind: Any = "venv", target: str = "cpu-x86_64", **more: Any) -> JobI
 
 
 SLURM = '[scheduler]\nkind = "slurm"\n'
+PODS = '[scheduler]\nkind = "kubernetes"\n[kubernetes]\nclaim = "c"\n'
+WITH = replace(_opened(), packages=frozenset({"torch", "accelerate", "deepspeed"}))
+IN_PODS = replace(WITH, artifact=_opened("docker").artifact)
 
 
 def test_every_value_names_who_decided_it(tmp_path: Path) -> None:
@@ -203,6 +206,14 @@ def test_gpus_are_the_sites_and_a_fabric_brings_its_variables_and_plugin(tmp_pat
         (SLURM, JobRequest(rendezvous="etcd-v2", endpoint="e:2379"), _opened(), "lacks python-etcd"),
         (SLURM, JobRequest(strategy="horovod"), _opened(), "/e/venv has no Horovod"),
         (SLURM, JobRequest(endpoint="e:2379"), _opened(), "--rendezvous etcd-v2"),
+        (SLURM, JobRequest(strategy="accelerate"), _opened(), "has no Accelerate"),
+        (SLURM, JobRequest(strategy="deepspeed"), _opened(), "has no DeepSpeed"),
+        (SLURM, JobRequest(strategy="accelerate", nodes=1, nproc_per_node=1), WITH, "--strategy single"),
+        (SLURM, JobRequest(strategy="accelerate", rendezvous="etcd-v2"), WITH, "leave out --rendezvous"),
+        (SLURM, JobRequest(strategy="deepspeed", max_restarts=1), WITH, "leave out --max-restarts"),
+        (f"{SLURM}auto_resume = true\n", JobRequest(strategy="deepspeed"), WITH, "auto_resume may replace it"),
+        (PODS, JobRequest(strategy="accelerate"), IN_PODS, "is not rendered"),
+        (PODS, JobRequest(strategy="deepspeed"), IN_PODS, "--strategy ddp"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_with_what_to_change(
@@ -300,6 +311,16 @@ def test_without_a_scheduler_the_command_for_this_host_is_said(tmp_path: Path, k
         (JobRequest(arguments=("5", "1"), nproc_per_node=1), "cpu-x86_64", "--nproc-per-node 1 -m ddp_train 5 1"),
         (JobRequest(), "cu126-x86_64", "--nproc-per-node gpu -m ddp_train"),
         (JobRequest(strategy="single"), "cpu-x86_64", "`/e/venv/bin/python -m ddp_train 7 1`"),
+        (
+            JobRequest(strategy="accelerate", script="a b.py", arguments=("$x",)), "cpu-x86_64",
+            "`/e/venv/bin/python -m accelerate.commands.launch --multi_gpu --num_machines 1 --num_processes 3 "
+            "'{}/a b.py' '$$x'`",
+        ),
+        (
+            JobRequest(strategy="deepspeed"), "cpu-x86_64",
+            "`/e/venv/bin/python -m deepspeed.launcher.runner --num_gpus 3 --no_local_rank --module ddp_train 7 1`",
+        ),
+        (JobRequest(strategy="deepspeed"), "cu126-x86_64", "launcher.runner --no_local_rank --module ddp_train"),
         (JobRequest(strategy="horovod"), "cpu-x86_64", "`mpirun -np 3 /e/venv/bin/python -m ddp_train 7 1 --strat"),
     ],
 )  # fmt: skip
@@ -330,7 +351,6 @@ def test_horovod_may_come_with_an_images_own_torch(tmp_path: Path, packages: fro
 
 
 EXCLUSIVE = '[scheduler]\nkind = "slurm"\nexclusive = true\n'
-PODS = '[scheduler]\nkind = "kubernetes"\n[kubernetes]\nclaim = "c"\n'
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,13 @@ PLANS |= {
     f"{one.scheduler}-module": replace(one, command=("-m", "pkg.train", "--lr", "0.1"), run_files=())
     for one in (PLAN, PBS, LSF, FLUX)
 }
+PLANS |= {
+    f"{one.scheduler}-{strategy}": replace(one, strategy=strategy)
+    for one, strategy in (
+        (PLAN, "accelerate"), (PBS, "deepspeed"), (LSF, "accelerate"), (FLUX, "deepspeed"),
+        (replace(PLAN, launcher="mpirun"), "deepspeed"),
+    )
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PLANS)

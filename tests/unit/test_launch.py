@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from ddp_train.launch import nodes
 from ddp_train.launch.address import Address, addresses, choose, free_port, read_answer, source_of
 from ddp_train.launch.job import Job, Run, read_run, read_variables
 from ddp_train.launch.nodes import Row, meet
+from ddp_train.launch.strategies import strategy_variables, training
 from envbuild.jobs.quote import word
 
 ETH0, HSN0, IB0 = Address("eth0", "192.0.2.7"), Address("hsn0", "203.0.113.7"), Address("ib0", "2001:db8:1::7")
@@ -267,17 +270,17 @@ def _option(words: list[str], name: str) -> str:
 def test_torchrun_meets_at_the_first_node(tmp_path: Path) -> None:
     run = _run(tmp_path / "pt_cpu_77", replace(JOB, run_files={"--report": "a$b.json"}))
     for number, row in enumerate(ROWS):
-        words = program.training(run, ROWS, row, number)
+        words = training(run, ROWS, row, number)
         assert _option(words, "--rdzv-endpoint") == "192.0.2.7:20077"
         assert _option(words, "--rdzv-conf") == f"is_host={int(number == 0)},join_timeout=900,read_timeout=300"
         assert _option(words, "--local-addr") == row.address
         assert _option(words, "--report").endswith("/a$$b.json")  # torchrun expands $
     six = [replace(ROWS[0], address="2001:db8::7"), ROWS[1]]
-    assert _option(program.training(run, six, six[1], 1), "--rdzv-endpoint") == "[2001:db8::7]:20077"
+    assert _option(training(run, six, six[1], 1), "--rdzv-endpoint") == "[2001:db8::7]:20077"
 
 
 def test_with_etcd_no_node_is_the_host(tmp_path: Path) -> None:
-    words = program.training(_run(tmp_path / "r", replace(JOB, endpoint="etcd:2379")), ROWS, ROWS[0], 0)
+    words = training(_run(tmp_path / "r", replace(JOB, endpoint="etcd:2379")), ROWS, ROWS[0], 0)
     assert _option(words, "--rdzv-backend") == "etcd-v2" and _option(words, "--rdzv-endpoint") == "etcd:2379"
     assert _option(words, "--rdzv-conf") == "timeout=900"
 
@@ -285,7 +288,7 @@ def test_with_etcd_no_node_is_the_host(tmp_path: Path) -> None:
 def test_the_head_stays_the_host_where_a_replacement_is_the_first_in_the_table(tmp_path: Path) -> None:
     run = _run(tmp_path / "r", replace(JOB, auto_resume=True))
     hosts = [
-        _option(program.training(run, ROWS, here, number), "--rdzv-conf")[:9]
+        _option(training(run, ROWS, here, number), "--rdzv-conf")[:9]
         for number, here in enumerate([Row("new", "192.0.2.9", "eth0"), ROWS[0]])
     ]
     assert hosts == ["is_host=0", "is_host=1"]
@@ -303,6 +306,55 @@ def test_threads_are_counted_on_the_node_where_the_site_does_not_say(
     said = replace(JOB, variables={"OMP_NUM_THREADS": "5"}, gpu=True)
     found = program.variables(_run(tmp_path / "r", said), ROWS, ROWS[1], 1, environ)
     assert (found["OMP_NUM_THREADS"], found["NCCL_SOCKET_IFNAME"]) == ("5", "eth0")
+
+
+def test_accelerate_meets_at_the_first_node_too(tmp_path: Path) -> None:
+    run = _run(tmp_path / "pt_cpu_77", replace(JOB, strategy="accelerate", run_files={"--report": "a$b.json"}))
+    six = [replace(row, address=f"2001:db8::{number}") for number, row in enumerate(ROWS)]
+    for number, row in enumerate(six):
+        words = training(run, six, row, number)
+        assert words[:3] == ["-m", "accelerate.commands.launch", "--multi_gpu"]
+        found = dict(pairwise(words))
+        assert found["--num_machines"] == "2" and found["--num_processes"] == "4"
+        assert found["--machine_rank"] == str(number)
+        assert (found["--main_process_ip"], found["--main_process_port"]) == ("[2001:db8::0]", "20077")
+        assert found["--rdzv_conf"] == f"is_host={int(number == 0)},join_timeout=900,read_timeout=300"
+        assert words[-6:-1] == ["--module", "ddp_train", "10", "1", "--report"] and words[-1].endswith("/a$$b.json")
+        assert strategy_variables(run, six, row, number, 0) == {
+            "PET_RDZV_ID": "pt_cpu-77-0", "PET_RDZV_ENDPOINT": "[2001:db8::0]:20077", "PET_LOCAL_ADDR": row.address,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpu", "visible", "devices"),
+    [
+        (True, "4,GPU-7f,6", ["4", "GPU-7f"]),
+        (True, "", [0, 1]),
+        (True, "4", [0, 1]),
+        (True, None, [0, 1]),
+        (False, "4,5", [0, 1]),
+    ],
+)
+def test_deepspeed_is_told_all_ranks_and_the_devices_of_its_own_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, visible: str | None, devices: list[int | str]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    run = _run(tmp_path / "pt_cpu_77", replace(JOB, strategy="deepspeed", gpu=gpu, command=("t.py", "$x")))
+    words = training(run, ROWS, ROWS[1], 1)
+    world = json.loads(base64.urlsafe_b64decode(_option(words, "--world_info")))
+    assert world == {"192.0.2.7": [0, 1], "192.0.2.8": devices}
+    assert list(world) == ["192.0.2.7", "192.0.2.8"]  # ranks are counted in this order
+    assert _option(words, "--node_rank") == "1"
+    assert (_option(words, "--master_addr"), _option(words, "--master_port")) == ("192.0.2.7", "20077")
+    assert words[-2:] == ["t.py", "$x"] and "--no_local_rank" not in words
+    assert strategy_variables(run, ROWS, ROWS[1], 1, 0) == {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+
+
+def test_deepspeed_gives_the_bundled_trainer_no_option_that_it_lacks(tmp_path: Path) -> None:
+    words = training(_run(tmp_path / "r", replace(JOB, strategy="deepspeed")), ROWS, ROWS[0], 0)
+    assert words[-5:] == ["--no_local_rank", "--module", "ddp_train", "10", "1"]
 
 
 # ---- the environment
