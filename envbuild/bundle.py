@@ -62,6 +62,11 @@ def make_bundle(
             f"{loaded.code.where}: a bundle has no [project]",
             "publish the project on an index that the bundle's host reaches, and name it in `requirements`",
         )
+    if loaded.script is not None and not loaded.script[0].resolve().is_relative_to(loaded.folder.resolve()):
+        raise UsageError(
+            f"{loaded.where('verify', 'script')}: {loaded.script[0]} is outside of the folder that is bundled",
+            "move the script into the folder of the recipe",
+        )
     plans = [
         prepare(
             loaded, target, environment, artifact=kind, locked=False, offline=offline, log=log,

@@ -22,6 +22,7 @@ from envbuild.verify.static_checks import check_built_torch
 # Settings that are lists, and those that a receipt must have as the plan.
 _LISTS = ("imports", "imports_except", "direct")
 _EQUAL = ("trainer", "imports", "imports_except", "command", "expect", "direct")
+_SCRIPT = ("script", "script_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,7 @@ def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
     had, wanted = receipt["settings"], plan.verify_settings()
     return (
         all(had.get(name) == wanted[name] for name in _EQUAL)
+        and all(had.get(name, "") == wanted.get(name, "") for name in _SCRIPT)
         and had["nodes"] >= wanted["nodes"]
         and had["nodes"] * had["nproc_per_node"] >= wanted["nodes"] * wanted["nproc_per_node"]
         and had["epochs"] >= wanted["epochs"]

@@ -48,7 +48,7 @@ class Plan:
     to it. `sources` are built from source, in this order; `host_layers` are provided by the nodes. `warnings`
     are those of the lock. `bound` maps normalised names of packages to the site's indexes that alone serve them.
     `direct` are the normalised names of the packages that the recipe itself requires, and of its project.
-    `project` is the user's own code, which comes last.
+    `project` is the user's own code, which comes last. `script_text` is that of the script of [verify].
     """
 
     recipe: str
@@ -75,6 +75,7 @@ class Plan:
     bound: Mapping[str, str] = field(default_factory=dict)
     direct: tuple[str, ...] = ()
     project: OwnCode | None = None
+    script_text: str = ""
 
     @property
     def digest(self) -> str:
@@ -91,8 +92,16 @@ class Plan:
         return "torch" in names or any(one.name == "pytorch" for one in self.conda)
 
     def verify_settings(self) -> dict[str, Any]:
-        """Return the recipe's [verify] table, and `direct`, as plain data, for the artifact's state and receipt."""
+        """Return the recipe's [verify] table, `direct` and `script_text`, as plain data.
+
+        They are for the artifact's state and receipt. Without a script, it has neither key for one, so that images of
+        such recipes keep their digests.
+        """
         settings: dict[str, Any] = json.loads(json.dumps({**asdict(self.verify), "direct": self.direct}))
+        if self.script_text:
+            settings["script_text"] = self.script_text
+        else:
+            del settings["script"]
         return settings
 
     def as_json(self) -> dict[str, Any]:
@@ -180,6 +189,7 @@ def make_plan(
         bound=loaded.bound,
         direct=tuple(sorted({*loaded.direct(target, bool(conda)), *([project.name] if project else [])} - {""})),
         project=project,
+        script_text=loaded.script[1] if loaded.script else "",
     )
 
 

@@ -22,18 +22,23 @@ from envbuild.recipe.model import (
 )
 from envbuild.recipe.project import OwnCode, declared_code, declared_requirements
 from envbuild.recipe.targets import Target, host_arch
-from envbuild.recipe.verify_table import LATER, VerifyTable, expect_mistakes
+from envbuild.recipe.verify_table import LATER, VerifyTable, script_of, verify_mistakes
 from envbuild.toml import Document, Problem, decode, nearest, read
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadedRecipe:
-    """A valid recipe and its file. The requirements of its project are among its own; `code` is without its files."""
+    """A valid recipe and its file.
+
+    The requirements of its project are among its own; `code` is without its files. `script` is the path and the text of
+    the script of [verify].
+    """
 
     recipe: Recipe
     path: Path
     document: Document = dataclasses.field(repr=False, compare=False)
     code: OwnCode | None = None
+    script: tuple[Path, str] | None = None
 
     @property
     def folder(self) -> Path:
@@ -48,6 +53,8 @@ class LoadedRecipe:
         data["verify"] = {
             name: value for name, value in data["verify"].items() if name not in LATER or value != defaults[name]
         }
+        if self.script is not None:
+            data["verify"]["script_text"] = self.script[1]
         return _digest(**{name: value for name, value in data.items() if value or name not in ("indexes", "project")})
 
     @cached_property
@@ -149,12 +156,13 @@ def decode_recipe(document: Document) -> LoadedRecipe:
         image_mistakes,
         conda_mistakes,
         layer_mistakes,
-        expect_mistakes,
+        verify_mistakes,
         _wrong_folder,
     )
     recipe = decode(document, Recipe, check=lambda one: [problem for check in checks for problem in check(one)])
+    script = script_of(recipe.verify, document)
     if recipe.project is None:
-        return LoadedRecipe(recipe, document.path, document)
+        return LoadedRecipe(recipe, document.path, document, script=script)
     code = declared_code(document, recipe.project)
     found = tuple(dict.fromkeys(declared_requirements(code, recipe.project, document)))
     conda, wheels = recipe.conda, recipe.requirements
@@ -162,7 +170,9 @@ def decode_recipe(document: Document) -> LoadedRecipe:
         conda = dataclasses.replace(conda, requirements=conda.requirements + found)
     if recipe.environment != "conda" or wheels:  # else the recipe has no wheel lock
         wheels += found
-    return LoadedRecipe(dataclasses.replace(recipe, requirements=wheels, conda=conda), document.path, document, code)
+    return LoadedRecipe(
+        dataclasses.replace(recipe, requirements=wheels, conda=conda), document.path, document, code, script
+    )
 
 
 def _wrong_folder(document: Document) -> Iterator[Problem]:

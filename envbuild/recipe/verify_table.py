@@ -7,10 +7,15 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
+from envbuild.errors import RecipeError
+from envbuild.files import read_small
 from envbuild.toml import Document, Problem, form, key
 
+# A script's text is part of envbuild.json in the artifact and of its receipt.
+_MOST_SCRIPT = 100_000
 # A bound on the last value of a metric: "< 0.5".
 BOUND = re.compile(r"(<=|>=|<|>) *([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)")
 _module = form(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "is not the name of a module")
@@ -96,24 +101,55 @@ class VerifyTable:
         "", "A command of your own, started by torchrun as every rank. No shell reads it.",
         check=_command_problem, example="python -m pkg.train --max-steps 20",
     )  # fmt: skip
-    expect: ExpectTable = key(ExpectTable(), "What the command must leave behind.")
+    script: str = key(
+        "", "A training script of your own and its arguments, started by torchrun as every rank. Its path is relative "
+        "to the recipe's folder.",
+        check=_command_problem, example="train.py --max-steps 20",
+    )  # fmt: skip
+    expect: ExpectTable = key(ExpectTable(), "What the command or the script must leave behind.")
 
 
 # Keys that recipes had no digest for before they existed: with their defaults they stay out of it.
-LATER = ("trainer", "imports", "imports_except", "command", "expect")
+LATER = ("trainer", "imports", "imports_except", "command", "script", "expect")
 
 
-def expect_mistakes(document: Document) -> Iterator[Problem]:
-    """Yield keys of [verify.expect] that have no effect without another key."""
+def verify_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield keys of [verify] that exclude each other, and those of [verify.expect] that need another key."""
     verify = document.data.get("verify")
+    if isinstance(verify, dict) and verify.get("command") and verify.get("script"):
+        yield ("verify", "script"), "[verify] has `command` and `script`: leave one of them out"
     expect = verify.get("expect") if isinstance(verify, dict) else None
     if not isinstance(verify, dict) or not isinstance(expect, dict):
         return
-    if not verify.get("command"):
-        yield ("verify", "expect"), "[verify.expect] needs `command` in [verify]"
+    if not (verify.get("command") or verify.get("script")):
+        yield ("verify", "expect"), "[verify.expect] needs `command` or `script` in [verify]"
     for name in ("trend", "last"):
         if name in expect and not expect.get("metric"):
             yield ("verify", "expect", name), f"{name!r} in [verify.expect] needs `metric`"
+
+
+def script_of(table: VerifyTable, document: Document) -> tuple[Path, str] | None:
+    """Return the path and the text of the script of [verify], None without one.
+
+    Raises RecipeError for a script that cannot be read. The text is kept in the artifact, so that `envbuild verify`
+    needs no recipe.
+    """
+    if not table.script:
+        return None
+    path = document.path.parent / shlex.split(table.script)[0]
+    where = f"{document.where('verify', 'script')}: 'script' in [verify]"
+    try:
+        text = read_small(path).decode()
+    except OSError as error:
+        raise RecipeError(f"{where}: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{where}: {path} is not UTF-8: {error.reason} at byte {error.start}") from error
+    if len(text) > _MOST_SCRIPT:
+        raise RecipeError(
+            f"{where}: {path} has {len(text)} characters, and at most {_MOST_SCRIPT} are kept in an artifact",
+            "install it as [project], and start it by `command`",
+        )
+    return path, text
 
 
 def expect_of(table: Mapping[str, Any]) -> ExpectTable:

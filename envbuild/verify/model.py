@@ -161,11 +161,13 @@ def not_tried(name: str, why: str) -> Check:
 class Settings(VerifyTable):
     """Settings of a verification: the recipe's [verify] table, overridden by command-line options.
 
-    `direct` are the normalised names of the packages that the recipe itself requires.
+    `direct` are the normalised names of the packages that the recipe itself requires, and `script_text` is the text of
+    its `script`.
     """
 
     faults: bool = False
     direct: tuple[str, ...] = ()
+    script_text: str = ""
 
     @property
     def first_epochs(self) -> int:

@@ -20,6 +20,8 @@ from envbuild.verify.training_checks import log_tail
 
 # Read by the trainer (ddp_train/imports.py).
 IMPORTS = "DDP_TRAIN_IMPORTS"
+# The folder of the script of [verify], in the nodes' shared folder.
+_SCRIPT = ".script"
 _SHOWN = 5
 _FILE_TIMEOUT_S = 60.0
 _IMPORT = "import sys; sys.path.insert(0, sys.argv[1]); from ddp_train.imports import main; main(sys.argv[2])"
@@ -57,12 +59,13 @@ def check_without_training(bench: Bench, survey: Survey, log: Log) -> list[Check
 
 
 def check_command(bench: Bench, survey: Survey, checks: Sequence[Check], log: Log) -> Check:
-    """Run the command of [verify] and judge it, unless its modules cannot be imported, by the `checks` so far."""
-    if not bench.settings.command:
-        return not_tried("command", "give `command` in [verify] of the recipe")
+    """Run the command or script of [verify] and judge it, unless an import failed, by the `checks` so far."""
+    spoken = bench.settings.command or bench.settings.script
+    if not spoken:
+        return not_tried("command", "give `command` or `script` in [verify] of the recipe")
     if any(check.name == "imports" and check.status == FAIL for check in checks):
         return blocked("command", "imports")
-    log(f"running {textwrap.shorten(bench.settings.command, 100)} …")
+    log(f"running {textwrap.shorten(spoken, 100)} …")
     return run_command(bench, torchrun=survey.elf.torch is not None or bench.settings.trainer)
 
 
@@ -105,11 +108,19 @@ def check_imports(wanted: Sequence[str], reports: Sequence[Report]) -> Check:
 
 
 def run_command(bench: Bench, *, torchrun: bool) -> Check:
-    """Run the command of [verify] on the simulated nodes, by torchrun or once on each node, and judge its results."""
+    """Run the command or script of [verify] on the simulated nodes, and judge its results.
+
+    torchrun starts it, or it runs once on each node.
+    """
     settings = bench.settings
+    program = shlex.split(settings.command or settings.script)
+    if settings.script:
+        name = f"{_SCRIPT}/{PurePath(program[0]).name}"
+        bench.nodes.share({name: settings.script_text.encode()})
+        program = ["python", str(bench.nodes.work / name), *program[1:]]
     job = TrainingJob(
         "command", (), settings.nodes, settings.nproc_per_node, settings.timeout_s,
-        program=tuple(shlex.split(settings.command)), named=True, bare=not torchrun,
+        program=tuple(program), named=True, bare=not torchrun,
     )  # fmt: skip
     with bench.launch(job, {}) as running:
         outcome = running.wait()

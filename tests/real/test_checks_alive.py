@@ -193,12 +193,22 @@ RISES = "import os\nfor i in 1, 2, 3: print('loss:', i)\nopen('out.txt', 'w').wr
         ({"imports": ("own_package.train",)}, ["imports"], "own_package.train on rank 0: ModuleNotFoundError"),
         ({"command": "python -c 'raise SystemExit(3)'"}, ["command"], "exit codes [3]"),
         (
+            {
+                "command": "",
+                "script": "../own.py '$x y'",
+                "script_text": f"import sys\nassert sys.argv[1:] == ['$x y']\n{RISES}",
+            },
+            [],
+            "",
+        ),
+        ({"command": "", "script": "own.py", "script_text": "raise SystemExit(3)"}, ["command"], "exit codes [3]"),
+        (
             {"expect": ExpectTable(metric="loss: (.+)", trend="falls", file="gone.txt")},
             ["command"],
             "the metric does not fall: 1 -> 3; gone.txt is missing or empty",
         ),
     ],
-    ids=["nothing", "import", "exit code", "metric and file"],
+    ids=["nothing", "import", "exit code", "script", "script's exit code", "metric and file"],
 )
 def test_the_recipes_own_code_is_judged(
     change: dict[str, Any], wanted: list[str], seen: str, subject: Subject, tmp_path: Path

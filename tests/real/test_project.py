@@ -137,6 +137,24 @@ def test_a_conda_environment_holds_the_project_and_what_pip_adds_for_it(lab: Lab
     assert says(lab.top / "out") == "two"
 
 
+def test_a_script_verifies_the_artifact_also_without_the_recipe(lab: Lab) -> None:
+    """Without torch, the script runs once on each node."""
+    with (lab.recipe / "recipe.toml").open("a") as out:
+        out.write('[verify]\ntrainer = false\nscript = "../../train.py 7"\nexpect.file = "seven"\n')
+    script, line = lab.top / "train.py", ("venv", "recipes/own", "--out", "out")
+    script.write_text("import lab_pkg, sys\nlab_pkg.main()\nopen({'7': 'seven'}[sys.argv[1]], 'w').write('x')\n")
+    lab.envbuild(*line)
+    assert "nothing changed" in lab.envbuild(*line)
+    script.rename(lab.top / "gone.py")
+    lab.envbuild("verify", "out")
+    receipt = json.loads((lab.top / "out.receipt.json").read_text())
+    (check,) = (one for one in receipt["checks"] if one["name"] == "command")
+    assert check["status"] == "pass" and "/.script/train.py 7" in check["evidence"]["command"]
+    # A changed script is another verification of the same environment.
+    script.write_text("raise SystemExit(3)\n")
+    assert "exit codes [3, 3]" in lab.envbuild(*line, code=5)
+
+
 def test_a_failing_back_end_is_an_error_with_its_last_lines(lab: Lab) -> None:
     (lab.top / "src/lab_pkg/broken").write_text("")
     lab.commit()

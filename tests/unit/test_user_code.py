@@ -18,10 +18,13 @@ from lab.wheels import make_recipe
 
 from envbuild.artifacts.installed import Distribution, FileReport
 from envbuild.artifacts.survey import ElfReport, Survey
-from envbuild.errors import RecipeError
+from envbuild.bundle import make_bundle
+from envbuild.environment import load_environment
+from envbuild.errors import RecipeError, UsageError
 from envbuild.fingerprint import top_level
 from envbuild.kinds.commit import settings_of
 from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import ExpectTable
 from envbuild.verify.launch import Outcome, TrainingJob
 from envbuild.verify.model import Settings
@@ -54,11 +57,21 @@ def outcome(log: str = LOG, codes: tuple[int, ...] = (0, 0), **more: Any) -> Out
         ("command = 'x'\nexpect.metric = '(a)'\nexpect.last = '< 1.2.3'", "is no bound, such as '< 0.5'"),
         ("command = 'x'\nexpect.metric = '(a)'\nexpect.trend = 'drops'", "Accepted: finite, falls, rises"),
         ("command = 'x'\nexpect.trend = 'falls'", "'trend' in [verify.expect] needs `metric`"),
-        ("expect.exit_code = 1", "[verify.expect] needs `command` in [verify]"),
+        ("expect.exit_code = 1", "[verify.expect] needs `command` or `script` in [verify]"),
+        ("command = 'x'\nscript = 'x.py'", "[verify] has `command` and `script`: leave one of them out"),
+        ("script = 'x.py \"'", "is no command line: No closing quotation"),
+        ("script = 'x.py 1'", "mine/x.py cannot be read: No such file or directory"),
+        ("script = 'recipe.toml'", "and at most 10 are kept in an artifact"),
+        ("script = '../bytes'", "is not UTF-8: invalid start byte at byte 0"),
         ("command = 'x'\nexpect.exits = 1", "unknown key 'exits' in [verify.expect]"),
     ],
 )
-def test_mistakes_are_named_with_their_place(extra: str, message: str, tmp_path: Path) -> None:
+def test_mistakes_are_named_with_their_place(
+    extra: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envbuild.recipe.verify_table._MOST_SCRIPT", 10)
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/bytes").write_bytes(b"\xff")
     with pytest.raises(RecipeError) as error:
         load(tmp_path, f"[verify]\n{extra}\n")
     assert message.lower() in error.value.message.lower() and "recipe.toml:" in error.value.message
@@ -68,6 +81,20 @@ def test_a_recipe_without_these_keys_keeps_its_digest(tmp_path: Path) -> None:
     plain = load(tmp_path, "[verify]\nnodes = 3\n").digest
     assert load(tmp_path, "[verify]\nnodes = 3\ntrainer = true\nimports = []\n").digest == plain
     assert load(tmp_path, "[verify]\nnodes = 3\nimports = ['yaml']\n").digest != plain
+
+
+def test_a_script_is_part_of_the_recipe_and_of_the_artifacts_state(tmp_path: Path) -> None:
+    plain = load(tmp_path, "")
+    script = tmp_path / "recipes/train.py"
+    table = "[verify]\nscript = '../train.py --x 1'\n"
+    script.write_text("print(1)\n")
+    first = load(tmp_path, table)
+    script.write_text("print(2)\n")
+    second = load(tmp_path, table)
+    assert len({plain.digest, first.digest, second.digest}) == 3
+    assert second.script == (tmp_path / "recipes/mine/../train.py", "print(2)\n")
+    with pytest.raises(UsageError, match="outside of the folder that is bundled"):
+        make_bundle(second, Target("cpu", "x86_64"), load_environment({}), tmp_path / "bundle", str)
 
 
 def test_settings_survive_json(tmp_path: Path) -> None:
