@@ -209,9 +209,8 @@ def labels(plan: Plan) -> dict[str, str]:
 def build(
     command: DockerCommand, context: Path, plan: Plan, builder: ImageLock | None, environment: Environment
 ) -> str:
-    """Run `docker build` in `context` and return the image's id. Raises BuildError with the failed step's output."""
-    line = [command.program, "build", "--progress=plain", "--iidfile", str(context / "id")]
-    line += ["--file", str(context / "Dockerfile")]
+    """Build the image of `plan` in `context` and return its id. Raises BuildError with the failed step's output."""
+    line = ["--file", str(context / "Dockerfile")]
     for name, value in build_arguments(plan, builder).items():
         line += ["--build-arg", f"{name}={value}"]
     for name in _PROXIES:
@@ -222,6 +221,12 @@ def build(
         line += ["--label", f"{name}={value}"]
     if bundle := _certificates(environment):
         line += ["--secret", f"id=ca,src={bundle}"]
+    return run(command, line, context)
+
+
+def run(command: DockerCommand, options: Sequence[str], context: Path) -> str:
+    """Run `docker build` in `context` and return the image's id. Raises BuildError with the failed step's output."""
+    line = [command.program, "build", "--progress=plain", "--iidfile", str(context / "id"), *options, str(context)]
     seen: list[str] = []
 
     def show(said: str) -> None:
@@ -230,7 +235,7 @@ def build(
         if text and not re.fullmatch(r"#\d+ sha256:[0-9a-f]{64}", text):
             log("  " + (text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"))
 
-    code = process.follow([*line, str(context)], command.env, show)
+    code = process.follow(line, command.env, show)
     if code != 0:
         raise BuildError(f"docker build failed (exit {code}):\n{explain(seen)}")
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import posixpath
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -10,16 +12,20 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from envbuild.artifacts import dockerfile, pip_records
+from envbuild.artifacts.docker_layer import add_files
 from envbuild.artifacts.image import PreparedImage
-from envbuild.artifacts.state import IMAGE, state_of
+from envbuild.artifacts.image_manifest import FILE_NAME, OCI, PathRow, render
+from envbuild.artifacts.state import FILE, IMAGE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.image.daemon import connect
-from envbuild.image.model import GOARCH
+from envbuild.image.entry import FILE as REGULAR
+from envbuild.image.model import GOARCH, digest_of
 from envbuild.image.reference import parse_reference
 from envbuild.kinds.commit import has_receipt
 from envbuild.kinds.image import ImageOptions, report, source_date, verify_image
 from envbuild.kinds.prepare import prepare
+from envbuild.layers.compose import PREFIX
 from envbuild.layers.requested import RequestedLayers, requested_layers
 from envbuild.layers.wheels import locate
 from envbuild.lock.base import builder_lock, image_lock
@@ -30,7 +36,7 @@ from envbuild.progress import log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
-from envbuild.verify.containers import BuiltImage
+from envbuild.verify.containers import BuiltImage, image_rows
 from envbuild.verify.receipt import receipt_path
 
 
@@ -154,7 +160,20 @@ def _build(
     packages = pip_records.check_installed(installed, [*wheels, *own], plan.python)
     layers = pip_records.built_layers(plan, installed.layers)
     state = state_of(plan, installed.python_version, installed.interpreter, packages, layers)
-    return BuiltImage(image_id, state, image_id)  # it has no manifest yet
+    return _with_manifest(client, command, image_id, state, environment)
+
+
+def _with_manifest(
+    client: Any, command: dockerfile.DockerCommand, image_id: str, state: State, environment: Environment
+) -> BuiltImage:
+    """Add to the image what the native builder's images hold besides: the state and the manifest of all files."""
+    rows = image_rows(client, image_id, environment.site.limits, state.verify["timeout_s"])
+    text = state.render().encode()
+    rows[f"{PREFIX}/{FILE}"] = PathRow(REGULAR, 0o644, size=len(text), value=hashlib.sha256(text).hexdigest())
+    manifest = render(OCI, rows)
+    files = {FILE: text, posixpath.basename(FILE_NAME): manifest}
+    whole = add_files(command, client, image_id, files, environment)
+    return BuiltImage(whole, state, whole, digest_of(manifest))
 
 
 def _layers(

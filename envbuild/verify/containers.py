@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from envbuild.artifacts.image_manifest import OCI
+from envbuild.artifacts.image_manifest import OCI, PathRow
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
 from envbuild.errors import HostError, VerificationError
@@ -70,6 +70,11 @@ def image_subject(client: Any, image: BuiltImage, settings: Settings, limits: Li
         nodes=lambda _, count, __: container_nodes(client, image.image_id, count, lifetime, accelerator=target.family),
         isolated=True, kind="docker", manifest=image.file_manifest,
     )  # fmt: skip
+
+
+def image_rows(client: Any, image_id: str, limits: LimitsTable, timeout_s: float) -> dict[str, PathRow]:
+    """Return the rows of a manifest of an image in `client`'s daemon, read from outside. Raises as `read_container`."""
+    return read_container(client, image_id, _until(timeout_s + _SPARE_S), limits, timeout_s).rows
 
 
 @dataclass(slots=True)

@@ -3,19 +3,21 @@
     HONEST=100 pytest tests/real/honest.py -n 2 --dist load
     HONEST=100 HONEST_OPTIONS="--nodes 2 --nproc-per-node 1 --epochs 2" pytest …
 
-Each one verifies an untouched artifact, and reads every file again. Options of `verify` are not for docker.
+Each one verifies an untouched artifact, and reads every file again. For docker, the options of `verify` become keys of
+the recipe's [verify].
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import Command, shared
+from .conftest import REPOSITORY, Command, shared
 from .test_conda import recipe, site
 
 _COUNT = range(int(os.environ.get("HONEST", "1")))
@@ -62,6 +64,12 @@ def test_conda(number: int, conda: tuple[Command, dict[str, Any]]) -> None:
 @pytest.mark.parametrize("number", _COUNT)
 def test_docker(number: int, tmp_path: Path, docker_daemon: Any, session_store: Path) -> None:
     command = Command(tmp_path, {"ENVBUILD_STORE": str(session_store), **docker_daemon.environment()})
+    if _OPTIONS:
+        keys = zip(_OPTIONS[::2], _OPTIONS[1::2], strict=True)
+        place = tmp_path / "recipes/pt_cpu"
+        shutil.copytree(REPOSITORY / "recipes/pt_cpu", place)
+        with (place / "recipe.toml").open("a") as stream:
+            stream.write("\n[verify]\n" + "".join(f"{key[2:].replace('-', '_')} = {value}\n" for key, value in keys))
     made = command.json("docker", "pt_cpu", "--locked")
     receipt = json.loads(Path(made["receipt"]).read_text())
     assert made["verified"] and receipt["passed"]

@@ -23,7 +23,11 @@ from lab.dockerd import Lab
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.artifacts.dockerfile import DockerCommand, find_docker
+from envbuild.artifacts.image_manifest import FILE_NAME, OCI, compare, parse
 from envbuild.errors import HostError
+from envbuild.image.daemon import connect
+from envbuild.site.settings import LimitsTable
+from envbuild.verify.containers import image_rows
 
 from .conftest import REPOSITORY, Command, own_copy
 
@@ -183,9 +187,30 @@ def test_both_builders_give_the_same_environment(small: Command, docker: Any) ->
     assert list((small.folder / "store" / "docker").iterdir()) == []
     again = small.json("docker", "small", "--builder", "dockerfile", "--no-verify")
     assert again["digest"] == made["digest"], "nothing changed, and docker's cache was not used"
+    assert "envbuild-unfinished" not in docker("images", "--all")
     # What a wheel brings compiled stays as it is; the rest is compiled, once.
     listed = docker("run", "--rm", "small:file", "sh", "-c", LIST_BYTECODE)
     assert "brought along" in listed and "__main__.cpython-311.pyc" in listed
+
+
+def test_the_image_holds_the_manifest_of_all_its_files(small: Command, docker: Any, docker_daemon: Lab) -> None:
+    image = small.json("docker", "small", "--builder", "dockerfile", "--no-verify", "--tag", "small:file")["image_id"]
+    manifest = parse(docker("run", "--rm", image, "cat", f"/{FILE_NAME}").encode(), image)
+    docker("tag", image, "envbuild-unfinished:1700000000.0")  # as of a run that was killed
+    small.json("docker", "small", "--builder", "dockerfile", "--no-verify", "--tag", "small:file")
+    assert "envbuild-unfinished" not in docker("images", "--all")
+    container = docker(
+        "create", image, "sh", "-c", "rm /etc/debian_version; chmod 600 /etc/issue; : >/opt/env/new"
+    ).strip()
+    docker("start", "--attach", container)
+    changed = docker("commit", container).strip()
+    docker("rm", container)
+    with connect(docker_daemon.environment()) as client:
+        reports = [compare(manifest, image_rows(client, one, LimitsTable(), 120), OCI) for one in (image, changed)]
+    found = [(one.missing, one.altered, one.unowned) for one in reports]
+    docker("rmi", changed)
+    assert found[0] == ([], [], []) and "opt/env/envbuild.json" in manifest.rows
+    assert [path for kind in found[1] for path in kind] == ["/etc/debian_version", "/etc/issue", "/opt/env/new"]
 
 
 def test_pt_cpu_is_built_trained_and_equal_to_the_venv(
@@ -198,8 +223,10 @@ def test_pt_cpu_is_built_trained_and_equal_to_the_venv(
         "docker", "pt_cpu", "--locked", "--builder", "dockerfile", "--base", base, "--tag", "pt:file"
     )  # fmt: skip
     receipt = json.loads(Path(made["receipt"]).read_text())
-    assert receipt["passed"] and receipt["artifact"]["digest"] == made["digest"]
-    assert receipt["artifact"] | {"digest": ""} == {"kind": "docker", "path": "pt:file", "digest": ""}  # fmt: skip
+    assert receipt["passed"]
+    digest = docker("run", "--rm", "pt:file", "sha256sum", "/opt/env/envbuild-image.manifest").split()[0]
+    manifest = f"sha256:{digest}"
+    assert receipt["artifact"] == {"kind": "docker", "path": "pt:file", "digest": made["digest"], "manifest": manifest}
     installed = next(check for check in receipt["checks"] if check["name"] == "installed")
     assert len(installed["evidence"]["packages"]) == 15
     files, scripts = contents(docker, "pt:file")
