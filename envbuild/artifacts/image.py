@@ -157,7 +157,7 @@ def fill(
         if conda:
             parts = conda_parts(conda, scheme, compiler, plan.mtime, conda_layers) + parts
         check_paths(layers, wheels, packages, scheme, environment.store)
-        parts += [layer_part(layer, PREFIX, plan.mtime) for layer in layers]
+        parts += [layer_part(layer, scheme, compiler, plan.mtime) for layer in layers]
         made = [*base.layers, *(maker.part(part) for part in parts)]
     frame, state = _environment_layer(one, base, own, made, layers)
     last = maker.part(_with_manifest(frame, made, maker, plan.mtime, environment))

@@ -20,6 +20,7 @@ from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
+from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import LayerRequest, WheelFile, key_of
 from envbuild.layers.source_files import read_manifest, sha256_of
 from envbuild.layers.wheel import Scheme, wheel_paths
@@ -141,8 +142,9 @@ def check_paths(
     write_atomically(note, "")
 
 
-def layer_part(layer: LayerFolder, prefix: str, mtime: int) -> LayerRequest:
-    """Return the image layer of `layer`: files below `prefix`, owned by root, with the time `mtime`."""
+def layer_part(layer: LayerFolder, scheme: Scheme, compiler: Compiler | None, mtime: int) -> LayerRequest:
+    """Return the image layer of `layer`: files below the prefix, owned by root, with the time `mtime`, and bytecode."""
+    prefix, modules = scheme.prefix, bool(layer.distributions)
     text = layer.listed.render()
 
     def files() -> Tree:
@@ -156,8 +158,13 @@ def layer_part(layer: LayerFolder, prefix: str, mtime: int) -> LayerRequest:
         place = f"{prefix}/{list_path(layer.source.name)}"
         yield Entry(place, FILE, 0o644, len(text), mtime=mtime), BytesIO(text)
 
-    key = [prefix, mtime, layer.listed.name, layer.listed.version, text.decode()]
-    return LayerRequest(layer.title, key_of("source", key), lambda: with_parents(files(), mtime))
+    def tree() -> Tree:
+        made = with_bytecode(files(), compiler if modules else None, [scheme.site_packages], mtime)
+        return with_parents(made, mtime)
+
+    key: list[object] = [prefix, mtime, layer.listed.name, layer.listed.version, text.decode()]
+    key += [scheme.python, compiler and compiler.identity] if modules else []
+    return LayerRequest(layer.title, key_of("source", key), tree)
 
 
 def _copy(source: Path, place: Path) -> None:

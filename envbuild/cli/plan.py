@@ -10,8 +10,9 @@ from envbuild.bundle import make_bundle
 from envbuild.cli.common import check_out, log, open_build, show, show_plan
 from envbuild.cli.options import PATH, BuildOptions, build_options
 from envbuild.kinds import ARTIFACTS, kinds_of, plan_of
+from envbuild.kinds.image import image_layers, prepare_image
 from envbuild.kinds.prepare import build_layers
-from envbuild.layers.requested import before_environment, for_host, for_image
+from envbuild.layers.requested import before_environment, for_host
 
 
 @click.command("plan")
@@ -71,13 +72,14 @@ def layers_command(recipe: str, place: str, options: BuildOptions) -> None:
     """
     environment, loaded, target = open_build(recipe, options.target)
     if place == "image":
-        found = for_image(loaded, target, environment, **options.lock_use)
+        image = prepare_image(loaded, target, environment, bytecode=False, **options.lock_use)
+        built = image_layers(image, environment, offline=options.offline)
     else:
         every = for_host(loaded, target, environment)
         found = before_environment(every)
         for late in (one for one in every.sources if one not in found.sources):
             log(f"{late.name} {late.version} is compiled with its environment: envbuild venv")
-    built = build_layers(found, loaded.folder, environment, offline=options.offline)
+        built = build_layers(found, loaded.folder, environment, offline=options.offline)
     if not built and not options.as_json:
         log(f"{loaded.recipe.name} builds nothing from source for {target.name}")
     layers = [

@@ -19,6 +19,7 @@ from envbuild.kinds import FolderArtifact
 from envbuild.kinds.commit import Result, commit, has_receipt, keep_receipt, settings_of, verify_staged
 from envbuild.kinds.prepare import build_layers, prepare
 from envbuild.layers.requested import RequestedLayers, before_environment, check_here, for_host, requested_layers
+from envbuild.layers.source_job import BuildPython
 from envbuild.layers.trainer import Trainer
 from envbuild.lock.lifecycle import LockUse
 from envbuild.locks import has_wheels
@@ -116,4 +117,9 @@ def _layers(plan: Plan, environment: Environment, offline: bool) -> Callable[[Pa
     first = build_layers(before_environment(requested), plan.folder, environment, offline=offline)
     if len(first) == len(requested.sources):
         return lambda python: first
-    return lambda python: build_layers(requested, plan.folder, environment, offline=offline, python=python)
+
+    def late(python: Path) -> Sequence[LayerFolder]:
+        found = BuildPython(os.path.abspath(python), plan.python)
+        return build_layers(requested, plan.folder, environment, offline=offline, python=found)
+
+    return late

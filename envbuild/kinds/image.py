@@ -12,6 +12,7 @@ from typing import Any, Unpack
 from envbuild import atomic
 from envbuild.artifacts import docker
 from envbuild.artifacts.image import AssembledImage, PreparedImage, assemble
+from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.state import IMAGE
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
@@ -19,7 +20,7 @@ from envbuild.image.daemon import connect
 from envbuild.image.model import docker_manifest
 from envbuild.kinds import DOCKER
 from envbuild.kinds.commit import has_receipt, keep_receipt, settings_of, verify_staged
-from envbuild.kinds.prepare import build_layers, prepare
+from envbuild.kinds.prepare import build_layers, image_python, prepare
 from envbuild.layers.bytecode import compiler_for
 from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.requested import check_here, for_image
@@ -75,6 +76,12 @@ def prepare_image(
     return PreparedImage(plan, trainer, compiler, target, layers.builder)
 
 
+def image_layers(one: PreparedImage, environment: Environment, *, offline: bool) -> list[LayerFolder]:
+    """Return the source layers of an image, built now if needed. Raises the errors of `build_layers`."""
+    python = image_python(one.plan, environment, offline=offline)
+    return build_layers(one.requested, one.plan.folder, environment, offline=offline, python=python)
+
+
 def source_date(environment: Environment) -> int:
     """Return the time of an image's files: SOURCE_DATE_EPOCH (reproducible-builds.org), else a fixed date.
 
@@ -96,7 +103,7 @@ def make_images(
     check_options(options, len(prepared), environment)
     images = []
     # All layers before the first image: layers of another architecture may be unavailable here.
-    built = [build_layers(one.requested, one.plan.folder, environment, offline=offline) for one in prepared]
+    built = [image_layers(one, environment, offline=offline) for one in prepared]
     for one, layers in zip(prepared, built, strict=True):
         count = len(one.plan.conda) + len(one.plan.packages)
         log(f"{one.plan.recipe} for {one.target.name}: {count} packages")

@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Unpack
 
 from envbuild import process
 from envbuild.environment import Environment
 from envbuild.layers.project import check_name, collect
-from envbuild.layers.requested import RequestedLayers, bind_to_lock, check_python, for_host, other_host
+from envbuild.layers.requested import RequestedLayers, bind_to_lock, for_host, other_host
 from envbuild.layers.trainer import Trainer, load_trainer
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
@@ -25,7 +26,7 @@ from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
     from envbuild.artifacts.layers_in import LayerFolder
-    from envbuild.layers.source_job import BuildHost
+    from envbuild.layers.source_job import BuildHost, BuildPython
 
 # Runs a command in the folder that is its first argument; a shell exits with 127 if there is no such program.
 _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
@@ -62,13 +63,12 @@ def prepare(
 
 
 def build_layers(
-    layers: RequestedLayers, folder: Path, environment: Environment, *, offline: bool, python: Path | None = None
+    layers: RequestedLayers, folder: Path, environment: Environment, *, offline: bool, python: BuildPython | None = None
 ) -> list[LayerFolder]:
     """Return every source layer of `layers`, from the store, or built now and kept there; `folder` is the recipe's.
 
-    `python` is the interpreter of the finished environment against which Python projects are compiled. Raises
-    BuildError for a build that fails, HostError when no build can run here, UsageError for a layer that cannot be
-    built.
+    `python` is the Python that Python projects are built for. Raises BuildError for a build that fails, HostError when
+    no build can run here.
     """
     if not layers.sources:
         return []
@@ -76,18 +76,42 @@ def build_layers(
     from envbuild.artifacts.layers_in import check_free, layer_folder
     from envbuild.layers.source_build import build_layer
 
-    check_python(layers, python)
     build_host = build_hosts(layers, folder, environment, offline=offline)
     hosts = {one.name: one.path for one in layers.hosts}
-    if python is not None:
-        hosts["python"] = os.path.abspath(python)
     done: dict[str, LayerFolder] = {}
     for source in layers.sources:
         requires = {name: done[name].folder for name in source.requires if name in done}
-        built = build_layer(source, requires, build_host, environment, log, offline=offline, hosts=hosts)
+        built = build_layer(source, requires, build_host, environment, log, offline=offline, hosts=hosts, python=python)
         done[source.name] = layer_folder(source, built, environment.store.digests.of)
     check_free(list(done.values()), ())
     return list(done.values())
+
+
+def image_python(plan: Plan, environment: Environment, *, offline: bool) -> BuildPython:
+    """Return the Python of an image of `plan` in its builder image; its packages are added when a build needs them."""
+    from envbuild.layers.source_job import BuildPython
+
+    assert plan.image is not None
+
+    def packages(root: Path) -> None:
+        from envbuild.layers.source_steps import unpack_wheel
+        from envbuild.layers.wheels import fetch_wheels
+
+        for wheel in fetch_wheels(plan.packages, environment, plan.indexes, plan.bound, offline=offline):
+            unpack_wheel(wheel, root, plan.python)
+
+    def conda(root: Path, inside: PurePath) -> None:
+        from envbuild.artifacts.conda_install import Prefix, install_packages
+        from envbuild.layers.conda_package import locate_conda
+
+        find = partial(locate_conda, environment=environment, offline=offline)
+        install_packages(plan.conda, Prefix(root, os.fspath(inside)), environment.store, find, lambda: None)
+
+    if plan.conda:
+        return BuildPython("", plan.python, packages, conda)
+    existing = plan.image.base != "debian"
+    interpreter = plan.image.python if existing else f"/usr/bin/python{plan.python}"
+    return BuildPython(interpreter, plan.python, packages, system=existing)
 
 
 def build_hosts(

@@ -30,8 +30,7 @@ from envbuild.image.reference import ImageSource, folder_and_tag, parse_referenc
 from envbuild.image.squashfs.codec import Codec
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
-from envbuild.kinds.image import source_date
-from envbuild.kinds.prepare import build_layers
+from envbuild.kinds.image import image_layers, source_date
 from envbuild.layers.layer_cache import CachedSegment, SegmentCache
 from envbuild.lock.base import pull
 from envbuild.plan.plan import Plan
@@ -120,7 +119,7 @@ def make_from_recipe(
     log(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
     with _locked(options):
         started = time.monotonic()
-        layers = build_layers(one.requested, plan.folder, environment, offline=offline)
+        layers = image_layers(one, environment, offline=offline)
         if options.engine != "native":
             image = assemble(one, layers, environment, offline=offline)
             build = _Build(options, environment, arch, started, image.state, plan)

@@ -21,7 +21,6 @@ from envbuild.recipe.targets import Target, host_arch
 
 # The value of `SourceLayer.environment` on a host without a compiler.
 UNKNOWN = "unknown"
-_COMPILED = "layer {} is a Python package that is compiled against the environment's torch: {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,14 @@ def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLa
         [[one.name, one.version, one.sha256] for one in conda],
     ]
     packages = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    sources = (
-        replace(one, environment=f"{one.environment}; packages {packages[:16]}") if one.system == "wheel" else one
-        for one in layers.sources
-    )
+
+    def bound(one: SourceLayer) -> SourceLayer:
+        if one.system != "wheel":
+            return one
+        seen = f"python {wheels.python}" if one.isolated else f"packages {packages[:16]}"
+        return replace(one, environment=f"{one.environment}; {seen}")
+
+    sources = map(bound, layers.sources)
     return replace(layers, sources=tuple(sources))
 
 
@@ -93,7 +96,7 @@ def for_image(
 ) -> RequestedLayers:
     """Return the layers of an image, which are built in a builder image, whose lock is written if missing or stale.
 
-    Raises LockError when `locked` is set and there is no such lock, UsageError for a layer that images do not support.
+    Raises LockError when `locked` is set and there is no such lock, UsageError for a layer that needs the nodes.
     """
     found = requested_layers(loaded, target)
     if not found.sources:
@@ -128,7 +131,7 @@ def check_here(layers: RequestedLayers, environment: Environment) -> None:
 
 
 def check_for_image(layers: RequestedLayers) -> None:
-    """Raise UsageError for a layer that images do not support."""
+    """Raise UsageError for a layer that is built with one of the nodes, which images lack."""
     hosts = {one.name: one for one in layers.hosts}
     for one in layers.sources:
         outside = next((hosts[name] for name in one.requires if name in hosts), None)
@@ -138,22 +141,6 @@ def check_for_image(layers: RequestedLayers) -> None:
                 "images are built without it",
                 f"let {outside.name} be built too (without `kind` and `path` in [layers.{outside.name}]) in a version "
                 "that the nodes' can take the place of when the image is started; or build a venv on a node",
-            )
-        if one.system == "wheel":
-            raise UsageError(
-                _COMPILED.format(one.name, "envbuild does not build such layers for images yet"),
-                "build a venv (envbuild venv) or a conda environment with it on shared storage, or leave it out of "
-                f"this target (`targets = [...]` in [layers.{one.name}])",
-            )
-
-
-def check_python(layers: RequestedLayers, python: Path | None) -> None:
-    """Raise UsageError for a Python project when there is no environment to compile it against."""
-    for one in layers.sources:
-        if one.system == "wheel" and python is None:
-            raise UsageError(
-                _COMPILED.format(one.name, "it is built with an environment, not alone"),
-                "envbuild venv RECIPE, or envbuild conda RECIPE",
             )
 
 

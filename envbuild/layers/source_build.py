@@ -26,7 +26,7 @@ from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
 from envbuild.layers.source_causes import failure, keep_log
 from envbuild.layers.source_files import SourceManifest, list_files, patchelf_program, read_manifest, write_manifest
-from envbuild.layers.source_job import BuildHost, SourceBuild, StepError
+from envbuild.layers.source_job import BuildHost, BuildPython, SourceBuild, StepError
 from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.progress import transfer
@@ -50,16 +50,15 @@ Log = Callable[[str], None]
 
 def build_layer(
     layer: SourceLayer, requires: Mapping[str, Path], build_host: BuildHosts, environment: Environment, log: Log, *,
-    offline: bool, hosts: Mapping[str, str] = {},
+    offline: bool, hosts: Mapping[str, str] = {}, python: BuildPython | None = None,
 ) -> Path:  # fmt: skip
     """Return the store's folder with the layer's files for the environment's root; build it if it is missing.
 
     `requires` are the folders that this function returned for layers that `layer` requires, `hosts` the nodes' folders
-    for required host layers, each by name; both may contain more than the layer requires. For a Python project,
-    "python" in `hosts` is the absolute path of the interpreter that it is built for, whose environment has the packages
-    that the build imports. `layer.environment` identifies them, so the interpreter's path does not affect the result.
-    `build_host` opens a build host with an empty work folder. The files belong to the store: copy them, and never
-    hard-link them to a place where others write.
+    for required host layers, each by name; both may contain more than the layer requires. A Python project is built for
+    `python`, and may import the packages of its environment. `layer.environment` identifies them, so the interpreter's
+    path does not affect the result. `build_host` opens a build host with an empty work folder. The files belong to the
+    store: copy them, and never hard-link them to a place where others write.
 
     Raises BuildError naming the failed step, with the end of its log, and any exception of `build_host`. If another
     process builds the same layer, this call waits for it. Ctrl-C stops the build and leaves only the archive.
@@ -76,7 +75,7 @@ def build_layer(
         if read_manifest(tree, digest) is None:
             begun = time.monotonic()
             with store.working("building") as folder:
-                made = _build(layer, requires, hosts, build_host, folder, environment, log, offline)
+                made = _build(layer, requires, hosts, python, build_host, folder, environment, log, offline)
                 _put(store, made, tree.parent)
             log(f"{layer.name} {layer.version}: built in {time.monotonic() - begun:.0f} s")
     return tree
@@ -104,8 +103,8 @@ def _tree(store: Store, layer: SourceLayer, requires: Mapping[str, Path], hosts:
 
 
 def _build(
-    layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str], build_host: BuildHosts, folder: Path,
-    environment: Environment, log: Log, offline: bool,
+    layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str], python: BuildPython | None,
+    build_host: BuildHosts, folder: Path, environment: Environment, log: Log, offline: bool,
 ) -> Path:  # fmt: skip
     """Build the layer in `folder`, and return the folder there with tree and manifest."""
     archive = fetch_source(layer, environment, offline=offline)
@@ -122,15 +121,20 @@ def _build(
         if cuda:
             unpack_cuda(cuda, work / "cuda")
             places["cuda"] = host.inside / "cuda"
+        interpreter = "python3"
         if layer.system == "wheel":
             unpack_tools(tools, work)
+            if python is not None:
+                from envbuild.layers.source_wheel import interpreter_in
+
+                interpreter = interpreter_in(host, python, isolated=layer.isolated)
         for patch in layer.patches:  # the layer's digest includes the digest that the patch had for the plan
             if hashlib.sha256(Path(patch.path).read_bytes()).hexdigest() != patch.sha256:
                 raise BuildError(f"{patch.path} was changed while this ran", "run it again")
         outside = {name: hosts[name] for name in layer.requires if name in hosts}
         job = SourceBuild(
             layer, archive, host, places, outside, [Path(patch.path) for patch in layer.patches],
-            hosts.get("python", "python3"), workers(environment.variables), log,
+            interpreter, workers(environment.variables), log,
         )  # fmt: skip
         try:
             newest, named = make_layer(job)

@@ -44,6 +44,23 @@ class BuildHost(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class BuildPython:
+    """The Python that Python projects are built for: its absolute path in the build host, and its version ("3.11").
+
+    `packages` adds the packages of the artifact's environment below the root of a new virtual environment of it; None
+    says that the interpreter's own environment has them. `conda` installs the conda packages that contain the
+    interpreter (path "") in a folder, for the path that commands see. With `system`, projects see the packages of the
+    interpreter, too.
+    """
+
+    interpreter: str
+    version: str
+    packages: Callable[[Path], None] | None = None
+    conda: Callable[[Path, PurePath], None] | None = None
+    system: bool = False
+
+
 class StepError(Exception):
     """The failure of a command: its step, its exit status, its output, and logs with details."""
 

@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from envbuild.errors import BuildError
-from envbuild.layers.source_job import PREFIX, TOOLS, SourceBuild
+from envbuild.layers.source_job import PREFIX, TOOLS, BuildHost, BuildPython, SourceBuild
 from envbuild.layers.wheel import INSTALLER, entry_point_scripts, record_row, render_record
 
 _WITH_PATH = 'PATH="$1:$PATH"; export PATH; shift; exec "$@"'
@@ -25,6 +25,35 @@ _START = b"""#!/bin/sh
 '''exec' "$(dirname -- "$(realpath -- "$0")")"/'python' "$0" "$@"
 ' '''
 """
+
+
+def interpreter_in(host: BuildHost, python: BuildPython, *, isolated: bool) -> str:
+    """Return the path, as commands see it, of an interpreter for the build of a Python project.
+
+    It sees the packages of the artifact's environment, or none if `isolated`; what is missing is made in the work
+    folder of `host`. Source of pyvenv.cfg: PEP 405.
+    """
+    if python.packages is None and not isolated:
+        return python.interpreter
+    # The interpreter of a virtual environment is a link, and home is where its standard library is found.
+    home = os.path.dirname(os.path.realpath(python.interpreter) if python.packages is None else python.interpreter)
+    root = host.work / "environment"
+    if python.conda is not None:
+        python.conda(root, host.inside / root.name)
+        home = str(host.inside / root.name / "bin")
+        if not isolated and python.packages is not None:
+            python.packages(root)
+            return f"{home}/python"
+        root = host.work / "isolated"
+    (root / "bin").mkdir(parents=True)
+    (root / f"lib/python{python.version}/site-packages").mkdir(parents=True)
+    system = str(python.system and not isolated).lower()
+    (root / "pyvenv.cfg").write_text(f"home = {home}\ninclude-system-site-packages = {system}\n", encoding="utf-8")
+    for name in ("python", "python3", f"python{python.version}"):
+        (root / "bin" / name).symlink_to(f"{home}/{os.path.basename(python.interpreter) or 'python'}")
+    if not isolated and python.packages is not None:
+        python.packages(root)
+    return str(host.inside / root.name / "bin/python")
 
 
 def build_wheel(job: SourceBuild) -> tuple[Path, str]:

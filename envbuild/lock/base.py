@@ -53,10 +53,13 @@ def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceL
             f"nothing says in which image to build {', '.join(layer.name for layer in sources)}",
             "name an image of the same distribution with compilers as `build_base` in [image]",
         )
-    added = sorted({*_COMPILERS, *image.build_packages, *(package for layer in sources for package in layer.packages)})
+    python = any(layer.system == "wheel" for layer in sources) and recipe.recipe.environment != "conda"
+    headers = [f"libpython{recipe.recipe.python}-dev"] if python else []  # conda's Python has its own
+    packages = {*image.build_packages, *(package for layer in sources for package in layer.packages)}
+    added = sorted({*_COMPILERS, *headers, *packages})
     content = ["builder", recipe.image_digest(target), added if debian else image.build_base]
-    packages = tuple(dict.fromkeys((*image.packages, *added)))
-    own = dataclasses.replace(recipe.recipe, image=dataclasses.replace(image, packages=packages))
+    wanted = tuple(dict.fromkeys((*image.packages, *added)))
+    own = dataclasses.replace(recipe.recipe, image=dataclasses.replace(image, packages=wanted))
     digest, file = digest_of(json.dumps(content).encode()), f"{target.name}.build.toml"
     return _base_lock("builder", recipe, target, own, "debian" if debian else image.build_base, file, digest)
 

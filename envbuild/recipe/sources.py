@@ -36,7 +36,7 @@ class SourceLayer:
     the source. `check` is a command of the artifact, with arguments, that tests the layer. `environment` names the
     build's other inputs: the compiler of a host, the digest of a builder image, the packages that a Python project is
     compiled against; it is "" until they are known. `wheels` are wheels that the build reads. `build` are wheels that
-    the build of a Python project runs: pip, setuptools, cmake.
+    the build of a Python project runs: pip, setuptools, cmake; if it is `isolated`, it sees no other packages.
     """
 
     name: str
@@ -55,6 +55,7 @@ class SourceLayer:
     check: tuple[str, ...] = ()
     environment: str = ""
     build: tuple[BuildWheel, ...] = ()
+    isolated: bool = False
 
     @property
     def digest(self) -> str:
@@ -66,6 +67,8 @@ class SourceLayer:
         ]  # fmt: skip
         if self.build:  # keeps the digest of layers without build wheels unchanged
             content.append([[wheel.name, wheel.version] for wheel in self.build])
+        if self.isolated:
+            content.append("isolated")
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

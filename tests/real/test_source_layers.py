@@ -25,6 +25,7 @@ from envbuild.errors import BuildError, EnvbuildError
 from envbuild.layers.local_build_host import host_identity, local_build_host
 from envbuild.layers.source_build import build_layer
 from envbuild.layers.source_files import read_manifest
+from envbuild.layers.source_job import BuildPython
 from envbuild.layers.source_known import source_layers
 from envbuild.layers.source_standalone import describe
 from envbuild.recipe.load import load_recipe
@@ -78,6 +79,7 @@ class Builder:
         requires: dict[str, Path] | None = None,
         hosts: dict[str, str] | None = None,
         offline: bool = False,
+        python: BuildPython | None = None,
         **variables: str,
     ) -> Path:
         return build_layer(
@@ -88,6 +90,7 @@ class Builder:
             self.said.append,
             offline=offline,
             hosts=hosts or {},
+            python=python,
         )
 
     def left(self) -> list[str]:
@@ -228,8 +231,9 @@ def test_a_python_project_is_built_for_the_interpreter_that_is_named(builder: Bu
     if importlib.util.find_spec("pip") is None:
         subprocess.run([sys.executable, "-m", "venv", builder.folder / "env"], check=True)
         python = str(builder.folder / "env/bin/python")
-    tree = builder(one, hosts={"python": python})
-    site = tree / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
+    version = ".".join(map(str, sys.version_info[:2]))
+    tree = builder(one, python=BuildPython(python, version))
+    site = tree / f"lib/python{version}/site-packages"
     told = subprocess.run(
         [sys.executable, "-c", "import worded; print(worded.word)"], env={"PYTHONPATH": str(site)},
         capture_output=True, text=True,
