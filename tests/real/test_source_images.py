@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -305,20 +306,45 @@ def test_a_file_that_a_wheel_has_already_is_not_replaced(small: Command, tmp_pat
         assert not list(tmp_path.glob("build/small/*/*"))
 
 
-def test_conda_environments_and_their_images_hold_the_layer_beside_the_packages(
+def pack_worded(folder: Path) -> SourceArchive:
+    """A Python project whose build imports the environment's NumPy; its program prints that version."""
+    project = folder / "worded-1.0"
+    project.mkdir()
+    (project / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "worded"\nversion = "1.0"\nscripts = {worded = "worded:main"}\n'
+    )
+    (project / "setup.py").write_text(
+        "import numpy, sys\nfrom setuptools import setup\n"
+        "open('worded.py', 'w').write(f'def main(): print({numpy.__version__!r})')\n"
+        "setup(py_modules=['worded'])\n"
+    )
+    (project / "LICENSE").write_text("MIT\n")
+    archive = Path(shutil.make_archive(str(folder / "worded"), "gztar", folder, project.name))
+    return SourceArchive(archive, hashlib.sha256(archive.read_bytes()).hexdigest(), "1.0")
+
+
+def test_conda_environments_and_their_images_hold_the_layers_beside_the_packages(
     conda_channel: Channel, session_store: Path, tmp_path: Path
 ) -> None:
     variables = site(tmp_path, conda_channel.folder.as_uri())
     command = Command(tmp_path, {"ENVBUILD_STORE": str(session_store), **variables, **NO_DAEMON})
-    conda_recipe(tmp_path, ["tqdm"], layer_table("greet", pack("greet", tmp_path)))
-    prefix = Path(command.json("conda", "tiny", "--no-verify")["path"])
-    said = subprocess.run([prefix / "bin/greet"], capture_output=True, text=True)
-    assert said.stdout.startswith("hello"), said.stderr
+    tables = layer_table("greet", pack("greet", tmp_path)) + layer_table(
+        "worded", pack_worded(tmp_path), system="wheel"
+    )
+    conda_recipe(tmp_path, ["tqdm", "numpy"], tables)
+    done = command("conda", "tiny", "--no-verify", "--json")
+    assert done.returncode == 0 and "worded 1.0: pip wheel" in done.stderr, done.stderr
+    prefix = Path(json.loads(done.stdout)["path"])
     assert command.json("conda", "tiny", "--no-verify")["built"] is False
-    (told,) = json.loads((prefix / "envbuild.json").read_text())["layers"]
+    state = json.loads((prefix / "envbuild.json").read_text())
+    (numpy,) = {row[1] for row in state["packages"] if row[0] == "numpy"}
     image = command.json("enroot", "tiny", "--no-verify")["path"]
-    assert inside(image, tmp_path, "greet") == said.stdout
+    for program, text in (("greet", "hello"), ("worded", numpy)):
+        said = subprocess.run([prefix / "bin" / program], capture_output=True, text=True)
+        assert said.stdout.startswith(text), said.stderr
+        assert inside(image, tmp_path, program) == said.stdout
     for where in (prefix, image):
-        (one,) = command.json("inspect", where)["source_built"]
-        assert (one["name"], one["version"]) == ("greet", "1.0")
-    assert told["name"] == "greet" and told["files"].startswith("sha256:")
+        found = command.json("inspect", where)["source_built"]
+        assert [(one["name"], one["version"]) for one in found] == [("greet", "1.0"), ("worded", "1.0")]
+    assert all(one["files"].startswith("sha256:") for one in state["layers"])
