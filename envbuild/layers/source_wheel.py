@@ -39,6 +39,7 @@ def interpreter_in(host: BuildHost, python: BuildPython, *, isolated: bool) -> s
     home = os.path.dirname(os.path.realpath(python.interpreter) if python.packages is None else python.interpreter)
     root = host.work / "environment"
     if python.conda is not None:
+        root.mkdir()
         python.conda(root, host.inside / root.name)
         home = str(host.inside / root.name / "bin")
         if not isolated and python.packages is not None:
