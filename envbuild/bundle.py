@@ -26,12 +26,10 @@ from envbuild.errors import BuildError, UsageError
 from envbuild.files import link_or_copy, parse_json
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.prepare import prepare
-from envbuild.layers.requested import requested_layers
 from envbuild.layers.trainer import Trainer
 from envbuild.plan.plan import Plan
 from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
 FILE, FORMAT = "bundle.json", 1
@@ -96,7 +94,7 @@ def make_bundle(
         with atomic.staged(path) as staged:
             with atomic.writing(staged):
                 shutil.copytree(loaded.folder, staged / "recipes" / loaded.recipe.name)
-                for source, place in _read_by(plans, requested_layers(loaded, target).sources, environment, offline):
+                for source, place in _read_by(plans, environment, offline):
                     link_or_copy(source, staged / "store" / place)
                 if tools:
                     log(f"envbuild {envbuild.__version__} and what it imports, for Python {python}")
@@ -116,19 +114,20 @@ def read_bundle(path: Path) -> dict[str, Any] | None:
 
 
 def _read_by(
-    plans: Sequence[tuple[Plan, Trainer]], layers: Iterable[SourceLayer], environment: Environment, offline: bool
+    plans: Sequence[tuple[Plan, Trainer]], environment: Environment, offline: bool
 ) -> Iterator[tuple[Path, str]]:
-    """Yield each file that builds of `plans` and `layers` read, and its path in a store."""
+    """Yield each file that builds of `plans` read, and its path in a store."""
     from envbuild.layers.conda_package import locate_conda
-    from envbuild.layers.source_build import KIND, fetch_source
+    from envbuild.layers.source_build import fetch_source
     from envbuild.layers.wheels import fetch_wheels, locate
+    from envbuild.store.archives import KIND
 
     for plan, trainer in plans:
         for wheel in locate(plan, trainer, environment, offline)[0]:
             yield wheel.path, f"wheels/{wheel.sha256}/{wheel.path.name}"
         for package, archive in locate_conda(plan.conda, environment, offline=offline):
             yield archive, f"conda/archives/{package.sha256}/{archive.name}"
-    for layer in layers:
+    for layer in {layer.digest: layer for plan, _ in plans for layer in plan.sources}.values():
         archive = fetch_source(layer, environment, offline=offline)
         yield archive, f"{KIND}/{layer.sha256}/{archive.name}"
         for path in fetch_wheels((*layer.wheels, *layer.build), environment, offline=offline):

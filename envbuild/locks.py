@@ -31,7 +31,7 @@ def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = 
     image = loaded.recipe.image
     # Other images have no compilers for source layers.
     compiles = image.base == "debian" or image.build_base
-    if compiles and (sources := requested_layers(loaded, target).sources):
+    if compiles and (sources := requested_layers(loaded, target).every):
         from envbuild.lock.base import builder_lock
 
         found.append(builder_lock(loaded, target, sources))

@@ -210,6 +210,11 @@ class LockRun:
             lock = self._update(kind, upgrade).lock
         if self.export is None or self.export == "pylock":
             return
+        if lock.pip.built:
+            raise LockError(
+                f"{loaded.path}: --export {self.export} has no {lock.pip.built[0].name}, built from source",
+                "leave --export out: `envbuild conda` builds the environment from the lock",
+            )
         pip = ""
         if lock.pip.packages and self.export == "conda-lock":
             # The lock contains no URLs, so uv resolves the locked packages again.

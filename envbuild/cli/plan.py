@@ -77,8 +77,8 @@ def layers_command(recipe: str, place: str, options: BuildOptions) -> None:
     else:
         every = for_host(loaded, target, environment)
         found = before_environment(every)
-        for late in (one for one in every.sources if one not in found.sources):
-            log(f"{late.name} {late.version} is compiled with its environment: envbuild venv")
+        for late in (one for one in every.every if one not in found.sources):
+            log(f"{late.name} is compiled with its environment: envbuild venv")
         built = build_layers(found, loaded.folder, environment, offline=options.offline)
     if not built and not options.as_json:
         log(f"{loaded.recipe.name} builds nothing from source for {target.name}")

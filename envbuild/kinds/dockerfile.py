@@ -185,20 +185,21 @@ def _layers(
     into which compilers are installed. Raises UsageError for layers that no stage can build.
     """
     found = requested_layers(loaded, target)
-    if not found.sources:
+    if not found.every:
         return found
     if loaded.recipe.python == "3.10":
         raise UsageError(
             "--builder dockerfile builds [layers] with Python 3.11 or later", "the native builder takes 3.10"
         )
     hosts = {one.name for one in found.hosts}
-    for one in found.sources:
+    for one in found.every:
         outside = hosts.intersection(one.requires)
         why = f"with {', '.join(outside)} of the nodes, which" if outside else ""
         why = "as a Python package, which needs torch and" if one.system == "wheel" else why
         if why:
+            where = loaded.where_build(one.name) if one.locked else loaded.where("layers", one.name)
             raise UsageError(
-                f"{loaded.where('layers', one.name)}: layer {one.name} is built {why} no stage of the Dockerfile has",
+                f"{where}: {one.name} is built {why} no stage of the Dockerfile has",
                 "leave --builder dockerfile out, or build a venv on a node",
             )
     if loaded.recipe.image.build_base:

@@ -238,7 +238,11 @@ def _checked(code: OwnCode, wheel: Path, plan: Plan) -> tuple[str, str]:
 
 def check_name(plan: Plan, name: str) -> dict[str, str]:
     """Return the other distributions of `plan`, with versions where known; raise RecipeError if one has this `name`."""
-    known = {NAME: "", **{one.name: "" for one in plan.sources}, **{one.name: one.version for one in plan.packages}}
+    known = {
+        NAME: "",
+        **{one.name: one.version if one.locked else "" for one in plan.sources},
+        **{one.name: one.version for one in plan.packages},
+    }
     if plan.conda:
         from envbuild.lock.conda_kind import provided
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -25,26 +26,46 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class RequestedLayers:
-    """The layers of a recipe for one target; `builder` is the lock of the image that builds `sources`, if any."""
+    """The layers of a recipe for one target; `builder` is the lock of the image that builds `sources`, if any.
+
+    `expected` are packages that a lock may have from source; `built` returns those of a lock, which `bind_to_lock` adds
+    to `sources`. `identity` returns the `environment` of a layer's build.
+    """
 
     sources: tuple[SourceLayer, ...] = ()
     hosts: tuple[HostLayer, ...] = ()
     builder: ImageLock | None = None
+    expected: tuple[SourceLayer, ...] = ()
+    built: Callable[[Lock | CondaLock], tuple[SourceLayer, ...]] = field(default=lambda _: (), compare=False)
+    identity: Callable[[SourceLayer], str] = field(default=lambda _: "", compare=False)
+
+    @property
+    def every(self) -> tuple[SourceLayer, ...]:
+        """The layers of [layers], and those that may come from a lock."""
+        return self.sources + self.expected
 
 
 def requested_layers(loaded: LoadedRecipe, target: Target) -> RequestedLayers:
     """Return the layers of `target`, not yet bound to a build host. Raises RecipeError or UsageError."""
-    if not any(table.for_target(target.name) for table in loaded.recipe.layers.values()):
-        return RequestedLayers()
+    recipe = loaded.recipe
+    # Most recipes build nothing and need neither module.
+    found = RequestedLayers()
+    if recipe.build or any("@" in text for conda in (False, True) for text in loaded.requirements(target, conda)):
+        from envbuild.layers.built import built_layers, expected_layers
+
+        found = RequestedLayers(expected=expected_layers(loaded, target), built=partial(built_layers, loaded, target))
+    if not any(table.for_target(target.name) for table in recipe.layers.values()):
+        return found
     from envbuild.layers.source_known import source_layers
 
-    return RequestedLayers(*source_layers(loaded, target))
+    sources, hosts = source_layers(loaded, target)
+    return replace(found, sources=sources, hosts=hosts)
 
 
 def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> RequestedLayers:
     """Return the layers of an environment on this host, which builds them with its own compilers."""
     found = requested_layers(loaded, target)
-    if not found.sources:
+    if not found.every:
         return found
     from envbuild.layers.local_build_host import host_identity
 
@@ -54,13 +75,20 @@ def for_host(loaded: LoadedRecipe, target: Target, environment: Environment) -> 
         try:
             return host_identity(one, environment.variables)
         except HostError:  # no compiler: `check_here` reports it if it builds here
-            return UNKNOWN
+            return f"no compiler; {target.arch}" if one.locked else UNKNOWN  # most packages need none
 
-    return replace(found, sources=tuple(replace(one, environment=identity(one)) for one in found.sources))
+    return _of(found, identity)
+
+
+def _of(layers: RequestedLayers, identity: Callable[[SourceLayer], str]) -> RequestedLayers:
+    sources = tuple(replace(one, environment=identity(one)) for one in layers.sources)
+    return replace(layers, sources=sources, identity=identity)
 
 
 def bind_to_lock(layers: RequestedLayers, lock: Lock | CondaLock) -> RequestedLayers:
-    """Bind the Python projects among `layers` to the packages of `lock`, against which they are compiled."""
+    """Add the packages that `lock` has from source to `layers`, and bind Python projects to its other packages."""
+    built = (replace(one, environment=layers.identity(one)) for one in layers.built(lock))
+    layers = replace(layers, sources=(*layers.sources, *built), expected=())
     if not any(one.system == "wheel" for one in layers.sources):
         return layers
     wheels = lock.pip if isinstance(lock, CondaLock) else lock
@@ -99,14 +127,14 @@ def for_image(
     Raises LockError when `locked` is set and there is no such lock, UsageError for a layer that needs the nodes.
     """
     found = requested_layers(loaded, target)
-    if not found.sources:
+    if not found.every:
         return found
     from envbuild.lock.base import builder_lock
     from envbuild.lock.lifecycle import ensure
 
     check_for_image(found)
-    lock = ensure(builder_lock(loaded, target, found.sources), environment, **use)
-    return replace(found, sources=tuple(replace(one, environment=lock.digest) for one in found.sources), builder=lock)
+    lock = ensure(builder_lock(loaded, target, found.every), environment, **use)
+    return replace(_of(found, lambda _: lock.digest), builder=lock)
 
 
 def check_here(layers: RequestedLayers, environment: Environment) -> None:

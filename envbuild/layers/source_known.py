@@ -19,7 +19,7 @@ from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import BuildWheel, HostLayer, Patch, SourceLayer
 from envbuild.recipe.targets import Target
-from envbuild.toml import nearest
+from envbuild.toml import Keys, nearest
 
 _FILE = Path(__file__).resolve().parents[1] / "data" / "sources.toml"
 _NEGATED = re.compile("^--(without|disable)-")
@@ -104,11 +104,21 @@ def _layer(
     programs = {**_data()["build"]["any"], **_data()["build"][target.arch]}
     return SourceLayer(
         name, table.version, target.name, system, url, sha256, configure,
-        patches=_patches(loaded, name, table), requires=requires,
+        patches=patches_of(loaded, ("layers", name), table.patches), requires=requires,
         wheels=_cuda(where, name, target) if "cuda" in places else (), tools=known.tools,
-        packages=tuple(dict.fromkeys([*_data()["debian"]["packages"], *known.packages])),
+        packages=tuple(dict.fromkeys([*compilers(), *known.packages])),
         licences=known.licences, check=known.check, build=_wheels(programs) if system == "wheel" else (),
     )  # fmt: skip
+
+
+def compilers() -> tuple[str, ...]:
+    """Return the Debian packages that every build in a builder image needs."""
+    return tuple(_data()["debian"]["packages"])
+
+
+def front_end() -> tuple[BuildWheel, ...]:
+    """Return the wheel of pip, which builds Python projects."""
+    return _wheels({"pip": _data()["build"]["any"]["pip"]})
 
 
 def _key(option: str) -> str:
@@ -156,15 +166,16 @@ def _requires(known: Known, table: LayerTable) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*known.requires, *table.requires]))
 
 
-def _patches(loaded: LoadedRecipe, name: str, table: LayerTable) -> tuple[Patch, ...]:
+def patches_of(loaded: LoadedRecipe, keys: Keys, patches: Sequence[str]) -> tuple[Patch, ...]:
+    """Return the `patches` of the recipe's table at `keys`. Raises RecipeError for an unreadable one."""
     found = []
-    for number, patch in enumerate(table.patches):
+    for number, patch in enumerate(patches):
         path = loaded.folder / patch
         try:
             found.append(Patch(str(path), hashlib.sha256(path.read_bytes()).hexdigest()))
         except OSError as error:
             raise RecipeError(
-                f"{loaded.where('layers', name, 'patches', number)}: the patch {path} cannot be read: {error.strerror}",
+                f"{loaded.where(*keys, 'patches', number)}: the patch {path} cannot be read: {error.strerror}",
                 "patches lie below the recipe's folder",
             ) from error
     return tuple(found)

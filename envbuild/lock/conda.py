@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from envbuild.errors import LockError
+from envbuild.lock.built import wheel_files
 from envbuild.lock.format import Lock, without_credentials
 from envbuild.names import normalise
 from envbuild.recipe.targets import Target
@@ -169,7 +170,7 @@ def pip_entries(lock: CondaLock, pylock: str) -> str:
     for package in lock.pip.packages:
         wheels = [
             (_address(wheel), wheel["hashes"]["sha256"])
-            for wheel in listed.get(package.name, {}).get("wheels", [])
+            for wheel in wheel_files(listed.get(package.name, {}))
             if wheel.get("hashes", {}).get("sha256") in package.hashes
         ]
         if not wheels:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.errors import LockError
+from envbuild.files import parse_json
 from envbuild.lock.lifecycle import package_changes, read_lock_file
 from envbuild.names import normalise
 
@@ -23,6 +24,14 @@ _KEYS = ("recipe", "target", "python", "platform", "recipe-digest")
 _HEADER = re.compile(rf"#\s*({'|'.join(_KEYS)})\s*:\s*(\S+)\s*$")
 _WARNING = re.compile(r"#\s*warning\s*:\s*(.+)$")
 _PIN = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([^\s;@\\]+)\s*(.*)$")
+_BUILT = re.compile(r"#\s*built\s*:\s*(.+)$")
+_FIELDS = {
+    "name": re.compile(r"[a-z0-9]+(-[a-z0-9]+)*"),
+    "version": re.compile(r"[A-Za-z0-9][A-Za-z0-9.!+_-]*"),
+    "sha256": re.compile(r"[0-9a-f]{64}"),
+    "commit": re.compile(r"([0-9a-f]{40,64})?"),
+    "ref": re.compile(r"[A-Za-z0-9._/+-]*"),
+}
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})$")
 _FAULTS = 100
 _FIRST_LINE = "# envbuild lock, format "
@@ -38,10 +47,27 @@ class LockedPackage:
 
 
 @dataclass(frozen=True, slots=True)
+class BuiltPackage:
+    """A distribution whose wheel envbuild builds: normalised `name`, exact `version`, sha256 of its source archive.
+
+    `commit` is that of a git repository, for the branch or tag `ref` that was asked for. `build` are the wheels that
+    the build runs.
+    """
+
+    name: str
+    version: str
+    sha256: str
+    commit: str = ""
+    ref: str = ""
+    build: tuple[LockedPackage, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Lock:
     """Resolution of one target.
 
     `recipe_digest` covers what affects it in the recipe; every build that uses the lock repeats its `warnings`.
+    `built` are the packages whose wheels envbuild builds from source.
     """
 
     recipe: str
@@ -51,17 +77,20 @@ class Lock:
     recipe_digest: str
     packages: tuple[LockedPackage, ...]
     warnings: tuple[str, ...] = field(default=(), compare=False)
+    built: tuple[BuiltPackage, ...] = ()
 
     @property
     def digest(self) -> str:
         """sha256 of the packages to install, independent of comments and layout."""
-        content = [self.target, self.python, [[p.name, p.version, p.hashes] for p in self.packages]]
+        content: list[object] = [self.target, self.python, [[p.name, p.version, p.hashes] for p in self.packages]]
+        if self.built:  # keeps the digest of locks of wheels alone unchanged
+            content.append([built_row(one) for one in self.built])
         return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     @property
     def versions(self) -> dict[str, str]:
         """Version of each distribution by its name."""
-        return {package.name: package.version for package in self.packages}
+        return {one.name: one.version for one in self.packages} | {one.name: one.version for one in self.built}
 
 
 def lock_file_name(target: str) -> str:
@@ -76,6 +105,7 @@ def render(lock: Lock) -> str:
         f"{_FIRST_LINE}{FORMAT}; made by: envbuild lock {lock.recipe} --target {lock.target}",
         *(f"# {key}: {value}" for key, value in zip(_KEYS, values, strict=True)),
         *(f"# warning: {warning}" for warning in lock.warnings),
+        *(f"# built: {json.dumps(built_row(one))}" for one in lock.built),
     ]
     return "\n".join(head) + "\n" + requirements(lock.packages)
 
@@ -98,6 +128,7 @@ def parse(text: str, source: str) -> Lock:
     header: dict[str, str] = {}
     packages: dict[str, LockedPackage] = {}
     warnings: list[str] = []
+    built: list[BuiltPackage] = []
     faults: list[str] = []
     if not text.startswith(_FIRST_LINE):
         raise LockError(f"{source}: not an envbuild lock", "delete it and run `envbuild lock` again")
@@ -115,6 +146,11 @@ def parse(text: str, source: str) -> Lock:
                 header[match[1]] = match[2]
             elif match := _WARNING.match(line):
                 warnings.append(match[1])
+            elif match := _BUILT.match(line):
+                try:
+                    built.append(parse_built(match[1]))
+                except ValueError as error:
+                    faults.append(f"{source}:{number}: not a built package: {error}")
             continue
         pin = _PIN.match(line)
         if not pin:
@@ -128,11 +164,42 @@ def parse(text: str, source: str) -> Lock:
             faults.append(f"{source}:{number}: {pin[1]} is locked twice")
         else:
             packages[name] = LockedPackage(name, pin[2], tuple(hashes))
+    names = [*packages, *(one.name for one in built)]
+    faults += [f"{source}: {one.name} is locked twice" for one in built if names.count(one.name) > 1]
     faults += [f"{source}: the header line '# {key}: …' is missing" for key in _KEYS if key not in header]
     if faults:
         raise LockError("\n".join(faults), "locks are not edited by hand: run `envbuild lock` again")
     recipe, target, python, platform, digest = (header[key] for key in _KEYS)
-    return Lock(recipe, target, python, platform, digest, tuple(packages.values()), tuple(warnings))
+    return Lock(recipe, target, python, platform, digest, tuple(packages.values()), tuple(warnings), tuple(built))
+
+
+def built_row(one: BuiltPackage) -> dict[str, object]:
+    """Return a built package as the object of its line in the lock; `parse_built` returns an equal package."""
+    row = {"name": one.name, "version": one.version, "sha256": one.sha256, "commit": one.commit, "ref": one.ref}
+    build = {wheel.name: [wheel.version, *wheel.hashes] for wheel in one.build}
+    return {key: value for key, value in row.items() if value} | {"build": build}
+
+
+def parse_built(text: str) -> BuiltPackage:
+    """Return the package of an object in a lock. Raises ValueError for a faulty one."""
+    row = parse_json(text)
+    if not isinstance(row, dict) or not row.keys() <= {*_FIELDS, "build"} or not isinstance(row.get("build"), dict):
+        raise ValueError("expected an object with name, version, sha256, commit, ref and build")
+    rows = []
+    for name, wheel in row["build"].items():
+        known = wheel if isinstance(wheel, list) and len(wheel) > 1 else [""]
+        if not _good("name", name) or not _good("version", known[0]) or not all(_good("sha256", x) for x in known[1:]):
+            raise ValueError(f"its build wheel {name!r} is faulty")
+        rows.append(LockedPackage(name, known[0], tuple(known[1:])))
+    texts = {key: row.get(key, "") for key in _FIELDS}
+    for key, value in texts.items():
+        if not _good(key, value):
+            raise ValueError(f"its {key} is faulty")
+    return BuiltPackage(build=tuple(rows), **texts)
+
+
+def _good(key: str, value: object) -> bool:
+    return isinstance(value, str) and _FIELDS[key].fullmatch(value) is not None
 
 
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -168,4 +235,11 @@ def changes(old: Lock | None, new: Lock) -> list[str]:
         return "" if same else f" (other files: {len(was.hashes)} -> {len(now.hashes)} hashes)"
 
     before = {p.name: p for p in old.packages} if old else {}
-    return package_changes(before, {p.name: p for p in new.packages}, lambda p: p.version, files)
+    lines = package_changes(before, {p.name: p for p in new.packages}, lambda p: p.version, files)
+    sources = {p.name: p for p in old.built} if old else {}
+    lines += package_changes(
+        sources, {p.name: p for p in new.built},
+        lambda p: f"{p.version} {p.commit[:12]}".strip() + " (built)",
+        lambda was, now: "" if was == now else " (another archive, or other build requirements)",
+    )  # fmt: skip
+    return lines

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from envbuild.environment import Environment
 from envbuild.errors import LockError
-from envbuild.lock.format import LockedPackage
+from envbuild.lock.format import BuiltPackage, LockedPackage
 from envbuild.lock.offers import Offers
 from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
@@ -62,7 +62,7 @@ def bound_indexes(
     return bound
 
 
-def check_bound(recipe: LoadedRecipe, packages: Iterable[LockedPackage], offers: Offers) -> None:
+def check_bound(recipe: LoadedRecipe, packages: Iterable[LockedPackage | BuiltPackage], offers: Offers) -> None:
     """Raise LockError for a package that the recipe binds, but that only other packages require: uv ignores these."""
     loose = {p.name for p in packages} & (recipe.bound.keys() - offers.bound.keys())
     for project in recipe.recipe.indexes if not offers.environment.pip.no_index else ():
@@ -73,7 +73,7 @@ def check_bound(recipe: LoadedRecipe, packages: Iterable[LockedPackage], offers:
             )
 
 
-def check_pages(recipe: LoadedRecipe, packages: Iterable[LockedPackage], offers: Offers) -> None:
+def check_pages(recipe: LoadedRecipe, packages: Iterable[LockedPackage | BuiltPackage], offers: Offers) -> None:
     """Raise LockError if the page of a package came over plain HTTP: uv follows redirects from HTTPS to it."""
     for name, page in offers.plain_redirects([package.name for package in packages]).items():
         raise LockError(
@@ -82,7 +82,7 @@ def check_pages(recipe: LoadedRecipe, packages: Iterable[LockedPackage], offers:
         )
 
 
-def ambiguous_names(packages: Sequence[LockedPackage], offers: Offers) -> list[str]:
+def ambiguous_names(packages: Sequence[LockedPackage | BuiltPackage], offers: Offers) -> list[str]:
     """Return a warning if several indexes have a project of the same name as a locked package."""
     shared = offers.on_several([package.name for package in packages])
     if not shared:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.names import normalise
+from envbuild.recipe.checks import requirement_parts
 from envbuild.store.sources import Link, PackageSource, local_files, remote_sources
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def skipped_warnings(
     wanted = {name: [*lines, *limits.get(name, ())] for name, lines in wanted.items() if name in locked}
     open_ended = {name: lines for name, lines in wanted.items() if not any(map(_is_pin, lines))}
     releases = offers.releases(open_ended)
-    young, old, any_own = [], [], False
+    young, old = [], []
     for name, lines in open_ended.items():
         version = Version(locked[name])
         newer = [one for one in allowed_releases(releases[name], lines, python) if one.version > version]
@@ -226,25 +227,22 @@ def skipped_warnings(
         chosen = next((one for one in releases[name] if one.version == version), ProjectRelease(version, ()))
         subject = newest.version if cause == own else f"it needs {cause}, which"
         text = (
-            f"{name} {chosen} is locked instead of {newest}: {subject} has no wheel"
-            f" for Python {python} on {platform}, and envbuild locks wheels only"
+            f"{name} {chosen} is locked instead of {newest}: {subject} has no wheel for Python {python} on {platform}"
         )
+        lacking = requirement_parts(cause)[0]
         hint = (
-            f"pin {name} to the version that you want ({name}=={chosen.version} keeps the locked one), or "
-            f"run `pip wheel --no-deps '{cause}'` and name the folder in pip's find-links"
+            f"pin {name} to the version that you want ({name}=={chosen.version} keeps the locked one), or let envbuild "
+            f'build {lacking}: `build = ["{lacking}"]` in the recipe'
         )
         if chosen.uploaded and newest.uploaded and newest.uploaded - chosen.uploaded > _TOO_OLD:
             old.append((text, hint))
-            any_own = any_own or cause == own
         else:
             young.append(f"{text}; {hint}")
     if old:
-        ways = [hint for _, hint in old]
-        ways += ['or build it from source as a layer ([layers], system = "wheel")'] if any_own else []
         raise LockError(
             f"{source}: releases without wheels would be replaced by ones over two years older:"
             + "".join(f"\n  {text}" for text, _ in old),
-            "; ".join(ways),
+            "; ".join(hint for _, hint in old),
         )
     return tuple(young)
 

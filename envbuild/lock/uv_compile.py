@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild import process
 from envbuild.lock.format import LockedPackage
 from envbuild.lock.offers import Offers, ProjectRelease, allowed_releases
 from envbuild.names import normalise
+from envbuild.recipe.build import BuildTable
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.model import PYTHONS
 from envbuild.site.uv_config import bound_project
@@ -28,12 +30,17 @@ _CAUSES = {
     "range": re.compile(r"only (?:the following versions of )?" + _NAME + _SPECIFIER + " (?:is|are) available"),
 }
 _NETWORK = re.compile(r"dns error|Connect|timed out|certificate|invalid peer", re.IGNORECASE)
+_BUILD = re.compile(r"Failed to (?:download and )?build `([A-Za-z0-9._-]+)")
+_OWN_ADVICE = re.compile(r"\nhint: This error likely indicates .*", re.DOTALL)
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class UvCompile:
-    """Runs of uv that share `offers`' sources, platform and constraints; their files are in the folder `work`."""
+    """Runs of uv that share `offers`' sources, platform and constraints; their files are in the folder `work`.
+
+    Packages in `builds` (by normalised name) are resolved from their source archives, all others from wheels.
+    """
 
     work: Path
     offers: Offers
@@ -42,6 +49,7 @@ class UvCompile:
     constraints: Sequence[str] = ()
     overrides: Sequence[str] = ()
     stubs: Path | None = None
+    builds: Mapping[str, BuildTable] = field(default_factory=dict)
 
     @property
     def pylock(self) -> Path:
@@ -54,6 +62,8 @@ class UvCompile:
         """Resolve `requirements` with `pins` as additional constraints; `preferred` versions win if they fit."""
         work, environment = self.work, self.offers.environment
         environment.write_uv_settings(work / "uv.toml", self.offers.indexes)
+        with (work / "uv.toml").open("a", encoding="utf-8") as stream:
+            stream.write(_build_settings(self.builds))
         lines, bound = list(requirements), self.offers.bound
         own = [line for line in lines if requirement_parts(line)[0] in bound]
         (work / "requirements.in").write_text("\n".join(line for line in lines if line not in own) + "\n")
@@ -65,10 +75,11 @@ class UvCompile:
         command: list[str | Path] = [
             environment.uv, "pip", "compile", work / "requirements.in",
             "--config-file", work / "uv.toml", "--constraints", work / "constraints.txt",
-            # Nothing is built, so any interpreter will do; otherwise uv searches the host for one of --python-version.
+            # No wheel is built, so any interpreter will do; otherwise uv searches the host for one of --python-version.
             "--python", sys.executable, "--python-version", self.python, "--python-platform", self.platform,
             "--only-binary", ":all:", "--format", "pylock.toml", "--output-file", self.pylock,
             "--no-header", "--no-annotate", "--quiet",
+            *(word for name in self.builds for word in ("--no-binary", name)),
         ]  # fmt: skip
         if own:
             (work / "pyproject.toml").write_text(bound_project(own, bound))
@@ -92,6 +103,11 @@ class UvCompile:
         """
         if self.offers.offline:
             return "resolving needs an index: run it once without --offline, or give pip a find-links folder"
+        if failed := _BUILD.search(stderr):
+            return (
+                f"name missing build requirements in `requires` of [build.{failed[1]}] of the recipe; if its build "
+                "needs the environment's packages, name its requirements in `dependencies` there"
+            )
         if _NETWORK.search(stderr):
             return (
                 "check the network, pip's index-url, proxy and cert (envbuild reads pip's configuration and "
@@ -140,10 +156,29 @@ class UvCompile:
             return f"{title} has wheels for Python {', '.join(pythons)}: set `python` in the recipe"
         if any(file.tags for file in newest.files):
             return f"{title} has no wheel for {self.platform}: set `glibc` in the target, or take another release"
-        return (
-            f"{title} has no wheel: run `pip wheel --no-deps '{name}=={newest.version}'` and name the folder in "
-            "pip's find-links"
-        )
+        return f'{title} has no wheel: let envbuild build it, with `build = ["{name}"]` in the recipe'
+
+
+def _build_settings(builds: Mapping[str, BuildTable]) -> str:
+    """Return lines of a uv.toml for the metadata of `builds`: JSON's strings and arrays are valid TOML."""
+    if not builds:
+        return ""
+    lines = ["[extra-build-dependencies]"]
+    lines += [f"{json.dumps(name)} = {json.dumps(table.requires)}" for name, table in builds.items()]
+    for name, table in builds.items():
+        if table.environment:
+            lines.append(f"[extra-build-variables.{json.dumps(name)}]")
+            lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.environment.items()]
+        if table.dependencies is not None:
+            lines += ["[[dependency-metadata]]", f"name = {json.dumps(name)}"]
+            lines.append(f"requires-dist = {json.dumps(table.dependencies)}")
+    return "\n".join(["", *lines, ""])
+
+
+def explanation(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the end of uv's explanation of a failure, without its advice on projects of its own."""
+    done.stderr = _OWN_ADVICE.sub("", done.stderr)
+    return process.tail(done)
 
 
 def without_wheel(stderr: str) -> str | None:

@@ -6,26 +6,23 @@ libnccl.so.2 by its DT_RPATH, in nvidia/nccl/lib beside torch. LD_LIBRARY_PATH t
 
 from __future__ import annotations
 
-import contextlib
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote
 
-from envbuild import process
 from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
-from envbuild.lock.format import Lock, LockedPackage, changes, lock_file_name, read, render
+from envbuild.lock.build_requirements import lock_built
+from envbuild.lock.built import check_used, locked_wheels, sources_of
+from envbuild.lock.format import BuiltPackage, Lock, LockedPackage, changes, lock_file_name, read, render
 from envbuild.lock.indexes import ambiguous_names, bound_indexes, check_bound, check_pages, reachable
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
-from envbuild.lock.offers import Offers, applicable, skipped_warnings, tag_set
-from envbuild.lock.uv_compile import UvCompile, without_wheel
+from envbuild.lock.offers import Offers, applicable, skipped_warnings
+from envbuild.lock.uv_compile import UvCompile, explanation, without_wheel
 from envbuild.names import normalise
 from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
@@ -101,75 +98,67 @@ def resolve(
     python, platform = recipe.recipe.python, target.platform(table.glibc)
     indexes, unreached = reachable(table.indexes, environment, offline)
     notes = [f"note: {reason}; it was left out" for reason in unreached]
+    sources = sources_of(recipe, target, environment, requirements, offline)
     wanted = applicable(requirements, python, platform)  # a requirement with another marker binds nothing
     offers = Offers(environment, indexes, offline, bound=bound_indexes(recipe, wanted, environment, offline))
     constraints = [*recipe.recipe.constraints, *(f"{name}=={version}" for name, version in provided.items())]
     # To keep versions, every package is pinned, then preferred. Preferences alone would suffice, but uv 0.13 takes a
     # preferred version from the first index that has it, even when only another index has a wheel of it that fits.
-    ways: list[tuple[list[str], tuple[LockedPackage, ...]]] = [([], ())]
+    ways: list[tuple[Lock | None, list[str], tuple[LockedPackage, ...]]] = [(None, [], ())]
     if keep is not None:
-        ways = [([f"{p.name}=={p.version}" for p in keep.packages], ()), ([], keep.packages), *ways]
+        pins = [f"{name}=={version}" for name, version in keep.versions.items() if name not in sources.references]
+        ways = [(keep, pins, ()), (keep, [], keep.packages), *ways]
     with environment.temporary_folder("lock-") as folder:
-        uv = UvCompile(folder, offers, python, platform, constraints, overrides, stubs)
-        for pins, preferred in ways:
-            done = uv.run(requirements, pins, preferred)
+        uv = UvCompile(folder, offers, python, platform, constraints, overrides, stubs, sources.builds)
+        for kept, pins, preferred in ways:
+            done = uv.run(sources.lines(requirements, python, platform, kept), pins, preferred)
             if done.returncode == 0:
                 break
         else:
             command = f"{recipe.recipe.name} --target {target.name}"
             raise LockError(
-                f"{recipe.path}: target {target.name} cannot be resolved:\n{process.tail(done)}"
+                f"{recipe.path}: target {target.name} cannot be resolved:\n{explanation(done)}"
                 + "".join(f"\n  {note}" for note in notes),
                 uv.hint(done.stderr, requirements, table.requirements, command, unreached=bool(notes)),
             )
         text = uv.pylock.read_text(encoding="utf-8")
         rows = [row for row in tomllib.loads(text).get("packages", []) if normalise(row["name"]) not in provided]
         rows.sort(key=lambda row: str(row["name"]))
-        packages = tuple(_locked(row, python, platform, str(recipe.path)) for row in rows)
-        check_bound(recipe, packages, offers)
-        check_pages(recipe, packages, offers)
+        own = [row for row in rows if normalise(row["name"]) in sources.builds]
+        packages = tuple(locked_wheels(row, python, platform, str(recipe.path)) for row in rows if row not in own)
+        built = lock_built(sources, own, UvCompile(folder, offers, python, platform), packages, provided, keep)
+        check_used(recipe, target, built)
+        every: list[LockedPackage | BuiltPackage] = [*packages, *built]
+        of_indexes = [one for one in every if one.name not in sources.references]
+        check_bound(recipe, of_indexes, offers)
+        check_pages(recipe, of_indexes, offers)
+        wheels = {one.name: one.version for one in packages if one.name not in sources.references}
         warnings = skipped_warnings(
-            requirements, recipe.recipe.constraints, {package.name: package.version for package in packages}, offers,
-            python, platform, lambda line: without_wheel(uv.run([line]).stderr), f"{recipe.path}: target {target.name}",
+            requirements, recipe.recipe.constraints, wheels, offers, python, platform,
+            lambda line: without_wheel(uv.run([line]).stderr), f"{recipe.path}: target {target.name}",
         )  # fmt: skip
-        notes += ambiguous_names(packages, offers)
+        notes += ambiguous_names(of_indexes, offers)
     check_accelerator(target, packages, str(recipe.path))
-    lock = Lock(recipe.recipe.name, target.name, python, platform, digest, packages, warnings)
-    return Resolved(lock, f"{len(packages)} packages", text, notes)
+    lock = Lock(recipe.recipe.name, target.name, python, platform, digest, packages, warnings, built)
+    summary = f"{len(packages)} packages" + (f", {len(built)} to build from source" if built else "")
+    return Resolved(lock, summary, sources.published(text), notes)
 
 
 def without(lock: Lock, names: Iterable[str]) -> Lock:
     """Return `lock` without `names`, whose versions may change. Raises LockError when a name is not in the lock."""
     moving = {normalise(name) for name in names}
-    unknown = moving - {package.name for package in lock.packages}
+    known = dict.fromkeys([*lock.versions, *(wheel.name for one in lock.built for wheel in one.build)])
+    unknown = moving - known.keys()
     if unknown:
-        known = ", ".join(package.name for package in lock.packages)
         raise LockError(
             f"--upgrade: {', '.join(sorted(unknown))} is not in the lock of {lock.recipe} ({lock.target})",
-            f"locked are: {known}",
+            f"locked are: {', '.join(known)}",
         )
-    return replace(lock, packages=tuple(p for p in lock.packages if p.name not in moving))
-
-
-def _locked(row: Mapping[str, Any], python: str, platform: str, source: str) -> LockedPackage:
-    """Return a package of a PEP 751 file with the hashes of its wheels that fit. Raises LockError without one."""
-    from packaging.utils import parse_wheel_filename
-
-    hashes: set[str] = set()
-    for wheel in row.get("wheels", []):
-        file_name = unquote(str(wheel.get("name") or wheel.get("url") or wheel.get("path")).rpartition("/")[2])
-        with contextlib.suppress(ValueError):
-            fits = parse_wheel_filename(re.split("[#?]", file_name)[0])[3] & tag_set(python, platform)
-            digest = wheel.get("hashes", {}).get("sha256")
-            if fits and digest:
-                hashes.add(str(digest))
-    if not hashes:
-        raise LockError(
-            f"{source}: {row['name']}=={row.get('version', '?')} has no wheel with a sha256"
-            f" for python {python} on {platform}",
-            "pin a version that publishes such a wheel, or serve one from your index or find-links",
-        )
-    return LockedPackage(normalise(row["name"]), str(row["version"]), tuple(sorted(hashes)))
+    built = (
+        replace(one, build=tuple(wheel for wheel in one.build if wheel.name not in moving))
+        for one in lock.built if one.name not in moving
+    )  # fmt: skip
+    return replace(lock, packages=tuple(p for p in lock.packages if p.name not in moving), built=tuple(built))
 
 
 def nccl_package(target: Target) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from envbuild.lock.image import ImageLock, OciLock
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import ImageTable
 from envbuild.recipe.project import OwnCode
+from envbuild.recipe.reference import references
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
@@ -46,7 +47,8 @@ class Plan:
     `packages` are wheels; with `conda` packages, they are the packages that pip adds. `mtime` is the time of an
     image's files (seconds since 1970). `folder` is the recipe's folder; paths of local base images are relative
     to it. `sources` are built from source, in this order; `host_layers` are provided by the nodes. `warnings`
-    are those of the lock. `bound` maps normalised names of packages to the site's indexes that alone serve them.
+    are those of the lock. `bound` maps normalised names of packages to their only source: an index of the site, or the
+    URL of a wheel.
     `direct` are the normalised names of the packages that the recipe itself requires, and of its project.
     `project` is the user's own code, which comes last. `script_text` is that of the script of [verify].
     """
@@ -186,11 +188,15 @@ def make_plan(
         host_layers=host_layers,
         fabric=recipe.fabric,
         warnings=wheels.warnings,
-        bound=loaded.bound,
+        bound=loaded.bound | _urls(loaded, loaded.requirements(target, bool(conda))),
         direct=tuple(sorted({*loaded.direct(target, bool(conda)), *([project.name] if project else [])} - {""})),
         project=project,
         script_text=loaded.script[1] if loaded.script else "",
     )
+
+
+def _urls(loaded: LoadedRecipe, requirements: Iterable[str]) -> dict[str, str]:
+    return {name: one.source(loaded.folder) for name, one in references(requirements).items() if one.is_wheel}
 
 
 def _base_steps(image: ImageInputs) -> list[Step]:

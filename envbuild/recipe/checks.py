@@ -6,6 +6,7 @@ import re
 from urllib.parse import urlsplit
 
 from envbuild.names import normalise
+from envbuild.recipe.reference import DIRECT, reference_of
 from envbuild.toml import form
 
 # Matches the common `name` or `name[extra]==1.2.3+local` without an import of packaging.
@@ -21,7 +22,18 @@ _SITE = "which index or mirror serves a file is the site's affair; write name==v
 
 
 def requirement_problem(text: str) -> str | None:
-    """Return why `text` is not a requirement of a recipe (a name with specifiers, extras, markers), or None."""
+    """Return why `text` is not a requirement of a recipe: a name with specifiers or an address, extras, markers."""
+    if DIRECT.match(text) is None:
+        return constraint_problem(text)
+    try:
+        reference_of(text)
+    except ValueError as problem:
+        return str(problem)
+    return None
+
+
+def constraint_problem(text: str) -> str | None:
+    """Return why `text` is not a name with specifiers, extras and markers, or None."""
     file = text.endswith((".whl", ".zip", ".tar.gz"))  # valid as a name, but a file to pip
     if _ORDINARY.fullmatch(text) and not file:
         return None
@@ -31,7 +43,7 @@ def requirement_problem(text: str) -> str | None:
         return f"an option of pip ({option[1]}), not a requirement: {_SITE}"
     before_marker = text.partition(";")[0]
     if "@" in before_marker or "://" in before_marker:
-        return f"an address, not a requirement: {_SITE}"
+        return "an address without a name: write `NAME @ ADDRESS`, in `requirements`"
     if not text.isprintable() or text != text.strip() or not text:
         return f"{text!r} is empty, or has blanks at its ends or unprintable characters"
     if file or re.search(r"[/\\]|^\.", before_marker):

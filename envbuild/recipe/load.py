@@ -10,6 +10,7 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.names import normalise
+from envbuild.recipe.build import BuildTable, build_mistakes, requirement_entries
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.layers import kind_of, layer_mistakes
 from envbuild.recipe.model import (
@@ -24,6 +25,9 @@ from envbuild.recipe.project import OwnCode, declared_code, declared_requirement
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.recipe.verify_table import LATER, VerifyTable, script_of, verify_mistakes
 from envbuild.toml import Document, Problem, decode, nearest, read
+
+# Keys of a recipe that count in its digest only if it has them.
+_NEW = ("indexes", "project", "build")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +59,7 @@ class LoadedRecipe:
         }
         if self.script is not None:
             data["verify"]["script_text"] = self.script[1]
-        return _digest(**{name: value for name, value in data.items() if value or name not in ("indexes", "project")})
+        return _digest(**{name: value for name, value in data.items() if value or name not in _NEW})
 
     @cached_property
     def bound(self) -> dict[str, str]:
@@ -68,13 +72,40 @@ class LoadedRecipe:
         bound = {name: index for name, index in self.bound.items() if name in names}
         return {"bound": bound} if bound else {}
 
+    def builds(self, target: Target) -> dict[str, BuildTable]:
+        """Return the tables of [build] for `target`, by normalised name."""
+        return {normalise(name): table for name, table in self.recipe.build.items() if table.for_target(target.name)}
+
+    def build_table(self, name: str) -> BuildTable:
+        """Return the table of [build] of a package (normalised name), an empty one if it has none."""
+        known = {normalise(one): table for one, table in self.recipe.build.items()}
+        return known.get(name, BuildTable())
+
+    def _builds_of(self, target: Target) -> dict[str, object]:
+        """Return the input of a lock's digest that tells how packages are built; {} without any."""
+        tables = self.builds(target)
+        found = {name: [one.requires, one.dependencies, one.environment, one.isolation] for name, one in tables.items()}
+        return {"build": found} if found else {}
+
+    def requirements(self, target: Target, conda: bool) -> tuple[str, ...]:
+        """Return the requirements of `target`, with `conda` those that pip adds to the conda packages."""
+        recipe = self.recipe
+        return recipe.conda.requirements if conda else recipe.requirements + recipe.targets[target.name].requirements
+
     def direct(self, target: Target, conda: bool) -> tuple[str, ...]:
         """Return the normalised names of the packages that `target` itself requires, with `conda` those of [conda]."""
         recipe, (_, table) = self.recipe, self.target(target.name)
-        wheels = recipe.conda.requirements if conda else recipe.requirements + table.requirements
         specs = (*recipe.conda.dependencies, *table.conda) if conda else ()
-        names = [requirement_parts(text)[0] for text in wheels] + [spec.split()[0] for spec in specs]
+        names = [requirement_parts(text)[0] for text in self.requirements(target, conda)]
+        names += [spec.split()[0] for spec in specs]
         return tuple(sorted({normalise(name) for name in names}))
+
+    def where_build(self, name: str) -> str:
+        """Return `FILE:LINE:COL` of a package (normalised name) in [build], else of a requirement of it."""
+        known = self.document.data.get("build", ())
+        keys = {normalise(one): ("build", n if isinstance(known, list) else one) for n, one in enumerate(known)}
+        direct = {requirement_parts(text)[0]: one for one, text in requirement_entries(self.document)}
+        return self.document.where(*(keys.get(name) or direct.get(name) or ()))
 
     def where(self, *keys: str | int) -> str:
         """Return `FILE:LINE:COL` of a key of the file."""
@@ -117,7 +148,7 @@ class LoadedRecipe:
             target=target.name, python=recipe.python, channels=recipe.conda.channels,
             dependencies=recipe.conda.dependencies + table.conda, requirements=recipe.conda.requirements,
             constraints=recipe.constraints, indexes=table.indexes, glibc=table.glibc,
-            **self._bound_of(recipe.conda.requirements),
+            **self._bound_of(recipe.conda.requirements), **self._builds_of(target),
         )  # fmt: skip
 
     def resolution_digest(self, target: Target) -> str:
@@ -125,7 +156,7 @@ class LoadedRecipe:
         recipe, (_, table) = self.recipe, self.target(target.name)
         nccl = self.nccl_wheel(target)
         requirements = recipe.requirements + table.requirements
-        more = self._bound_of(requirements) | ({} if nccl is None else {"nccl": nccl})
+        more = self._bound_of(requirements) | self._builds_of(target) | ({} if nccl is None else {"nccl": nccl})
         return _digest(
             target=target.name, python=recipe.python, requirements=requirements,
             constraints=recipe.constraints, indexes=table.indexes, glibc=table.glibc, **more,
@@ -151,6 +182,7 @@ def load_recipe(path: Path) -> LoadedRecipe:
 def decode_recipe(document: Document) -> LoadedRecipe:
     """Return the recipe in `document`, whose file may not exist yet. Raises RecipeError as `load_recipe`."""
     checks = (
+        build_mistakes,
         duplicate_requirements,
         index_mistakes,
         image_mistakes,

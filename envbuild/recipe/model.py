@@ -9,6 +9,7 @@ from typing import Any, Literal
 from envbuild.fabrics import fabric_names
 from envbuild.names import normalise
 from envbuild.recipe import checks
+from envbuild.recipe.build import BuildTable, requirement_entries
 from envbuild.recipe.layers import LayerTable, layer_name_problem
 from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.targets import target_problem
@@ -127,7 +128,8 @@ class Recipe:
     python: str = field(metadata={"doc": "Version of Python, X.Y.", "choices": PYTHONS, "example": "3.11"})
     requirements: tuple[str, ...] = field(
         metadata={
-            "doc": "Packages of every target, as pip requirements (PEP 508). No options, URLs or paths.",
+            "doc": "Packages of every target, as pip requirements (PEP 508), with git repositories, archives and"
+            " files of the recipe as `NAME @ ADDRESS`. No options.",
             "check": checks.requirement_problem,
             "example": ["numpy==2.2.6"],
         }
@@ -142,12 +144,19 @@ class Recipe:
     )
     constraints: tuple[str, ...] = key(
         (), "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
-        check=checks.requirement_problem, example=["setuptools<81"],
+        check=checks.constraint_problem, example=["setuptools<81"],
     )  # fmt: skip
     indexes: dict[str, str] = key(
         {}, "Package → name of the index of the site that alone may serve it, whatever other indexes have.",
         key_check=checks.project_problem, pattern=INDEX_NAME,
     )  # fmt: skip
+    build: dict[str, BuildTable] = key(
+        {},
+        "Packages whose wheels envbuild builds from source, as no index has them: a list of names, or a table for each."
+        " Those with the address of a source need no entry.",
+        key_check=checks.project_problem,
+        names=True,
+    )
     environment: Literal["venv", "conda"] = key(
         "venv",
         "What container images hold: wheels on the base's Python, or the conda packages of [conda].",
@@ -190,13 +199,10 @@ def duplicate_requirements(document: Document) -> Iterator[Problem]:
 
 def index_mistakes(document: Document) -> Iterator[Problem]:
     """Yield packages in [indexes] that no list of requirements has, or that are there in two spellings."""
-    data, bound = document.data, document.data.get("indexes")
+    bound = document.data.get("indexes")
     if not isinstance(bound, dict):
         return
-    targets = data["targets"].items() if isinstance(data.get("targets"), dict) else ()
-    tables = [data, data.get("conda"), *(table for _, table in targets)]
-    entries = [text for table in tables for _, text in _strings(table, ("requirements",))]
-    known = sorted({checks.requirement_parts(text)[0] for text in entries})
+    known = sorted({checks.requirement_parts(text)[0] for _, text in requirement_entries(document)})
     seen = set[str]()
     for project in bound:
         name = normalise(project)

@@ -37,6 +37,7 @@ class SourceLayer:
     build's other inputs: the compiler of a host, the digest of a builder image, the packages that a Python project is
     compiled against; it is "" until they are known. `wheels` are wheels that the build reads. `build` are wheels that
     the build of a Python project runs: pip, setuptools, cmake; if it is `isolated`, it sees no other packages.
+    It is `locked` if its archive is that of a lock, and not of [layers].
     """
 
     name: str
@@ -56,6 +57,7 @@ class SourceLayer:
     environment: str = ""
     build: tuple[BuildWheel, ...] = ()
     isolated: bool = False
+    locked: bool = False
 
     @property
     def digest(self) -> str:

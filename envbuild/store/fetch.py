@@ -16,7 +16,7 @@ from envbuild.progress import OnProgress, transfer
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of
-from envbuild.store.sources import PackageSource, local_files, matches, remote_sources
+from envbuild.store.sources import PackageSource, local_files, matches, remote_sources, single_file
 from envbuild.store.store import Store
 from envbuild.workers import each
 
@@ -77,8 +77,9 @@ def locate_wheels(
     """Return a file with locked content for each of `wanted`: from the store, from find-links, or from indexes.
 
     Files in local find-links folders are used in place. An unreachable index is an error only when a wheel is found
-    nowhere else. If pip names no index, `default_index` returns its URL. A project in `bound` is looked up in that
-    index of the site only. Raises BuildError that names each missing wheel with the answer of every source.
+    nowhere else. If pip names no index, `default_index` returns its URL. A project in `bound` comes from that index of
+    the site only, or is the file at that URL. Raises BuildError that names each missing wheel with every source's
+    answer.
     """
     folders = local_files(pip)
 
@@ -94,7 +95,10 @@ def locate_wheels(
         sources = {}
         for wheel in missing:
             index = bound.get(wheel.name)
-            if index is None or index in site.indexes:
+            if index is not None and "://" in index:
+                urls = [url for url in site.mirrored(index) if not offline or url.startswith("file:")]
+                sources[wheel] = [single_file(url, path_of(index).name) for url in urls]
+            elif index is None or index in site.indexes:
                 sources[wheel] = sources_of(index)
             else:
                 answers[wheel].append(f"index {index!r}: not named in [indexes] of site.toml")

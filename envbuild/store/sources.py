@@ -80,6 +80,11 @@ class PackageSource:
             return self._pages[page]
 
 
+def single_file(url: str, name: str) -> PackageSource:
+    """Return a source of the file at `url` alone, called `name`."""
+    return PackageSource(url, is_index=False, _pages={url: [Link(name, url, None)]})
+
+
 def read_page(url: str, project: str, client: Client, patient: bool = True) -> Iterator[Link]:
     """Yield the links of a project page (PEP 503 HTML or PEP 691 JSON) or of a find-links page.
 
@@ -169,13 +174,13 @@ def _local_path(entry: str) -> Path | None:
 
 def remote_sources(
     pip: PipConfig, site: Site, indexes: Sequence[str], offline: bool, default_index: Callable[[], str], *,
-    only: str | None = None, patient: bool = True,
+    only: str | None = None, last: Sequence[str] = (), patient: bool = True,
 ) -> list[PackageSource]:  # fmt: skip
     """Return all sources except local folders, in the order in which they are asked.
 
-    The order is: find-links pages, the recipe's indexes through the site's mirrors, pip's index, pip's extra indexes.
-    `only` is an index of the site that takes the place of all other indexes. With `offline`, only sources on local
-    disks are returned. `patient` is whether their failed requests are retried.
+    The order is: find-links pages, the recipe's indexes through the site's mirrors, pip's index, pip's extra indexes,
+    `last`. `only` is an index of the site that takes the place of all other indexes. With `offline`, only sources on
+    local disks are returned. `patient` is whether their failed requests are retried.
     """
     sources = []
     for entry in pip.find_links:
@@ -184,7 +189,7 @@ def remote_sources(
             url = entry if "://" in entry else Path(entry).absolute().as_uri()
             sources.append(PackageSource(url, is_index=False, patient=patient))
     if not pip.no_index:
-        named = [only] if only else [*indexes, pip.index_url or default_index(), *pip.extra_index_urls]
+        named = [only] if only else [*indexes, pip.index_url or default_index(), *pip.extra_index_urls, *last]
         urls = dict.fromkeys(url for index in named for url in site.mirrored(index))
         sources += [PackageSource(url, is_index=True, patient=patient) for url in urls]
     return [source for source in sources if not offline or source.url.startswith("file:")]

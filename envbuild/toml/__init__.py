@@ -8,7 +8,8 @@ or `X | None` (in TOML, the key is left out), and its `key(...)` or `field(metad
     pattern    regular expression           choices      the accepted values, or () -> them
     minimum    smallest number              check        function: value -> the mistake, or None
     min_items  smallest number of entries   key_check    the same, for the keys of a dict
-                                            entry_check  the same, for (key, value) of a dict
+    names      whether a list of keys       entry_check  the same, for (key, value) of a dict
+               stands for empty tables
 
 pattern, choices, minimum and check apply to each entry of a tuple or a dict.
 """

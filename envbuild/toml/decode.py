@@ -59,6 +59,8 @@ def _decode(hint: Any, rules: Mapping[str, Any], value: Any, keys: Keys, problem
     base, inner = _shape(hint)
     kind = {tuple: list}.get(base, dict if dataclasses.is_dataclass(base) else base)
     given = type(value)  # exact: a bool is an int to isinstance
+    if given is list and rules.get("names"):
+        return _decode_names(inner, rules, value, keys, problems)
     if given is int and kind is float and value.bit_length() <= 64:
         value = float(value)
     elif given is not kind:
@@ -81,6 +83,15 @@ def _decode(hint: Any, rules: Mapping[str, Any], value: Any, keys: Keys, problem
         if "entry_check" in rules and type(v) is inner:
             _add(problems, (*keys, key), rules["entry_check"](key, v))
     return {key: _decode(inner, rules, v, (*keys, key), problems) for key, v in value.items()}
+
+
+def _decode_names(inner: Any, rules: Mapping[str, Any], value: list[Any], keys: Keys, problems: list[Problem]) -> Any:
+    """Return the short form of a dict, a list of its keys, as a dict of empty tables."""
+    names = _decode(tuple[str, ...], {"check": rules.get("key_check", lambda _: None)}, value, keys, problems)
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            _add(problems, (*keys, number), f"{name!r} is there twice")
+    return {name: _decode(inner, {}, {}, (*keys, name), problems) for name in names}
 
 
 def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Problem]) -> Any:
@@ -193,7 +204,8 @@ def _schema(hint: Any, rules: Mapping[str, Any]) -> dict[str, Any]:
     if base in (tuple, dict):
         kind, entries, least = _CONTAINERS[base]
         size = {least: rules["min_items"]} if "min_items" in rules else {}
-        return {"type": kind, entries: _schema(inner, rules), **size}
+        found = {"type": kind, entries: _schema(inner, rules), **size}
+        return {"anyOf": [{"type": "array", "items": {"type": "string"}}, found]} if rules.get("names") else found
     result: dict[str, Any] = {"type": _KINDS[base][1]}
     if choices := inner or _choices(rules):
         result["enum"] = list(choices)

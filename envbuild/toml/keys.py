@@ -18,6 +18,7 @@ class Rules(TypedDict, total=False):
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]]
     minimum: int
     min_items: int
+    names: bool
     check: Check
     key_check: Check
     entry_check: Callable[[str, Any], str | None]

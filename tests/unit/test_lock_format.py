@@ -1,5 +1,6 @@
 """The lock file: what is written is read back, what is damaged is refused line by line."""
 
+import dataclasses
 import string
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.errors import LockError
-from envbuild.lock.format import Lock, LockedPackage, changes, parse, render
+from envbuild.lock.format import BuiltPackage, Lock, LockedPackage, changes, parse, parse_built, render
 from envbuild.names import normalise
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
@@ -76,3 +77,49 @@ def test_an_update_says_what_changed() -> None:
     new = make_lock(("b", "2", "b"), ("c", "1", "d"), ("e", "1", "e"))
     assert changes(old, new) == ["- a 1", "~ b 1 -> 2", "~ c 1 (other files: 1 -> 1 hashes)", "+ e 1"]
     assert changes(new, new) == []
+
+
+BUILT = st.builds(
+    BuiltPackage, NAMES, VERSIONS, HEX, st.sampled_from(["", "0a" * 20]), st.sampled_from(["", "v1.0", "feature/x"]),
+    st.lists(PACKAGES, max_size=3, unique_by=lambda p: p.name).map(tuple),
+)  # fmt: skip
+
+
+@given(LOCKS, st.lists(BUILT, min_size=1, max_size=3, unique_by=lambda p: p.name))
+def test_built_packages_are_read_back_and_count_in_the_digest(lock: Lock, built: list[BuiltPackage]) -> None:
+    mine = [one for one in built if one.name not in lock.versions]
+    more = dataclasses.replace(lock, built=tuple(mine))
+    assert parse(render(more), "x") == more
+    assert (more.digest == lock.digest) == (not mine)
+    assert all(more.versions[one.name] == one.version for one in mine)
+    assert len(changes(lock, more)) == len(mine) and not changes(more, more)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]", "7", "{", '{"name": "a"}', '{"name": "A", "version": "1", "sha256": "x", "build": {}}',
+        f'{{"name": "a", "version": "1", "sha256": "{"0" * 64}"}}',
+        f'{{"name": "a", "version": "1", "sha256": "{"0" * 64}", "build": {{"b": ["1"]}}}}',
+        f'{{"name": "a", "version": "1", "sha256": "{"0" * 64}", "build": {{"b": ["1", "x"]}}}}',
+        f'{{"name": "a", "version": "1", "sha256": "{"0" * 64}", "commit": "x", "build": {{}}}}',
+        f'{{"name": "a", "version": "1", "sha256": "{"0" * 64}", "url": "x", "build": {{}}}}',
+        "[" * 5000,
+    ],
+)  # fmt: skip
+def test_a_damaged_row_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_built(text)
+
+
+def test_a_package_is_locked_once() -> None:
+    row = f'{{"name": "a", "version": "1", "sha256": "{"0" * 64}", "build": {{}}}}'
+    head = "# envbuild lock, format 1; made by: x\n" + "".join(
+        f"# {key}: x\n" for key in ("recipe", "target", "python", "platform", "recipe-digest")
+    )
+    with pytest.raises(LockError, match="a is locked twice"):
+        parse(f"{head}# built: {row}\n# built: {row}\n", "x")
+    with pytest.raises(LockError, match="a is locked twice"):
+        parse(f"{head}# built: {row}\na==1 --hash=sha256:{'0' * 64}\n", "x")
+    with pytest.raises(LockError, match="x:7: not a built package"):
+        parse(f"{head}# built: {{}}\n", "x")

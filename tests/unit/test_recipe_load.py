@@ -163,7 +163,7 @@ def test_requirement(text: str) -> None:
         ("--hash=sha256:00", "an option of pip (--hash)"),
         (" -e .", "an option of pip (-e)"),
         ("-ihttps://u:secret@h/simple", "an option of pip"),
-        ("torch @ https://u:secret@host/torch.whl", "an address"),
+        ("torch @ https://u:secret@host/torch.whl", "user name or password"),
         ("https://u:secret@host/torch.whl ", "an address"),
         ("git+ssh://git@host/x", "an address"),
         ("./torch", "is a path"),

@@ -1,0 +1,166 @@
+"""Fetch locked source archives by hash: from the store, the site's mirrors, a URL, an index, or a git repository."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from envbuild.cache.retry import Mismatch, RequestFailed
+from envbuild.errors import BuildError
+from envbuild.progress import transfer
+from envbuild.site.pip_config import PipConfig, redact
+from envbuild.site.settings import Site
+from envbuild.store.client import Client
+from envbuild.store.fetch import download
+from envbuild.store.git import git_archive
+from envbuild.store.sources import local_files, remote_sources
+from envbuild.store.store import Store
+
+KIND = "sources"
+_INDEX = "index:"
+_GIT = "git+"
+
+
+@dataclass(frozen=True, slots=True)
+class WantedArchive:
+    """A locked source archive, and its sha256 (hex).
+
+    `url` is its URL; "index:NAME" stands for pip's indexes, and "git+URL@COMMIT#subdirectory=DIR" for a commit, of
+    which the archive is made here. `table` is the table of the recipe with its sha256, "" for one of a lock.
+    """
+
+    name: str
+    version: str
+    url: str
+    sha256: str
+    table: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}".strip()
+
+
+def locate_archive(
+    wanted: WantedArchive, store: Store, pip: PipConfig, site: Site, *, offline: bool, env: Mapping[str, str],
+    default_index: Callable[[], str],
+) -> Path:  # fmt: skip
+    """Return the archive. Raises BuildError with each source that was tried and its answer."""
+    if found := _in_store(wanted, store):
+        return found
+    answers, found_sums = list[str](), list[str]()
+    store.folder("partial")
+    client = Client(pip, env)
+    git = wanted.url.startswith(_GIT)
+    urls = (
+        site.mirrored(wanted.url.removeprefix(_GIT))
+        if git
+        else _urls(wanted, pip, site, client, answers, offline, default_index)
+    )
+    for url in urls:
+        shown = redact(url)
+        if offline and not url.startswith("file:"):
+            answers.append(f"{shown}: not asked, --offline")
+            continue
+        try:
+            with transfer(f"fetching {wanted}", None) as on_progress:
+                if git:
+                    return _from_git(wanted, url, store, env)
+                name = unquote(urlsplit(url).path).rpartition("/")[2] or wanted.name
+                return download(
+                    url, name, frozenset({wanted.sha256}), wanted.sha256, lambda: _in_store(wanted, store), client,
+                    store, on_progress, KIND,
+                )  # fmt: skip
+        except Mismatch as error:
+            answers.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
+            found_sums.append(error.sha256)
+        except RequestFailed as error:
+            answers.append(f"{shown}: {error}")
+        except OSError as error:
+            raise store.unwritable(error) from error
+    raise _not_found(wanted, answers, found_sums, offline)
+
+
+def adopt_commit(name: str, url: str, commit: str, subdirectory: str, store: Store, env: Mapping[str, str]) -> str:
+    """Put the archive of a commit (see git_archive) into the store; return its sha256. Raises RequestFailed."""
+    try:
+        with store.working("building") as work:
+            sha256 = git_archive(url, commit, subdirectory, work / "archive.tar", work, env)
+            store.adopt(work / "archive.tar", sha256, f"{name}-{commit[:12]}.tar", KIND)
+    except OSError as error:
+        raise store.unwritable(error) from error
+    return sha256
+
+
+def _from_git(wanted: WantedArchive, url: str, store: Store, env: Mapping[str, str]) -> Path:
+    parts = urlsplit(url)
+    repository, _, commit = parts._replace(fragment="").geturl().rpartition("@")
+    folder = parse_qs(parts.fragment).get("subdirectory", [""])[0]
+    sha256 = adopt_commit(wanted.name, repository, commit, folder, store, env)
+    found = _in_store(wanted, store)
+    if found is None:
+        raise Mismatch(sha256)
+    return found
+
+
+def _in_store(wanted: WantedArchive, store: Store) -> Path | None:
+    with suppress(OSError):
+        for path in (store.root / KIND / wanted.sha256).iterdir():
+            if path.is_file() and store.digests.keep(path, wanted.sha256):
+                return path
+    return None
+
+
+def _urls(
+    wanted: WantedArchive, pip: PipConfig, site: Site, client: Client, answers: list[str], offline: bool,
+    default_index: Callable[[], str],
+) -> Iterator[str]:  # fmt: skip
+    """Yield the possible URLs of the archive, in the order in which to try them."""
+    if not wanted.url.startswith(_INDEX):
+        yield from site.mirrored(wanted.url)
+        return
+    project = wanted.url.removeprefix(_INDEX)
+    for folder, names in local_files(pip, ("",)):
+        own = sorted(name for name in names if _is_sdist(name, project, wanted.version))
+        yield from ((folder / name).absolute().as_uri() for name in own)
+    # Indexes of the site come last: a recipe may have bound the package to one of them.
+    for page in remote_sources(pip, site, (), offline, default_index, last=tuple(site.indexes.values())):
+        try:
+            links = [link for link in page.links(project, client) if link.sha256 == wanted.sha256]
+        except RequestFailed as error:
+            answers.append(f"{page.name}: cannot be used: {error}")
+            continue
+        if not links:
+            answers.append(f"{page.name}: has no {project} with this hash")
+        yield from (link.url for link in links)
+
+
+def _is_sdist(file: str, project: str, version: str) -> bool:
+    from packaging.utils import parse_sdist_filename
+    from packaging.version import Version
+
+    with suppress(ValueError):
+        return parse_sdist_filename(file) == (project, Version(version))
+    return False
+
+
+def _not_found(wanted: WantedArchive, answers: list[str], found: list[str], offline: bool) -> BuildError:
+    lines = [f"{wanted}: no source has its archive", f"wanted sha256:{wanted.sha256}"]
+    lines += answers or [f"{redact(wanted.url)}: not asked"]
+    if offline:
+        hint = (
+            "run it once without --offline, or give the URL a mirror in a folder (file:///...) under [mirrors] in "
+            "site.toml"
+        )
+    elif found and wanted.table:
+        hint = (
+            "the archive is another one than the recipe means. If you trust it (compare with its project's release), "
+            f'set sha256 = "{found[0]}" in [{wanted.table}]'
+        )
+    elif found:
+        hint = "the archive is another one than the lock means. If you trust it, lock again: `envbuild lock RECIPE`"
+    else:
+        hint = "check the network and pip's proxy and cert; or give the URL a mirror under [mirrors] in site.toml"
+        hint += f", or `url` in [{wanted.table}]" if wanted.table else ""
+    return BuildError("\n    ".join(lines), hint)

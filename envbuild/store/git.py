@@ -1,0 +1,79 @@
+"""Source archives of git commits, made by the user's git: the same bytes on every machine.
+
+An archive has the files of one commit, or of one folder of it, with its submodules and without git's own files.
+Sources: git-fetch(1), git-submodule(1), git(1) on environment variables; git-lfs, `GIT_LFS_SKIP_SMUDGE`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from envbuild import process
+from envbuild.cache.retry import RequestFailed
+from envbuild.errors import HostError
+from envbuild.masking import redact
+
+# 1980-01-01, the earliest time in zip files, which builds make of the archive's files.
+_TIME = 315532800
+# Variables that tell git which repository it works in: git rev-parse --local-env-vars.
+_LOCAL = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX", "GIT_COMMON_DIR")
+# Settings that would make the files depend on the user.
+_PLAIN = ("-c", "core.autocrlf=false", "-c", "core.eol=lf", "-c", "advice.detachedHead=false")
+
+
+def git_archive(url: str, commit: str, subdirectory: str, path: Path, work: Path, variables: Mapping[str, str]) -> str:
+    """Write the files of `commit` in `subdirectory` of the repository at `url` to `path`; return its sha256.
+
+    `path` is an uncompressed tar; `work` is an empty folder. Raises RequestFailed when git cannot fetch the commit.
+    """
+    env = {name: value for name, value in variables.items() if name not in _LOCAL}
+    env |= {"GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1", "LC_ALL": "C"}
+    tree = work / "tree"
+
+    def git(*words: str | Path, must: bool = True) -> bool:
+        try:
+            done = process.run(["git", *_PLAIN, *words], env=env, check=False)
+        except HostError as error:
+            raise RequestFailed(f"{error.message}; install git", answered=True) from None
+        if done.returncode and must:
+            raise RequestFailed(f"git {words[2]} failed:\n{process.tail(done)}", answered=True)
+        return done.returncode == 0
+
+    git("init", "--quiet", tree)
+    # Some servers send only branches and tags, with their history.
+    if not git("-C", tree, "fetch", "--quiet", "--depth=1", "--no-tags", url, commit, must=False):
+        git("-C", tree, "fetch", "--quiet", url, "+refs/heads/*:refs/remotes/origin/*", "+refs/tags/*:refs/tags/*")
+    git("-C", tree, "checkout", "--quiet", "--detach", commit)
+    git("-C", tree, "remote", "add", "origin", url)  # relative URLs of submodules
+    git("-C", tree, "submodule", "--quiet", "update", "--init", "--recursive")
+    top = tree / subdirectory
+    if not top.is_dir():
+        raise RequestFailed(f"{redact(url)} at {commit} has no folder {subdirectory}", answered=True)
+    _write_tar(top, path)
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _write_tar(top: Path, path: Path) -> None:
+    files = []
+    for here, folders, names in os.walk(top):
+        links = [name for name in folders if os.path.islink(os.path.join(here, name))]
+        folders[:] = [name for name in folders if name != ".git" and name not in links]
+        files += [Path(here, name) for name in (*names, *links) if name != ".git"]
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for file in sorted(files):
+            entry = tarfile.TarInfo(f"source/{file.relative_to(top)}")
+            entry.mtime, about = _TIME, file.lstat()
+            if stat.S_ISLNK(about.st_mode):
+                entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(file)
+                tar.addfile(entry)
+                continue
+            entry.mode = 0o755 if about.st_mode & 0o100 else 0o644
+            entry.size = about.st_size
+            with file.open("rb") as stream:
+                tar.addfile(entry, stream)

@@ -1,0 +1,161 @@
+"""Locks of packages without a wheel: resolved by uv from archives of these tests, and read back from the lock file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from lab.wheels import make_recipe, make_wheel
+from sdists import commit, git, make_sdist, project, sha256
+
+from envbuild.environment import Environment, load_environment
+from envbuild.errors import EnvbuildError, LockError
+from envbuild.layers.built import built_layers
+from envbuild.lock.format import Lock, parse, render
+from envbuild.lock.wheels import wheel_lock, without
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target, host_arch
+
+TARGET = Target.parse(f"cpu-{host_arch()}")
+
+
+class Lab:
+    """A recipe with these requirements, find-links of the tests alone, and its lock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.wheels = folder, folder / "wheels"
+        self.wheels.mkdir(parents=True)
+        self.logged: list[str] = []
+        self.environment: Environment = load_environment({
+            **{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
+            "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels),
+            "ENVBUILD_STORE": str(folder / "store"),
+        })  # fmt: skip
+
+    def lock(
+        self, *requirements: str, extra: str = "", old: Lock | None = None, upgrade: tuple[str, ...] | None = (),
+        offline: bool = False,
+    ) -> Lock:  # fmt: skip
+        self.recipe = load_recipe(make_recipe(self.folder, "r", requirements, extra=extra) / "recipe.toml")
+        kind = wheel_lock(self.recipe, TARGET)
+        with self.environment.with_tmpdir() as environment:
+            found = kind.resolve(environment, old, upgrade, offline, self.logged.append).lock
+        assert parse(render(found), "x") == found
+        return found
+
+    def fails(self, *requirements: str, extra: str = "") -> EnvbuildError:
+        with pytest.raises(LockError) as caught:
+            self.lock(*requirements, extra=extra)
+        return caught.value
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return Lab(tmp_path)
+
+
+def test_a_dependency_without_a_wheel_is_built_in_the_version_that_is_required(lab: Lab) -> None:
+    make_wheel(lab.wheels, "hydra", requires=["antlr<5"])
+    for version in ("4.8", "4.9", "5.0"):
+        archive = make_sdist(lab.wheels, "antlr", version, requires=["tool"], build=["helper"], more=["late>=2"])
+        wanted = sha256(archive) if version == "4.9" else locals().get("wanted", "")
+    for name, version in (("tool", "1.0"), ("helper", "3.0"), ("late", "1.0"), ("late", "2.0")):
+        make_wheel(lab.wheels, name, version)
+    error = lab.fails("hydra")
+    assert 'build = ["antlr"]' in (error.hint or ""), error.hint
+    found = lab.lock("hydra", extra='build = ["antlr"]')
+    (one,) = found.built
+    assert (one.name, one.version, one.sha256, one.commit) == ("antlr", "4.9", wanted, "")
+    assert [(wheel.name, wheel.version) for wheel in one.build] == [("helper", "3.0"), ("late", "2.0")]
+    assert [package.name for package in found.packages] == ["hydra", "tool"]
+    (layer,) = built_layers(lab.recipe, TARGET, found)
+    assert (layer.system, layer.url, layer.isolated) == ("wheel", "index:antlr", True)
+    assert [wheel.name for wheel in layer.build] == ["pip", "helper", "late"]
+    # A plain lock keeps what it has; --upgrade moves the package, or one of its build requirements.
+    make_sdist(lab.wheels, "antlr", "4.10", build=["helper"])
+    make_wheel(lab.wheels, "helper", "4.0")
+    again = lab.lock("hydra", extra='build = ["antlr"]', old=found)
+    assert again == found
+    moved = lab.lock("hydra", extra='build = ["antlr"]', old=found, upgrade=("helper",))
+    assert moved.versions["antlr"] == "4.9" and moved.built[0].build[0].version == "4.0"
+    moved = lab.lock("hydra", extra='build = ["antlr"]', old=found, upgrade=("antlr",))
+    assert moved.versions["antlr"] == "4.10"
+    with pytest.raises(LockError, match="other is not in the lock"):
+        without(found, ["other"])
+
+
+def test_the_commit_of_a_branch_is_locked_until_it_is_upgraded(lab: Lab) -> None:
+    files = project("demo", "2.0", requires=["tool"])
+    first = commit(lab.folder / "repo", {f"py/{name}": text for name, text in files.items()}, "v2")
+    git(lab.folder / "repo", "branch", "-m", "trunk")
+    make_wheel(lab.wheels, "tool")
+    line = f"demo @ git+{(lab.folder / 'repo').as_uri()}@trunk#subdirectory=py"
+    found = lab.lock(line)
+    (one,) = found.built
+    assert (one.version, one.commit, one.ref) == ("2.0", first, "trunk")
+    assert [package.name for package in found.packages] == ["tool"]
+    (layer,) = built_layers(lab.recipe, TARGET, found)
+    assert layer.url == f"git+{(lab.folder / 'repo').as_uri()}@{first}#subdirectory=py"
+    assert "SETUPTOOLS_SCM_PRETEND_VERSION=2.0" in layer.configure
+    second = commit(lab.folder / "repo", {"py/demo.py": "NEW = 1\n"})
+    assert lab.lock(line, old=found) == found
+    assert lab.lock(line, old=found, offline=True) == found, "the store has the commit"
+    moved = lab.lock(line, old=found, upgrade=("demo",)).built[0]
+    assert moved.commit == second and moved.sha256 != one.sha256
+    tagged = lab.lock(line.replace("@trunk", "@v2"), old=lab.lock(line, old=found, upgrade=None)).built[0]
+    assert (tagged.commit, tagged.sha256) == (first, one.sha256), "another tag is another commit"
+
+
+def test_files_of_urls_and_of_the_recipe(lab: Lab) -> None:
+    (lab.folder / "r").mkdir()
+    archive = make_sdist(lab.folder / "elsewhere", "demo", requires=["own"])
+    wheel = make_wheel(lab.folder / "r", "own", files={"own/data": b"x"})
+    other = make_wheel(lab.folder / "elsewhere", "other")
+    make_wheel(lab.wheels, "own", "9.0")  # an index may have newer ones
+    lines = [
+        f"demo @ {archive.as_uri()}#sha256={sha256(archive)}", f"own @ ./{wheel.name}",
+        f"other @ {other.as_uri()}#sha256={sha256(other)}", "never @ ./own-1.0-py3-none-any.whl ; os_name == 'nt'",
+    ]  # fmt: skip
+    with pytest.raises(EnvbuildError, match="one of own"):
+        lab.lock(*lines)
+    found = lab.lock(*lines[:3])
+    assert [(one.name, one.version, one.hashes) for one in found.packages] == [
+        ("other", "1.0", (sha256(other),)), ("own", "1.0", (sha256(wheel),)),
+    ]  # fmt: skip
+    assert [(one.name, one.sha256) for one in found.built] == [("demo", sha256(archive))]
+    assert "://" not in render(found) and str(lab.folder) not in render(found)
+    archive.write_bytes(archive.read_bytes() + b"\0")
+    Path(lab.environment.store.root / "sources" / found.built[0].sha256 / archive.name).unlink()
+    error = lab.fails(*lines[:3])
+    assert f"it has sha256:{sha256(archive)}" in error.message
+
+
+def test_a_build_in_the_environment_leaves_out_the_wheels_that_are_there(lab: Lab) -> None:
+    make_wheel(lab.wheels, "torch", "2.0")
+    for version in ("1.0", "2.0"):
+        make_wheel(lab.wheels, "ninja", version)
+    # Its back end fails without torch, so nothing can ask it for its requirements.
+    make_sdist(lab.wheels, "flash", build=["ninja"], extra="import torch")
+    table = "[build.flash]\nisolation = false\ndependencies = ['torch']\nrequires = ['ninja<2']\n"
+    text = lab.fails("flash", "torch", extra='build = ["flash"]')
+    assert "No module named 'torch'" in text.message and "[tool.uv" not in text.message
+    assert "[build.flash]" in (text.hint or "")
+    found = lab.lock("flash", "torch", extra=table)
+    assert [wheel.name for wheel in found.built[0].build] == ["ninja"]
+    assert found.built[0].build[0].version == "1.0"
+    (layer,) = built_layers(lab.recipe, TARGET, found)
+    assert not layer.isolated
+
+
+def test_requirements_of_a_build_that_fails_are_named(lab: Lab) -> None:
+    broken = "def get_requires_for_build_wheel(config_settings=None):\n    raise SystemExit('no compiler here')\n"
+    make_sdist(lab.wheels, "demo", extra=broken)
+    error = lab.fails("demo", extra='build = ["demo"]')
+    assert "no compiler here" in error.message and "[build.demo]" in (error.hint or "")
+    make_sdist(lab.wheels, "other", more=["gone>=2"])
+    error = lab.fails("other", extra='build = ["other"]')
+    assert "gone" in error.message
+    make_wheel(lab.wheels, "tool")
+    error = lab.fails("tool", extra='build = ["demo"]')
+    assert "nothing requires 'demo'" in error.message and "recipe.toml:5:10" in error.message
