@@ -18,6 +18,7 @@ from envbuild.names import normalise
 from envbuild.recipe import checks
 from envbuild.recipe.accelerators import accelerator_of, torch_index
 from envbuild.recipe.model import PYTHONS
+from envbuild.recipe.reference import reference_of
 from envbuild.recipe.targets import ARCHES, Target, host_arch
 
 Lose = Callable[[Statement, str], None]
@@ -32,8 +33,18 @@ _FORMS = {
     "platform": "|".join(_PLATFORMS),
 }
 _REQUIREMENTS = ("requirement", "constraint", "pin")
+
+
+def _requirement_problem(text: str) -> str | None:
+    problem = checks.requirement_problem(text)
+    if problem is None and (found := reference_of(text)) and found.kind == "path":
+        return "a file of the project: copy it into the recipe's folder, and name it as `NAME @ ./FILE`"
+    return problem
+
+
 _CHECKS: Mapping[str, Callable[[str], str | None]] = {
-    **dict.fromkeys(_REQUIREMENTS, checks.requirement_problem), "conda": checks.spec_problem,
+    "requirement": _requirement_problem, "constraint": checks.constraint_problem, "pin": checks.constraint_problem,
+    "conda": checks.spec_problem,
     "conda-pin": checks.spec_problem, "channel": checks.channel_problem, "index": checks.index_problem,
     "base": checks.base_problem, "accelerator": lambda tag: None if accelerator_of(tag) else "no known accelerator",
 }  # fmt: skip
@@ -205,7 +216,8 @@ def _merged(kept: Collection[Statement], kind: str) -> dict[str, list[str]]:
         plain = [one for one in several if one.marker is None]
         extras = {extra for one in plain for extra in one.extras}
         parts = [str(part) for one in plain for part in one.specifier]
-        merged[name] = [_joined(plain[0].name, extras, parts)] if plain else []
+        direct = next((f" @ {one.url}" for one in plain if one.url), "")  # it decides the version
+        merged[name] = [_joined(plain[0].name, extras, [direct] if direct else parts)] if plain else []
         merged[name] += dict.fromkeys(str(one) for one in several if one.marker is not None)
     return merged
 

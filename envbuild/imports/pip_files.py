@@ -49,7 +49,7 @@ def pip_line(
     found = _OPTION.fullmatch(text)
     if found is None:
         requirement, *options = re.split(r"\s+(?=--[a-z])", text)
-        yield Statement(kind, requirement.strip(), place)
+        yield Statement(kind, _named(requirement.strip()), place)
         for option in options:
             yield lost(option, place, HASHES if option.startswith("--hash") else "an option of pip for one package")
         return
@@ -68,4 +68,16 @@ def pip_line(
     elif option == "--find-links":
         yield lost(text, place, "find-links belong to pip's configuration, which envbuild reads")
     else:
-        yield Statement(kind, text, place) if option == "--editable" else lost(text, place, "an option of pip")
+        named = _named(value) if "://" in value else text  # a repository that pip would clone
+        yield Statement(kind, named, place) if option == "--editable" else lost(text, place, "an option of pip")
+
+
+def _named(text: str) -> str:
+    """Return a URL with pip's old `egg=NAME` as `NAME @ URL`, any other text unchanged."""
+    address, _, fragment = text.partition("#")
+    pairs = {key: value for key, _, value in (one.partition("=") for one in fragment.split("&"))}
+    name = pairs.pop("egg", "")
+    if not name or "://" not in address:
+        return text
+    rest = "&".join(f"{key}={value}" for key, value in pairs.items())
+    return f"{name} @ {address}" + (f"#{rest}" if rest else "")

@@ -9,13 +9,18 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from envbuild.imports.statement import SOURCE, TOOL, Statement, lost, rows
+from envbuild.imports.statement import SOURCE, TOOL, Statement, git_address, lost, rows
+
+_GIT = {"git", "rev", "tag", "branch", "subdirectory"}
+_CARRIED = _GIT | {"version", "extras", "markers", "python", "platform", "optional"}
 
 
 def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str) -> Iterator[Statement]:
     """Yield a dependency in the form of poetry or pixi as a PEP 508 requirement."""
     version = poetry_specifier(str(about.get("version", "*")))
-    if {"git", "path", "url", "file"} & about.keys():
+    if address := git_address(about):
+        version = f" @ {address}"
+    if {"path", "url", "file"} & about.keys():
         yield lost(f"{name} = {about}", place, SOURCE)
     elif version is None:
         yield lost(f"{name} {about['version']}", place, "alternatives of versions, which PEP 440 does not know")
@@ -30,7 +35,7 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
         marker = " and ".join(f"({one})" if " or " in one else one for one in markers)
         text = f"{name}{f'[{extras}]' if extras else ''}{version}{f' ; {marker}' if marker else ''}"
         yield Statement("requirement", text, place, group)
-        for key in sorted(about.keys() - {"version", "extras", "markers", "python", "platform", "optional"}):
+        for key in sorted(about.keys() - _CARRIED):
             yield lost(f"{name}: {key} = {about[key]}", place, TOOL)
 
 

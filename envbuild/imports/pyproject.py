@@ -13,8 +13,9 @@ from pathlib import Path
 from envbuild.errors import UsageError
 from envbuild.imports.conda_files import KINDS, conda_entries, pixi_entries
 from envbuild.imports.poetry import poetry_requirement, poetry_specifier
-from envbuild.imports.statement import SOURCE, TOOL, Statement, lost, rows, table, texts
+from envbuild.imports.statement import SOURCE, TOOL, Statement, git_address, lost, rows, table, texts
 from envbuild.names import normalise
+from envbuild.recipe.checks import requirement_parts
 from envbuild.toml import Document, read
 
 # Arrays of requirements, and the group that they form; for tables of such arrays, None: their keys are the groups.
@@ -57,10 +58,13 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
     for keys in _INDEXES:
         for number, one in enumerate(rows(table(data, *keys[:-1]).get(keys[-1]))):
             yield Statement("index", str(table(one).get("url")), document.where(*keys, number))
+    required = {requirement_parts(str(one))[0] for one in rows(table(data, "project").get("dependencies"))}
     for name, one in table(data, "tool", "uv", "sources").items():
-        yield lost(
-            f"{name} = {one}", document.where("tool", "uv", "sources", name), f"{SOURCE}, or bind it in [indexes]"
-        )
+        at, address = document.where("tool", "uv", "sources", name), git_address(table(one))
+        if address and "marker" not in one and normalise(name) in required:
+            yield Statement("requirement", f"{name} @ {address}", at)
+        else:
+            yield lost(f"{name} = {one}", at, f"{SOURCE}, or bind it in [indexes]")
     yield from _poetry(document)
     for name, one in table(data, *_CONDA_LOCK).items():
         keys = (*_CONDA_LOCK, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from envbuild.toml import Document
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
 TOOL = "a setting of that tool, not a package"
-SOURCE = "a source other than an index; give its wheel to an index or a find-links folder of the site"
+SOURCE = "a source other than an index or git; give its wheel to an index or a find-links folder of the site"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,17 @@ class Statement:
 def lost(text: object, place: str, reason: str) -> Statement:
     """Return a statement that is not carried."""
     return Statement("lost", " ".join(str(text).split()), place, reason=reason)
+
+
+def git_address(about: Mapping[str, Any]) -> str:
+    """Return the address of a git repository in a requirement, "" if `about`, a table of poetry or uv, names none."""
+    url = str(about.get("git", ""))
+    # scp's form, which git accepts: git@host:path
+    url = re.sub(r"^(?:([^@/:]+)@)?([^/:@]+):(?!//)", lambda found: f"ssh://{found[1] or 'git'}@{found[2]}/", url)
+    ref = next((str(about[key]) for key in ("rev", "tag", "branch") if about.get(key)), "")
+    folder = str(about.get("subdirectory", ""))
+    found = f"git+{url}" + (f"@{ref}" if ref else "") + (f"#subdirectory={folder}" if folder else "")
+    return found if url else ""
 
 
 def text_of(path: Path) -> str:

@@ -38,7 +38,8 @@ def test_requirements(tmp_path: Path) -> None:
         "git+https://host.example/x.git@main#egg=x\n${NAME}==1\n-r gone.txt\n--pre\n--find-links https://host.example/w\n"
     )
     draft, recipe = imported(tmp_path, "requirements.txt", text, target=None)
-    assert recipe.requirements == ("tqdm", "numpy==2.2.6", "uvicorn[standard]>=0.30", "tomli<3")
+    git = "x @ git+https://host.example/x.git@main"
+    assert recipe.requirements == ("tqdm", "numpy==2.2.6", "uvicorn[standard]>=0.30", "tomli<3", git)
     assert recipe.constraints == ("setuptools<81", 'tomli>=2; python_version < "3.11"')
     (name,) = recipe.targets
     assert name.startswith("cu126-")
@@ -50,7 +51,7 @@ def test_requirements(tmp_path: Path) -> None:
     assert places == {
         "5": "https://user:****@pypi.example/simple", "7": f"--hash=sha256:{'0' * 64}", "13": "-e .",
         "14": "./wheel.whl",
-        "15": "missing @ https://host.example/m.whl", "16": "git+https://host.example/x.git@main#egg=x",
+        "15": "missing @ https://host.example/m.whl",
         "17": "${NAME}==1", "18": "-r gone.txt", "19": "--pre", "20": "--find-links https://host.example/w",
     }  # fmt: skip
 
@@ -70,19 +71,22 @@ dev = [{include-group = "test"}, "ruff"]
 [tool.uv]
 constraint-dependencies = ["setuptools<81"]
 [tool.uv.sources]
-numpy = { git = "https://host.example/numpy" }
+numpy = { git = "https://host.example/numpy", tag = "v2" }
+flash-attn = { git = "git@host.example:dao/flash-attn" }
+torch = { index = "own" }
 [build-system]
 requires = ["hatchling"]
 """
     draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("dev",))
     assert recipe.python == "3.12"
-    assert recipe.requirements == ("numpy>=2", "pytest>=8", "ruff")
+    assert recipe.requirements == ("numpy @ git+https://host.example/numpy@v2", "pytest>=8", "ruff")
     assert recipe.constraints == ("setuptools<81",)
     assert recipe.targets["cpu-x86_64"].requirements == ("torch>=2.7",)
     lost = reasons(draft)
     assert lost["flash-attn>=2"] == "belongs to fast: carry it with --extra fast"
     assert lost["pytest>=8"] == "belongs to test: carry it with --extra test"
-    assert "hatchling" in lost and any(text.startswith("numpy = ") for text in lost)
+    assert "hatchling" in lost and any(text.startswith("torch = ") for text in lost)
+    assert any(text.startswith("flash-attn = ") for text in lost), "only an extra requires it"
     assert recipe_name("My Train") == "my_train"
 
 
@@ -104,7 +108,8 @@ def test_poetry(tmp_path: Path) -> None:
 [tool.poetry.dependencies]
 python = "^3.10"
 a = { version = "^1.2", extras = ["x", "y"], python = "<3.12", platform = "linux" }
-b = { git = "https://host.example/b", rev = "main" }
+b = { git = "git@host.example:o/b", rev = "main", subdirectory = "py", extras = ["z"] }
+p = { path = "../p" }
 c = { version = "1.0", optional = true }
 d = [{ version = "<2", python = "<3.11" }, { version = ">=2", python = ">=3.11" }]
 e = "^1 || ^2"
@@ -115,11 +120,12 @@ more = ["c"]
 """
     draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("more",))
     assert recipe.requirements == (
-        'a[x,y]<2,>=1.2; python_version < "3.12" and sys_platform == "linux"', "c==1.0",
+        'a[x,y]<2,>=1.2; python_version < "3.12" and sys_platform == "linux"',
+        "b[z] @ git+ssh://git@host.example/o/b@main#subdirectory=py", "c==1.0",
         'd<2; python_version < "3.11"', 'd>=2; python_version >= "3.11"',
     )  # fmt: skip
     lost = reasons(draft)
-    assert {"e ^1 || ^2", "pytest"} <= lost.keys() and any(text.startswith("b = ") for text in lost)
+    assert {"e ^1 || ^2", "pytest"} <= lost.keys() and any(text.startswith("p = ") for text in lost)
 
 
 def test_environment(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_no_line_is_lost_in_silence_and_pins_stay(unpacked: Path, file: str) -> 
 COLUMNS = {
     "other system": r"for another operating system|not for Python",
     "extra or group": r"belongs to|an extra",
-    "source": r"a source other|an address|a folder with code|.* is a path",
+    "source": r"a source other|an address|its (URL|address|file|path)|a file of|a folder with code|.* is a path",
     "hashes, URLs": r"(URLs and )?hashes",
     "setting": r"a setting of|builds the|dynamic|envbuild adds",
 }
