@@ -12,6 +12,8 @@ from sdists import commit, git, make_sdist, project, sha256
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError, LockError
 from envbuild.layers.built import built_layers
+from envbuild.lock.conda import CondaPackage
+from envbuild.lock.conda_kind import conda_lock
 from envbuild.lock.format import Lock, parse, render
 from envbuild.lock.wheels import wheel_lock, without
 from envbuild.recipe.load import load_recipe
@@ -159,3 +161,25 @@ def test_requirements_of_a_build_that_fails_are_named(lab: Lab) -> None:
     make_wheel(lab.wheels, "tool")
     error = lab.fails("tool", extra='build = ["demo"]')
     assert "nothing requires 'demo'" in error.message and "recipe.toml:5:10" in error.message
+
+
+def test_what_pip_adds_to_conda_packages_is_built_too(lab: Lab) -> None:
+    make_sdist(lab.wheels, "demo", requires=["numpy"], build=["numpy"])
+    make_wheel(lab.wheels, "numpy", "2.0")
+    make_wheel(lab.wheels, "other")
+    table = "[conda]\ndependencies = ['numpy']\nrequirements = ['demo']\n[build.demo]\nisolation = false\n"
+    folder = make_recipe(lab.folder, "r", ["other"], targets=f"[targets.{TARGET}]\n{table}")
+    recipe = load_recipe(folder / "recipe.toml")
+    url = "https://conda.anaconda.org/conda-forge/linux-64/numpy-1.9-0.conda"
+    numpy = CondaPackage("numpy", "1.9", "0", "linux-64", url, "0" * 32, "0" * 64, ("python >=3.11",))
+    kind = conda_lock(recipe, TARGET, lambda *_, **__: (numpy,))
+    with lab.environment.with_tmpdir() as environment:
+        found = kind.resolve(environment, None, (), False, lab.logged.append).lock
+    (one,) = found.pip.built
+    assert (one.name, one.build, found.pip.packages) == ("demo", (), ()), "numpy is conda's"
+    kind.write(folder / kind.file, found)
+    assert kind.read(folder / kind.file) == found
+    (layer,) = built_layers(recipe, TARGET, found)
+    assert (layer.name, layer.isolated) == ("demo", False)
+    with lab.environment.with_tmpdir() as environment:  # [build] is for the conda packages alone
+        assert not wheel_lock(recipe, TARGET).resolve(environment, None, (), False, lab.logged.append).lock.built
