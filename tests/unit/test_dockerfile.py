@@ -300,7 +300,7 @@ def test_a_stage_gets_archives_by_their_hash_and_no_path_of_this_host(tmp_path: 
     digest = hashlib.sha256(b"an archive").hexdigest()
     layer = replace(LAYER, sha256=digest, patches=(Patch(str(patch), "6" * 64),))
     plan = replace(plan_of(tmp_path, OciLock("base:1", "")), sources=(layer,))
-    with pytest.raises(BuildError, match=r"greet 1\.0: no place has its source archive"):
+    with pytest.raises(BuildError, match=r"greet 1\.0: no source has its archive"):
         stage_files(plan, environment, offline=True)
     archive = environment.store.folder(f"sources/{layer.sha256}") / "greet-1.0.tar.gz"
     archive.write_bytes(b"an archive")
