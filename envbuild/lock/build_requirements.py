@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +13,12 @@ from typing import Any
 
 from envbuild import process
 from envbuild.environment import Environment
-from envbuild.errors import LockError
+from envbuild.errors import BuildError, LockError
 from envbuild.lock.built import Sources, locked_wheels
 from envbuild.lock.format import BuiltPackage, Lock, LockedPackage
 from envbuild.lock.uv_compile import UvCompile, explanation
 from envbuild.recipe.build import BuildTable
+from envbuild.unpack import unpack
 
 # A build of a git repository's files has no history to read the version from: PyPA's setuptools-scm (hatch-vcs and
 # others use it), PDM, and OpenStack's pbr read it from these variables.
@@ -43,7 +41,7 @@ def declared_requirements(
     """
     from build import BuildException, ProjectBuilder
 
-    source, said = _unpacked(archive, folder / "source", title), list[subprocess.CompletedProcess[str]]()
+    source, said = folder / "source", list[subprocess.CompletedProcess[str]]()
     python = folder / "venv" / "bin" / "python"
 
     def run(cmd: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, str] | None = None) -> None:
@@ -52,6 +50,7 @@ def declared_requirements(
         said[-1].check_returncode()
 
     try:
+        unpack(archive, source)
         builder = ProjectBuilder(source, python_executable=os.fspath(python), runner=run)
         static = sorted({*builder.build_system_requires, *table.requires})
         if not table.isolation:  # the back end needs the environment's packages
@@ -63,6 +62,8 @@ def declared_requirements(
         if static:
             run([*uv, "pip", "install", "--python", os.fspath(python), "--only-binary", ":all:", *more, *static])
         return sorted({*static, *builder.get_requires_for_build("wheel")})
+    except BuildError as error:
+        raise LockError(f"{title}: {error.message}", error.hint) from None
     except (BuildException, subprocess.CalledProcessError) as error:
         text = process.tail(said[-1]) if said and said[-1].returncode else f"  {error}"
         raise LockError(
@@ -113,18 +114,3 @@ def _resolved(
     rows = tomllib.loads(uv.pylock.read_text(encoding="utf-8")).get("packages", [])
     wheels = [locked_wheels(row, uv.python, uv.platform, f"{source}: {title} needs for its build") for row in rows]
     return sorted(wheels, key=lambda one: one.name)
-
-
-def _unpacked(archive: Path, folder: Path, title: str) -> Path:
-    """Unpack an archive into `folder`, and return the folder with its project. Raises LockError for a damaged one."""
-    try:
-        if archive.name.endswith(".zip"):
-            with zipfile.ZipFile(archive) as packed:
-                packed.extractall(folder)
-        else:
-            with tarfile.open(archive) as tar:
-                tar.extractall(folder, filter="data")
-    except (OSError, tarfile.TarError, zipfile.BadZipFile, EOFError, ValueError, shutil.Error) as error:
-        raise LockError(f"{title}: its archive {archive.name} cannot be unpacked: {error}") from None
-    (top, *others) = sorted(folder.iterdir()) or [folder]
-    return top if top.is_dir() and not others else folder

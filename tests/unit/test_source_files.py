@@ -39,9 +39,10 @@ from envbuild.layers.source_files import (
 )
 from envbuild.layers.source_job import SourceBuild, StepError
 from envbuild.layers.source_standalone import describe, read_description
-from envbuild.layers.source_steps import tidy, unpack, unpack_cuda, unpack_wheel
+from envbuild.layers.source_steps import tidy, unpack_cuda, unpack_wheel
 from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
 from envbuild.store.store import Store
+from envbuild.unpack import unpack
 
 _LAYER = SourceLayer("foo", "1", "cpu-x86_64", "autotools", "https://example.org/foo-1.tar", "ab" * 32)
 
