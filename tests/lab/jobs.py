@@ -72,9 +72,12 @@ class Jobs:
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
         return done.stderr if code else done.stdout
 
-    def submit(self, artifact: str | Path, *options: str | Path, arguments: tuple[str, ...] = EPOCHS) -> int:
-        """Submit the bundled trainer; the job's number."""
-        said = self.render(artifact, "--nodes", "2", "--nproc-per-node", "2", *options, "--submit", "--", *arguments)
+    def submit(
+        self, artifact: str | Path, *options: str | Path, ranks: int = 2, arguments: tuple[str, ...] = EPOCHS
+    ) -> int:
+        """Submit the bundled trainer with `ranks` on each of two nodes; the job's number."""
+        world = ("--nodes", "2", "--nproc-per-node", str(ranks))
+        said = self.render(artifact, *world, *options, "--submit", "--", *arguments)
         return int(said.splitlines()[-1])
 
     def ended(self, job: int, name: str = "pt_cpu", timeout_s: float = 180) -> Ended:
@@ -91,11 +94,13 @@ class Jobs:
             run,
         )
 
-    def trained(self, ended: Ended, *, interface: str = "eth0") -> Mapping[str, Any]:
-        """Assert that a job trained to its end, in 2 x 2 ranks, over that network of the nodes; its report."""
+    def trained(self, ended: Ended, *, ranks: int = 2, interface: str = "eth0") -> Mapping[str, Any]:
+        """Assert that a job trained to its end, with `ranks` on each node, over that network of the nodes; its
+        report."""
         assert ended.end.state == "COMPLETED", ended.log
         assert ended.report.get("status") == "finished", ended.log
-        assert ended.report["world_size"] == 4
+        assert ended.report["world_size"] == ranks * len(self.cluster.nodes)
+        assert {rank["local_world_size"] for rank in ended.report["ranks"]} == {ranks}
         assert sorted(set(ended.hosts)) == list(self.cluster.nodes)
         names = {rank["gloo_ifname"] for rank in ended.report["ranks"]}
         assert names == {interface}, ended.log

@@ -14,7 +14,7 @@ from lab import lmod, slurm
 from lab.jobs import Jobs
 from lab.slurm import slurm_cluster
 
-from .conftest import REPOSITORY, Command
+from .conftest import REPOSITORY, Command, own_copy
 
 _OFFLINE = 'ip link set lo up; exec "$@"'
 
@@ -24,6 +24,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> tup
     """A bundle of pt_minimal, and the command that made it."""
     folder = tmp_path_factory.mktemp("bundle")
     command = Command(folder, {"ENVBUILD_STORE": str(session_store)})
+    own_copy(command, "pt_minimal")
     path = folder / "pt_minimal"
     made = command("bundle", "pt_minimal", "--out", path)
     assert made.returncode == 0, made.stderr
@@ -105,7 +106,7 @@ def test_a_job_builds_and_verifies_on_a_node_with_modules_and_without_network(
         lmod.module_tree(cluster.modules, {"python/3.11": {"PATH": str(python)}})
         jobs = Jobs(cluster, {"ENVBUILD_STORE": str(session_store)})
         jobs.write_site(f'[modules]\ninit = "{lmod.INIT}"\nbuild = ["python/3.11"]\n')
-        line = [jobs.command(), "venv", "pt_minimal", "--job", "--site", jobs.site]
+        line = [jobs.command(), "venv", bundle[0].folder / "recipes/pt_minimal", "--job", "--site", jobs.site]
         shared = cluster.shared
         done = cluster.run(
             [*line, "--bundle", bundle[1], "--out", shared / "venv", "--submit", "--json"],

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from ddp_train.loaded import interfaces
 from envbuild.artifacts import venv
 from envbuild.fingerprint import record_digest
 from envbuild.recipe.verify_table import ExpectTable
@@ -36,12 +37,15 @@ from .conftest import Command, link_tree
 
 SETTINGS = Settings(nodes=1, nproc_per_node=2, epochs=4, imports=("json.tool",))
 
-# In the agents (no RANK) torch is not touched; in ranks and the reference process it is, before use.
+# In the agents (no RANK) torch is not touched; in ranks and the reference process it is, before use. OTHER is an
+# interface of this host besides lo.
 BREAKS = {
-    "a sum, a version and a snapshot that are wrong": (
-        ["versions", "allreduce", "snapshot"],
+    # Whether the address of that interface is used depends on which rank calls which: the variable tells in any case.
+    "a sum, a version and a snapshot that are wrong, and a rank with another interface": (
+        ["versions", "fabric", "allreduce", "snapshot"],
         """
         if rank == "1":
+            os.environ["GLOO_SOCKET_IFNAME"] = "OTHER"
             import torch
             all_reduce = torch.distributed.all_reduce
             def inexact(tensor, *args, **kwargs):
@@ -62,13 +66,20 @@ BREAKS = {
             os.replace = cut
         """,
     ),
-    "gradient sync off, a second launch that fails, and a module that one rank cannot import": (
-        ["parameters", "relaunch", "imports"],
+    # Only the connections tell of the interface: the variable is put right again.
+    "ranks that meet elsewhere, gradient sync off, a second launch that fails, a module that one rank cannot import": (
+        ["fabric", "parameters", "relaunch", "imports"],
         """
         if rank == "1":
             sys.modules["json.tool"] = None
         if rank is not None:
             import torch
+            init = torch.distributed.init_process_group
+            def astray(*args, **kwargs):
+                os.environ["GLOO_SOCKET_IFNAME"] = "OTHER"
+                init(*args, **kwargs)
+                os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            torch.distributed.init_process_group = astray
             ddp = torch.nn.parallel.DistributedDataParallel
             forward = ddp.forward
             def unsynchronised(self, *args, **kwargs):
@@ -79,8 +90,8 @@ BREAKS = {
             os._exit(7)
         """,
     ),
-    "a snapshot that forgets an epoch, and no reference": (
-        ["resume", "reference"],
+    "an optimizer that does not step, a snapshot that forgets an epoch, and no reference": (
+        ["optimizer", "resume", "reference"],
         """
         if rank == "0":
             import torch
@@ -90,30 +101,11 @@ BREAKS = {
                     value = {**value, "EPOCHS_RUN": value["EPOCHS_RUN"] - 1}
                 return save(value, where, *args, **kwargs)
             torch.save = forgetful
-        if rank is None and any("reference-report" in word for word in sys.orig_argv):
-            os._exit(7)
-        """,
-    ),
-    "a rank with another seed": (
-        ["curve"],
-        """
-        if rank == "1":
-            import torch.utils.data.distributed as distributed
-            import torch
-            randperm = torch.randperm
-            def other(n, *, generator=None, **kwargs):
-                if n == 1024:  # the training's samples, and not the probes'
-                    generator = torch.Generator().manual_seed(987)
-                return randperm(n, generator=generator, **kwargs)
-            torch.randperm = other
-        """,
-    ),
-    "an optimizer that does not step": (
-        ["optimizer"],
-        """
-        if rank is not None or any("reference-report" in word for word in sys.orig_argv):
+        if rank is not None:
             import torch
             torch.optim.SGD.step = lambda self, closure=None: None
+        if rank is None and any("reference-report" in word for word in sys.orig_argv):
+            os._exit(7)
         """,
     ),
     "a rank that dies at start": (
@@ -124,6 +116,27 @@ BREAKS = {
         """,
     ),
 }
+# The check `curve` fails.
+OTHER_SEED = """
+if rank == "1":
+    import torch.utils.data.distributed as distributed
+    import torch
+    randperm = torch.randperm
+    def other(n, *, generator=None, **kwargs):
+        if n == 1024:  # the training's samples, and not the probes'
+            generator = torch.Generator().manual_seed(987)
+        return randperm(n, generator=generator, **kwargs)
+    torch.randperm = other
+"""
+
+
+def other_interface() -> tuple[str, str]:
+    """An interface of this host besides lo, and its IPv4 address."""
+    for name, addresses in interfaces().items():
+        for address in addresses:
+            if name != "lo" and ":" not in address:
+                return name, address
+    pytest.skip("this host has no network interface with an IPv4 address besides lo")
 
 
 def run_checks(subject: Subject, tmp_path: Path, code: str = "", settings: Settings = SETTINGS) -> list[Check]:
@@ -152,10 +165,17 @@ def failed(checks: list[Check]) -> list[str]:
 @pytest.mark.parametrize("name", BREAKS)
 def test_exactly_the_broken_things_fail(name: str, subject: Subject, tmp_path: Path) -> None:
     wanted, code = BREAKS[name]
-    checks = run_checks(subject, tmp_path, code)
+    interface, address = other_interface()
+    checks = run_checks(subject, tmp_path, code.replace("OTHER", interface))
     assert failed(checks) == wanted, [(check.name, check.seen) for check in checks]
     for failure in (check for check in checks if check.status == "fail"):
         assert failure.seen and failure.expected and failure.cause
+    fabric = next(check.seen for check in checks if check.name == "fabric")
+    if "ranks that meet elsewhere" in name:
+        assert f"rank 1 talks over {address} ({interface}), not lo" in fabric
+        assert "GLOO_SOCKET_IFNAME is" not in fabric
+    elif "fabric" in wanted:
+        assert f"rank 1: GLOO_SOCKET_IFNAME is {interface}" in fabric
     assert (tmp_path / "logs").is_dir()
 
 
@@ -260,7 +280,7 @@ def test_packages_that_are_not_the_locked_ones(envbuild: Command, pt_cpu: dict[s
         assert word in done.stderr, word
 
 
-def test_a_library_of_another_architecture(envbuild: Command, pt_cpu: dict[str, Any], tmp_path: Path) -> None:
+def test_a_library_of_another_architecture(envbuild: Command, tmp_path: Path) -> None:
     """A wheel tagged for any platform that carries an aarch64 (or x86_64) library: locked, yet wrong."""
     from lab.wheels import make_recipe, make_wheel
 
@@ -270,17 +290,9 @@ def test_a_library_of_another_architecture(envbuild: Command, pt_cpu: dict[str, 
     machine = {"x86_64": 183, "aarch64": 62}[here]
     library = b"\x7fELF\x02\x01" + b"\0" * 12 + machine.to_bytes(2, "little") + b"\0" * 44
     make_wheel(tmp_path / "wheels", "foreign-lib", files={"foreign_lib/native.so": library})
-    pin = {"x86_64": "torch==2.13.0+cpu", "aarch64": "torch==2.10.0"}[here]
-    make_recipe(
-        tmp_path / "recipes",
-        "foreign",
-        [pin, "numpy==2.2.6", "foreign-lib"],
-        targets=f"[targets.cpu-{here}]",
-        extra="[verify]\nnodes = 1\nnproc_per_node = 1\nepochs = 2\n",
-    )
-    links = f"{os.environ.get('PIP_FIND_LINKS', '')} {tmp_path / 'wheels'}"
-    done = envbuild("venv", "foreign", "--out", "v", PIP_FIND_LINKS=links)
+    make_recipe(tmp_path / "recipes", "foreign", ["foreign-lib"], extra="[verify]\ntrainer = false\n")
+    done = envbuild("venv", "foreign", "--out", "v", PIP_FIND_LINKS=str(tmp_path / "wheels"), PIP_NO_INDEX="1")
     assert done.returncode == 5, done.stderr
-    assert "1 of 21 checks failed\n  architecture" in done.stderr and "native.so is" in done.stderr
-    assert not (tmp_path / "v").exists() and (tmp_path / "v.failed/bin/torchrun").exists()
+    assert " checks failed\n  architecture" in done.stderr and "native.so is" in done.stderr
+    assert not (tmp_path / "v").exists() and (tmp_path / "v.failed/bin/python").exists()
     assert (tmp_path / "v.failed.receipt.json").exists()

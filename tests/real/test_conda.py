@@ -20,12 +20,12 @@ from lab.conda_server import Server, serve
 from lab.jobs import Jobs
 from lab.slurm import slurm_cluster
 
-from .conftest import NO_DAEMON, QUICK, REPOSITORY, Command
+from .conftest import NO_DAEMON, QUICK, REPOSITORY, Command, link_tree
 
 FORGE = "https://conda.anaconda.org/conda-forge"
 ARCH = os.uname().machine
 OTHER = "aarch64" if ARCH == "x86_64" else "x86_64"
-TRAIN = ["--standalone", "--nproc-per-node", "2", "-m", "ddp_train", "2", "1"]
+TRAIN = ["--standalone", "--nproc-per-node", "1", "-m", "ddp_train", "2", "1"]
 
 
 def site(folder: Path, url: str) -> dict[str, str]:
@@ -49,13 +49,13 @@ def recipe(folder: Path, change: tuple[str, str] | None = None) -> Path:
 
 
 def conda_recipe(folder: Path, dependencies: Sequence[str], extra: str = "") -> Path:
-    """A recipe of conda packages without pip's."""
+    """A recipe of conda packages without pip's, which no training can verify."""
     place = folder / "recipes/tiny"
     place.mkdir(parents=True)
     (place / "recipe.toml").write_text(
         'name = "tiny"\ndescription = "lab"\npython = "3.11"\nrequirements = []\n'
         'environment = "conda"\n'
-        f"[conda]\ndependencies = {json.dumps(list(dependencies))}\n{extra}\n"
+        f"[conda]\ndependencies = {json.dumps(list(dependencies))}\n{extra}\n[verify]\ntrainer = false\n"
         "[targets.cpu-x86_64]\n[targets.cpu-aarch64]\n"
     )
     return place
@@ -82,8 +82,7 @@ class Site:
 def pt_conda(tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, session_store: Path) -> Iterator[Site]:
     """`envbuild conda pt_cpu`: locked for both architectures, built and quickly verified once."""
     folder = tmp_path_factory.mktemp("pt_conda")
-    quick = QUICK.replace("nproc_per_node = 1", "nproc_per_node = 2")
-    recipe(folder, ("[targets.cpu-x86_64]", f"{quick}\n[targets.cpu-x86_64]"))
+    recipe(folder, ("[targets.cpu-x86_64]", f"{QUICK}\n[targets.cpu-x86_64]"))
     with serve(conda_channel.folder) as server:
         command = Command(folder, {"ENVBUILD_STORE": str(session_store), **site(folder, server.url)})
         done = command("lock", "pt_cpu", "--conda")
@@ -112,12 +111,12 @@ def test_the_environment_is_verified(pt_conda: Site) -> None:
 
 
 def test_its_programs_run_from_where_it_lies(pt_conda: Site) -> None:
-    for program in (["bin/torchrun", *TRAIN], ["bin/python", "-m", "torch.distributed.run", *TRAIN]):
-        done = subprocess.run(
-            [pt_conda.prefix / program[0], *program[1:]],
-            cwd=pt_conda.command.folder, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
+    # Its verification started bin/python.
+    done = subprocess.run(
+        [pt_conda.prefix / "bin/torchrun", *TRAIN],
+        cwd=pt_conda.command.folder, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     staged = subprocess.run(
         ["grep", "-rlF", "envbuild-", pt_conda.prefix / "bin", pt_conda.prefix / "conda-meta"],
         capture_output=True, text=True,
@@ -281,15 +280,20 @@ def test_a_squashfs_of_conda_packages_is_verified(conda_images: dict[str, Any]) 
     assert seen["installed"] == "pass"
 
 
-def test_images_of_conda_packages_are_the_same_from_another_store(tiny: Site, tmp_path: Path) -> None:
+def test_images_of_conda_packages_are_the_same_from_another_store(
+    tiny: Site, session_store: Path, tmp_path: Path
+) -> None:
     other = {"ENVBUILD_STORE": str(tmp_path / "store")}
-    for line in (("docker", "tiny", "--target", f"cpu-{OTHER}"), ("enroot", "tiny")):
+    # Packages need not be fetched again; all layers are made anew.
+    link_tree(session_store / "blobs", tmp_path / "store/blobs")
+    for kind in ("docker", "enroot"):
         made = []
         for name, env in (("one", {}), ("two", other)):
-            place = tmp_path / f"{line[0]}-{name}"
-            out = f"oci:{place}" if line[0] == "docker" else f"{place}.sqsh"
-            made.append(tiny.command.json(*line, "--no-verify", "--out", out, **env)["digest"])
-        assert made[0] == made[1], line
+            place = tmp_path / f"{kind}-{name}"
+            out = f"oci:{place}" if kind == "docker" else f"{place}.sqsh"
+            line = (kind, "tiny", "--target", f"cpu-{OTHER}", "--no-verify", "--out", out)
+            made.append(tiny.command.json(*line, **env)["digest"])
+        assert made[0] == made[1], kind
     about = tiny.command.json("inspect", f"oci:{tmp_path / 'docker-one'}")
     assert about["platform"] == ("linux/arm64" if OTHER == "aarch64" else "linux/amd64")
     subdirs = {package["subdir"] for package in about["conda_packages"]}
@@ -297,17 +301,24 @@ def test_images_of_conda_packages_are_the_same_from_another_store(tiny: Site, tm
 
 
 def test_the_environment_and_the_images_hold_the_same(conda_images: dict[str, Any], pt_conda: Site) -> None:
-    command = conda_images["command"]
-    for image in (conda_images["files"][0]["path"], conda_images["files"][1]["path"]):
-        done = command("diff", pt_conda.prefix, image)
-        assert done.returncode == 0, done.stdout
+    sqsh, sif = (Path(one["path"]) for one in conda_images["files"])
+    done = conda_images["command"]("diff", pt_conda.prefix, sqsh)
+    assert done.returncode == 0, done.stdout
+    assert sif.read_bytes().endswith(sqsh.read_bytes())
 
 
-def test_a_container_of_conda_packages_is_verified(conda_images: dict[str, Any], docker_daemon: Any) -> None:
-    command = conda_images["command"]
-    made = command.json("docker", "pt_cpu", "--tag", "conda:1", **docker_daemon.environment())
+def test_a_container_of_conda_packages_is_verified_and_holds_what_the_environment_does(
+    tiny: Site, docker_daemon: Any
+) -> None:
+    """Its files, and NumPy imported in it. A .sqsh of such layers is trained in above."""
+    daemon = docker_daemon.environment()
+    made = tiny.command.json("docker", "tiny", "--tag", "conda:1", **daemon)
     receipt = json.loads(Path(made["receipt"]).read_text())
-    assert receipt["passed"]
+    checks = {check["name"]: check for check in receipt["checks"]}
+    assert receipt["passed"] and checks["installed"]["status"] == checks["imports"]["status"] == "pass"
+    assert "numpy" in checks["imports"]["evidence"]["modules"]
+    done = tiny.command("diff", tiny.prefix, f"docker-daemon:{made['path']}", **daemon)
+    assert done.returncode == 0, done.stdout
 
 
 def test_apptainer_runs_torchrun_of_the_conda_environment(
@@ -325,5 +336,5 @@ def test_a_job_of_the_environment_trains_on_two_nodes(pt_conda: Site, tmp_path: 
     with slurm_cluster(tmp_path / "cluster", share=[pt_conda.prefix]) as cluster:
         jobs = Jobs(cluster)
         jobs.write_site()
-        report = jobs.trained(jobs.ended(jobs.submit(pt_conda.prefix, "--nodes", "2")))
+        report = jobs.trained(jobs.ended(jobs.submit(pt_conda.prefix, ranks=1)), ranks=1)
         assert {rank["sys_prefix"] for rank in report["ranks"]} == {str(pt_conda.prefix)}

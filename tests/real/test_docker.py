@@ -16,7 +16,7 @@ import pytest
 from lab.dockerd import Lab
 from lab.wheels import make_recipe, make_wheel
 
-from .conftest import Command, link_tree
+from .conftest import Command, link_tree, own_copy
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
@@ -32,10 +32,13 @@ def docker(lab: Lab, *arguments: str) -> str:
 
 @pytest.fixture(scope="session")
 def pt_docker(tmp_path_factory: pytest.TempPathFactory, session_store: Path, docker_daemon: Lab) -> dict[str, Any]:
-    """`envbuild docker pt_cpu`, built and verified once, with a rank killed; and the command's folder."""
+    """`envbuild docker pt_cpu`, built and verified once, with a rank in each of two containers, of which one is killed;
+    and the command's folder."""
     folder = tmp_path_factory.mktemp("pt_docker")
     env = {"ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}
     command = Command(folder, env)
+    recipe = own_copy(command, "pt_cpu") / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace("\nnodes = 1\n", "\nnodes = 2\n"))
     return {**command.json("docker", "pt_cpu", "--locked", "--faults"), "command": command}
 
 
@@ -59,7 +62,7 @@ def test_the_receipt_passed_and_names_what_ran(pt_docker: dict[str, Any]) -> Non
 def test_docker_run_trains(pt_docker: dict[str, Any], docker_daemon: Lab) -> None:
     out = docker(
         docker_daemon, "run", "--rm", pt_docker["path"],
-        "torchrun", "--nproc-per-node", "2", "-m", "ddp_train", "2", "1", "--backend", "gloo",
+        "torchrun", "--nproc-per-node", "1", "-m", "ddp_train", "2", "1", "--backend", "gloo",
     )  # fmt: skip
     assert "Epoch 1" in out and "snapshot" in out
 
@@ -130,7 +133,8 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
     from envbuild.verify.model import Settings
     from envbuild.verify.run import verify
 
-    image, client, environment = _assembled(docker_daemon, session_store)
+    recipe = pt_docker["command"].folder / "recipes/pt_cpu/recipe.toml"
+    image, client, environment = _assembled(recipe, docker_daemon, session_store)
     script = (
         "cd /opt/env/lib/python3.11/site-packages && echo '# edited' >> tqdm/std.py"
         " && cp /bin/true tqdm/strange.so && printf '\\050' | dd of=tqdm/strange.so bs=1 seek=18 conv=notrunc"
@@ -145,7 +149,7 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
         assert container.wait()["StatusCode"] == 0, container.logs()
         broken = container.commit().id
         container.remove()
-        settings = Settings(nodes=1, nproc_per_node=1, epochs=2)
+        settings = Settings(nodes=1, trainer=False)  # no check of the files needs a launch
         built = BuiltImage(broken, image.state, image.digest, image.file_manifest)
         subject = image_subject(client.raw, built, settings)
         verdict = verify(subject, settings, environment, print)
@@ -175,7 +179,7 @@ class _Client:
         self.raw.close()
 
 
-def _assembled(docker_daemon: Lab, session_store: Path) -> tuple[Any, _Client, dict[str, str]]:
+def _assembled(recipe: Path, docker_daemon: Lab, session_store: Path) -> tuple[Any, _Client, dict[str, str]]:
     import docker as sdk
 
     from envbuild.artifacts.image import assemble
@@ -185,7 +189,7 @@ def _assembled(docker_daemon: Lab, session_store: Path) -> tuple[Any, _Client, d
 
     variables = {**os.environ, "ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}
     environment = load_environment(variables)
-    loaded = load_recipe(ROOT / "recipes/pt_cpu/recipe.toml")
+    loaded = load_recipe(recipe)
     one = prepare_image(
         loaded, loaded.target("cpu-x86_64")[0], environment, locked=True, offline=False, bytecode=True, log=print
     )  # fmt: skip

@@ -44,14 +44,14 @@ def test_names_that_mislead_or_are_unknown_do_not_matter(
     for node, text in zip(jobs.cluster.nodes, hosts, strict=True):
         jobs.cluster.set_hosts(node, text.format(node=node))
     try:
-        jobs.trained(jobs.ended(jobs.submit(pt_cpu["path"])))
+        jobs.trained(jobs.ended(jobs.submit(pt_cpu["path"], ranks=1)), ranks=1)
     finally:
         for node in jobs.cluster.nodes:
             jobs.cluster.set_hosts(node)
 
 
 def resumed(jobs: Jobs, ended: Ended, interface: str = "eth0") -> dict[str, Any]:
-    report = dict(jobs.trained(ended, interface=interface))
+    report = dict(jobs.trained(ended, ranks=1, interface=interface))
     assert report["resumed_from"].endswith("snapshot.pt"), ended.log
     # From the middle: neither from the beginning, nor was all of it done before.
     assert 0 < report["start_epoch"] < int(LONG[0])
@@ -68,14 +68,13 @@ def test_a_killed_rank_restarts_from_the_snapshot_on_the_interface_that_the_site
     jobs: Jobs, pt_cpu: dict[str, Any]
 ) -> None:
     jobs.write_site('[fabric]\ninterface = "eth1"\n')
-    job = jobs.submit(pt_cpu["path"], arguments=LONG)
+    job = jobs.submit(pt_cpu["path"], ranks=1, arguments=LONG)
     jobs.write_site()
     under_way(jobs, job)
-    # The processes that torchrun started on the other node; its own has the same words and no RANK.
+    # The process that torchrun started on the other node; its own has the same words and no RANK.
     find = "for p in $(pgrep -f ddp_train); do grep -qz ^RANK= /proc/$p/environ && echo $p; done"
-    ranks = jobs.cluster.run(["bash", "-c", find], on="n2").stdout.split()
-    assert len(ranks) == 2
-    jobs.cluster.run(["kill", "-9", ranks[0]], on="n2", check=True)
+    (rank,) = jobs.cluster.run(["bash", "-c", find], on="n2").stdout.split()
+    jobs.cluster.run(["kill", "-9", rank], on="n2", check=True)
     ended = jobs.ended(job)
     report = resumed(jobs, ended, "eth1")
     assert report["ranks"][0]["store"].startswith(jobs.cluster.address("n1", 1))
@@ -84,7 +83,7 @@ def test_a_killed_rank_restarts_from_the_snapshot_on_the_interface_that_the_site
 
 
 def test_a_job_whose_node_dies_goes_on_from_the_snapshot(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:
-    job = jobs.submit(pt_cpu["path"], arguments=LONG)
+    job = jobs.submit(pt_cpu["path"], ranks=1, arguments=LONG)
     under_way(jobs, job)
     jobs.cluster.kill_node("n2")
     jobs.cluster.start_node("n2")
@@ -165,7 +164,7 @@ def test_a_job_that_is_submitted_by_a_job_trains(jobs: Jobs, pt_cpu: dict[str, A
     """The outer job's memory for each CPU, said in its environment, excludes the inner one's for each node."""
     jobs.write_site()
     jobs.site.write_text(jobs.site.read_text().replace("cpus = 2", 'cpus = 2\nmemory = "1G"'))
-    line = [jobs.command(), "job", "--site", jobs.site, pt_cpu["path"], "--nodes", "2", "--nproc-per-node", "2"]
+    line = [jobs.command(), "job", "--site", jobs.site, pt_cpu["path"], "--nodes", "2", "--nproc-per-node", "1"]
     words = " ".join(shlex.quote(str(word)) for word in [*line, "--submit", "--", "2", "1"])
     outer = jobs.cluster.shared / "outer.sh"
     outer.write_text(f'#!/bin/bash\n[ -n "$SLURM_MEM_PER_CPU" ] && {words} >inner 2>inner.log\n')
@@ -173,4 +172,4 @@ def test_a_job_that_is_submitted_by_a_job_trains(jobs: Jobs, pt_cpu: dict[str, A
     jobs.write_site()
     shared = jobs.cluster.shared
     assert end.state == "COMPLETED", (shared / "inner.log").read_text()
-    jobs.trained(jobs.ended(int((shared / "inner").read_text().splitlines()[-1])))
+    jobs.trained(jobs.ended(int((shared / "inner").read_text().splitlines()[-1])), ranks=1)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from lab import apptainer
+from lab.apptainer import Apptainer
 from lab.small_image import PATH, write_tree
 
 from envbuild.environment import Environment, load_environment
@@ -278,18 +278,8 @@ def test_a_user_without_any_right_starts_it_too(images: dict[str, Path], place: 
     assert list((home / "store/launched").iterdir()) == []
 
 
-@pytest.fixture(scope="module")
-def real_apptainer(place: Path) -> apptainer.Apptainer:
-    reason = apptainer.missing()
-    if reason is not None:
-        pytest.skip(reason)
-    folder = place / "apptainer"
-    folder.mkdir()
-    return apptainer.apptainer(folder)
-
-
 def test_apptainer_starts_a_sif_with_the_jobs_variables_and_the_work_folder(
-    real_apptainer: apptainer.Apptainer, images: dict[str, Path], tmp_path: Path
+    real_apptainer: Apptainer, images: dict[str, Path], tmp_path: Path
 ) -> None:
     store = {"ENVBUILD_STORE": str(tmp_path / "store"), "HOST": "x", "NCCL_DEBUG": "INFO"}
     known = load_environment(real_apptainer.environment(**store))

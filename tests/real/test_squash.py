@@ -35,7 +35,7 @@ from .test_docker_out import AS_NOBODY, NOBODY
 
 ARCH = os.uname().machine
 OTHER = {"x86_64": "aarch64", "aarch64": "x86_64"}[ARCH]
-TRAIN = ["torchrun", "--nproc-per-node", "2", "-m", "ddp_train", "2", "1"]
+TRAIN = ["torchrun", "--nproc-per-node", "1", "-m", "ddp_train", "2", "1"]
 # What enroot and Apptainer need, and no image has by itself: docs/howto/squashfs.md.
 ADDED = {"etc/rc", "etc/rc.local", "etc/environment", "etc/fstab", "singularity", "environment"}
 ADDED |= {".run", ".exec", ".shell", ".test", ".singularity.d"}
@@ -150,7 +150,7 @@ def test_verifying_the_sif_again_by_apptainer_says_so_in_the_receipt(
     copy = tmp_path / "copy.sif"
     os.link(squash["apptainer"]["path"], copy)
     command: Command = squash["command"]
-    quick = ("--nodes", "1", "--epochs", "2")
+    quick = ("--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
     done = command("verify", copy, "--json", *quick, **real_apptainer.environment())
     assert done.returncode == 0, done.stderr
     receipt = json.loads((tmp_path / "copy.sif.receipt.json").read_text())
@@ -177,7 +177,7 @@ def test_every_kind_of_artifact_of_a_recipe_has_the_same_packages(
     command: Command = squash["command"]
     sqsh, sif = squash["enroot"]["path"], squash["apptainer"]["path"]
     image = f"oci:{layout['path']}"
-    for one, other in ((sqsh, sif), (sif, pt_cpu["path"]), (pt_cpu["path"], sqsh), (sqsh, image)):
+    for one, other in ((sqsh, sif), (pt_cpu["path"], sif), (sqsh, image)):  # the others follow
         done = command("diff", one, other, "--target", f"cpu-{ARCH}", "--json")
         found = json.loads(done.stdout)
         assert found["python_packages"] == found["debian_packages"] == [], (one, other)
