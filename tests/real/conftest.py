@@ -119,6 +119,12 @@ def own_copy(command: Command, recipe: str) -> Path:
     return place
 
 
+def compiled_once(venv: Path) -> Path:
+    """The venv, in which torch's modules have bytecode now: processes that start at one time would all compile them."""
+    subprocess.run([venv / "bin/python", "-c", "import torch.distributed.run, torch._dynamo"], check=True)
+    return venv
+
+
 @pytest.fixture(scope="session")
 def pt_cpu(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
     """`envbuild venv pt_cpu`, built and verified once; what `--json` printed, and the command's folder."""
@@ -169,20 +175,25 @@ def docker_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def layout(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
-    """`envbuild docker pt_cpu --out oci:image` for both architectures, without a daemon."""
+    """`envbuild docker pt_cpu --out oci:image` for both architectures, without a daemon, of the recipe of `squash`."""
     env = {"ENVBUILD_STORE": str(session_store), **NO_DAEMON}
     line = (
         "docker", "pt_cpu", "--locked", "--out", "oci:image", "--tag", "pt_cpu:1",
         "--target", "cpu-x86_64", "--target", "cpu-aarch64",
     )  # fmt: skip
-    folder, made = shared(tmp_path_factory, "layout", lambda place: Command(place, env).json(*line))
+
+    def make(place: Path) -> dict[str, Any]:
+        own_copy(command := Command(place, env), "pt_cpu")
+        return command.json(*line)
+
+    folder, made = shared(tmp_path_factory, "layout", make)
     return {**made, "command": Command(folder, env)}
 
 
 @pytest.fixture(scope="session")
 def squash(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
     """`envbuild build pt_cpu --artifact enroot,apptainer`, quickly verified, without a daemon; by kind what `--json`
-    said. Image files pass with two nodes of two ranks in test_squash.py (a user without privileges)."""
+    said. Image files train on two nodes in test_squash.py, and with two ranks on each in test_jobs.py."""
     env = {"ENVBUILD_STORE": str(session_store), **NO_DAEMON}
 
     def make(place: Path) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def test_no_restart_is_seen(subject: Subject, tmp_path: Path, monkeypatch: pytes
         return agent(dataclasses.replace(job, max_restarts=0), *rest)
 
     monkeypatch.setattr(launch, "_agent", final)
-    settings = dataclasses.replace(SETTINGS, faults=True, timeout_s=60)
+    settings = dataclasses.replace(SETTINGS, nproc_per_node=1, faults=True, timeout_s=60)
     assert failed(run_checks(subject, tmp_path, settings=settings)) == ["restart"]
 
 

@@ -25,7 +25,7 @@ from lab.etcd import etcd
 from lab.manifests import process_of
 from lab.slurm import Cluster, slurm_cluster
 from lab.wheels import make_recipe
-from real.conftest import Command
+from real.conftest import Command, compiled_once
 from ruamel.yaml import YAML
 
 from envbuild.jobs.model import JobArtifact, JobPlan
@@ -126,13 +126,12 @@ def pods(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> Itera
     command = Command(folder, {"ENVBUILD_STORE": str(session_store), "PIP_FIND_LINKS": links})
     made = command.json("venv", recipe, "--no-verify")
     with slurm_cluster(folder / "cluster", PODS) as cluster:
-        yield Pods(cluster, Path(made["path"]))
+        yield Pods(cluster, compiled_once(Path(made["path"])))
 
 
 def etcd_wheel(folder: Path) -> Path:
     """A folder with the wheel of python-etcd, of which its index has only sources, as docs/howto/jobs.md tells."""
-    subprocess.run([sys.executable, "-m", "venv", folder / "pip"], check=True)
-    line = [folder / "pip/bin/python", "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "wheels"]  # fmt: skip
+    line = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder / "wheels"]
     subprocess.run([*line, "python-etcd==0.4.5"], check=True)
     return folder / "wheels"
 

@@ -18,7 +18,7 @@ from lab import slurm
 from lab.jobs import Jobs
 from lab.slurm import slurm_cluster
 from lab.wheels import make_recipe
-from real.conftest import Command
+from real.conftest import Command, compiled_once
 
 from envbuild.recipe.targets import host_arch
 
@@ -75,7 +75,7 @@ def venv(jobs: Jobs, session_store: Path) -> Path:
     recipe = make_recipe(
         jobs.cluster.shared, NAME, ["accelerate==1.15.0", DEEPSPEED], targets=f"[targets.cpu-x86_64]\n{TORCH}"
     )  # fmt: skip
-    return Path(command.json("venv", recipe, "--no-verify")["path"])
+    return compiled_once(Path(command.json("venv", recipe, "--no-verify")["path"]))
 
 
 def test_accelerate_and_deepspeed_start_the_ranks_of_both_nodes(jobs: Jobs, venv: Path) -> None:

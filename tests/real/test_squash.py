@@ -103,6 +103,7 @@ def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_o
     squash: dict[str, Any], session_store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("nobody")
+    shutil.copytree(squash["command"].folder / "recipes", folder / "recipes")
     # What lies in the session's store is read where it is; the folders are theirs to write in.
     link_tree(session_store, folder / "store")
     shutil.rmtree(folder / "store" / "uv", ignore_errors=True)
@@ -150,7 +151,7 @@ def test_verifying_the_sif_again_by_apptainer_says_so_in_the_receipt(
     copy = tmp_path / "copy.sif"
     os.link(squash["apptainer"]["path"], copy)
     command: Command = squash["command"]
-    quick = ("--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
+    quick = ("--nodes", "2", "--nproc-per-node", "1", "--epochs", "2")
     done = command("verify", copy, "--json", *quick, **real_apptainer.environment())
     assert done.returncode == 0, done.stderr
     receipt = json.loads((tmp_path / "copy.sif.receipt.json").read_text())

@@ -69,34 +69,29 @@ def test_an_extra_package_means_building_again(envbuild: Command, pt_cpu: dict[s
     assert f"{lost.relative_to(tmp_path / 'v')} changed since the build" in done.stderr and lost.exists()
 
 
-def test_faults_are_survived_and_no_secret_of_the_environment_is_kept(pt_cpu: dict[str, Any], tmp_path: Path) -> None:
+def test_faults_are_survived_in_another_world_through_a_link_and_no_secret_of_the_environment_is_kept(
+    pt_cpu: dict[str, Any], tmp_path: Path
+) -> None:
+    """Home and scratch folders are often links: the scripts then see another path than the user gave."""
     command: Command = pt_cpu["command"]
-    venv = link_tree(pt_cpu["path"], tmp_path / "venv")  # its receipt changes
+    venv = link_tree(pt_cpu["path"], tmp_path / "there/venv")  # its receipt changes
+    (tmp_path / "home").symlink_to(tmp_path / "there")
+    given = tmp_path / "home" / "venv"
     secret = "s3cr3t-t0ken"
     (place := tmp_path / "a$$b $local_rank").mkdir()  # torchrun would read that as names
+    world = ("--nodes=3", "--nproc-per-node=1", "--epochs=2")
     said = command(
-        "verify", venv, "--faults", "--nodes=1", "--json", AWS_SECRET_ACCESS_KEY=secret, PIP_PROXY="", TMPDIR=str(place)
+        "verify", given, "--faults", *world, "--json", AWS_SECRET_ACCESS_KEY=secret, PIP_PROXY="", TMPDIR=str(place)
     )
     assert said.returncode == 0, said.stderr
     done = json.loads(said.stdout)
-    assert done["passed"]
+    assert done["passed"] and done["path"] == str(given)
     for file in (Path(done["receipt"]), venv / "envbuild.json"):
         assert secret not in file.read_text()
     assert secret not in said.stdout + said.stderr
     receipt = json.loads(Path(done["receipt"]).read_text())
     restart = next(check for check in receipt["checks"] if check["name"] == "restart")
     assert restart["evidence"]["killed"]["pid"] and restart["evidence"]["start_epoch"] > 0
-
-
-def test_another_world_through_a_link(pt_cpu: dict[str, Any], tmp_path: Path) -> None:
-    """Home and scratch folders are often links: the scripts then see another path than the user gave."""
-    link_tree(pt_cpu["path"], tmp_path / "there/venv")  # its receipt changes
-    (tmp_path / "home").symlink_to(tmp_path / "there")
-    given = tmp_path / "home" / "venv"
-    command: Command = pt_cpu["command"]
-    done = command("verify", given, "--nodes", "3", "--nproc-per-node", "1", "--epochs", "2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(given)
 
 
 def test_what_changed_since_its_verification_is_not_run(pt_cpu: dict[str, Any], tmp_path: Path) -> None:
