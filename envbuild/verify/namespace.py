@@ -126,7 +126,10 @@ def _make(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict
 def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
     """Become `program` of the image that process `keeper` holds; this process's variables override the image's."""
     parent = os.getppid()
-    user, mounts = (os.open(f"/proc/{keeper}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("user", "mnt"))
+    try:
+        user, mounts = (os.open(f"/proc/{keeper}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("user", "mnt"))
+    except OSError as gone:  # as after pkill, or where the kernel ran out of memory
+        sys.exit(f"process {keeper}, which holds the image, was killed ({gone.strerror}): verify the image again")
     # setns(2) fails for the user namespace that the process is already in.
     if not os.path.sameopenfile(user, os.open("/proc/self/ns/user", os.O_RDONLY)):
         call("setns", user, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 import sys
@@ -235,6 +236,20 @@ def test_a_wanted_runtime_that_fails_is_an_error_with_what_it_said(tmp_path: Pat
     image = ImageFile(tmp_path / "x.sif", APPTAINER, 40960, "zstd")
     with pytest.raises(HostError, match=r"(?s)exit 3.*no such thing"):
         runtimes.runtime_for(image, "apptainer", environment(tmp_path))
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_a_keeper_that_was_killed_is_named_without_a_traceback(reaped: bool) -> None:
+    with subprocess.Popen(["true"]) as keeper:
+        os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
+        if reaped:
+            keeper.wait()
+        line = [*own_runtime.START, "enter", str(keeper.pid), "enroot", "true"]
+        done = subprocess.run(line, capture_output=True, text=True)
+    said = (
+        f"process {keeper.pid}, which holds the image, was killed (No such file or directory): verify the image again\n"
+    )
+    assert (done.returncode, done.stderr) == (1, said)
 
 
 def test_choosing_a_runtime_imports_nothing_heavy() -> None:
