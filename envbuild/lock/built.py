@@ -49,11 +49,11 @@ class Sources:
         commits = {one.name: one for one in kept.built} if kept else {}
         found = []
         for text in requirements:
-            name = normalise(Requirement(text).name)
-            if name in self.references:
+            parsed = Requirement(text)
+            name = normalise(parsed.name)
+            if parsed.url:
                 if not applicable([text], python, platform):
                     continue
-                parsed = Requirement(text)
                 parsed.url = self._address(self.references[name], commits.get(name))
                 text = str(parsed)
             found.append(text)

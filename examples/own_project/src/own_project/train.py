@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from tqdm import tqdm
@@ -16,17 +17,18 @@ from own_project.data import make_line
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--out", type=Path, help="where rank 0 saves the model")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="such as lr=0.05")
     options = parser.parse_args()
+    settings = OmegaConf.merge({"lr": 0.1, "batch_size": 32}, OmegaConf.from_dotlist(options.settings))
     gpu = torch.cuda.is_available()
     dist.init_process_group("nccl" if gpu else "gloo")
     rank = dist.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
     model = DistributedDataParallel(torch.nn.Linear(1, 1).to(device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr)
     data = make_line(4096)
-    loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
+    loader = DataLoader(data, batch_size=settings.batch_size, sampler=DistributedSampler(data))
     steps = iter(tqdm(range(options.max_steps), disable=rank != 0, ncols=60))
     epoch = 0
     while True:
