@@ -17,6 +17,10 @@ from lab import lmod, slurm
 from lab.apptainer import Apptainer
 from lab.jobs import EPOCHS, Jobs
 from lab.slurm import slurm_cluster
+from sdists import commit
+
+from envbuild.environment import load_environment
+from envbuild.recipe.targets import host_arch
 
 from .conftest import Command
 
@@ -24,6 +28,16 @@ PORTS = 20000
 # Ranks of each node: with two of them, each launcher and one image file have been seen.
 RANKS = {"venv": 2, "sqsh": 2, "mpirun": 2, "pbs": 2, "sif": 1, "apptainer": 1}
 EXAMPLE = Path(__file__).parents[2] / "examples/own_project"
+TQDM = """\
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "tqdm"
+version = "4.69.1"
+[tool.setuptools.packages.find]
+include = ["tqdm", "tqdm.*"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -142,23 +156,45 @@ def test_a_script_of_the_users_gets_its_arguments_as_they_are(jobs: Jobs, pt_cpu
         assert told["ENVBUILD_RUN"] == str(ended.run) and told["ENVBUILD_INTERFACE"] == "eth0"
 
 
+def tqdm_repository(folder: Path, session_store: Path) -> dict[str, str]:
+    """Variables with which git takes a repository in `folder` for tqdm's; it has the files of tqdm's wheel."""
+    environment = load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)})
+    folder.mkdir()
+    environment.write_uv_settings(settings := folder.with_name("uv.toml"), ())
+    line = [environment.uv, "pip", "install", "--quiet", "--config-file", settings, "--python", sys.executable]
+    line += ["--no-deps", "--target", folder, "tqdm==4.69.1"]
+    subprocess.run(line, env=environment.uv_environment(), check=True)
+    commit(folder, {"pyproject.toml": TQDM}, "v4.69.1")
+    url = "https://github.com/tqdm/tqdm"
+    variables = {f"url.{folder.as_uri()}.insteadOf": url, "protocol.file.allow": "always"}
+    found = {"GIT_CONFIG_COUNT": str(len(variables))}
+    for number, (key, value) in enumerate(variables.items()):
+        found |= {f"GIT_CONFIG_KEY_{number}": key, f"GIT_CONFIG_VALUE_{number}": value}
+    return found
+
+
 def test_the_example_project_is_verified_by_its_own_training_and_trains_on_both_nodes(
     jobs: Jobs, session_store: Path
 ) -> None:
-    """examples/own_project by the commands of its README, in a .sqsh; verified on one node of two ranks."""
+    """examples/own_project by its README, in a .sqsh, verified on one node; tqdm's repository is one of this machine."""
     folder = jobs.cluster.shared / "own_project"
     shutil.copytree(EXAMPLE, folder)
     recipe = folder / "recipes/own_project/recipe.toml"
     recipe.write_text(recipe.read_text().replace("\n[verify]\n", "\n[verify]\nnodes = 1\nepochs = 2\n"))
-    envbuild = Command(folder, {"ENVBUILD_STORE": str(session_store)})
+    repository = tqdm_repository(jobs.cluster.folder / "tqdm", session_store)
+    envbuild = Command(folder, {"ENVBUILD_STORE": str(session_store), **repository})
+    locked = envbuild("lock", "own_project", "--target", f"cpu-{host_arch()}", "--wheels", "--upgrade", "tqdm")
+    assert locked.returncode == 0, locked.stderr
     done = envbuild("enroot", "own_project", "--locked", "--out", "own.sqsh")
     assert done.returncode == 0, done.stderr
     receipt = json.loads((folder / "own.sqsh.receipt.json").read_text())
     checks = {check["name"]: check for check in receipt["checks"]}
-    assert "own_project" in checks["imports"]["evidence"]["modules"] and checks["command"]["status"] == "pass"
-    assert receipt["project"]["version"] == "0.1.0"
+    assert {"own_project", "tqdm"} <= {*checks["imports"]["evidence"]["modules"]}
+    assert checks["command"]["status"] == "pass" and receipt["project"]["version"] == "0.1.0"
+    sources = {one["name"]: one["version"] for one in envbuild.json("inspect", "own.sqsh")["source_built"]}
+    assert sources == {"antlr4-python3-runtime": "4.9.3", "tqdm": "4.69.1"}, "what has no wheel"
     options = ("--module", "own_project.train", "--name", "own")
-    job = jobs.submit(folder / "own.sqsh", *options, arguments=("--max-steps", "10", "--out", "own.pt"))
+    job = jobs.submit(folder / "own.sqsh", *options, arguments=("--max-steps", "10", "--out", "own.pt", "lr=0.05"))
     ended = jobs.ended(job, "own")
     assert ended.end.state == "COMPLETED" and "step 5 loss: " in ended.log, ended.log
     assert list(jobs.cluster.shared.rglob("own.pt"))
