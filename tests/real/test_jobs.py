@@ -176,7 +176,7 @@ def tqdm_repository(folder: Path, session_store: Path) -> dict[str, str]:
 def test_the_example_project_is_verified_by_its_own_training_and_trains_on_both_nodes(
     jobs: Jobs, session_store: Path
 ) -> None:
-    """examples/own_project by its README, in a .sqsh, verified on one node; tqdm's repository is one of this machine."""
+    """examples/own_project by its README, in a .sqsh, verified on one node; tqdm is of a local repository."""
     folder = jobs.cluster.shared / "own_project"
     shutil.copytree(EXAMPLE, folder)
     recipe = folder / "recipes/own_project/recipe.toml"
