@@ -133,7 +133,7 @@ def test_conda_packages_get_them_too_and_alone_where_there_is_no_wheel_lock(tmp_
         ({"pyproject.toml": '[project]\ndependencies = "x"\n'}, 'path = "../.."', "pyproject.toml:2:1: expected an"),
         ({"pyproject.toml": "[project]\ndependencies = [3]\n"}, 'path = "../.."', "pyproject.toml:2:1: expected an"),
         ({"pyproject.toml": '[project]\nname = "p"\ndependencies = ["a @ git+https://u:pw@h/x"]\n'}, 'path = "../.."',
-         "pyproject.toml:3:17: an address, not a requirement"),
+         "pyproject.toml:3:17: holds a user name"),
         ({"pyproject.toml": PYPROJECT}, 'path = "../.."\nextras = ["more", "trian"]',
          "recipe.toml:7:19: {top}/pyproject.toml has no project.optional-dependencies.trian; did you mean 'Train'?"),
         ({"pyproject.toml": PYPROJECT}, 'path = "../.."\ngroups = ["x"]', "recipe.toml:7:11: "),

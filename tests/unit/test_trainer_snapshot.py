@@ -97,13 +97,13 @@ def test_older_script_reads_our_snapshot(tmp_path: Path) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), legacy=st.booleans())
-def test_any_truncation_is_refused_in_one_line(data: st.DataObject, legacy: bool) -> None:
+@given(part=st.floats(0, 1, exclude_max=True), legacy=st.booleans())
+def test_any_truncation_is_refused_in_one_line(part: float, legacy: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "snapshot.pt"
         torch.save(snapshot_of(3), path, _use_new_zipfile_serialization=not legacy)
         content = path.read_bytes()
-        path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+        path.write_bytes(content[: int(part * len(content))])  # its length varies with addresses in memory
         assert refusal(path)
 
 
