@@ -52,7 +52,7 @@ def git_archive(url: str, commit: str, subdirectory: str, path: Path, work: Path
     git("-C", tree, "remote", "add", "origin", url)  # relative URLs of submodules
     git("-C", tree, "submodule", "--quiet", "update", "--init", "--recursive")
     top = tree / subdirectory
-    if not top.is_dir():
+    if not top.is_dir() or not top.resolve().is_relative_to(tree.resolve()):  # a link of the repository may lead out
         raise RequestFailed(f"{redact(url)} at {commit} has no folder {subdirectory}", answered=True)
     _write_tar(top, path)
     with path.open("rb") as stream:

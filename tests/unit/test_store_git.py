@@ -83,9 +83,15 @@ def test_submodules_are_in_it_and_git_is_not(repository: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("of", "folder", "said"), [("f" * 40, "", "git checkout failed"), ("HEAD", "gone", "has no folder gone")]
+    ("of", "folder", "said"),
+    [
+        ("f" * 40, "", "git checkout failed"),
+        ("HEAD", "gone", "has no folder gone"),
+        ("HEAD", "out", "has no folder out"),
+    ],
 )
 def test_what_is_not_there_is_named(repository: Path, of: str, folder: str, said: str) -> None:
+    (repository / "out").symlink_to("/etc")  # a folder of this host
     of = commit(repository, {}) if of == "HEAD" else of
     with pytest.raises(RequestFailed, match=said):
         archive(repository, "work", of, folder)
