@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from envbuild.artifacts.state import State, read_state
@@ -14,7 +15,7 @@ from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.model import Subject
+from envbuild.verify.model import Settings, Subject
 from envbuild.verify.processes import find_rank, find_with
 from envbuild.verify.receipt import passing_receipt, receipt_path
 
@@ -164,3 +165,10 @@ def test_in_a_container_every_path_is_the_artifacts() -> None:
     )  # fmt: skip
     assert subject.holds("/usr/lib/python3.11/ssl.py")
     assert subject.relative("/opt/env/bin/python") == "bin/python"
+
+
+def test_the_schema_of_receipts_has_every_setting_of_a_verification() -> None:
+    schema = json.loads((Path(__file__).parents[2] / "docs/receipt.schema.json").read_text())
+    settings = json.loads(json.dumps(dataclasses.asdict(Settings())))
+    jsonschema.validate(settings, schema["properties"]["settings"])
+    assert schema["properties"]["settings"]["properties"].keys() == settings.keys()
