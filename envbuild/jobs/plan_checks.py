@@ -24,7 +24,7 @@ _PACKAGES = {
     "accelerate": ("Accelerate", 'add "accelerate" to the recipe\'s requirements'),
     "deepspeed": (
         "DeepSpeed",
-        'build its wheel, and add "deepspeed" to the recipe\'s requirements (docs/howto/jobs.md)',
+        'add "deepspeed" to the recipe\'s requirements, and [build.deepspeed] (docs/howto/jobs.md)',
     ),
     "horovod": ("Horovod", "build one of the recipe `horovod`, or of one with [layers.horovod]"),
 }

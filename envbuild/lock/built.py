@@ -107,7 +107,7 @@ class Sources:
     def locate(self, row: Mapping[str, Any], kept: Lock | None) -> tuple[BuiltPackage, Path]:
         """Return the package of a PEP 751 row, without its build requirements, and its archive. Raises LockError."""
         name, version = normalise(str(row["name"])), str(row["version"])
-        known, reference = next((one for one in kept.built if one.name == name), None) if kept else None, None
+        known = next((one for one in kept.built if one.name == name), None) if kept else None
         reference = self.references.get(name)
         if reference is not None and reference.kind == "git":
             commit = str(row["vcs"]["commit-id"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from envbuild.fabrics import fabric_names
 from envbuild.names import normalise
@@ -180,11 +180,11 @@ class Recipe:
 
 def duplicate_requirements(document: Document) -> Iterator[Problem]:
     """Yield projects that a target requires twice with different specifiers, whatever other mistakes the data have."""
-    common = _strings(document.data, ("requirements",))
-    targets = document.data.get("targets")
+    every, targets = list(requirement_entries(document)), document.data.get("targets")
+    common = [entry for entry in every if entry[0][0] == "requirements"]
     of_targets = [
-        _strings(table, ("targets", name, "requirements"))
-        for name, table in (targets.items() if isinstance(targets, dict) else ())
+        [entry for entry in every if entry[0][:2] == ("targets", name)]
+        for name in (targets if isinstance(targets, dict) else ())
     ]
     for entries in of_targets or [[]]:
         first: dict[str, tuple[Keys, str]] = {}
@@ -212,16 +212,6 @@ def index_mistakes(document: Document) -> Iterator[Problem]:
         elif name in seen:
             yield ("indexes", project), f"{project!r} in [indexes] is there in another spelling"
         seen.add(name)
-
-
-def _strings(table: Any, keys: Keys) -> list[tuple[Keys, str]]:
-    """Return the valid requirements in the array at the end of `keys`, each with its own keys."""
-    entries = table.get(keys[-1]) if isinstance(table, dict) else None
-    return [
-        ((*keys, index), text)
-        for index, text in enumerate(entries if isinstance(entries, list) else ())
-        if isinstance(text, str) and checks.requirement_problem(text) is None
-    ]
 
 
 def image_mistakes(document: Document) -> Iterator[Problem]:

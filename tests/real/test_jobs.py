@@ -157,7 +157,7 @@ def test_a_script_of_the_users_gets_its_arguments_as_they_are(jobs: Jobs, pt_cpu
 
 
 def tqdm_repository(folder: Path, session_store: Path) -> dict[str, str]:
-    """Variables with which git takes a repository in `folder` for tqdm's; it has the files of tqdm's wheel."""
+    """Put tqdm's wheel into a git repository in `folder`; return variables that make git read it."""
     environment = load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)})
     folder.mkdir()
     environment.write_uv_settings(settings := folder.with_name("uv.toml"), ())
