@@ -43,7 +43,7 @@ def _requirement_problem(text: str) -> str | None:
 
 
 _CHECKS: Mapping[str, Callable[[str], str | None]] = {
-    "requirement": _requirement_problem, "constraint": checks.constraint_problem, "pin": checks.constraint_problem,
+    "requirement": _requirement_problem, "constraint": checks.constraint_problem, "pin": _requirement_problem,
     "conda": checks.spec_problem,
     "conda-pin": checks.spec_problem, "channel": checks.channel_problem, "index": checks.index_problem,
     "base": checks.base_problem, "accelerator": lambda tag: None if accelerator_of(tag) else "no known accelerator",
@@ -87,15 +87,24 @@ def compose(
     python = _python(kept, lose)
     pins = _pins(kept, python, targets, lose)
     named, limits = _merged(kept, "requirement"), _merged(kept, "constraint")
+    addresses = {one: pins.pop(one) for one, pin in list(pins.items()) if pin.url}
     if not named:  # a lock alone
         named = {one: [str(pin)] for one, pin in pins.items()}
         pins = {one: pin for one, pin in pins.items() if one == "torch"}
+    others = {_project(one): one for one in gone if one.kind == "requirement"}
+    for statement in [one for one in kept if one.kind == "pin" and _project(one) in addresses]:
+        project = _project(statement)
+        if project in others and project not in named:  # of an extra or group that is not carried
+            lose(statement, others[project].reason)
+        else:  # a constraint cannot have an address
+            pin, wanted = addresses[project], named.get(project, [statement.text])
+            named[project] = [_at(pin, Requirement(text)) for text in wanted]
     constraints = [text for found in limits.values() for text in found]
     for found in named.values():  # a second requirement of a project has to have a marker, as the first
         constraints += found[1:] if ";" not in found[0] else []
         found[1:] = found[1:] if ";" in found[0] else []
     constraints += [f"{one}{re.sub(r'[+][^,;]*', '', str(pin.specifier))}" for one, pin in pins.items()]
-    torch = [] if is_conda else named.pop("torch", [])
+    torch = [] if is_conda or " @ " in "".join(named.get("torch", [])) else named.pop("torch", [])
     common = [text for found in named.values() for text in found]
     tables: dict[str, dict[str, Any]] = {}
     for one in targets:
@@ -181,9 +190,9 @@ def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose:
         found.setdefault(normalise(pin.name), {})[statement] = pin
     chosen: dict[str, Requirement] = {}
     for name, pins in found.items():
-        several = len({str(pin.specifier) for pin in pins.values()}) > 1
+        several = len({pin.url or str(pin.specifier) for pin in pins.values()}) > 1
         fitting = [e for e, pin in pins.items() if not several or all(_applies(pin, python, one) for one in targets)]
-        if len({str(pins[statement].specifier).partition("+")[0] for statement in fitting}) == 1:
+        if len({pins[one].url or str(pins[one].specifier).partition("+")[0] for one in fitting}) == 1:
             chosen[name] = pins[fitting[0]]
         for statement in pins:
             if statement not in fitting:
@@ -222,8 +231,18 @@ def _merged(kept: Collection[Statement], kind: str) -> dict[str, list[str]]:
     return merged
 
 
+def _project(statement: Statement) -> str:
+    return normalise(re.split(r"[^\w.-]", statement.text)[0])
+
+
 def _joined(name: str, extras: Collection[str], specifiers: Iterable[str]) -> str:
     return name + (f"[{','.join(sorted(extras))}]" if extras else "") + ",".join(dict.fromkeys(specifiers))
+
+
+def _at(pin: Requirement, wanted: Requirement) -> str:
+    """Return the requirement `wanted` with the address of its `pin` in the place of a version."""
+    marker = f" ; {wanted.marker}" if wanted.marker else ""
+    return _joined(wanted.name, wanted.extras | pin.extras, [f" @ {pin.url}"]) + marker
 
 
 def _local(target: Target) -> str:

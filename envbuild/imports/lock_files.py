@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from envbuild.errors import UsageError
 from envbuild.files import parse_json
 from envbuild.imports.pip_files import HASHES
 from envbuild.imports.poetry import poetry_specifier
-from envbuild.imports.statement import INDEX, SOURCE, Statement, check_version, lost, rows, table, text_of
+from envbuild.imports.statement import INDEX, SOURCE, Statement, check_version, git_address, lost, rows, table, text_of
 from envbuild.toml import read
 
 # Format → key of its version, accepted versions, key of its packages.
@@ -25,6 +26,7 @@ _FORMATS = {
     "poetry.lock": (("metadata", "lock-version"), r"2\.[0-9]+", "package"),
 }
 _ELSEWHERE = {"git", "url", "path", "directory", "vcs", "archive", "file", "virtual", "editable"}
+_REMOTE = {"git", "url", "vcs", "archive"}
 _EXTRA = r"extra == ['\"]([^'\"]+)['\"]"
 _CLAUSE = re.compile(r"""(?:extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups))""")
 
@@ -44,11 +46,14 @@ def read_toml_lock(path: Path) -> Iterator[Statement]:
         kind = str(source.get("type") or next(iter(source), ""))
         if kind in ("virtual", "editable") and source.get(kind) == ".":
             yield from _own(row, at)
+            continue
+        names = [str(one) for one in rows(row.get("groups")) or ["main"]]
+        group = "" if "main" in names and not row.get("optional") else " ".join(names)
+        if address := _address(row, source):
+            yield _pin(row.get("name"), f" @ {address}", _markers(row), at, group)
         elif ({kind, *row} if name == "pylock.toml" else {kind}) & _ELSEWHERE:
             yield lost(f"{row.get('name')} {row.get('version', '')} {source or ''}", at, SOURCE)
         else:
-            names = [str(one) for one in rows(row.get("groups")) or ["main"]]
-            group = "" if "main" in names and not row.get("optional") else " ".join(names)
             yield _pin(row.get("name"), row.get("version"), _markers(row), at, group)
             registry = str(source.get("registry") or source.get("url") or row.get("index") or "")
             if registry not in seen:
@@ -69,7 +74,29 @@ def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
             text = f"{one.get('name')}{f'[{extras}]' if extras else ''}{one.get('specifier', '')}"
             text = f"{text} ; {rest}" if rest else text
             own = group or " ".join(re.findall(_EXTRA, marker))
-            yield lost(one, place, SOURCE) if _ELSEWHERE & one.keys() else Statement("requirement", text, place, own)
+            elsewhere = _ELSEWHERE & one.keys() - _REMOTE  # what is remote has its address in its own row
+            yield lost(one, place, SOURCE) if elsewhere else Statement("requirement", text, place, own)
+
+
+def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
+    """Return the address of a locked package: of its git commit, or of its file with the sha256; "" for neither."""
+    vcs, archive, url = table(row, "vcs"), table(row, "archive"), str(source.get("url", ""))
+    if "git" in source:  # uv: URL?rev=REF&subdirectory=FOLDER#COMMIT
+        parts = urlsplit(str(source["git"]))
+        about = {"git": parts._replace(query="", fragment="").geturl(), "rev": parts.fragment}
+        return git_address(dict(parse_qsl(parts.query)) | about)
+    if vcs.get("type") == "git":
+        return git_address(vcs | {"git": vcs.get("url", ""), "rev": vcs.get("commit-id")})
+    if source.get("type") == "git":
+        return git_address(dict(source) | {"git": url, "rev": source.get("resolved_reference")})
+    if source.get("type", "url") != "url":  # an index of poetry's
+        return ""
+    files = [table(archive, "hashes").get("sha256"), *(
+        table(one).get("hash") for one in (row.get("sdist"), *rows(row.get("wheels")), *rows(row.get("files")))
+    )]  # fmt: skip
+    hashes = {str(one).removeprefix("sha256:") for one in files if one}
+    url = str(archive.get("url", "")) or url
+    return f"{url}#sha256={hashes.pop()}" if url and len(hashes) == 1 else ""
 
 
 def _markers(row: Mapping[str, Any]) -> str:
@@ -83,7 +110,8 @@ def _markers(row: Mapping[str, Any]) -> str:
 def _pin(name: object, version: object, marker: str, place: str, group: str) -> Statement:
     if not isinstance(name, str) or not isinstance(version, str):
         return lost(f"{name} {version}", place, "no name and version")
-    return Statement("pin", f"{name}=={version}{f' ; {marker}' if marker else ''}", place, group)
+    text = name + (version if " @ " in version else f"=={version}")
+    return Statement("pin", f"{text}{f' ; {marker}' if marker else ''}", place, group)
 
 
 def read_pipfile_lock(path: Path) -> Iterator[Statement]:
@@ -105,10 +133,12 @@ def read_pipfile_lock(path: Path) -> Iterator[Statement]:
             numbers = (number for number in range(start, len(lines)) if lines[number].strip().startswith(f'"{name}":'))
             place, about = f"{path}:{next(numbers, 0) + 1}", table(row)
             group = "" if category == "default" else category
-            if not isinstance(about.get("version"), str) or _ELSEWHERE & about.keys():
+            address = git_address(about | {"rev": about.get("ref")})
+            if not address and (not isinstance(about.get("version"), str) or _ELSEWHERE & about.keys()):
                 yield lost(f"{name} {row}", place, SOURCE)
             else:
                 extras = ",".join(map(str, rows(about.get("extras"))))
                 full = f"{name}[{extras}]" if extras else name
-                yield _pin(full, about["version"].removeprefix("=="), _markers(about), place, group)
+                version = f" @ {address}" if address else about["version"].removeprefix("==")
+                yield _pin(full, version, _markers(about), place, group)
     yield lost("hashes", str(path), HASHES)

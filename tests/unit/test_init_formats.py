@@ -150,12 +150,12 @@ def test_environment(tmp_path: Path) -> None:
 
 def test_poetry_lock() -> None:
     draft, recipe = draft_of(DATA / "poetry.lock", target=None)
-    assert recipe.requirements == ("certifi==2025.8.3", 'colorama==0.4.6; platform_system == "Windows"')
+    git = "datatrove @ git+https://github.com/huggingface/datatrove@0ab5f40bbd7fd2ea2b0ed9ec7c4b5dbd2b4cfa2c"
+    assert recipe.requirements == ("certifi==2025.8.3", 'colorama==0.4.6; platform_system == "Windows"', git)
     (name,) = recipe.targets
     assert name.startswith("cu126-") and recipe.targets[name].requirements == ("torch==2.7.1+cu126",)
     lost = reasons(draft)
     assert lost["pytest==8.4.2"] == "belongs to dev: carry it with --extra dev"
-    assert any(text.startswith("datatrove 0.5.0") for text in lost)
     line = (DATA / "poetry.lock").read_text().split("\n").index('name = "pytest"')
     assert [entry.place for entry in draft.lost if entry.text.startswith("pytest")] == [f"{DATA}/poetry.lock:{line}:1"]
 
@@ -164,7 +164,7 @@ def test_a_lock_beside_its_project_gives_constraints(tmp_path: Path) -> None:
     (tmp_path / "poetry.lock").write_bytes((DATA / "poetry.lock").read_bytes())
     (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["certifi", "torch>=2"]\n')
     _, recipe = draft_of(tmp_path, target=None)
-    assert recipe.requirements == ("certifi",)
+    assert [one.partition(" ")[0] for one in recipe.requirements] == ["certifi", "datatrove"]
     assert recipe.constraints == ("certifi==2025.8.3", "colorama==0.4.6", "torch==2.7.1")
     assert next(iter(recipe.targets.values())).requirements == ("torch>=2,==2.7.1+cu126",)
 
@@ -177,6 +177,105 @@ def test_pipfile_lock() -> None:
     ]  # fmt: skip
     assert recipe.targets["cpu-x86_64"].indexes == ("https://pypi.example/simple",)
     assert any(text.startswith("mypkg ") for text in reasons(draft))
+
+
+_COMMIT, _SHA256 = "c" * 40, "5" * 64
+_REMOTE_LOCKS = {
+    "uv.lock": f"""\
+version = 1
+[[package]]
+name = "mine"
+source = {{ virtual = "." }}
+[package.metadata]
+requires-dist = [
+    {{ name = "a", extras = ["x"], git = "https://host.example/a?rev=main" }},
+    {{ name = "b", url = "https://host.example/b-1-py3-none-any.whl" }}, {{ name = "e", editable = "e" }},
+]
+[[package]]
+name = "a"
+version = "1"
+source = {{ git = "https://host.example/a?subdirectory=py&rev=main#{_COMMIT}" }}
+[[package]]
+name = "b"
+version = "1"
+source = {{ url = "https://host.example/b-1-py3-none-any.whl" }}
+wheels = [{{ url = "https://host.example/b-1-py3-none-any.whl", hash = "sha256:{_SHA256}" }}]
+[[package]]
+name = "e"
+version = "1"
+source = {{ editable = "e" }}
+""",
+    "pylock.toml": f"""\
+lock-version = "1.0"
+[[packages]]
+name = "a"
+vcs = {{ type = "git", url = "https://host.example/a", commit-id = "{_COMMIT}", subdirectory = "py" }}
+[[packages]]
+name = "b"
+archive = {{ url = "https://host.example/b-1-py3-none-any.whl", hashes = {{ sha256 = "{_SHA256}" }} }}
+[[packages]]
+name = "e"
+directory = {{ path = "e", editable = true }}
+""",
+    "poetry.lock": f"""\
+[[package]]
+name = "a"
+version = "1"
+[package.source]
+type = "git"
+url = "https://host.example/a"
+reference = "main"
+resolved_reference = "{_COMMIT}"
+subdirectory = "py"
+[[package]]
+name = "b"
+version = "1"
+files = [{{ file = "b-1-py3-none-any.whl", hash = "sha256:{_SHA256}" }}]
+[package.source]
+type = "url"
+url = "https://host.example/b-1-py3-none-any.whl"
+[[package]]
+name = "e"
+version = "1"
+[package.source]
+type = "directory"
+url = "e"
+[metadata]
+lock-version = "2.1"
+""",
+    "Pipfile.lock": f"""\
+{{"_meta": {{"pipfile-spec": 6}}, "default": {{
+    "a": {{"git": "https://host.example/a", "ref": "{_COMMIT}", "subdirectory": "py", "extras": ["x"]}},
+    "e": {{"path": "e", "editable": true}}
+}}}}
+""",
+}
+
+
+@pytest.mark.parametrize("name", _REMOTE_LOCKS)
+def test_addresses_of_a_lock(tmp_path: Path, name: str) -> None:
+    draft, recipe = imported(tmp_path, name, _REMOTE_LOCKS[name])
+    git = f"git+https://host.example/a@{_COMMIT}#subdirectory=py"
+    wheel = f"b @ https://host.example/b-1-py3-none-any.whl#sha256={_SHA256}"
+    assert recipe.requirements == {
+        "uv.lock": (f"a[x] @ {git}", wheel), "Pipfile.lock": (f"a[x] @ {git}",),
+    }.get(name, (f"a @ {git}", wheel))  # fmt: skip
+    assert recipe.constraints == ()
+    assert any(text == "e" or text.startswith(("e ", "{'name': 'e'")) for text in reasons(draft))
+
+
+def test_the_address_of_a_package_whose_group_is_not_carried(tmp_path: Path) -> None:
+    text = _REMOTE_LOCKS["uv.lock"].replace('rev=main" }', 'rev=main", marker = "extra == \'gpu\'" }')
+    draft, recipe = imported(tmp_path, "uv.lock", text)
+    assert [one.partition(" ")[0] for one in recipe.requirements] == ["b"]
+    assert [entry.reason for entry in draft.lost if entry.text.startswith("a")] == [
+        "belongs to gpu: carry it with --extra gpu"
+    ] * 2
+
+
+def test_torch_at_an_address(tmp_path: Path) -> None:
+    torch = f"torch @ https://host.example/torch-2.7.1-py3-none-any.whl#sha256={_SHA256}"
+    assert imported(tmp_path, "requirements.txt", f"{torch}\n")[1].requirements == (torch,)
 
 
 def test_pylock() -> None:
@@ -279,9 +378,9 @@ def test_pixi(tmp_path: Path) -> None:
 def test_uv_lock() -> None:
     draft, recipe = draft_of(DATA / "uv.lock", target=None, groups=("gpu", "dev"))
     (name,) = recipe.targets
-    assert recipe.requirements == ("numpy>=2", "pytest[x]>=8") and recipe.constraints == ("numpy==2.3.5",)
+    git = "datatrove @ git+https://host.example/datatrove@0ab5f40"
+    assert recipe.requirements == ("numpy>=2", "pytest[x]>=8", git) and recipe.constraints == ("numpy==2.3.5",)
     assert recipe.targets[name].requirements == ("torch==2.7.1+cpu",)
     lost = reasons(draft)
     assert lost["numpy==2.2.6"] == "not for Python 3.11 on Linux"
     assert lost["https://pypi.example/simple"].startswith("the site decides")
-    assert any(text.startswith("datatrove 0.5.0") for text in lost)
