@@ -102,17 +102,27 @@ def _report(draft: Draft) -> Iterator[str]:
 
 
 def _dialogue(name: str | None, target: str | None) -> tuple[str, str, str, list[Statement]]:
-    """Ask for name, packages, target and artifact of a recipe; the defaults come from this host."""
+    """Ask for name, packages, target, fabric and artifact of a recipe; the defaults come from site and host."""
+    from envbuild.doctor.fabric import adapters
     from envbuild.doctor.machine import gpus
     from envbuild.doctor.probe import Host
+    from envbuild.fabrics import fabric_names
+    from envbuild.site.settings import load_site
 
     name = name or click.prompt("Name of the recipe", default=recipe_name(Path.cwd().name), err=True)
     packages = click.prompt("Packages, separated by blanks", default="torch", err=True).split()
-    facts = gpus(Host(os.environ))[0].facts
+    host = Host(os.environ)
+    facts = gpus(host)[0].facts
     majors = [one.partition(".")[0] for one in facts.get("cuda", [])]
     amd = ROCM.usual if "AMD" in facts.get("gpus", []) else ()
     usual = [*(tag for tag in CUDA.usual if tag[2:4] in majors), *amd] or ["cpu"]
     target = target or click.prompt("Target", default=f"{usual[-1]}-{host_arch()}", err=True)
-    Target.parse(target)
+    statements = [Statement("requirement", one, "the terminal") for one in packages]
+    if Target.parse(target).family.gpu:
+        # A site with a floor has measured that network; "roce" of an adapter is the fabric ib.
+        known = [*load_site(os.environ).fabric.busbw_floor, *adapters(host)[0].facts["kinds"], "any"]
+        usual = ["ib" if one == "roce" else one for one in known]
+        fabric = click.prompt("Fabric", type=click.Choice(fabric_names()), default=usual[0], err=True)
+        statements += [Statement("fabric", fabric, "the terminal")] if fabric != "any" else []
     artifact = click.prompt("Artifact", type=click.Choice(list(ARTIFACTS)), default="venv", err=True)
-    return name, target, artifact, [Statement("requirement", one, "the terminal") for one in packages]
+    return name, target, artifact, statements

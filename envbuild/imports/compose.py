@@ -120,7 +120,7 @@ def compose(
         channels = [url for text in of("channel") for url in (_DEFAULTS if text == "defaults" else (text,))]
         conda = {"channels": channels or ["conda-forge"], "dependencies": of(*_CONDA) or ["python"]}
         data |= {"environment": "conda", "conda": conda | _filled(requirements=common)}
-    data |= {"targets": tables} | _filled(image=_image(kept, lose, is_conda))
+    data |= _filled(fabric="".join(of("fabric"))) | {"targets": tables} | _filled(image=_image(kept, lose, is_conda))
     return Draft(name, data, tuple(kept), tuple(gone))
 
 

@@ -22,8 +22,8 @@ SOURCE = "a source other than an index or git; give its wheel to an index or a f
 class Statement:
     """One statement of a source, at `place` (FILE:LINE).
 
-    `kind` is the part of a recipe that takes it: requirement, constraint, pin (name==version of a lock), conda,
-    conda-pin, channel, index, platform (conda's), python (a specifier), base, env, workdir, package (Debian's) or name.
+    `kind` is the part of a recipe that takes it: requirement, constraint, pin (of a lock), conda, conda-pin,
+    channel, index, platform (conda's), python (a specifier), base, env, workdir, package (Debian's), fabric or name.
     `group` has the extras, dependency groups, features or categories with it, separated by blanks, "" for none;
     `platform` is the only conda platform that has it. With a `reason` it is not carried.
     """

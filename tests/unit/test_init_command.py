@@ -11,7 +11,9 @@ from lab.drafts import draft_of
 
 from envbuild.cli import init
 from envbuild.cli.commands import cli
+from envbuild.doctor.probe import HostFinding
 from envbuild.errors import UsageError
+from envbuild.imports.compose import compose
 from envbuild.recipe.load import load_recipe
 
 
@@ -91,6 +93,26 @@ def test_without_a_source_it_asks(folder: Path, monkeypatch: pytest.MonkeyPatch)
     init.init_command.main(["--json"], standalone_mode=False)
     recipe = load_recipe(folder / "recipes/lab/recipe.toml").recipe
     assert recipe.requirements == ("numpy>=2",) and recipe.targets["cpu-x86_64"].requirements == ("torch",)
+
+
+@pytest.mark.parametrize(
+    ("floor", "adapter", "fabric"),
+    [("", "", "any"), ("", "InfiniBand", "ib"), ("", "Ethernet", "ib"), ("efa", "InfiniBand", "efa")],
+)
+def test_the_fabric_that_it_proposes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, floor: str, adapter: str, fabric: str
+) -> None:
+    if floor:
+        (folder / "site.toml").write_text(f"[fabric]\nbusbw_floor = {{ {floor} = 80 }}\n")
+        monkeypatch.setenv("ENVBUILD_SITE", str(folder / "site.toml"))
+    kinds = [{"InfiniBand": "ib", "Ethernet": "roce"}[adapter]] if adapter else []
+    found = HostFinding("adapters", "ok", "", facts={"kinds": kinds})
+    monkeypatch.setattr("envbuild.doctor.fabric.adapters", lambda _: [found])
+    answers = {"Packages, separated by blanks": "torch", "Target": "cu126-x86_64"}
+    monkeypatch.setattr(init.click, "prompt", lambda text, **given: answers.get(text, given["default"]))
+    _, _, _, statements = init._dialogue("lab", None)
+    assert [one.text for one in statements if one.kind == "fabric"] == [fabric] * (fabric != "any")
+    assert dict(compose("lab", statements, target="cu126-x86_64").data).get("fabric", "any") == fabric
 
 
 def installed(site: Path, name: str, version: str, **files: str) -> None:
