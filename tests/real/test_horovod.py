@@ -73,7 +73,8 @@ def jobs(horovod: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, sess
     folder = tmp_path_factory.mktemp("horovod-jobs")
     with slurm_cluster(folder / "cluster", share=[session_store, Path(horovod["path"]).parent]) as cluster:
         jobs = Jobs(cluster, {"ENVBUILD_STORE": str(session_store)})
-        jobs.write_site()
+        # Milliseconds between Horovod's exchanges, 1 by default: with it, waiting ranks keep both processors busy.
+        jobs.write_site(HOROVOD_CYCLE_TIME="20")
         yield jobs
 
 

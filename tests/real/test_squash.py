@@ -452,7 +452,7 @@ def test_a_damaged_layer_is_named_and_leaves_the_old_file(envbuild: Command, tmp
     before = (tmp_path / "o.sqsh").read_bytes()
     bad = layout_of(tmp_path / "m", [[file("b", os.urandom(100_000))]])
     blob = max((tmp_path / "m/blobs/sha256").iterdir(), key=lambda path: path.stat().st_size)
-    for damage in (lambda data: data[:-4000], lambda data: data[:5000] + b"x" + data[5001:]):
+    for damage in (lambda data: data[:-4000], lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]):
         whole = blob.read_bytes()
         blob.write_bytes(damage(whole))
         done = envbuild("enroot", "--from", bad, "--out", "o.sqsh")
