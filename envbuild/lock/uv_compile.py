@@ -86,6 +86,10 @@ class UvCompile:
             command.append(work / "pyproject.toml")
         if self.stubs is not None:
             command += ["--find-links", self.stubs.absolute().as_uri()]
+            # Builds, which uv isolates from the environment, need the packages themselves.
+            named = [stub.name.split("-")[:2] for stub in sorted(self.stubs.glob("*.whl"))]
+            (work / "builds.txt").write_text("".join(f"{name}!={version}\n" for name, version in named))
+            command += ["--build-constraints", work / "builds.txt"]
         if self.overrides:
             (work / "overrides.txt").write_text("\n".join(self.overrides) + "\n")
             command += ["--overrides", work / "overrides.txt"]

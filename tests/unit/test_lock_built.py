@@ -163,11 +163,14 @@ def test_requirements_of_a_build_that_fails_are_named(lab: Lab) -> None:
     assert "nothing requires 'demo'" in error.message and "recipe.toml:5:10" in error.message
 
 
-def test_what_pip_adds_to_conda_packages_is_built_too(lab: Lab) -> None:
-    make_sdist(lab.wheels, "demo", requires=["numpy"], build=["numpy"])
-    make_wheel(lab.wheels, "numpy", "2.0")
+@pytest.mark.parametrize("isolated", [False, True])
+def test_what_pip_adds_to_conda_packages_is_built_too(lab: Lab, isolated: bool) -> None:
+    # The back end imports numpy: of the index, in uv's own environment, and not the name that stands for conda's.
+    make_sdist(lab.wheels, "demo", requires=["numpy"], build=["numpy"], extra="import numpy")
+    make_wheel(lab.wheels, "numpy", "1.8")
     make_wheel(lab.wheels, "other")
-    table = "[conda]\ndependencies = ['numpy']\nrequirements = ['demo']\n[build.demo]\nisolation = false\n"
+    way = "" if isolated else "isolation = false\n"
+    table = f"[conda]\ndependencies = ['numpy']\nrequirements = ['demo']\n[build.demo]\n{way}"
     folder = make_recipe(lab.folder, "r", ["other"], targets=f"[targets.{TARGET}]\n{table}")
     recipe = load_recipe(folder / "recipe.toml")
     url = "https://conda.anaconda.org/conda-forge/linux-64/numpy-1.9-0.conda"
@@ -176,10 +179,11 @@ def test_what_pip_adds_to_conda_packages_is_built_too(lab: Lab) -> None:
     with lab.environment.with_tmpdir() as environment:
         found = kind.resolve(environment, None, (), False, lab.logged.append).lock
     (one,) = found.pip.built
-    assert (one.name, one.build, found.pip.packages) == ("demo", (), ()), "numpy is conda's"
+    names = [f"{wheel.name} {wheel.version}" for wheel in one.build]
+    assert (one.name, names, found.pip.packages) == ("demo", ["numpy 1.8"] * isolated, ()), "numpy is conda's"
     kind.write(folder / kind.file, found)
     assert kind.read(folder / kind.file) == found
     (layer,) = built_layers(recipe, TARGET, found)
-    assert (layer.name, layer.isolated) == ("demo", False)
+    assert (layer.name, layer.isolated) == ("demo", isolated)
     with lab.environment.with_tmpdir() as environment:  # [build] is for the conda packages alone
         assert not wheel_lock(recipe, TARGET).resolve(environment, None, (), False, lab.logged.append).lock.built
