@@ -237,19 +237,25 @@ def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return process.run(["git", *arguments], cwd=folder, check=False)
 
 
-def changed_recipes(
-    recipes: Iterable[SelectedRecipe], folders: Mapping[str, str], changed: Iterable[str]
-) -> list[SelectedRecipe]:
-    """Return those of `recipes` that the files `changed` affect.
+def changed_recipes(recipes: Iterable[SelectedRecipe], top: Path, changed: Iterable[str]) -> list[SelectedRecipe]:
+    """Return those of `recipes` that the files `changed` affect; they are relative to `top`, the top of a checkout.
 
-    `folders` maps the name of a recipe on the command line to its folder; its values and `changed` are relative to the
-    top of one checkout. A recipe that is not in `folders` is elsewhere: only files that affect every recipe affect it.
+    A recipe is affected by files in its folder, the script of its [verify], and what [project] takes; one that is not
+    in the checkout only by files that affect every recipe.
     """
-    paths = [PurePosixPath(path) for path in changed]
-    if any(fnmatchcase(path.parts[0], pattern) for path in paths for pattern in _DECIDE_ALL):
+    files = [PurePosixPath(path) for path in changed]
+    if any(fnmatchcase(path.parts[0], pattern) for path in files for pattern in _DECIDE_ALL):
         return list(recipes)
-    touched = {str(parent) for path in paths for parent in path.parents}
-    return [one for one in recipes if folders.get(one.name) in touched]
+    paths = [top / path for path in files]
+    return [one for one in recipes if any(_concerns(path, one.loaded) for path in paths)]
+
+
+def _concerns(path: Path, loaded: LoadedRecipe) -> bool:
+    if path.is_relative_to(loaded.folder.resolve()) or (loaded.script and path == loaded.script[0].resolve()):
+        return True
+    if loaded.code is None or loaded.recipe.project is None or not path.is_relative_to(loaded.code.root.resolve()):
+        return False
+    return loaded.recipe.project.takes(path.relative_to(loaded.code.root.resolve()).as_posix())
 
 
 def as_json(jobs: Sequence[MatrixJob]) -> str:

@@ -101,11 +101,9 @@ def _choose(names: Names, environment: Environment) -> list[SelectedRecipe]:
 
 def _changed(chosen: list[SelectedRecipe], revision: str) -> list[SelectedRecipe]:
     top, files = changes_since(revision, Path())
-    top, folders = top.resolve(), {}
     for one in chosen:
-        folder = one.loaded.path.resolve().parent
-        if folder.is_relative_to(top):
-            folders[one.name] = folder.relative_to(top).as_posix()
-        else:
-            log(f"{one.name}: {folder} is not in this checkout, so nothing in it counts as changed")
-    return changed_recipes(chosen, folders, files)
+        folders = [one.loaded.folder, *([one.loaded.code.root] if one.loaded.code else [])]
+        for folder in (one.resolve() for one in folders):
+            if not folder.is_relative_to(top.resolve()):
+                log(f"{one.name}: {folder} is not in this checkout, so nothing in it counts as changed")
+    return changed_recipes(chosen, top.resolve(), files)

@@ -12,10 +12,9 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from email.parser import HeaderParser
-from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
     if left := tracked and (git("ls-files", "-z", "-o", "--exclude-standard", "*.py") or "").split("\0")[:-1]:
         log(f"note: [project]: {len(left)} files are left out, as git does not track them: {', '.join(left[:5])}")
     files = []
-    for name in sorted({n for n in names if _matches(n, table.include or ("*",)) and not _matches(n, table.exclude)}):
+    for name in sorted({one for one in names if table.takes(one)}):
         path = code.root / name
         if not name.isprintable() or "\ufffd" in name:
             raise RecipeError(f"{where} {name!r} is no name for a file of a wheel", "rename it")
@@ -94,18 +93,6 @@ def _all_files(root: Path) -> Iterator[str]:
             if not _SKIPPED.fullmatch(name) and not any((Path(here, name) / one).exists() for one in _ENVIRONMENTS)
         ]  # fmt: skip
         yield from (os.path.relpath(os.path.join(here, name), root) for name in files if not _SKIPPED.fullmatch(name))
-
-
-def _matches(path: str, globs: Collection[str]) -> bool:
-    """Return whether one of `globs` matches `path` or a folder around it; one without a slash matches any of its names.
-
-    `*` matches slashes, too.
-    """
-    names = path.split("/")
-    around = ["/".join(names[:count]) for count in range(1, len(names) + 1)]
-    return any(
-        fnmatchcase(one, glob.strip("/")) for glob in globs for one in (around if "/" in glob.rstrip("/") else names)
-    )
 
 
 def project_wheel(plan: Plan, environment: Environment, *, offline: bool) -> tuple[str, str, Path] | None:

@@ -6,8 +6,9 @@ pyproject.toml" ([tool.setuptools.dynamic]).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,10 @@ class ProjectTable:
     exclude: tuple[str, ...] = key((), "Globs of files to leave out.", example=["tests/**"])
     extras: tuple[str, ...] = key((), "Extras of the project that the lock covers too.", example=["train"])
     groups: tuple[str, ...] = key((), "Dependency groups that the lock covers too.", example=["eval"])
+
+    def takes(self, path: str) -> bool:
+        """Whether the globs take the file at `path`, relative to the project's folder."""
+        return _matches(path, self.include or ("*",)) and not _matches(path, self.exclude)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,3 +170,15 @@ def _at(data: Any, keys: tuple[str, ...]) -> Any:
     for name in keys:
         data = data.get(name) if isinstance(data, dict) else None
     return data
+
+
+def _matches(path: str, globs: Collection[str]) -> bool:
+    """Return whether one of `globs` matches `path` or a folder around it; one without a slash matches any of its names.
+
+    `*` matches slashes, too.
+    """
+    names = path.split("/")
+    around = ["/".join(names[:count]) for count in range(1, len(names) + 1)]
+    return any(
+        fnmatchcase(one, glob.strip("/")) for glob in globs for one in (around if "/" in glob.rstrip("/") else names)
+    )

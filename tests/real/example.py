@@ -66,7 +66,7 @@ def test_it_is_built_verified_by_its_training_and_trains_on_two_nodes(kind: str,
     assert receipt["passed"] and checks["command"]["status"] == "pass"
     assert {"own_project", "tqdm", "omegaconf"} <= {*checks["imports"]["evidence"]["modules"]}
     assert receipt["project"]["version"] == "0.1.0"
-    shown = example.json("inspect", made["image"] if kind == "docker" else made["path"])
+    shown = example.json("inspect", made["path"])
     assert {one["name"]: one["version"] for one in shown["source_built"]} == BUILT
     if kind == "docker":
         return

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lab.ci import commit, git, matrix, valid, write_recipe
+from lab.wheels import make_recipe
 
 from envbuild.matrix import SelectedRecipe, changed_recipes
+from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.model import Recipe
+from envbuild.toml import Document
 
 
 @pytest.fixture
@@ -145,12 +150,34 @@ PARTS = st.lists(st.sampled_from(["a", "ab", "b", "recipes", "docs", "x"]), min_
 def test_a_recipe_is_selected_just_when_a_file_lies_in_its_folder(
     folders: list[list[str]], files: list[list[str]]
 ) -> None:
-    names = {str(number): "/".join(folder) for number, folder in enumerate(folders)}
-    nothing: Any = None
-    recipes = [SelectedRecipe(name, nothing) for name in names]
-    found = changed_recipes(recipes, names, ["/".join(file) for file in files])
+    top, names = Path("/nowhere"), {str(number): "/".join(folder) for number, folder in enumerate(folders)}
+    recipes = [SelectedRecipe(name, loaded(top / folder)) for name, folder in names.items()]
+    found = changed_recipes(recipes, top, ["/".join(file) for file in files])
     expected = [
         name for name, folder in names.items()
-        if any(f"{'/'.join(file)}".startswith(folder + "/") for file in files)
+        if any(f"{'/'.join(file)}/".startswith(folder + "/") for file in files)  # a submodule is its folder
     ]  # fmt: skip
     assert [one.name for one in found] == expected
+
+
+def loaded(folder: Path) -> Any:
+    return LoadedRecipe(cast("Recipe", None), folder / "recipe.toml", cast("Document", None))
+
+
+@pytest.mark.parametrize(
+    ("path", "concerned"),
+    [("src/pkg/x.py", True), ("train.py", True), ("tests/x.py", False), ("README.md", False), ("../x", False)],
+)
+def test_own_code_and_the_script_of_verify_concern_their_recipe(tmp_path: Path, path: str, concerned: bool) -> None:
+    top = tmp_path / "top"
+    extra = (
+        '[project]\npath = "../../own"\nexclude = ["tests/**", "*.md"]\n'
+        '[verify]\ntrainer = false\nscript = "../../train.py"\n'
+    )
+    make_recipe(top / "recipes", "one", ["tqdm"], extra=extra)
+    for name in ("own/pyproject.toml", "train.py", "README.md"):
+        (top / name).parent.mkdir(exist_ok=True)
+        (top / name).write_text('[project]\nname = "own"\nversion = "1"\n')
+    recipes = [SelectedRecipe("one", load_recipe(top / "recipes/one/recipe.toml"))]
+    place = "train.py" if path == "train.py" else os.path.normpath(f"own/{path}")
+    assert bool(changed_recipes(recipes, top.resolve(), [place])) == concerned
