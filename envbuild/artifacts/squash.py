@@ -104,9 +104,13 @@ def composed(
         if merging.has(FILE_NAME):
             # The one in the last layer is of the layers, and not of this tree.
             text = render(SQUASHFS, rows_of((one.entry, _sha256(one, segments)) for one in entries))
-            digest = digest_of(text)
-            add("the manifest", [(Entry(FILE_NAME, FILE, 0o644, len(text), mtime=mtime), text)])
-            entries = list(_normalised(merging.entries()))
+            digest, made = digest_of(text), Entry(FILE_NAME, FILE, 0o644, len(text), mtime=mtime)
+            add("the manifest", [(made, text)])
+            # All other entries stay as they are, so the tree is not walked again.
+            entries = [
+                MergedEntry(normalised(made) or made, len(segments) - 1, 0) if one.entry.path == FILE_NAME else one
+                for one in entries
+            ]
         size = estimate(entries, segments)
         yield SquashTree(entries, segments, maker, config, definition, arch, mtime, size, digest)
 
