@@ -35,7 +35,9 @@ from envbuild.recipe.project import OwnCode
 # Increase it when the wheel changes although the files do not.
 _FORMAT = 1
 _SKIPPED = re.compile(
-    r"\.git|\.hg|\.svn|\.venv|\.tox|\.nox|__pycache__|\.(mypy|pytest|ruff)_cache|build|dist|[^/]*\.egg-info|[^/]*\.py[co]"
+    r"\.git|\.hg|\.svn|\.venv|\.tox|\.nox|__pycache__|\.(mypy|pytest|ruff)_cache|build|dist|.*\.egg-info|.*\.py[co]"
+    # What `--out` may have put there: it would make each build another one.
+    r"|.*\.(sqsh|sif)(\.failed)?|.*\.receipt\.json"
 )
 # Files of environments: a folder with one of them is no source.
 _ENVIRONMENTS = ("pyvenv.cfg", "conda-meta", "envbuild.json")
