@@ -213,7 +213,8 @@ def test_outside_of_git_all_files_but_environments_and_outputs(tmp_path: Path, e
     taken = {"a.py": "", "pkg/b.py": "", "pkg/builder/c.txt": ""}
     left = {
         ".git/x.py": "", "pkg/__pycache__/b.pyc": "", ".venv/x.py": "", "env/pyvenv.cfg": "", "env/x.py": "",
-        "build/x.py": "", "dist/x.whl": "", "p.egg-info/PKG-INFO": "", "own.sqsh": "", "own.sif.failed": "", "own.sqsh.receipt.json": "",
+        "build/x.py": "", "dist/x.whl": "", "p.egg-info/PKG-INFO": "",
+        "own.sqsh": "", "own.sif.failed": "", "own.sqsh.receipt.json": "",
     }  # fmt: skip
     top = put(tmp_path / "top", {**taken, **left})
     (top / ".git/x.py").unlink()
