@@ -130,7 +130,7 @@ def _read_by(
     for layer in {layer.digest: layer for plan, _ in plans for layer in plan.sources}.values():
         archive = fetch_source(layer, environment, offline=offline)
         yield archive, f"{KIND}/{layer.sha256}/{archive.name}"
-        for path in fetch_wheels((*layer.wheels, *layer.build), environment, offline=offline):
+        for path in fetch_wheels((*layer.wheels, *layer.build), environment, layer.indexes, offline=offline):
             yield path, f"wheels/{environment.store.file_digest(path)}/{path.name}"
 
 

@@ -43,6 +43,7 @@ def built_layers(loaded: LoadedRecipe, target: Target, lock: Lock | CondaLock) -
                 configure=tuple(f"{name}={value}" for name, value in variables.items()),
                 patches=patches_of(loaded, ("build", one.name), table.patches),
                 build=tuple(wheels.values()),
+                indexes=loaded.recipe.targets[target.name].indexes,
             )
         )
     return tuple(found)

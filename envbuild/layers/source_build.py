@@ -101,7 +101,7 @@ def _build(
     """Build the layer in `folder`, and return the folder there with tree and manifest."""
     archive = fetch_source(layer, environment, offline=offline)
     cuda = fetch_wheels(layer.wheels, environment, offline=offline)
-    tools = fetch_wheels(layer.build, environment, offline=offline)
+    tools = fetch_wheels(layer.build, environment, layer.indexes, offline=offline)
     patchelf_program()  # raises now, not after minutes, when it is missing
     work, title = folder / "work", f"{layer.name} {layer.version}"
     work.mkdir()
@@ -176,6 +176,7 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
     """Return the layer's archive. Raises BuildError with each source that was tried and its answer."""
     table = "" if layer.locked else f"layers.{layer.name}"
     return locate_archive(
-        WantedArchive(layer.name, layer.version, layer.url, layer.sha256, table), environment.store, environment.pip,
-        environment.site, offline=offline, env=environment.variables, default_index=environment.default_index,
+        WantedArchive(layer.name, layer.version, layer.url, layer.sha256, table, layer.indexes), environment.store,
+        environment.pip, environment.site, offline=offline, env=environment.variables,
+        default_index=environment.default_index,
     )  # fmt: skip

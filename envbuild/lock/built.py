@@ -38,6 +38,7 @@ class Sources:
     offline: bool
     references: Mapping[str, DirectReference]
     builds: Mapping[str, BuildTable]
+    indexes: tuple[str, ...] = ()
 
     def lines(self, requirements: Iterable[str], python: str, platform: str, kept: Lock | None = None) -> list[str]:
         """Return `requirements` as uv reads them: with verified files instead of URLs, and the commits of `kept`.
@@ -117,7 +118,7 @@ class Sources:
             archive = row.get("archive") or row["sdist"]
             found = BuiltPackage(name, version, str(archive["hashes"]["sha256"]))
         url = reference.source(self.recipe.folder, found.commit) if reference else f"index:{name}"
-        return found, self.archive(WantedArchive(name, version, url, found.sha256))
+        return found, self.archive(WantedArchive(name, version, url, found.sha256, indexes=self.indexes))
 
     def _commit(self, one: DirectReference, commit: str) -> str:
         of, answers = self.environment, []
@@ -140,7 +141,7 @@ def sources_of(
     """Return the sources of packages among `requirements` that no index has as wheels, and of those in [build]."""
     direct, builds = references(requirements), recipe.builds(target)
     builds |= {name: recipe.build_table(name) for name, one in direct.items() if not one.is_wheel}
-    return Sources(recipe, environment, offline, direct, builds)
+    return Sources(recipe, environment, offline, direct, builds, recipe.recipe.targets[target.name].indexes)
 
 
 def check_used(recipe: LoadedRecipe, target: Target, built: Iterable[BuiltPackage]) -> None:

@@ -37,7 +37,7 @@ class SourceLayer:
     build's other inputs: the compiler of a host, the digest of a builder image, the packages that a Python project is
     compiled against; it is "" until they are known. `wheels` are wheels that the build reads. `build` are wheels that
     the build of a Python project runs: pip, setuptools, cmake; if it is `isolated`, it sees no other packages.
-    It is `locked` if its archive is that of a lock, and not of [layers].
+    It is `locked` if its archive is that of a lock, and not of [layers]; `indexes` are the target's.
     """
 
     name: str
@@ -58,6 +58,7 @@ class SourceLayer:
     build: tuple[BuildWheel, ...] = ()
     isolated: bool = False
     locked: bool = False
+    indexes: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:

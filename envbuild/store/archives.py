@@ -28,8 +28,9 @@ _GIT = "git+"
 class WantedArchive:
     """A locked source archive, and its sha256 (hex).
 
-    `url` is its URL; "index:NAME" stands for pip's indexes, and "git+URL@COMMIT#subdirectory=DIR" for a commit, of
-    which the archive is made here. `table` is the table of the recipe with its sha256, "" for one of a lock.
+    `url` is its URL; "index:NAME" stands for pip's indexes and the recipe's `indexes`, and
+    "git+URL@COMMIT#subdirectory=DIR" for a commit, of which the archive is made here. `table` is the table of the
+    recipe with its sha256, "" for one of a lock.
     """
 
     name: str
@@ -37,6 +38,7 @@ class WantedArchive:
     url: str
     sha256: str
     table: str = ""
+    indexes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}".strip()
@@ -125,7 +127,7 @@ def _urls(
         own = sorted(name for name in names if _is_sdist(name, project, wanted.version))
         yield from ((folder / name).absolute().as_uri() for name in own)
     # Indexes of the site come last: a recipe may have bound the package to one of them.
-    for page in remote_sources(pip, site, (), offline, default_index, last=tuple(site.indexes.values())):
+    for page in remote_sources(pip, site, wanted.indexes, offline, default_index, last=tuple(site.indexes.values())):
         try:
             links = [link for link in page.links(project, client) if link.sha256 == wanted.sha256]
         except RequestFailed as error:

@@ -50,7 +50,7 @@ def served(folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[tuple[Command, Path]]:
-    """The command with an index of its own besides the machine's, and a recipe of four packages without a wheel."""
+    """The command, and a recipe of four packages without a wheel, one of them on an index of the target."""
     files = tmp_path / "files"
     archive = make_sdist(files / "simple/lab-sdist", "lab-sdist", "1.2", requires=["lab-wheel"])
     page = f'<a href="{archive.name}#sha256={sha256(archive)}">{archive.name}</a>'
@@ -66,10 +66,9 @@ def site(tmp_path: Path) -> Iterator[tuple[Command, Path]]:
             f"lab-url @ {address}/{url.name}#sha256={sha256(url)}",
             f"lab-wheel @ {address}/{wheel.name}#sha256={sha256(wheel)}",
         ]  # fmt: skip
-        targets = f"[targets.cpu-{host_arch()}]\n[verify]\ntrainer = false\n"
+        targets = f'[targets.cpu-{host_arch()}]\nindexes = ["{address}/simple"]\n[verify]\ntrainer = false\n'
         make_recipe(tmp_path / "recipes", "r", lines, extra='build = ["lab-sdist"]', targets=targets)
-        env = {"ENVBUILD_STORE": str(tmp_path / "store"), "PIP_EXTRA_INDEX_URL": f"{address}/simple"}
-        yield Command(tmp_path, env), repository
+        yield Command(tmp_path, {"ENVBUILD_STORE": str(tmp_path / "store")}), repository
 
 
 def test_they_are_locked_and_built_the_same_in_two_stores(site: tuple[Command, Path]) -> None:
