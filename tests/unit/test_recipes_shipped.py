@@ -27,7 +27,10 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 LOADED = {path.parent.name: load_recipe(path) for path in sorted(RECIPES.glob("*/recipe.toml"))}
 TARGETS = [(name, target) for name, one in LOADED.items() for target in one.recipe.targets]
 # What was never locked: indexes or registries that the machine where locks are made does not reach.
-UNLOCKED = {("gh200_cu126", "cu126-aarch64"), ("lumi_rocm", "rocm6.4-x86_64"), ("pt_cu126", "cu126-aarch64")}
+UNLOCKED = {
+    ("gh200_cu126", "cu126-aarch64"), ("lumi_rocm", "rocm6.4-x86_64"), ("pt_cu126", "cu126-aarch64"),
+    ("pt_vision", "cpu-x86_64"),
+}  # fmt: skip
 
 
 def opened(name: str, target: str) -> tuple[LoadedRecipe, Target, Lock | None]:
