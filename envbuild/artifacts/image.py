@@ -96,7 +96,10 @@ class AssembledImage:
 
 @dataclass(frozen=True)
 class Filled(Generic[M]):
-    """The layers of a plan's image from the lowest up, and the state and manifest that the last one contains."""
+    """The layers of a plan's image from the lowest up, and the state and manifest that the last one contains.
+
+    `file_manifest` is the digest of the manifest, "" if the last layer has only an empty file in its place.
+    """
 
     layers: tuple[M, ...]
     state: State
@@ -136,9 +139,13 @@ def assemble(
 
 
 def fill(
-    one: PreparedImage, layers: Sequence[LayerFolder], environment: Environment, maker: LayerCache[M], *, offline: bool
-) -> Filled[M]:
-    """Return all layers of the image `one` in the form that `maker` makes. Raises BuildError or LockError."""
+    one: PreparedImage, layers: Sequence[LayerFolder], environment: Environment, maker: LayerCache[M], *,
+    offline: bool, with_manifest: bool = True,
+) -> Filled[M]:  # fmt: skip
+    """Return all layers of the image `one` in the form that `maker` makes. Raises BuildError or LockError.
+
+    Give `with_manifest` as False for layers of which a tree with a manifest of its own is composed.
+    """
     plan, compiler = one.plan, one.compiler
     scheme = Scheme(PREFIX, plan.python)
     base = base_image(plan, compiler, environment, maker, offline=offline)
@@ -160,9 +167,21 @@ def fill(
         parts += [layer_part(layer, scheme, compiler, plan.mtime) for layer in layers]
         made = [*base.layers, *(maker.part(part) for part in parts)]
     frame, state = _environment_layer(one, base, own, made, layers)
+    if not with_manifest:
+        return Filled((*made, maker.part(_with_place(frame, plan.mtime))), state, base, "")
     last = maker.part(_with_manifest(frame, made, maker, plan.mtime, environment))
     found = (member.sha256 for member in maker.members(last) if member.name == FILE_NAME)
     return Filled((*made, last), state, base, f"sha256:{next(found)}")
+
+
+def _with_place(part: LayerRequest, mtime: int) -> LayerRequest:
+    """Return `part`, the last layer, with an empty file in the manifest's place."""
+
+    def tree() -> Tree:
+        yield from part.tree()
+        yield Entry(FILE_NAME, FILE, 0o644, mtime=mtime), None
+
+    return LayerRequest(part.title, key_of("place", [part.key]), tree)
 
 
 def _with_manifest(

@@ -34,6 +34,7 @@ from envbuild.image.entry import FILE, HARDLINK, Entry
 from envbuild.image.model import GOARCH, digest_of
 from envbuild.image.quota import Quota
 from envbuild.image.sif import finish_sif, write_sif_front
+from envbuild.image.squashfs.choosing import Choice, choose
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
 from envbuild.image.squashfs.write import estimate, write_image
@@ -57,7 +58,7 @@ _BUILDER_ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/b
 
 @dataclass(frozen=True, slots=True)
 class SquashTree:
-    """The tree to write, over its segments, which `maker` made.
+    """The tree to write, over its segments, which `maker` made, and the `choice` of their blocks.
 
     `config` is the image's OCI configuration (its JSON object), `definition` the text in place of a definition file,
     `arch` x86_64 or aarch64, `mtime` the time of the file system in seconds since 1970, `size` the maximum size of the
@@ -67,6 +68,7 @@ class SquashTree:
 
     entries: Sequence[MergedEntry]
     segments: Sequence[Segment]
+    choice: Choice
     maker: SegmentCache
     config: Mapping[str, Any]
     definition: str
@@ -111,8 +113,9 @@ def composed(
                 MergedEntry(normalised(made) or made, len(segments) - 1, 0) if one.entry.path == FILE_NAME else one
                 for one in entries
             ]
-        size = estimate(entries, segments)
-        yield SquashTree(entries, segments, maker, config, definition, arch, mtime, size, digest)
+        choice = choose(entries, segments)
+        size = estimate(entries, choice)
+        yield SquashTree(entries, segments, choice, maker, config, definition, arch, mtime, size, digest)
 
 
 def _temporary(maker: SegmentCache, stack: ExitStack) -> Path:
@@ -173,7 +176,9 @@ def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs
 
 def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
     maker = root.maker
-    return write_image(root.entries, root.segments, out, base, maker.codec, root.mtime, maker.workers, on_progress)
+    return write_image(
+        root.entries, root.segments, out, base, maker.codec, root.mtime, maker.workers, on_progress, root.choice
+    )
 
 
 def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, offline: bool) -> Path:

@@ -127,7 +127,8 @@ def make_from_recipe(
         maker = SegmentCache(
             environment.store, options.codec, resources.workers(environment.variables), log, environment.site.limits
         )
-        filled = fill(one, layers, environment, maker, offline=offline)
+        # The manifest of a squashfs differs from that of the layers: composed() makes it.
+        filled = fill(one, layers, environment, maker, offline=offline, with_manifest=False)
         build = _Build(options, environment, arch, started, filled.state, plan)
         run = run_config(plan, filled.base, filled.state.project)
         config = {"architecture": GOARCH[arch], "os": "linux", "config": run}

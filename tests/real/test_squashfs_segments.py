@@ -27,6 +27,7 @@ from envbuild.errors import BuildError
 from envbuild.image.blobs import file_digest
 from envbuild.image.entry import DIR, FILE, HARDLINK, Entry
 from envbuild.image.layer import header
+from envbuild.image.squashfs.choosing import choose
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.model import BLOCK_SIZE
 from envbuild.image.squashfs.segment import Segment, load, save, tar_items, write_segment
@@ -89,7 +90,7 @@ def image_of(tars: Sequence[bytes], segments: Sequence[Segment], place: Path, wo
         length = write_image(entries, segments, out, 500, ZSTD, TIME, workers)
     data = place.read_bytes()
     assert data[:500] == b"front" * 100 and len(data) == 500 + length
-    assert length <= estimate(entries, segments)
+    assert length <= estimate(entries, choose(entries, segments))
     return data[500:]
 
 

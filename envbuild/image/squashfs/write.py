@@ -42,28 +42,29 @@ def write_image(
     mtime: int,
     workers: int,
     on_progress: OnProgress = lambda _count: None,
+    choice: Choice | None = None,
 ) -> int:
     """Write the image of a merged tree at offset `base` of `out`, and return its length in bytes.
 
-    `segments` are those of the tree's layers, all written with `codec`. `out` is open for reading and writing.
-    `on_progress` is called with the number of written bytes. Raises BuildError when a segment is truncated or
-    damaged, or `out` cannot be written.
+    `segments` are those of the tree's layers, all written with `codec`; `choice` is what `choose` selects of them, if
+    it is known. `out` is open for reading and writing. `on_progress` is called with the number of written bytes. Raises
+    BuildError when a segment is truncated or damaged, or `out` cannot be written.
     """
     tree = list(entries)
-    choice = choose(tree, segments)
+    choice = choice or choose(tree, segments)
     start = data_start(codec)
     try:
         out.flush()
         _copy(choice, segments, out, base + start, on_progress)
         out.seek(base + start + choice.size)
         with closing(Packer(out, codec, workers, start + choice.size)) as packer:
-            added = _repack(choice, segments, packer, decompressor(codec.number))
+            repacked, added = _repack(choice, segments, packer, decompressor(codec.number))
         on_progress(packer.position - start - choice.size)
         fragments = [Fragment(start + fragment.start, fragment.word) for fragment in choice.fragments] + added
         homes = {
             digest: replace(data, start=data.start + start) if any(data.words) else data
             for digest, data in choice.homes.items()
-        }
+        } | repacked
         placed = []
         for merged in tree:
             stored = merged.entry.kind == FILE and merged.entry.size > 0
@@ -76,13 +77,11 @@ def write_image(
         ) from error
 
 
-def estimate(entries: Iterable[MergedEntry], segments: Sequence[Segment]) -> int:
-    """Return an upper bound for the image's size in bytes. Raises BuildError when a segment lacks a file."""
-    tree = list(entries)
-    choice = choose(tree, segments)
+def estimate(entries: Iterable[MergedEntry], choice: Choice) -> int:
+    """Return an upper bound for the size in bytes of the image whose `entries` need the blocks of `choice`."""
     tails = sum(size for _, _, needed in choice.repacks for _, size in needed.values())
     tables = _ALL + 16 * (len(choice.fragments) + len(choice.repacks))
-    for entry in (merged.entry for merged in tree):
+    for entry in (merged.entry for merged in entries):
         name = entry.path.rpartition("/")[2]
         # A character takes up to four bytes in UTF-8.
         tables += _EACH + 8 * len(name) + 4 * len(entry.target)
@@ -104,8 +103,14 @@ def _copy(choice: Choice, segments: Sequence[Segment], out: BinaryIO, position: 
                 position += size
 
 
-def _repack(choice: Choice, segments: Sequence[Segment], packer: Packer, expand: Decompress) -> list[Fragment]:
-    """Write the needed files of blocks that are not copied to new blocks, and add their positions to `choice.homes`."""
+def _repack(
+    choice: Choice, segments: Sequence[Segment], packer: Packer, expand: Decompress
+) -> tuple[dict[str, Data], list[Fragment]]:
+    """Write the needed files of blocks that are not copied to new blocks.
+
+    Return the files' positions by digest, and the new fragment blocks.
+    """
+    homes: dict[str, Data] = {}
     tails = Tails(packer, len(choice.fragments))
     for layer, repacks in groupby(choice.repacks, key=lambda repack: repack[0]):
         with _opened(segments[layer]) as stream:
@@ -120,10 +125,10 @@ def _repack(choice: Choice, segments: Sequence[Segment], packer: Packer, expand:
                     if len(content) != size:
                         raise damaged(segments[layer], "a fragment block is too short")
                     number, place = tails.add(content)
-                    choice.homes[digest] = Data(fragment=number, offset=place, digest=digest)
+                    homes[digest] = Data(fragment=number, offset=place, digest=digest)
     tails.flush()
     packer.finish()
-    return tails.fragments
+    return homes, tails.fragments
 
 
 def _opened(segment: Segment) -> BinaryIO:
