@@ -13,7 +13,7 @@ from pathlib import Path
 
 from envbuild import process
 from envbuild.atomic import naming
-from envbuild.errors import HostError
+from envbuild.errors import BuildError, HostError
 from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
 from envbuild.site.uv_config import uv_environment, uv_settings
@@ -47,6 +47,8 @@ class Environment:
     def with_tmpdir(self) -> Iterator[Environment]:
         """Yield this environment with a new TMPDIR for the children of this run; remove it, and those of killed runs.
 
+        The run is registered in the store, from which nothing that it uses is removed meanwhile.
+
         It is in the system's temporary folder: the store may be on a network file system. Its path is short, because
         programs put sockets into it, whose paths have at most 107 bytes (unix(7)). Raises HostError.
         """
@@ -58,7 +60,14 @@ class Environment:
             except OSError as error:
                 text = f"no temporary folder in {tempfile.gettempdir()}: {error.strerror}"
                 raise HostError(text, "set TMPDIR to a writable folder with free disk space") from error
+            if self.store.root.exists():  # else nothing can be removed, and a dry run makes no store
+                with contextlib.suppress(BuildError):  # one that cannot be written is not pruned either
+                    stack.enter_context(self.store.working("running"))
             yield replace(self, variables={**self.variables, "TMPDIR": str(folder)})
+        if self.site.limits.store_bytes:
+            from envbuild.store.usage import limit  # most sites have no limit
+
+            limit(self.store, self.site.limits.store_bytes)
 
     @contextlib.contextmanager
     def temporary_folder(self, prefix: str) -> Iterator[Path]:

@@ -144,7 +144,7 @@ def held(store: Store) -> Iterator[None]:
     told = f"another envbuild uses the conda packages in {store.root}; waiting for it …"
     with contextlib.ExitStack() as stack:
         with _writing(store):  # on a file system without locks, rattler's own locks have to do
-            stack.enter_context(file_lock(store.root / "conda" / "lock", lambda: log(told)))
+            stack.enter_context(file_lock(store.conda_lock, lambda: log(told)))
         for left in pkgs.glob(".*"):
             if left.is_dir():
                 remove_tree(left)
@@ -193,6 +193,7 @@ def _stamp(store: Store, package: CondaPackage) -> str | None:
     """Return the digest that the unpacked `package` had, None if it was never unpacked completely."""
     try:
         data = read_note(_note(store, package))
+        store.note_use(folder(store, package), _note(store, package))
         return str(data["tree"]) if data["archive"] == package.sha256 else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -2,6 +2,8 @@
 
 A note says something about content that costs too much to find out again. No name states the sha256 of a note, so it
 contains that of its own name and fields: a damaged note, and one of other content in its place, count as missing.
+
+The time of a digest's note is that of the file's last use.
 """
 
 from __future__ import annotations
@@ -9,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from envbuild.atomic import write_atomically
+from envbuild.file_lock import folder_lock
 from envbuild.files import parse_json
 from envbuild.progress import log
 from envbuild.resources import this_boot
@@ -26,23 +29,56 @@ _SEAL = "seal"
 
 @dataclass(frozen=True, slots=True)
 class Digests:
-    """Notes of files' sha256 (hexadecimal) below `root`. They are not used if users other than the owner can write."""
+    """Notes of files' sha256 (hexadecimal) below `root`. They are not used if users other than the owner can write.
+
+    `seen` gets the real path of every file whose digest was asked for.
+    """
 
     root: Path
+    seen: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def of(self, path: Path, *, again: bool = False) -> str:
         """Return the sha256 of a file, which is read `again` even if nothing changed. Raises OSError."""
         real = os.path.realpath(path)
-        key, note = _key(real), self._note(real)
-        if not again and self._private():
-            with suppress(OSError, ValueError):
-                known = parse_json(note.read_bytes())
-                if isinstance(known, list) and known[:-1] == key:
-                    return str(known[-1])
+        note = self._note(real)
+        with self.using():
+            key, used = _key(real), self.used(path)
+            if not again and self._private():
+                with suppress(OSError, ValueError):
+                    known = parse_json(note.read_bytes())
+                    if isinstance(known, list) and known[:-1] == key:
+                        os.utime(note)
+                        self.seen.add(real)
+                        return str(known[-1])
         with open(real, "rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        self._write(note, [*key, digest])
+        with self.using():
+            os.stat(real)  # it may have been removed as unused meanwhile
+            self._write(note, [*key, digest])
+            if again and used:  # a check of the store is no use
+                with suppress(OSError):
+                    os.utime(note, (used, used))
+        self.seen.add(real)
         return digest
+
+    def used(self, path: Path) -> float:
+        """Return the time at which the digest of a file was last asked for, 0 if it is not known."""
+        with suppress(OSError):
+            return self._note(os.path.realpath(path)).stat().st_mtime
+        return 0.0
+
+    def forget(self, path: Path) -> None:
+        """Remove the note of a file."""
+        with suppress(OSError):
+            self._note(os.path.realpath(path)).unlink()
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Exclude the removal of unused files, which locks `root`, while a file is found and its use noted."""
+        with ExitStack() as stack:
+            with suppress(OSError):  # nothing is stored yet
+                stack.enter_context(folder_lock(self.root, shared=True))
+            yield
 
     def record(self, path: Path, sha256: str) -> None:
         """Note the sha256 of a file that was hashed while it was written."""

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from envbuild.progress import log as log
 from envbuild.recipe.find import choose_target, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
+from envbuild.store.usage import remember
 
 if TYPE_CHECKING:
     from envbuild.jobs.model import JobPlan
@@ -32,7 +34,9 @@ def run_environment() -> Environment:
 
 def open_recipe(name: str, environment: Environment) -> LoadedRecipe:
     """Return the recipe with the name or path `name`."""
-    return load_recipe(find_recipe(name, search_folders(environment.site.recipe_folders)))
+    loaded = load_recipe(find_recipe(name, search_folders(environment.site.recipe_folders)))
+    click.get_current_context().call_on_close(partial(remember, environment.store, loaded.recipe.name))
+    return loaded
 
 
 def open_target(loaded: LoadedRecipe, name: str | None, environment: Environment) -> Target:

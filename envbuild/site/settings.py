@@ -85,13 +85,16 @@ class FabricTable:
 
 @dataclass(frozen=True, slots=True)
 class LimitsTable:
-    """`[limits]`: the size of images that envbuild reads; a larger one is refused, so that it cannot fill memory."""
+    """`[limits]`: the size of the store, and that of images that envbuild reads: a larger one could fill memory."""
 
     entries: int = key(400_000, "The most files, folders and links in all layers of one image.", minimum=1)
     unpacked_bytes: int = key(
         128 << 30,
         "The most bytes of files in all layers of one image; those in holes of a layer's sparse files count 16 times.",
         minimum=1,
+    )
+    store_bytes: int = key(
+        0, "The most bytes in the store: after a run, what was not used for longest is removed. 0: no limit.", minimum=0
     )
 
 
@@ -113,7 +116,7 @@ class SiteFile:
     registries: dict[str, RegistryTable] = key({}, "Image registries by host, such as docker.io.")
     debian: DebianTable = key(DebianTable(), "Where Debian packages come from.")
     fabric: FabricTable = key(FabricTable(), "The network between nodes with GPUs.")
-    limits: LimitsTable = key(LimitsTable(), "The size of images that envbuild reads.")
+    limits: LimitsTable = key(LimitsTable(), "The size of the store, and of images that envbuild reads.")
     scheduler: jobs.SchedulerTable = key(jobs.SchedulerTable(), "Who starts jobs.")
     modules: jobs.ModulesTable = key(jobs.ModulesTable(), "Environment modules of builds and jobs.")
     environment: dict[str, str] = key(

@@ -12,6 +12,7 @@ layers/ bases/ listings/       metadata of blobs: the inputs of layers, checks o
 segments/                      layers compressed as parts of a squashfs
 built/ builders/ pythons/      built source layers, builder images, interpreters
 digests/                       sha256 of files since the boot, by path and stat
+recipes/                       what the builds of each recipe have used
 seals/                         stat of the files of verified environments
 uv/                            uv's cache: unpacked wheels, from which environments are linked
 """
@@ -24,7 +25,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,22 +42,37 @@ _STALE_S = 7 * 86400
 # The folders in which `replacing`, blobs and `file_lock` write; a kill leaves files called .new-* or *.lock there.
 _WRITTEN = (
     "bases", "blobs/sha256", "conda/images", "conda/info", "conda/stamps", "digests", "layers", "listings", "projects",
-    "pythons", "seals", "segments", "trainer/*",
+    "pythons", "recipes", "seals", "segments", "trainer/*",
 )  # fmt: skip
 # The folders that `working` is called for.
-_WORKING = ("building", "builders/new", "conda/linked", "docker", "launched", "layouts", "opened")
+_WORKING = ("building", "builders/new", "conda/linked", "docker", "launched", "layouts", "opened", "pruned", "running")
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Store at `root`. Its folders are created on first use."""
+    """Store at `root`. Its folders are created on first use. `seen` has the paths that this process has used."""
 
     root: Path
+    seen: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def uv_cache(self) -> Path:
         """uv's cache folder; it is created if missing. Raises BuildError when it cannot be created."""
-        return self.folder("uv")
+        with self.digests.using():
+            path = self.folder("uv")
+            self.note_use(path, path)
+        return path
+
+    @property
+    def conda_lock(self) -> Path:
+        """The file that is locked while unpacked conda packages are used."""
+        return self.root / "conda" / "lock"
+
+    def note_use(self, path: Path, marked: Path) -> None:
+        """Note the use of `path`, which has no digest, by the time of the file or folder `marked`."""
+        with contextlib.suppress(OSError):
+            os.utime(marked)
+        self.seen.add(os.path.realpath(path))
 
     def folder(self, *parts: str) -> Path:
         """Return a folder of the store; create it if missing. Raises BuildError when it cannot be created."""
@@ -121,7 +137,7 @@ class Store:
     @property
     def digests(self) -> Digests:
         """The digests of files in the store and of local files that builds read."""
-        return Digests(self.root / "digests")
+        return Digests(self.root / "digests", self.seen)
 
     def file_digest(self, path: Path) -> str:
         """Return the sha256 of a local file, hashed once since the boot. Raises OSError."""

@@ -29,6 +29,7 @@ ELSEWHERE: dict[str, str] = tomllib.loads((TOP / "tests/unit/data/commands.toml"
 NOT_TRIED = re.compile(
     r"envbuild (lock (?!pt_minimal --check$)|docker (?!.*--(out|push))|conda (?!.*--job))"
     r"|envbuild (layers|bundle|exec|run|verify|preflight|doctor)"
+    r"|envbuild store prune --recipe"
     r"|envbuild \w+ (pytorch_hub|aws_dlc)|--engine apptainer|--changed-since|(inspect|diff) .*(pt_cpu:cpu|docker://)"
 )
 BUILDS = {"venv", "conda", "docker", "enroot", "apptainer", "build", "init"}
