@@ -85,6 +85,7 @@ class Digests:
         with suppress(OSError):
             real = os.path.realpath(path)
             self._write(self._note(real), [*_key(real), sha256])
+            self.seen.add(real)
 
     def keep(self, path: Path, sha256: str, *, again: bool = False) -> bool:
         """Return whether the file `path` has this content; remove a file with other content, and say so."""

@@ -38,7 +38,9 @@ COMMANDS = {
     "exec": ("verify", "Run a program in an image without any container runtime."),
     "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
     "diff": ("inspect", "Compare two artifacts of any kinds."),
-    "store": ("store", "Check the store of downloads and layers."),
+    "attest": ("trust", "Sign the receipt of an artifact, so that others can trust it."),
+    "trust": ("trust", "Say whether the site trusts an artifact, and why."),
+    "store": ("store", "Show, bound and check the store of downloads and layers."),
     "matrix": ("matrix", "List the builds that a CI should run."),
 }
 

@@ -14,7 +14,7 @@ from envbuild.cli import layout
 from envbuild.cli.common import check_out, hand_over, log, own_command, show_job
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
-from envbuild.jobs.artifact import open_artifact
+from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.jobs.here import no_scheduler_error
 from envbuild.jobs.model import JobRequest, Strategy
 from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
@@ -120,6 +120,7 @@ def job_command(
     # Without a scheduler, the job runs on this host, without a docker daemon.
     kinds = kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
     opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact)
+    check_trust(opened, where.trust)
     if nobody:
         raise no_scheduler_error(request, opened, where)
     plan = plan_job(request, opened, where)
@@ -191,6 +192,7 @@ def preflight_command(
     )
     kinds = wanted_kinds(allocation.scheduler, where)
     opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact)
+    check_trust(opened, where.trust)
     plan = alone(plan_job(request, opened, where))
     code = run_now(plan, allocation, os.environ)
     if code == VerificationError.exit_code:

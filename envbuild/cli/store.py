@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
 
-from envbuild import resources
+from envbuild import resources, units
 from envbuild.cli import layout
 from envbuild.cli.common import log, print_json, show
 from envbuild.cli.options import with_options
@@ -20,8 +19,6 @@ from envbuild.layers.store_check import check_store
 from envbuild.progress import human_size
 from envbuild.store.usage import Removal, StoreItem, choose, items, own_items, recipes, remove
 
-_SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}
-_BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _AGES = (1, 7, 30, 90)  # days
 
 
@@ -126,8 +123,8 @@ def prune_command(older_than: str | None, keep: str | None, recipe: str | None, 
     """
     if not (older_than or keep or recipe):
         raise UsageError("nothing says what to remove", "give --older-than, --keep or --recipe")
-    older_s = None if older_than is None else _number("--older-than", older_than, _SECONDS, "12h, 30d or 8w")
-    most = None if keep is None else _number("--keep", keep, _BYTES, "50G or 800M")
+    older_s = _given("--older-than", older_than, units.seconds, units.AGES)
+    most = _given("--keep", keep, units.size, units.SIZES)
     store = load_environment().store
     only = own_items(store, recipe) if recipe else lambda _: True
     if recipe and recipe not in recipes(store):
@@ -156,8 +153,8 @@ def _size(those: Iterable[StoreItem]) -> int:
     return sum(item.size for item in those)
 
 
-def _number(option: str, text: str, units: dict[str, int], examples: str) -> int:
-    match = re.fullmatch(rf"([0-9]{{1,9}})([{''.join(units)}]{'?' if '' in units else ''})", text)
-    if match is None:
+def _given(option: str, text: str | None, read: Callable[[str], int | None], examples: str) -> int | None:
+    found = None if text is None else read(text)
+    if text is not None and found is None:
         raise UsageError(f"{option} {text}: expected a number with a unit", f"such as {examples}")
-    return int(match[1]) * units[match[2]]
+    return found

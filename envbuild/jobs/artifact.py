@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from envbuild.fabrics import find_fabric
 from envbuild.jobs.model import JobArtifact
 from envbuild.kinds import ARTIFACTS, DOCKER, kind_at
 from envbuild.layers.compose import PREFIX
+from envbuild.site.settings import TrustTable
 from envbuild.verify.network import nccl_version
 from envbuild.verify.receipt import passing_receipt, read_receipt, receipt_path
 
@@ -22,7 +24,8 @@ class JobInputs:
     """An artifact and the other data that planning needs.
 
     `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify` is
-    the recipe's [verify] table, and `packages` is None if unknown.
+    the recipe's [verify] table, and `packages` is None if unknown. `receipt` is its passing receipt if there is one,
+    which lies beside `place`.
     """
 
     artifact: JobArtifact
@@ -30,6 +33,8 @@ class JobInputs:
     nccl: str = ""
     verify: dict[str, Any] | None = None
     packages: frozenset[str] | None = None
+    receipt: dict[str, Any] | None = None
+    place: Path = Path()
 
 
 def open_artifact(
@@ -125,7 +130,8 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool) -> Job
         manifest=manifest if not changed else "",
     )
     packages = frozenset(name for name, _, _ in state.packages)
-    return JobInputs(artifact, state.layers, nccl_version(state), state.verify, packages)
+    passed = receipt if not changed else None
+    return JobInputs(artifact, state.layers, nccl_version(state), state.verify, packages, passed, path)
 
 
 def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
@@ -138,16 +144,17 @@ def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
             f"`envbuild docker {receipt['recipe']['name']} --target {target} --tag REGISTRY/NAME:TAG --push`; or, of "
             "what something else pushed, the manifest's digest: NAME@sha256:…",
         )
-    return _image(pushed, target, unverified, receipt)
+    return _image(pushed, target, unverified, (place, receipt))
 
 
-def _image(named: str, target: str | None, unverified: bool, receipt: dict[str, Any] | None = None) -> JobInputs:
+def _image(
+    named: str, target: str | None, unverified: bool, known: tuple[Path, dict[str, Any]] | None = None
+) -> JobInputs:
     """Return an image in a registry, by its digest; its receipt is searched in the folders in which builds write it."""
     from envbuild.image.reference import parse_reference
 
     reference = parse_reference(named)
-    if receipt is None:
-        receipt = _receipt_of(reference.digest, target)
+    place, receipt = known or _receipt_of(reference.digest, target) or (Path(), None)
     passed = receipt is not None and receipt["passed"]
     if not passed and not unverified:
         raise _refusal(
@@ -176,19 +183,21 @@ def _image(named: str, target: str | None, unverified: bool, receipt: dict[str, 
     nccl = (receipt or {}).get("versions", {}).get("nccl") or ""
     told = (receipt or {}).get("packages")
     packages = frozenset(told) if isinstance(told, list) else None
-    return JobInputs(artifact, layers, nccl, (receipt or {}).get("settings"), packages)
+    settings = (receipt or {}).get("settings")
+    return JobInputs(artifact, layers, nccl, settings, packages, receipt if passed else None, place)
 
 
-def _receipt_of(digest: str | None, target: str | None) -> dict[str, Any] | None:
-    """Return the receipt of the image `digest` among those of local builds; unreadable receipts are skipped."""
-    for path in sorted(Path("build").glob(f"*/{target or '*'}/docker.receipt.json")):
+def _receipt_of(digest: str | None, target: str | None) -> tuple[Path, dict[str, Any]] | None:
+    """Return the receipt of the image `digest`, and its place, of local builds; unreadable ones are skipped."""
+    for place in sorted(one / "docker" for one in Path("build").glob(f"*/{target or '*'}")):
+        path = receipt_path(place)
         try:
             receipt = _receipt(path)
         except UsageError:
             continue
         pushed = str(receipt["artifact"].get("pushed") or "")
         if digest in (receipt["artifact"]["digest"], pushed.partition("@")[2]):
-            return receipt
+            return place, receipt
     return None
 
 
@@ -199,6 +208,19 @@ def _receipt(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{path}: cannot be understood: {error}", "build the image again") from error
     return found
+
+
+def check_trust(opened: JobInputs, trust: TrustTable) -> None:
+    """Check that the artifact is trusted, if the site names signers. Raises VerificationError and UsageError."""
+    if trust.signers:
+        if opened.receipt is None:
+            raise VerificationError(
+                f"{opened.artifact.path} has no passing receipt, and the site trusts attested ones alone",
+                "let a signer of [trust] in the site file verify and attest it",
+            )
+        from envbuild.trust.policy import judge
+
+        judge(opened.place, opened.receipt, trust, datetime.now(UTC))
 
 
 def _check_target(what: object, found: str, wanted: str | None) -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from envbuild import units
 from envbuild.errors import UsageError
 from envbuild.fabrics import fabric_name_problem
 from envbuild.files import shipped
@@ -99,6 +100,18 @@ class LimitsTable:
 
 
 @dataclass(frozen=True, slots=True)
+class TrustTable:
+    """`[trust]`: which artifacts jobs take. Without signers, each that has a passing receipt."""
+
+    signers: tuple[str, ...] = key((), "Files of public keys (PEM); one of them must have attested the receipt.")
+    checks: tuple[str, ...] = key((), "Checks that must have passed, such as faults need: restart.")
+    max_age: str = key(
+        "", "The greatest age of a verification, such as 90d.",
+        check=lambda text: None if units.seconds(text) else f"expected {units.AGES}",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class SiteFile:
     """Contents of one site.toml."""
 
@@ -117,6 +130,7 @@ class SiteFile:
     debian: DebianTable = key(DebianTable(), "Where Debian packages come from.")
     fabric: FabricTable = key(FabricTable(), "The network between nodes with GPUs.")
     limits: LimitsTable = key(LimitsTable(), "The size of the store, and of images that envbuild reads.")
+    trust: TrustTable = key(TrustTable(), "Whose attestations jobs take.")
     scheduler: jobs.SchedulerTable = key(jobs.SchedulerTable(), "Who starts jobs.")
     modules: jobs.ModulesTable = key(jobs.ModulesTable(), "Environment modules of builds and jobs.")
     environment: dict[str, str] = key(
@@ -147,6 +161,7 @@ class Site:
     debian: DebianTable = DebianTable()
     fabric: FabricTable = FabricTable()
     limits: LimitsTable = LimitsTable()
+    trust: TrustTable = TrustTable()
     scheduler: jobs.SchedulerTable = field(default_factory=jobs.SchedulerTable)
     modules: jobs.ModulesTable = field(default_factory=jobs.ModulesTable)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -254,10 +269,12 @@ def _path(value: str, file: Path, env: Mapping[str, str]) -> Path:
 
 
 def _resolved(table: Any, file: Path, env: Mapping[str, str]) -> Any:
-    """Return `table` with a resolved keyring, and with the user's name in paths and mounts."""
+    """Return `table` with resolved paths of keys, and with the user's name in paths and mounts."""
     match table:
         case DebianTable(keyring=keyring) if keyring:
             return replace(table, keyring=str(_path(keyring, file, env)))
+        case TrustTable():
+            return replace(table, signers=tuple(str(_path(signer, file, env)) for signer in table.signers))
         case jobs.PathsTable():
             return jobs.PathsTable(**{name: _with_user(path, env) for name, path in asdict(table).items()})
         case jobs.ContainerTable():

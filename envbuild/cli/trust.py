@@ -1,0 +1,98 @@
+"""`envbuild attest` and `envbuild trust`: signed receipts."""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from envbuild.atomic import write_beside, writing
+from envbuild.cli.common import show
+from envbuild.cli.options import PATH, with_options
+from envbuild.errors import UsageError, VerificationError
+from envbuild.jobs.artifact import JobInputs, open_artifact
+from envbuild.kinds import ARTIFACTS
+from envbuild.site.settings import load_site
+
+# For an encrypted key where nobody can type: of CI.
+_PASSPHRASE = "ENVBUILD_KEY_PASSPHRASE"
+
+
+@click.command("attest")
+@click.argument("named", metavar="ARTIFACT")
+@click.option("--key", "key", required=True, metavar="KEY", help="The private key: a PEM file, or the URI of a KMS.")
+@click.option("--public-key", type=PATH, metavar="FILE", help="The public key of a KMS's key, as a PEM file.")
+@with_options("target", "exact", "json")
+def attest_command(
+    named: str, key: str, public_key: Path | None, target: str | None, exact: bool, as_json: bool
+) -> None:
+    """Sign the passing receipt of ARTIFACT: others, who have your public key, then trust it.
+
+    ARTIFACT is that of `job`: a recipe, a path, or NAME@sha256:… in a registry. Its content is compared with the
+    receipt first. Writes the attestation beside it, as ARTIFACT.sigstore.json: an in-toto statement in a Sigstore
+    bundle, which cosign reads too. A passphrase is asked for, or taken from ENVBUILD_KEY_PASSPHRASE. KMS URIs, such as
+    awskms:… or gcpkms:…, are securesystemslib's, and need what it needs for them.
+
+    \b
+    Examples:
+      envbuild attest pytorch.sqsh --key key.pem
+      envbuild attest pt_cpu --target cpu-x86_64 --key awskms:alias/envbuild --public-key ci.pub
+    """
+    from envbuild.trust.bundle import bundle_path, sign
+    from envbuild.trust.keys import load_signer
+    from envbuild.trust.policy import attested
+
+    signer = load_signer(key, public_key, lambda: _passphrase(key))
+    opened, receipt = _opened(named, target, exact)
+    place = bundle_path(opened.place)
+    bundle = sign(attested(receipt), signer)
+    with writing(place.parent):
+        write_beside(place, bundle.decode())
+    value = {"path": str(place.absolute()), "digest": opened.artifact.digest, "key": signer.public_key.keyid}
+    show(as_json, value, place)
+
+
+@click.command("trust")
+@click.argument("named", metavar="ARTIFACT")
+@with_options("site", "target", "exact", "json")
+def trust_command(named: str, site: str | None, target: str | None, exact: bool, as_json: bool) -> None:
+    """Say whether ARTIFACT is trusted by the [trust] table of the site; exit code 5 if it is not.
+
+    Its content is compared with its receipt, and the receipt with what a signer of the site attested. `envbuild job`
+    does the same where the site names signers.
+
+    \b
+    Examples:
+      envbuild trust pytorch.sqsh
+      envbuild trust pt_cpu --target cpu-x86_64 --site ./cluster.toml
+    """
+    from envbuild.trust.policy import judge
+
+    trust = load_site(os.environ, site).trust
+    if not trust.signers:
+        raise UsageError(
+            "the site names no signers", "give files of public keys as `signers` in [trust] of the site file"
+        )
+    opened, receipt = _opened(named, target, exact)
+    verdict = judge(opened.place, receipt, trust, datetime.now(UTC))
+    value = {
+        "path": opened.artifact.path,
+        "digest": opened.artifact.digest,
+        "signer": str(verdict.signer),
+        "verified_at": verdict.verified_at,
+    }
+    show(as_json, value, f"{named}: trusted: attested by {verdict.signer}, verified at {verdict.verified_at}")
+
+
+def _opened(named: str, target: str | None, exact: bool) -> tuple[JobInputs, dict[str, object]]:
+    opened = open_artifact(named, tuple(ARTIFACTS), target, exact=exact)
+    if opened.receipt is None:
+        raise VerificationError(f"{named} has no passing receipt", "verify it first")
+    return opened, opened.receipt
+
+
+def _passphrase(key: str) -> str:
+    known = os.environ.get(_PASSPHRASE)
+    return known if known is not None else str(click.prompt(f"passphrase of {key}", hide_input=True, err=True))

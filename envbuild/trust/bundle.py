@@ -1,0 +1,97 @@
+"""Attestations: in-toto statements in signed envelopes (DSSE), stored as Sigstore bundles beside what they are of.
+
+Sources: in-toto Statement v1 (github.com/in-toto/attestation, spec/v1/statement.md), DSSE v1 (secure-systems-lab/dsse,
+protocol.md), Sigstore bundle v0.3 (sigstore/protobuf-specs, sigstore_bundle.proto) with a public key's hint in place of
+a certificate. Neither a certificate nor an entry in a transparency log is written or read.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from securesystemslib.dsse import Envelope
+from securesystemslib.exceptions import Error
+from securesystemslib.signer import Key, Signature, Signer
+
+from envbuild.files import open_regular, parse_json
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PAYLOAD = "application/vnd.in-toto+json"
+BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+_MOST = 16 << 20  # bytes of a bundle; that of a receipt has below 1 MB
+
+
+def bundle_path(artifact: Path) -> Path:
+    """Return the path of the bundle of `artifact`, which lies beside it."""
+    return artifact.with_name(f"{artifact.name}.sigstore.json")
+
+
+def statement(subjects: Mapping[str, str], kind: str, predicate: Mapping[str, Any]) -> bytes:
+    """Return an in-toto statement: `predicate`, of the type `kind`, on `subjects`: digests (sha256:…) by name."""
+    rows = [{"name": name, "digest": {"sha256": digest.partition(":")[2]}} for name, digest in subjects.items()]
+    value = {"_type": STATEMENT, "subject": rows, "predicateType": kind, "predicate": predicate}
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def sign(payload: bytes, signer: Signer) -> bytes:
+    """Return the bundle of a statement, signed."""
+    envelope = Envelope(payload, PAYLOAD, {})
+    signature = envelope.sign(signer)
+    hint = signer.public_key.keyid
+    return json.dumps({
+        "mediaType": BUNDLE,
+        "verificationMaterial": {"publicKey": {"hint": hint}},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(payload).decode(),
+            "payloadType": PAYLOAD,
+            "signatures": [{"sig": base64.b64encode(bytes.fromhex(signature.signature)).decode(), "keyid": hint}],
+        },
+    }, indent=1).encode() + b"\n"  # fmt: skip
+
+
+def read_bundle(path: Path) -> bytes:
+    """Return the content of a bundle. Raises OSError, and ValueError for a file that is too large for one."""
+    with open_regular(path) as stream:
+        data = stream.read(_MOST + 1)
+    if len(data) > _MOST:
+        raise ValueError(f"more than {_MOST} bytes")
+    return data
+
+
+def opened(bundle: bytes, keys: Sequence[Key]) -> tuple[dict[str, Any], Key | None]:
+    """Return the statement in `bundle`, and the one of `keys` that signed it, None if none did.
+
+    What a bundle says of its key is not believed: every key is tried. Raises ValueError for what is no such bundle.
+    """
+    try:
+        envelope = parse_json(bundle)["dsseEnvelope"]
+        payload = base64.b64decode(envelope["payload"], validate=True)
+        if envelope["payloadType"] != PAYLOAD:
+            raise ValueError(f"its payload is {envelope['payloadType']!r:.80}")
+        signatures = [base64.b64decode(row["sig"], validate=True).hex() for row in envelope["signatures"]]
+        found = parse_json(payload)
+        if found["_type"] != STATEMENT or not isinstance(found["predicateType"], str):
+            raise ValueError(f"its statement is {found['_type']!r:.80}")
+        if not isinstance(found["predicate"], dict):
+            raise ValueError("its predicate is no object")
+        for row in found["subject"]:
+            if not isinstance(row["digest"]["sha256"], str):
+                raise ValueError("a subject without sha256")
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"its form is another one: {error!r:.80}") from error
+    told = Envelope(payload, PAYLOAD, {}).pae()
+    by = next((key for key in keys for one in signatures if _signed(key, one, told)), None)
+    statement: dict[str, Any] = found
+    return statement, by
+
+
+def _signed(key: Key, signature: str, told: bytes) -> bool:
+    try:
+        key.verify_signature(Signature(key.keyid, signature), told)
+    except Error:
+        return False
+    return True

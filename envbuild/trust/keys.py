@@ -1,0 +1,72 @@
+"""Keys that sign and check attestations: PEM files, and keys of a KMS or HSM by securesystemslib's URIs.
+
+Only keys whose signatures cosign and Sigstore's clients read in the same way are accepted: Ed25519, and ECDSA on NIST's
+curves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
+from securesystemslib.signer import SIGNER_FOR_URI_SCHEME, CryptoSigner, Key, Signer, SSlibKey
+
+from envbuild.errors import UsageError
+from envbuild.files import read_regular
+
+_MAKE = "openssl genpkey -algorithm ed25519 -out key.pem && openssl pkey -in key.pem -pubout -out key.pub"
+
+
+def load_signer(named: str, public: Path | None, passphrase: Callable[[], str]) -> Signer:
+    """Return the signer with the private key `named`: a PEM file, or the URI of a KMS, which needs its `public` key.
+
+    `passphrase` is called for an encrypted file. Raises UsageError, which never contains the key.
+    """
+    scheme, colon, _ = named.partition(":")
+    if colon and scheme in SIGNER_FOR_URI_SCHEME and not Path(named).exists():
+        if public is None:
+            raise UsageError(f"--key {scheme}:…: its public key is not known", "give --public-key FILE")
+        try:
+            return Signer.from_priv_key_uri(named, load_public(public))
+        except Exception as error:
+            raise UsageError(
+                f"--key {scheme}:…: {error}", "see securesystemslib's signers for what it needs"
+            ) from error
+    try:
+        data = read_regular(named)
+        try:
+            key = load_pem_private_key(data, None)
+        except TypeError:  # it is encrypted
+            key = load_pem_private_key(data, passphrase().encode())
+    except OSError as error:
+        raise UsageError(f"--key {named}: {error.strerror}", f"make one: {_MAKE}") from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UsageError(
+            f"--key {named}: no private key in PEM form, or its passphrase is wrong", f"make one: {_MAKE}"
+        ) from error
+    if not isinstance(key, Ed25519PrivateKey | EllipticCurvePrivateKey):
+        raise UsageError(f"--key {named}: neither an Ed25519 nor an ECDSA key", f"make one: {_MAKE}")
+    try:
+        return CryptoSigner(key)
+    except ValueError as error:
+        raise UsageError(f"--key {named}: {error}", f"make one: {_MAKE}") from error
+
+
+def load_public(path: Path) -> Key:
+    """Return the public key in a PEM file. Raises UsageError."""
+    try:
+        key = load_pem_public_key(read_regular(path))
+        if isinstance(key, Ed25519PublicKey | EllipticCurvePublicKey):
+            return SSlibKey.from_crypto(key)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}", "name the file of a public key") from error
+    except (ValueError, UnsupportedAlgorithm):
+        pass
+    raise UsageError(
+        f"{path}: no public Ed25519 or ECDSA key in PEM form",
+        f"openssl pkey -in KEY.pem -pubout -out {path}, for a key made so: {_MAKE}",
+    )

@@ -1,0 +1,101 @@
+"""Whether a receipt is trusted: of this content, attested by a signer of the site, young enough, with its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from envbuild.errors import VerificationError
+from envbuild.site.settings import TrustTable
+from envbuild.trust.bundle import bundle_path, opened, read_bundle, statement
+from envbuild.trust.keys import load_public
+from envbuild.units import seconds
+
+# The type of envbuild's receipt as a predicate, as its JSON Schema names it.
+RECEIPT = "urn:envbuild:receipt:1"
+# Fields that change after a receipt was attested: an artifact may be pushed or copied.
+_MAY_CHANGE = ("path", "pushed")
+_CLOCK_S = 300  # by which the signer's clock may be ahead
+
+
+@dataclass(frozen=True, slots=True)
+class TrustVerdict:
+    """Why an artifact is trusted: the file of the signer's key, and the time of its verification."""
+
+    signer: Path
+    verified_at: str
+
+
+def attested(receipt: Mapping[str, Any]) -> bytes:
+    """Return the statement of `receipt` on the content that it is of: the artifact, and the manifest of its files."""
+    artifact = receipt["artifact"]
+    subjects = {f"{receipt['recipe']['name']}/{receipt['target']}/{artifact['kind']}": artifact["digest"]}
+    if artifact.get("manifest"):
+        subjects["manifest of its files"] = artifact["manifest"]
+    return statement(subjects, RECEIPT, receipt)
+
+
+def judge(artifact: Path, receipt: Mapping[str, Any], trust: TrustTable, now: datetime) -> TrustVerdict:
+    """Return why `receipt`, which is of the content of `artifact`, is trusted at the time `now`.
+
+    Raises VerificationError, which says why it is not, and UsageError for a faulty key of the site.
+    """
+    place = bundle_path(artifact)
+    keys = {path: load_public(Path(path)) for path in trust.signers}
+    try:
+        found, by = opened(read_bundle(place), list(keys.values()))
+    except FileNotFoundError:
+        raise _refused(artifact, "it has no attestation") from None
+    except (OSError, ValueError) as error:
+        raise _refused(artifact, f"{place} cannot be read: {error}") from error
+    if by is None:
+        raise _refused(artifact, f"no signer of the site has signed {place.name}")
+    if found["predicateType"] != RECEIPT:
+        raise _refused(artifact, f"{place.name} attests {found['predicateType']!r:.80}, and no receipt")
+    if receipt["artifact"]["digest"] not in [f"sha256:{row['digest']['sha256']}" for row in found["subject"]]:
+        raise _refused(artifact, f"{place.name} is of another artifact")
+    return _judged(
+        artifact, receipt, found["predicate"], trust, now, next(path for path, key in keys.items() if key is by)
+    )
+
+
+def _judged(
+    artifact: Path, receipt: Mapping[str, Any], told: dict[str, Any], trust: TrustTable, now: datetime, signer: str
+) -> TrustVerdict:
+    # They are the same JSON: read_receipt has checked the parts that are read here.
+    if told.keys() != receipt.keys() or _fixed(receipt) != {**told, "artifact": _fixed(told)["artifact"]}:
+        raise _refused(artifact, "its receipt is another one than was attested")
+    if told["passed"] is not True:
+        raise _refused(artifact, "its verification did not pass")
+    if missing := _missing(told, trust.checks):
+        raise _refused(artifact, f"its receipt lacks checks that passed: {', '.join(missing)}")
+    try:
+        verified_at = datetime.fromisoformat(told["verified_at"]).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise _refused(artifact, "the time in its receipt is malformed") from None
+    age, most = (now - verified_at).total_seconds(), seconds(trust.max_age)
+    if age < -_CLOCK_S:
+        raise _refused(artifact, f"its verification is of the future: {told['verified_at']}")
+    if most is not None and age > most:
+        raise _refused(artifact, f"it was verified at {told['verified_at']}, more than {trust.max_age} ago")
+    return TrustVerdict(Path(signer), told["verified_at"])
+
+
+def _fixed(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    artifact = {name: value for name, value in receipt["artifact"].items() if name not in _MAY_CHANGE}
+    return {**receipt, "artifact": artifact}
+
+
+def _missing(receipt: Mapping[str, Any], wanted: Sequence[str]) -> list[str]:
+    passed = {check["name"] for check in receipt["checks"] if check["status"] == "pass"}
+    return [name for name in wanted if name not in passed]
+
+
+def _refused(artifact: Path, why: str) -> VerificationError:
+    return VerificationError(
+        f"{artifact} is not trusted: {why}",
+        f"let a signer of [trust] in the site file verify and attest it: `envbuild attest {artifact} --key KEY`",
+    )

@@ -1,0 +1,25 @@
+"""Times and sizes as people write them: 30d, 50G."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}
+_BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+AGES, SIZES = "12h, 30d or 8w", "50G or 800M"
+
+
+def seconds(text: str) -> int | None:
+    """Return the seconds in an age such as those in AGES, None for any other text."""
+    return _number(text, _SECONDS)
+
+
+def size(text: str) -> int | None:
+    """Return the bytes in a size such as those in SIZES, in decimal units; None for any other text."""
+    return _number(text, _BYTES)
+
+
+def _number(text: str, units: Mapping[str, int]) -> int | None:
+    match = re.fullmatch(r"([0-9]{1,9})([a-zA-Z]?)", text)
+    return int(match[1]) * units[match[2]] if match and match[2] in units else None
