@@ -19,6 +19,7 @@ from envbuild.errors import EnvbuildError
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.pip_config import redact
 from envbuild.site.settings import Site, load_site
+from envbuild.verify.model import check_texts
 
 _MODULES_S = 8.0
 _DEADLINE_S = 12.0
@@ -49,9 +50,26 @@ def check_site(
         HostProbe("site", "[container]", partial(_container, site)),
         HostProbe("site", "[fabric]", lambda _: _interface(site)),
         HostProbe("site", "[mirrors]", partial(_mirrors, site)),
+        HostProbe("site", "[trust]", lambda _: _trust(site)),
     ]
     results = run_checks(checks, Host(variables, environment, offline=offline), _DEADLINE_S)
     return [*findings, *(finding for _, found in results for finding in found)]
+
+
+def _trust(site: Site) -> Iterator[HostFinding]:
+    from envbuild.trust.keys import load_public
+
+    for signer in site.trust.signers:
+        try:
+            load_public(Path(signer))
+            yield HostFinding("[trust] signers", "ok", signer)
+        except EnvbuildError as error:
+            yield HostFinding("[trust] signers", "fail", error.message, error.hint or "")
+    if unknown := [name for name in site.trust.checks if name not in check_texts()]:
+        known = ", ".join(check_texts())
+        yield HostFinding("[trust] checks", "fail", f"there is no check {', '.join(unknown)}", f"there are {known}")
+    if (site.trust.checks or site.trust.max_age) and not site.trust.signers:
+        yield HostFinding("[trust]", "warn", "has no effect without signers", "name files of public keys in signers")
 
 
 def _modules(site: Site, host: Host) -> Iterator[HostFinding]:

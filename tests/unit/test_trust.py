@@ -28,6 +28,7 @@ from lab import artifacts
 from envbuild.artifacts.manifest import write_manifest
 from envbuild.artifacts.state import State
 from envbuild.cli.commands import cli
+from envbuild.doctor.site_check import check_site
 from envbuild.errors import EnvbuildError, UsageError, VerificationError
 from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.site.settings import TrustTable, load_site
@@ -369,6 +370,20 @@ def test_the_site_file(tmp_path: Path) -> None:
     site.write_text('[trust]\nmax_age = "a month"\n')
     with pytest.raises(EnvbuildError, match="max_age"):
         load_site({"ENVBUILD_SITE": str(site)})
+
+
+def test_site_check_judges_the_table(place: Place) -> None:
+    def found() -> list[tuple[str, str]]:
+        rows = check_site(str(place.site), {"HOME": "/nonexistent"}, None, offline=True)
+        return [(row.status, row.what) for row in rows if row.name.startswith("[trust]")]
+
+    assert found() == [("ok", str(place.key.with_suffix(".pub")))]
+    place.site.write_text('[trust]\nsigners = ["gone.pub", "ci.pem"]\nchecks = ["launch", "restrat"]\n')
+    (gone, private, check) = found()
+    assert gone[0] == private[0] == check[0] == "fail" and "gone.pub: No such file" in gone[1]
+    assert "no public Ed25519 or ECDSA key" in private[1] and check[1] == "there is no check restrat"
+    place.site.write_text('[trust]\nmax_age = "30d"\n')
+    assert found() == [("warn", "has no effect without signers")]
 
 
 def test_a_site_without_signers_trusts_nothing(place: Place) -> None:
