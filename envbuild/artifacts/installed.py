@@ -12,13 +12,13 @@ import hashlib
 import io
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from envbuild.elf import file_head
+from envbuild.elf import HEAD, file_head
 from envbuild.files import open_regular, read_regular
 from envbuild.fingerprint import record_digest, top_level
 from envbuild.names import normalise
@@ -91,6 +91,17 @@ class HostFiles:
 
 
 HOST = HostFiles()
+
+
+class ReadFiles(HostFiles):
+    """The files of this host, of which some were read already: `heads` are their first bytes, by path."""
+
+    def __init__(self, heads: Mapping[str, bytes]) -> None:
+        self._heads = heads
+
+    def head(self, path: str) -> bytes:
+        known = self._heads.get(path)
+        return file_head(path) if known is None else known
 
 
 def distributions(
@@ -215,10 +226,14 @@ def _is_recorded(path: str, expected: str, size: int | None, files: Files) -> bo
     return base64.urlsafe_b64encode(files.digest(path, algorithm)).rstrip(b"=").decode() == wanted
 
 
-def file_digest(path: str | Path, algorithm: str = "sha256") -> bytes:
-    """Return a file's digest, as hashlib.file_digest does since 3.11. Raises ValueError (algorithm) and OSError."""
+def file_digest(path: str | Path, algorithm: str = "sha256", heads: dict[str, bytes] | None = None) -> bytes:
+    """Return a file's digest, and put its first HEAD bytes into `heads`. Raises ValueError (algorithm) and OSError."""
     digest = hashlib.new(algorithm)
     with open_regular(path) as stream:
-        while block := stream.read(1 << 17):
+        block = stream.read(1 << 17)
+        if heads is not None:
+            heads[str(path)] = block[:HEAD]
+        while block:
             digest.update(block)
+            block = stream.read(1 << 17)
     return digest.digest()

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +106,16 @@ def scan(root: Path) -> dict[str, Stat]:
     return {path: found[path] for path in sorted(found.keys() - _USERS)}
 
 
+def scan_bytecode(root: Path, sources: Iterable[str]) -> dict[str, Stat]:
+    """Return the stat of the bytecode beside `sources`, by path; no folder without one of them is looked into."""
+    found: dict[str, Stat] = {}
+    for folder in {path.rpartition("/")[0] for path in sources if path.endswith(".py")}:
+        place = f"{folder}/__pycache__" if folder else "__pycache__"
+        with suppress(OSError), os.scandir(root / place) as entries:
+            found |= {f"{place}/{one.name}": stat_of(one.stat(follow_symlinks=False)) for one in entries}
+    return {path: found[path] for path in sorted(found) if is_bytecode(path)}
+
+
 def stat_of(info: os.stat_result) -> Stat:
     """Return what tells whether a file changed."""
     return info.st_mode, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino
@@ -113,20 +123,21 @@ def stat_of(info: os.stat_result) -> Stat:
 
 def check(
     root: Path, manifest: Manifest, found: Mapping[str, Stat], known: Mapping[str, Stat], interpreter: str,
-    workers: int, store: Store, timeout_s: float = math.inf,
+    workers: int, store: Store, timeout_s: float = math.inf, heads: dict[str, bytes] | None = None,
 ) -> tuple[FileReport, dict[str, Stat]]:  # fmt: skip
     """Compare what was `found` at `root` with its `manifest`; also return the stat of the files that are as they were.
 
     Files whose stat is in `known` are not read again. `interpreter` compares bytecode that is neither in the manifest
-    nor known in `store` as that of its sources; with "" it is not judged. Raises OSError, and
-    TimeoutError when reading takes longer than `timeout_s`.
+    nor known in `store` as that of its sources; with "" it is not judged. `heads` gets the first bytes of the files
+    that are read, by their paths. Raises OSError, and TimeoutError when reading takes longer than `timeout_s`.
     """
     report = FileReport()
     report.files, report.bytes = len(found), sum(info[1] for info in found.values())
     report.missing = sorted(manifest.rows.keys() - found.keys())
     changed = [(path, info) for path, info in found.items() if known.get(path) != info]
     listed = [(path, info) for path, info in changed if path in manifest.rows]
-    now = dict(zip((path for path, _ in listed), _rows(root, listed, workers, timeout_s=timeout_s), strict=True))
+    rows_now = _rows(root, listed, workers, timeout_s=timeout_s, heads=heads)
+    now = dict(zip((path for path, _ in listed), rows_now, strict=True))
     others = {path for path, _ in changed} - now.keys()
     differing = {path for path, row in now.items() if row != manifest.rows[path]}
     bytecode = {path for path in others | differing if source_of(path)}
@@ -144,10 +155,10 @@ def check(
 
 def _rows(
     root: Path, files: Sequence[tuple[str, Stat]], workers: int, known: Mapping[Stat, str] = {},
-    timeout_s: float = math.inf,
+    timeout_s: float = math.inf, heads: dict[str, bytes] | None = None,
 ) -> Iterator[Listed]:  # fmt: skip
     def read(share: Sequence[tuple[str, Stat]], _: object) -> list[Listed]:
-        return [_read(os.path.join(root, path), info, known.get(info, "")) for path, info in share]
+        return [_read(os.path.join(root, path), info, known.get(info, ""), heads) for path, info in share]
 
     return (row for rows in each(_shares(files), read, workers, timeout_s=timeout_s) for row in rows)
 
@@ -156,11 +167,11 @@ def _shares(items: Sequence[T]) -> list[Sequence[T]]:
     return [items[start : start + _SHARE] for start in range(0, len(items), _SHARE)]
 
 
-def _read(path: str, info: Stat, sha256: str = "") -> Listed:
+def _read(path: str, info: Stat, sha256: str = "", heads: dict[str, bytes] | None = None) -> Listed:
     try:
         if stat.S_ISLNK(info[0]):
             return Listed(target=os.readlink(path))
-        return Listed(stat.S_IMODE(info[0]), info[1], sha256 or file_digest(path).hex())
+        return Listed(stat.S_IMODE(info[0]), info[1], sha256 or file_digest(path, heads=heads).hex())
     except OSError:  # no regular file, unreadable, or removed meanwhile
         return _NO_FILE
 

@@ -14,11 +14,10 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from envbuild import process, resources
-from envbuild.artifacts.compiled import is_bytecode
 from envbuild.artifacts.folder import FolderModule, check_host, site_packages
-from envbuild.artifacts.installed import FileReport
+from envbuild.artifacts.installed import FileReport, ReadFiles
 from envbuild.artifacts.manifest import FILE as MANIFEST
-from envbuild.artifacts.manifest import Stat, check, read_manifest, scan, seal, sealed
+from envbuild.artifacts.manifest import Stat, check, read_manifest, scan, scan_bytecode, seal, sealed
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.environment import Environment
@@ -116,6 +115,7 @@ def folder_subject(
     # Before a program of the environment runs: the bytecode that comes later is that of this verification.
     found = scan(path)
     good: dict[str, Stat] = {}
+    heads: dict[str, bytes] = {}
 
     def surveyed(timeout_s: float) -> Survey:
         known = None
@@ -124,7 +124,7 @@ def folder_subject(
             if not fresh:  # everything that the manifest lists is read
                 read = {name: info for name, info in read.items() if name not in manifest.rows}
             try:
-                known, intact = check(path, manifest, found, read, state.interpreter, workers, store, timeout_s)
+                known, intact = check(path, manifest, found, read, state.interpreter, workers, store, timeout_s, heads)
             except TimeoutError as error:
                 raise out_of_time(str(path), timeout_s) from error
             good.update(intact)
@@ -132,11 +132,11 @@ def folder_subject(
                 known.altered.append(f"{MANIFEST} (the receipt is of another build)")
         elif expected:
             known = FileReport(missing=[MANIFEST])
-        return survey(path, site_packages(path, state.python), target.elf_machine, known)
+        return survey(path, site_packages(path, state.python), target.elf_machine, known, ReadFiles(heads))
 
     def accept() -> None:
         if manifest is not None:
-            seal(path, manifest, good | {name: info for name, info in scan(path).items() if is_bytecode(name)}, store)
+            seal(path, manifest, good | scan_bytecode(path, found), store)
 
     return Subject(
         path, state, target, state.digest, "host",

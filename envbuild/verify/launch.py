@@ -28,8 +28,8 @@ _STEPS = 16
 _POLL_S = 0.05
 _GRACE_S = 10.0
 _NCCL_LINES = 8
-# A `lean` job starts torchrun's module instead of its script, with garbage collection off during the import: it takes
-# a quarter of the start-up time.
+# Node 0 starts torchrun's script. The other nodes, and all of a `lean` job, start its module with garbage collection
+# off during the import: it takes a quarter of the start-up time.
 _LEAN = "import gc; gc.disable(); from torch.distributed.run import main; gc.freeze(); gc.enable(); main()"
 _VARIABLES = {
     # Agents that share the store with their ranks lose it on a restart (pytorch #135712).
@@ -225,7 +225,7 @@ def _command(job: TrainingJob, node: int, endpoint: str, run_id: str, nodes: Nod
     trainer = [str(nodes.work / TRAINER), *job.arguments, "--report", str(nodes.work / f"{job.name}-report{node}.json")]
     if not job.nodes:
         return ["python", *trainer]
-    program = ["python", "-c", _LEAN] if job.lean else ["torchrun"]
+    program = ["python", "-c", _LEAN] if job.lean or node else ["torchrun"]
     return [*program, *_agent(job, node, endpoint, run_id, nodes.address(node)), *map(torchrun.literal, trainer)]
 
 

@@ -119,7 +119,9 @@ def test_each_change_is_found_and_named(root: Path, tmp_path: Path, name: str) -
 def test_reading_ends_when_its_time_is_over(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known, hanging = read_manifest(root), threading.Event()
     assert known is not None
-    monkeypatch.setattr("envbuild.artifacts.manifest.file_digest", lambda _: hanging.wait(60))  # a dead file server
+    monkeypatch.setattr(
+        "envbuild.artifacts.manifest.file_digest", lambda _, heads=None: hanging.wait(60)
+    )  # a dead file server
     with pytest.raises(TimeoutError):
         check(root, known, scan(root), {}, sys.executable, 2, Store(tmp_path / "store"), 0.1)
     hanging.set()
@@ -144,7 +146,9 @@ def test_files_are_read_again_only_when_their_stat_changed(
     known, store, read = read_manifest(root), Store(tmp_path / "store"), list[str]()
     assert known is not None
     before = manifest.file_digest
-    monkeypatch.setattr(manifest, "file_digest", lambda path: (read.append(Path(path).name), before(path))[1])
+    monkeypatch.setattr(
+        manifest, "file_digest", lambda path, **more: (read.append(Path(path).name), before(path, **more))[1]
+    )
     assert changes(root, STATE, known.digest, store, 2) == [] and len(read) == 5
     read.clear()
     os.utime(root / MODULE)
