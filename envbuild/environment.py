@@ -44,10 +44,11 @@ class Environment:
             raise HostError("uv's program is missing", "install it: pip install uv") from error
 
     @contextlib.contextmanager
-    def with_tmpdir(self) -> Iterator[Environment]:
+    def with_tmpdir(self, *, offline: bool = True) -> Iterator[Environment]:
         """Yield this environment with a new TMPDIR for the children of this run; remove it, and those of killed runs.
 
-        The run is registered in the store, from which nothing that it uses is removed meanwhile.
+        The run is registered in the store, from which nothing that it uses is removed meanwhile. Without `offline`, the
+        store has the site's cache, whose transfers end with the run.
 
         It is in the system's temporary folder: the store may be on a network file system. Its path is short, because
         programs put sockets into it, whose paths have at most 107 bytes (unix(7)). Raises HostError.
@@ -60,14 +61,35 @@ class Environment:
             except OSError as error:
                 text = f"no temporary folder in {tempfile.gettempdir()}: {error.strerror}"
                 raise HostError(text, "set TMPDIR to a writable folder with free disk space") from error
-            if self.store.root.exists():  # else nothing can be removed, and a dry run makes no store
-                with contextlib.suppress(BuildError):  # one that cannot be written is not pruned either
+
+            def register() -> None:
+                with contextlib.suppress(BuildError):  # a store that cannot be written is not pruned either
                     stack.enter_context(self.store.working("running"))
-            yield replace(self, variables={**self.variables, "TMPDIR": str(folder)})
+
+            if self.store.root.exists():
+                register()
+            else:  # a dry run makes no store
+                self.store.first.append(register)
+                stack.callback(self.store.first.clear)
+            yield replace(
+                self,
+                variables={**self.variables, "TMPDIR": str(folder)},
+                store=self.store if offline else self._with_cache(stack),
+            )
         if self.site.limits.store_bytes:
             from envbuild.store.usage import limit  # most sites have no limit
 
             limit(self.store, self.site.limits.store_bytes)
+
+    def _with_cache(self, stack: contextlib.ExitStack) -> Store:
+        if not self.variables.get("ENVBUILD_CACHE", self.site.cache):
+            return self.store
+        from envbuild.store.remote_site import open_remote
+
+        remote = open_remote(self.site, self.pip, self.variables, self.store)
+        if remote is not None:
+            stack.push(lambda kind, *_: remote.close(wait=kind is None))
+        return replace(self.store, remote=remote)
 
     @contextlib.contextmanager
     def temporary_folder(self, prefix: str) -> Iterator[Path]:

@@ -35,6 +35,7 @@ from envbuild.layers.contents import HashedContent
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
 from envbuild.progress import log
+from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
 
 _ACTIVATION = re.compile(r"etc/conda/activate\.d/.*", re.DOTALL)
@@ -91,16 +92,26 @@ def link_packages(
         return folder
 
     inputs = [[p.stem, p.sha256, p.subdir, p.url, p.md5, p.depends] for p in packages]
-    note = store.folder("conda", "images") / f"{key_of('conda-image', [scheme.prefix, inputs])}.json"
-    try:
-        rows = read_note(note)
-        linked = [
-            LinkedPackage(p, size, record, tuple(paths)) for p in packages for size, record, paths in [rows[p.stem]]
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
+    entry = CacheEntry("conda", key_of("conda-image", [scheme.prefix, inputs]))
+    note = store.folder("conda", "images") / f"{entry.key}.json"
+
+    def known() -> list[LinkedPackage] | None:
+        try:
+            rows = read_note(note)
+            return [
+                LinkedPackage(p, size, record, tuple(paths)) for p in packages for size, record, paths in [rows[p.stem]]
+            ]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def link() -> list[LinkedPackage]:
         with writing(store.root):
-            linked = [_read(root(), package, scheme, store) for package in packages]
-            write_note(note, {p.package.stem: [p.size, p.record, p.paths] for p in linked})
+            made = [_read(root(), package, scheme, store) for package in packages]
+            write_note(note, {p.package.stem: [p.size, p.record, p.paths] for p in made})
+        return made
+
+    linked = shared(entry, store.remote, known, link)
+    store.note_use(note, note)
     activated = [one.name for one in linked if any(map(_ACTIVATION.fullmatch, one.paths))]
     if activated:
         names = ", ".join(activated)

@@ -32,7 +32,7 @@ from envbuild.layers.recorded import hashed
 from envbuild.layers.requested import RequestedLayers
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
-from envbuild.layers.wheels import locate
+from envbuild.layers.wheels import known_wheels, own_wheels
 from envbuild.lock.image import ImageLock
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
@@ -149,7 +149,7 @@ def fill(
     plan, compiler = one.plan, one.compiler
     scheme = Scheme(PREFIX, plan.python)
     base = base_image(plan, compiler, environment, maker, offline=offline)
-    wheels, own = locate(plan, one.trainer, environment, offline)
+    wheels, own = known_wheels(plan, environment, offline), own_wheels(plan, one.trainer, environment, offline)
     with ExitStack() as stack:
         conda: LinkedPackages | None = None
         if plan.conda:
@@ -165,6 +165,7 @@ def fill(
             parts = conda_parts(conda, scheme, compiler, plan.mtime, conda_layers) + parts
         check_paths(layers, wheels, packages, scheme, environment.store)
         parts += [layer_part(layer, scheme, compiler, plan.mtime) for layer in layers]
+        maker.expect(parts)
         made = [*base.layers, *(maker.part(part) for part in parts)]
     frame, state = _environment_layer(one, base, own, made, layers)
     if not with_manifest:

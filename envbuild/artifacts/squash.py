@@ -37,6 +37,7 @@ from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.choosing import Choice, choose
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
+from envbuild.image.squashfs.tables import data_start
 from envbuild.image.squashfs.write import estimate, write_image
 from envbuild.image.tree import MergedEntry, MergedTree
 from envbuild.layers.base import image_layers, locked_files
@@ -46,6 +47,8 @@ from envbuild.lock.base import pull
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.progress import OnProgress, log, transfer
 from envbuild.recipe.targets import Target
+from envbuild.store.entry import CacheEntry, shared
+from envbuild.store.pieces import Span
 from envbuild.store.store import Store
 
 _COPY = 8 << 20
@@ -154,8 +157,22 @@ def write_sqsh(root: SquashTree, out: BinaryIO, on_progress: OnProgress) -> None
     out.truncate(_write(root, out, 0, on_progress))
 
 
-def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None) -> None:
-    """Write the SIF to `out`, a new file, with `squashfs` if it was written already. Raises BuildError and OSError."""
+def spans_of(root: SquashTree, base: int) -> list[Span]:
+    """Return the parts of a file whose squashfs begins at `base` that are those of segments in the store."""
+    at, found = base + data_start(root.maker.codec), []
+    for layer, start, size in root.choice.spans:
+        path = root.segments[layer].path
+        if path.suffix == ".data":  # those of the image's own files are temporary
+            found.append((at, path.stem, start, size))
+        at += size
+    return found
+
+
+def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None) -> int:
+    """Write the SIF to `out`, a new file, with `squashfs` if it was written already. Raises BuildError and OSError.
+
+    Returns where the squashfs begins.
+    """
     definition = root.definition.encode()
     jsons = [
         ("inspect-metadata.json", inspect_metadata(root.config, root.definition)),
@@ -172,6 +189,7 @@ def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs
         size = _write(root, out, start, on_progress)
     out.truncate(start + size)
     finish_sif(out, definition, jsons, root.arch, partition_size=size, mtime=root.mtime)
+    return start
 
 
 def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
@@ -187,16 +205,21 @@ def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, off
     Raises BuildError when no source has a part of it, and when the store is not writable.
     """
     key = hashlib.sha256(f"{_BUILDER_FORMAT} {lock.digest} {rules_digest()}".encode()).hexdigest()
-    path = environment.store.folder("builders") / f"{key}.sqsh"
-    if _is_intact(path, environment.store):
+    store = environment.store
+    path = store.folder("builders") / f"{key}.sqsh"
+    if _is_intact(path, store):
         return path
+
+    def make() -> bool:
+        log(f"the builder of {lock.target} is made: {_title(lock)}")
+        _write_builder(lock, folder, path, environment, offline)
+        return True
+
     try:
-        with file_lock(path.with_suffix(".lock"), remove=True):
-            if not _is_intact(path, environment.store):  # another process may have written it meanwhile
-                log(f"the builder of {lock.target} is made: {_title(lock)}")
-                _write_builder(lock, folder, path, environment, offline)
+        with file_lock(path.with_suffix(".lock"), remove=True):  # another process may write it meanwhile
+            shared(CacheEntry("builder", key), store.remote, lambda: _is_intact(path, store) or None, make)
     except OSError as error:
-        raise environment.store.unwritable(error) from error
+        raise store.unwritable(error) from error
     return path
 
 

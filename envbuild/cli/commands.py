@@ -38,9 +38,12 @@ COMMANDS = {
     "exec": ("verify", "Run a program in an image without any container runtime."),
     "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
     "diff": ("inspect", "Compare two artifacts of any kinds."),
+    "push": ("share", "Push an image file to a registry, in the segments that images share."),
+    "pull": ("share", "Pull an image file from a registry: the segments that are not here yet."),
     "attest": ("trust", "Sign the receipt of an artifact, so that others can trust it."),
     "trust": ("trust", "Say whether the site trusts an artifact, and why."),
     "store": ("store", "Show, bound and check the store of downloads and layers."),
+    "cache": ("cache", "Share the results of builds in a registry."),
     "matrix": ("matrix", "List the builds that a CI should run."),
 }
 

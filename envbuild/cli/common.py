@@ -28,8 +28,13 @@ if TYPE_CHECKING:
 
 
 def run_environment() -> Environment:
-    """Return the environment of this process with a TMPDIR for its children, which is removed when the command ends."""
-    return click.get_current_context().with_resource(load_environment().with_tmpdir())
+    """Return the environment of this process with a TMPDIR for its children, which is removed when the command ends.
+
+    It has the site's cache, except for commands with --offline or --dry-run.
+    """
+    context = click.get_current_context()
+    alone = bool(context.params.get("offline") or context.params.get("dry_run"))
+    return context.with_resource(load_environment().with_tmpdir(offline=alone))
 
 
 def open_recipe(name: str, environment: Environment) -> LoadedRecipe:

@@ -19,6 +19,7 @@ from envbuild.errors import EnvbuildError
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.pip_config import redact
 from envbuild.site.settings import Site, load_site
+from envbuild.store.remote_site import cache_of, open_remote
 from envbuild.verify.model import check_texts
 
 _MODULES_S = 8.0
@@ -51,6 +52,7 @@ def check_site(
         HostProbe("site", "[fabric]", lambda _: _interface(site)),
         HostProbe("site", "[mirrors]", partial(_mirrors, site)),
         HostProbe("site", "[trust]", lambda _: _trust(site)),
+        HostProbe("site", "cache", partial(_cache, site)),
     ]
     results = run_checks(checks, Host(variables, environment, offline=offline), _DEADLINE_S)
     return [*findings, *(finding for _, found in results for finding in found)]
@@ -59,17 +61,35 @@ def check_site(
 def _trust(site: Site) -> Iterator[HostFinding]:
     from envbuild.trust.keys import load_public
 
-    for signer in site.trust.signers:
-        try:
-            load_public(Path(signer))
-            yield HostFinding("[trust] signers", "ok", signer)
-        except EnvbuildError as error:
-            yield HostFinding("[trust] signers", "fail", error.message, error.hint or "")
+    for key in ("signers", "cache_signers"):
+        for signer in getattr(site.trust, key):
+            try:
+                load_public(Path(signer))
+                yield HostFinding(f"[trust] {key}", "ok", signer)
+            except EnvbuildError as error:
+                yield HostFinding(f"[trust] {key}", "fail", error.message, error.hint or "")
     if unknown := [name for name in site.trust.checks if name not in check_texts()]:
         known = ", ".join(check_texts())
         yield HostFinding("[trust] checks", "fail", f"there is no check {', '.join(unknown)}", f"there are {known}")
     if (site.trust.checks or site.trust.max_age) and not site.trust.signers:
         yield HostFinding("[trust]", "warn", "has no effect without signers", "name files of public keys in signers")
+
+
+def _cache(site: Site, host: Host) -> Iterator[HostFinding]:
+    url, mode = cache_of(site, host.variables)
+    if not url:
+        return
+    if host.offline or host.environment is None:
+        yield HostFinding("cache", "info", f"{url}: not asked" + (" (--offline)" if host.offline else ""))
+        return
+    try:
+        remote = open_remote(site, host.environment.pip, host.variables, host.environment.store)
+        assert remote is not None
+        count = len(remote.registry.tags())
+        yield HostFinding("cache", "ok", f"{url} ({mode}): {count} entries")
+    except EnvbuildError as error:
+        hint = error.hint or "builds go on without it; see docs/howto/cache.md"
+        yield HostFinding("cache", "warn", f"{url}: {error.message}", hint)
 
 
 def _modules(site: Site, host: Host) -> Iterator[HostFinding]:

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,17 @@ class Blobs:
                 yield NewBlob(self, stream, Path(name))
         finally:
             Path(name).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class BlobFiles:
+    """Files with the content of blobs, by digest."""
+
+    files: Mapping[str, Path]
+
+    def path(self, digest: str) -> Path:
+        """Return the file of the blob."""
+        return self.files[digest]
 
 
 @dataclass(slots=True)

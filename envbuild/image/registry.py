@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
 from envbuild.cache.http import Transport, read_all
-from envbuild.cache.retry import Mismatch, RequestFailed, with_retries
+from envbuild.cache.retry import Mismatch, NotFound, RequestFailed, with_retries
 from envbuild.errors import BuildError, UsageError
-from envbuild.image.blobs import Blobs
+from envbuild.files import parse_json
+from envbuild.image.blobs import BlobFiles, Blobs
 from envbuild.image.credentials import Credentials, find_credentials
 from envbuild.image.model import (
     INDEXES,
@@ -74,7 +75,7 @@ class Registry:
         a tag the source's response is trusted.
         """
         pointer = pointer or self.reference.pointer
-        return self._first(lambda source: _manifest(source, pointer), self._named(pointer))
+        return self._first(lambda source: manifest_of(source, pointer), self._named(pointer))
 
     def image(self, arch: str | None, digest: str | None = None) -> ImageManifest:
         """Return the manifest of the image for `arch`, see `choose`, from the index or manifest `digest`.
@@ -134,7 +135,7 @@ class Registry:
 
     def push(
         self,
-        blobs: Blobs,
+        blobs: Blobs | BlobFiles,
         descriptors: Sequence[Descriptor],
         manifest: bytes,
         media_type: str,
@@ -172,6 +173,24 @@ class Registry:
         sent = sum(blob.size for blob, way in zip(unique, ways, strict=True) if way == "uploaded")
         return Pushed(sent, ways.count("uploaded"), ways.count("mounted"), ways.count("present"))
 
+    def tags(self) -> list[str]:
+        """Return the tags of the repository, none if it does not exist yet."""
+        found: list[str] = []
+        url = self.endpoint.url("tags/list")
+        try:
+            while url:
+                with self.endpoint.request("GET", url, threading.Event()) as answer:
+                    rows = parse_json(read_all(answer, MAX_MANIFEST, threading.Event()))
+                    found += rows["tags"] or []
+                    after = answer.links.get("next", {}).get("url")
+                    url = urljoin(answer.url, after) if after else ""
+        except NotFound:
+            pass
+        except (RequestFailed, ValueError, KeyError, TypeError) as error:
+            failed = error if isinstance(error, RequestFailed) else RequestFailed("it sent no list of tags")
+            raise complain(f"the tags of {self.reference.name}", [(self.endpoint, failed)]) from None
+        return [tag for tag in found if isinstance(tag, str)]
+
     def close(self) -> None:
         """Close the open connections."""
         for endpoint in (*self.mirrors, self.endpoint):
@@ -195,7 +214,8 @@ class Registry:
         return f"{self.reference.name}{'@' if ':' in pointer else ':'}{pointer}"
 
 
-def _manifest(source: Endpoint, pointer: str) -> tuple[bytes, str]:
+def manifest_of(source: Endpoint, pointer: str) -> tuple[bytes, str]:
+    """Return the manifest or index of a tag or digest at `source`, and its media type. Raises RequestFailed."""
     url, stop = source.url(f"manifests/{pointer}"), threading.Event()
 
     def get() -> tuple[bytes, str]:  # retried as a whole, because the body may be truncated, too

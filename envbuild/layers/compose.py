@@ -33,13 +33,24 @@ Frame = list[tuple[Entry, BytesIO | None]]
 
 @dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A located wheel: its distribution, its file, and the file's sha256 and size in bytes."""
+    """A wheel: its distribution, its file, and the file's sha256 and size in bytes.
+
+    `place` is the file, or what finds it: one whose layer exists already is not fetched. `file_name` and `torch` are
+    what facts about such a wheel say, see layers/wheel_facts.py.
+    """
 
     name: str
     version: str
-    path: Path
+    place: Path | Callable[[], Path]
     sha256: str
     size: int
+    file_name: str = ""
+    torch: tuple[dict[str, str], list[str]] | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file, fetched if it is not here. Raises BuildError if no source has it."""
+        return self.place if isinstance(self.place, Path) else self.place()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.recorded import hashed, recorded
 from envbuild.site.settings import LimitsTable
+from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
 
 Log = Callable[[str], None]
@@ -74,6 +75,10 @@ class LayerCache(Protocol[M]):
     @property
     def log(self) -> Log: ...
 
+    def expect(self, parts: Sequence[LayerRequest]) -> None:
+        """Begin to fetch those of `parts` that the store lacks from the team's cache, if there is one."""
+        ...
+
     def part(self, part: LayerRequest) -> M:
         """Return the layer of `part`, from the store if it exists there. Raises BuildError if it cannot be written."""
         ...
@@ -95,6 +100,12 @@ class TarCache:
     log: Log
     limits: LimitsTable | None = None
 
+    def expect(self, parts: Sequence[LayerRequest]) -> None:
+        """See `LayerCache`."""
+        if self.store.remote is not None:
+            wanted = [part for part in parts if not _note(part, self.store).exists()]
+            self.store.remote.expect([CacheEntry("layer", part.key) for part in wanted])
+
     def part(self, part: LayerRequest) -> CachedLayer:
         """See `LayerCache`."""
         note = _note(part, self.store)
@@ -113,7 +124,8 @@ class TarCache:
             write_note(note, index)
             return CachedLayer(layer, part.title, part.key, distributions)
 
-        return cached(lambda: known_part(part, self.store), write, note, part.title, self.store, self.log)
+        entry = CacheEntry("layer", part.key)
+        return cached(entry, lambda: known_part(part, self.store), write, note, part.title, self.store, self.log)
 
     def blob(self, layer: Layer, title: str) -> CachedLayer:
         """See `LayerCache`."""
@@ -139,18 +151,28 @@ class TarCache:
         return listed
 
 
-def cached(known: Callable[[], M | None], write: Callable[[], M], place: Path, title: str, store: Store, log: Log) -> M:
-    """Return the layer that `known` finds, else `write` it while others wait. Raises BuildError if that fails."""
+def cached(
+    entry: CacheEntry, known: Callable[[], M | None], write: Callable[[], M], place: Path, title: str, store: Store,
+    log: Log,
+) -> M:  # fmt: skip
+    """Return the layer that `known` finds, here or in the team's cache, else `write` it while others wait.
+
+    Raises BuildError if that fails.
+    """
     found = known()
     if found is not None:
         return found
+
+    def blobs(made: M) -> list[str]:
+        return [made.layer.blob.digest] if isinstance(made, CachedLayer) else []
+
+    def make() -> M:
+        log(f"  layer: {title if len(title) < 90 else title[:88] + ' …'}")
+        return write()
+
     try:
         with file_lock(place.with_suffix(".lock"), remove=True):
-            found = known()  # another process may have written it
-            if found is None:
-                log(f"  layer: {title if len(title) < 90 else title[:88] + ' …'}")
-                found = write()
-            return found
+            return shared(entry, store.remote, known, make, blobs)  # another process may have written it
     except OSError as error:
         raise store.unwritable(error) from error
 
@@ -194,6 +216,12 @@ class SegmentCache:
     log: Log
     limits: LimitsTable
 
+    def expect(self, parts: Sequence[LayerRequest]) -> None:
+        """See `LayerCache`."""
+        if self.store.remote is not None:
+            wanted = [part for part in parts if not self._place(part.key).with_suffix(".index").exists()]
+            self.store.remote.expect([CacheEntry("segment", self._place(part.key).name) for part in wanted])
+
     def part(self, part: LayerRequest) -> CachedSegment:
         """See `LayerCache`."""
         found: list[tuple[str, str, str]] = []
@@ -221,8 +249,7 @@ class SegmentCache:
     def _made(
         self, key: str, title: str, items: Callable[[], Items], found: list[tuple[str, str, str]]
     ) -> CachedSegment:
-        codec = hashlib.sha256(self.codec.identity.encode()).hexdigest()[:12]
-        place = self.store.folder("segments") / f"{key}-{codec}"
+        place = self._place(key)
         data = place.with_suffix(".data")
 
         def write() -> CachedSegment:
@@ -235,7 +262,12 @@ class SegmentCache:
             )  # last: it marks a complete segment
             return CachedSegment(replace(segment, path=data), title, key, distributions)
 
-        return cached(lambda: _known(place, title, key, self.store), write, place, title, self.store, self.log)
+        entry = CacheEntry("segment", place.name)
+        return cached(entry, lambda: _known(place, title, key, self.store), write, place, title, self.store, self.log)
+
+    def _place(self, key: str) -> Path:
+        codec = hashlib.sha256(self.codec.identity.encode()).hexdigest()[:12]
+        return self.store.folder("segments") / f"{key}-{codec}"
 
 
 def _known(place: Path, title: str, key: str, store: Store) -> CachedSegment | None:

@@ -14,11 +14,13 @@ import hashlib
 import json
 import os
 import shutil
+import tarfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
+from envbuild.atomic import replacing
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
@@ -30,7 +32,9 @@ from envbuild.layers.wheels import fetch_wheels
 from envbuild.recipe.sources import SourceLayer
 from envbuild.resources import workers
 from envbuild.store.archives import WantedArchive, locate_archive
+from envbuild.store.entry import CacheEntry
 from envbuild.store.store import Store, remove_tree
+from envbuild.unpack import unpack
 
 # Increase it when the same inputs would result in other files: layers from older versions are then not used.
 _ENGINE = 1
@@ -64,13 +68,45 @@ def build_layer(
     if read_manifest(tree, digest) is not None:
         return tree
     with file_lock(store.folder("partial") / f"built-{tree.parent.name}.lock", remove=True):
-        if read_manifest(tree, digest) is None:
+        if read_manifest(tree, digest) is None and not _fetched(store, tree):
             begun = time.monotonic()
             with store.working("building") as folder:
                 made = _build(layer, requires, hosts, python, build_host, folder, environment, log, offline)
                 _put(store, made, tree.parent)
-            log(f"{layer.name} {layer.version}: built in {time.monotonic() - begun:.0f} s")
+            seconds = time.monotonic() - begun
+            log(f"{layer.name} {layer.version}: built in {seconds:.0f} s")
+            if store.remote is not None:
+                store.remote.offer(pack_built(store, tree.parent), seconds)
     return tree
+
+
+def _fetched(store: Store, tree: Path) -> bool:
+    """Return whether the team's cache has the layer in `tree`, which is then there."""
+    entry = CacheEntry("built", tree.parent.name)
+    if store.remote is None or not store.remote.bring(entry):
+        return False
+    archive = store.root / entry.files[0]
+    with suppress(BuildError, OSError), store.working("building") as folder:
+        unpack(archive, folder / "made")
+        if read_manifest(folder / "made" / "tree") is not None:
+            _put(store, folder / "made", tree.parent)
+            return read_manifest(tree, store.digests.of) is not None
+    store.remote.refuse(entry)
+    return False
+
+
+def pack_built(store: Store, place: Path) -> CacheEntry:
+    """Write the built layer in the folder `place` as the file of an entry, and return that. Raises BuildError."""
+    entry = CacheEntry("built", place.name)
+    archive = store.root / entry.files[0]
+    store.folder("partial")
+    try:
+        with replacing(archive) as temporary, tarfile.open(temporary, "w:gz", compresslevel=6) as tar:
+            for name in ("manifest.json", "tree"):
+                tar.add(place / name, name)
+    except OSError as error:
+        raise store.unwritable(error) from error
+    return entry
 
 
 def stored_layer(

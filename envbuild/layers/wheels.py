@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from envbuild.environment import Environment
@@ -15,6 +17,7 @@ from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.project import project_wheel
 from envbuild.layers.trainer import NAME, Trainer
+from envbuild.layers.wheel_facts import note_facts, wheel_facts
 from envbuild.lock.format import LockedPackage
 from envbuild.plan.plan import Plan
 from envbuild.recipe.accelerators import (
@@ -38,12 +41,43 @@ def locate(
     found = fetch_wheels(plan.packages, environment, plan.indexes, plan.bound, offline=offline)
     wheels = [_wheel(p.name, p.version, path, environment) for p, path in zip(plan.packages, found, strict=True)]
     check_wheels(Target.parse(plan.target), wheels)
+    return wheels, own_wheels(plan, trainer, environment, offline)
+
+
+def known_wheels(plan: Plan, environment: Environment, offline: bool) -> list[WheelFile]:
+    """Return the wheels of `plan` in order, for layers: those of which the facts are known are not fetched yet.
+
+    The facts are in the store or in the team's cache. Raises BuildError for a missing or unsuitable wheel.
+    """
+
+    def find(one: LockedPackage) -> Path:
+        return fetch_wheels([one], environment, plan.indexes, plan.bound, offline=offline)[0]
+
+    store, known = environment.store, {}
+    for one, facts in zip(plan.packages, wheel_facts([p.hashes for p in plan.packages], store), strict=True):
+        if facts is not None:
+            exact = replace(one, hashes=facts[:1])  # a lock may accept several files, and the facts are of one
+            known[one.name] = WheelFile(one.name, one.version, partial(find, exact), *facts)
+    missing = [one for one in plan.packages if one.name not in known]
+    paths = fetch_wheels(missing, environment, plan.indexes, plan.bound, offline=offline)
+    for one, path in zip(missing, paths, strict=True):
+        wheel = _wheel(one.name, one.version, path, environment)
+        torch = _read_torch(path) if one.name == "torch" else None
+        known[one.name] = replace(wheel, file_name=path.name, torch=torch)
+        note_facts(one.hashes, known[one.name], store)
+    wheels = [known[one.name] for one in plan.packages]
+    check_wheels(Target.parse(plan.target), wheels)
+    return wheels
+
+
+def own_wheels(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> list[WheelFile]:
+    """Return the wheels of own code, see `locate`."""
     own = environment.store.put("trainer", trainer.digest.partition(":")[2], trainer.file_name, trainer.wheel)
     last = [_wheel(NAME, trainer.version, own, environment)]
     if (project := project_wheel(plan, environment, offline=offline)) is not None:
         last.append(_wheel(*project, environment))
         check_wheels(Target.parse(plan.target), last)
-    return wheels, last
+    return last
 
 
 def fetch_wheels(
@@ -76,17 +110,18 @@ def _wheel(name: str, version: str, path: Path, environment: Environment) -> Whe
 def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
     """Raise BuildError for a wheel for another processor than `target`'s, and a torch for another accelerator."""
     for wheel in wheels:
-        other = wheel_arch(wheel.path.name)
+        name = wheel.file_name or wheel.path.name
+        other = wheel_arch(name)
         if other is not None and other != target.arch:
             raise BuildError(
-                f"{wheel.path.name} is for {other}, and {target.name} is for {target.arch}",
+                f"{name} is for {other}, and {target.name} is for {target.arch}",
                 "the lock names a wheel of another platform: make it anew with `envbuild lock`",
             )
         if wheel.name == "torch":
-            fault = accelerator_fault(target.name, *_read_torch(wheel.path), exact=True)
+            fault = accelerator_fault(target.name, *(wheel.torch or _read_torch(wheel.path)), exact=True)
             if fault is not None:
                 raise BuildError(
-                    f"{wheel.path.name}: this torch {fault}",
+                    f"{name}: this torch {fault}",
                     f"correct torch's version in {target.table} and lock it again; "
                     "docs/reference/recipe.md tells which index has which build",
                 )

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from envbuild.cache.http import transport_of
 from envbuild.debian.base import resolve_base
 from envbuild.debian.defaults import default_packages, default_without, newest_suite, suites_by_python
 from envbuild.debian.lock import DebianLock
@@ -23,8 +22,7 @@ from envbuild.image.archive import read_archive, read_daemon
 from envbuild.image.blobs import Pulled
 from envbuild.image.layout import read_layout
 from envbuild.image.model import ImageManifest, check_image, digest_of, parse, parse_config
-from envbuild.image.reference import parse_reference
-from envbuild.image.registry import Registry, open_registry
+from envbuild.image.registry import Registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
 from envbuild.progress import Log, transfer
@@ -32,6 +30,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
+from envbuild.store import remote_site
 
 # Packages that nearly every build needs in addition to those of the image.
 _COMPILERS = ("bzip2", "file", "g++", "gcc", "libc6-dev", "make", "patch", "pkgconf", "xz-utils")
@@ -168,10 +167,7 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
 
 def registry_of(image: str, environment: Environment) -> Registry:
     """Return the registry of `image`, with this site's mirrors, proxies and certificates."""
-    site, reference = environment.site, parse_reference(image)
-    insecure = frozenset(host for host, table in site.registries.items() if table.insecure)
-    transport = transport_of(environment.pip, environment.variables, insecure)
-    return open_registry(reference, transport, environment.variables, site.registry(reference.registry).mirrors)
+    return remote_site.registry_of(image, environment.site, environment.pip, environment.variables)
 
 
 def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled | None:

@@ -59,6 +59,7 @@ def _of_builds(site: Site) -> dict[tuple[str, str], tuple[Any, str]]:
     for file in site.files:
         one = decode(read(file), SiteFile)
         values: dict[tuple[str, str], Any] = {("", "store"): one.store, ("", "recipes"): one.recipes or None}
+        values |= {("", "cache"): one.cache, ("", "cache_mode"): one.cache_mode} if one.cache else {}
         values |= {("mirrors", redact(url)): mirrors for url, mirrors in one.mirrors.items()}
         values |= {("indexes", name): url for name, url in one.indexes.items()}
         for host, table in one.registries.items():

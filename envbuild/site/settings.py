@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from envbuild import units
 from envbuild.errors import UsageError
@@ -22,6 +22,7 @@ from envbuild.toml import decode, form, key, nearest, read
 INDEX_NAME = r"^[a-z0-9][a-z0-9_.-]*$"
 # Tables whose single entries a later file replaces.
 _BY_ENTRY = ("mirrors", "indexes", "registries", "environment")
+CACHE = r"^(oci://[^\s/@]+/[^\s@:]+)?$"
 _ARCHIVE = r"^(https?://\S+|file:///\S*)?$"
 
 
@@ -94,14 +95,12 @@ class LimitsTable:
         "The most bytes of files in all layers of one image; those in holes of a layer's sparse files count 16 times.",
         minimum=1,
     )
-    store_bytes: int = key(
-        0, "The most bytes in the store: after a run, what was not used for longest is removed. 0: no limit.", minimum=0
-    )
+    store_bytes: int = key(0, "The most bytes in the store; what was unused for longest goes. 0: no limit.", minimum=0)
 
 
 @dataclass(frozen=True, slots=True)
 class TrustTable:
-    """`[trust]`: which artifacts jobs take. Without signers, each that has a passing receipt."""
+    """`[trust]`: which artifacts jobs take, and which entries of the cache builds do. Without signers, any."""
 
     signers: tuple[str, ...] = key((), "Files of public keys (PEM); one of them must have attested the receipt.")
     checks: tuple[str, ...] = key((), "Checks that must have passed, such as faults need: restart.")
@@ -109,6 +108,7 @@ class TrustTable:
         "", "The greatest age of a verification, such as 90d.",
         check=lambda text: None if units.seconds(text) else f"expected {units.AGES}",
     )  # fmt: skip
+    cache_signers: tuple[str, ...] = key((), "The same for the cache; one must have signed what builds take of it.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +116,13 @@ class SiteFile:
     """Contents of one site.toml."""
 
     store: str | None = key(None, "Folder of the store.", example="/scratch/envbuild")
+    cache: str = key(
+        "", "Repository of a registry in which builds share their results. ENVBUILD_CACHE goes over it.",
+        pattern=CACHE, example="oci://registry.example.org/team/cache",
+    )  # fmt: skip
+    cache_mode: Literal["read", "write", "readwrite"] = key(
+        "read", "Whether builds read what the cache has, and write what they made. ENVBUILD_CACHE_MODE goes over it."
+    )
     recipes: tuple[str, ...] = key((), "Folders with more recipes, searched in this order.")
     mirrors: dict[str, tuple[str, ...]] = key(
         {}, "URL prefix of an index → prefixes tried before it, in this order.",
@@ -154,6 +161,8 @@ class Site:
     name: str = "none"
     files: tuple[Path, ...] = ()
     store: Path = Path("/nonexistent/envbuild")
+    cache: str = ""
+    cache_mode: str = "read"
     recipe_folders: tuple[Path, ...] = ()
     mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     indexes: Mapping[str, str] = field(default_factory=dict)
@@ -207,6 +216,7 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
         settings = decode(document, SiteFile)
         if settings.store is not None:
             tables["store"] = _path(settings.store, file, env)
+        tables |= {name: getattr(settings, name) for name in ("cache", "cache_mode") if name in document.data}
         recipes += [_path(folder, file, env) for folder in settings.recipes]
         for table, given in document.data.items():
             if not isinstance(given, dict):
@@ -274,7 +284,8 @@ def _resolved(table: Any, file: Path, env: Mapping[str, str]) -> Any:
         case DebianTable(keyring=keyring) if keyring:
             return replace(table, keyring=str(_path(keyring, file, env)))
         case TrustTable():
-            return replace(table, signers=tuple(str(_path(signer, file, env)) for signer in table.signers))
+            signers, others = ([str(_path(f, file, env)) for f in g] for g in (table.signers, table.cache_signers))
+            return replace(table, signers=tuple(signers), cache_signers=tuple(others))
         case jobs.PathsTable():
             return jobs.PathsTable(**{name: _with_user(path, env) for name, path in asdict(table).items()})
         case jobs.ContainerTable():

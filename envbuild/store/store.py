@@ -11,6 +11,8 @@ blobs/                         layers and manifests of images, Debian packages (
 layers/ bases/ listings/       metadata of blobs: the inputs of layers, checks of bases, the contents of layers
 segments/                      layers compressed as parts of a squashfs
 built/ builders/ pythons/      built source layers, builder images, interpreters
+maps/                          which parts of image files are those of segments
+facts/                         what builds need to know of wheels whose layers exist
 digests/                       sha256 of files since the boot, by path and stat
 recipes/                       what the builds of each recipe have used
 seals/                         stat of the files of verified environments
@@ -37,12 +39,13 @@ from envbuild.resources import this_boot
 
 if TYPE_CHECKING:
     from envbuild.image.blobs import Blobs
+    from envbuild.store.entry import ResultCache
 
 _STALE_S = 7 * 86400
 # The folders in which `replacing`, blobs and `file_lock` write; a kill leaves files called .new-* or *.lock there.
 _WRITTEN = (
-    "bases", "blobs/sha256", "conda/images", "conda/info", "conda/stamps", "digests", "layers", "listings", "projects",
-    "pythons", "recipes", "seals", "segments", "trainer/*",
+    "bases", "blobs/sha256", "conda/images", "conda/info", "conda/stamps", "digests", "facts", "layers", "listings",
+    "maps", "projects", "pythons", "recipes", "seals", "segments", "trainer/*",
 )  # fmt: skip
 # The folders that `working` is called for.
 _WORKING = ("building", "builders/new", "conda/linked", "docker", "launched", "layouts", "opened", "pruned", "running")
@@ -50,10 +53,15 @@ _WORKING = ("building", "builders/new", "conda/linked", "docker", "launched", "l
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Store at `root`. Its folders are created on first use. `seen` has the paths that this process has used."""
+    """Store at `root`. Its folders are created on first use. `seen` has the paths that this process has used.
+
+    `remote` is the team's cache, if a run has one. `first` is called before the first folder is created.
+    """
 
     root: Path
     seen: set[str] = field(default_factory=set, compare=False, repr=False)
+    remote: ResultCache | None = field(default=None, compare=False, repr=False)
+    first: list[Callable[[], None]] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def uv_cache(self) -> Path:
@@ -77,6 +85,8 @@ class Store:
     def folder(self, *parts: str) -> Path:
         """Return a folder of the store; create it if missing. Raises BuildError when it cannot be created."""
         path = self.root.joinpath(*parts)
+        while self.first:
+            self.first.pop()()
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -55,6 +55,9 @@ _KINDS = (
     _Kind("sources", "sources/*"),
     _Kind("built layers", "built/*"),
     _Kind("builder images", "builders/*.sqsh", ("builders/{}.json",)),
+    _Kind("lists of conda packages", "conda/images/*.json", noted=False),
+    _Kind("maps of image files", "maps/*.json", noted=False),
+    _Kind("facts of wheels", "facts/*.json", noted=False),
     _Kind("contents of layers", "listings/*.members", noted=False),
     _Kind("seals of environments", "seals/*.json", noted=False),
 )

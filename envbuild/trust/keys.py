@@ -21,20 +21,21 @@ from envbuild.files import read_regular
 _MAKE = "openssl genpkey -algorithm ed25519 -out key.pem && openssl pkey -in key.pem -pubout -out key.pub"
 
 
-def load_signer(named: str, public: Path | None, passphrase: Callable[[], str]) -> Signer:
+def load_signer(named: str, public: Path | None, passphrase: Callable[[], str], option: str = "--key") -> Signer:
     """Return the signer with the private key `named`: a PEM file, or the URI of a KMS, which needs its `public` key.
 
-    `passphrase` is called for an encrypted file. Raises UsageError, which never contains the key.
+    `passphrase` is called for an encrypted file; `option` is what named the key. Raises UsageError, which never
+    contains the key.
     """
     scheme, colon, _ = named.partition(":")
     if colon and scheme in SIGNER_FOR_URI_SCHEME and not Path(named).exists():
         if public is None:
-            raise UsageError(f"--key {scheme}:…: its public key is not known", "give --public-key FILE")
+            raise UsageError(f"{option} {scheme}:…: its public key is not known", "give --public-key FILE")
         try:
             return Signer.from_priv_key_uri(named, load_public(public))
         except Exception as error:
             raise UsageError(
-                f"--key {scheme}:…: {error}", "see securesystemslib's signers for what it needs"
+                f"{option} {scheme}:…: {error}", "see securesystemslib's signers for what it needs"
             ) from error
     try:
         data = read_regular(named)
@@ -43,17 +44,17 @@ def load_signer(named: str, public: Path | None, passphrase: Callable[[], str]) 
         except TypeError:  # it is encrypted
             key = load_pem_private_key(data, passphrase().encode())
     except OSError as error:
-        raise UsageError(f"--key {named}: {error.strerror}", f"make one: {_MAKE}") from error
+        raise UsageError(f"{option} {named}: {error.strerror}", f"make one: {_MAKE}") from error
     except (ValueError, UnsupportedAlgorithm) as error:
         raise UsageError(
-            f"--key {named}: no private key in PEM form, or its passphrase is wrong", f"make one: {_MAKE}"
+            f"{option} {named}: no private key in PEM form, or its passphrase is wrong", f"make one: {_MAKE}"
         ) from error
     if not isinstance(key, Ed25519PrivateKey | EllipticCurvePrivateKey):
-        raise UsageError(f"--key {named}: neither an Ed25519 nor an ECDSA key", f"make one: {_MAKE}")
+        raise UsageError(f"{option} {named}: neither an Ed25519 nor an ECDSA key", f"make one: {_MAKE}")
     try:
         return CryptoSigner(key)
     except ValueError as error:
-        raise UsageError(f"--key {named}: {error}", f"make one: {_MAKE}") from error
+        raise UsageError(f"{option} {named}: {error}", f"make one: {_MAKE}") from error
 
 
 def load_public(path: Path) -> Key:

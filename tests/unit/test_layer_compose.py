@@ -91,7 +91,7 @@ def test_a_layers_key_changes_when_and_only_when_what_decides_it_does() -> None:
     for changed in alone:
         assert not {part.key for part in parts(wheels, **changed)} & set(known)
     # where things lie decides nothing
-    moved = [dataclasses.replace(wheel, path=Path("/elsewhere")) for wheel in wheels]
+    moved = [dataclasses.replace(wheel, place=Path("/elsewhere")) for wheel in wheels]
     same = dataclasses.replace(COMPILER, python="/another/python")
     assert [part.key for part in parts(moved, compiler=same)] == known
     for field in ("name", "version", "sha256"):
@@ -210,7 +210,7 @@ def test_a_workdir_that_every_base_has_keeps_its_mode(folder: str, expected: dic
 def test_the_environments_key_covers_all_that_decides_it(tmp_path: Path) -> None:
     trainer = located(make_wheel(tmp_path, "ddp-train"))
     known = environment(trainer).key
-    assert environment(dataclasses.replace(trainer, path=Path("/gone"))).key == known
+    assert environment(dataclasses.replace(trainer, place=Path("/gone"))).key == known
     changes: list[dict[str, Any]] = [
             {"interpreter": "/usr/bin/python3"}, {"python_version": "3.11.9"}, {"state": "{}"},
             {"compiler": None}, {"mtime": 1}, {"system_packages": True}, {"folders": ["/w"]},

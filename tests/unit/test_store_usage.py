@@ -156,6 +156,24 @@ def test_a_run_registers_itself_and_its_recipe(store: Store, monkeypatch: pytest
     assert names(list(filter(own_items(store, "mine"), items(store)))) == [f"wheels/{sha256}"]
 
 
+def test_the_first_run_of_a_store_registers_itself_when_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "new"
+    monkeypatch.setenv("ENVBUILD_STORE", str(root))
+    with load_environment().with_tmpdir():
+        pass
+    assert not root.exists()  # nothing was written
+    with load_environment().with_tmpdir() as environment:
+        sha256 = wheel(environment.store, b"wheel")
+        assert len(list((root / "running").iterdir())) == 1
+        time.sleep(0.02)  # the clock of file systems is coarse
+        assert names(remove(Store(root), items(Store(root))).held) == [f"wheels/{sha256}"]
+    assert not list((root / "running").iterdir())
+    time.sleep(0.02)
+    assert names(remove(Store(root), items(Store(root))).removed) == [f"wheels/{sha256}"]
+
+
 def test_a_store_that_cannot_be_written_is_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.root.parent.joinpath("file").write_text("")
     monkeypatch.setenv("ENVBUILD_STORE", str(store.root.parent / "file/store"))

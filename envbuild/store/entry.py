@@ -1,0 +1,189 @@
+"""Entries of a remote cache: the files of one result in the store, as a manifest in a registry.
+
+It is an image manifest with an artifact type and an empty configuration (OCI image specification 1.1, "Guidelines for
+Artifact Usage"); its tag is the kind of the result and the digest of its inputs, its layers are the files. An entry is
+signed by an in-toto statement on the sha256 of its files whose predicate is kind and key. Without signers, everybody
+who may write to the registry is trusted; the files' own seals, which contain their names, then tell entries that were
+mixed up.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from envbuild.files import parse_json
+from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical, digest_of, is_digest
+
+if TYPE_CHECKING:
+    from securesystemslib.signer import Key, Signer
+
+T = TypeVar("T")
+# The files of an entry in the store, by its kind; `{}` is its key. The last one marks a complete result.
+KINDS = {
+    "layer": ("layers/{}.members", "layers/{}.json"),
+    "segment": ("segments/{}.data", "segments/{}.json", "segments/{}.index"),
+    "builder": ("builders/{}.sqsh", "builders/{}.json"),
+    "built": ("partial/built-{}.tar.gz",),
+    "wheel": ("facts/{}.json",),
+    "conda": ("conda/images/{}.json",),
+    "recipe": ("partial/recipe-{}.json",),
+}
+EMPTY = Descriptor("application/vnd.oci.empty.v1+json", digest_of(b"{}"), 2)
+FILE_TYPE = "application/vnd.envbuild.file.v1"
+_PREDICATE = "urn:envbuild:cache-entry:1"
+_TITLE, _SIGNATURE, _SECONDS = "org.opencontainers.image.title", "org.envbuild.signature", "org.envbuild.seconds"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """A result in the store: its `kind`, a key of KINDS, and the digest of its inputs."""
+
+    kind: str
+    key: str
+
+    @property
+    def tag(self) -> str:
+        """The tag of the entry in the registry."""
+        return f"{self.kind}-{self.key}"
+
+    @property
+    def artifact_type(self) -> str:
+        """The type of the manifest."""
+        return f"application/vnd.envbuild.{self.kind}.v1"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files' paths in the store."""
+        return tuple(name.format(self.key) for name in KINDS[self.kind])
+
+
+@dataclass(frozen=True, slots=True)
+class EntryFile:
+    """A file of an entry: its path in the store, sha256 (sha256:…), bytes, and its content if that is known."""
+
+    name: str
+    digest: str
+    size: int
+    content: bytes | None = None
+
+
+class ResultCache(Protocol):
+    """Where the results of others are: a remote cache."""
+
+    def expect(self, entries: Sequence[CacheEntry]) -> None:
+        """Begin to fetch `entries`, for which `bring` will be called."""
+        ...
+
+    def bring(self, entry: CacheEntry) -> bool:
+        """Fetch `entry` into the store, and return whether the cache had it; the caller checks what it says."""
+        ...
+
+    def refuse(self, entry: CacheEntry) -> None:
+        """Say that `entry`, which was brought, is wrong and is made here."""
+        ...
+
+    def offer(self, entry: CacheEntry, seconds: float, blobs: Sequence[str] = ()) -> None:
+        """Begin to upload `entry`, which was made in `seconds`, with `blobs` of the store (digests)."""
+        ...
+
+
+def shared(
+    entry: CacheEntry, remote: ResultCache | None, known: Callable[[], T | None], make: Callable[[], T],
+    blobs: Callable[[T], Sequence[str]] = lambda _: (),
+) -> T:  # fmt: skip
+    """Return what `known` finds in the store, fetched from the cache `remote` if that has it; else `make` it.
+
+    What is made is offered to the cache, with the `blobs` of the result.
+    """
+    if (found := known()) is not None:
+        return found
+    if remote is not None and remote.bring(entry):
+        if (found := known()) is not None:
+            return found
+        remote.refuse(entry)
+    begun = time.monotonic()
+    made = make()
+    if remote is not None:
+        remote.offer(entry, time.monotonic() - begun, blobs(made))
+    return made
+
+
+def render_entry(entry: CacheEntry, files: Sequence[EntryFile], seconds: float, signer: Signer | None) -> bytes:
+    """Return the manifest of `entry`, signed if there is a signer."""
+    annotations = {_SECONDS: f"{seconds:.3f}"}
+    if signer is not None:
+        from envbuild.trust.bundle import sign
+
+        annotations[_SIGNATURE] = sign(_statement(entry, files), signer).decode()
+    layers = []
+    for file in files:
+        row: dict[str, Any] = {"mediaType": FILE_TYPE, "digest": file.digest, "size": file.size}
+        if file.content is not None:
+            row["data"] = base64.b64encode(file.content).decode()
+        layers.append({**row, "annotations": {_TITLE: file.name}})
+    return canonical({
+        "schemaVersion": 2, "mediaType": OCI_MANIFEST, "artifactType": entry.artifact_type,
+        "config": EMPTY.as_json(), "layers": layers, "annotations": annotations,
+    })  # fmt: skip
+
+
+def _statement(entry: CacheEntry, files: Sequence[EntryFile]) -> bytes:
+    from envbuild.trust.bundle import statement
+
+    return statement({file.name: file.digest for file in files}, _PREDICATE, {"kind": entry.kind, "key": entry.key})
+
+
+def read_entry(raw: bytes, entry: CacheEntry, signers: Sequence[Key] = ()) -> tuple[list[EntryFile], float]:
+    """Return the files of `entry` in the order in which they are put in place, and the seconds that it took to make.
+
+    Raises ValueError for a manifest that is not of this entry, or that none of `signers` has signed if there are any.
+    """
+    try:
+        found = parse_json(raw)
+        if found["artifactType"] != entry.artifact_type:
+            raise ValueError(f"it is {found['artifactType']!r:.80}")
+        files = {file.name: file for file in map(_read_file, found["layers"])}
+        annotations = found["annotations"]
+        seconds = float(annotations[_SECONDS])
+        bundle = annotations.get(_SIGNATURE)
+    except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise ValueError(f"its manifest has another form: {error!r:.80}") from error
+    blobs = [file for file in files.values() if file.name == f"blobs/sha256/{file.digest.partition(':')[2]}"]
+    if files.keys() != {*entry.files, *(blob.name for blob in blobs)} or len(files) != len(found["layers"]):
+        raise ValueError("it has other files")
+    if blobs and entry.kind != "layer":
+        raise ValueError("it has a blob")
+    if signers:
+        _check_signature(bundle, entry, list(files.values()), signers)
+    ordered = [*blobs, *(files[name] for name in entry.files)]
+    return ordered, seconds if 0 <= seconds < 1e6 else 0.0
+
+
+def _read_file(row: Mapping[str, Any]) -> EntryFile:
+    digest, size, data = row["digest"], row["size"], row.get("data")
+    if not is_digest(digest) or type(size) is not int or size < 0:
+        raise ValueError("a file without digest or size")
+    content = None if data is None else base64.b64decode(data, validate=True)
+    if content is not None and (len(content), digest_of(content)) != (size, digest):
+        raise ValueError("a file with another digest")
+    return EntryFile(str(row["annotations"][_TITLE]), digest, size, content)
+
+
+def _check_signature(bundle: Any, entry: CacheEntry, files: Sequence[EntryFile], signers: Sequence[Key]) -> None:
+    from envbuild.trust.bundle import opened
+
+    if not isinstance(bundle, str):
+        raise ValueError("it is not signed")
+    found, by = opened(bundle.encode(), signers)
+    if by is None:
+        raise ValueError("no signer of the cache has signed it")
+    told = json.loads(_statement(entry, files))
+    rows = {row["name"]: row["digest"] for row in found["subject"]}
+    same = rows == {row["name"]: row["digest"] for row in told["subject"]} and len(rows) == len(found["subject"])
+    if not same or (found["predicateType"], found["predicate"]) != (told["predicateType"], told["predicate"]):
+        raise ValueError("its signature is of another entry")

@@ -1,0 +1,245 @@
+"""Results of builds in a registry: the cache that a team shares (its entries: store/entry.py).
+
+A cache never makes a build fail: what it lacks, and what it has wrong, is made here.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envbuild.atomic import replacing
+from envbuild.cache.retry import NotFound, RequestFailed, Stopped
+from envbuild.errors import BuildError
+from envbuild.image.blobs import BlobFiles
+from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
+from envbuild.image.registry import Registry, manifest_of
+from envbuild.progress import human_size, log
+from envbuild.store.entry import EMPTY, FILE_TYPE, CacheEntry, EntryFile, read_entry, render_entry
+from envbuild.workers import Answer, Workers
+
+if TYPE_CHECKING:
+    from securesystemslib.signer import Key, Signer
+
+    from envbuild.store.store import Store
+
+# Files up to this size are in the manifest too: one request instead of two.
+_INLINE = 4096
+_DOWNLOADS, _UPLOADS = 6, 2
+# Requests that may fail before the cache is left out of the run.
+_FAILURES = 3
+# An entry that comes with fewer bytes per second, after the first seconds, is made here.
+_SLOWEST, _PATIENCE_S = 100_000, 10.0
+# How long uploads may go on after the last result was made.
+_FLUSH_S = 600.0
+
+
+@dataclass(slots=True)
+class CacheUse:
+    """What a run had from the cache and gave to it; `saved_s` is how long others took to make what it had."""
+
+    hits: int = 0
+    misses: int = 0
+    refused: int = 0
+    fetched_bytes: int = 0
+    saved_s: float = 0.0
+    uploaded: int = 0
+    uploaded_bytes: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{self.hits} results fetched, {human_size(self.fetched_bytes)}"] if self.hits else []
+        parts += [f"{self.saved_s:.0f} s saved"] if self.saved_s >= 1 else []
+        parts += [f"{self.misses} missing"] if self.misses else []
+        parts += [f"{self.refused} refused"] if self.refused else []
+        parts += [f"{self.uploaded} uploaded, {human_size(self.uploaded_bytes)}"] if self.uploaded else []
+        return ", ".join(parts)
+
+
+@dataclass
+class RemoteCache:
+    """The cache in the repository of `registry` for results of `store`.
+
+    With `signers`, only entries with a signature of one of these keys are used; `signer` signs those that are written.
+    """
+
+    registry: Registry
+    store: Store
+    reads: bool
+    writes: bool
+    signers: Sequence[Key] = ()
+    signer: Signer | None = None
+    use: CacheUse = field(default_factory=CacheUse)
+
+    def __post_init__(self) -> None:
+        self._stop, self._lock, self._failures = threading.Event(), threading.Lock(), 0
+        self._expected: dict[str, Answer[bool]] = {}
+        self._uploads: list[Answer[None]] = []
+        self._downloading, self._uploading = Workers(_DOWNLOADS), Workers(_UPLOADS)
+
+    def expect(self, entries: Sequence[CacheEntry]) -> None:
+        """See `ResultCache`, as of the methods that follow."""
+        for entry in entries:
+            if self.reads and entry.tag not in self._expected:
+                self._expected[entry.tag] = self._downloading.submit(self._fetch, entry)
+
+    def bring(self, entry: CacheEntry) -> bool:
+        if not self.reads:
+            return False
+        answer = self._expected.pop(entry.tag, None)
+        return answer.result() if answer else self._fetch(entry)
+
+    def refuse(self, entry: CacheEntry, why: str = "its files are damaged or those of another entry") -> None:
+        log(f"the cache's {entry.tag} is refused: {why}; it is made here")
+        with self._lock:
+            self.use.refused += 1
+
+    def offer(self, entry: CacheEntry, seconds: float, blobs: Sequence[str] = ()) -> None:
+        if self.writes:
+            self._uploads.append(self._uploading.submit(self._push, entry, seconds, tuple(blobs)))
+
+    def has(self, entry: CacheEntry) -> bool:
+        """Return whether the registry has `entry`, signed as needed. Raises BuildError when the request fails."""
+        try:
+            raw = self.fetch_manifest(entry.tag)
+            return raw is not None and bool(read_entry(raw, entry, self.signers))
+        except ValueError:
+            return False
+        except RequestFailed as error:
+            raise BuildError(f"{self.registry.reference.name}:{entry.tag}: {error}") from error
+
+    def flush(self) -> None:
+        """Wait until what was made is uploaded."""
+        if any(not one.ready() for one in self._uploads):
+            log(f"uploading to the cache {self.registry.reference.name}")
+            end = time.monotonic() + _FLUSH_S
+            while not all(one.ready() for one in self._uploads) and time.monotonic() < end:
+                time.sleep(0.05)
+
+    def close(self, *, wait: bool) -> None:
+        """End the transfers; `wait` until what was made is uploaded. Log what the run had from the cache."""
+        if wait:
+            self.flush()
+        self._stop.set()
+        for workers in (self._downloading, self._uploading):
+            workers.close(0.5)
+        self.registry.close()
+        if told := str(self.use):
+            log(f"cache: {told}")
+
+    def fetch_manifest(self, tag: str) -> bytes | None:
+        """Return the manifest of `tag`, None if the registry does not have it. Raises RequestFailed."""
+        try:
+            return manifest_of(self.registry.endpoint, tag)[0]
+        except NotFound:
+            return None
+
+    def _fetch(self, entry: CacheEntry) -> bool:
+        if self._failures >= _FAILURES or self._stop.is_set():
+            return False
+        pace = _Pace()
+        try:
+            raw = self.fetch_manifest(entry.tag)
+            if raw is None:
+                self._count(misses=1)
+                return False
+            files, seconds = read_entry(raw, entry, self.signers)
+            places = [(file, self._received(file, pace)) for file in files]
+            for file, place in places:
+                self._put(file, place)
+        except ValueError as error:
+            self.refuse(entry, str(error))
+            return False
+        except (RequestFailed, BuildError, OSError, Stopped) as error:
+            self._failed(error)
+            return False
+        self._count(hits=1, fetched_bytes=sum(file.size for file in files), saved_s=seconds)
+        return True
+
+    def _received(self, file: EntryFile, pace: _Pace) -> Path | None:
+        """Download a file to the blobs of the store, and return its path there; None if its content is known."""
+        if file.content is not None:
+            return None
+        blob = Descriptor(FILE_TYPE, file.digest, file.size)
+        return self.registry.fetch_blob(blob, self.store.blobs, pace.count, self._stop)
+
+    def _put(self, file: EntryFile, received: Path | None) -> None:
+        place = self.store.root / file.name
+        self.store.folder(*file.name.split("/")[:-1])
+        if received is None:
+            assert file.content is not None
+            with replacing(place) as temporary:
+                temporary.write_bytes(file.content)
+        elif received != place:
+            os.replace(received, place)
+        self.store.digests.record(place, file.digest.partition(":")[2])
+
+    def _push(self, entry: CacheEntry, seconds: float, blobs: Sequence[str]) -> None:
+        if self._failures >= _FAILURES:
+            return
+        try:
+            sent = self.upload(entry, seconds, blobs)
+        except (RequestFailed, BuildError, OSError, Stopped) as error:
+            self._failed(error)
+        else:
+            self._count(uploaded=1, uploaded_bytes=sent)
+
+    def upload(self, entry: CacheEntry, seconds: float, blobs: Sequence[str]) -> int:
+        """Upload `entry` (see `offer`), and return the bytes that the registry lacked. Raises as `Registry.push`."""
+        paths = {name: self.store.root / name for name in entry.files}
+        paths |= {f"blobs/sha256/{one.partition(':')[2]}": self.store.blobs.path(one) for one in blobs}
+        files = [_entry_file(name, path, self.store) for name, path in paths.items()]
+        manifest = render_entry(entry, files, seconds, self.signer)
+        descriptors = [EMPTY, *(Descriptor(FILE_TYPE, file.digest, file.size) for file in files)]
+        places = {file.digest: paths[file.name] for file in files} | {EMPTY.digest: self._empty()}
+        pushed = self.registry.push(BlobFiles(places), descriptors, manifest, OCI_MANIFEST, entry.tag)
+        if entry.kind in ("built", "recipe"):  # made for the upload
+            for path in paths.values():
+                path.unlink(missing_ok=True)
+        return pushed.uploaded_bytes
+
+    def _empty(self) -> Path:
+        return self.store.blobs.path(self.store.blobs.add(b"{}"))
+
+    def _count(self, **counts: float) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self.use, name, getattr(self.use, name) + count)
+
+    def _failed(self, error: Exception) -> None:
+        """Note a failed request; after some, or one that says that no other can succeed, leave the cache out."""
+        if isinstance(error, Stopped):
+            return
+        with self._lock:
+            before = self._failures
+            self._failures += _FAILURES if isinstance(error, RequestFailed) and error.is_down else 1
+            said = before < _FAILURES <= self._failures
+        if said:
+            name, why = self.registry.reference.name, str(error).partition("\n")[0]
+            log(f"the cache {name} is left out of this run, and what is missing is made here: {why}")
+
+
+@dataclass(slots=True)
+class _Pace:
+    """The speed of one entry's download: `count` raises RequestFailed when it is too slow to wait for."""
+
+    begun: float = field(default_factory=time.monotonic)
+    received: int = 0
+
+    def count(self, received: int) -> None:
+        self.received += received
+        elapsed = time.monotonic() - self.begun
+        if elapsed > _PATIENCE_S and self.received < (elapsed - _PATIENCE_S) * _SLOWEST:
+            raise RequestFailed(f"slower than {human_size(_SLOWEST)} a second", answered=True)
+
+
+def _entry_file(name: str, path: Path, store: Store) -> EntryFile:
+    size = path.stat().st_size
+    if size <= _INLINE:
+        content = path.read_bytes()
+        return EntryFile(name, digest_of(content), len(content), content)
+    return EntryFile(name, f"sha256:{store.digests.of(path)}", size)

@@ -1,0 +1,324 @@
+"""A team's cache in a real registry: what one store made, another has; no fault of the registry makes a build fail."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import os
+import random
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab import registry as lab_registry
+from lab.fake_registry import Call, fake_registry
+
+from envbuild.cache.http import Transport
+from envbuild.image.blobs import Blobs
+from envbuild.image.model import OCI_MANIFEST, Descriptor
+from envbuild.image.registry import Registry, open_registry
+
+from .conftest import Command, link_tree, own_copy
+from .test_store import layer, write_archive
+
+# All faults at all requests: CACHE_FAULTS=all pytest tests/real/test_cache.py
+ALL = os.environ.get("CACHE_FAULTS") == "all"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[lab_registry.Lab]:
+    if (reason := lab_registry.missing()) is not None:
+        pytest.skip(reason)
+    with lab_registry.registry(tmp_path / "registry") as running:
+        yield running
+
+
+def command(
+    folder: Path, store: str, address: str, mode: str = "readwrite", trust: str = "", key: str = "", name: str = "cache"
+) -> Command:
+    """The command with a store of its own, and the cache at `address`, for which the site's [trust] says `trust`."""
+    site = folder / f"{store}.toml"
+    site.write_text(f'cache = "oci://{address}/team/{name}"\n[registries."{address}"]\ninsecure = true\n{trust}')
+    env = {"ENVBUILD_STORE": str(folder / store), "ENVBUILD_SITE": str(site), "ENVBUILD_CACHE_MODE": mode}
+    return Command(folder, {**env, "ENVBUILD_CACHE_KEY": key} if key else env)
+
+
+def convert(run: Command, out: str) -> tuple[str, str]:
+    """An image file from a small docker archive; its digest, and what was said."""
+    line = ("enroot", "--from", "docker-archive:small.tar", "--target", "cpu-x86_64", "--out", out, "--json")
+    done = run(*line)
+    assert done.returncode == 0, done.stderr
+    return str(json.loads(done.stdout)["digest"]), done.stderr
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    chance = random.Random(5)
+    write_archive(tmp_path / "small.tar", [layer(chance, "etc/one", "usr/two"), layer(chance, "srv/three")])
+    return tmp_path
+
+
+def keys(folder: Path, name: str) -> tuple[Path, Path]:
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", private], check=True)
+    subprocess.run(["openssl", "pkey", "-in", private, "-pubout", "-out", public], check=True)
+    return private, public
+
+
+def opened(address: str) -> Registry:
+    return open_registry(f"{address}/team/cache", Transport(insecure=frozenset({address})), {})
+
+
+def test_one_store_makes_and_another_fetches_what_is_signed(small: Path, server: lab_registry.Lab) -> None:
+    private, public = keys(small, "ci")
+    other, _ = keys(small, "other")
+    trust = f'[trust]\ncache_signers = ["{public}"]\n'
+    made, said = convert(command(small, "one", server.address, trust=trust, key=str(private)), "one.sqsh")
+    assert "2 uploaded" in said and "2 missing" in said
+    fetched, said = convert(command(small, "two", server.address, "read", trust), "two.sqsh")
+    assert fetched == made and "2 results fetched" in said and "layer:" not in said
+    assert (small / "one.sqsh").read_bytes() == (small / "two.sqsh").read_bytes()
+    shown = command(small, "two", server.address, "read", trust).json("cache", "status")
+    assert shown["entries"] == {"segment": 2} and not shown["signs"]
+    told = command(small, "two", server.address, "read", trust)("site", "check", "--json")
+    assert "2 entries" in told.stdout and "[trust] cache_signers" in told.stdout, told.stdout
+    # Somebody who may write to the registry, but has another key, replaces an entry by one that is right in itself.
+    evil = small / "evil"
+    evil.mkdir()
+    chance = random.Random(6)
+    write_archive(evil / "small.tar", [layer(chance, "etc/one", "usr/two"), layer(chance, "srv/three")])
+    convert(command(evil, "store", server.address, key=str(other)), "evil.sqsh")
+    registry = opened(server.address)
+    tags = sorted(tag for tag in registry.tags() if tag.startswith("segment-"))
+    assert len(tags) == 4
+    honest = {tag: registry.manifest(tag)[0] for tag in tags}
+    for one, another in itertools.permutations(tags, 2):
+        registry.put_manifest(honest[another], OCI_MANIFEST, one)  # a moved tag
+    again, said = convert(command(small, "three", server.address, "read", trust), "three.sqsh")
+    assert again == made and said.count("is refused") == 2 and "2 refused" in said
+
+
+def test_a_damaged_entry_is_refused_without_signers_too(small: Path, server: lab_registry.Lab) -> None:
+    made, _ = convert(command(small, "one", server.address), "one.sqsh")
+    registry = opened(server.address)
+    (small / "blobs").mkdir()
+    blobs = Blobs(small / "blobs")
+    for number, tag in enumerate(registry.tags()):
+        value: dict[str, Any] = json.loads(registry.manifest(tag)[0])
+        row = value["layers"][number]  # the data of one, the note of the other
+        row.pop("data", None)
+        content = bytes(row["size"])
+        row["digest"] = blobs.add(content)
+        raw = json.dumps(value).encode()
+        registry.push(blobs, [Descriptor("x", row["digest"], len(content))], raw, OCI_MANIFEST, tag)
+    again, said = convert(command(small, "two", server.address), "two.sqsh")
+    assert again == made and said.count("is refused") == 2 and "2 uploaded" in said
+    fetched, said = convert(command(small, "three", server.address), "three.sqsh")
+    assert fetched == made and "2 results fetched" in said  # it was replaced
+
+
+def through(address: str, fault: Callable[[Call, int], bool]) -> Callable[[Call], None]:
+    """A script that passes requests on to the registry at `address`, except those that `fault` answers."""
+    numbers, lock = itertools.count(), threading.Lock()
+
+    def script(call: Call) -> None:
+        with lock:
+            number = next(numbers)
+        if fault(call, number):
+            return
+        line = http.client.HTTPConnection(address)
+        line.request(call.command, call.path, call.content(), dict(call.headers.items()))
+        answer = line.getresponse()
+        body = answer.read()
+        kept = ("Location", "Content-Type", "Docker-Content-Digest", "Range", "Docker-Upload-UUID", "Content-Range")
+        headers = {name: value for name in kept if (value := answer.headers.get(name)) is not None}
+        call.reply(answer.status, body, **headers)
+        line.close()
+
+    return script
+
+
+def killed(call: Call) -> None:
+    call.cut()
+
+
+def full(call: Call) -> None:
+    call.content()
+    call.reply(507, b'{"errors": [{"code": "UNKNOWN", "message": "no space left on device"}]}')
+
+
+def garbage(call: Call) -> None:
+    call.content()
+    call.reply(200, random.Random(1).randbytes(3000), Location="::", Content_Type="text/html")
+
+
+def short(call: Call) -> None:
+    call.content()
+    call.reply(200, b"{}", promise=100_000)
+
+
+FAULTS = (killed, full, garbage, short)
+
+
+def test_a_fault_at_any_request_leaves_every_build_well(small: Path, server: lab_registry.Lab) -> None:
+    wanted, _ = convert(Command(small, {"ENVBUILD_STORE": str(small / "none")}), "wanted.sqsh")
+    runs = 0
+
+    def build(fault: Callable[[Call, int], bool], name: str = "cache") -> int:
+        nonlocal runs
+        runs += 1
+        with fake_registry(through(server.address, fault)) as proxy:
+            made, _ = convert(command(small, f"store{runs}", proxy.address, name=name), f"{runs}.sqsh")
+        assert made == wanted
+        return len(proxy.seen)
+
+    def at(number: int, wrong: Callable[[Call], None]) -> Callable[[Call, int], bool]:
+        def fault(call: Call, seen: int) -> bool:
+            if seen == number:
+                wrong(call)
+            return seen == number
+
+        return fault
+
+    def always(wrong: Callable[[Call], None]) -> Callable[[Call, int], bool]:
+        def fault(call: Call, seen: int) -> bool:
+            if seen >= 2:
+                wrong(call)
+            return seen >= 2
+
+        return fault
+
+    writes, reads = build(lambda _call, _number: False), build(lambda _call, _number: False)
+    assert writes > 2 * reads >= 8
+    for number in range(reads):
+        for wrong in FAULTS if ALL else [FAULTS[number % len(FAULTS)]]:
+            build(at(number, wrong))
+    for number in range(writes) if ALL else range(1, writes, 4):  # a repository that is empty each time
+        for wrong in FAULTS if ALL else [FAULTS[number // 4 % len(FAULTS)]]:
+            build(at(number, wrong), f"{wrong.__name__}{number}")
+    for wrong in FAULTS:
+        build(always(wrong))
+
+
+def test_a_cache_that_is_gone_or_silent_costs_little(small: Path) -> None:
+    made, said = convert(command(small, "one", "127.0.0.1:9"), "one.sqsh")  # nobody listens there
+    assert "is left out of this run" in said and said.count("left out") == 1
+    assert made == convert(Command(small, {"ENVBUILD_STORE": str(small / "two")}), "two.sqsh")[0]
+    offline = command(small, "three", "127.0.0.1:9")
+    done = offline("enroot", "pt_cpu", "--offline", "--locked", "--out", "x.sqsh")
+    assert "cache" not in done.stderr
+
+
+def test_an_empty_store_gets_all_of_a_recipe(
+    squash: dict[str, Any], session_store: Path, tmp_path: Path, server: lab_registry.Lab
+) -> None:
+    """pt_cpu's .sqsh in an empty store: nothing is made, no wheel is fetched, and the bytes are the same."""
+    line = ("enroot", "pt_cpu", "--locked", "--no-verify", "--out", "again.sqsh")
+    link_tree(session_store, tmp_path / "full")
+    full = command(tmp_path, "full", server.address)
+    full.folder = squash["command"].folder
+    pushed = full.json("cache", "push", "pt_cpu")["recipes"][0]
+    assert pushed["entries"] > 10 and pushed["uploaded_bytes"] > 50_000_000
+    assert full.json("cache", "push", "pt_cpu")["recipes"][0]["uploaded_bytes"] == 0
+    empty = command(tmp_path, "empty", server.address, "read")
+    empty.folder = squash["command"].folder
+    done = empty(*line[:-1], tmp_path / "again.sqsh", "--json", PIP_NO_INDEX="1", PIP_FIND_LINKS="")
+    assert done.returncode == 0, done.stderr
+    assert "layer:" not in done.stderr and " fetched" in done.stderr, done.stderr
+    assert json.loads(done.stdout)["digest"] == squash["enroot"]["digest"]
+    assert not (tmp_path / "empty" / "wheels").exists()
+    # One who only wants to have it all, for later.
+    pulled = command(tmp_path, "pulled", server.address, "read")
+    assert pulled.json("cache", "pull", "pt_cpu")["recipes"][0]["entries"] == pushed["entries"]
+    pulled.folder = squash["command"].folder
+    offline = pulled(*line[:-1], tmp_path / "off.sqsh", "--offline", "--json", PIP_NO_INDEX="1", PIP_FIND_LINKS="")
+    assert offline.returncode == 0, offline.stderr
+    assert json.loads(offline.stdout)["digest"] == squash["enroot"]["digest"]
+
+
+def test_warm_fills_a_cache_from_which_an_image_comes(
+    session_store: Path, squash: dict[str, Any], tmp_path: Path, server: lab_registry.Lab
+) -> None:
+    """pt_cpu's layers as tars and as segments, uploaded; an image in an empty store is then fetched."""
+    link_tree(session_store, tmp_path / "full")
+    full = command(tmp_path, "full", server.address)
+    full.folder = squash["command"].folder
+    warmed = full.json("cache", "warm", "pt_cpu", "--locked")["recipes"][0]
+    assert warmed["layers"] > 5
+    empty = command(tmp_path, "empty", server.address, "read")
+    empty.folder = squash["command"].folder
+    made = empty("docker", "pt_cpu", "--locked", "--no-verify", "--out", f"oci:{tmp_path / 'image'}", "--json")
+    assert made.returncode == 0, made.stderr
+    assert "layer:" not in made.stderr, made.stderr
+    again = full("docker", "pt_cpu", "--locked", "--no-verify", "--out", f"oci:{tmp_path / 'other'}", "--json")
+    assert json.loads(again.stdout)["digest"] == json.loads(made.stdout)["digest"]
+
+
+def test_an_image_file_is_pulled_to_the_same_bytes_by_its_segments(
+    squash: dict[str, Any], tmp_path: Path, server: lab_registry.Lab
+) -> None:
+    builder = squash["command"]
+    site = command(tmp_path, "node", server.address).env["ENVBUILD_SITE"]
+    push = Command(builder.folder, {**builder.env, "ENVBUILD_SITE": site, "ENVBUILD_CACHE": ""})
+    node = Command(tmp_path, {"ENVBUILD_STORE": str(tmp_path / "node"), "ENVBUILD_SITE": site, "ENVBUILD_CACHE": ""})
+    tags = {kind: f"{server.address}/team/pt:{kind}" for kind in ("enroot", "apptainer")}
+    sent = {kind: push.json("push", squash[kind]["path"], tag) for kind, tag in tags.items()}
+    assert sent["apptainer"]["uploaded_bytes"] < 0.02 * Path(squash["apptainer"]["path"]).stat().st_size
+    first = node.json("pull", tags["enroot"], "--out", "pt.sqsh")
+    assert first["fetched_bytes"] > 0.9 * first["bytes"]
+    assert (tmp_path / "pt.sqsh").read_bytes() == Path(squash["enroot"]["path"]).read_bytes()
+    second = node.json("pull", sent["apptainer"]["path"], "--out", "pt.sif")  # by digest
+    assert (tmp_path / "pt.sif").read_bytes() == Path(squash["apptainer"]["path"]).read_bytes()
+    assert second["fetched_bytes"] < 0.02 * second["bytes"]
+    # Jobs take it: its receipt came with it.
+    (tmp_path / "receipt").mkdir()
+    for name, kind in (("pt.sqsh", "enroot"), ("pt.sif", "apptainer")):
+        shown = node.json("inspect", name)
+        assert shown["digest"] == squash[kind]["digest"]
+        receipt = json.loads((tmp_path / f"{name}.receipt.json").read_text())
+        assert receipt["artifact"]["path"] == str(tmp_path / name) and receipt["passed"]
+    done = node("pull", tags["enroot"], "--out", "pt.sif")
+    assert done.returncode == 2 and "ends in '.sqsh'" in done.stderr
+    done = node("pull", f"{server.address}/team/pt:none", "--out", "x.sqsh")
+    assert done.returncode == 4 and not list(tmp_path.glob("x.sqsh*"))
+    # A site that names signers takes it only when one of them has attested it.
+    private, public = keys(tmp_path, "ci")
+    with Path(site).open("a") as stream:
+        stream.write(f'[trust]\nsigners = ["{public}"]\n')
+    done = node("pull", tags["enroot"], "--out", "trusted.sqsh")
+    assert done.returncode == 5 and "no attestation" in done.stderr and not list(tmp_path.glob("trusted.sqsh*"))
+    assert push("attest", squash["enroot"]["path"], "--key", private).returncode == 0
+    try:
+        push.json("push", squash["enroot"]["path"], tags["enroot"])
+        assert node.json("pull", tags["enroot"], "--out", "trusted.sqsh")["fetched_bytes"] == 0
+        assert node("trust", "trusted.sqsh").returncode == 0
+    finally:
+        Path(f"{squash['enroot']['path']}.sigstore.json").unlink()
+
+
+def test_a_changed_line_moves_one_small_segment(
+    session_store: Path, squash: dict[str, Any], tmp_path: Path, server: lab_registry.Lab
+) -> None:
+    link_tree(session_store, tmp_path / "builder")
+    site = command(tmp_path, "builder", server.address).env["ENVBUILD_SITE"]
+    build = Command(
+        tmp_path, {"ENVBUILD_STORE": str(tmp_path / "builder"), "ENVBUILD_SITE": site, "ENVBUILD_CACHE": ""}
+    )
+    node = Command(tmp_path, {"ENVBUILD_STORE": str(tmp_path / "node"), "ENVBUILD_SITE": site, "ENVBUILD_CACHE": ""})
+    recipe = own_copy(build, "pt_cpu")
+    package = tmp_path / "mine"
+    package.mkdir()
+    (recipe / "recipe.toml").write_text((recipe / "recipe.toml").read_text() + '\n[project]\npath = "../../mine"\n')
+    moved = []
+    for line in ("one", "two"):
+        (package / "code.py").write_text(f"said = {line!r}\n")
+        build.json("enroot", "pt_cpu", "--locked", "--out", f"{line}.sqsh")
+        build.json("push", f"{line}.sqsh", f"{server.address}/team/mine:{line}")
+        pulled = node.json("pull", f"{server.address}/team/mine:{line}", "--out", "mine.sqsh")
+        assert (tmp_path / "mine.sqsh").read_bytes() == (tmp_path / f"{line}.sqsh").read_bytes()
+        moved.append(pulled["fetched_bytes"] / pulled["bytes"])
+    assert moved[0] > 0.9 and moved[1] < 0.01, moved
