@@ -16,7 +16,7 @@ from envbuild import atomic, resources
 from envbuild.artifacts.apptainer import definition, recipe_definition
 from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
 from envbuild.artifacts.image import PreparedImage, assemble, fill, run_config
-from envbuild.artifacts.squash import composed, write_sif, write_sqsh
+from envbuild.artifacts.squash import composed, spans_of, write_sif, write_sqsh
 from envbuild.artifacts.state import State
 from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
@@ -36,6 +36,7 @@ from envbuild.lock.base import pull
 from envbuild.plan.plan import Plan
 from envbuild.progress import human_size, log, transfer
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.store.pieces import Span, note_spans
 from envbuild.verify.image_file import ENROOT, image_kind, image_state, open_image_file
 from envbuild.verify.receipt import passing_receipt, receipt_path
 from envbuild.verify.runtimes import file_subject
@@ -190,6 +191,7 @@ def _natively(
 ) -> list[Result]:  # fmt: skip
     """Write the files; a SIF reuses the squashfs of a .sqsh file written before it. `text` is the definition file."""
     staged: list[Path] = []
+    spans: list[list[Span]] = []
     squashfs: Path | None = None
     tree = composed(layers, maker, config, provenance=origin, definition=text, arch=build.arch, mtime=mtime)
     with tree as root, ExitStack() as stack:
@@ -200,14 +202,15 @@ def _natively(
                 with transfer(f"writing {file.path.name}", None) as on_progress:
                     if file.kind == ENROOT:
                         write_sqsh(root, out, on_progress)
-                        squashfs = path
+                        squashfs, base = path, 0
                     else:
-                        write_sif(root, out, on_progress, squashfs)
+                        base = write_sif(root, out, on_progress, squashfs)
                 # A SIF is executable, as Apptainer's own are.
                 path.chmod(0o644 if file.kind == ENROOT else 0o755)
             log(f"  {file.path.name}: {human_size(path.stat().st_size)}")
             staged.append(path)
-        return _accept(build, staged, root.file_manifest)
+            spans.append(spans_of(root, base))
+        return _accept(build, staged, root.file_manifest, spans)
 
 
 def _beside(file: OutputFile, stack: ExitStack) -> Path:
@@ -228,14 +231,20 @@ def _by_engine(build: _Build, blobs: Blobs, manifest: Descriptor) -> list[Result
         return _accept(build, [staged])
 
 
-def _accept(build: _Build, staged: Sequence[Path], manifest: str = "") -> list[Result]:
+def _accept(
+    build: _Build, staged: Sequence[Path], manifest: str = "", spans: Sequence[Sequence[Span]] = ()
+) -> list[Result]:
     """Verify each `staged` file and move it to its path; `manifest` is the digest of the manifest of its files.
+
+    `spans` are the parts of each file that are those of segments.
 
     Raises VerificationError after keeping a file as FILE.failed.
     """
     results = []
-    for file, path in zip(build.options.files, staged, strict=True):
+    for number, (file, path) in enumerate(zip(build.options.files, staged, strict=True)):
         digest = file_digest(path)
+        if spans:
+            note_spans(build.environment.store, digest, spans[number])
         state = build.state
         if state is None:
             with suppress(UsageError):  # the image is not one of envbuild's

@@ -1,0 +1,178 @@
+"""Artifacts in registries: `push` with their receipts, `pull` to the same bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from envbuild import atomic
+from envbuild.disk_space import check_disk_space
+from envbuild.environment import Environment
+from envbuild.errors import BuildError, UsageError, VerificationError
+from envbuild.image.blobs import BlobFiles, file_digest
+from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
+from envbuild.image.registry import Pushed, Registry
+from envbuild.kinds.commit import commit
+from envbuild.progress import human_size, log, transfer
+from envbuild.store.pieces import (
+    ATTESTATION,
+    CONFIG,
+    PIECE,
+    RECEIPT,
+    FilePieces,
+    compose,
+    known_spans,
+    read_manifest,
+    read_pieces,
+    render,
+    segment_file,
+    split,
+    stored,
+)
+from envbuild.store.store import Store
+from envbuild.trust.bundle import bundle_path
+from envbuild.trust.policy import judge
+from envbuild.verify.receipt import read_receipt, receipt_path
+
+_MOST = 16 << 20  # bytes of a configuration, a receipt and an attestation
+
+
+@dataclass(frozen=True, slots=True)
+class PulledFile:
+    """A pulled image file, its digest and target, and the bytes that came over the network of those it has."""
+
+    path: Path
+    digest: str
+    target: str
+    size: int
+    fetched_bytes: int
+    receipt: Path | None
+
+
+def push_file(path: Path, kind: str, target: str, digest: str, registry: Registry, store: Store) -> tuple[str, Pushed]:
+    """Push the image file at `path`, which has this digest, with receipt and attestation beside it, to the reference.
+
+    Returns the digest of the manifest, and what was uploaded. Raises BuildError, and OSError for an unreadable file.
+    """
+    size, spans = path.stat().st_size, known_spans(store, digest)
+    names = {name: f"sha256:{stored(store, name)}" for name in {span[1] for span in spans}}
+    with store.working("opened") as folder:
+        rest = folder / "rest"
+        try:
+            pieces = split(path, spans, names, rest, size)
+        except EOFError as error:
+            raise BuildError(f"{path}: it changed while it was read", "run it again") from error
+        places = {names[name]: store.root / "segments" / f"{name}.data" for name in names}
+        literal = file_digest(rest)
+        places[literal] = rest
+        whole = tuple((literal if one is None else one, start, count) for one, start, count in pieces)
+        file = FilePieces(kind, path.name, target, digest, size, whole)
+        blobs = [Descriptor(PIECE, one, places[one].stat().st_size) for one in dict.fromkeys(p[0] for p in whole)]
+        for media, beside in ((RECEIPT, receipt_path(path)), (ATTESTATION, bundle_path(path))):
+            if beside.is_file():
+                places[one := file_digest(beside)] = beside
+                blobs.append(Descriptor(media, one, beside.stat().st_size))
+        text = json.dumps(file.as_json(), sort_keys=True).encode()
+        (folder / "config").write_bytes(text)
+        config = Descriptor(CONFIG, digest_of(text), len(text))
+        places[config.digest] = folder / "config"
+        manifest, pointer = render(config, blobs), registry.reference.pointer
+        with transfer(f"pushing {path.name}", sum(blob.size for blob in blobs)) as on_progress:
+            pushed = registry.push(
+                BlobFiles(places), [config, *blobs], manifest, OCI_MANIFEST, pointer, on_progress=on_progress
+            )
+    return digest_of(manifest), pushed
+
+
+def pull_file(registry: Registry, out: Path, environment: Environment) -> PulledFile:
+    """Pull the image file of the registry's reference to `out`, with its receipt and attestation.
+
+    What the store has of its segments is not fetched. Raises BuildError, UsageError for `out` of another kind, and
+    VerificationError when the site trusts only what signers attested, and this is not.
+    """
+    where, store = str(registry.reference), environment.store
+    config, blobs = read_manifest(registry.manifest()[0], where)
+    small = [config, *(blob for blob in blobs if blob.media_type in (RECEIPT, ATTESTATION))]
+    if any(one.size > _MOST for one in small):
+        raise BuildError(f"{where}: its receipt or configuration is larger than {human_size(_MOST)}")
+    registry.fetch_blobs(small, store.blobs, lambda _: None)
+    pieces = [blob for blob in blobs if blob.media_type == PIECE]
+    file = read_pieces(store.blobs.read(config.digest), pieces, where)
+    if out.suffix != Path(file.name).suffix:
+        raise UsageError(f"{where} is {file.name!r:.80}", f"give a path that ends in {Path(file.name).suffix!r:.20}")
+    places, wanted = _here(pieces, store)
+    fetched = sum(blob.size for blob in wanted)
+    if wanted:
+        with transfer(f"pulling {where}: {len(wanted)} of {len(pieces)} pieces", fetched) as on_progress:
+            found = registry.fetch_blobs(wanted, store.blobs, on_progress)
+        places |= {blob.digest: path for blob, path in zip(wanted, found, strict=True)}
+    final = out.absolute()
+    with ExitStack() as stack:
+        stack.enter_context(atomic.exclusive(final, log))
+        staged = stack.enter_context(atomic.staged(final)) / final.name
+        check_disk_space(staged.parent, file.size)
+        with (
+            atomic.writing(final.parent), staged.open("x+b") as stream,
+            transfer(f"writing {final.name}", file.size) as on_progress,
+        ):  # fmt: skip
+            compose(file, places, stream, on_progress)
+        staged.chmod(0o755 if final.suffix == ".sif" else 0o644)
+        if (digest := file_digest(staged)) != file.digest:
+            raise BuildError(f"{where}: its pieces are {digest}, and it says {file.digest}: it is not taken")
+        receipt = _receipt(blobs, staged, file, final, environment)
+        commit(staged, final, receipt)
+        _beside(blobs, final, store)
+    return PulledFile(final, file.digest, file.target, file.size, fetched, receipt_path(final) if receipt else None)
+
+
+def _here(pieces: Sequence[Descriptor], store: Store) -> tuple[dict[str, Path], list[Descriptor]]:
+    """Return the paths of the pieces that `store` has, as segments or from earlier pulls, and the other pieces."""
+    places = {blob.digest: store.blobs.path(blob.digest) for blob in pieces if store.blobs.has(blob)}
+    wanted = {blob.digest.partition(":")[2]: blob for blob in pieces if blob.digest not in places}
+    sizes = {blob.size for blob in wanted.values()}
+    for index in sorted((store.root / "segments").glob("*.index")):
+        data = index.with_suffix(".data")
+        if not data.is_file() or data.stat().st_size not in sizes:  # reading an index takes longer
+            continue
+        sha256 = stored(store, index.stem)
+        if sha256 in wanted and (path := segment_file(store, index.stem, sha256)) is not None:
+            places[f"sha256:{sha256}"] = path
+    return places, [blob for blob in wanted.values() if blob.digest not in places]
+
+
+def _receipt(
+    blobs: Sequence[Descriptor], staged: Path, file: FilePieces, final: Path, environment: Environment
+) -> dict[str, Any] | None:
+    """Return the receipt of the `staged` file, which is of its content, for its path `final`; None without one."""
+    store, trust = environment.store, environment.site.trust
+    receipt = None
+    _beside(blobs, staged, store)
+    for blob in blobs:
+        if blob.media_type == RECEIPT:
+            receipt_path(staged).write_bytes(store.blobs.read(blob.digest))
+            try:
+                receipt = read_receipt(receipt_path(staged))
+            except (OSError, ValueError) as error:
+                raise BuildError(f"{file.name}: its receipt cannot be understood: {error}") from error
+            if receipt["artifact"]["digest"] != file.digest:
+                raise VerificationError(f"{file.name}: its receipt is of another file", "push it again")
+    if trust.signers:
+        if receipt is None:
+            raise VerificationError(f"{file.name} has no receipt", "push it with its receipt and attestation")
+        judge(staged, receipt, trust, datetime.now(UTC))
+    if receipt is not None:
+        receipt = {**receipt, "artifact": {**receipt["artifact"], "path": str(final)}}
+    return receipt
+
+
+def _beside(blobs: Sequence[Descriptor], path: Path, store: Store) -> None:
+    """Write the attestation beside the file at `path`; remove one of another file."""
+    bundle_path(path).unlink(missing_ok=True)
+    for blob in blobs:
+        if blob.media_type == ATTESTATION:
+            atomic.write_beside(bundle_path(path), store.blobs.read(blob.digest).decode("utf-8", "replace"))
