@@ -33,10 +33,9 @@ _INLINE = 4096
 _DOWNLOADS, _UPLOADS = 6, 2
 # Requests that may fail before the cache is left out of the run.
 _FAILURES = 3
-# An entry that comes with fewer bytes per second, after the first seconds, is made here.
+# Transfers with fewer bytes per second, after the first seconds, are not waited for.
 _SLOWEST, _PATIENCE_S = 100_000, 10.0
-# How long uploads may go on after the last result was made.
-_FLUSH_S = 600.0
+_POLL_S = 0.005
 
 
 @dataclass(slots=True)
@@ -77,21 +76,34 @@ class RemoteCache:
 
     def __post_init__(self) -> None:
         self._stop, self._lock, self._failures = threading.Event(), threading.Lock(), 0
-        self._expected: dict[str, Answer[bool]] = {}
+        self._expected: dict[str, tuple[_Transfer, Answer[bool]]] = {}
         self._uploads: list[Answer[None]] = []
-        self._downloading, self._uploading = Workers(_DOWNLOADS), Workers(_UPLOADS)
+        self._downloading, self._uploading, self._sent = Workers(_DOWNLOADS), Workers(_UPLOADS), _Transfer()
 
     def expect(self, entries: Sequence[CacheEntry]) -> None:
         """See `ResultCache`, as of the methods that follow."""
         for entry in entries:
             if self.reads and entry.tag not in self._expected:
-                self._expected[entry.tag] = self._downloading.submit(self._fetch, entry)
+                self._expected[entry.tag] = self._begun(entry)
 
     def bring(self, entry: CacheEntry) -> bool:
         if not self.reads:
             return False
-        answer = self._expected.pop(entry.tag, None)
-        return answer.result() if answer else self._fetch(entry)
+        transfer, answer = self._expected.pop(entry.tag, None) or self._begun(entry)
+        while not answer.ready():
+            if transfer.begun == 0 and self._failures >= _FAILURES:
+                return False
+            if transfer.is_slow():
+                with self._lock:
+                    transfer.given_up = True
+                self._failed(RequestFailed(f"{entry.tag} comes slower than {human_size(_SLOWEST)} a second"))
+                return False
+            time.sleep(_POLL_S)
+        return answer.result()
+
+    def _begun(self, entry: CacheEntry) -> tuple[_Transfer, Answer[bool]]:
+        transfer = _Transfer()
+        return transfer, self._downloading.submit(self._fetch, entry, transfer)
 
     def refuse(self, entry: CacheEntry, why: str = "its files are damaged or those of another entry") -> None:
         log(f"the cache's {entry.tag} is refused: {why}; it is made here")
@@ -113,12 +125,16 @@ class RemoteCache:
             raise BuildError(f"{self.registry.reference.name}:{entry.tag}: {error}") from error
 
     def flush(self) -> None:
-        """Wait until what was made is uploaded."""
-        if any(not one.ready() for one in self._uploads):
-            log(f"uploading to the cache {self.registry.reference.name}")
-            end = time.monotonic() + _FLUSH_S
-            while not all(one.ready() for one in self._uploads) and time.monotonic() < end:
-                time.sleep(0.05)
+        """Wait until what was made is uploaded, or that takes too long."""
+        if all(one.ready() for one in self._uploads):
+            return
+        log(f"uploading to the cache {self.registry.reference.name}")
+        self._sent.start()
+        while not all(one.ready() for one in self._uploads):
+            if self._sent.is_slow():
+                self._failed(RequestFailed(f"uploads are slower than {human_size(_SLOWEST)} a second"))
+                return
+            time.sleep(_POLL_S)
 
     def close(self, *, wait: bool) -> None:
         """End the transfers; `wait` until what was made is uploaded. Log what the run had from the cache."""
@@ -138,19 +154,22 @@ class RemoteCache:
         except NotFound:
             return None
 
-    def _fetch(self, entry: CacheEntry) -> bool:
+    def _fetch(self, entry: CacheEntry, transfer: _Transfer) -> bool:
         if self._failures >= _FAILURES or self._stop.is_set():
             return False
-        pace = _Pace()
+        transfer.start()
         try:
             raw = self.fetch_manifest(entry.tag)
             if raw is None:
                 self._count(misses=1)
                 return False
             files, seconds = read_entry(raw, entry, self.signers)
-            places = [(file, self._received(file, pace)) for file in files]
-            for file, place in places:
-                self._put(file, place)
+            places = [(file, self._received(file, transfer)) for file in files]
+            with self._lock:
+                if transfer.given_up:  # it is made meanwhile
+                    return False
+                for file, place in places:
+                    self._put(file, place)
         except ValueError as error:
             self.refuse(entry, str(error))
             return False
@@ -160,12 +179,12 @@ class RemoteCache:
         self._count(hits=1, fetched_bytes=sum(file.size for file in files), saved_s=seconds)
         return True
 
-    def _received(self, file: EntryFile, pace: _Pace) -> Path | None:
+    def _received(self, file: EntryFile, transfer: _Transfer) -> Path | None:
         """Download a file to the blobs of the store, and return its path there; None if its content is known."""
         if file.content is not None:
             return None
         blob = Descriptor(FILE_TYPE, file.digest, file.size)
-        return self.registry.fetch_blob(blob, self.store.blobs, pace.count, self._stop)
+        return self.registry.fetch_blob(blob, self.store.blobs, transfer.count, self._stop)
 
     def _put(self, file: EntryFile, received: Path | None) -> None:
         place = self.store.root / file.name
@@ -196,7 +215,9 @@ class RemoteCache:
         manifest = render_entry(entry, files, seconds, self.signer)
         descriptors = [EMPTY, *(Descriptor(FILE_TYPE, file.digest, file.size) for file in files)]
         places = {file.digest: paths[file.name] for file in files} | {EMPTY.digest: self._empty()}
-        pushed = self.registry.push(BlobFiles(places), descriptors, manifest, OCI_MANIFEST, entry.tag)
+        pushed = self.registry.push(
+            BlobFiles(places), descriptors, manifest, OCI_MANIFEST, entry.tag, on_progress=self._sent.count
+        )
         if entry.kind in ("built", "recipe"):  # made for the upload
             for path in paths.values():
                 path.unlink(missing_ok=True)
@@ -224,17 +245,23 @@ class RemoteCache:
 
 
 @dataclass(slots=True)
-class _Pace:
-    """The speed of one entry's download: `count` raises RequestFailed when it is too slow to wait for."""
+class _Transfer:
+    """The speed of a download or of all uploads; `begun` is 0 before it starts, `given_up` if nobody waits for it."""
 
-    begun: float = field(default_factory=time.monotonic)
-    received: int = 0
+    begun: float = 0.0
+    moved: int = 0
+    given_up: bool = False
 
-    def count(self, received: int) -> None:
-        self.received += received
-        elapsed = time.monotonic() - self.begun
-        if elapsed > _PATIENCE_S and self.received < (elapsed - _PATIENCE_S) * _SLOWEST:
-            raise RequestFailed(f"slower than {human_size(_SLOWEST)} a second", answered=True)
+    def start(self) -> None:
+        self.begun, self.moved = time.monotonic(), 0
+
+    def count(self, moved: int) -> None:
+        self.moved += moved
+
+    def is_slow(self) -> bool:
+        """Return whether it is too slow to wait for; a server that sends a byte now and then never times out."""
+        late = time.monotonic() - self.begun - _PATIENCE_S
+        return self.begun > 0 and late > 0 and self.moved < late * _SLOWEST
 
 
 def _entry_file(name: str, path: Path, store: Store) -> EntryFile:
