@@ -24,7 +24,7 @@ from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree
 from envbuild.layers.compose import PREFIX
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 
 FILE_NAME = f"{PREFIX}/envbuild-image.manifest"
 OCI, SQUASHFS = "oci", "squashfs"

@@ -21,6 +21,7 @@ COMMANDS = {
     "list": ("recipes", "List the recipes that can be built."),
     "show": ("recipes", "Show one recipe as it was understood."),
     "lock": ("lock", "Resolve recipes and write or check their locks."),
+    "audit": ("audit", "Look up locked packages in a database of known vulnerabilities."),
     "explain": ("recipes", "Say whether CUDA, torch, NCCL and the network go together."),
     "plan": ("plan", "Show what a build would do, in order, with digests."),
     **{name: (_BUILDERS[kind.form], kind.help) for name, kind in ARTIFACTS.items()},

@@ -14,6 +14,7 @@ from envbuild.cli.common import log, open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options
 from envbuild.environment import Environment
 from envbuild.errors import LockError, UsageError, joined
+from envbuild.lock.audit import LockChange, UpgradeReport
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import check_has_conda, conda_lock, resolve_pip
@@ -61,6 +62,10 @@ _ALL = "*"
     help="Folder for exported files. Default: here.",
 )  # fmt: skip
 @click.option(
+    "--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.md",
+    help="Write what changed as Markdown; with [audit] of the site, the vulnerabilities before and after.",
+)  # fmt: skip
+@click.option(
     "--allow-expired", is_flag=True, help="Lock Debian packages even from an archive whose Release file has expired."
 )
 @with_options("offline")
@@ -76,6 +81,7 @@ def lock_command(
     dry_run: bool,
     export: str | None,
     export_dir: Path,
+    report: Path | None,
     allow_expired: bool,
     offline: bool,
 ) -> None:
@@ -98,6 +104,7 @@ def lock_command(
       envbuild lock pt_cpu --wheels --export pylock
       envbuild lock pt_cpu --conda
       envbuild lock pt_cpu --upgrade=pytorch
+      envbuild lock pt_cpu --report upgrade.md --upgrade
       envbuild lock pt_cpu --conda --export conda-lock --export-dir exported
     """
     if not recipes:
@@ -129,6 +136,9 @@ def lock_command(
             with run.kept():
                 lock(loaded, target)
     run.write_conda_exports()
+    if report is not None:
+        with writing(report.parent, LockError):
+            write_beside(report, run.report.render(environment.site.audit))
     if run.errors:
         raise joined(LockError, run.errors)
 
@@ -149,6 +159,7 @@ class LockRun:
     by_conda_lock: bool
     export: str | None
     folder: Path
+    report: UpgradeReport = field(default_factory=UpgradeReport)
     exports: dict[Path, list[tuple[CondaLock, LoadedRecipe, str]]] = field(default_factory=dict)
     errors: list[LockError] = field(default_factory=list)
 
@@ -237,7 +248,11 @@ class LockRun:
             self._write_export(path, text)
 
     def _update(self, kind: LockKind[L], upgrade: Collection[str] | None) -> Resolved[L]:
-        return update(kind, self.environment, upgrade=upgrade, offline=self.offline, log=log, write=self.write)
+        before = kind.inspect().lock
+        made = update(kind, self.environment, upgrade=upgrade, offline=self.offline, log=log, write=self.write)
+        recipe, target, lines = kind.recipe.recipe.name, kind.target.name, kind.changes(before, made.lock)
+        self.report.changes.append(LockChange(recipe, target, kind.name, lines, before, made.lock))
+        return made
 
     def _write_export(self, path: Path, text: str) -> None:
         with writing(self.folder, LockError):

@@ -17,7 +17,7 @@ from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_LAYERS, Descriptor
 from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import members
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 
 _CHUNK = 1 << 20
 # Written by `docker save` for daemons before 1.10; no current reader uses them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from envbuild.errors import BuildError
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 
 # Bytes of names, link targets and extended attributes per entry, on average over an image; real images have below 110.
 _TEXT_PER_ENTRY = 128

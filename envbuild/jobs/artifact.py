@@ -14,7 +14,7 @@ from envbuild.fabrics import find_fabric
 from envbuild.jobs.model import JobArtifact
 from envbuild.kinds import ARTIFACTS, DOCKER, kind_at
 from envbuild.layers.compose import PREFIX
-from envbuild.site.settings import TrustTable
+from envbuild.site.tables import TrustTable
 from envbuild.verify.network import nccl_version
 from envbuild.verify.receipt import passing_receipt, read_receipt, receipt_path
 

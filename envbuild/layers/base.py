@@ -29,7 +29,7 @@ from envbuild.lock.base import pull, site_archives
 from envbuild.lock.image import OciLock
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 
 # The OCI media type for a compression; a Docker layer of the same compression has the same bytes.
 _OCI_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}

@@ -31,7 +31,7 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.recorded import hashed, recorded
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
 

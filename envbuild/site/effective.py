@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.site.pip_config import redact
-from envbuild.site.settings import DebianTable, Site, SiteFile, load_site
+from envbuild.site.settings import Site, SiteFile, load_site
+from envbuild.site.tables import DebianTable
 from envbuild.toml import decode, read
 
 _DEFAULT = "default"

@@ -10,12 +10,19 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from envbuild import units
 from envbuild.errors import UsageError
-from envbuild.fabrics import fabric_name_problem
 from envbuild.files import shipped
 from envbuild.site import jobs
 from envbuild.site.pip_config import home_folder
+from envbuild.site.tables import (
+    AuditTable,
+    DebianTable,
+    FabricTable,
+    LimitsTable,
+    RegistryTable,
+    TrustTable,
+    url_problem,
+)
 from envbuild.toml import decode, form, key, nearest, read
 
 # uv's rule for names of indexes, without upper case.
@@ -23,92 +30,12 @@ INDEX_NAME = r"^[a-z0-9][a-z0-9_.-]*$"
 # Tables whose single entries a later file replaces.
 _BY_ENTRY = ("mirrors", "indexes", "registries", "environment")
 CACHE = r"^(oci://[^\s/@]+/[^\s@:]+)?$"
-_ARCHIVE = r"^(https?://\S+|file:///\S*)?$"
-
-
-def _url_problem(url: str) -> str | None:
-    return None if "://" in url else "a mirror is a URL, such as https://mirror.example.org/pytorch"
 
 
 def _index_problem(url: str) -> str | None:
     if not re.fullmatch(r"(https?|file)://\S+", url):  # never repeated: it may hold a password
         return "not the URL of a package index: expected https://, http:// or file://"
     return "holds a user name or password; netrc is for these" if "@" in url.partition("://")[2] else None
-
-
-# Receipts and messages name these variables: secrets (such as a proxy's password) do not belong here.
-_variable_problem = form(
-    r"(NCCL|FI|OFI_NCCL|UCX|TORCH_NCCL)_[A-Z0-9_]+",
-    "is no variable of NCCL, libfabric, their plugin or UCX (NCCL_…, FI_…, OFI_NCCL_…, UCX_…)",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class RegistryTable:
-    """`[registries.HOST]`: access to one image registry."""
-
-    mirrors: tuple[str, ...] = key(
-        (), "URLs that have the registry's images; tried before it, for pulling only.", check=_url_problem
-    )
-    insecure: bool = key(False, "Whether it is spoken to in plain HTTP.")
-
-
-@dataclass(frozen=True, slots=True)
-class DebianTable:
-    """`[debian]`: the site's source of Debian packages."""
-
-    mirror: str = key(
-        "", "URL of the archive (what holds dists/ and pool/). Default: the host's apt sources.", pattern=_ARCHIVE
-    )
-    security_mirror: str = key("", "URL of the archive of security updates.", pattern=_ARCHIVE)
-    keyring: str = key("", "File with the keys that may sign releases, instead of Debian's own.")
-
-
-@dataclass(frozen=True, slots=True)
-class FabricTable:
-    """`[fabric]`: the network between this site's nodes, as verification uses it."""
-
-    interface: str = key(
-        "", "The interface for NCCL_SOCKET_IFNAME on GPU nodes, such as hsn0; several with commas.",
-        pattern=r"^(\S*)$", example="hsn0,hsn1,hsn2,hsn3",
-    )  # fmt: skip
-    busbw_floor: dict[str, float] = key(
-        {},
-        "GB/s of bus bandwidth that the largest all-reduce must reach, by the recipe's fabric."
-        " A recipe's own busbw_floor goes over it.",
-        key_check=fabric_name_problem,
-        minimum=0,
-    )
-    variables: dict[str, str] = key(
-        {}, "Variables of every job on GPUs, over those that the fabric needs.",
-        key_check=_variable_problem, check=jobs.value_problem,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class LimitsTable:
-    """`[limits]`: the size of the store, and that of images that envbuild reads: a larger one could fill memory."""
-
-    entries: int = key(400_000, "The most files, folders and links in all layers of one image.", minimum=1)
-    unpacked_bytes: int = key(
-        128 << 30,
-        "The most bytes of files in all layers of one image; those in holes of a layer's sparse files count 16 times.",
-        minimum=1,
-    )
-    store_bytes: int = key(0, "The most bytes in the store; what was unused for longest goes. 0: no limit.", minimum=0)
-
-
-@dataclass(frozen=True, slots=True)
-class TrustTable:
-    """`[trust]`: which artifacts jobs take, and which entries of the cache builds do. Without signers, any."""
-
-    signers: tuple[str, ...] = key((), "Files of public keys (PEM); one of them must have attested the receipt.")
-    checks: tuple[str, ...] = key((), "Checks that must have passed, such as faults need: restart.")
-    max_age: str = key(
-        "", "The greatest age of a verification, such as 90d.",
-        check=lambda text: None if units.seconds(text) else f"expected {units.AGES}",
-    )  # fmt: skip
-    cache_signers: tuple[str, ...] = key((), "The same for the cache; one must have signed what builds take of it.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +53,7 @@ class SiteFile:
     recipes: tuple[str, ...] = key((), "Folders with more recipes, searched in this order.")
     mirrors: dict[str, tuple[str, ...]] = key(
         {}, "URL prefix of an index → prefixes tried before it, in this order.",
-        key_check=_url_problem, check=_url_problem,
+        key_check=url_problem, check=url_problem,
     )  # fmt: skip
     indexes: dict[str, str] = key(
         {}, "Name → URL of a package index that serves only the packages that recipes bind to it.",
@@ -138,6 +65,7 @@ class SiteFile:
     fabric: FabricTable = key(FabricTable(), "The network between nodes with GPUs.")
     limits: LimitsTable = key(LimitsTable(), "The size of the store, and of images that envbuild reads.")
     trust: TrustTable = key(TrustTable(), "Whose attestations jobs take.")
+    audit: AuditTable = key(AuditTable(), "Known vulnerabilities.")
     scheduler: jobs.SchedulerTable = key(jobs.SchedulerTable(), "Who starts jobs.")
     modules: jobs.ModulesTable = key(jobs.ModulesTable(), "Environment modules of builds and jobs.")
     environment: dict[str, str] = key(
@@ -167,10 +95,11 @@ class Site:
     mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     indexes: Mapping[str, str] = field(default_factory=dict)
     registries: Mapping[str, RegistryTable] = field(default_factory=dict)
-    debian: DebianTable = DebianTable()
-    fabric: FabricTable = FabricTable()
-    limits: LimitsTable = LimitsTable()
-    trust: TrustTable = TrustTable()
+    debian: DebianTable = field(default_factory=DebianTable)
+    fabric: FabricTable = field(default_factory=FabricTable)
+    limits: LimitsTable = field(default_factory=LimitsTable)
+    trust: TrustTable = field(default_factory=TrustTable)
+    audit: AuditTable = field(default_factory=AuditTable)
     scheduler: jobs.SchedulerTable = field(default_factory=jobs.SchedulerTable)
     modules: jobs.ModulesTable = field(default_factory=jobs.ModulesTable)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -283,6 +212,8 @@ def _resolved(table: Any, file: Path, env: Mapping[str, str]) -> Any:
     match table:
         case DebianTable(keyring=keyring) if keyring:
             return replace(table, keyring=str(_path(keyring, file, env)))
+        case AuditTable(database=folder) if folder:
+            return replace(table, database=str(_path(folder, file, env)))
         case TrustTable():
             signers, others = ([str(_path(f, file, env)) for f in g] for g in (table.signers, table.cache_signers))
             return replace(table, signers=tuple(signers), cache_signers=tuple(others))

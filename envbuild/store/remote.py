@@ -89,7 +89,7 @@ class RemoteCache:
     def bring(self, entry: CacheEntry) -> bool:
         if not self.reads:
             return False
-        transfer, answer = self._expected.pop(entry.tag, None) or self._begun(entry)
+        transfer, answer = self._expected.pop(entry.tag) if entry.tag in self._expected else self._begun(entry)
         while not answer.ready():
             if transfer.begun == 0 and self._failures >= _FAILURES:
                 return False

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.errors import VerificationError
-from envbuild.site.settings import TrustTable
+from envbuild.site.tables import TrustTable
 from envbuild.trust.bundle import bundle_path, opened, read_bundle, statement
 from envbuild.trust.keys import load_public
 from envbuild.units import seconds

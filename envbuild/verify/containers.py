@@ -28,7 +28,7 @@ from envbuild.image.tar_stream import Chunks
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator
 from envbuild.recipe.targets import Target
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 from envbuild.verify import processes
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.namespace import WORK

@@ -20,7 +20,7 @@ from pathlib import Path, PurePath
 from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.fabrics import Fabric, find_fabric
 from envbuild.recipe.accelerators import CUDA, Accelerator
-from envbuild.site.settings import FabricTable
+from envbuild.site.tables import FabricTable
 from envbuild.verify.model import Nodes, Subject
 
 PLUGIN = "aws-ofi-nccl"

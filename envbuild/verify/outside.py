@@ -31,7 +31,7 @@ from envbuild.image.tar_stream import Chunks
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import VERSION_FILE
 from envbuild.recipe.targets import Target
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 from envbuild.verify.model import out_of_time
 
 _CHUNK = 1 << 20

@@ -26,7 +26,7 @@ from envbuild import process
 from envbuild.atomic import writing
 from envbuild.environment import Environment
 from envbuild.errors import HostError
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 from envbuild.verify import namespace
 from envbuild.verify.host import Launch
 from envbuild.verify.image_file import ImageFile, Runtime, passed

@@ -16,7 +16,8 @@ from typing import Any
 
 from envbuild.artifacts.survey import Survey
 from envbuild.progress import Log
-from envbuild.site.settings import FabricTable, load_site
+from envbuild.site.settings import load_site
+from envbuild.site.tables import FabricTable
 from envbuild.verify import training_checks as training
 from envbuild.verify import user_code
 from envbuild.verify.launch import TRAINER, Bench, Outcome, Running

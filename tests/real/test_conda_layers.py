@@ -44,7 +44,7 @@ from envbuild.layers.bytecode import Compiler, compiler_for, find_compiler
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.layer_cache import SegmentCache, TarCache
 from envbuild.layers.recorded import recorded
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 from envbuild.store.store import Store
 
 from .conftest import NO_DAEMON, Command

@@ -26,7 +26,7 @@ from envbuild.artifacts.dockerfile import DockerCommand, find_docker
 from envbuild.artifacts.image_manifest import FILE_NAME, OCI, compare, parse
 from envbuild.errors import HostError
 from envbuild.image.daemon import connect
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 from envbuild.verify.containers import image_rows
 
 from .conftest import REPOSITORY, Command, own_copy

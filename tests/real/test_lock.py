@@ -47,8 +47,10 @@ def test_locked_versions_stay_until_they_are_upgraded(two: Command) -> None:
     assert pins(lock_text(two, "two")) == ["alpha==1.1", "beta==1.0"]
     assert two("lock", "two", "--wheels", "--upgrade", "--dry-run").returncode == 0
     assert pins(lock_text(two, "two")) == ["alpha==1.1", "beta==1.0"]
-    assert two("lock", "two", "--wheels", "--upgrade").returncode == 0
+    assert two("lock", "two", "--wheels", "--report", "upgrade.md", "--upgrade").returncode == 0
     assert pins(lock_text(two, "two")) == ["alpha==1.1", "beta==1.1"]
+    report = (two.folder / "upgrade.md").read_text()
+    assert "## two, cpu-x86_64: wheels" in report and "| beta | 1.0 | 1.1 |" in report and "alpha" not in report
 
 
 def test_check_says_what_is_stale_and_changes_nothing(two: Command) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable
-from envbuild.site.settings import FabricTable, Site
+from envbuild.site.settings import Site
+from envbuild.site.tables import FabricTable
 
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 DIGEST = f"sha256:{'ab' * 32}"

@@ -27,7 +27,7 @@ from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.lock import conda_format, format
 from envbuild.lock.image import parse_image
 from envbuild.recipe.load import load_recipe
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 from envbuild.verify.image_file import ImageFile
 from envbuild.verify.own_runtime import extract
 

@@ -37,7 +37,7 @@ from envbuild.plan.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import Patch, SourceLayer
 from envbuild.recipe.targets import Target
-from envbuild.site.settings import RegistryTable
+from envbuild.site.tables import RegistryTable
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = ((ROOT / f"Dockerfile.{name}").read_text() for name in ("cpu", "gpu"))

@@ -27,7 +27,8 @@ from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import Recipe, VerifyTable
 from envbuild.recipe.targets import Target
-from envbuild.site.settings import FabricTable, load_site
+from envbuild.site.settings import load_site
+from envbuild.site.tables import FabricTable
 from envbuild.toml import json_schema
 from envbuild.verify.model import Subject
 from envbuild.verify.network import fabric_variables, nccl_version, network_of, plugin_variables, visible_gpus

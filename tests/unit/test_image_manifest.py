@@ -35,7 +35,7 @@ from envbuild.image.squashfs.unpack import unpack
 from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import SegmentCache, TarCache
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 from envbuild.store.store import Store
 from envbuild.verify.outside import read_squashfs
 

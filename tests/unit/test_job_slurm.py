@@ -18,7 +18,7 @@ from envbuild.jobs.containers import TIDY
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render
 from envbuild.site.jobs import ContainerTable, ModulesTable
-from envbuild.site.settings import FabricTable
+from envbuild.site.tables import FabricTable
 
 
 @pytest.fixture

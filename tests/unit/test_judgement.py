@@ -18,7 +18,7 @@ from envbuild.artifacts.state import State
 from envbuild.fabrics import find_fabric
 from envbuild.recipe.accelerators import CPU
 from envbuild.recipe.targets import Target
-from envbuild.site.settings import FabricTable
+from envbuild.site.tables import FabricTable
 from envbuild.verify.launch import Bench, Outcome, TrainingJob
 from envbuild.verify.model import Check, Settings, Subject
 from envbuild.verify.network import Network

@@ -31,7 +31,8 @@ from envbuild.cli.commands import cli
 from envbuild.doctor.site_check import check_site
 from envbuild.errors import EnvbuildError, UsageError, VerificationError
 from envbuild.jobs.artifact import check_trust, open_artifact
-from envbuild.site.settings import TrustTable, load_site
+from envbuild.site.settings import load_site
+from envbuild.site.tables import TrustTable
 from envbuild.trust.bundle import bundle_path, opened, sign, statement
 from envbuild.trust.keys import load_public, load_signer
 from envbuild.trust.policy import RECEIPT, attested, judge

@@ -16,7 +16,7 @@ from envbuild.image.quota import Quota
 from envbuild.image.squashfs.model import FRAGMENT, MAGIC, NO_FRAGMENT, NO_TABLE, SIZE_MASK, UNCOMPRESSED
 from envbuild.image.squashfs.read_records import Attributes, Inode, listed, read_inode
 from envbuild.image.squashfs.read_tables import ImageBytes, Lookup, MetadataReader
-from envbuild.site.settings import LimitsTable
+from envbuild.site.tables import LimitsTable
 from envbuild.workers import each
 
 # In bytes. Linux cannot open longer paths.

@@ -1,0 +1,206 @@
+"""Known vulnerabilities of locked packages, from an offline export of OSV's database.
+
+The export is a folder as OSV publishes it: PyPI/all.zip and Debian/all.zip, each with one JSON file a record
+(ossf.github.io/osv-schema, 1.6). Packages of PyPI are compared by PEP 440, Debian's source packages by dpkg's order.
+Conda packages are in no database of OSV's.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cmp_to_key
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from envbuild.debian.control import compare_versions
+from envbuild.debian.lock import DebianLock
+from envbuild.errors import LockError, VerificationError
+from envbuild.files import parse_json
+from envbuild.lock.conda import CondaLock
+from envbuild.lock.format import Lock
+from envbuild.lock.image import ImageLock
+from envbuild.names import normalise
+
+PYPI, DEBIAN = "PyPI", "Debian"
+_MOST = 8 << 20  # bytes of a record
+_DAMAGE = (OSError, zipfile.BadZipFile, zlib.error, ValueError, RuntimeError, NotImplementedError)
+# Debian's releases in the names of OSV's ecosystems (wiki.debian.org/DebianReleases, 2026-11-24).
+_RELEASES = {"bullseye": "11", "bookworm": "12", "trixie": "13", "forky": "14"}
+_ORDER = cmp_to_key(compare_versions)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AuditedPackage:
+    """A locked package as OSV knows it: its ecosystem ("PyPI", "Debian:12"), its name there, its version."""
+
+    ecosystem: str
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Advisory:
+    """A vulnerability of `package`: its identifier and aliases, one line about it, and the versions that mend it."""
+
+    package: AuditedPackage
+    id: str
+    aliases: tuple[str, ...]
+    summary: str
+    fixed: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AdvisoryDatabase:
+    """The records that concern some packages, by ecosystem and name, and the time of the newest record of each zip."""
+
+    records: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+    newest: Mapping[str, datetime]
+
+
+def audited(lock: object) -> tuple[set[AuditedPackage], int]:
+    """Return the packages of a lock of any kind that OSV may know, and the number of the others."""
+    if isinstance(lock, CondaLock):
+        pip, _ = audited(lock.pip)
+        return pip, len(lock.packages)
+    if isinstance(lock, Lock):
+        rows = [(one.name, one.version) for one in lock.packages]
+        rows += [(one.name, one.version) for one in lock.built]
+        return {AuditedPackage(PYPI, normalise(name), version.partition("+")[0]) for name, version in rows}, 0
+    if isinstance(lock, ImageLock) and isinstance(lock.base, DebianLock):
+        release = _RELEASES.get(lock.base.suite)
+        if release is None:
+            return set(), len(lock.base.packages)
+        # pool/main/g/glibc/libc6_2.36-9_amd64.deb: the folder is the source package.
+        packages = {
+            AuditedPackage(f"{DEBIAN}:{release}", deb.path.split("/")[-2], _without_rebuild(deb.version))
+            for deb in lock.base.packages
+        }
+        return packages, 0
+    return set(), 1  # an existing image: its packages are not locked
+
+
+def _without_rebuild(version: str) -> str:
+    """Return the version of the source of a package that Debian rebuilt (Debian policy, 5.6.12)."""
+    head, mark, number = version.rpartition("+b")
+    return head if mark and number.isdecimal() else version
+
+
+def read_database(folder: Path, wanted: Collection[AuditedPackage]) -> AdvisoryDatabase:
+    """Read the records that concern `wanted` from the export in `folder`.
+
+    Raises VerificationError when a zip that is needed is missing or damaged.
+    """
+    names = {(one.ecosystem, one.name) for one in wanted}
+    records: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    newest = {}
+    for kind in sorted({one.ecosystem.partition(":")[0] for one in wanted}):
+        path, latest = folder / kind / "all.zip", datetime.min.replace(tzinfo=UTC)
+        try:
+            for record in _records(path):
+                latest = max(latest, datetime.fromisoformat(record["modified"]).astimezone(UTC))
+                for place in {(_ecosystem(row), _name(row)) for row in record.get("affected", ())} & names:
+                    records.setdefault(place, []).append(record)
+        except FileNotFoundError:
+            raise VerificationError(f"{path} does not exist", _hint(kind)) from None
+        except (*_DAMAGE, KeyError, TypeError, AttributeError) as error:
+            raise VerificationError(f"{path} cannot be read: {error!r:.100}", _hint(kind)) from error
+        newest[kind] = latest
+    return AdvisoryDatabase(records, newest)
+
+
+def _hint(kind: str) -> str:
+    return f"copy OSV's export of {kind} there: https://osv-vulnerabilities.storage.googleapis.com/{kind}/all.zip"
+
+
+def _records(path: Path) -> Iterator[Mapping[str, Any]]:
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if member.filename.endswith(".json"):
+                if member.file_size > _MOST:
+                    raise ValueError(f"{member.filename} has {member.file_size} bytes")
+                yield parse_json(archive.read(member))
+
+
+def _ecosystem(row: Mapping[str, Any]) -> str:
+    return str(row.get("package", {}).get("ecosystem", ""))
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    name = str(row.get("package", {}).get("name", ""))
+    return normalise(name) if _ecosystem(row) == PYPI else name
+
+
+def advisories(packages: Iterable[AuditedPackage], database: AdvisoryDatabase) -> list[Advisory]:
+    """Return the vulnerabilities of `packages`, in their order; records that were withdrawn are left out."""
+    found = []
+    for package in packages:
+        for record in database.records.get((package.ecosystem, package.name), ()):
+            rows = [
+                row for row in record["affected"] if (_ecosystem(row), _name(row)) == (package.ecosystem, package.name)
+            ]
+            hit = [row for row in rows if _affects(row, package)]
+            if record.get("withdrawn") or not hit:
+                continue
+            text = str(record.get("summary") or record.get("details") or "").strip().partition("\n")[0]
+            aliases = tuple(map(str, record.get("aliases") or record.get("upstream") or ()))
+            fixed = sorted({event["fixed"] for row in hit for event in _events(row, package) if "fixed" in event})
+            found.append(Advisory(package, str(record["id"]), aliases, text[:200], tuple(fixed)))
+    return found
+
+
+def _events(row: Mapping[str, Any], package: AuditedPackage) -> list[Mapping[str, str]]:
+    ranges = [one for one in row.get("ranges", ()) if one.get("type") == "ECOSYSTEM"]
+    return [event for one in ranges for event in one.get("events", ())]
+
+
+def _affects(row: Mapping[str, Any], package: AuditedPackage) -> bool:
+    """Return whether a version is affected, by the evaluation algorithm of OSV's schema.
+
+    A version that cannot be understood ends no range: what is not known to be mended counts as affected.
+    """
+    mine = _place(package, package.version)
+    if package.version in row.get("versions", ()):
+        return True
+    if any(_place(package, one) == mine for one in row.get("versions", ())):
+        return True
+    for one in row.get("ranges", ()):
+        if one.get("type") != "ECOSYSTEM":
+            continue
+        events = [
+            (_place(package, str(version)) or (_FIRST if name == "introduced" else None), name)
+            for event in one.get("events", ()) for name, version in event.items()
+        ]  # fmt: skip
+        affected = False
+        for place, name in sorted((place, name) for place, name in events if place is not None):
+            if mine is None or mine >= place:
+                if name == "introduced" or mine is None:
+                    affected = True
+                elif name == "fixed" or (name == "last_affected" and mine > place):
+                    affected = False
+        if affected:
+            return True
+    return False
+
+
+_FIRST = (0,)  # before every version: OSV's "0"
+
+
+def _place(package: AuditedPackage, version: str) -> tuple[Any, ...] | None:
+    """Return what orders a version among those of its package, None for one that cannot be understood."""
+    if version == "0":
+        return _FIRST
+    try:
+        return 1, Version(version) if package.ecosystem == PYPI else _debian(version)
+    except (InvalidVersion, LockError):
+        return None
+
+
+def _debian(version: str) -> Any:
+    compare_versions(version, "0")
+    return _ORDER(version)

@@ -1,0 +1,222 @@
+"""Known vulnerabilities of locked packages, from an offline export in OSV's form."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.version import Version
+
+from envbuild.cli.commands import cli
+from envbuild.debian.control import compare_versions
+from envbuild.debian.lock import DebianLock, LockedDeb
+from envbuild.errors import UsageError, VerificationError
+from envbuild.lock.advisories import AuditedPackage, advisories, audited, read_database
+from envbuild.lock.audit import LockChange, UpgradeReport, audit
+from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.image import ImageLock
+from envbuild.site.tables import AuditTable
+
+NOW = datetime(2026, 11, 24, tzinfo=UTC)
+DAY = "2026-11-20T10:00:00Z"
+# Records in the form of OSV's exports; jinja2's and glibc's are shortened from the real ones.
+JINJA = {
+    "id": "GHSA-h5c8-rqwp-cp95", "modified": "2025-02-21T05:40:19Z", "aliases": ["CVE-2024-22195"],
+    "summary": "Jinja vulnerable to HTML attribute injection when passing user input as keys to xmlattr filter",
+    "affected": [{
+        "package": {"ecosystem": "PyPI", "name": "Jinja2"},
+        "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "3.1.3"}]}],
+        "versions": ["2.0", "3.1.2"],
+    }],
+}  # fmt: skip
+GLIBC = {
+    "id": "DEBIAN-CVE-2024-2961", "modified": DAY, "upstream": ["CVE-2024-2961"],
+    "details": "The iconv() function in the GNU C Library may overflow\nthe output buffer.",
+    "affected": [
+        {"package": {"ecosystem": "Debian:12", "name": "glibc"},
+         "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "2.36-9+deb12u6"}]}]},
+        {"package": {"ecosystem": "Debian:13", "name": "glibc"},
+         "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}]}]},
+    ],
+}  # fmt: skip
+WITHDRAWN = {**JINJA, "id": "GHSA-gone", "withdrawn": DAY, "modified": DAY}
+
+
+def export(folder: Path, kind: str, *records: dict[str, Any]) -> Path:
+    (folder / kind).mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / kind / "all.zip", "w") as out:
+        for one in records:
+            out.writestr(f"{one['id']}.json", json.dumps(one))
+    return folder
+
+
+def wheels(**versions: str) -> Lock:
+    packages = tuple(LockedPackage(name, version, ("0" * 64,)) for name, version in versions.items())
+    return Lock("r", "cpu-x86_64", "3.11", "manylinux", "sha256:0", packages)
+
+
+def image(version: str, suite: str = "bookworm") -> ImageLock:
+    deb = LockedDeb("libc6", version, "amd64", "pool/main/g/glibc/libc6_x.deb", "0" * 64, 1)
+    return ImageLock("r", "cpu-x86_64", "sha256:0", DebianLock(suite, DAY, (deb,)))
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> AuditTable:
+    export(tmp_path, "PyPI", JINJA, WITHDRAWN)
+    return AuditTable(str(export(tmp_path, "Debian", GLIBC)))
+
+
+def test_what_is_affected_is_found_and_what_is_mended_is_not(database: AuditTable) -> None:
+    done = audit([wheels(jinja2="3.1.2", numpy="2.1.0"), image("2.36-9+deb12u4")], database, NOW)
+    assert [(one.package.name, one.id, one.aliases, one.fixed) for one in done.found] == [
+        ("glibc", "DEBIAN-CVE-2024-2961", ("CVE-2024-2961",), ("2.36-9+deb12u6",)),
+        ("jinja2", "GHSA-h5c8-rqwp-cp95", ("CVE-2024-22195",), ("3.1.3",)),
+    ]
+    assert done.found[0].summary == "The iconv() function in the GNU C Library may overflow"
+    assert done.judged == 3 and done.unknown == 0
+    assert audit([wheels(jinja2="3.1.3"), image("2.36-9+deb12u6+b1")], database, NOW).found == ()
+    assert audit([wheels(jinja2="3.1.3rc1+cpu")], database, NOW).found  # before 3.1.3, by PEP 440
+    assert audit([image("2.41-1", "trixie")], database, NOW).found[0].fixed == ()  # no version mends it yet
+
+
+def test_what_does_not_concern_a_site_is_told_apart(database: AuditTable) -> None:
+    for name in ("CVE-2024-22195", "GHSA-h5c8-rqwp-cp95"):
+        table = AuditTable(database.database, ignore=(name,))
+        done = audit([wheels(jinja2="3.1.2")], table, NOW)
+        assert done.found == () and [one.id for one in done.ignored] == ["GHSA-h5c8-rqwp-cp95"]
+
+
+def test_what_cannot_be_looked_up_is_not_said_to_be_good(database: AuditTable, tmp_path: Path) -> None:
+    lock = wheels(jinja2="3.1.3")
+    with pytest.raises(UsageError, match="no database"):
+        audit([lock], AuditTable(), NOW)
+    with pytest.raises(VerificationError, match=r"PyPI/all.zip is too old: its newest record is of 2026-11-20"):
+        audit([lock], database, NOW + timedelta(days=11))
+    assert audit([lock], database, NOW + timedelta(days=10)).judged == 1
+    with pytest.raises(VerificationError, match=r"Debian/all.zip does not exist") as failed:
+        audit([image("2.36-9")], AuditTable(str(export(tmp_path / "half", "PyPI", JINJA))), NOW)
+    assert "Debian/all.zip" in str(failed.value.hint)
+    for content in (b"", b"no zip", (tmp_path / "PyPI/all.zip").read_bytes()[:-30]):
+        (tmp_path / "PyPI/all.zip").write_bytes(content)
+        with pytest.raises(VerificationError, match="cannot be read"):
+            audit([lock], database, NOW)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"id": "x"},
+        {"id": "x", "modified": "yesterday"},
+        {"id": "x", "modified": DAY, "affected": [1]},
+        {"id": "x", "modified": 5},
+    ],
+)
+def test_a_record_of_another_form_fails_closed(record: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match="cannot be read"):
+        audit([wheels(jinja2="3.1.3")], AuditTable(str(export(tmp_path, "PyPI", record))), NOW)
+
+
+VERSIONS = st.builds(
+    "{}.{}{}".format, st.integers(0, 3), st.integers(0, 3), st.sampled_from(["", "rc1", ".post1", ".dev2"])
+)
+DEBIAN = st.builds(
+    "{}.{}-{}{}".format,
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(1, 2),
+    st.sampled_from(["", "~bpo1", "+deb12u1"]),
+)
+
+
+def hit(folder: Path, ecosystem: str, version: str, events: list[dict[str, str]]) -> bool:
+    affected = [{"package": {"ecosystem": ecosystem, "name": "p"}, "ranges": [{"type": "ECOSYSTEM", "events": events}]}]
+    kind = ecosystem.partition(":")[0]
+    package = AuditedPackage(ecosystem, "p", version)
+    record = {"id": "x", "modified": DAY, "affected": affected}
+    return bool(advisories([package], read_database(export(folder, kind, record), [package])))
+
+
+@given(
+    version=VERSIONS, introduced=VERSIONS | st.just("0"), end=VERSIONS, kind=st.sampled_from(["fixed", "last_affected"])
+)
+def test_ranges_are_those_of_pep_440(
+    tmp_path_factory: pytest.TempPathFactory, version: str, introduced: str, end: str, kind: str
+) -> None:
+    mine, start, last = Version(version), Version(introduced), Version(end)
+    if start > last:
+        return
+    begun = introduced == "0" or mine >= start
+    if introduced != "0" and start == last and kind == "fixed":
+        return  # an empty range: OSV's schema does not allow it
+    inside = begun and (mine < last if kind == "fixed" else mine <= last)
+    # In any order: the schema does not ask for one.
+    for events in ([{"introduced": introduced}, {kind: end}], [{kind: end}, {"introduced": introduced}]):
+        assert hit(tmp_path_factory.mktemp("x"), "PyPI", version, events) is inside
+
+
+@given(version=DEBIAN, fixed=DEBIAN)
+def test_ranges_of_debian_are_those_of_dpkg(tmp_path_factory: pytest.TempPathFactory, version: str, fixed: str) -> None:
+    found = hit(tmp_path_factory.mktemp("x"), "Debian:12", version, [{"introduced": "0"}, {"fixed": fixed}])
+    assert found is (compare_versions(version, fixed) < 0)
+
+
+def test_a_version_that_cannot_be_understood_mends_nothing(tmp_path: Path) -> None:
+    assert hit(tmp_path, "PyPI", "1.0", [{"introduced": "0"}, {"fixed": "unknown"}])
+    assert hit(tmp_path, "PyPI", "1.0", [{"introduced": "what"}, {"fixed": "2.0"}])
+
+
+def test_packages_of_no_database_are_counted() -> None:
+    assert audited(image("1", "sid"))[1] == 1
+    assert audited(object()) == (set(), 1)
+    assert audited(wheels(torch="2.13.0+cpu"))[0] == {AuditedPackage("PyPI", "torch", "2.13.0")}
+
+
+def test_a_report_says_what_changed_and_what_that_mends(database: AuditTable, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            return NOW
+
+    monkeypatch.setattr("envbuild.lock.audit.datetime", Clock)
+    lines = ["~ jinja2 3.1.2 -> 3.1.3", "+ new 1.0", "- old 2.0", "~ same 1.0 (other files: 1 -> 2 hashes)"]
+    change = LockChange("pt", "cpu-x86_64", "wheels", lines, wheels(jinja2="3.1.2"), wheels(jinja2="3.1.3"))
+    text = UpgradeReport(
+        [change, LockChange("pt", "cpu-x86_64", "image", [], image("2.36-1"), image("2.36-1"))]
+    ).render(database)
+    assert (
+        "## pt, cpu-x86_64: wheels\n\n| package | before | after |\n| --- | --- | --- |\n| jinja2 | 3.1.2 | 3.1.3 |\n"
+        in text
+    )
+    assert "| new |  | 1.0 |\n| old | 2.0 |  |\n" in text and "image" not in text
+    assert "**Mended: 1**\n\n- jinja2 3.1.2: GHSA-h5c8-rqwp-cp95 (CVE-2024-22195)" in text
+    assert "**New: 0**" in text and "**Left: 1**\n\n- glibc" in text
+    assert "not looked up" in UpgradeReport([]).render(AuditTable())
+
+
+def test_the_command_ends_with_5_for_a_vulnerability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENVBUILD_STORE", str(tmp_path / "store"))
+    now = datetime.now(UTC).isoformat()
+    clean = export(tmp_path / "clean", "PyPI", {**JINJA, "modified": now})
+    export(clean, "Debian", {**GLIBC, "modified": now, "affected": []})
+    line = ["audit", "pt_cpu", "--target", "cpu-x86_64", "--json"]
+    done = CliRunner().invoke(cli, [*line, "--database", str(clean)])
+    # pt_cpu's own Jinja2 is newer.
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert told["found"] == [] and told["judged"] > 30
+    torch = {
+        "package": {"ecosystem": "PyPI", "name": "torch"},
+        "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}]}],
+    }
+    export(clean, "PyPI", {"id": "X-1", "modified": now, "affected": [torch], "summary": "all of it"})
+    done = CliRunner().invoke(cli, [*line, "--database", str(clean)])
+    assert isinstance(done.exception, VerificationError) and json.loads(done.stdout)["found"][0]["id"] == "X-1"
+    done = CliRunner().invoke(cli, [*line, "--database", str(clean), "--ignore", "X-1"])
+    assert done.exit_code == 0 and json.loads(done.stdout)["ignored"] == ["X-1"]
