@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -24,10 +26,15 @@ _PASSPHRASE = "ENVBUILD_KEY_PASSPHRASE"
 @click.argument("named", metavar="ARTIFACT")
 @click.option("--key", "key", required=True, metavar="KEY", help="The private key: a PEM file, or the URI of a KMS.")
 @click.option("--public-key", type=PATH, metavar="FILE", help="The public key of a KMS's key, as a PEM file.")
+@click.option(
+    "--with", "names", multiple=True, type=click.Choice(["sbom", "provenance"]),
+    help="Also attest its bill of materials (CycloneDX), or its provenance (SLSA); repeatable.",
+)  # fmt: skip
 @with_options("target", "exact", "json")
 def attest_command(
-    named: str, key: str, public_key: Path | None, target: str | None, exact: bool, as_json: bool
-) -> None:
+    named: str, key: str, public_key: Path | None, names: tuple[str, ...], target: str | None, exact: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Sign the passing receipt of ARTIFACT: others, who have your public key, then trust it.
 
     ARTIFACT is that of `job`: a recipe, a path, or NAME@sha256:… in a registry. Its content is compared with the
@@ -38,6 +45,7 @@ def attest_command(
     \b
     Examples:
       envbuild attest pytorch.sqsh --key key.pem
+      envbuild attest pytorch.sqsh --key key.pem --with sbom --with provenance
       envbuild attest pt_cpu --target cpu-x86_64 --key awskms:alias/envbuild --public-key ci.pub
     """
     from envbuild.trust.bundle import bundle_path, sign
@@ -47,10 +55,16 @@ def attest_command(
     signer = load_signer(key, public_key, lambda: _passphrase(key))
     opened, receipt = _opened(named, target, exact)
     place = bundle_path(opened.place)
-    bundle = sign(attested(receipt), signer)
+    predicates = {name: _predicate(name, opened, receipt) for name in names}
     with writing(place.parent):
-        write_beside(place, bundle.decode())
-    value = {"path": str(place.absolute()), "digest": opened.artifact.digest, "key": signer.public_key.keyid}
+        for name, predicate in predicates.items():
+            made = sign(attested(receipt, name, predicate), signer)
+            write_beside(bundle_path(opened.place, name), made.decode())
+        write_beside(place, sign(attested(receipt), signer).decode())
+    value = {
+        "path": str(place.absolute()), "digest": opened.artifact.digest, "key": signer.public_key.keyid,
+        "with": {name: str(bundle_path(opened.place, name).absolute()) for name in names},
+    }  # fmt: skip
     show(as_json, value, place)
 
 
@@ -77,16 +91,36 @@ def trust_command(named: str, site: str | None, target: str | None, exact: bool,
         )
     opened, receipt = _opened(named, target, exact)
     verdict = judge(opened.place, receipt, trust, datetime.now(UTC))
+    others = f", with its {' and its '.join(verdict.others)}" if verdict.others else ""
     value = {
         "path": opened.artifact.path,
         "digest": opened.artifact.digest,
         "signer": str(verdict.signer),
         "verified_at": verdict.verified_at,
+        "with": verdict.others,
     }
-    show(as_json, value, f"{named}: trusted: attested by {verdict.signer}, verified at {verdict.verified_at}")
+    show(as_json, value, f"{named}: trusted: attested by {verdict.signer}, verified at {verdict.verified_at}{others}")
 
 
-def _opened(named: str, target: str | None, exact: bool) -> tuple[JobInputs, dict[str, object]]:
+def _predicate(name: str, opened: JobInputs, receipt: dict[str, Any]) -> dict[str, Any]:
+    if name == "provenance":
+        from envbuild.trust.provenance import provenance
+
+        return provenance(receipt, os.environ)
+    from envbuild.environment import load_environment
+    from envbuild.inspect.reader import open_artifact as open_reader
+    from envbuild.inspect.sbom import cyclonedx
+    from envbuild.kinds.image import source_date
+
+    environment, path = load_environment(), opened.artifact.path
+    date = source_date(environment) if "SOURCE_DATE_EPOCH" in environment.variables else None
+    where = f"docker://{path}" if "@sha256:" in path else path
+    with open_reader(where, environment, opened.artifact.target) as reader:
+        found: dict[str, Any] = json.loads(cyclonedx(reader.about, reader.contents(hashes=False), date))
+    return found
+
+
+def _opened(named: str, target: str | None, exact: bool) -> tuple[JobInputs, dict[str, Any]]:
     opened = open_artifact(named, tuple(ARTIFACTS), target, exact=exact)
     if opened.receipt is None:
         raise VerificationError(f"{named} has no passing receipt", "verify it first")

@@ -20,7 +20,7 @@ from envbuild.image.registry import Pushed, Registry
 from envbuild.kinds.commit import commit
 from envbuild.progress import human_size, log, transfer
 from envbuild.store.pieces import (
-    ATTESTATION,
+    ATTESTATIONS,
     CONFIG,
     PIECE,
     RECEIPT,
@@ -73,7 +73,8 @@ def push_file(path: Path, kind: str, target: str, digest: str, registry: Registr
         whole = tuple((literal if one is None else one, start, count) for one, start, count in pieces)
         file = FilePieces(kind, path.name, target, digest, size, whole)
         blobs = [Descriptor(PIECE, one, places[one].stat().st_size) for one in dict.fromkeys(p[0] for p in whole)]
-        for media, beside in ((RECEIPT, receipt_path(path)), (ATTESTATION, bundle_path(path))):
+        besides = {RECEIPT: receipt_path(path)} | {kind: bundle_path(path, name) for kind, name in ATTESTATIONS.items()}
+        for media, beside in besides.items():
             if beside.is_file():
                 places[one := file_digest(beside)] = beside
                 blobs.append(Descriptor(media, one, beside.stat().st_size))
@@ -97,7 +98,7 @@ def pull_file(registry: Registry, out: Path, environment: Environment) -> Pulled
     """
     where, store = str(registry.reference), environment.store
     config, blobs = read_manifest(registry.manifest()[0], where)
-    small = [config, *(blob for blob in blobs if blob.media_type in (RECEIPT, ATTESTATION))]
+    small = [config, *(blob for blob in blobs if blob.media_type in (RECEIPT, *ATTESTATIONS))]
     if any(one.size > _MOST for one in small):
         raise BuildError(f"{where}: its receipt or configuration is larger than {human_size(_MOST)}")
     registry.fetch_blobs(small, store.blobs, lambda _: None)
@@ -171,8 +172,10 @@ def _receipt(
 
 
 def _beside(blobs: Sequence[Descriptor], path: Path, store: Store) -> None:
-    """Write the attestation beside the file at `path`; remove one of another file."""
-    bundle_path(path).unlink(missing_ok=True)
-    for blob in blobs:
-        if blob.media_type == ATTESTATION:
-            atomic.write_beside(bundle_path(path), store.blobs.read(blob.digest).decode("utf-8", "replace"))
+    """Write the attestations beside the file at `path`; remove those of another file."""
+    for media, name in ATTESTATIONS.items():
+        place = bundle_path(path, name)
+        place.unlink(missing_ok=True)
+        for blob in blobs:
+            if blob.media_type == media:
+                atomic.write_beside(place, store.blobs.read(blob.digest).decode("utf-8", "replace"))

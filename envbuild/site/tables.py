@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from envbuild import units
 from envbuild.fabrics import fabric_name_problem
@@ -88,6 +89,9 @@ class TrustTable:
         "", "The greatest age of a verification, such as 90d.",
         check=lambda text: None if units.seconds(text) else f"expected {units.AGES}",
     )  # fmt: skip
+    attestations: tuple[Literal["sbom", "provenance"], ...] = key(
+        (), "What must be attested besides; what is there is checked in any case."
+    )
     cache_signers: tuple[str, ...] = key((), "The same for the cache; one must have signed what builds take of it.")
 
 

@@ -22,10 +22,13 @@ from envbuild.image.squashfs.segment import stored_digest
 from envbuild.image.squashfs.write import copy_span
 from envbuild.progress import OnProgress
 from envbuild.store.store import Store
+from envbuild.trust.bundle import PREDICATES
 
 ARTIFACT = "application/vnd.envbuild.artifact.v1"
 CONFIG = "application/vnd.envbuild.artifact.config.v1+json"
-PIECE, RECEIPT, ATTESTATION = (f"application/vnd.envbuild.{name}.v1" for name in ("piece", "receipt", "attestation"))
+PIECE, RECEIPT = "application/vnd.envbuild.piece.v1", "application/vnd.envbuild.receipt.v1"
+# Media type → name of an attestation (trust/bundle.py).
+ATTESTATIONS = {f"application/vnd.envbuild.{name or 'attestation'}.v1": name for name in PREDICATES}
 # Bytes of a file from a segment: their offset in the file, the segment's name in the store, offset there, and size.
 Span = tuple[int, str, int, int]
 _COPY = 8 << 20

@@ -25,9 +25,17 @@ BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _MOST = 16 << 20  # bytes of a bundle; that of a receipt has below 1 MB
 
 
-def bundle_path(artifact: Path) -> Path:
-    """Return the path of the bundle of `artifact`, which lies beside it."""
-    return artifact.with_name(f"{artifact.name}.sigstore.json")
+# Name of an attestation beside an artifact → type of its predicate: the receipt has none, as the receipt itself.
+PREDICATES = {
+    "": "urn:envbuild:receipt:1",
+    "sbom": "https://cyclonedx.org/bom",
+    "provenance": "https://slsa.dev/provenance/v1",
+}
+
+
+def bundle_path(artifact: Path, name: str = "") -> Path:
+    """Return the path of a bundle of `artifact`, which lies beside it; `name` is one of PREDICATES."""
+    return artifact.with_name(".".join(filter(None, (artifact.name, name, "sigstore.json"))))
 
 
 def statement(subjects: Mapping[str, str], kind: str, predicate: Mapping[str, Any]) -> bytes:

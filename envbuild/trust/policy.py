@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from securesystemslib.signer import Key
+
 from envbuild.errors import VerificationError
 from envbuild.site.tables import TrustTable
-from envbuild.trust.bundle import bundle_path, opened, read_bundle, statement
+from envbuild.trust.bundle import PREDICATES, bundle_path, opened, read_bundle, statement
 from envbuild.trust.keys import load_public
 from envbuild.units import seconds
 
-# The type of envbuild's receipt as a predicate, as its JSON Schema names it.
-RECEIPT = "urn:envbuild:receipt:1"
+RECEIPT = PREDICATES[""]
 # Fields that change after a receipt was attested: an artifact may be pushed or copied.
 _MAY_CHANGE = ("path", "pushed")
 _CLOCK_S = 300  # by which the signer's clock may be ahead
@@ -23,19 +24,26 @@ _CLOCK_S = 300  # by which the signer's clock may be ahead
 
 @dataclass(frozen=True, slots=True)
 class TrustVerdict:
-    """Why an artifact is trusted: the file of the signer's key, and the time of its verification."""
+    """Why an artifact is trusted: the file of the signer's key, and the time of its verification.
+
+    `others` are the names of its other attestations that a signer has signed.
+    """
 
     signer: Path
     verified_at: str
+    others: tuple[str, ...] = ()
 
 
-def attested(receipt: Mapping[str, Any]) -> bytes:
-    """Return the statement of `receipt` on the content that it is of: the artifact, and the manifest of its files."""
+def attested(receipt: Mapping[str, Any], name: str = "", predicate: Mapping[str, Any] | None = None) -> bytes:
+    """Return the statement of `receipt` on the content that it is of: the artifact, and the manifest of its files.
+
+    `name` and `predicate` are those of another attestation of the same content.
+    """
     artifact = receipt["artifact"]
     subjects = {f"{receipt['recipe']['name']}/{receipt['target']}/{artifact['kind']}": artifact["digest"]}
     if artifact.get("manifest"):
         subjects["manifest of its files"] = artifact["manifest"]
-    return statement(subjects, RECEIPT, receipt)
+    return statement(subjects, PREDICATES[name], receipt if predicate is None else predicate)
 
 
 def judge(artifact: Path, receipt: Mapping[str, Any], trust: TrustTable, now: datetime) -> TrustVerdict:
@@ -43,23 +51,35 @@ def judge(artifact: Path, receipt: Mapping[str, Any], trust: TrustTable, now: da
 
     Raises VerificationError, which says why it is not, and UsageError for a faulty key of the site.
     """
-    place = bundle_path(artifact)
     keys = {path: load_public(Path(path)) for path in trust.signers}
+    told, signer = _signed(artifact, receipt, "", keys)
+    others = []
+    for name in PREDICATES:
+        if name and (name in trust.attestations or bundle_path(artifact, name).exists()):
+            _signed(artifact, receipt, name, keys)
+            others.append(name)
+    return replace(_judged(artifact, receipt, told, trust, now, signer), others=tuple(others))
+
+
+def _signed(
+    artifact: Path, receipt: Mapping[str, Any], name: str, keys: Mapping[str, Key]
+) -> tuple[dict[str, Any], str]:
+    """Return the predicate of the attestation `name` of the artifact, and which of `keys` has signed it."""
+    place, title = bundle_path(artifact, name), f"attestation{f' of its {name}' if name else ''}"
     try:
         found, by = opened(read_bundle(place), list(keys.values()))
     except FileNotFoundError:
-        raise _refused(artifact, "it has no attestation") from None
+        raise _refused(artifact, f"it has no {title}") from None
     except (OSError, ValueError) as error:
         raise _refused(artifact, f"{place} cannot be read: {error}") from error
     if by is None:
         raise _refused(artifact, f"no signer of the site has signed {place.name}")
-    if found["predicateType"] != RECEIPT:
-        raise _refused(artifact, f"{place.name} attests {found['predicateType']!r:.80}, and no receipt")
+    if found["predicateType"] != PREDICATES[name]:
+        wanted = name or "receipt"
+        raise _refused(artifact, f"{place.name} attests {found['predicateType']!r:.80}, and no {wanted}")
     if receipt["artifact"]["digest"] not in [f"sha256:{row['digest']['sha256']}" for row in found["subject"]]:
         raise _refused(artifact, f"{place.name} is of another artifact")
-    return _judged(
-        artifact, receipt, found["predicate"], trust, now, next(path for path, key in keys.items() if key is by)
-    )
+    return found["predicate"], next(path for path, key in keys.items() if key is by)
 
 
 def _judged(

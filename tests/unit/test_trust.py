@@ -33,7 +33,7 @@ from envbuild.errors import EnvbuildError, UsageError, VerificationError
 from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.site.settings import load_site
 from envbuild.site.tables import TrustTable
-from envbuild.trust.bundle import bundle_path, opened, sign, statement
+from envbuild.trust.bundle import PREDICATES, bundle_path, opened, sign, statement
 from envbuild.trust.keys import load_public, load_signer
 from envbuild.trust.policy import RECEIPT, attested, judge
 from envbuild.verify.receipt import read_receipt, receipt_path, write_receipt
@@ -74,7 +74,8 @@ class Place:
         self.receipt = {
             "format": 1, "passed": True, "verified_at": NOW.isoformat(timespec="seconds"), "target": "cpu-x86_64",
             "artifact": {"kind": "venv", "path": str(self.venv), "digest": state.digest, "manifest": manifest.digest},
-            "recipe": {"name": "lab", "digest": "sha256:r"}, "checks": checks, "versions": {}, "seconds": 1.25,
+            "recipe": {"name": "lab", "digest": "sha256:r"}, "lock": {"digest": "sha256:l"},
+            "plan": {"digest": "sha256:p"}, "checks": checks, "versions": {"envbuild": "1"}, "seconds": 1.25,
         }  # fmt: skip
         write_receipt(self.receipt, self.venv)
         self.key, self.stranger = make_key(folder, "ci"), make_key(folder, "stranger", "p256")
@@ -391,3 +392,60 @@ def test_a_site_without_signers_trusts_nothing(place: Place) -> None:
     place.site.write_text("")
     with pytest.raises(UsageError, match="the site names no signers"):
         place.run("trust", str(place.venv))
+
+
+BOTH = ("--with", "sbom", "--with", "provenance")
+
+
+def test_sbom_and_provenance_are_attested_of_the_same_content(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_WORKFLOW_REF", "o/r/.github/workflows/images.yml@refs/heads/main")
+    monkeypatch.setenv("GITHUB_RUN_ID", "7")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "o/r")
+    place.run("attest", str(place.venv), "--key", str(place.key), *BOTH)
+    found = {}
+    for name in ("sbom", "provenance"):
+        told, by = opened(bundle_path(place.venv, name).read_bytes(), [load_public(place.key.with_suffix(".pub"))])
+        assert by is not None and told["predicateType"] == PREDICATES[name]
+        assert f"sha256:{told['subject'][0]['digest']['sha256']}" == place.receipt["artifact"]["digest"]
+        found[name] = told["predicate"]
+    assert found["sbom"]["bomFormat"] == "CycloneDX"
+    build, run = found["provenance"]["buildDefinition"], found["provenance"]["runDetails"]
+    assert [one["name"] for one in build["resolvedDependencies"]] == ["recipe", "lock", "plan"]
+    assert run["builder"]["id"] == "https://github.com/o/r/.github/workflows/images.yml@refs/heads/main"
+    assert run["metadata"]["invocationId"] == "https://github.com/o/r/actions/runs/7/attempts/1"
+    assert "with its sbom and its provenance" in place.run("trust", str(place.venv)).stdout
+
+
+def swap(place: Place, one: str, other: str) -> None:
+    bundle_path(place.venv, one).write_bytes(bundle_path(place.venv, other).read_bytes())
+
+
+def sbom_of(place: Place, key: Path, **changes: Any) -> None:
+    told = {**json.loads(attested(place.receipt, "sbom", {"bomFormat": "CycloneDX"})), **changes}
+    bundle_path(place.venv, "sbom").write_bytes(
+        sign(json.dumps(told).encode(), load_signer(str(key), None, no_passphrase))
+    )
+
+
+SWAPS: dict[str, Callable[[Place], Any]] = {
+    "the provenance in place of the sbom": lambda place: swap(place, "sbom", "provenance"),
+    "the receipt in place of the sbom": lambda place: swap(place, "sbom", ""),
+    "the sbom in place of the receipt": lambda place: swap(place, "", "sbom"),
+    "an sbom of a stranger's": lambda place: sbom_of(place, place.stranger),
+    "an sbom of another artifact": lambda place: sbom_of(
+        place, place.key, subject=[{"name": "x", "digest": {"sha256": "0" * 64}}]
+    ),
+    "an sbom that is cut short": lambda place: bundle_path(place.venv, "sbom").write_bytes(b"{"),
+    "no provenance": lambda place: bundle_path(place.venv, "provenance").unlink(),
+}
+
+
+@pytest.mark.parametrize("name", SWAPS)
+def test_a_swapped_attestation_is_refused(place: Place, name: str) -> None:
+    place.run("attest", str(place.venv), "--key", str(place.key), *BOTH)
+    trust = replace(place.trust, attestations=("sbom", "provenance"))
+    assert judge(place.venv, place.receipt, trust, NOW).others == ("sbom", "provenance")
+    SWAPS[name](place)
+    with pytest.raises(VerificationError, match="is not trusted"):
+        judge(place.venv, place.receipt, trust, NOW)
