@@ -15,7 +15,6 @@ import glob
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,19 +114,30 @@ def replacing(path: Path, mode: int = 0o644, prefix: str = ".new-") -> Iterator[
 
     `mode` is the file's permissions, `prefix` the beginning of its name until then. Raises OSError.
     """
-    handle, name = tempfile.mkstemp(prefix=prefix, dir=path.parent)
-    temporary = Path(name)
-    try:
+    with new_file(path.parent, prefix) as (handle, temporary):
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)  # until it is complete: `write_beside` removes files without a lock
         with naming(path):
             yield temporary
         os.chmod(temporary, mode)
         os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def new_file(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
+    """Yield the descriptor and the path of a new file in `folder`, private to the user; remove it if it is still there.
+
+    It is named before it exists, unlike one of tempfile's: a Ctrl-C at any moment leaves nothing. Raises OSError.
+    """
+    path, handle = folder / f"{prefix}{secrets.token_hex(8)}", -1
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        yield handle, path
     finally:
         with contextlib.suppress(OSError):
-            temporary.unlink()
-        os.close(handle)
+            path.unlink()
+        if handle >= 0:
+            os.close(handle)
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o644, prefix: str = ".new-") -> None:

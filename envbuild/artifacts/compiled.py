@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envbuild import process
+from envbuild.store.store import working_folder
 from envbuild.workers import each
 
 _SHARE = 400
@@ -67,10 +68,10 @@ def other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int)
             return list(share) if len(share) == 1 else [path for one in share for path in compare([one], folder)]
         return [os.path.relpath(json.loads(line), root) for line in done.stdout.splitlines()]
 
-    with tempfile.TemporaryDirectory(prefix="envbuild-bytecode-", ignore_cleanup_errors=True) as folder:
+    with working_folder(Path(tempfile.gettempdir()), "envbuild-bytecode-") as folder:
         found = each(
             [paths[start : start + _SHARE] for start in range(0, len(paths), _SHARE)],
-            lambda share, _: compare(share, folder),
+            lambda share, _: compare(share, str(folder)),
             workers,
         )
     return [path for some in found for path in some]

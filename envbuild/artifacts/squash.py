@@ -12,7 +12,6 @@ import hashlib
 import io
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,6 +24,7 @@ from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, moun
 from envbuild.artifacts.enroot import enroot_files, normalised
 from envbuild.artifacts.image_manifest import FILE_NAME, SQUASHFS, render, rows_of
 from envbuild.artifacts.image_run import Addition
+from envbuild.atomic import new_file
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.debian.defaults import rules_digest
 from envbuild.disk_space import check_disk_space, reserve
@@ -122,10 +122,7 @@ def composed(
 
 
 def _temporary(maker: SegmentCache, stack: ExitStack) -> Path:
-    handle, name = tempfile.mkstemp(dir=maker.store.folder("segments"), prefix=".new-")
-    os.close(handle)
-    stack.callback(Path(name).unlink, missing_ok=True)
-    return Path(name)
+    return stack.enter_context(new_file(maker.store.folder("segments"), ".new-"))[1]
 
 
 def _sha256(one: MergedEntry, segments: Sequence[Segment]) -> str:

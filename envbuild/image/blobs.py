@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envbuild.atomic import naming
+from envbuild.atomic import naming, new_file
 from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor, ImageManifest, digest_of
@@ -84,12 +83,9 @@ class Blobs:
         """Open a temporary file for a blob whose digest is not known yet; it is deleted unless it is placed."""
         folder = self.root / "sha256"
         folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder, prefix=".new-")
-        try:
-            with naming(name), os.fdopen(handle, "wb") as stream:
-                yield NewBlob(self, stream, Path(name))
-        finally:
-            Path(name).unlink(missing_ok=True)
+        made = new_file(folder, ".new-")
+        with made as (handle, path), naming(path), os.fdopen(handle, "wb", closefd=False) as stream:
+            yield NewBlob(self, stream, path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,10 +102,12 @@ def shared(
     """
     if (found := known()) is not None:
         return found
-    if remote is not None and remote.bring(entry):
-        if (found := known()) is not None:
+    if remote is not None:
+        brought = remote.bring(entry)
+        if (found := known()) is not None:  # another process may have fetched it too
             return found
-        remote.refuse(entry)
+        if brought:
+            remote.refuse(entry)
     begun = time.monotonic()
     made = make()
     if remote is not None:

@@ -194,7 +194,11 @@ class RemoteCache:
             with replacing(place) as temporary:
                 temporary.write_bytes(file.content)
         elif received != place:
-            os.replace(received, place)
+            try:
+                os.replace(received, place)
+            except FileNotFoundError:
+                if not place.is_file():  # else another process has fetched it too
+                    raise
         self.store.digests.record(place, file.digest.partition(":")[2])
 
     def _push(self, entry: CacheEntry, seconds: float, blobs: Sequence[str]) -> None:

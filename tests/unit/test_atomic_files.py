@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -60,3 +63,40 @@ def test_an_error_of_write_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"file") as told, replacing(tmp_path / "file"), open("/dev/full", "w") as full:
         full.write("x")
     assert told.value.filename == str(tmp_path / "file") and list(tmp_path.iterdir()) == []
+
+
+def test_a_ctrl_c_at_any_moment_leaves_no_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def write() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("new")
+
+    ended, moment = False, 0
+    while not ended:
+        moment += 1
+        left = moment
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal left
+            if frame.f_code.co_filename.endswith(("atomic.py", "tempfile.py")):
+                frame.f_trace_opcodes = True
+                left -= event == "opcode"
+                if left == 0:
+                    left = -1
+                    raise KeyboardInterrupt
+            return trace
+
+        path.unlink(missing_ok=True)
+        sys.settrace(trace)
+        try:
+            write()
+            ended = left > 0
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        gc.collect()  # what the exception held
+        names = {one.name for one in tmp_path.iterdir()}
+        assert names <= {"file"}, moment
+    assert moment > 50

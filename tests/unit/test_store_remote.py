@@ -126,5 +126,15 @@ def test_what_a_cache_has_wrong_is_made_and_offered(tmp_path: Path, capsys: pyte
     assert len(taken) == 1 and ENTRY.artifact_type.encode() in taken[0]
 
 
+def test_two_who_fetch_the_same_do_not_disturb_each_other(tmp_path: Path) -> None:
+    with cache(tmp_path, served) as (one, _), cache(tmp_path, served) as (other, _):
+        for each in (one, other):
+            each.expect([ENTRY])
+        assert one.bring(ENTRY) and other.bring(ENTRY)
+        assert (one.use.hits, other.use.hits) == (1, 1)
+        for name, data in DATA.items():
+            assert (one.store.root / name).read_bytes() == data
+
+
 def test_without_a_cache_nothing_is_asked() -> None:
     assert shared(ENTRY, None, lambda: None, lambda: 5) == 5
