@@ -96,7 +96,8 @@ class RemoteCache:
             if transfer.is_slow():
                 with self._lock:
                     transfer.given_up = True
-                self._failed(RequestFailed(f"{entry.tag} comes slower than {human_size(_SLOWEST)} a second"))
+                why = f"{entry.tag} comes slower than {human_size(_SLOWEST)} a second"
+                self._failed(RequestFailed(why, answered=True))
                 return False
             time.sleep(_POLL_S)
         return answer.result()
