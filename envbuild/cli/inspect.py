@@ -14,10 +14,11 @@ from envbuild.cli import layout
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import with_options
 from envbuild.describe import describe, receipt_of
-from envbuild.environment import load_environment
+from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.inspect.compare import Change, Comparison, compare
 from envbuild.inspect.conda_meta import channel_name
+from envbuild.inspect.facts import ArtifactReader, Inventory
 from envbuild.inspect.reader import open_artifact, open_artifacts
 from envbuild.progress import human_size
 
@@ -67,11 +68,7 @@ def inspect_command(
         only_layers = layers and not packages
         contents = None if only_layers else opened.contents(hashes=False)
         if sbom and contents:
-            from envbuild.inspect.sbom import cyclonedx
-            from envbuild.kinds.image import source_date
-
-            date = source_date(environment) if "SOURCE_DATE_EPOCH" in environment.variables else None
-            click.echo(cyclonedx(opened.about, contents, date), nl=False)
+            click.echo(bill_of_materials(opened, contents, environment), nl=False)
             return
         found = describe(opened.about, contents, exact=exact)
     if as_json:
@@ -95,6 +92,15 @@ def inspect_command(
     if packages:
         rows = [[p["name"], p["version"], p["arch"]] for p in found["debian_packages"]]
         _table(f"Debian packages ({len(rows)})", rows)
+
+
+def bill_of_materials(opened: ArtifactReader, contents: Inventory, environment: Environment) -> str:
+    """Return the CycloneDX bill of materials of an artifact, with the time of SOURCE_DATE_EPOCH if that is set."""
+    from envbuild.inspect.sbom import cyclonedx
+    from envbuild.kinds.image import source_date
+
+    date = source_date(environment) if "SOURCE_DATE_EPOCH" in environment.variables else None
+    return cyclonedx(opened.about, contents, date)
 
 
 def _head(found: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ _ALL = "*"
 )  # fmt: skip
 @click.option(
     "--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.md",
-    help="Write what changed as Markdown; with [audit] of the site, the vulnerabilities before and after.",
+    help="Write a report of the changes; with a database in [audit] of the site, also of known vulnerabilities.",
 )  # fmt: skip
 @click.option(
     "--allow-expired", is_flag=True, help="Lock Debian packages even from an archive whose Release file has expired."
@@ -248,10 +248,9 @@ class LockRun:
             self._write_export(path, text)
 
     def _update(self, kind: LockKind[L], upgrade: Collection[str] | None) -> Resolved[L]:
-        before = kind.inspect().lock
         made = update(kind, self.environment, upgrade=upgrade, offline=self.offline, log=log, write=self.write)
-        recipe, target, lines = kind.recipe.recipe.name, kind.target.name, kind.changes(before, made.lock)
-        self.report.changes.append(LockChange(recipe, target, kind.name, lines, before, made.lock))
+        recipe, target = kind.recipe.recipe.name, kind.target.name
+        self.report.changes.append(LockChange(recipe, target, kind.name, made.changes, made.before, made.lock))
         return made
 
     def _write_export(self, path: Path, text: str) -> None:

@@ -107,16 +107,14 @@ def _predicate(name: str, opened: JobInputs, receipt: dict[str, Any]) -> dict[st
         from envbuild.trust.provenance import provenance
 
         return provenance(receipt, os.environ)
+    from envbuild.cli.inspect import bill_of_materials
     from envbuild.environment import load_environment
     from envbuild.inspect.reader import open_artifact as open_reader
-    from envbuild.inspect.sbom import cyclonedx
-    from envbuild.kinds.image import source_date
 
     environment, path = load_environment(), opened.artifact.path
-    date = source_date(environment) if "SOURCE_DATE_EPOCH" in environment.variables else None
     where = f"docker://{path}" if "@sha256:" in path else path
     with open_reader(where, environment, opened.artifact.target) as reader:
-        found: dict[str, Any] = json.loads(cyclonedx(reader.about, reader.contents(hashes=False), date))
+        found: dict[str, Any] = json.loads(bill_of_materials(reader, reader.contents(hashes=False), environment))
     return found
 
 

@@ -59,8 +59,7 @@ def push_file(path: Path, kind: str, target: str, digest: str, registry: Registr
 
     Returns the digest of the manifest, and what was uploaded. Raises BuildError, and OSError for an unreadable file.
     """
-    size, spans = path.stat().st_size, known_spans(store, digest)
-    names = {name: f"sha256:{stored(store, name)}" for name in {span[1] for span in spans}}
+    size, (spans, names) = path.stat().st_size, known_spans(store, digest)
     with store.working("opened") as folder:
         rest = folder / "rest"
         try:
@@ -73,7 +72,7 @@ def push_file(path: Path, kind: str, target: str, digest: str, registry: Registr
         whole = tuple((literal if one is None else one, start, count) for one, start, count in pieces)
         file = FilePieces(kind, path.name, target, digest, size, whole)
         blobs = [Descriptor(PIECE, one, places[one].stat().st_size) for one in dict.fromkeys(p[0] for p in whole)]
-        besides = {RECEIPT: receipt_path(path)} | {kind: bundle_path(path, name) for kind, name in ATTESTATIONS.items()}
+        besides = {RECEIPT: receipt_path(path)} | {one: bundle_path(path, name) for one, name in ATTESTATIONS.items()}
         for media, beside in besides.items():
             if beside.is_file():
                 places[one := file_digest(beside)] = beside

@@ -32,7 +32,7 @@ from envbuild.layers.wheels import fetch_wheels
 from envbuild.recipe.sources import SourceLayer
 from envbuild.resources import workers
 from envbuild.store.archives import WantedArchive, locate_archive
-from envbuild.store.entry import CacheEntry
+from envbuild.store.entry import CacheEntry, fetched
 from envbuild.store.store import Store, remove_tree
 from envbuild.unpack import unpack
 
@@ -83,16 +83,16 @@ def build_layer(
 def _fetched(store: Store, tree: Path) -> bool:
     """Return whether the team's cache has the layer in `tree`, which is then there."""
     entry = CacheEntry("built", tree.parent.name)
-    if store.remote is None or not store.remote.bring(entry):
-        return False
-    archive = store.root / entry.files[0]
-    with suppress(BuildError, OSError), store.working("building") as folder:
-        unpack(archive, folder / "made")
-        if read_manifest(folder / "made" / "tree") is not None:
-            _put(store, folder / "made", tree.parent)
-            return read_manifest(tree, store.digests.of) is not None
-    store.remote.refuse(entry)
-    return False
+
+    def unpacked() -> bool | None:
+        with suppress(BuildError, OSError), store.working("building") as folder:
+            unpack(store.root / entry.files[0], folder / "made")
+            if read_manifest(folder / "made" / "tree") is not None:
+                _put(store, folder / "made", tree.parent)
+                return read_manifest(tree, store.digests.of) is not None or None
+        return None
+
+    return fetched(entry, store.remote, unpacked) is not None
 
 
 def pack_built(store: Store, place: Path) -> CacheEntry:

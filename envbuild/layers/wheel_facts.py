@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.layers.compose import WheelFile
-from envbuild.store.entry import CacheEntry
+from envbuild.store.entry import CacheEntry, fetched
 from envbuild.store.store import Store
 
 # sha256, size in bytes, file name, and for torch its accelerators and their libraries, as WheelFile has them.
@@ -26,10 +27,8 @@ def wheel_facts(hashes: Sequence[Sequence[str]], store: Store) -> list[Facts | N
     if store.remote is not None:
         store.remote.expect([entry for entry, facts in zip(entries, found, strict=True) if facts is None])
         for number, entry in enumerate(entries):
-            if found[number] is None and store.remote.bring(entry):
-                found[number] = _read(entry, hashes[number], store)
-                if found[number] is None:
-                    store.remote.refuse(entry)
+            if found[number] is None:
+                found[number] = fetched(entry, store.remote, partial(_read, entry, hashes[number], store))
     return found
 
 

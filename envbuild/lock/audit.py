@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from envbuild.errors import UsageError, VerificationError
-from envbuild.lock.advisories import Advisory, AuditedPackage, advisories, audited, read_database
+from envbuild.lock.advisories import Advisory, AdvisoryDatabase, AuditedPackage, advisories, audited, read_database
 from envbuild.site.tables import AuditTable
 from envbuild.units import seconds
 
@@ -28,8 +28,13 @@ class LockAudit:
     newest: datetime | None
 
 
-def audit(locks: Iterable[object], table: AuditTable, now: datetime) -> LockAudit:
-    """Compare the packages of `locks` with the database of `table`.
+def audit(locks: Sequence[object], table: AuditTable, now: datetime) -> LockAudit:
+    """Compare the packages of `locks` with the database of `table`. Raises as `open_database`."""
+    return judge_locks(locks, open_database(locks, table, now), table)
+
+
+def open_database(locks: Iterable[object], table: AuditTable, now: datetime) -> AdvisoryDatabase:
+    """Read what the database of `table` has of the packages of `locks`.
 
     Raises UsageError when there is none, VerificationError when it is missing, damaged or older than `max_age`.
     """
@@ -37,13 +42,7 @@ def audit(locks: Iterable[object], table: AuditTable, now: datetime) -> LockAudi
         raise UsageError(
             "no database of vulnerabilities is named", "give --database FOLDER, or `database` in [audit] of site.toml"
         )
-    packages: set[AuditedPackage] = set()
-    unknown = 0
-    for lock in locks:
-        known, others = audited(lock)
-        packages |= known
-        unknown += others
-    database = read_database(Path(table.database), packages)
+    database = read_database(Path(table.database), {one for lock in locks for one in audited(lock)[0]})
     most = seconds(table.max_age)
     for kind, newest in database.newest.items():
         if most is not None and (now - newest).total_seconds() > most:
@@ -52,6 +51,17 @@ def audit(locks: Iterable[object], table: AuditTable, now: datetime) -> LockAudi
                 f"and [audit] max_age is {table.max_age}",
                 "copy a new export there; what it does not know yet cannot be found",
             )
+    return database
+
+
+def judge_locks(locks: Iterable[object], database: AdvisoryDatabase, table: AuditTable) -> LockAudit:
+    """Return the vulnerabilities of the packages of `locks`, of which `database` has the records."""
+    packages: set[AuditedPackage] = set()
+    unknown = 0
+    for lock in locks:
+        known, others = audited(lock)
+        packages |= known
+        unknown += others
     found = advisories(sorted(packages), database)
     ignored = [one for one in found if not {one.id, *one.aliases}.isdisjoint(table.ignore)]
     left = tuple(one for one in found if one not in ignored)
@@ -98,9 +108,9 @@ class UpgradeReport:
         return "\n".join(text)
 
     def _vulnerabilities(self, table: AuditTable) -> list[str]:
-        now = datetime.now(UTC)
-        before = audit((one.before for one in self.changes if one.before is not None), table, now)
-        after = audit((one.after for one in self.changes), table, now)
+        old, new_locks = [one.before for one in self.changes if one.before], [one.after for one in self.changes]
+        database = open_database([*old, *new_locks], table, datetime.now(UTC))
+        before, after = judge_locks(old, database, table), judge_locks(new_locks, database, table)
         text = ["## Known vulnerabilities", ""]
         if after.newest:
             text += [

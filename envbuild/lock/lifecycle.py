@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Generic, NotRequired, Protocol, TypedDict, TypeVar
@@ -67,12 +67,17 @@ class LockState(Generic[L]):
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Generic[L]):
-    """A new lock, its `summary` for messages, a wheel lock's resolution as PEP 751 text, and lines for the log."""
+    """A new lock, its `summary` for messages, a wheel lock's resolution as PEP 751 text, and lines for the log.
+
+    `before` is the lock that it replaces, `changes` are the differences, one line each; `update` adds both.
+    """
 
     lock: L
     summary: str
     pylock: str = ""
     notes: Sequence[str] = ()
+    before: L | None = None
+    changes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +183,7 @@ def update(
         log(f"warning: {kind.target.name}: {warning}")
     path = lock_folders(kind.recipe, kind.target)[-1] / kind.file
     differences = kind.changes(old, new.lock)
+    new = replace(new, before=old, changes=differences)
     for line in differences if old or kind.part != "image" else ():
         log(f"  {line}")
     if not write:

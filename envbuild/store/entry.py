@@ -92,6 +92,17 @@ class ResultCache(Protocol):
         ...
 
 
+def fetched(entry: CacheEntry, remote: ResultCache | None, known: Callable[[], T | None]) -> T | None:
+    """Return what `known` finds after `remote` fetched `entry`, None if it lacks it or has it wrong, which is said."""
+    if remote is None:
+        return None
+    brought = remote.bring(entry)
+    found = known()  # another process may have fetched it too
+    if found is None and brought:
+        remote.refuse(entry)
+    return found
+
+
 def shared(
     entry: CacheEntry, remote: ResultCache | None, known: Callable[[], T | None], make: Callable[[], T],
     blobs: Callable[[T], Sequence[str]] = lambda _: (),
@@ -100,14 +111,8 @@ def shared(
 
     What is made is offered to the cache, with the `blobs` of the result.
     """
-    if (found := known()) is not None:
+    if (found := known()) is not None or (found := fetched(entry, remote, known)) is not None:
         return found
-    if remote is not None:
-        brought = remote.bring(entry)
-        if (found := known()) is not None:  # another process may have fetched it too
-            return found
-        if brought:
-            remote.refuse(entry)
     begun = time.monotonic()
     made = make()
     if remote is not None:

@@ -31,7 +31,6 @@ PIECE, RECEIPT = "application/vnd.envbuild.piece.v1", "application/vnd.envbuild.
 ATTESTATIONS = {f"application/vnd.envbuild.{name or 'attestation'}.v1": name for name in PREDICATES}
 # Bytes of a file from a segment: their offset in the file, the segment's name in the store, offset there, and size.
 Span = tuple[int, str, int, int]
-_COPY = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class FilePieces:
     pieces: tuple[tuple[str, int, int], ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as the configuration of its manifest."""
+        """Return what the configuration of the file's manifest says, for JSON."""
         return {name: getattr(self, name) for name in ("kind", "name", "target", "digest", "size", "pieces")}
 
 
@@ -60,15 +59,16 @@ def note_spans(store: Store, digest: str, spans: Sequence[Span]) -> None:
         write_note(_map(store, digest), {"spans": spans})
 
 
-def known_spans(store: Store, digest: str) -> list[Span]:
-    """Return the parts of a file that are those of segments in `store`, none if this is not known."""
+def known_spans(store: Store, digest: str) -> tuple[list[Span], dict[str, str]]:
+    """Return the parts of a file that are those of segments in `store`, and name → sha256:… of these segments."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         path = _map(store, digest)
         spans = [(int(at), str(name), int(start), int(size)) for at, name, start, size in read_note(path)["spans"]]
         store.note_use(path, path)
-        there = {name for name in {span[1] for span in spans} if segment_file(store, name, stored(store, name))}
-        return [span for span in spans if span[1] in there]
-    return []
+        known = {name: stored(store, name) for name in {span[1] for span in spans}}
+        digests = {name: f"sha256:{one}" for name, one in known.items() if segment_file(store, name, one)}
+        return [span for span in spans if span[1] in digests], digests
+    return [], {}
 
 
 def _map(store: Store, digest: str) -> Path:

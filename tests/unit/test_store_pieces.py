@@ -1,4 +1,4 @@
-"""Image files in pieces: what was split is composed again, and no manifest of a registry leads elsewhere."""
+"""Image files in pieces: what was split is composed again, and no manifest makes a pull read beyond its blobs."""
 
 from __future__ import annotations
 
