@@ -19,7 +19,7 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.progress import OnProgress, log, transfer
 from envbuild.store.client import Client
-from envbuild.store.fetch import fetch_each
+from envbuild.store.fetch_file import fetch_each
 
 if TYPE_CHECKING:
     from pysequoia import Cert

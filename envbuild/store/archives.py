@@ -14,7 +14,7 @@ from envbuild.progress import transfer
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client
-from envbuild.store.fetch import download
+from envbuild.store.fetch_file import download
 from envbuild.store.git import git_archive
 from envbuild.store.sources import local_files, remote_sources
 from envbuild.store.store import Store

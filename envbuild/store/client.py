@@ -51,7 +51,9 @@ class Client:
         import requests
         from mousebender.simple import ACCEPT_SUPPORTED
 
-        headers = {"Accept": ACCEPT_SUPPORTED, "Accept-Encoding": requests.utils.DEFAULT_ACCEPT_ENCODING}
+        encoding = requests.utils.DEFAULT_ACCEPT_ENCODING
+        # As pip: a cache on the way asks the index whether its copy is still the newest (RFC 9111 §5.2.1.1).
+        headers = {"Accept": ACCEPT_SUPPORTED, "Accept-Encoding": encoding, "Cache-Control": "max-age=0"}
 
         def get() -> Page:  # retried with the body, which may be cut off
             with self._answer(url, headers) as response:

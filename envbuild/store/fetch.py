@@ -9,19 +9,17 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
-from envbuild.cache.download import locked_partial
 from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
-from envbuild.progress import OnProgress, transfer
+from envbuild.progress import OnProgress
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of
+from envbuild.store.fetch_file import download, fetch_each
 from envbuild.store.sources import PackageSource, local_files, matches, remote_sources, single_file
 from envbuild.store.store import Store
-from envbuild.workers import each
 
 ARCHIVES = "conda/archives"
-_PARALLEL = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,6 @@ class CondaArchive:
 
 
 Item = TypeVar("Item", WantedWheel, CondaArchive)
-Wanted = TypeVar("Wanted")
 Answers = Mapping[Item, list[str]]
 
 
@@ -159,7 +156,7 @@ def _located(
         if item not in found:
             lines.append(f"{item}: no source has {what} with the locked hash")
             lines += [f"    wanted sha256:{digest}" for digest in sorted(item.hashes)[:3]]
-            lines += [f"    {answer}" for answer in answers[item] or [unasked(item)]]
+            lines += [f"    {answer}" for answer in dict.fromkeys(answers[item] or [unasked(item)])]
     if lines:
         raise BuildError("\n".join(lines), hint)
     return {item: found[item] for item in wanted}
@@ -201,7 +198,12 @@ def _at_file_urls(archive: CondaArchive, store: Store, site: Site, answers: list
 
 
 def _download_wheels(
-    sources: Mapping[WantedWheel, Sequence[PackageSource]], answers: Answers[WantedWheel], store: Store, client: Client
+    sources: Mapping[WantedWheel, Sequence[PackageSource]],
+    answers: Answers[WantedWheel],
+    store: Store,
+    client: Client,
+    *,
+    again: bool = False,
 ) -> dict[WantedWheel, Path]:
     def fetch(wheel: WantedWheel, on_progress: OnProgress) -> Path | None:
         hashes, told = wheel.hashes, answers[wheel]
@@ -228,7 +230,15 @@ def _download_wheels(
                 told.append(f"{source.name}: {'other files: ' + seen if links else 'not there'}")
         return None
 
-    return fetch_each(list(sources), fetch, client, f"looking for {len(sources)} wheels")
+    found = fetch_each(list(sources), fetch, client, f"looking for {len(sources)} wheels")
+    # An index had the file when it was locked: an older page may have come from one of its servers, or from a cache.
+    stale = {} if again else {
+        wheel: asked
+        for wheel in sources
+        if wheel not in found
+        and (asked := [one for one in sources[wheel] if one.forget_without(wheel.name, wheel.version)])
+    }  # fmt: skip
+    return found | _download_wheels(stale, answers, store, client, again=True) if stale else found
 
 
 def _download_archives(
@@ -257,42 +267,3 @@ def _download_archives(
         return None
 
     return fetch_each(missing, fetch, client, f"fetching {len(missing)} conda packages")
-
-
-def fetch_each(
-    missing: Sequence[Wanted],
-    fetch: Callable[[Wanted, OnProgress], Path | None],
-    client: Client,
-    title: str,
-    total: int | None = None,
-) -> dict[Wanted, Path]:
-    """Return the file that `fetch` finds for each of `missing`, in parallel; `total` is in bytes, None if unknown."""
-    with transfer(title, total) as on_progress:
-        paths = each(missing, lambda item, _: fetch(item, on_progress), _PARALLEL, client.stop)
-    return {item: path for item, path in zip(missing, paths, strict=True) if path is not None}
-
-
-def download(
-    url: str,
-    name: str,
-    hashes: frozenset[str],
-    key: str,
-    known: Callable[[], Path | None],
-    client: Client,
-    store: Store,
-    on_progress: OnProgress,
-    kind: str = "wheels",
-) -> Path:
-    """Download `url` into the store as `kind`/<sha256>/`name`; only one process downloads a `key` at a time.
-
-    `known` returns the file if another process was faster. Raises the RequestFailed of `Client.download`, and
-    BuildError when the store cannot be written.
-    """
-    try:
-        with locked_partial(store.folder("partial") / key, client.stop) as path:
-            if there := known():
-                return there
-            digest = client.download(url, path, hashes, on_progress)
-            return store.adopt(path, digest, name, kind)
-    except OSError as error:
-        raise store.unwritable(error) from error

@@ -63,7 +63,7 @@ class PackageSource:
 
     def links(self, project: str, client: Client) -> list[Link]:
         """Return the files of `project` (normalised name). Raises RequestFailed."""
-        page = f"{self.url.rstrip('/')}/{project}/" if self.is_index else self.url
+        page = self._page(project)
         with self._locks.setdefault(page, threading.Lock()):
             if self.refusal is not None:
                 raise self.refusal
@@ -78,6 +78,22 @@ class PackageSource:
                     self.patient = False
                     raise
             return self._pages[page]
+
+    def forget_without(self, project: str, version: str) -> bool:
+        """Forget the page of `project` and return True if a server sent it and it has no wheel of `version`.
+
+        The page is then requested again when it is next needed.
+        """
+        page = self._page(project)
+        links = self._pages.get(page)
+        if not self.is_index or page.startswith("file:") or links is None:
+            return False
+        if any(matches(link.filename, project, version) for link in links):
+            return False
+        return self._pages.pop(page, None) is not None
+
+    def _page(self, project: str) -> str:
+        return f"{self.url.rstrip('/')}/{project}/" if self.is_index else self.url
 
 
 def single_file(url: str, name: str) -> PackageSource:

@@ -579,6 +579,25 @@ def test_one_error_says_what_every_source_answered(tmp_path: Path, serve: Callab
     assert "hunter2" not in said and "user:****@" in said
 
 
+@pytest.mark.parametrize("older", [404, "page"])
+def test_an_older_page_is_asked_for_again(tmp_path: Path, serve: Callable[..., Index], older: int | str) -> None:
+    """One of an index's servers, or a cache in front of it, may not have the upload that the lock was made from."""
+    index = serve()
+    index.add("demo-0.9-py3-none-any.whl", b"old")
+    page = index.pages["/simple/demo/"][1].encode()
+    wanted = index.add("demo-1.0-py3-none-any.whl", b"new")
+    other = index.add("other-1.0-py3-none-any.whl", b"other")
+    old = older if isinstance(older, int) else lambda handler: handler.answer(200, page, {"Content-Type": "text/html"})
+    index.faults["/simple/demo/"] = [old]
+    assert len(fetch(tmp_path, pip_for(index.url), wanted, other)) == 2
+    asked = index.asked("/simple/demo/")
+    assert len(asked) == 2 and {headers["Cache-Control"] for headers in asked} == {"max-age=0"}
+    assert len(index.asked("/simple/other/")) == 1
+    index.always["/simple/demo/"] = old
+    said = refusal(tmp_path / "two", pip_for(index.url), wanted)
+    assert said.count(f"{index.url}: not there") == 1 and len(index.asked("/simple/demo/")) == 4
+
+
 def test_a_dead_index_does_not_matter_where_find_links_has_the_wheel(tmp_path: Path) -> None:
     wheel = make_wheel(tmp_path / "links", "demo")
     wanted = WantedWheel("demo", "1.0", frozenset({digest_of(wheel)}))
