@@ -37,6 +37,12 @@ _FIND = r"""
 (everywhere find) || stop 'the first step failed, see above' 5
 """
 
+_TRUST = r"""
+# The site takes attested artifacts alone. This one may have changed since the job was submitted.
+@ENVBUILD@ trust --exact @SITE@@ARTIFACT@ >&2 ||
+    stop 'the artifact is not trusted, see above; nothing was trained' 5
+"""
+
 _PREFLIGHT = r"""
 (everywhere preflight) || stop 'preflight: this job would fail, see above; nothing was trained' 5
 """
@@ -182,7 +188,7 @@ def _steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str
 
     `signals` are those by which the scheduler tells the script to end.
     """
-    text = _NODES
+    text = _NODES + _trust(plan)
     if plan.preflight:
         text += _PREFLIGHT
     elif plan.strategy == "horovod":  # mpirun's options depend on the nodes' interfaces
@@ -196,3 +202,17 @@ def _steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str
             ended=fill(_ENDED, launcher=plan.launcher) if records_exit_codes(plan, launcher) else "",
         )
     return text
+
+
+def _trust(plan: JobPlan) -> str:
+    """Return the lines that let envbuild compare the artifact with its attestation, outside of the artifact."""
+    if not plan.site.trust.signers:
+        return ""
+    # Of several files, which a job finds as its submission did, the later ones replace tables of the earlier.
+    site = f"--site {path_word(str(plan.site.files[0]), 'the site file')} " if len(plan.site.files) == 1 else ""
+    return fill(
+        _TRUST,
+        envbuild=path_word(plan.envbuild, "the command envbuild"),
+        site=site,
+        artifact=path_word(plan.artifact.path, "the artifact's path"),
+    )

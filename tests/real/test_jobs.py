@@ -208,6 +208,33 @@ def test_what_did_not_pass_its_verification_is_refused(jobs: Jobs, squash: dict[
     assert "NOT VERIFIED" in jobs.render(copy, "--unverified")
 
 
+def test_an_artifact_that_changes_after_its_submission_does_not_train_where_the_site_names_signers(
+    jobs: Jobs, squash: dict[str, Any], envbuild: Command
+) -> None:
+    image, key = jobs.cluster.shared / "attested.sqsh", jobs.cluster.folder / "key.pem"
+    built = Path(squash["enroot"]["path"])
+    os.link(built, image)
+    shutil.copy(built.with_name(f"{built.name}.receipt.json"), image.with_name(f"{image.name}.receipt.json"))
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+    subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", key.with_suffix(".pub")], check=True)
+    assert envbuild("attest", image, "--key", key).returncode == 0
+    jobs.write_site('[trust]\nsigners = ["key.pub"]\n')
+    script = jobs.cluster.shared / "attested.sbatch"
+    world = ("--nodes", "1", "--nproc-per-node", "1", "--name", "attested")
+    jobs.render(image, *world, "--out", script, "--", *EPOCHS)
+    honest = jobs.ended(jobs.cluster.sbatch(script), "attested")
+    assert honest.end.state == "COMPLETED" and "trusted: attested by" in honest.log, honest.log
+    image.unlink()
+    shutil.copy(built, image)
+    with image.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    changed = jobs.ended(jobs.cluster.sbatch(script), "attested")
+    jobs.write_site()
+    assert changed.end.state == "FAILED" and "nothing was trained" in changed.log, changed.log
+    assert "attested.sqsh" in changed.log and not changed.report
+
+
 @pytest.mark.parametrize("kind", ["venv", "enroot"])
 def test_without_a_scheduler_the_command_that_is_said_trains_here(
     kind: str, envbuild: Command, pt_cpu: dict[str, Any], squash: dict[str, Any]

@@ -29,6 +29,7 @@ import envbuild
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render
 from envbuild.site.jobs import ModulesTable, NodeTable, SchedulerTable
+from envbuild.site.tables import TrustTable
 
 GOLDEN = Path(__file__).parent / "data" / "jobs"
 PBS = replace(PLAN, scheduler="pbs", launcher="mpiexec")
@@ -86,6 +87,11 @@ PLANS: dict[str, JobPlan] = {
         site=replace(
             SITE, modules=ModulesTable(purge=True), said={"[modules] purge": Path("lab.toml")}
         ),
+    ),
+    "slurm-trust": replace(
+        PLAN,
+        site=replace(SITE, trust=TrustTable(signers=("/etc/envbuild/ci.pub",)), files=(Path("/etc/lab.toml"),)),
+        envbuild="/opt/tools/bin/envbuild", preflight=True,
     ),
     "slurm-etcd": replace(PLAN, rendezvous="etcd-v2", rendezvous_endpoint="etcd.example:2379"),
     "pbs-venv-mpiexec": PBS,

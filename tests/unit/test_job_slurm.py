@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +19,7 @@ from envbuild.jobs.containers import TIDY
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render
 from envbuild.site.jobs import ContainerTable, ModulesTable
-from envbuild.site.tables import FabricTable
+from envbuild.site.tables import FabricTable, TrustTable
 
 
 @pytest.fixture
@@ -165,6 +166,24 @@ def test_nodes_compare_the_files_of_a_verified_environment(stage: Stage, exact: 
         if "ddp_train.preflight" in arguments:
             assert arguments[arguments.index("--manifest") :] == ["--manifest", "sha256:m", *asked]
             parse(arguments[2:])
+
+
+@pytest.mark.parametrize(("code", "files"), [(0, ["/etc/site a.toml"]), (5, ["/a.toml", "/b.toml"]), (127, [])])
+def test_a_site_with_signers_lets_envbuild_compare_the_artifact_before_anything_starts(
+    stage: Stage, code: int, files: list[str]
+) -> None:
+    trusted = replace(SITE, trust=TrustTable(signers=("/ci.pub",)), files=tuple(map(Path, files)))
+    asked, command = stage.folder / "asked", stage.folder / "env build"
+    if code != 127:
+        executable(command, f'#!/bin/sh\nprintf "%s\\n" "$@" >{shlex.quote(str(asked))}\nexit {code}\n')
+    plan = replace(_plan(stage), site=trusted, envbuild=str(command), preflight=True)
+    said, recorded = _run(stage, plan, code=5 if code else 0)
+    if code:
+        assert not _started(recorded) and "not trusted, see above; nothing was trained" in said
+    if code != 127:
+        site = ["--site", *files] if len(files) == 1 else []
+        assert asked.read_text().splitlines() == ["trust", "--exact", *site, plan.artifact.path]
+    assert "trust" not in render(_plan(stage))
 
 
 def test_a_preflight_that_passes_is_followed_by_the_training(stage: Stage) -> None:
