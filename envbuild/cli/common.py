@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from envbuild.progress import log as log
 from envbuild.recipe.find import choose_target, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
+from envbuild.site.settings import Site
 from envbuild.store.usage import remember
 
 if TYPE_CHECKING:
@@ -35,6 +36,25 @@ def run_environment() -> Environment:
     context = click.get_current_context()
     alone = bool(context.params.get("offline") or context.params.get("dry_run"))
     return context.with_resource(load_environment().with_tmpdir(offline=alone))
+
+
+def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:
+    """Return what fetches the attested receipt of an image in a registry; None for a site without signers."""
+    if not site.trust.signers:
+        return None
+
+    def fetch(name: str, digest: str) -> Path | None:
+        from envbuild.kinds.attached import fetch_bundles
+        from envbuild.store.remote_site import registry_of
+        from envbuild.trust.keys import load_public
+
+        environment = load_environment()
+        registry = registry_of(f"{name}@{digest}", site, environment.pip, environment.variables)
+        return fetch_bundles(
+            registry, digest, [load_public(Path(key)) for key in site.trust.signers], environment.store
+        )
+
+    return fetch
 
 
 def open_recipe(name: str, environment: Environment) -> LoadedRecipe:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import click
 
 from envbuild.cli import layout
-from envbuild.cli.common import check_out, hand_over, log, own_command, show_job
+from envbuild.cli.common import attested_images, check_out, hand_over, log, own_command, show_job
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.artifact import check_trust, open_artifact
@@ -119,7 +119,10 @@ def job_command(
     nobody = request.scheduler is None and where.scheduler.kind == "none"
     # Without a scheduler, the job runs on this host, without a docker daemon.
     kinds = kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
-    opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact)
+    opened = open_artifact(
+        named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact,
+        fetch=attested_images(where),
+    )  # fmt: skip
     check_trust(opened, where.trust)
     if nobody:
         raise no_scheduler_error(request, opened, where)

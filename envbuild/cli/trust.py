@@ -11,10 +11,10 @@ from typing import Any
 import click
 
 from envbuild.atomic import write_beside, writing
-from envbuild.cli.common import show
+from envbuild.cli.common import attested_images, log, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
-from envbuild.jobs.artifact import JobInputs, open_artifact
+from envbuild.jobs.artifact import FetchAttested, JobInputs, open_artifact
 from envbuild.kinds import ARTIFACTS
 from envbuild.site.settings import load_site
 
@@ -24,8 +24,10 @@ _PASSPHRASE = "ENVBUILD_KEY_PASSPHRASE"
 
 @click.command("attest")
 @click.argument("named", metavar="ARTIFACT")
-@click.option("--key", "key", required=True, metavar="KEY", help="The private key: a PEM file, or the URI of a KMS.")
-@click.option("--public-key", type=PATH, metavar="FILE", help="The public key of a KMS's key, as a PEM file.")
+@click.option(
+    "--key", "key", required=True, metavar="KEY", help="The private key: a PEM file, ssh-agent, or the URI of a KMS."
+)
+@click.option("--public-key", type=PATH, metavar="FILE", help="The public key of a key in an ssh-agent or a KMS.")
 @click.option(
     "--with", "names", multiple=True, type=click.Choice(["sbom", "provenance"]),
     help="Also attest its bill of materials (CycloneDX), or its provenance (SLSA); repeatable.",
@@ -39,13 +41,16 @@ def attest_command(
 
     ARTIFACT is that of `job`: a recipe, a path, or NAME@sha256:… in a registry. Its content is compared with the
     receipt first. Writes the attestation beside it, as ARTIFACT.sigstore.json: an in-toto statement in a Sigstore
-    bundle, which cosign reads too. A passphrase is asked for, or taken from ENVBUILD_KEY_PASSPHRASE. KMS URIs, such as
-    awskms:… or gcpkms:…, are securesystemslib's, and need what it needs for them.
+    bundle, which cosign reads too. That of an image in a registry is also attached to it there. A passphrase is asked
+    for, or taken from ENVBUILD_KEY_PASSPHRASE. KMS URIs, such as awskms:… or gcpkms:…, are securesystemslib's, and need
+    what it needs for them.
 
     \b
     Examples:
       envbuild attest pytorch.sqsh --key key.pem
       envbuild attest pytorch.sqsh --key key.pem --with sbom --with provenance
+      envbuild attest registry.example.org/team/pytorch@sha256:… --key key.pem
+      envbuild attest pytorch.sqsh --key ssh-agent --public-key ~/.ssh/id_ed25519.pub
       envbuild attest pt_cpu --target cpu-x86_64 --key awskms:alias/envbuild --public-key ci.pub
     """
     from envbuild.trust.bundle import bundle_path, sign
@@ -55,12 +60,19 @@ def attest_command(
     signer = load_signer(key, public_key, lambda: _passphrase(key))
     opened, receipt = _opened(named, target, exact)
     place = bundle_path(opened.place)
-    predicates = {name: _predicate(name, opened, receipt) for name in names}
+    bundles = {name: sign(attested(receipt, name, _predicate(name, opened, receipt)), signer) for name in names}
+    bundles[""] = sign(attested(receipt), signer)
     with writing(place.parent):
-        for name, predicate in predicates.items():
-            made = sign(attested(receipt, name, predicate), signer)
-            write_beside(bundle_path(opened.place, name), made.decode())
-        write_beside(place, sign(attested(receipt), signer).decode())
+        for name, bundle in bundles.items():
+            write_beside(bundle_path(opened.place, name), bundle.decode())
+    _, _, digest = opened.artifact.path.partition("@")
+    if ARTIFACTS[opened.artifact.kind].form == "registry":
+        from envbuild.kinds.attached import push_bundles
+        from envbuild.lock.base import registry_of
+
+        environment = run_environment()
+        push_bundles(registry_of(opened.artifact.path, environment), digest, bundles, environment.store)
+        log(f"{opened.artifact.path}: {len(bundles)} attached")
     value = {
         "path": str(place.absolute()), "digest": opened.artifact.digest, "key": signer.public_key.keyid,
         "with": {name: str(bundle_path(opened.place, name).absolute()) for name in names},
@@ -74,22 +86,25 @@ def attest_command(
 def trust_command(named: str, site: str | None, target: str | None, exact: bool, as_json: bool) -> None:
     """Say whether ARTIFACT is trusted by the [trust] table of the site; exit code 5 if it is not.
 
-    Its content is compared with its receipt, and the receipt with what a signer of the site attested. `envbuild job`
-    does the same where the site names signers.
+    Its content is compared with its receipt, and the receipt with what a signer of the site attested. For an image in
+    a registry without an attested receipt here, these are what is attached to it there. `envbuild job` does the same
+    where the site names signers.
 
     \b
     Examples:
       envbuild trust pytorch.sqsh
+      envbuild trust registry.example.org/team/pytorch@sha256:…
       envbuild trust pt_cpu --target cpu-x86_64 --site ./cluster.toml
     """
     from envbuild.trust.policy import judge
 
-    trust = load_site(os.environ, site).trust
+    where = load_site(os.environ, site)
+    trust = where.trust
     if not trust.signers:
         raise UsageError(
             "the site names no signers", "give files of public keys as `signers` in [trust] of the site file"
         )
-    opened, receipt = _opened(named, target, exact)
+    opened, receipt = _opened(named, target, exact, attested_images(where))
     verdict = judge(opened.place, receipt, trust, datetime.now(UTC))
     others = f", with its {' and its '.join(verdict.others)}" if verdict.others else ""
     value = {
@@ -118,8 +133,11 @@ def _predicate(name: str, opened: JobInputs, receipt: dict[str, Any]) -> dict[st
     return found
 
 
-def _opened(named: str, target: str | None, exact: bool) -> tuple[JobInputs, dict[str, Any]]:
-    opened = open_artifact(named, tuple(ARTIFACTS), target, exact=exact)
+def _opened(
+    named: str, target: str | None, exact: bool, fetch: FetchAttested | None = None
+) -> tuple[JobInputs, dict[str, Any]]:
+    # Without signers of its own, `attest` takes a receipt of this host alone.
+    opened = open_artifact(named, tuple(ARTIFACTS), target, exact=exact, fetch=fetch)
     if opened.receipt is None:
         raise VerificationError(f"{named} has no passing receipt", "verify it first")
     return opened, opened.receipt

@@ -65,6 +65,10 @@ class Descriptor:
         return data
 
 
+# The configuration of a manifest that has none (OCI image specification 1.1).
+EMPTY = Descriptor("application/vnd.oci.empty.v1+json", "sha256:" + hashlib.sha256(b"{}").hexdigest(), 2)
+
+
 @dataclass(frozen=True, slots=True)
 class _Published:
     """A manifest or an index; `raw` holds its bytes as they were published."""

@@ -48,12 +48,16 @@ _MIRROR_RETRIES = 1
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """The blobs of a push: uploaded (with their bytes), mounted from other repositories, and present before."""
+    """The blobs of a push: uploaded (with their bytes), mounted from other repositories, and present before.
+
+    `lists_referrers` is whether the registry will list the manifest as a referrer of its subject.
+    """
 
     uploaded_bytes: int
     uploaded: int
     mounted: int
     present: int
+    lists_referrers: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,14 +126,18 @@ class Registry:
         each(unique, lambda blob, stop: self.fetch_blob(blob, blobs, on_progress, stop), _WORKERS)
         return [blobs.path(blob.digest) for blob in wanted]
 
-    def put_manifest(self, raw: bytes, media_type: str, pointer: str) -> None:
-        """Publish a manifest or index, whose blobs the registry has, under the tag or digest `pointer`."""
+    def put_manifest(self, raw: bytes, media_type: str, pointer: str) -> bool:
+        """Publish a manifest or index, whose blobs the registry has, under the tag or digest `pointer`.
+
+        Returns whether the registry noticed its subject, and so lists it as a referrer.
+        """
         url, digest, headers = self.endpoint.url(f"manifests/{pointer}"), digest_of(raw), {"Content-Type": media_type}
         ok, stop = (201, 200, 202, 204), threading.Event()
         try:
             with self.endpoint.request("PUT", url, stop, push=True, ok=ok, headers=headers, body=raw) as answer:
                 if answer.headers.get("Docker-Content-Digest", digest) != digest:
                     raise RequestFailed(f"it took the manifest {digest} for another one", status=200)
+                return "OCI-Subject" in answer.headers
         except RequestFailed as error:
             raise complain(f"publishing {self._named(pointer)}", [(self.endpoint, error)]) from None
 
@@ -169,9 +177,9 @@ class Registry:
             return how
 
         ways = each(unique, bring, _WORKERS)
-        self.put_manifest(manifest, media_type, pointer)
+        listed = self.put_manifest(manifest, media_type, pointer)
         sent = sum(blob.size for blob, way in zip(unique, ways, strict=True) if way == "uploaded")
-        return Pushed(sent, ways.count("uploaded"), ways.count("mounted"), ways.count("present"))
+        return Pushed(sent, ways.count("uploaded"), ways.count("mounted"), ways.count("present"), listed)
 
     def tags(self) -> list[str]:
         """Return the tags of the repository, none if it does not exist yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,9 @@ from envbuild.layers.compose import PREFIX
 from envbuild.site.tables import TrustTable
 from envbuild.verify.network import nccl_version
 from envbuild.verify.receipt import passing_receipt, read_receipt, receipt_path
+
+# Name and digest of an image in a registry → the place beside which its attested receipt lies, None without one.
+FetchAttested = Callable[[str, str], Path | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +43,20 @@ class JobInputs:
 
 def open_artifact(
     named: str, kinds: tuple[str, ...], target: str | None, *, shared: str = "", unverified: bool = False,
-    exact: bool = False,
+    exact: bool = False, fetch: FetchAttested | None = None,
 ) -> JobInputs:  # fmt: skip
     """Return the artifact that `named` refers to.
 
     `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or the name of a recipe. For a
     recipe, this is the first of `kinds` that was built, in the current folder or in `shared` ([paths] shared of
-    the site), where jobs build. With `exact`, all of its files are read again and compared.
+    the site), where jobs build. With `exact`, all of its files are read again and compared. `fetch` finds the receipt
+    of an image that was attested elsewhere.
 
     Raises UsageError when there is none, VerificationError when no passing receipt exists, unless `unverified`.
     """
     path = Path(named)
     if "@sha256:" in named:
-        return _image(named, target, unverified)
+        return _image(named, target, unverified, fetch=fetch)
     if (path / "recipe.toml").is_file():
         return _built(path.resolve().name, kinds, target, shared, unverified, exact)
     if path.exists() and ("/" in named or path.is_file() or read_state(path) is not None):
@@ -148,15 +153,31 @@ def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
 
 
 def _image(
-    named: str, target: str | None, unverified: bool, known: tuple[Path, dict[str, Any]] | None = None
-) -> JobInputs:
-    """Return an image in a registry, by its digest; its receipt is searched in the folders in which builds write it."""
+    named: str, target: str | None, unverified: bool, known: tuple[Path, dict[str, Any]] | None = None,
+    fetch: FetchAttested | None = None,
+) -> JobInputs:  # fmt: skip
+    """Return an image in a registry, by its digest.
+
+    Its receipt is searched in the folders in which builds write it, and, if it is not attested there, by `fetch`.
+    """
     from envbuild.image.reference import parse_reference
 
     reference = parse_reference(named)
-    place, receipt = known or _receipt_of(reference.digest, target) or (Path(), None)
+    known = known or _receipt_of(reference.digest, target)
+    if fetch is not None:
+        from envbuild.trust.bundle import bundle_path
+
+        here = known is not None and bundle_path(known[0]).exists()
+        attested = None if here else fetch(reference.name, str(reference.digest))
+        known = known if attested is None else (attested, _receipt(receipt_path(attested)))
+    place, receipt = known or (Path(), None)
     passed = receipt is not None and receipt["passed"]
     if not passed and not unverified:
+        if fetch is not None and receipt is None:
+            raise VerificationError(
+                f"{named}: no signer of the site has attached a receipt to it",
+                f"let one attest it, where it was built: `envbuild attest {named} --key KEY`",
+            )
         raise _refusal(
             named,
             Path("build/RECIPE/TARGET/docker.receipt.json"),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from envbuild.files import parse_json
-from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical, digest_of, is_digest
+from envbuild.image.model import EMPTY, OCI_MANIFEST, canonical, digest_of, is_digest
 
 if TYPE_CHECKING:
     from securesystemslib.signer import Key, Signer
@@ -33,7 +33,6 @@ KINDS = {
     "conda": ("conda/images/{}.json",),
     "recipe": ("partial/recipe-{}.json",),
 }
-EMPTY = Descriptor("application/vnd.oci.empty.v1+json", digest_of(b"{}"), 2)
 FILE_TYPE = "application/vnd.envbuild.file.v1"
 _PREDICATE = "urn:envbuild:cache-entry:1"
 _TITLE, _SIGNATURE, _SECONDS = "org.opencontainers.image.title", "org.envbuild.signature", "org.envbuild.seconds"

@@ -17,10 +17,10 @@ from envbuild.atomic import replacing
 from envbuild.cache.retry import NotFound, RequestFailed, Stopped
 from envbuild.errors import BuildError
 from envbuild.image.blobs import BlobFiles
-from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
+from envbuild.image.model import EMPTY, OCI_MANIFEST, Descriptor, digest_of
 from envbuild.image.registry import Registry, manifest_of
 from envbuild.progress import human_size, log
-from envbuild.store.entry import EMPTY, FILE_TYPE, CacheEntry, EntryFile, read_entry, render_entry
+from envbuild.store.entry import FILE_TYPE, CacheEntry, EntryFile, read_entry, render_entry
 from envbuild.workers import Answer, Workers
 
 if TYPE_CHECKING:

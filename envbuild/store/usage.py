@@ -57,6 +57,7 @@ _KINDS = (
     _Kind("builder images", "builders/*.sqsh", ("builders/{}.json",)),
     _Kind("lists of conda packages", "conda/images/*.json", noted=False),
     _Kind("maps of image files", "maps/*.json", noted=False),
+    _Kind("attestations of images", "attested/*", noted=False),
     _Kind("facts of wheels", "facts/*.json", noted=False),
     _Kind("contents of layers", "listings/*.members", noted=False),
     _Kind("seals of environments", "seals/*.json", noted=False),

@@ -22,7 +22,7 @@ from envbuild.files import open_regular, parse_json
 STATEMENT = "https://in-toto.io/Statement/v1"
 PAYLOAD = "application/vnd.in-toto+json"
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
-_MOST = 16 << 20  # bytes of a bundle; that of a receipt has below 1 MB
+MOST = 16 << 20  # bytes of a bundle; that of a receipt has below 1 MB
 
 
 # Name of an attestation beside an artifact → type of its predicate: the receipt has none, as the receipt itself.
@@ -64,9 +64,9 @@ def sign(payload: bytes, signer: Signer) -> bytes:
 def read_bundle(path: Path) -> bytes:
     """Return the content of a bundle. Raises OSError, and ValueError for a file that is too large for one."""
     with open_regular(path) as stream:
-        data = stream.read(_MOST + 1)
-    if len(data) > _MOST:
-        raise ValueError(f"more than {_MOST} bytes")
+        data = stream.read(MOST + 1)
+    if len(data) > MOST:
+        raise ValueError(f"more than {MOST} bytes")
     return data
 
 

@@ -1,4 +1,4 @@
-"""Keys that sign and check attestations: PEM files, and keys of a KMS or HSM by securesystemslib's URIs.
+"""Keys that sign and check attestations: files, keys of an ssh-agent, and those of a KMS by securesystemslib's URIs.
 
 Only keys whose signatures cosign and Sigstore's clients read in the same way are accepted: Ed25519, and ECDSA on NIST's
 curves.
@@ -12,21 +12,28 @@ from pathlib import Path
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey, EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
+from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key, load_ssh_public_key
 from securesystemslib.signer import SIGNER_FOR_URI_SCHEME, CryptoSigner, Key, Signer, SSlibKey
 
 from envbuild.errors import UsageError
 from envbuild.files import read_regular
 
+AGENT = "ssh-agent"
 _MAKE = "openssl genpkey -algorithm ed25519 -out key.pem && openssl pkey -in key.pem -pubout -out key.pub"
 
 
 def load_signer(named: str, public: Path | None, passphrase: Callable[[], str], option: str = "--key") -> Signer:
-    """Return the signer with the private key `named`: a PEM file, or the URI of a KMS, which needs its `public` key.
+    """Return the signer with the private key `named`: a PEM file, `ssh-agent`, or the URI of a KMS.
 
-    `passphrase` is called for an encrypted file; `option` is what named the key. Raises UsageError, which never
-    contains the key.
+    The last two need the `public` key. `passphrase` is called for an encrypted file; `option` is what named the key.
+    Raises UsageError, which never contains the key.
     """
+    if named == AGENT:
+        if public is None:
+            raise UsageError(f"{option} {AGENT}: its public key is not known", "give --public-key FILE")
+        from envbuild.trust.ssh_agent import AgentSigner
+
+        return AgentSigner(_public(public))
     scheme, colon, _ = named.partition(":")
     if colon and scheme in SIGNER_FOR_URI_SCHEME and not Path(named).exists():
         if public is None:
@@ -58,16 +65,21 @@ def load_signer(named: str, public: Path | None, passphrase: Callable[[], str], 
 
 
 def load_public(path: Path) -> Key:
-    """Return the public key in a PEM file. Raises UsageError."""
+    """Return the public key in a file, in PEM or OpenSSH's form. Raises UsageError."""
+    return SSlibKey.from_crypto(_public(path))
+
+
+def _public(path: Path) -> Ed25519PublicKey | EllipticCurvePublicKey:
     try:
-        key = load_pem_public_key(read_regular(path))
+        data = read_regular(path)
+        key = (load_ssh_public_key if data.startswith((b"ssh-", b"ecdsa-")) else load_pem_public_key)(data)
         if isinstance(key, Ed25519PublicKey | EllipticCurvePublicKey):
-            return SSlibKey.from_crypto(key)
+            return key
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", "name the file of a public key") from error
     except (ValueError, UnsupportedAlgorithm):
         pass
     raise UsageError(
-        f"{path}: no public Ed25519 or ECDSA key in PEM form",
+        f"{path}: no public Ed25519 or ECDSA key in PEM or OpenSSH's form",
         f"openssl pkey -in KEY.pem -pubout -out {path}, for a key made so: {_MAKE}",
     )

@@ -43,6 +43,9 @@ def attested(receipt: Mapping[str, Any], name: str = "", predicate: Mapping[str,
     subjects = {f"{receipt['recipe']['name']}/{receipt['target']}/{artifact['kind']}": artifact["digest"]}
     if artifact.get("manifest"):
         subjects["manifest of its files"] = artifact["manifest"]
+    if "@sha256:" in str(artifact.get("pushed")):
+        name, _, digest = artifact["pushed"].partition("@")
+        subjects[name] = digest
     return statement(subjects, PREDICATES[name], receipt if predicate is None else predicate)
 
 

@@ -31,6 +31,8 @@ _NCCL_LINES = 8
 # Node 0 starts torchrun's script. The other nodes, and all of a `lean` job, start its module with garbage collection
 # off during the import: it takes a quarter of the start-up time.
 _LEAN = "import gc; gc.disable(); from torch.distributed.run import main; gc.freeze(); gc.enable(); main()"
+# What they import takes as long to tear down as half of the start-up. Node 0 leaves in order: it is the others' store.
+_LEAVE = "; import os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)"
 _VARIABLES = {
     # Agents that share the store with their ranks lose it on a restart (pytorch #135712).
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -225,7 +227,7 @@ def _command(job: TrainingJob, node: int, endpoint: str, run_id: str, nodes: Nod
     trainer = [str(nodes.work / TRAINER), *job.arguments, "--report", str(nodes.work / f"{job.name}-report{node}.json")]
     if not job.nodes:
         return ["python", *trainer]
-    program = ["python", "-c", _LEAN] if job.lean or node else ["torchrun"]
+    program = ["python", "-c", _LEAN + (_LEAVE if node else "")] if job.lean or node else ["torchrun"]
     return [*program, *_agent(job, node, endpoint, run_id, nodes.address(node)), *map(torchrun.literal, trainer)]
 
 

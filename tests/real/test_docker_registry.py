@@ -103,6 +103,7 @@ def test_pytorch_hub_is_locked_built_verified_and_pushed_back(
     jsonschema.validate(receipt, schema)
     rendered = command(*job)
     assert f'image: "{pushed["reference"]}"' in rendered.stdout, rendered.stderr
+    attested_for_others(command, pushed["reference"])
     seen = subprocess.run(
         ["skopeo", "inspect", "--tls-verify=false", f"docker://{name}"],
         capture_output=True, text=True, check=True,
@@ -110,6 +111,29 @@ def test_pytorch_hub_is_locked_built_verified_and_pushed_back(
     labels = json.loads(seen.stdout)["Labels"]
     assert labels["com.example.lab"] == "hub" and labels["org.envbuild.recipe"] == "pytorch_hub"
     assert labels["org.opencontainers.image.base.digest"] == hub
+
+
+def attested_for_others(command: Command, image: str) -> None:
+    """Attest a pushed image; a colleague who has the site's key and the image's digest alone trusts and runs it."""
+    for name in ("ci", "stranger", "other"):
+        key = command.folder / f"{name}.pem"
+        subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+        subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", key.with_suffix(".pub")], check=True)
+    for name in ("stranger", "ci"):
+        command.json("attest", image, "--key", f"{name}.pem", "--with", "sbom", "--with", "provenance")
+    folder = command.folder / "colleague"
+    folder.mkdir()
+    site = Path(command.env["ENVBUILD_SITE"]).read_text() + '[trust]\nsigners = ["../ci.pub"]\n'
+    (folder / "site.toml").write_text(site)
+    env = {"ENVBUILD_STORE": str(folder / "store"), "ENVBUILD_SITE": str(folder / "site.toml")}
+    colleague = Command(folder, {**command.env, **env})
+    told = colleague.json("trust", image)
+    assert told["with"] == ["sbom", "provenance"] and told["signer"].endswith("ci.pub")
+    job = ("job", image, "--scheduler", "kubernetes", "--work", "/data", "--strategy", "single")
+    assert f'image: "{image}"' in colleague(*job).stdout
+    (folder / "site.toml").write_text(site.replace("ci.pub", "other.pub"))
+    refused = colleague("trust", image)
+    assert refused.returncode == 5 and "no signer of the site has attached" in refused.stderr, refused.stderr
 
 
 def test_a_base_that_moved_is_still_built_as_locked(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner, Result
@@ -36,6 +38,7 @@ from envbuild.site.tables import TrustTable
 from envbuild.trust.bundle import PREDICATES, bundle_path, opened, sign, statement
 from envbuild.trust.keys import load_public, load_signer
 from envbuild.trust.policy import RECEIPT, attested, judge
+from envbuild.trust.ssh_agent import AgentSigner
 from envbuild.verify.receipt import read_receipt, receipt_path, write_receipt
 
 NOW = datetime.now(UTC)
@@ -362,6 +365,55 @@ def test_keys_of_other_kinds_and_faulty_uses(tmp_path: Path) -> None:
         load_signer("awskms:alias/x", None, no_passphrase)
     with pytest.raises(UsageError, match="no public Ed25519 or ECDSA key"):
         load_public(hidden)
+
+
+@pytest.fixture
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with keys that a real ssh-agent has: KIND in OpenSSH's form, and KIND.pub."""
+    place = tmp_path / "agent"
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(place))
+    with subprocess.Popen(["ssh-agent", "-D", "-a", place], stdout=subprocess.DEVNULL) as process:
+        try:
+            while not place.exists():
+                assert process.poll() is None
+                time.sleep(0.01)
+            for kind, options in {"ed25519": [], "ecdsa": ["-b", "521"]}.items():
+                key = tmp_path / kind
+                subprocess.run(["ssh-keygen", "-q", "-t", kind, *options, "-N", "", "-f", key], check=True)
+                subprocess.run(["ssh-add", "-q", key], check=True)
+            yield tmp_path
+        finally:
+            process.kill()
+
+
+def test_keys_in_an_ssh_agent_sign_as_those_in_files(agent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("ed25519", "ecdsa"):
+        public = agent / f"{kind}.pub"
+        for size in (1, 1000, 300_000 if kind == "ed25519" else 60_000):
+            payload = statement({"a": "sha256:" + "0" * 64}, RECEIPT, {"x": "y" * size})
+            signer = load_signer("ssh-agent", public, no_passphrase)
+            if size > 200_000:  # more than OpenSSH's agent takes
+                with pytest.raises(UsageError, match="an ssh-agent takes 262144"):
+                    sign(payload, signer)
+                continue
+            found, by = opened(sign(payload, signer), [load_public(public)])
+            assert by is not None and found["predicate"] == {"x": "y" * size}
+    subprocess.run(["ssh-add", "-q", "-D"], check=True)
+    with pytest.raises(UsageError, match="does not sign with this key"):
+        load_signer("ssh-agent", agent / "ecdsa.pub", no_passphrase).sign(b"x")
+    with pytest.raises(UsageError, match="its public key is not known"):
+        load_signer("ssh-agent", None, no_passphrase)
+    for place, message in (("/nonexistent", "No such file"), ("", "SSH_AUTH_SOCK is not set")):
+        monkeypatch.setenv("SSH_AUTH_SOCK", place)
+        with pytest.raises(UsageError, match=message):
+            load_signer("ssh-agent", agent / "ecdsa.pub", no_passphrase).sign(b"x")
+
+
+@given(st.binary(max_size=200))
+def test_any_answer_of_an_agent_is_judged(answer: bytes) -> None:
+    signer = AgentSigner(ec.generate_private_key(ec.SECP256R1()).public_key(), {})
+    with patch.object(AgentSigner, "_asked", lambda self, message: answer), pytest.raises(UsageError):
+        signer.sign(b"x")
 
 
 def test_the_site_file(tmp_path: Path) -> None:

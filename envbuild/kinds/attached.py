@@ -1,0 +1,67 @@
+"""Attestations of images in registries, as OCI referrers that cosign finds too.
+
+Source: cosign, specs/BUNDLE_SPEC.md: artifact type and layer are of the bundle's media type. The annotations are a help
+for people: what is read is decided by the signed statement.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from securesystemslib.signer import Key
+
+from envbuild.atomic import write_beside
+from envbuild.image.referrers import attach, read_referrer, referrers
+from envbuild.image.registry import Registry
+from envbuild.progress import log
+from envbuild.store.store import Store
+from envbuild.trust.bundle import BUNDLE, MOST, PREDICATES, bundle_path, opened
+from envbuild.verify.receipt import receipt_path
+
+_CREATED = "org.opencontainers.image.created"
+
+
+def push_bundles(registry: Registry, digest: str, bundles: Mapping[str, bytes], store: Store) -> None:
+    """Attach `bundles`, by their names in PREDICATES, to the image `digest` in `registry`. Raises BuildError."""
+    for name, bundle in bundles.items():
+        notes = {
+            "dev.sigstore.bundle.content": "dsse-envelope",
+            "dev.sigstore.bundle.predicateType": PREDICATES[name],
+            _CREATED: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+        attach(registry, digest, BUNDLE, bundle, notes, store.blobs)
+
+
+def fetch_bundles(registry: Registry, digest: str, keys: Sequence[Key], store: Store) -> Path | None:
+    """Fetch what is attached to the image `digest` and signed by one of `keys` into the store.
+
+    Returns the place beside which the attested receipt and the attestations lie, None if no receipt is signed. Of
+    several receipts the one of the latest verification is taken. Raises BuildError.
+    """
+    found: dict[str, list[tuple[dict[str, Any], bytes]]] = {name: [] for name in PREDICATES}
+    names = {kind: name for name, kind in PREDICATES.items()}
+    for referrer in referrers(registry, digest, BUNDLE):
+        try:
+            bundle = read_referrer(registry, referrer, BUNDLE, MOST, store.blobs)
+            told, by = opened(bundle, keys)
+        except ValueError:  # somebody's signature, or a bundle with a certificate
+            continue
+        digests = [f"sha256:{row['digest']['sha256']}" for row in told["subject"]]
+        if by is not None and digest in digests and told["predicateType"] in names:
+            found[names[told["predicateType"]]].append((told["predicate"], bundle))
+    if not found[""]:
+        return None
+    found[""].sort(key=lambda row: str(row[0].get("verified_at")))
+    place = store.folder("attested", digest.partition(":")[2]) / "image"
+    write_beside(receipt_path(place), json.dumps(found[""][-1][0]))
+    for name, rows in found.items():
+        path = bundle_path(place, name)
+        path.unlink(missing_ok=True)
+        if rows:
+            write_beside(path, rows[-1][1].decode())
+    log(f"{registry.reference.name}@{digest[:19]}: receipt and attestations are those in the registry")
+    return place
