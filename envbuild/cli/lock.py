@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -13,14 +14,14 @@ from envbuild.atomic import write_beside, writing
 from envbuild.cli.common import log, open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options
 from envbuild.environment import Environment
-from envbuild.errors import LockError, UsageError, joined
-from envbuild.lock.audit import LockChange, UpgradeReport
+from envbuild.errors import LockError, UsageError, VerificationError, joined
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import check_has_conda, conda_lock, resolve_pip
 from envbuild.lock.conda_lock_tool import solve_by_conda_lock
 from envbuild.lock.format import without_credentials
 from envbuild.lock.lifecycle import L, LockKind, Resolved, update
+from envbuild.lock.upgrade_report import LockChange, UpgradeReport, VerifiedUpgrade
 from envbuild.lock.wheels import wheel_lock
 from envbuild.locks import PARTS, check_locks, has_conda, has_wheels, needed_locks
 from envbuild.names import normalise
@@ -66,6 +67,11 @@ _ALL = "*"
     help="Write a report of the changes; with a database in [audit] of the site, also of known vulnerabilities.",
 )  # fmt: skip
 @click.option(
+    "--verify", is_flag=True,
+    help="With --report: build and verify the venv, or conda environment, of each target that this host runs, by the "
+    "locks before and after; exit 5 if the latter fails.",
+)  # fmt: skip
+@click.option(
     "--allow-expired", is_flag=True, help="Lock Debian packages even from an archive whose Release file has expired."
 )
 @with_options("offline")
@@ -82,6 +88,7 @@ def lock_command(
     export: str | None,
     export_dir: Path,
     report: Path | None,
+    verify: bool,
     allow_expired: bool,
     offline: bool,
 ) -> None:
@@ -105,6 +112,7 @@ def lock_command(
       envbuild lock pt_cpu --conda
       envbuild lock pt_cpu --upgrade=pytorch
       envbuild lock pt_cpu --report upgrade.md --upgrade
+      envbuild lock pt_cpu --report upgrade.md --verify --upgrade
       envbuild lock pt_cpu --conda --export conda-lock --export-dir exported
     """
     if not recipes:
@@ -127,20 +135,41 @@ def lock_command(
     if check:
         check_locks(work, parts, log)
         return
+    if verify and (report is None or dry_run):
+        raise UsageError("--verify is for a report of locks that are written", "give --report FILE, without --dry-run")
     run = LockRun(
         environment, parts, None if _ALL in upgrades else upgrades, offline, write=not dry_run,
         by_conda_lock=solver == "conda-lock", export=None if dry_run else export, folder=export_dir,
     )  # fmt: skip
+    before = [_verified(one, environment, offline) for one in work] if verify else []
     for part, lock in zip(PARTS, (run.lock_wheels, run.lock_images, run.lock_conda), strict=True):
         for loaded, target in work if part in parts else ():
             with run.kept():
                 lock(loaded, target)
     run.write_conda_exports()
+    for old, one in zip(before, work, strict=False):
+        after = _verified(one, environment, offline)
+        if old or after:
+            run.report.verified.append(VerifiedUpgrade(one[0].recipe.name, one[1].name, old, after))
     if report is not None:
         with writing(report.parent, LockError):
-            write_beside(report, run.report.render(environment.site.audit))
+            write_beside(report, run.report.render(environment.site.audit, environment.store))
     if run.errors:
         raise joined(LockError, run.errors)
+    failed = [f"{one.recipe} {one.target}" for one in run.report.verified if one.after and not one.after[0]["passed"]]
+    if failed:
+        raise VerificationError(
+            f"{', '.join(failed)}: the upgraded locks do not pass verification, see {report}",
+            "take the locks before back from version control, or upgrade fewer packages: --upgrade=PKG",
+        )
+
+
+def _verified(
+    one: tuple[LoadedRecipe, Target], environment: Environment, offline: bool
+) -> tuple[Mapping[str, Any], int] | None:
+    from envbuild.kinds.upgrade import verified_here
+
+    return verified_here(*one, environment, offline=offline)
 
 
 @dataclass(frozen=True, slots=True)

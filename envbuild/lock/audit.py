@@ -1,10 +1,10 @@
-"""The audit of locks against a site's database of vulnerabilities, and reports of what an upgrade changes."""
+"""The audit of locks against a site's database of vulnerabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from envbuild.errors import UsageError, VerificationError
@@ -66,81 +66,3 @@ def judge_locks(locks: Iterable[object], database: AdvisoryDatabase, table: Audi
     ignored = [one for one in found if not {one.id, *one.aliases}.isdisjoint(table.ignore)]
     left = tuple(one for one in found if one not in ignored)
     return LockAudit(left, tuple(ignored), len(packages), unknown, min(database.newest.values(), default=None))
-
-
-@dataclass(frozen=True, slots=True)
-class LockChange:
-    """An upgraded lock: its recipe, target and kind, the lines of its changes, and the locks before and after."""
-
-    recipe: str
-    target: str
-    kind: str
-    lines: Sequence[str]
-    before: object
-    after: object
-
-
-@dataclass(frozen=True, slots=True)
-class UpgradeReport:
-    """What a run of `envbuild lock` changed, for people who review it."""
-
-    changes: list[LockChange] = field(default_factory=list)
-
-    def render(self, table: AuditTable) -> str:
-        """Return the report in Markdown; with a database, the vulnerabilities before and after. Raises as `audit`."""
-        text = ["# Upgraded locks", ""]
-        changed = [one for one in self.changes if one.lines]
-        if not changed:
-            text += ["Nothing changed.", ""]
-        for one in changed:
-            text += [
-                f"## {one.recipe}, {one.target}: {one.kind}",
-                "",
-                "| package | before | after |",
-                "| --- | --- | --- |",
-            ]
-            text += [_row(line) for line in one.lines]
-            text.append("")
-        if table.database:
-            text += self._vulnerabilities(table)
-        else:
-            text += ["Known vulnerabilities were not looked up: [audit] of the site names no database.", ""]
-        return "\n".join(text)
-
-    def _vulnerabilities(self, table: AuditTable) -> list[str]:
-        old, new_locks = [one.before for one in self.changes if one.before], [one.after for one in self.changes]
-        database = open_database([*old, *new_locks], table, datetime.now(UTC))
-        before, after = judge_locks(old, database, table), judge_locks(new_locks, database, table)
-        text = ["## Known vulnerabilities", ""]
-        if after.newest:
-            text += [
-                f"Of {after.judged} packages, by a database of {after.newest:%Y-%m-%d}; {after.unknown} others.",
-                "",
-            ]
-        mended, new = _without(before.found, after.found), _without(after.found, before.found)
-        left = _without(after.found, new)
-        for title, those in (("Mended", mended), ("New", new), ("Left", left)):
-            text += [f"**{title}: {len(those)}**", ""]
-            text += [f"- {_said(one)}" for one in those] + ([""] if those else [])
-        return text
-
-
-def _without(those: Sequence[Advisory], others: Collection[Advisory]) -> list[Advisory]:
-    known = {(one.package.name, one.id) for one in others}
-    return [one for one in those if (one.package.name, one.id) not in known]
-
-
-def _row(line: str) -> str:
-    """Return the row of a line such as `~ numpy 1.0 -> 2.0`, see `package_changes`."""
-    sign, _, rest = line.partition(" ")
-    name, _, versions = rest.partition(" ")
-    before, arrow, after = versions.partition(" -> ")
-    cells = {"+": (name, "", versions), "-": (name, versions, "")}.get(sign)
-    cells = cells or ((name, before, after) if arrow else (name, versions, versions))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _said(one: Advisory) -> str:
-    fixed = f"; mended in {', '.join(one.fixed)}" if one.fixed else "; no version mends it yet"
-    names = f" ({', '.join(one.aliases)})" if one.aliases else ""
-    return f"{one.package.name} {one.package.version}: {one.id}{names}: {one.summary}{fixed}"

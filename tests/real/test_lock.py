@@ -7,6 +7,8 @@ import functools
 import hashlib
 import http.server
 import json
+import os
+import re
 import shutil
 import subprocess
 import threading
@@ -51,6 +53,28 @@ def test_locked_versions_stay_until_they_are_upgraded(two: Command) -> None:
     assert pins(lock_text(two, "two")) == ["alpha==1.1", "beta==1.1"]
     report = (two.folder / "upgrade.md").read_text()
     assert "## two, cpu-x86_64: wheels" in report and "| beta | 1.0 | 1.1 |" in report and "alpha" not in report
+
+
+def test_an_upgrade_is_verified_by_the_locks_before_and_after(
+    envbuild: Command, session_store: Path, tmp_path: Path
+) -> None:
+    links = f"{os.environ.get('PIP_FIND_LINKS', '')} {tmp_path / 'wheels'}".strip()
+    command = Command(envbuild.folder, {"ENVBUILD_STORE": str(session_store), "PIP_FIND_LINKS": links})
+    make_wheel(tmp_path / "wheels", "little")
+    torch = 'requirements = ["torch==2.13.0+cpu"]\nindexes = ["https://download.pytorch.org/whl/cpu"]\n'
+    small = "[verify]\nnodes = 1\nnproc_per_node = 1\nepochs = 2\n"
+    make_recipe(command.folder / "recipes", "up", ["little"], targets=f"[targets.cpu-x86_64]\n{torch}", extra=small)
+    assert command("lock", "up", "--wheels").returncode == 0
+    make_wheel(tmp_path / "wheels", "little", "2.0", files={"little/__init__.py": b"raise RuntimeError('broken')\n"})
+    done = command("lock", "up", "--wheels", "--report", "report.md", "--verify", "--upgrade=little")
+    assert done.returncode == 5 and "up cpu-x86_64: the upgraded locks do not pass" in done.stderr, done.stderr
+    report = (command.folder / "report.md").read_text()
+    assert "| little | 1.0 | 2.0 | " in report and "| verification | passed | **failed**: imports |" in report
+    assert re.search(
+        r"\| one step \| [\d.]+ ms \| [\d.]+ ms \|\n\| import of torch \| [\d.]+ ms \| [\d.]+ ms \|", report
+    )
+    assert re.search(r"\| size of all files \| [\d.]+ [MG]B \| [\d.]+ [MG]B \|", report)
+    assert command("job", "build/up/cpu-x86_64/venv", "--site", "slurm-modules").returncode == 0, "the old one stays"
 
 
 def test_check_says_what_is_stale_and_changes_nothing(two: Command) -> None:

@@ -19,10 +19,12 @@ from envbuild.debian.control import compare_versions
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.errors import UsageError, VerificationError
 from envbuild.lock.advisories import AuditedPackage, advisories, audited, read_database
-from envbuild.lock.audit import LockChange, UpgradeReport, audit
+from envbuild.lock.audit import audit
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock
+from envbuild.lock.upgrade_report import LockChange, UpgradeReport, VerifiedUpgrade
 from envbuild.site.tables import AuditTable
+from envbuild.store.store import Store
 
 NOW = datetime(2026, 11, 24, tzinfo=UTC)
 DAY = "2026-11-20T10:00:00Z"
@@ -178,26 +180,51 @@ def test_packages_of_no_database_are_counted() -> None:
     assert audited(wheels(torch="2.13.0+cpu"))[0] == {AuditedPackage("PyPI", "torch", "2.13.0")}
 
 
-def test_a_report_says_what_changed_and_what_that_mends(database: AuditTable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_says_what_changed_and_what_that_mends(
+    database: AuditTable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Clock(datetime):
         @classmethod
         def now(cls, tz: Any = None) -> datetime:
             return NOW
 
-    monkeypatch.setattr("envbuild.lock.audit.datetime", Clock)
+    monkeypatch.setattr("envbuild.lock.upgrade_report.datetime", Clock)
+    store = Store(tmp_path / "store")
+    new = wheels(jinja2="3.1.3")
+    (sha256,) = new.packages[0].hashes
+    (store.folder("wheels", sha256) / "jinja2-3.1.3-py3-none-any.whl").write_bytes(b"x" * 2000)
+    monkeypatch.setattr(type(store.digests), "keep", lambda *_: True)
     lines = ["~ jinja2 3.1.2 -> 3.1.3", "+ new 1.0", "- old 2.0", "~ same 1.0 (other files: 1 -> 2 hashes)"]
-    change = LockChange("pt", "cpu-x86_64", "wheels", lines, wheels(jinja2="3.1.2"), wheels(jinja2="3.1.3"))
+    change = LockChange("pt", "cpu-x86_64", "wheels", lines, wheels(jinja2="3.1.2"), new)
     text = UpgradeReport(
         [change, LockChange("pt", "cpu-x86_64", "image", [], image("2.36-1"), image("2.36-1"))]
-    ).render(database)
+    ).render(database, store)
     assert (
-        "## pt, cpu-x86_64: wheels\n\n| package | before | after |\n| --- | --- | --- |\n| jinja2 | 3.1.2 | 3.1.3 |\n"
-        in text
+        "## pt, cpu-x86_64: wheels\n\n| package | before | after | size |\n| --- | --- | --- | --- |\n"
+        "| jinja2 | 3.1.2 | 3.1.3 | 2.0 kB |\n" in text
     )
-    assert "| new |  | 1.0 |\n| old | 2.0 |  |\n" in text and "image" not in text
+    assert "| new |  | 1.0 |  |\n| old | 2.0 |  |  |\n" in text and "image" not in text
     assert "**Mended: 1**\n\n- jinja2 3.1.2: GHSA-h5c8-rqwp-cp95 (CVE-2024-22195)" in text
     assert "**New: 0**" in text and "**Left: 1**\n\n- glibc" in text
-    assert "not looked up" in UpgradeReport([]).render(AuditTable())
+    assert "not looked up" in UpgradeReport([]).render(AuditTable(), store)
+
+
+def test_a_report_compares_receipts(tmp_path: Path) -> None:
+    def receipt(status: str, losses: list[float], step_s: float) -> dict[str, Any]:
+        checks = [
+            {"name": "launch", "status": "pass", "evidence": {"import_s": 0.75, "step_s": step_s}},
+            {"name": "curve", "status": status, "evidence": {"losses": losses}},
+        ]
+        return {"passed": status == "pass", "checks": checks}
+
+    good, bad = (receipt("pass", [2.0, 1.5], 0.002), 1_000_000), (receipt("fail", [2.0, 3.25], 0.0041), 2_000_000)
+    found = UpgradeReport([], [VerifiedUpgrade("pt", "cpu-x86_64", good, bad)]).render(AuditTable(), Store(tmp_path))
+    assert "## pt, cpu-x86_64: verified\n\n| | before | after |\n" in found
+    assert "| verification | passed | **failed**: curve |\n| loss by epoch | 2, 1.5 | 2, 3.25 |\n" in found
+    assert "| one step | 2.0 ms | 4.1 ms |\n| import of torch | 750.0 ms | 750.0 ms |\n" in found
+    assert "| size of all files | 1.0 MB | 2.0 MB |\n" in found
+    first = UpgradeReport([], [VerifiedUpgrade("pt", "cpu-x86_64", None, good)]).render(AuditTable(), Store(tmp_path))
+    assert "| verification |  | passed |\n" in first
 
 
 def test_the_command_ends_with_5_for_a_vulnerability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
