@@ -52,7 +52,7 @@ def sign(payload: bytes, signer: Signer) -> bytes:
     hint = signer.public_key.keyid
     return json.dumps({
         "mediaType": BUNDLE,
-        "verificationMaterial": {"publicKey": {"hint": hint}},
+        "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
         "dsseEnvelope": {
             "payload": base64.b64encode(payload).decode(),
             "payloadType": PAYLOAD,

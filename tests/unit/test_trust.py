@@ -23,9 +23,13 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
 )
+from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
+from in_toto_attestation.v1 import statement_pb2
+from in_toto_attestation.v1.statement import Statement
 from lab import artifacts
+from sigstore_models.bundle.v1 import Bundle
 
 from envbuild.artifacts.manifest import write_manifest
 from envbuild.artifacts.state import State
@@ -142,6 +146,17 @@ def test_openssl_finds_the_signature_right(place: Place) -> None:
     (place.folder / "sig").write_bytes(base64.b64decode(envelope["signatures"][0]["sig"]))
     line = ["openssl", "dgst", "-sha256", "-verify", "p.pub", "-signature", "sig", "pae"]
     assert subprocess.run(line, cwd=place.folder, capture_output=True, text=True).stdout == "Verified OK\n"
+
+
+def test_the_formats_are_those_of_sigstore_and_in_toto(place: Place) -> None:
+    """The projects' own models read a bundle and its statement; cosign itself could not be had."""
+    place.attest()
+    bundle = Bundle.from_json(place.bundle.read_bytes())
+    assert bundle.dsse_envelope is not None and bundle.verification_material.public_key is not None
+    assert bundle.verification_material.public_key.hint == load_public(place.key.with_suffix(".pub")).keyid
+    found = json_format.Parse(bundle.dsse_envelope.payload, statement_pb2.Statement())
+    Statement.copy_from_pb(found).validate()
+    assert found.predicate_type == RECEIPT and found.predicate["target"] == place.receipt["target"]
 
 
 def edit(name: str, value: Any) -> Callable[[Place], None]:
