@@ -37,14 +37,15 @@ def site_command() -> None:
 
 @site_command.command("init")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: site.toml.")
+@click.option("--from", "origin", metavar="SITE", help="Copy this site's file, with its comments.")
 @click.option("--force", is_flag=True, help="Write over a file that exists.")
-def init_command(out: Path | None, force: bool) -> None:
-    """Write a commented site file for this host.
+def init_command(out: Path | None, origin: str | None, force: bool) -> None:
+    """Write a commented site file for this host, or a copy of another site's to change.
 
     \b
     Examples:
       envbuild site init
-      envbuild site init --out ~/.config/envbuild/site.toml
+      envbuild site init --from hyperpod --out ~/.config/envbuild/site.toml
       envbuild site init --out -
     """
     from envbuild.doctor.site_init import site_file
@@ -54,7 +55,7 @@ def init_command(out: Path | None, force: bool) -> None:
         check_out(out)
     if str(path) != "-" and not force and (path.exists() or path.is_symlink()):
         raise UsageError(f"{path} exists", "choose another --out, or write over it with --force")
-    text = site_file(dict(os.environ))
+    text = site_file(dict(os.environ)) if origin is None else _file_of(origin)
     if str(path) == "-":
         click.echo(text, nl=False)
         return
@@ -66,18 +67,34 @@ def init_command(out: Path | None, force: bool) -> None:
     click.echo(path)
 
 
+def _file_of(site: str) -> str:
+    """Return the text of a site's file, without the line that tells editors a schema beside it."""
+    from envbuild.site.settings import find_site, load_site
+
+    load_site(os.environ, site)  # raises for a faulty file
+    lines = find_site(site, os.environ).read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("#:schema "))
+
+
 @site_command.command("show")
 @click.argument("site", required=False)
 @click.option("--all", "everything", is_flag=True, help="Defaults, too.")
+@click.option("--file", "as_file", is_flag=True, help="Print SITE's file as it is, with comments and {user}.")
 @with_options("json")
-def show_command(site: str | None, everything: bool, as_json: bool) -> None:
+def show_command(site: str | None, everything: bool, as_file: bool, as_json: bool) -> None:
     """Print what SITE says, and where each value is from.
 
     \b
     Examples:
       envbuild site show
       envbuild site show aws-parallelcluster --all
+      envbuild site show hyperpod --file
     """
+    if as_file:
+        if site is None or everything or as_json:
+            raise UsageError("--file prints the file of one SITE", "name it, and leave out --all and --json")
+        click.echo(_file_of(site), nl=False)
+        return
     found, values = effective_settings(site, dict(os.environ))
     if as_json:
         rows = [{"table": v.table, "key": v.key, "value": v.value, "origin": v.origin} for v in values]

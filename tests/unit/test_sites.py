@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from envbuild.cli.site import site_command
 from envbuild.doctor.site_rules import contradictions
+from envbuild.errors import EnvbuildError
 from envbuild.files import shipped
 from envbuild.site.settings import SiteFile, load_site
 
@@ -80,7 +81,7 @@ def test_huge_pages_without_cpus_or_memory_are_a_fault_of_the_site(tmp_path: Pat
 
 def test_the_shipped_sites_are_those_of_the_guides() -> None:
     assert {file.stem for file in SHIPPED} == {
-        "aws-eks", "aws-parallelcluster", "local", "pbs-gh200", "slurm-modules",
+        "aws-eks", "aws-parallelcluster", "generic-slurm", "hyperpod", "local", "lumi", "pbs-gh200", "slurm-modules",
     }  # fmt: skip
     eks, aws, pbs, modules = (
         load_site(ENV, name) for name in ("aws-eks", "aws-parallelcluster", "pbs-gh200", "slurm-modules")
@@ -93,6 +94,33 @@ def test_the_shipped_sites_are_those_of_the_guides() -> None:
     assert (modules.scheduler.launcher, modules.container.runtime) == ("mpirun", "apptainer")
     assert modules.fabric.variables == {"NCCL_IB_GID_INDEX": "3"} and modules.modules.purge
     assert not modules.paths.cache.startswith("/home")
+
+
+def test_those_of_documentations() -> None:
+    lumi, pod, plain = (load_site(ENV, name) for name in ("lumi", "hyperpod", "generic-slurm"))
+    assert (lumi.scheduler.partition, lumi.node.gpus, lumi.node.cpus, lumi.node.arch) == ("standard-g", 8, 56, "x86_64")
+    assert lumi.fabric.interface == "hsn0,hsn1,hsn2,hsn3" and not lumi.modules.purge
+    assert pod.scheduler.auto_resume and pod.container.runtime == "pyxis" and pod.paths.shared.startswith("/fsx/")
+    assert plain.scheduler.kind == "slurm" and plain.paths.shared == "/scratch/ada"
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda path: path.stem)
+def test_a_site_is_copied_with_its_comments(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = CliRunner().invoke(site_command, ["show", file.stem, "--file"]).output
+    lines = file.read_text().splitlines(keepends=True)
+    assert shown == "".join(line for line in lines if not line.startswith("#:schema"))
+    done = CliRunner().invoke(site_command, ["init", "--from", file.stem])
+    assert done.exit_code == 0 and Path("site.toml").read_text() == shown
+    assert load_site({**ENV, "HOME": "/home/x"}, "./site.toml").scheduler == load_site(ENV, file.stem).scheduler
+
+
+def test_what_cannot_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("faulty.toml").write_text("[scheduler]\nkind = 3\n")
+    for line in (["init", "--from", "nowhere"], ["init", "--from", "./faulty.toml"], ["show", "--file"]):
+        assert isinstance(CliRunner().invoke(site_command, line).exception, EnvbuildError)
+    assert not Path("site.toml").exists()
 
 
 def test_they_are_bundled_and_listed() -> None:
