@@ -113,6 +113,10 @@ def verify_artifact(
     receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
     with atomic.writing(path.parent):
         write_receipt(receipt, path)
+    from envbuild.trust.bundle import bundle_path
+
+    if (attestation := bundle_path(path)).exists():
+        log(f"{attestation} attests the receipt before this one; `envbuild attest {path} --key KEY` attests this one")
     return subject.state, receipt
 
 
