@@ -44,8 +44,8 @@ def attested(receipt: Mapping[str, Any], name: str = "", predicate: Mapping[str,
     if artifact.get("manifest"):
         subjects["manifest of its files"] = artifact["manifest"]
     if "@sha256:" in str(artifact.get("pushed")):
-        name, _, digest = artifact["pushed"].partition("@")
-        subjects[name] = digest
+        where, _, digest = artifact["pushed"].partition("@")
+        subjects[where] = digest
     return statement(subjects, PREDICATES[name], receipt if predicate is None else predicate)
 
 

@@ -74,7 +74,10 @@ def test_an_upgrade_is_verified_by_the_locks_before_and_after(
         r"\| one step \| [\d.]+ ms \| [\d.]+ ms \|\n\| import of torch \| [\d.]+ ms \| [\d.]+ ms \|", report
     )
     assert re.search(r"\| size of all files \| [\d.]+ [MG]B \| [\d.]+ [MG]B \|", report)
-    assert command("job", "build/up/cpu-x86_64/venv", "--site", "slurm-modules").returncode == 0, "the old one stays"
+    receipt = json.loads((command.folder / "build/up/cpu-x86_64/venv.receipt.json").read_text())
+    assert receipt["passed"] and re.search(
+        r"little\s+1\.0", command("inspect", "build/up/cpu-x86_64/venv", "--packages").stdout
+    ), "it stays"
 
 
 def test_check_says_what_is_stale_and_changes_nothing(two: Command) -> None:

@@ -291,6 +291,9 @@ def test_a_pushed_or_copied_artifact_stays_trusted(place: Place) -> None:
     moved = {**place.receipt["artifact"], "path": "/elsewhere", "pushed": "registry.example.org/a@sha256:" + "1" * 64}
     write_receipt({**place.receipt, "artifact": moved}, place.venv)
     assert place.judged()
+    told = json.loads(attested({**place.receipt, "artifact": moved}, "sbom", {}))
+    assert told["predicateType"] == PREDICATES["sbom"], "with the digest under which registries have it:"
+    assert told["subject"][-1] == {"name": "registry.example.org/a", "digest": {"sha256": "1" * 64}}
 
 
 def test_the_sites_checks_and_age(place: Place) -> None:
