@@ -1,5 +1,6 @@
-"""What `envbuild job --submit` makes of kubectl's words. There is no kubectl here: its answers are those of 1.30
-and, where it is said, of 1.37."""
+"""What `envbuild job --submit` makes of kubectl's words, as kubectl 1.30 and, where it is said, 1.37 wrote them.
+
+A real kubectl is in tests/real/test_kubectl.py."""
 
 from __future__ import annotations
 
