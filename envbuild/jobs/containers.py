@@ -9,6 +9,7 @@ from __future__ import annotations
 from envbuild.errors import UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import fill, mount, path_word, word, words
+from envbuild.jobs.stage import image_word
 from envbuild.recipe.accelerators import CUDA
 
 _ENROOT = r"""# On a node that users share, the folder above is everybody's: one put there by another user is refused.
@@ -21,7 +22,7 @@ private() {
 XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-${ENVBUILD_RUN##*/}-$restarts
 export XDG_RUNTIME_DIR
 private "$XDG_RUNTIME_DIR"
-image=@IMAGE@ created=
+@IMAGE@created=
 if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or overlayfs: unpack it
     created=envbuild-${ENVBUILD_RUN##*/}-$restarts-$name-$$
     enroot create --force --name "$created" "$image"
@@ -90,7 +91,9 @@ def pyxis_options(plan: JobPlan) -> list[str]:
         mounts.append(":".join([source, place, *(["+".join(options)] if options else [])]))
     return [
         # pyxis treats an image name without a slash as one in a registry.
-        word(f"--container-image={plan.artifact.path}", "the image's path"),
+        '--container-image="$image"'
+        if plan.stage
+        else word(f"--container-image={plan.artifact.path}", "the image's path"),
         '--container-name="envbuild-$job-$restarts"',
         word(f"--container-mounts={','.join(mounts)}"),
         f"--container-env=SLURM_NODEID,SLURMD_NODENAME,{_visible(plan)}",
@@ -118,7 +121,7 @@ def container_words(plan: JobPlan) -> list[str]:
     mounted, as in verification: ~/.local is not part of the artifact. Apptainer passes the job's variables
     (SLURM_…, PMIX_…, CUDA_VISIBLE_DEVICES) on by itself.
     """
-    image = path_word(plan.artifact.path, "the image's path")
+    image = image_word(plan)
     binds = []
     for host, container in plan.mounts:
         source, place, options = mount(host, container)
@@ -151,7 +154,7 @@ def start_enroot(plan: JobPlan, program: str) -> str:
     return fill(
         _ENROOT,
         data=fill(_DATA, scratch=path_word(scratch, "[paths] scratch")) if scratch else "",
-        image=path_word(plan.artifact.path, "the image's path"),
+        image="" if plan.stage else f"image={image_word(plan)} ",
         options=" \\\n    ".join(options),
         program=program,
         folders=" ".join(folders),

@@ -64,8 +64,10 @@ class JobPlan:
     `work`/NAME_JOBID, which every node sees: (("--checkpoint_path", "snapshot.pt"),).
     `variables` are exported for every process, in this order; `library_path` is prepended to LD_LIBRARY_PATH.
     `mounts` are (host, container) folders for containers, including the working folder. `modules` are loaded on
-    nodes after `site.modules.init` (and purge). `envbuild` is the command on nodes, which `runtime` `own` and a
-    site with signers need. Times are in seconds. `origins` names who set each field (and variables.NAME).
+    nodes after `site.modules.init` (and purge). `stage` is the folder on nodes' disks to which an image is
+    brought first, "" to read the shared file, and `stage_bytes` the limit of images there. `envbuild` is the
+    command on nodes, which `runtime` `own` and a site with signers need. Times are in seconds. `origins` names who
+    set each field (and variables.NAME).
     """
 
     name: str
@@ -94,6 +96,8 @@ class JobPlan:
     rendezvous_endpoint: str = ""
     preflight: bool = False
     exact: bool = False
+    stage: str = ""
+    stage_bytes: int = 0
     envbuild: str = "envbuild"
     origins: Mapping[str, str] = field(default_factory=dict)
 

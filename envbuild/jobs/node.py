@@ -16,6 +16,7 @@ from envbuild.jobs.containers import container_words, start_enroot, work_key
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines, module_shell
 from envbuild.jobs.quote import fill, inside, path_word, word
+from envbuild.jobs.stage import shared_unless_staged, staged_image
 
 _WIDTH = 110
 # Time for nodes to read a whole environment, in seconds.
@@ -151,9 +152,10 @@ def node_program(plan: JobPlan, launcher: Launcher) -> str:
     if plan.runtime == "enroot":
         start = start_enroot(plan, program)
     else:
-        lines = " \\\n    ".join([*container_words(plan), program])
-        start = f'exec {lines} "$@"\n'
-    return fill(_NODE, lines=launcher.node_lines, number=number, modules=modules, start=start)
+        words = " \\\n    ".join([*container_words(plan), program])
+        start = f'exec {words} "$@"\n'
+    lines = f"{launcher.node_lines}{staged_image(plan)}{shared_unless_staged(plan)}"
+    return fill(_NODE, lines=lines, number=number, modules=modules, start=start)
 
 
 def _program(plan: JobPlan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from envbuild import units
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.job_env import container_mounts, job_env
@@ -99,6 +100,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     script = command[0] if origins["command"] == "--script" else ""
     check_nodes(artifact, script, scheduler, site)
     variables, library_path = job_env(opened, site, runtime, nproc, cpus, origins)
+    stage, origins["stage"] = _stage(runtime, nodes, site)
     origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")
     origins["rendezvous"] = "--rendezvous" if request.rendezvous != "c10d" else "default"
     return JobPlan(
@@ -126,9 +128,26 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         rendezvous_endpoint=request.endpoint,
         preflight=request.preflight,
         exact=request.exact,
+        stage=stage,
+        stage_bytes=units.size(site.stage.keep) or 0,
         envbuild=request.envbuild,
         origins=origins,
     )
+
+
+def _stage(runtime: Runtime, nodes: int, site: Site) -> tuple[str, str]:
+    """Return the folder on nodes' disks to which an image is brought, and who chose it; "" to read the shared file."""
+    if runtime in ("folder", "pod"):
+        return "", "only image files are staged"
+    if nodes == 1:
+        return "", "one node"
+    if site.scheduler.auto_resume:
+        return "", "a node that replaces another has no image"
+    if not site.stage.enabled:
+        return "", site.origin("stage", "enabled")
+    if site.stage.dir:
+        return site.stage.dir, site.origin("stage", "dir")
+    return site.paths.scratch, site.origin("paths", "scratch")
 
 
 def _first(*candidates: tuple[str, Any]) -> tuple[Any, str]:

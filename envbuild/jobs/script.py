@@ -16,6 +16,7 @@ from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines, purged
 from envbuild.jobs.node import launch, node_program, records_exit_codes, runs_shell, settings
 from envbuild.jobs.quote import fill, heredoc, path_word
+from envbuild.jobs.stage import stage_lines, staged_image
 from envbuild.site.schedulers import LAUNCHERS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -176,7 +177,7 @@ def _programs(plan: JobPlan, launcher: Launcher) -> str:
             "# shellcheck disable=SC1090,SC1091\n"
             '. "$ENVBUILD_RUN/settings-$restarts.sh"\n'
             "# From the host where the job was submitted; it need not be here.\n"
-            f"unset XDG_RUNTIME_DIR\n{launch(plan, launcher)}\n",
+            f"unset XDG_RUNTIME_DIR\n{staged_image(plan)}{launch(plan, launcher)}\n",
             launcher.everywhere(plan),
             *([_TIDY] if pyxis else []),
         ]
@@ -188,7 +189,7 @@ def _steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str
 
     `signals` are those by which the scheduler tells the script to end.
     """
-    text = _NODES + _trust(plan)
+    text = _NODES + _trust(plan) + stage_lines(plan, launcher)
     if plan.preflight:
         text += _PREFLIGHT
     elif plan.strategy == "horovod":  # mpirun's options depend on the nodes' interfaces

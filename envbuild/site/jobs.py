@@ -15,6 +15,7 @@ from typing import Literal
 from envbuild.masking import looks_secret, redact
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.toml import form, key
+from envbuild.units import SIZES
 
 # Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
 _SECRET = re.compile(
@@ -196,6 +197,18 @@ class PathsTable:
     scratch: str = key("", "A node's own fast disk, for temporary files.", pattern=_ABSOLUTE, example="/scratch/{user}")
     cache: str = key("", "Caches of pip, Apptainer and enroot, off $HOME.", pattern=_ABSOLUTE)
     logs: str = key("logs", "Folder of the jobs' output, below the working folder.", pattern=r"^\S+$")
+
+
+@dataclass(frozen=True, slots=True)
+class StageTable:
+    """`[stage]`: images on the nodes' own disks."""
+
+    enabled: bool = key(True, "Bring the image of a job of several nodes to each node's disk, once.")
+    dir: str = key(
+        "", "Folder on each node's own disk. Default: [paths] scratch.", pattern=_ABSOLUTE, example="/local/nvme"
+    )
+    keep: str = key("100G", f"Limit of the images there: {SIZES}.", pattern=r"^[0-9]{1,9}[kMGT]?$")
+    python: str = key("python3", "Python 3.6 or later of the nodes.", pattern=r"^\S+$", example="/usr/bin/python3.11")
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,6 +73,7 @@ class SiteFile:
         key_check=jobs.job_variable_problem, check=jobs.value_problem,
     )  # fmt: skip
     paths: jobs.PathsTable = key(jobs.PathsTable(), "File systems, as nodes see them.")
+    stage: jobs.StageTable = key(jobs.StageTable(), "Images on the nodes' own disks.")
     container: jobs.ContainerTable = key(jobs.ContainerTable(), "What starts images on nodes.")
     node: jobs.NodeTable = key(jobs.NodeTable(), "What one node has.")
     kubernetes: jobs.KubernetesTable = key(jobs.KubernetesTable(), "Where and how pods run.")
@@ -104,6 +105,7 @@ class Site:
     modules: jobs.ModulesTable = field(default_factory=jobs.ModulesTable)
     environment: Mapping[str, str] = field(default_factory=dict)
     paths: jobs.PathsTable = field(default_factory=jobs.PathsTable)
+    stage: jobs.StageTable = field(default_factory=jobs.StageTable)
     container: jobs.ContainerTable = field(default_factory=jobs.ContainerTable)
     node: jobs.NodeTable = field(default_factory=jobs.NodeTable)
     kubernetes: jobs.KubernetesTable = field(default_factory=jobs.KubernetesTable)
@@ -219,6 +221,8 @@ def _resolved(table: Any, file: Path, env: Mapping[str, str]) -> Any:
             return replace(table, signers=tuple(signers), cache_signers=tuple(others))
         case jobs.PathsTable():
             return jobs.PathsTable(**{name: _with_user(path, env) for name, path in asdict(table).items()})
+        case jobs.StageTable():
+            return replace(table, dir=_with_user(table.dir, env))
         case jobs.ContainerTable():
             return replace(table, mounts=tuple(_with_user(mount, env) for mount in table.mounts))
     return table

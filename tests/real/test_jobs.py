@@ -26,6 +26,8 @@ from .conftest import Command
 
 PORTS = 20000
 # Ranks of each node: with two of them, each launcher and one image file have been seen.
+# Each node has a /tmp of its own.
+STAGE = '[stage]\ndir = "/tmp"\n\n'
 RANKS = {"venv": 2, "sqsh": 2, "mpirun": 2, "pbs": 2, "sif": 1, "apptainer": 1}
 EXAMPLE = Path(__file__).parents[2] / "examples/own_project"
 TQDM = """\
@@ -81,12 +83,11 @@ def started(
 ) -> dict[str, int]:
     """The same training with every kind of artifact and launcher, submitted at once: three run beside each other."""
     venv, sqsh, sif = pt_cpu["path"], squash["enroot"]["path"], squash["apptainer"]["path"]
-    found = {
-        "venv": jobs.submit(venv, "--preflight"),
-        "sqsh": jobs.submit(sqsh, "--name", "own-sqsh"),
-        "sif": jobs.submit(sif, "--name", "own.sif", ranks=RANKS["sif"]),
-        "mpirun": jobs.submit(venv, "--launcher", "mpirun"),
-    }
+    found = {"venv": jobs.submit(venv, "--preflight"), "mpirun": jobs.submit(venv, "--launcher", "mpirun")}
+    jobs.write_site(STAGE)
+    found["sqsh"] = jobs.submit(sqsh, "--name", "own-sqsh")
+    found["sif"] = jobs.submit(sif, "--name", "own.sif", ranks=RANKS["sif"])
+    jobs.write_site()
     script = jobs.cluster.shared / "job.pbs"
     by_pbs = ("--scheduler", "pbs", "--launcher", "mpirun", "--nodes", "2", "--nproc-per-node", "2")
     jobs.render(venv, *by_pbs, "--out", script, *EPOCHS)
@@ -95,7 +96,7 @@ def started(
     modules = {"apptainer/lab": {"PATH": str(real_apptainer.bin)}}
     lmod.module_tree(jobs.cluster.modules, modules)
     jobs.write_site(
-        f'[container]\nruntime = "apptainer"\n\n[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n',
+        f'{STAGE}[container]\nruntime = "apptainer"\n\n[modules]\ninit = "{lmod.INIT}"\nrun = ["apptainer/lab"]\n',
         APPTAINER_USERNS="true",
     )
     found["apptainer"] = jobs.submit(sif, ranks=RANKS["apptainer"])
@@ -122,6 +123,15 @@ def test_the_rendered_job_trains_on_both_nodes(
     inside = "/opt/env" if what in ("sqsh", "sif", "apptainer") else pt_cpu["path"]
     assert {rank["sys_prefix"] for rank in report["ranks"]} == {inside}
     assert ended.run.name.split(".ctl")[0] == f"{name}_{started[what]}"
+
+
+@pytest.mark.parametrize(("what", "name"), [("sqsh", "own-sqsh"), ("sif", "own.sif"), ("apptainer", "pt_cpu")])
+def test_an_image_is_brought_to_the_disk_of_each_node(
+    jobs: Jobs, started: dict[str, int], what: str, name: str
+) -> None:
+    log = jobs.ended(started[what], name).log
+    assert "the image is on the disks of 2 of 2 nodes" in log, log
+    assert log.index("on the disks") < log.index("Epoch")
 
 
 def test_occupied_ports_of_the_head_were_left_to_their_owners(

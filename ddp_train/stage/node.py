@@ -1,0 +1,204 @@
+"""One node of the tree: it gets the image, and passes it on."""
+
+# ruff: noqa: SIM115, B905, UP006, UP032, UP035, UP041 - Python 3.6
+
+import hashlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from contextlib import closing, suppress
+from typing import Any, Dict, Iterator, Tuple
+
+from .disk import Folder, Lost, Piece, piece_of, seal, split
+from .disk import locked as lock
+from .wire import ASK, PIECE, SILENT_S, Copy, answer, ask, ask_pieces, take
+
+STUCK_S = 300  # a parent that has had nothing new for so long
+ORPHANS_S = 2 * SILENT_S  # the time in which children of a lost node find this one
+_SUMS = ("nodes", "had", "file", "network", "disk", "shared")
+
+
+class Node:
+    """Node `number` of `nodes`. Each says where it is in a file; `files` is the path of these without the number.
+
+    `told` is its report: how many nodes it speaks for, how many of them had the image, the bytes that came from the
+    shared file, from other nodes and from their own disks, and [name, reason] of those that use the shared file.
+    """
+
+    def __init__(self, number: int, nodes: int, files: str, folder: Folder, secret: bytes) -> None:
+        self.number, self.nodes, self.files, self.folder, self.secret = number, nodes, files, folder, secret
+        self.copy = Copy()
+        self.told: Dict[str, Any] = {"number": number, "shared": [], **dict.fromkeys(_SUMS[:-1], 0), "nodes": 1}
+
+    def say(self, line: str) -> None:
+        """Write this node's line for those below it. Raises OSError."""
+        draft = "{}.{}.new".format(self.files, self.number)
+        with open(draft, "w") as file:
+            file.write(line + "\n")
+        os.rename(draft, "{}.{}".format(self.files, self.number))
+
+    def listen(self, address: str, size: int) -> None:
+        """Answer the nodes below, and let them know where. Raises OSError."""
+        server = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        server.bind((address, 0))
+        server.listen(64)
+
+        def serve(connection: socket.socket) -> None:
+            lost = (OSError, ValueError, IndexError, KeyError, TypeError, struct.error, Lost)
+            with suppress(*lost), closing(connection):  # the child may come again
+                answer(self.copy, self.secret, connection)
+
+        def accept() -> None:
+            while True:
+                threading.Thread(target=serve, args=(server.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        self.say("{} {} {}".format(address, server.getsockname()[1], size))
+
+    def ancestors(self) -> Iterator[Tuple[socket.socket, bytes, int]]:
+        """Yield (connection, session's key, size of the image) of the nodes towards node 0 that answer."""
+        number = self.number
+        while number:
+            number = (number - 1) // 2
+            line, end = "", time.time() + 4 * SILENT_S
+            while not line and time.time() < end:
+                try:
+                    with open("{}.{}".format(self.files, number)) as file:
+                        line = file.read()
+                except OSError:
+                    os.utime(os.path.dirname(self.files))  # else an NFS client remembers that there is no such file
+                    time.sleep(0.1)
+            try:
+                address, port, size = line.split()
+                connection = socket.create_connection((address, int(port)), SILENT_S)
+            except (OSError, ValueError):
+                continue
+            with closing(connection):
+                try:
+                    session = ask(connection, self.secret)
+                except (OSError, Lost):
+                    continue
+                yield connection, session, int(size)
+
+    def read(self, source: str, address: str) -> None:
+        """As node 0, read the shared file, unless its image is here. Raises OSError, Lost."""
+        with open(source, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            found = hashlib.sha256("{}\n{}".format(source, seal(file.fileno())).encode()).hexdigest() + ".source"
+            try:
+                with open(self.folder.at(found)) as key:
+                    had = self.use(key.read())
+            except OSError:
+                had = False
+            if not had:
+                self.begin(size)
+            if self.nodes > 1:
+                self.listen(address, size)
+            if not had:
+                for data in split(file.read):
+                    self.add(data, piece_of(data), "file")
+                self.folder.write(found, self.end())
+
+    def receive(self) -> None:
+        """As another node, get the image from the nearest ancestor that lives. Raises OSError, Lost."""
+        why = "no node towards node 0 answers"
+        for connection, session, size in self.ancestors():
+            if self.copy.file is None:
+                self.begin(size)
+                self.listen(connection.getsockname()[0], size)
+            try:
+                return self.follow(connection, session)
+            except (Lost, socket.timeout, ConnectionError, struct.error) as error:
+                why = str(error)
+        raise Lost(why)
+
+    def follow(self, connection: socket.socket, session: bytes) -> None:
+        """Get from a parent what is missing. Raises Lost, OSError."""
+        news = time.time()
+        while time.time() - news < STUCK_S:
+            first = len(self.copy.pieces)
+            key, end, listed = ask_pieces(connection, session, first)
+            if key and not first and self.use(key):
+                return
+            self.copy.say(key=key)
+            if end:
+                if self.end() != key:
+                    raise Lost("these are not the pieces of node 0")
+                return
+            here = [self.folder.piece(one) for one in listed]
+            asked = [first + number for number, data in enumerate(here) if data is None]
+            connection.sendall(b"".join(ASK.pack(b"G", number) for number in asked))
+            for one, data in zip(listed, here):
+                got = _take_piece(connection, one) if data is None else data
+                self.add(got, one, "network" if data is None else "disk")
+                news = time.time()
+        raise Lost("nothing new came for {} s".format(STUCK_S))
+
+    def use(self, key: str) -> bool:
+        """Return whether this node has the image already; then it is this node's copy."""
+        pieces = self.folder.listed(key)
+        if pieces is None:
+            return False
+        if self.copy.file is not None:
+            os.unlink(self.copy.file.name)
+        self.copy.file = open(self.folder.at(key + ".image"), "rb")
+        os.utime(self.folder.at(key + ".list"))  # when it was used last
+        self.told["had"] = 1
+        self.copy.say(pieces, key, whole=True)
+        return True
+
+    def begin(self, size: int) -> None:
+        """Start a copy of an image with `size` bytes. Raises OSError, Lost."""
+        self.folder.room(size)
+        self.folder.learn()
+        name = "{}-{}.part".format(self.number, os.urandom(8).hex())
+        self.copy.file = open(self.folder.at(name), "w+b", 0)
+        lock(self.copy.file)
+
+    def add(self, data: bytes, piece: Piece, counter: str) -> None:
+        """Append a piece to the copy. Raises OSError."""
+        assert self.copy.file is not None
+        self.copy.file.write(data)
+        self.told[counter] += len(data)
+        self.copy.say([piece])
+
+    def end(self) -> str:
+        """Give the whole copy its name; return its key. Raises OSError."""
+        assert self.copy.file is not None
+        pieces, folder = self.copy.pieces, self.folder
+        key = hashlib.sha256(b"".join(PIECE.pack(*one) for one in pieces)).hexdigest()
+        os.rename(self.copy.file.name, folder.at(key + ".image"))
+        listed = [(size, digest.hex()) for size, digest in pieces]
+        folder.write(key + ".list", json.dumps([seal(folder.at(key + ".image")), listed]))
+        self.copy.say(key=key, whole=True)
+        folder.tidy()
+        return key
+
+    def wait(self) -> None:
+        """Wait until the nodes below have the image, or come no more, and add their reports to this node's."""
+        below = [one for one in (2 * self.number + 1, 2 * self.number + 2) if one < self.nodes]
+        with self.copy.changed:
+            self.copy.asked = time.time()
+            while not all(one in self.copy.told for one in below) and time.time() - self.copy.asked < ORPHANS_S:
+                self.copy.changed.wait(1)
+            for told in self.copy.told.values():
+                for name in _SUMS:
+                    self.told[name] += told[name]
+
+    def report(self) -> None:
+        """Tell the nearest ancestor that answers."""
+        text = json.dumps(self.told).encode()
+        for connection, _, _ in self.ancestors():
+            connection.sendall(ASK.pack(b"D", len(text)) + text)
+            return
+
+
+def _take_piece(connection: socket.socket, piece: Piece) -> bytes:
+    """Receive a piece. Raises Lost, OSError."""
+    data = take(connection, piece[0])
+    if piece_of(data) != piece:
+        raise Lost("a piece was changed on its way")
+    return data

@@ -1,0 +1,131 @@
+"""What a node tells those below it, and how both know that they are of one job.
+
+Both sides prove that they know the job's secret (HMAC of two nonces). Lists of pieces carry a code under the proof;
+a piece is compared with its digest in the list. Nothing is encrypted.
+"""
+
+# ruff: noqa: UP006, UP035, UP045 - Python 3.6
+
+import hmac
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from typing import IO, Any, Dict, List, Optional, Sequence, Tuple
+
+from .disk import Lost, Piece
+
+PIECE = struct.Struct(">I32s")
+ASK = struct.Struct(">cI")  # the kind of a question, and a number
+_SIZE = struct.Struct(">I")
+_BATCH = 64  # pieces in a list
+_KEY = 64  # bytes of a key
+SILENT_S = 15  # a parent that says nothing for so long is lost
+
+
+class Copy:
+    """A node's copy: its first `len(pieces)` pieces can be read from `file`; with `whole` these are all.
+
+    `key` is "" as long as it is not known. `told` are the children's reports, and `asked` is when a child last asked
+    for something.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: List[Piece] = []
+        self.offsets, self.key, self.whole, self.asked = [0], "", False, time.time()
+        self.file: Optional[IO[bytes]] = None
+        self.told: Dict[int, Dict[str, Any]] = {}
+        self.changed = threading.Condition()
+
+    def say(self, pieces: Sequence[Piece] = (), key: str = "", whole: bool = False) -> None:
+        """Tell the children's threads of new pieces, of the key, or of the end."""
+        with self.changed:
+            for one in pieces:
+                self.pieces.append(one)
+                self.offsets.append(self.offsets[-1] + one[0])
+            self.key, self.whole = key or self.key, whole
+            self.changed.notify_all()
+
+
+def take(connection: socket.socket, size: int) -> bytes:
+    """Receive `size` bytes. Raises Lost, OSError."""
+    data = bytearray()
+    while len(data) < size:
+        more = connection.recv(min(size - len(data), 1 << 20))
+        if not more:
+            raise Lost("the connection was closed")
+        data += more
+    return bytes(data)
+
+
+def code(key: bytes, *parts: bytes) -> bytes:
+    """Return the HMAC-SHA256 of the parts."""
+    return hmac.new(key, b"".join(parts), "sha256").digest()
+
+
+def ask(connection: socket.socket, secret: bytes) -> bytes:
+    """Prove to a parent who asks, and return the session's key. Raises Lost, OSError."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    theirs, mine = take(connection, 32), os.urandom(32)
+    connection.sendall(mine + code(secret, b"child", theirs, mine))
+    session = take(connection, 32)
+    if not hmac.compare_digest(session, code(secret, b"parent", theirs, mine)):
+        raise Lost("this is another job's node")
+    return session
+
+
+def ask_pieces(connection: socket.socket, session: bytes, first: int) -> Tuple[str, bool, List[Piece]]:
+    """Return the key, "" if the parent does not know it, whether `first` is the end, and pieces from `first` on.
+
+    Raises Lost, OSError.
+    """
+    connection.sendall(ASK.pack(b"L", first))
+    body = take(connection, _SIZE.unpack(take(connection, _SIZE.size))[0])
+    if not hmac.compare_digest(take(connection, 32), code(session, body)):
+        raise Lost("a list of pieces was changed on its way")
+    key, end, listed = body[:_KEY].decode().strip(), body[_KEY : _KEY + 1] == b"E", body[_KEY + 1 :]
+    return key, end, [(size, digest) for size, digest in PIECE.iter_unpack(listed)]
+
+
+def answer(copy: Copy, secret: bytes, connection: socket.socket) -> None:
+    """Answer a child's questions until it is done: L, pieces from a number; G, a piece; D, its report.
+
+    Raises Lost, OSError, ValueError, IndexError when the child is lost or not one.
+    """
+    for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # a timeout of Python's sockets excludes sendfile
+        connection.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", 4 * SILENT_S, 0))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    mine = os.urandom(32)
+    connection.sendall(mine)
+    theirs, proof = take(connection, 32), take(connection, 32)
+    if not hmac.compare_digest(proof, code(secret, b"child", mine, theirs)):
+        return
+    session = code(secret, b"parent", mine, theirs)
+    connection.sendall(session)
+    told_key = False  # who has the image ends with it
+    while True:
+        kind, number = ASK.unpack(take(connection, ASK.size))
+        copy.asked = time.time()
+        if kind == b"L":
+            with copy.changed:
+                if number >= len(copy.pieces) and not copy.whole and (told_key or not copy.key):
+                    copy.changed.wait(SILENT_S / 5)
+                listed, end = copy.pieces[number : number + _BATCH], copy.whole and number == len(copy.pieces)
+                told_key = copy.key != ""
+                head = copy.key.encode().ljust(_KEY) + (b"E" if end else b"-")
+            body = head + b"".join(PIECE.pack(*one) for one in listed)
+            connection.sendall(_SIZE.pack(len(body)) + body + code(session, body))
+        elif kind == b"G":
+            assert copy.file is not None
+            offset, left = copy.offsets[number], copy.pieces[number][0]
+            while left:
+                sent = os.sendfile(connection.fileno(), copy.file.fileno(), offset, left)
+                offset, left = offset + sent, left - sent
+        else:
+            told = json.loads(take(connection, number).decode())
+            with copy.changed:
+                copy.told[told["number"]] = told
+                copy.changed.notify_all()
+            return

@@ -1,0 +1,100 @@
+"""Bring an image to the disk of every node before a job starts it: the lines of the script. ddp_train/stage does it.
+
+Nodes have no artifact yet, so the script carries the package for their own python3. From then on a link on each node
+leads to its copy, or to the shared file.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import posixpath
+import textwrap
+import zipfile
+
+from envbuild.files import shipped
+from envbuild.jobs.model import JobPlan, Launcher
+from envbuild.jobs.quote import fill, heredoc, path_word, word
+
+_WIDTH = 118
+
+_PROGRAM = r"""
+# Brings the image to every node's own disk: node 0 reads the shared file, the nodes pass it on to each other, and
+# what is there of an earlier image is copied. The program, for the nodes' own python3, is a zip file in base64:
+# ddp_train/stage of envbuild.
+@PROGRAM@
+"""
+
+_STAGE = r"""rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
+(umask 077 && head -c 32 /dev/urandom >"$ENVBUILD_RUN/stage-$restarts.key")
+# shellcheck disable=SC2030,SC2031 # its values are for this step alone
+if ! (
+    launch=(
+        env "PYTHONPATH=$ENVBUILD_RUN/stage-$restarts.zip" @PYTHON@ -B -m stage
+        @ABOUT@
+    )
+    @CONTAINER@settings=$ENVBUILD_RUN/settings-$restarts.sh
+    everywhere stage
+); then
+    printf 'envbuild: %s\n' 'the image is not on every node, see above: all read the shared file' >&2
+    rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
+    @INSTEAD@
+fi
+"""
+
+
+def staged_image(plan: JobPlan) -> str:
+    """Return the line that sets `image`, the path on every node; "" if the job reads the shared file."""
+    if not plan.stage:
+        return ""
+    folder = f'{path_word(plan.stage, "[stage] dir")}/envbuild-"$(id -u)"'
+    suffix = path_word(posixpath.splitext(plan.artifact.path)[1] or ".", "the image's path").replace("'.'", "")
+    return f'image={folder}/"${{ENVBUILD_RUN##*/}}-$restarts"{suffix}\n'
+
+
+def shared_unless_staged(plan: JobPlan) -> str:
+    """Return the line for a node's shell script that goes back to the shared file where nothing was staged."""
+    return f'[ -e "$image" ] || image={_shared(plan)}\n' if plan.stage else ""
+
+
+def image_word(plan: JobPlan) -> str:
+    """Return the word for the image of a job."""
+    return '"$image"' if plan.stage else _shared(plan)
+
+
+def _shared(plan: JobPlan) -> str:
+    return path_word(plan.artifact.path, "the image's path")
+
+
+def _packed() -> str:
+    """Return the package `stage` as a zip file, which Python can import from, in base64."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
+        for path in sorted(shipped("ddp_train").glob("stage/*.py")):
+            file.writestr(zipfile.ZipInfo(f"stage/{path.name}"), path.read_bytes(), zipfile.ZIP_DEFLATED, 9)
+    return "\n".join(textwrap.wrap(base64.b64encode(packed.getvalue()).decode(), _WIDTH))
+
+
+def stage_lines(plan: JobPlan, launcher: Launcher) -> str:
+    """Return the step that stages the image; "" if the job reads the shared file."""
+    if not plan.stage:
+        return ""
+    interface = plan.site.fabric.interface.split(",")[0]
+    about = {
+        "source": plan.artifact.path,
+        "folder": plan.stage,
+        "keep": plan.stage_bytes,
+        "number": launcher.number,
+        "interface": "" if interface.startswith(("^", "=")) else interface,
+    }
+    pyxis = plan.runtime == "pyxis"
+    array = "container" if pyxis else "launch"
+    program = heredoc('base64 -d >"$ENVBUILD_RUN/stage-$restarts.zip"', _packed(), "STAGE")
+    return fill(_PROGRAM, program=program) + fill(
+        _STAGE,
+        python=path_word(plan.site.stage.python, "[stage] python"),
+        about=word(json.dumps(about, ensure_ascii=False), "[stage]"),
+        container="container=()\n    " if pyxis else "",
+        instead=f'{array}=("${{{array}[@]/"$image"/{_shared(plan)}}}")',
+    )

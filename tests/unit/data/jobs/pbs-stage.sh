@@ -1,0 +1,158 @@
+#!/bin/bash
+#PBS -N pt_cpu
+#PBS -l select=2:mpiprocs=1
+#PBS -l walltime=01:00:00
+#PBS -l place=scatter:excl
+#PBS -r y
+#PBS -j oe
+#PBS -o logs/pt_cpu.pbs
+# envbuild VERSION: pt_cpu for cpu-x86_64, apptainer sha256:abababababababababababababababababababababababababababababababab, verified 2026-01-02T03:04:05Z; site lab
+stop() { # message, exit code
+    printf 'envbuild: %s\n' "$1" >&2
+    exit "${2-6}"
+}
+
+set -euo pipefail
+
+# 123.server, or 123[4].server in an array
+nodes=2 job=${PBS_JOBID//[^A-Za-z0-9_.-]/_}
+export ENVBUILD_RUN=/fsx/me/pt_cpu_$job
+log=/fsx/me/logs/pt_cpu_$job.out
+mkdir -p "$ENVBUILD_RUN" /fsx/me/logs
+cd /fsx/me
+# PBS shows its own file of output only when the job has ended, and writes one job's over another's.
+echo "envbuild: the output goes to $log"
+exec >>"$log" 2>&1
+# PBS does not tell how often it has started this job: count. A job that starts again meets under another name.
+restarts=0
+[ ! -s "$ENVBUILD_RUN/starts" ] || read -r restarts <"$ENVBUILD_RUN/starts"
+echo $((restarts + 1)) >"$ENVBUILD_RUN/starts"
+
+# Nodes by their numbers; the second tells by which interface the head reaches it.
+mapfile -t hosts < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+peer=${hosts[1]-}
+
+# For every node: ddp_train.launch, in the artifact, reads it, finds the others and starts the training.
+cat >"$ENVBUILD_RUN/settings-$restarts.sh" <<'SETTINGS'
+# What every process is told.
+export OMP_NUM_THREADS=2
+# What ddp_train.launch is told.
+ENVBUILD_JOB='{
+  "name": "pt_cpu", "nodes": 2, "nproc_per_node": 2, "max_restarts": 3, "join_timeout_s": 900,
+  "read_timeout_s": 300, "launcher": "ssh", "python": "/opt/env/bin/python",
+  "command": ["-m", "ddp_train", "10", "1"],
+  "run_files": {"--checkpoint_path": "snapshot.pt", "--report": "report.json"}
+}'
+SETTINGS
+cat >"$ENVBUILD_RUN/node-$restarts.sh" <<'NODE'
+#!/bin/sh
+# Starts ddp_train.launch on a node: sh node-RESTARTS.sh STEP SETTINGS [NUMBER].
+set -eu
+ENVBUILD_RUN=${0%/*}
+restarts=${0##*-} restarts=${restarts%.sh}
+name=${SLURMD_NODENAME:-$(uname -n)}
+
+stop() {
+    printf 'envbuild: node %s: %s\n' "$name" "$1" >&2
+    exit 5
+}
+
+exec 3<&0 </dev/null
+(
+    exec >/dev/null 2>&1
+    cat <&3
+    kill -TERM $$
+) &
+exec 3<&-
+
+image=/local/envbuild-"$(id -u)"/"${ENVBUILD_RUN##*/}-$restarts".sif
+[ -e "$image" ] || image=/fsx/pt.sif
+# shellcheck disable=SC1090,SC1091
+. "$ENVBUILD_RUN/settings-$restarts.sh"
+# From the host where the job was submitted; it need not be here.
+unset XDG_RUNTIME_DIR
+exec apptainer exec --no-home \
+    --bind /fsx:/fsx \
+    "$image" \
+    /opt/env/bin/python -I -X utf8 -m ddp_train.launch "$@"
+NODE
+# shellcheck disable=SC1090,SC1091
+. "$ENVBUILD_RUN/settings-$restarts.sh"
+# From the host where the job was submitted; it need not be here.
+unset XDG_RUNTIME_DIR
+image=/local/envbuild-"$(id -u)"/"${ENVBUILD_RUN##*/}-$restarts".sif
+launch=(sh "$ENVBUILD_RUN/node-$restarts.sh")
+settings=/fsx/me/${ENVBUILD_RUN##*/}/settings-$restarts.sh
+
+alive=$(mktemp -u)
+mkfifo -m 600 "$alive"
+exec 9<>"$alive"
+trap 'rm -f "$alive"' EXIT
+
+quoted() { printf "'%s' " "${@//\'/\'\\\'\'}"; }
+
+# everywhere STEP: runs a step once on every node and becomes its launcher, so call it in a subshell.
+everywhere() {
+    local number pids=() left last code=0 signalled=
+    trap 'signalled=yes; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
+    for number in "${!hosts[@]}"; do
+        ssh -o BatchMode=yes -o ConnectTimeout=20 "${hosts[number]}" \
+            "$(quoted "${launch[@]}" "$1" "$settings" "$number")" <"$alive" 9>&- &
+        pids+=($!)
+    done
+    # When one node gives up, the others would only wait for it.
+    left=${#pids[@]}
+    while [ "$left" -gt 0 ]; do
+        last=0
+        wait -n || last=$?
+        if [ -n "$signalled" ]; then # the trap ended the wait
+            signalled='' code=143
+            continue
+        fi
+        left=$((left - 1))
+        if [ "$last" -ne 0 ]; then
+            [ "$code" -ne 0 ] || code=$last
+            kill -TERM "${pids[@]}" 2>/dev/null || true
+        fi
+    done
+    exit "$code"
+}
+
+[ "${#hosts[@]}" -eq "$nodes" ] ||
+    stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
+[ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=
+printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
+rm -f "$ENVBUILD_RUN/at-$restarts".*
+
+# Brings the image to every node's own disk: node 0 reads the shared file, the nodes pass it on to each other, and
+# what is there of an earlier image is copied. The program, for the nodes' own python3, is a zip file in base64:
+# ddp_train/stage of envbuild.
+base64 -d >"$ENVBUILD_RUN/stage-$restarts.zip" <<'STAGE'
+UEsD
+STAGE
+rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
+(umask 077 && head -c 32 /dev/urandom >"$ENVBUILD_RUN/stage-$restarts.key")
+# shellcheck disable=SC2030,SC2031 # its values are for this step alone
+if ! (
+    launch=(
+        env "PYTHONPATH=$ENVBUILD_RUN/stage-$restarts.zip" python3 -B -m stage
+        '{"source": "/fsx/pt.sif", "folder": "/local", "keep": 0, "number": [], "interface": ""}'
+    )
+    settings=$ENVBUILD_RUN/settings-$restarts.sh
+    everywhere stage
+); then
+    printf 'envbuild: %s\n' 'the image is not on every node, see above: all read the shared file' >&2
+    rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
+    launch=("${launch[@]/"$image"//fsx/pt.sif}")
+fi
+
+everywhere training &
+launched=$!
+# Time is up, or the job is cancelled: torchrun ends its workers in order.
+trap 'kill -TERM "$launched" 2>/dev/null || true' TERM USR1
+while :; do
+    code=0
+    wait "$launched" || code=$?
+    kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
+done
+[ "$code" -eq 0 ] || stop "the job failed with exit code $code; why: envbuild diagnose $log" "$code"

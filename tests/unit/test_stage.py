@@ -1,0 +1,280 @@
+"""Staging of images: nodes of a job, all on this host, that pass a file on."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ddp_train.stage.disk as disk
+from ddp_train.stage.disk import LEAST, MOST, Folder, Lost, piece_of, split
+
+TRAINER = Path(disk.__file__).parents[1]
+
+
+@dataclass
+class Job:
+    """A job's run folder, and a folder for each node's disk."""
+
+    top: Path
+    source: Path
+    nodes: int
+    keep: int = 10**12
+    restarts: int = 0
+    running: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        run = self.top / "run_7"
+        run.mkdir(exist_ok=True)
+        for old in run.glob("stage-*"):
+            old.unlink()
+        (run / f"stage-{self.restarts}.key").write_bytes(b"k" * 32)
+        (run / f"hosts-{self.restarts}").write_text(
+            "".join(f"{one}\n" for one in ["127.0.0.1", *map(self.name, range(self.nodes))])
+        )
+
+    @staticmethod
+    def name(number: int) -> str:
+        return f"n{number}"
+
+    def disk(self, number: int) -> Path:
+        """The folder of a node's images."""
+        return self.top / f"disk{number}" / f"envbuild-{os.getuid()}"
+
+    def start(self, number: int, *, slow: float = 0) -> subprocess.Popen[str]:
+        """Start a node; `slow` makes it read so much slower, in seconds for each piece."""
+        about = {
+            "source": str(self.source),
+            "folder": str(self.disk(number).parent),
+            "keep": self.keep,
+            "number": ["SLURM_NODEID"],
+            "interface": "",
+        }
+        program = "import runpy, time, stage.node as n; old = n.Node.add; n.ORPHANS_S = 3\n"
+        program += f"def add(self, *more): time.sleep({slow}); old(self, *more)\nn.Node.add = add\n"
+        program += "runpy.run_module('stage', run_name='__main__', alter_sys=True)"
+        line = [
+            sys.executable,
+            "-B",
+            "-c",
+            program,
+            json.dumps(about),
+            "stage",
+            f"{self.top}/run_7/settings-{self.restarts}.sh",
+        ]
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(TRAINER),
+            "SLURM_NODEID": str(number),
+            "SLURMD_NODENAME": self.name(number),
+        }
+        started = subprocess.Popen(line, env=env, stderr=subprocess.PIPE, text=True)
+        self.running.append(started)
+        return started
+
+    def run(self, **slow: float) -> list[str]:
+        """Stage on all nodes; what each said."""
+        self.prepare()
+        started = [self.start(number, slow=slow.get(self.name(number), 0)) for number in range(self.nodes)]
+        said = [one.communicate(timeout=100)[1] for one in started]
+        assert [one.returncode for one in started] == [0] * self.nodes, said
+        return said
+
+    def link(self, number: int) -> Path:
+        return self.disk(number) / f"run_7-{self.restarts}.sqsh"
+
+    def staged(self) -> list[bool]:
+        """Whether each node's link leads to its own copy; every link leads to the whole image."""
+        for number in range(self.nodes):
+            assert self.link(number).read_bytes() == self.source.read_bytes()
+        return [self.link(number).resolve().parent == self.disk(number).resolve() for number in range(self.nodes)]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    source = tmp_path / "image.sqsh"
+    source.write_bytes(random.Random(1).randbytes(12 << 20))
+    made = Job(tmp_path, source, 4)
+    yield made
+    for one in made.running:
+        one.kill()
+        one.wait()
+
+
+def mb(said: str, what: str) -> int:
+    """The number before `what` in node 0's summary."""
+    return int(said.partition(f" MB from {what}")[0].rpartition(" ")[2])
+
+
+def test_every_node_gets_the_image_and_the_shared_file_is_read_once(job: Job) -> None:
+    said = job.run()
+    assert job.staged() == [True] * 4
+    assert "the image is on the disks of 4 of 4 nodes" in said[0] and "0 had it" in said[0]
+    assert mb(said[0], "the shared file") == 13 and mb(said[0], "other nodes") == 38
+    assert said[1:] == [""] * 3
+    assert not list(job.disk(2).glob("*.part"))
+
+
+def test_what_is_there_stays_and_a_changed_image_moves_only_what_changed(job: Job) -> None:
+    job.run()
+    job.restarts = 1
+    said = job.run()
+    assert "4 had it; 0 MB from the shared file, 0 MB from other nodes" in said[0]
+    old = job.source.read_bytes()
+    job.source.write_bytes(old[: 6 << 20] + b"a wheel" * 1000 + old[(6 << 20) + 50 :])
+    job.restarts = 2
+    said = job.run()
+    assert job.staged() == [True] * 4
+    assert mb(said[0], "other nodes") <= 3 * 5 and mb(said[0], "earlier images") >= 3 * 8
+
+
+def test_a_file_that_was_changed_on_the_disk_is_fetched_again(job: Job) -> None:
+    job.nodes = 2
+    job.run()
+    copy = next(job.disk(1).glob("*.image"))
+    with copy.open("r+b") as file:
+        file.seek(5 << 20)
+        file.write(b"flipped")
+    job.restarts = 1
+    said = job.run()
+    assert "1 had it" in said[0] and job.staged() == [True] * 2
+
+
+def test_children_of_a_killed_node_get_the_image_from_the_next_one(job: Job) -> None:
+    """Nodes 3 and 4 are below node 1, which is killed once it has some pieces."""
+    job.nodes = 5
+    job.prepare()
+    started = [job.start(number, slow=0.15 if number == 0 else 0) for number in range(5)]
+    until(lambda: any(one.stat().st_size > LEAST for one in job.disk(3).glob("*.part")))
+    started[1].send_signal(signal.SIGKILL)
+    said = {number: started[number].communicate(timeout=100)[1] for number in (0, 2, 3, 4)}
+    for number in (0, 2, 3, 4):
+        assert started[number].returncode == 0
+        assert job.link(number).read_bytes() == job.source.read_bytes()
+        assert number == 0 or said[number] == ""
+        assert job.link(number).resolve().parent == job.disk(number).resolve()
+    assert "of 4 of 5 nodes" in said[0]
+    # The image came once: nodes 3 and 4 went on where they were.
+    assert mb(said[0], "other nodes") == 38
+
+    # What the killed node had is not fetched again.
+    job.restarts = 1
+    assert len(list(job.disk(1).glob("*.part"))) == 1
+    said_again = job.run()
+    assert "4 had it" in said_again[0] and mb(said_again[0], "earlier images") >= 1
+    assert not list(job.disk(1).glob("*.part"))
+
+
+def test_a_node_without_room_reads_the_shared_file_and_so_do_all_where_node_0_has_none(job: Job) -> None:
+    job.nodes = 3
+    job.disk(1).parent.mkdir()
+    job.disk(1).parent.joinpath(job.disk(1).name).mkdir(mode=0o777)
+    job.disk(1).chmod(0o777)
+    job.prepare()
+    started = [job.start(number) for number in (0, 2)]
+    refused = job.start(1)
+    assert "must be a folder of this user alone" in refused.communicate(timeout=60)[1] and refused.returncode == 1
+    for one in started:
+        one.communicate(timeout=100)
+        assert one.returncode == 0
+    assert job.link(2).resolve().parent == job.disk(2).resolve()
+
+
+def test_the_shared_file_is_the_fallback_when_node_0_cannot_read_it(job: Job) -> None:
+    job.nodes = 3
+    text = job.source.read_bytes()
+    job.source.unlink()
+    job.prepare()
+    started = [job.start(number) for number in range(3)]
+    said = [one.communicate(timeout=100)[1] for one in started]
+    job.source.write_bytes(text)
+    assert all("reads the image from the shared file" in one for one in said) and job.staged() == [False] * 3
+
+
+def test_a_stranger_gets_nothing_and_disturbs_nobody(job: Job) -> None:
+    job.nodes = 2
+    job.prepare()
+    first = job.start(0)
+    row = job.top / "run_7/stage-0.0"
+    until(row.exists)
+    address, port, _ = row.read_text().split()
+    with socket.create_connection((address, int(port)), 10) as stranger:
+        stranger.sendall(b"x" * 64)
+        answer = b""
+        while more := stranger.recv(1 << 16):
+            answer += more
+    assert len(answer) == 32  # its nonce, and no word more
+    second = job.start(1)
+    assert second.wait(60) == 0 and first.wait(60) == 0
+    assert job.staged() == [True, True]
+
+
+def test_images_that_were_not_used_lately_make_room(tmp_path: Path) -> None:
+    folder = Folder(str(tmp_path / "d"), 5000)
+    folder.make()
+    for number, age in enumerate((3, 2, 0)):
+        for kind in ("image", "list"):
+            path = tmp_path / f"d/{number}.{kind}"
+            path.write_bytes(b"x" * 2000)
+            os.utime(path, (time.time() - age * 86400,) * 2)
+    folder.link("job.sqsh", "0.image")
+    folder.room(1000)
+    assert {path.name for path in (tmp_path / "d").glob("*.image")} == {"1.image", "2.image"}
+    folder.room(10**4)  # what was used within the hour stays, whatever the limit
+    assert {path.name for path in (tmp_path / "d").glob("*.image")} == {"2.image"}
+    assert not (tmp_path / "d/job.sqsh").is_symlink()
+    with pytest.raises(Lost, match="no room"):
+        folder.room(1 << 60)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**32), size=st.integers(0, 12 << 20), at=st.integers(0, 12 << 20), new=st.integers(0, 99999)
+)
+def test_pieces_are_the_file_and_meet_again_after_a_change(seed: int, size: int, at: int, new: int) -> None:
+    data = random.Random(seed).randbytes(size)
+    pieces = list(split(Reader(data)))
+    assert b"".join(pieces) == data and all(0 < len(one) <= MOST for one in pieces)
+    assert all(len(one) >= LEAST for one in pieces[:-1])
+    changed = data[:at] + b"n" * new + data[at:]
+    other = [piece_of(one) for one in split(Reader(changed))]
+    assert sum(size for size, _ in set(other) - {piece_of(one) for one in pieces}) <= new + 6 * MOST
+
+
+class Reader:
+    """A file whose reads return less than was asked for."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.at = data, 0
+
+    def __call__(self, size: int) -> bytes:
+        got = self.data[self.at : self.at + max(1, size - 12345)]
+        self.at += len(got)
+        return got
+
+
+def test_the_program_is_python_3_6() -> None:
+    """Syntax only; what it uses of the library was compared with Python 3.6's by vermin."""
+    for path in (TRAINER / "stage").glob("*.py"):
+        ast.parse(path.read_text(), feature_version=(3, 6))
+        assert "from __future__" not in path.read_text()
+
+
+def until(what: Callable[[], object], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
