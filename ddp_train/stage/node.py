@@ -63,14 +63,15 @@ class Node:
         number = self.number
         while number:
             number = (number - 1) // 2
-            line, end = "", time.time() + 4 * SILENT_S
+            line, end, pause = "", time.time() + 4 * SILENT_S, 0.05
             while not line and time.time() < end:
                 try:
                     with open("{}.{}".format(self.files, number)) as file:
                         line = file.read()
                 except OSError:
                     os.utime(os.path.dirname(self.files))  # else an NFS client remembers that there is no such file
-                    time.sleep(0.1)
+                    pause = min(1.5 * pause, 1)
+                    time.sleep(pause)
             try:
                 address, port, size = line.split()
                 connection = socket.create_connection((address, int(port)), SILENT_S)
