@@ -23,7 +23,7 @@ from ..errors import BAD_INPUT, RUNTIME, TrainError
 from .files import FileCheck
 from .head import Head
 from .judge import judge
-from .model import DEVICES, FAIL, WARN, Finding, Node, Wanted, listed, nccl_version, torch_version
+from .model import DEVICES, FAIL, SPEED, WARN, Finding, Node, Wanted, listed, nccl_version, torch_version
 from .node import run_node
 from .peers import Unreached
 from .place import NodeInfo, find_node_info
@@ -57,6 +57,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--arch", default="", help="x86_64 or aarch64")
     add("--shm", type=int, default=0, metavar="BYTES", help="least size of /dev/shm")
     add("--free", type=int, default=0, metavar="BYTES", help="least free space in the run's folder")
+    add("--speed", action="store_true", help="compare how fast nodes compute, copy memory and send; name slow ones")
+    add("--exclude-slow", action="store_true", help="a slow node is a failure; the run's folder then tells which")
     add("--wait", type=float, default=WAIT_S, metavar="SECONDS", help="how long nodes may take to answer (%(default)s)")
     add("--json", action="store_true", help="the head prints one JSON object on standard output")
     found = parser.parse_args(argv)
@@ -87,11 +89,12 @@ async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, start
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     files = FileCheck(options.manifest, options.exact, max(_FILES_S, options.wait - _EARLIER_S - _FILES_S))
     asked = files if options.manifest else None
+    speed = options.speed or options.exclude_slow
     try:
         if place.node > 0:
             earlier = max(options.wait - _EARLIER_S, options.wait / 2)
-            return 0 if await run_node(place, environ, options.provider, earlier, asked) else RUNTIME
-        head = Head(place, environ, options.provider, options.wait, asked)
+            return 0 if await run_node(place, environ, options.provider, earlier, asked, speed) else RUNTIME
+        head = Head(place, environ, options.provider, options.wait, asked, speed)
         nodes = await head.run()
     except Unreached as error:
         me = f"{place.hosts[place.node]} ({place.address})"
@@ -102,9 +105,16 @@ async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, start
     wanted = Wanted(
         options.digest, options.gpus, options.provider, options.arch, options.shm, options.free,
         pins=bool(options.provider and environ.get(DEVICES)), manifest=options.manifest,
+        fast=options.exclude_slow,
     )  # fmt: skip
     findings = judge(nodes, wanted)
-    passed = not any(one.status == FAIL for one in findings)
+    failed = [one for one in findings if one.status == FAIL]
+    passed = not failed
+    if failed and all(one.check == SPEED for one in failed):
+        names = sorted({nodes[number].host for one in failed for number in one.nodes})
+        path = os.path.join(place.folder, f"slow.{place.run}")  # for the job's script
+        with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+            file.write("".join(f"{name}\n" for name in names))
     seconds = time.monotonic() - started
     _print(_lines(nodes, findings, seconds))
     if options.json:

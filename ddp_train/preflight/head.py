@@ -23,6 +23,7 @@ from .files import FileCheck
 from .model import Node, facts_of
 from .peers import FACTS_S, PAIR_S, SHARED_S, Unreached, collected, open_to_others, try_others
 from .place import NodeInfo
+from .speed import SENDING_S, send_around
 from .wire import LIMIT, Late, Wire, WireError
 
 
@@ -40,9 +41,16 @@ class Head:
     """The head's part of a preflight."""
 
     def __init__(
-        self, place: NodeInfo, environ: Mapping[str, str], provider: str, wait_s: float, files: FileCheck | None
+        self,
+        place: NodeInfo,
+        environ: Mapping[str, str],
+        provider: str,
+        wait_s: float,
+        files: FileCheck | None,
+        speed: bool,
     ) -> None:
         self._place, self._environ, self._provider, self._files = place, environ, provider, files
+        self._speed = speed
         self._wait_s = wait_s
         self._arrived: dict[int, _Arrived] = {}
         self._all = asyncio.Event()
@@ -51,7 +59,7 @@ class Head:
     async def run(self) -> list[Node]:
         """Collect the results of all nodes. Raises Unreached when the rendezvous port cannot be opened."""
         place = self._place
-        facts = asyncio.ensure_future(collected(place, self._environ, self._provider, self._files))
+        facts = asyncio.ensure_future(collected(place, self._environ, self._provider, self._files, self._speed))
         async with open_to_others(place) as port:
             server = await self._listen()
             try:
@@ -150,21 +158,26 @@ class Head:
             path = ""
         table = {"ports": list(ports.items()), "path": path, "content": content}
         try:
-            pairs, others = await asyncio.gather(
-                try_others(place, ports), asyncio.gather(*(self._report(one, table) for one in self._arrived.values()))
+            (pairs, sent), others = await asyncio.gather(
+                self._try(ports), asyncio.gather(*(self._report(one, table) for one in self._arrived.values()))
             )
         finally:
             if path:
                 with suppress(OSError):
                     os.unlink(path)
-        found = {0: replace(own, pairs=pairs), **{one.number: one for one in others}}
+        found = {0: replace(own, pairs=pairs, sent=sent), **{one.number: one for one in others}}
         return [found.get(number, place.empty(number)) for number in range(place.nodes)]
+
+    async def _try(self, ports: Mapping[int, int]) -> tuple[dict[int, str], dict[int, float]]:
+        pairs = await try_others(self._place, ports)
+        return pairs, await send_around(self._place, ports) if self._speed else {}
 
     async def _report(self, arrived: _Arrived, table: Mapping[str, Any]) -> Node:
         try:
             await arrived.wire.send(table)
-            message = await arrived.wire.receive(2 * PAIR_S + SHARED_S)
+            message = await arrived.wire.receive(2 * PAIR_S + SHARED_S + SENDING_S)
             pairs = {int(number): str(word) for number, word in message["pairs"]}
-            return replace(arrived.node, pairs=pairs, shared=str(message["shared"]), finished=True)
+            sent = {int(number): float(rate) for number, rate in message["sent"]}
+            return replace(arrived.node, pairs=pairs, sent=sent, shared=str(message["shared"]), finished=True)
         except (WireError, KeyError, TypeError, ValueError) as error:
             return replace(arrived.node, told=str(error))

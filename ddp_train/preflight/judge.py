@@ -15,7 +15,7 @@ from .model import FAIL, Finding, Node, Wanted
 Check = Callable[[Sequence[Node], Wanted], Iterator[Finding]]
 _CHECKS: tuple[Check, ...] = (
     network.answers, network.addresses, network.routes, network.pairs, node.shared, node.artifact, node.same,
-    node.resources, network.clocks, network.names,
+    node.resources, network.clocks, network.names, node.speed,
 )  # fmt: skip
 
 

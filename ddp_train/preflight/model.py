@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FAIL, WARN = "fail", "warn"
+SPEED = "speed"
 UNLIMITED = -1
 UNKNOWN = "?"
 # Variable in which a job's script passes the files that show the adapters of the job's fabric on a node.
@@ -27,7 +28,7 @@ class Facts:
     looks up: [] for an unknown name, None for a look-up that did not end in time. `lines` maps hosts to their
     lines in /etc/hosts, `reverse` addresses to names. `provider` is "" if the provider is present or not
     required, else the reason of its absence. `changed` are the files that are not those of the environment's manifest,
-    as text, UNKNOWN if they were not compared in time.
+    as text, UNKNOWN if they were not compared in time. `speeds` are the figures of speed.py, if they were asked for.
     """
 
     hostname: str = ""
@@ -54,6 +55,7 @@ class Facts:
     lines: dict[str, str] = field(default_factory=dict)
     reverse: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
+    speeds: dict[str, float] = field(default_factory=dict)
 
 
 def facts_of(message: object) -> Facts:
@@ -70,6 +72,8 @@ def facts_of(message: object) -> Facts:
 
 
 def _fits(name: str, table: Mapping[str, Any]) -> bool:
+    if name == "speeds":
+        return all(isinstance(value, float) and 0 <= value < float("inf") for value in table.values())
     if name not in _LISTS:
         return all(isinstance(value, str) for value in table.values())
     lists = [value for value in table.values() if value is not None or name != "names"]
@@ -81,7 +85,7 @@ class Wanted:
     """Requirements of the job on its nodes; "" and 0 require nothing.
 
     `manifest` is the sha256 of the environment's manifest. `shm` and `free` are in bytes; `pins` is whether the
-    adapters of `provider` send from pinned memory.
+    adapters of `provider` send from pinned memory, `fast` whether a slow node is a failure.
     """
 
     digest: str = ""
@@ -92,6 +96,7 @@ class Wanted:
     free: int = 0
     pins: bool = False
     manifest: str = ""
+    fast: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,9 +105,9 @@ class Node:
 
     `facts` is None when the node did not answer; `finished` is whether it completed its part. `seen` is its
     address as seen by the head. `ahead_s` is its clock minus the head's, with an error of `error_s`. `pairs`
-    maps other nodes to the results of connections to them. `shared` is the reason why the run's folder is not
-    the head's, or "". `doubled` is whether two processes claim to be this node. `told` is the error that ended
-    the node's connection.
+    maps other nodes to the results of connections to them, `sent` some to Gbit/s. `shared` is the reason why the
+    run's folder is not the head's, or "". `doubled` is whether two processes claim to be this node. `told` is the
+    error that ended the node's connection.
     """
 
     number: int
@@ -115,6 +120,7 @@ class Node:
     ahead_s: float = 0.0
     error_s: float = 0.0
     pairs: Mapping[int, str] = field(default_factory=dict)
+    sent: Mapping[int, float] = field(default_factory=dict)
     shared: str = ""
     doubled: bool = False
     told: str = ""

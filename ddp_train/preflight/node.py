@@ -10,6 +10,7 @@ from .files import FileCheck
 from .peers import AGAIN_S, FACTS_S, PAIR_S, SHARED_S, Unreached, collected, look_for, open_to_others, try_others
 from .place import NodeInfo
 from .rules_network import REMEDIES
+from .speed import SENDING_S, send_around
 from .wire import REFUSED, Wire, WireError, connect, in_a_word
 
 NOT_STARTED = (
@@ -19,13 +20,13 @@ NOT_STARTED = (
 
 
 async def run_node(
-    place: NodeInfo, environ: Mapping[str, str], provider: str, wait_s: float, files: FileCheck | None
+    place: NodeInfo, environ: Mapping[str, str], provider: str, wait_s: float, files: FileCheck | None, speed: bool
 ) -> bool:
     """Run the part of a node other than the head; return the head's verdict.
 
     Raises Unreached when the head cannot be reached.
     """
-    facts = asyncio.ensure_future(collected(place, environ, provider, files))
+    facts = asyncio.ensure_future(collected(place, environ, provider, files, speed))
     async with open_to_others(place) as port:
         wire, ahead_s, error_s = await _reach_head(place, wait_s)
         try:
@@ -38,8 +39,10 @@ async def run_node(
             pairs, shared = await asyncio.gather(
                 try_others(place, ports), look_for(path, str(table["content"])) if path else _nothing()
             )
-            await wire.send({"pairs": [list(pair) for pair in pairs.items()], "shared": shared})
-            verdict = await wire.receive(3 * PAIR_S + SHARED_S)
+            sent = await send_around(place, ports) if speed else {}
+            told = {"pairs": [list(pair) for pair in pairs.items()], "sent": [list(one) for one in sent.items()]}
+            await wire.send({**told, "shared": shared})
+            verdict = await wire.receive(3 * PAIR_S + SHARED_S + SENDING_S)
             return verdict.get("passed") is True
         except (WireError, KeyError, TypeError, ValueError) as error:
             raise Unreached(

@@ -7,11 +7,13 @@ import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 from .facts import collect
 from .files import FileCheck
 from .model import Facts
 from .place import NodeInfo
+from .speed import measure, take_in
 from .wire import LIMIT, PADDING, Wire, WireError, attempt
 
 PAIR_S = 5.0
@@ -28,15 +30,20 @@ class Unreached(Exception):
         self.what, self.remedy = what, remedy
 
 
-async def collected(place: NodeInfo, environ: Mapping[str, str], provider: str, files: FileCheck | None) -> Facts:
+async def collected(
+    place: NodeInfo, environ: Mapping[str, str], provider: str, files: FileCheck | None, speed: bool
+) -> Facts:
     """Return this node's facts. It looks up its own name, the head's, and those of the nodes that it tries."""
     near = sorted({place.node, 0, *place.partners(place.node)})
     hosts = [place.hosts[one] for one in near]
     addresses = {place.address, place.head}
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(
+    facts = await loop.run_in_executor(
         None, lambda: collect(environ, place.head, place.interface, hosts, sorted(addresses), provider, files)
     )
+    if speed:  # with nothing beside it
+        facts = replace(facts, speeds=await loop.run_in_executor(None, measure, facts.gpus))
+    return facts
 
 
 @asynccontextmanager
@@ -46,8 +53,11 @@ async def open_to_others(place: NodeInfo) -> AsyncIterator[int]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         wire = Wire(reader, writer, place.run)
         with suppress(WireError):
-            await wire.receive(PAIR_S)
-            await wire.send({"node": place.node, "padding": PADDING})
+            message = await wire.receive(PAIR_S)
+            if "stream" in message:
+                await take_in(wire)
+            else:
+                await wire.send({"node": place.node, "padding": PADDING})
             await wire.ended(PAIR_S)
         wire.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from .model import (
     FAIL,
     SHOWN,
+    SPEED,
     UNKNOWN,
     UNLIMITED,
     WARN,
@@ -19,6 +20,7 @@ from .model import (
     nccl_version,
     torch_version,
 )
+from .speed import figures, slow
 
 _LITTLE = 64 << 20
 _PAGE = 64 << 10
@@ -26,6 +28,16 @@ _PAGE = 64 << 10
 _LITTLE_MEMLOCK = 64 << 20
 _BUILD_AGAIN = "build it again, or copy it to this node again; `envbuild verify` names all that changed"
 _ONE_ARTIFACT = "let all nodes use one artifact, on a file system that all see, or the same copy"
+
+
+def speed(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+    found = slow(figures([one.known.speeds for one in nodes], [one.sent for one in nodes]))
+    for number, what in found:
+        yield Finding(
+            FAIL if wanted.fast else WARN, SPEED, (number,), f"is slow: {what}",
+            "leave it out (job --exclude-slow, or the scheduler's own option), and let its administrators look at"
+            " clocks, temperatures, left-over processes and the network's cable or port",
+        )  # fmt: skip
 
 
 def shared(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:

@@ -93,6 +93,30 @@ class Wire:
             raise WireError("the other end closed the connection")
         return decode(line, self._run)
 
+    async def pour(self, seconds: float) -> None:
+        """Send bytes for so long, and no more after that. Raises WireError."""
+        block, end = b"x" * (1 << 20), time.monotonic() + seconds
+        try:
+            while time.monotonic() < end:
+                self._writer.write(block)
+                await asyncio.wait_for(self._writer.drain(), max(0.05, end - time.monotonic()))
+        except Late:
+            pass
+        except OSError as error:
+            raise WireError(f"the connection broke: {error}") from error
+        with contextlib.suppress(OSError):
+            self._writer.write_eof()
+
+    async def drink(self, seconds: float, most: int) -> tuple[int, float]:
+        """Return how many bytes came until the other end had sent all, for `seconds` at most, and in what time."""
+        size, began = 0, time.monotonic()
+        last = end = began
+        end += seconds
+        with contextlib.suppress(OSError, Late):
+            while size < most and (data := await asyncio.wait_for(self._reader.read(1 << 20), max(0.0, end - last))):
+                size, last = size + len(data), time.monotonic()
+        return size, last - began
+
     async def ended(self, timeout_s: float) -> None:
         """Wait until the other end has closed, so that this end's port is free at once (no TIME_WAIT here)."""
         try:

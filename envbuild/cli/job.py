@@ -78,6 +78,9 @@ class _WithScript(click.Command):
 )  # fmt: skip
 @click.option("--endpoint", metavar="HOST:PORT", default="", help="The etcd server.")
 @click.option("--preflight", is_flag=True, help="Check nodes and network first; see `envbuild preflight`.")
+@click.option(
+    "--exclude-slow", is_flag=True, help="Compare the nodes' speed, too, and start again without slow ones (Slurm)."
+)
 @_unverified_option
 @with_options("exact", "target")
 @click.option("--out", type=PATH, metavar="FILE", help="Write it there. Default: print it.")
@@ -110,6 +113,7 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --module pkg.train -- --lr 0.1
       envbuild job pt_cpu --site aws-eks --out job.yaml
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
+      envbuild job pt_cpu --site slurm-modules --nodes 64 --exclude-slow --submit
     """
     from envbuild.site.settings import load_site
 
@@ -153,6 +157,7 @@ def job_command(
 @with_options("site")
 @click.option("--host", "hosts", metavar="H1,H2", default="", help="Nodes by ssh, without a scheduler.")
 @click.option("--nproc-per-node", type=_COUNT, help="GPUs wanted of each node.")
+@click.option("--speed", is_flag=True, help="Compare how fast nodes compute, copy memory and send, and name slow ones.")
 @_launcher_option
 @click.option("--work", metavar="DIR", help="Folder that all nodes see. Default: [paths] shared, or here.")
 @_unverified_option
@@ -177,7 +182,7 @@ def preflight_command(
     \b
     Examples:
       salloc --nodes=4 envbuild preflight pt_cpu --site slurm-modules
-      envbuild preflight /fsx/pt.sqsh --site aws-parallelcluster
+      envbuild preflight /fsx/pt.sqsh --site aws-parallelcluster --speed
       envbuild preflight build/pt_cpu/cpu-x86_64/venv --host n1,n2
     """
     where = load_site(os.environ, site)

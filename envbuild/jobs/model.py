@@ -64,8 +64,9 @@ class JobPlan:
     `work`/NAME_JOBID, which every node sees: (("--checkpoint_path", "snapshot.pt"),).
     `variables` are exported for every process, in this order; `library_path` is prepended to LD_LIBRARY_PATH.
     `mounts` are (host, container) folders for containers, including the working folder. `modules` are loaded on
-    nodes after `site.modules.init` (and purge). `stage` is the folder on nodes' disks to which an image is
-    brought first, "" to read the shared file, and `stage_bytes` the limit of images there. `envbuild` is the
+    nodes after `site.modules.init` (and purge). `speed` lets the preflight compare how fast nodes are, and
+    `exclude_slow` starts the job again without the slow ones. `stage` is the folder on nodes' disks to which an
+    image is brought first, "" to read the shared file, and `stage_bytes` the limit of images there. `envbuild` is the
     command on nodes, which `runtime` `own` and a site with signers need. Times are in seconds. `origins` names who
     set each field (and variables.NAME).
     """
@@ -95,6 +96,8 @@ class JobPlan:
     rendezvous: Literal["c10d", "etcd-v2"] = "c10d"
     rendezvous_endpoint: str = ""
     preflight: bool = False
+    speed: bool = False
+    exclude_slow: bool = False
     exact: bool = False
     stage: str = ""
     stage_bytes: int = 0
@@ -160,6 +163,8 @@ class JobRequest:
     rendezvous: Literal["c10d", "etcd-v2"] = "c10d"
     endpoint: str = ""
     preflight: bool = False
+    speed: bool = False
+    exclude_slow: bool = False
     exact: bool = False
     work: str | None = None
     current: Path = Path()

@@ -93,6 +93,8 @@ def _checks(plan: JobPlan) -> list[str]:
         given += ["--digest", artifact.digest]
         if artifact.manifest:
             given += ["--manifest", artifact.manifest, *(["--exact", "--wait", _READING_S] if plan.exact else [])]
+    if plan.speed:
+        given.append("--exclude-slow" if plan.exclude_slow else "--speed")
     if plan.gpus_per_node:
         given += ["--gpus", str(plan.gpus_per_node)]
     return given + (["--provider", artifact.provider] if artifact.provider else [])

@@ -10,7 +10,7 @@ from envbuild.errors import UsageError
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.job_env import container_mounts, job_env
 from envbuild.jobs.model import JobPlan, JobRequest, Runtime
-from envbuild.jobs.plan_checks import IN_IMAGE, check_nodes, check_rendezvous, check_strategy
+from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.kinds import ARTIFACTS, Artifact, kinds_of
 from envbuild.site.jobs import time_problem
@@ -100,6 +100,8 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     script = command[0] if origins["command"] == "--script" else ""
     check_nodes(artifact, script, scheduler, site)
     variables, library_path = job_env(opened, site, runtime, nproc, cpus, origins)
+    if request.exclude_slow:
+        check_exclusion(scheduler, site)
     stage, origins["stage"] = _stage(runtime, nodes, site)
     origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")
     origins["rendezvous"] = "--rendezvous" if request.rendezvous != "c10d" else "default"
@@ -126,7 +128,9 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         max_restarts=3 if request.max_restarts is None else request.max_restarts,
         rendezvous=request.rendezvous,
         rendezvous_endpoint=request.endpoint,
-        preflight=request.preflight,
+        preflight=request.preflight or request.exclude_slow,
+        speed=request.speed or request.exclude_slow,
+        exclude_slow=request.exclude_slow,
         exact=request.exact,
         stage=stage,
         stage_bytes=units.size(site.stage.keep) or 0,

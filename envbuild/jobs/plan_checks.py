@@ -150,3 +150,17 @@ def _around(path: str, site: Site) -> str:
 def _below(path: str, folder: str) -> bool:
     """Return whether `path` is in `folder`, literally or after symbolic links are resolved."""
     return Path(path).is_relative_to(folder) or Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
+def check_exclusion(scheduler: str, site: Site) -> None:
+    """Raise UsageError where a job cannot leave out slow nodes and start again."""
+    if scheduler != "slurm":
+        raise UsageError(
+            f"--exclude-slow needs Slurm, which starts a job again on other nodes, and this is {scheduler}",
+            "leave it out; inside of an allocation, `envbuild preflight --speed` names slow nodes",
+        )
+    if not site.scheduler.requeue:
+        raise UsageError(
+            f"--exclude-slow starts the job again, and {site.origin('scheduler', 'requeue')} forbids that",
+            "set [scheduler] requeue = true, or leave out --exclude-slow",
+        )

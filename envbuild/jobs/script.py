@@ -48,6 +48,24 @@ _PREFLIGHT = r"""
 (everywhere preflight) || stop 'preflight: this job would fail, see above; nothing was trained' 5
 """
 
+_EXCLUDE = r"""
+# Starts the job again without the nodes that the preflight calls slow, three times at most. Slurm ends this script when
+# the job is put back, and takes other nodes for a job only from then on.
+leave_out_slow() {
+    local names
+    names=$(cat "$ENVBUILD_RUN"/slow.* | sort -u | paste -sd, -)
+    printf 'envbuild: the job starts again without %s\n' "$names" >&2
+    trap '' TERM
+    scontrol requeue "$SLURM_JOB_ID" || return 0
+    until scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$names"; do sleep 1; done
+    exit 5
+}
+(everywhere preflight) || {
+    ! compgen -G "$ENVBUILD_RUN/slow.*-$restarts" >/dev/null || [ "$restarts" -ge 3 ] || leave_out_slow
+    stop 'preflight: this job would fail, see above; nothing was trained' 5
+}
+"""
+
 _TRAINING = r"""
 everywhere training &
 launched=$!
@@ -191,7 +209,7 @@ def _steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str
     """
     text = _NODES + _trust(plan) + stage_lines(plan, launcher)
     if plan.preflight:
-        text += _PREFLIGHT
+        text += _EXCLUDE if plan.exclude_slow else _PREFLIGHT
     elif plan.strategy == "horovod":  # mpirun's options depend on the nodes' interfaces
         text += _FIND
     if plan.command:

@@ -8,7 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,10 @@ from lab.slurm import Cluster, missing, slurm_cluster
 
 from envbuild.artifacts.manifest import FILE, write_manifest
 from envbuild.artifacts.state import State
+from envbuild.jobs.model import JobArtifact, JobPlan
+from envbuild.jobs.render import render
+from envbuild.site.jobs import SchedulerTable
+from envbuild.site.settings import Site
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _ports = itertools.count(21000)
@@ -30,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if reason is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("cluster")
-    with slurm_cluster(folder, ("n1", "n2", "n3"), second_network=True) as running:
+    with slurm_cluster(folder, ("n1", "n2", "n3", "n4"), second_network=True) as running:
         yield running
 
 
@@ -64,10 +70,12 @@ def preflight(
     python: Mapping[str, str] | None = None,
     addresses: Mapping[str, str] | None = None,
     port: int | None = None,
+    within: Mapping[str, str] | None = None,
 ) -> Told:
-    """Start it on `nodes` of the three as a job's script does; `change` goes over the variables of a node."""
+    """Start it on `nodes` of the three as a job's script does; `change` goes over the variables of a node, and
+    `within` are shell lines that go before the program of a node."""
     port = port or next(_ports)
-    at = {node: (addresses or {}).get(node, cluster.address(node)) for node in cluster.nodes}
+    at = {node: (addresses or {}).get(node, cluster.address(node)) for node in cluster.nodes[:3]}
     folder = cluster.shared / f"run-{port}"
     folder.mkdir()
     started = {}
@@ -87,6 +95,8 @@ def preflight(
         }
         interpreter = (python or {}).get(node, sys.executable)
         line = [interpreter, "-m", "ddp_train.preflight", "--json", *options]
+        if node in (within or {}):
+            line = ["sh", "-c", f'{(within or {})[node]}; exec "$@"', "sh", *line]
         started[node] = cluster.popen(line, on=node, env=env)
     ends = {node: process.communicate(timeout=40) for node, process in started.items()}
     told = ends["n1"][0] if "n1" in ends else ""
@@ -294,6 +304,76 @@ def test_clocks_that_disagree_are_found(cluster: Cluster) -> None:
     told = preflight(cluster, change=change)
     assert told.named("clock") == {"its clock is 300 s ahead of the head's": ["n2"]}
     assert told.named("clock", "warn") == {"its clock is 5 s behind the head's": ["n3"]}
+
+
+@pytest.fixture
+def tenth() -> Iterator[str]:
+    """A shell line after which a process has a tenth of a processor, by a control group of version 1 or 2."""
+    top = Path("/sys/fs/cgroup")
+    first = (top / "cpu").is_dir()
+    group = (top / "cpu" if first else top) / f"envbuild-test-{os.getpid()}"
+    group.mkdir()
+    limit, text = ("cpu.cfs_quota_us", "10000") if first else ("cpu.max", "10000 100000")
+    (group / limit).write_text(text)
+    yield f"echo $$ >{group}/cgroup.procs"
+    wait_until_gone(group)
+
+
+def wait_until_gone(group: Path) -> None:
+    for _ in range(100):
+        try:
+            group.rmdir()
+            return
+        except OSError:  # its last process is ending
+            time.sleep(0.1)
+
+
+@contextmanager
+def links(cluster: Cluster, **rates: str) -> Iterator[None]:
+    """Limit what nodes send."""
+    limit = ["burst", "256kb", "latency", "50ms"]
+    for node, rate in rates.items():
+        cluster.run(["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, *limit], on=node, check=True)
+    try:
+        yield
+    finally:
+        for node in rates:
+            cluster.run(["tc", "qdisc", "del", "dev", "eth0", "root"], on=node, check=True)
+
+
+def test_nodes_that_compute_or_send_slowly_are_named(cluster: Cluster, tenth: str) -> None:
+    with links(cluster, n1="500mbit", n2="500mbit", n3="50mbit"):
+        told = preflight(cluster, "--speed", within={"n2": tenth})
+    assert set(told.codes.values()) == {0}, told.words
+    found = {(what.split(":")[1].strip(), tuple(nodes)) for what, nodes in told.named("speed", "warn").items()}
+    assert {("compute", ("n2",)), ("send", ("n3",))} <= found, told.verdict["findings"]
+    assert told.verdict["seconds"] < 20
+
+
+def test_a_job_starts_again_without_its_slow_node(cluster: Cluster, tmp_path: Path) -> None:
+    """The first three nodes are taken at first; the link of one is slow."""
+    folder = cluster.shared / "environment"
+    digest = environment(folder, "2.13.0")
+    python = f"{folder}/bin/python"
+    artifact = JobArtifact("venv", str(folder), digest, "slow", f"cpu-{os.uname().machine}", python)
+    site = Site("lab", scheduler=SchedulerTable(kind="slurm", exclusive=False))
+    plan = JobPlan(
+        "slow", "slurm", artifact, site, "folder", "srun", "ddp", 3, 1, (), str(cluster.shared),
+        preflight=True, speed=True, exclude_slow=True, time="00:05:00",
+    )  # fmt: skip
+    script = cluster.shared / "slow.sbatch"
+    script.write_text(render(plan))
+    (cluster.shared / "logs").mkdir(exist_ok=True)
+    with links(cluster, n1="500mbit", n2="50mbit", n3="500mbit", n4="500mbit"):
+        job = cluster.sbatch(script)
+        log = cluster.shared / f"logs/slow_{job}.out"
+        cluster.until(lambda: log.exists() and "starts again" in log.read_text())
+        cluster.resume_now(job)
+        end = cluster.wait(job, 120)
+    assert (end.state, end.restarts) == ("COMPLETED", 1), log.read_text()
+    assert "the job starts again without n2" in log.read_text()
+    assert "preflight: ok: 3 of 3 nodes" in log.read_text()
+    assert cluster.job(job)["NodeList"] in ("n[1,3-4]", "n1,n3,n4")
 
 
 def test_the_command_checks_an_allocation_and_hosts_by_ssh(cluster: Cluster) -> None:

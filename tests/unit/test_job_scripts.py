@@ -94,6 +94,7 @@ PLANS: dict[str, JobPlan] = {
             SITE, modules=ModulesTable(purge=True), said={"[modules] purge": Path("lab.toml")}
         ),
     ),
+    "slurm-exclude-slow": replace(PLAN, preflight=True, speed=True, exclude_slow=True),
     "slurm-trust": replace(
         PLAN,
         site=replace(SITE, trust=TrustTable(signers=("/etc/envbuild/ci.pub",)), files=(Path("/etc/lab.toml"),)),
@@ -180,7 +181,7 @@ def test_a_script_is_short_enough_to_be_read(name: str) -> None:
     """A container that the node itself starts, and launchers that start one process at a time, need more lines."""
     more = {"slurm-pyxis": 20, "slurm-hyperpod": 25, "slurm-enroot": 45, "slurm-horovod": 5, "slurm-horovod-sif": 30}
     more["slurm-login-modules"] = 25
-    more |= {"slurm-stage": 5, "slurm-stage-pyxis": 45, "slurm-stage-enroot": 65}
+    more |= {"slurm-exclude-slow": 20, "slurm-stage": 5, "slurm-stage-pyxis": 45, "slurm-stage-enroot": 65}
     # The packed program is for machines.
     lines = [
         line for line in render(PLANS[name]).splitlines() if len(line) != 118 or not re.fullmatch(r"[\w+/=]+", line)

@@ -24,6 +24,7 @@ from ddp_train.preflight.judge import judge
 from ddp_train.preflight.model import FAIL, UNKNOWN, WARN, Facts, Finding, Node, Wanted, facts_of
 from ddp_train.preflight.place import ALL_PAIRS, NodeInfo, find_node_info
 from ddp_train.preflight.rules_network import any_interface
+from ddp_train.preflight.speed import figures, slow
 from ddp_train.preflight.wire import WireError, decode, encode, plain
 from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.errors import UsageError
@@ -322,6 +323,41 @@ def run_on_loopback(folder: Path, nodes: range, count: int, *options: str) -> tu
     ends = [process.communicate(timeout=40) for process in started]
     codes = [process.returncode for process in started]
     return codes, [end[1] for end in ends], ends[0][0], port
+
+
+FAST = {"compute": 100.0, "memory": 10.0, "gpu 0": 700.0, "gpu 1": 690.0}
+
+
+def test_a_slow_node_is_told_apart_from_its_partners() -> None:
+    """Node 2 sends slowly, so that nodes 3 and 0 get little from it and enough from others; node 1 computes slowly."""
+    nodes = [dict(FAST) for _ in range(4)]
+    nodes[1]["compute"], nodes[3]["gpu 1"] = 40.0, 500.0
+    sent = [{(number + step) % 4: 1.0 if number == 2 else 9.0 for step in (1, 2)} for number in range(4)]
+    found = slow(figures(nodes, sent))
+    assert [(number, what.partition(":")[0]) for number, what in found] == [(1, "compute"), (3, "gpu 1"), (2, "send")]
+    assert found[0][1] == "compute: 40 products/s, the job's nodes 100"
+
+
+def test_of_two_nodes_the_slower_one_is_named_and_equal_ones_never() -> None:
+    assert slow([{"compute": 100.0}, {"compute": 30.0}]) == [(1, "compute: 30 products/s, the job's nodes 100")]
+    assert slow([{"compute": 100.0}, {"compute": 90.0}]) == []
+    assert slow([{}, {"compute": 90.0}]) == [] and slow([]) == []
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(sorted(FAST)), st.floats(0, 1e9)), max_size=9))
+def test_the_fastest_node_is_never_slow(nodes: list[dict[str, float]]) -> None:
+    for number, what in slow(nodes):
+        name = what.partition(":")[0]
+        assert nodes[number][name] < max(value for one in nodes for value in one.values())
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_slow_node_fails_a_job_that_leaves_it_out(fast: bool) -> None:
+    nodes = [node(number, speeds=FAST) for number in range(3)]
+    nodes[1] = replace(nodes[1], facts=replace(nodes[1].known, speeds={**FAST, "memory": 1.0}))
+    found = judge(nodes, Wanted(fast=fast))
+    assert [(one.status, one.check, one.nodes) for one in found] == [("fail" if fast else "warn", "speed", (1,))]
+    assert "is slow: memory: 1 GB/s" in found[0].what
 
 
 def test_processes_on_loopback_meet_and_are_refused_for_being_there(tmp_path: Path) -> None:
