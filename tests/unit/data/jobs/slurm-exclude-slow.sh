@@ -66,8 +66,8 @@ everywhere() {
 printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
 rm -f "$ENVBUILD_RUN/at-$restarts".*
 
-# Starts the job again without the nodes that the preflight calls slow, three times at most. Slurm ends this script at
-# that, so it waits for the signal to be sent before it goes on.
+# Starts the job again without the nodes that the preflight calls slow, three times at most. Slurm ends this script when
+# the job is put back, and takes other nodes for a job only from then on.
 leave_out_slow() {
     local names
     names=$(cat "$ENVBUILD_RUN"/slow.* | sort -u | paste -sd, -)
