@@ -112,7 +112,7 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
         first = second = half.wait()
         # Without a finished first launch, all checks that follow are blocked.
         if first.finished:
-            log(f"resuming from the snapshot of epoch {settings.first_epochs}, with one rank on each node …")
+            log(f"resuming from the snapshot of epoch {settings.first_epochs}, with {settings.nodes} ranks in all …")
             again = again or launches.enter_context(_resume(bench))
             again.started = time.monotonic()
             second = again.wait()
@@ -139,7 +139,9 @@ def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> AbstractCon
     settings = bench.settings
     # The first launch probed torch and imported modules.
     variables = {PROBES: "", user_code.IMPORTS: "", **(extra or {})}
-    return bench.start("resume", settings.epochs, shape=(settings.nodes, 1), snapshot="train", extra=variables)
+    # One agent starts all ranks, because each agent imports torch. GPUs are divided among the nodes.
+    shape = (settings.nodes, 1) if bench.network.accelerator.gpu else (1, settings.nodes)
+    return bench.start("resume", settings.epochs, shape=shape, snapshot="train", extra=variables)
 
 
 def _may_start_beside(first: Running, reference: Outcome) -> bool:
