@@ -79,7 +79,11 @@ def lint(text: str, name: str) -> list[Problem]:
         if _ignored(line, one.id):
             continue
         what, instead = (
-            redact(text.replace("{nodes}", one.nodes).replace("{value}", one.value[:_SHOWN]))
+            redact(
+                text.replace("torchrun", one.program)
+                .replace("{nodes}", one.nodes)
+                .replace("{value}", one.value[:_SHOWN])
+            )
             for text in (fault.what, fault.of_scheduler.get(scheduler) or fault.instead)
         )
         problem = Problem(fault, name, at, redact(line.strip())[:_SHOWN], what, instead)
@@ -101,9 +105,10 @@ def _ignored(line: str, fault: str) -> bool:
 
 
 def _rules(script: ParsedScript) -> Iterator[Found]:
+    from envbuild.jobs.lint_jobs import JOB_RULES
     from envbuild.jobs.lint_rules import RULES
 
-    for rule in RULES:
+    for rule in (*RULES, *JOB_RULES):
         yield from rule(script)
 
 

@@ -19,6 +19,7 @@ Level = Literal["error", "warning", "hint"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "hint")
 _TABLE = resources.files("envbuild.data") / "job_faults.toml"
 _SHOWN = 60
+_OF_INFINIBAND = ("NCCL_IB_DISABLE",)  # Slingshot has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
                 yield Found(fault.id, command.line, text[:_SHOWN])
         for name, pattern in fault.variables.items():
             for command, value in script.exported(name):
-                if pattern.fullmatch(value):
+                if pattern.fullmatch(value) and not (name in _OF_INFINIBAND and script.is_cray):
                     yield Found(fault.id, command.line, f"{name}={value}")
 
 

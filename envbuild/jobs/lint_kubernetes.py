@@ -5,6 +5,7 @@ Sources: training-operator v1.7 (PyTorchJob), Kubeflow Trainer v2 (TrainJob), Ku
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from envbuild.yaml_reader import parse_yaml
 # and the number of nodes.
 _OF_HOSTS = frozenset(["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"])
 
+_STARTS_RANKS = re.compile(r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|horovodrun|lightning")
+
 # Real manifests have few.
 _ALIASES = 256
 _HINT = "give the manifest that kubectl gets, and write it flatter if it is nested or repeats itself"
@@ -33,6 +36,8 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
     for document in parse_yaml(text, name, UsageError, _HINT, typ="rt", aliases=_ALIASES):
         if isinstance(document, Mapping):
             yield from _walk(document, _nodes(document), set())
+            if document.get("kind") == "PyTorchJob":
+                yield from _replicas(document)
 
 
 def _nodes(document: Mapping[str, Any]) -> int:
@@ -70,6 +75,20 @@ def _walk(value: Any, nodes: int, seen: set[int]) -> Iterator[Found]:
             yield from _walk(inner, nodes, seen)
 
 
+def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
+    """Find containers of a PyTorchJob that the operator does not know for its own."""
+    spec = document.get("spec")
+    specs = spec.get("pytorchReplicaSpecs") if isinstance(spec, Mapping) else None
+    for replica in specs.values() if isinstance(specs, Mapping) else ():
+        inner = replica
+        for key in ("template", "spec"):
+            inner = inner.get(key) if isinstance(inner, Mapping) else None
+        containers = inner.get("containers") if isinstance(inner, Mapping) else None
+        named = [one for one in containers or () if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
+        if named and not any(one["name"] == "pytorch" for one in named):
+            yield Found("container-name", _line(named[0], "name"), named[0]["name"])
+
+
 def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     volumes = {one.get("name") for one in spec.get("volumes") or () if isinstance(one, Mapping)}
     for key in ("initContainers", "containers"):
@@ -82,8 +101,22 @@ def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
                 for one in container.get("volumeMounts") or ()
                 if isinstance(one, Mapping)
             )
-            if key == "containers" and _trains(container) and not shared:
+            if (
+                key == "containers"
+                and (_trains(container) or _gpus(container))
+                and _gpus(container) != 0
+                and not shared
+            ):
                 yield Found("shared-memory", _line(container, "image"))
+
+
+def _gpus(container: Mapping[str, Any]) -> int | None:
+    """Return the GPUs of a container, None if the manifest sets no limits, as where a mutating webhook does."""
+    limits = (container.get("resources") or {}).get("limits")
+    if not isinstance(limits, Mapping):
+        return None
+    counts = [value for name, value in limits.items() if str(name).endswith("/gpu")]
+    return max((value if isinstance(value, int) else 1 for value in counts), default=0)
 
 
 def _words(container: Mapping[str, Any]) -> list[str]:
@@ -127,6 +160,9 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
                 continue
             line = lines[found.line - 1] if found.line <= len(lines) else begun
             yield Found(found.id, line, found.value, str(nodes))
+    gpus = _gpus(container) or 0
+    if gpus > 1 and re.search(r"\bpython[\d.]* (?!-m torch\.distributed)", body) and not _STARTS_RANKS.search(body):
+        yield Found("one-process", begun, str(gpus))
     provider = variables.get("FI_PROVIDER", ("", 0))
     limits = (container.get("resources") or {}).get("limits") or {}
     adapter = adapter_of(provider[0] or "")

@@ -76,7 +76,8 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
             fault = "endpoint-per-node" if per_node else "hostname-endpoint"
             yield Found(fault, at, found[0])
         port = _LITERAL_PORT.search(value)
-        number = port[1] if port else one.options.get("master-port", "")
+        number = port[1] if port and not script.whole_nodes else ""
+        number = number or ("" if script.whole_nodes else one.options.get("master-port", ""))
         if number.isdecimal() and number != "0" and not one.command.file:
             yield Found("fixed-port", script.where(number, at), number)
 
@@ -150,8 +151,9 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
         name = text.split(" ")[0]
         if name in ("module", "ml"):  # module --quiet purge
             done = next((word for word in words[1:] if not word.startswith("-")), "")
-            if done in ("load", "add") and not purged:
+            if done in ("load", "add") and not purged and not script.is_cray:
                 yield Found("modules-not-purged", line)
+            set_up |= done in ("load", "add") and re.search(r"conda|forge|mamba", text) is not None
             purged |= done in ("purge", "reset", "restore", "load", "add")
         set_up |= name in ("source", ".") and re.search(r"conda|/activate\b", text) is not None
         set_up |= re.search(r"shell\.(?:bash|posix) hook", text) is not None

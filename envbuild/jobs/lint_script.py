@@ -9,6 +9,7 @@ import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from envbuild.jobs.lint_expand import Variables
 from envbuild.jobs.lint_shell import LAUNCHERS, Command, parse, starters
@@ -18,6 +19,20 @@ from envbuild.jobs.schedulers.base import ScriptFacts, option_values, whole
 _FACTS = {name: one.script for name, one in SCHEDULERS.items() if one.script}
 _DIRECTIVES = {name: re.compile(rf"{one.pattern or one.marker}\s+(.*)") for name, one in _FACTS.items()}
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
+_GPUS = re.compile(r"\b(?:gpus-per-node|gpus-per-task|gpu|ngpus)(?::[\w.-]+)?[:=](?:[a-zA-Z][\w.-]*:)?(\d{1,4})\b")
+_CRAY = re.compile(
+    r"\b(?:cray|craype|PrgEnv|hsn\d?|cxi|FI_CXI_\w+|LUMI|lumi|singularity-AI-bindings|shifter)\b|filesystems="
+)
+_FLAGS = frozenset([
+    "standalone", "no-python", "run-path", "module", "m", "multi-gpu", "same-network", "use-deepspeed", "use-fsdp",
+    "cpu", "debug",
+])  # fmt: skip
+# Options of `accelerate launch`, by torchrun's names. Its --num-processes counts those of all nodes.
+_ACCELERATE = {
+    "num-machines": "nnodes", "machine-rank": "node-rank", "main-process-ip": "master-addr",
+    "main-process-port": "master-port",
+}  # fmt: skip
+_ACCELERATE_NODES = {"nnodes", "node-rank", "master-addr", "rdzv-backend"}
 _TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
 
 
@@ -29,11 +44,12 @@ class Found:
     line: int
     value: str = ""
     nodes: str = "several"
+    program: str = "torchrun"
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One torchrun.
+    """One torchrun, or an `accelerate launch`, whose options have torchrun's names.
 
     `options` are its own, without leading dashes and with `_` as `-`. `around` are the words before it, in its
     command and in the enclosing ones; `started_by` names the enclosing launchers and containers.
@@ -43,6 +59,7 @@ class Launch:
     options: Mapping[str, str]
     around: tuple[str, ...]
     started_by: tuple[str, ...]
+    program: str = "torchrun"
 
     @property
     def launcher(self) -> str:
@@ -104,6 +121,26 @@ class ParsedScript:
     def nodes(self) -> tuple[int, int] | None:
         """(line, number of requested nodes), None if the script does not tell."""
         return self.facts.nodes(self.directives) if self.facts else None
+
+    @functools.cached_property
+    def gpus(self) -> int:
+        """The number of GPUs that the directives ask for on each node, 0 if they do not tell."""
+        words = [word for _, line in self.directives for word in line]
+        most = max((int(match[1]) for word in words for match in _GPUS.finditer(word)), default=0)
+        of_job = next(option_values(words, ("--gpus", "-G")), "").rpartition(":")[2]
+        return max(most, (whole(of_job) or 0) // max(1, self.nodes[1] if self.nodes else 1))
+
+    @functools.cached_property
+    def is_cray(self) -> bool:
+        """Whether the script is for a Cray system: its network, modules and whole nodes are others."""
+        return any(_CRAY.search(line) for line in self.lines if not line.lstrip().startswith("# "))
+
+    @functools.cached_property
+    def whole_nodes(self) -> bool:
+        """Whether no other job runs on the nodes, as far as the script tells."""
+        words = [word for _, line in self.directives for word in line]
+        exclusive = any("excl" in word or word in ("--mem=0", "--gres=gpu:8") for word in words)
+        return exclusive or self.gpus >= 8 or self.is_cray
 
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
@@ -206,6 +243,13 @@ def _launches(script: ParsedScript) -> Iterator[Launch]:
         words = script.variables.expanded(command.words)
         # Inside a string for another shell, it is parsed as a separate command.
         at = next((n for n, word in enumerate(words) if _is_torchrun(words, n)), None)
+        if at is None and (at := _accelerate(words)) is not None:
+            around = (*script.variables.expanded(command.around), *words[:at])
+            options = {_ACCELERATE.get(name, name): value for name, value in _options(words[at + 2 :]).items()}
+            # Its own default is the configuration of the user who started it.
+            if options.keys() & _ACCELERATE_NODES:
+                yield Launch(command, options, around, starters(command, words[:at]), "accelerate launch")
+            continue
         if at is None or words[0] in ("echo", "printf", "which", "command", "type", "pkill", "cd"):
             continue
         around = (*script.variables.expanded(command.around), *words[:at])
@@ -220,6 +264,11 @@ def _is_torchrun(words: list[str], at: int) -> bool:
     return posixpath.basename(word) == "torchrun" and "=" not in word
 
 
+def _accelerate(words: list[str]) -> int | None:
+    pairs = enumerate(pairwise(words))
+    return next((n for n, (one, two) in pairs if posixpath.basename(one) == "accelerate" and two == "launch"), None)
+
+
 def _options(words: list[str]) -> dict[str, str]:
     """Return torchrun's options, up to the script that it starts."""
     found: dict[str, str] = {}
@@ -228,7 +277,7 @@ def _options(words: list[str]) -> dict[str, str]:
         name, equal, value = words[at].lstrip("-").partition("=")
         name = name.replace("_", "-")
         at += 1
-        if name in ("standalone", "no-python", "run-path", "module", "m"):
+        if name in _FLAGS:
             found[name] = "yes"
             continue
         if not equal and at < len(words):

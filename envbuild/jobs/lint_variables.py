@@ -32,7 +32,7 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
     given = any("master-port" in one.options for one in script.launches)
     for variable in ("MASTER_PORT", "PET_MASTER_PORT"):
         for command, value in script.exported(variable):
-            if value.isdecimal() and not given:
+            if value.isdecimal() and not given and not script.whole_nodes:
                 yield Found("fixed-port", command.line, value)
     seen: dict[str, Command] = {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

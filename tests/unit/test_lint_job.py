@@ -42,6 +42,9 @@ RUN = (
     'torchrun --nnodes=2 --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head:$port" --local-addr "$a"'
 )
 CLEAN = f"{SLURM}srun {RUN} train.py\n"
+NO_E = SLURM.replace("set -euo pipefail\n", "")
+CPUS = SLURM.replace("set -e", "#SBATCH --cpus-per-task=8\nset -e")
+GPUS = SLURM.replace("set -e", "#SBATCH --gpus-per-node=4\nset -e")
 EIGHT = SLURM.replace("per-node=1", "per-node=8")
 # What `srun ./node.sh` starts on each node.
 BARE = '#!/bin/bash\nset -e\nexec torchrun --nnodes="$SLURM_NNODES" --rdzv-endpoint="$head:$port" train.py\n'
@@ -84,12 +87,136 @@ spec:
 
 def test_a_script_without_faults_has_none() -> None:
     assert ids(CLEAN) == []
-    assert ids(f"{PBS}mpiexec --hostfile $PBS_NODEFILE {RUN} train.py\n") == []
+    assert ids(f"{PBS}mpiexec --hostfile $PBS_NODEFILE {RUN} /data/train.py\n") == []
     assert ids(on_pods("command: [torchrun, train.py]"), "job.yaml") == []
 
 
 # fault: (scripts that have it, in the line that the text stands in; scripts that are like them and do not)
 CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
+    "output-folder": (
+        [
+            (SLURM.replace("set -e", "#SBATCH --output=logs/%j.out\nset -e") + f"srun {RUN} x", "logs/"),
+            (SLURM.replace("set -e", "#SBATCH -e /data/me/logs/%j.err\nset -e") + f"srun {RUN} x", "/data/me"),
+            (PBS.replace("set -e", "#PBS -o logs/\nset -e") + "mpiexec python x.py", "logs/"),
+        ],
+        [
+            SLURM.replace("set -e", "#SBATCH --output=%x_%j.out\nset -e") + f"srun {RUN} x",
+            SLURM.replace("set -e", "#SBATCH --output=/dev/null\nset -e") + f"srun {RUN} x",
+        ],
+    ),
+    "home-folder": (
+        [(f"{PBS}mpiexec python train.py", "mpiexec"), (f"{PBS}BASE=$PWD\nmpiexec python $BASE/x.py", "BASE=")],
+        [f"{PBS}cd $PBS_O_WORKDIR\nmpiexec python train.py", f"{PBS}mpiexec python /data/train.py", CLEAN],
+    ),
+    "directive-ignored": (
+        [(f"{CLEAN}#SBATCH --mem=64G\n", "--mem"), (SLURM + "#SBATCH --mem=0\ntrue", "--mem")],
+        [CLEAN, "cat >job.sh <<END\n#SBATCH --nodes=2\nEND\nsbatch job.sh\n"],
+    ),
+    "export-none": (
+        [(SLURM.replace("set -e", "#SBATCH --export=NONE\nset -e") + f"srun {RUN} x", "NONE")],
+        [
+            SLURM.replace("set -e", "#SBATCH --export=NONE\nset -e") + f"srun --export=ALL {RUN} x",
+            SLURM.replace("set -e", "#SBATCH --export=NONE\nset -e") + f"unset SLURM_EXPORT_ENV\nsrun {RUN} x",
+            SLURM.replace("set -e", "#SBATCH --export=ALL\nset -e") + f"srun {RUN} x",
+        ],
+    ),
+    "status-lost": (
+        [
+            (NO_E + f"srun {RUN} x\necho done", "echo"),
+            (NO_E + f"srun {RUN} x | tee log", "tee"),
+            (NO_E + "set -e\n" + f"srun {RUN} x | tee log", "tee"),
+            (NO_E + f"srun {RUN} x &\nwait\ndate", "date"),
+            (NO_E + "python train.py\nconda deactivate", "deactivate"),
+        ],
+        [
+            CLEAN + "echo done",
+            NO_E + f"echo start\nsrun {RUN} x",
+            NO_E + f"srun {RUN} x\ncode=$?\necho done\nexit $code",
+            NO_E + "set -o pipefail\n" + f"srun {RUN} x | tee log",
+            NO_E + f"srun {RUN} \\\n  $(date)",
+        ],
+    ),
+    "cpus-not-passed": (
+        [
+            (CPUS + f"srun {RUN} x", "srun"),
+            (CPUS + "srun bash -c 'torchrun --nnodes=2 x'", "srun"),
+            (CPUS + "srun singularity run x.sif python train.py", "srun"),
+        ],
+        [
+            CPUS + f"srun --cpus-per-task=8 {RUN} x",
+            CPUS + f"srun -c $SLURM_CPUS_PER_TASK {RUN} x",
+            CPUS + f"export SRUN_CPUS_PER_TASK=8\nsrun {RUN} x",
+            CPUS + f"head=$(srun --nodes=1 hostname)\nsrun --cpu-bind=none {RUN} x",
+            CLEAN,
+        ],
+    ),
+    "node-rank": (
+        [
+            (SLURM + "srun torchrun --nnodes=2 --node_rank=$SLURM_NODEID --master-addr=$h x", "--node_rank"),
+            (SLURM + 'srun bash -c "torchrun --nnodes=2 --node_rank $SLURM_PROCID --master-addr $h x"', "--node_rank"),
+            (SLURM + "srun accelerate launch --num_machines 2 --machine_rank $SLURM_PROCID x.py", "--machine_rank"),
+            (SLURM + "export NODE_RANK=$SLURM_NODEID\nsrun torchrun --nnodes=2 --node-rank=$NODE_RANK x", "torchrun"),
+        ],
+        [
+            SLURM + "srun bash -c 'torchrun --nnodes=2 --node_rank=$SLURM_NODEID --master-addr=$h x'",
+            SLURM + 'srun bash -c "torchrun --nnodes=2 --node_rank \\$SLURM_PROCID --master-addr $h x"',
+            SLURM + "srun bash -c '\\\n  '\"$ENV\"'/bin/torchrun --nnodes=2 \\\n --node_rank $SLURM_NODEID x'",
+            SLURM.replace("nodes=2", "nodes=1") + "srun torchrun --node_rank=$SLURM_NODEID x",
+        ],
+    ),
+    "node-rank-unused": (
+        [(SLURM + f"srun {RUN} --node-rank $SLURM_PROCID x", "torchrun")],
+        [SLURM + f"srun bash -c '{RUN} --node-rank $SLURM_PROCID x'", CLEAN],
+    ),
+    "ranks-exceed-gpus": (
+        [
+            (GPUS + f"srun {RUN} --nproc-per-node=8 x", "nproc"),
+            (PBS.replace("ncpus=8", "ncpus=8:ngpus=1") + "torchrun --standalone --nproc_per_node=2 /x.py", "torchrun"),
+        ],
+        [GPUS + f"srun {RUN} --nproc-per-node=4 x", srun("--nproc-per-node=8")],
+    ),
+    "one-rank": (
+        [(GPUS + f"srun {RUN} x", "torchrun")],
+        [GPUS + f"srun {RUN} --nproc-per-node=gpu x", GPUS + "export PET_NPROC_PER_NODE=4\nsrun torchrun x"],
+    ),
+    "one-gpu-visible": (
+        [(GPUS + f"export CUDA_VISIBLE_DEVICES=0\nsrun {RUN} --nproc-per-node=4 x", "CUDA")],
+        [GPUS + f"export CUDA_VISIBLE_DEVICES=0,1,2,3\nsrun {RUN} --nproc-per-node=4 x"],
+    ),
+    "one-process": (
+        [(GPUS + "python train.py", "python")],
+        [GPUS + "srun python train.py", GPUS + "deepspeed train.py\npython train.py", SLURM + "python train.py"],
+    ),
+    "endpoint-unset": (
+        [(SLURM + f"srun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun")],
+        [
+            SLURM + f"PORT=$((20000 + SLURM_JOB_ID % 10000)) MASTER_ADDR=$head\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
+            SLURM + f"source nodes.sh\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
+        ],
+    ),
+    "secret": (
+        [
+            (CLEAN + "export WANDB_API_KEY=0123456789abcdef0123456789abcdef01234567\n", "WANDB"),
+            (CLEAN + "wandb login 0123456789abcdef0123456789abcdef01234567\n", "login"),
+        ],
+        [
+            CLEAN + "export WANDB_API_KEY=$(cat ~/.wandb)\n",
+            CLEAN + "export WANDB_API_KEY='<your-key-goes-here>'\n",
+            CLEAN + "export TOKENIZERS_PARALLELISM=false\n",
+        ],
+    ),
+    "no-nv": (
+        [(GPUS + f"srun apptainer exec x.sif {RUN} --nproc-per-node=4 x", "apptainer")],
+        [
+            GPUS + f"srun apptainer exec --nv x.sif {RUN} --nproc-per-node=4 x",
+            GPUS + f"export APPTAINER_NV=1\nsrun apptainer exec x.sif {RUN} --nproc-per-node=4 x",
+            SLURM + f"srun apptainer exec x.sif {RUN} x",
+        ],
+    ),
+    "interface-fixed": (
+        [(CLEAN + "export NCCL_SOCKET_IFNAME=ib0\n", "ib0")],
+        [CLEAN + "export NCCL_SOCKET_IFNAME=hsn\n", CLEAN + "export NCCL_SOCKET_IFNAME=^lo\n"],
+    ),
     "head-only": (
         [
             (f"{SLURM}{RUN} train.py", "torchrun"),
@@ -356,6 +483,10 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [(on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data"), "image:")],
         [on_pods("command: [sleep, '1']").replace("/dev/shm", "/data")],
     ),
+    "container-name": (
+        [(on_pods("command: [torchrun, t.py]").replace("name: pytorch", "name: trainer"), "name: trainer")],
+        [on_pods("command: [torchrun, t.py]")],
+    ),
     "efa-device": (
         [(on_pods("env: [{name: FI_PROVIDER, value: efa}]"), "FI_PROVIDER")],
         [on_pods("env: [{name: FI_PROVIDER, value: efa}]\n              resources: {limits: {vpc.amazonaws.com/efa: 1}}")],
@@ -437,12 +568,10 @@ GUIDES = {
     "seed-000-image.sh": [],
     "seed-002-images.sh": [],
     "seed-003-by-hand.sh": ["fixed-port"],
-    "seed-003-single-gpu.sh": ["modules-not-purged"],
-    "seed-003-one-node.pbs": ["modules-not-purged"],
-    "seed-003-two-nodes.pbs": ["modules-not-purged", "first-address", "head-only", "fixed-port"],
-    "seed-003-plugin.pbs": [
-        "modules-not-purged", "nccl-library-path", "efa-elsewhere", "first-address", "head-only", "fixed-port",
-    ],
+    "seed-003-single-gpu.sh": [],
+    "seed-003-one-node.pbs": ["ranks-exceed-gpus", "status-lost"],
+    "seed-003-two-nodes.pbs": ["first-address", "head-only", "status-lost"],
+    "seed-003-plugin.pbs": ["nccl-library-path", "efa-elsewhere", "first-address", "head-only", "status-lost"],
     "seed-004-apptainer.sh": ["image-unpinned"],
     "seed-004-horovod.sh": [],
 }  # fmt: skip
