@@ -29,7 +29,7 @@ _GIVEN = re.compile(r"SLURM\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|HOME|USER|P
 
 def of_output(script: ParsedScript) -> Iterator[Found]:
     """Find folders of the job's output, which no scheduler creates."""
-    names = {"slurm": ("--output", "-o", "--error", "-e"), "pbs": ("-o", "-e")}.get(script.kind, ())
+    names = script.facts.output if script.facts else ()
     if any(re.match(r"# envbuild \S+: .*; site ", line) for line in script.lines):
         return  # `envbuild job --submit` makes it
     for line, words in script.directives:
@@ -42,7 +42,8 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
 def of_folder(script: ParsedScript) -> Iterator[Found]:
     """Find scripts of PBS that take the home folder, in which PBS starts them, for that of the submission."""
     moved = any(_program(one) in ("cd", "pushd") for one in script.commands)
-    if script.kind != "pbs" or moved or script.directive("-w", "-d"):
+    options = script.facts.folder if script.facts else ()
+    if not options or moved or script.directive(*options):
         return
     for one in script.commands:
         texts = [*one.words, *(word for _, words in one.assignments for word in words)]
@@ -120,7 +121,8 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
     asked = script.directive("--cpus-per-task", "-c")
     several = asked is not None and (whole(asked[1]) or 2) > 1
     exported = re.search(r"SRUN_CPUS_PER_TASK|SLURM_CPU_BIND", "\n".join(script.lines))
-    for one in script.commands if several and not exported and script.kind == "slurm" else ():
+    own_steps = script.facts is not None and script.facts.own_steps
+    for one in script.commands if several and not exported and own_steps else ():
         step = _program(one) == "srun" and not (one.started_by or one.file) and _starts_training(one)
         if step and "[@]}" not in "".join(one.words[:2]) and not _BOUND.search(" ".join(one.words)):
             yield Found("cpus-not-passed", one.line)

@@ -154,9 +154,10 @@ def _below(path: str, folder: str) -> bool:
 
 def check_exclusion(scheduler: str, site: Site) -> None:
     """Raise UsageError where a job cannot leave out slow nodes and start again."""
-    if scheduler != "slurm":
+    if not SCHEDULERS[scheduler].leaves_out_nodes:
+        names = " or ".join(name for name, one in SCHEDULERS.items() if one.leaves_out_nodes)
         raise UsageError(
-            f"--exclude-slow needs Slurm, which starts a job again on other nodes, and this is {scheduler}",
+            f"--exclude-slow needs {names}, which starts a job again on other nodes, and this is {scheduler}",
             "leave it out; inside of an allocation, `envbuild preflight --speed` names slow nodes",
         )
     if not site.scheduler.requeue:

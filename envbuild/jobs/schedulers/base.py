@@ -69,7 +69,9 @@ class ScriptFacts:
 
     `marker` begins a directive, `variables` is the prefix of the scheduler's variables, and `nodes` finds
     (line, number of requested nodes) in directives. A script that saves snapshots should have one of `requeue`,
-    unless that is empty. `pattern` matches markers that have several spellings.
+    unless that is empty. `pattern` matches markers that have several spellings. `output` are the options that name
+    files of the job's output. `folder` are the options that choose the folder in which a script starts, if that is
+    the home folder by default. `own_steps`: steps do not take the CPUs of their tasks from the job.
     """
 
     marker: str
@@ -77,6 +79,9 @@ class ScriptFacts:
     nodes: Callable[[Iterable[Directive]], tuple[int, int] | None]
     requeue: frozenset[str] = frozenset()
     pattern: str = ""
+    output: tuple[str, ...] = ()
+    folder: tuple[str, ...] = ()
+    own_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class Scheduler:
     know. `job_variables` matches the variables that describe a running job. `own_option` names the setting of a
     site's directive that jobs set themselves, None for others. `exclusive_has_cpus`: a job with exclusive nodes
     gets all of their CPUs by default. `own_log`: the script writes the log itself, because the scheduler shows
-    the output late or not at all.
+    the output late or not at all. `leaves_out_nodes`: a job can put itself back into the queue without some nodes.
     """
 
     suffix: str
@@ -122,6 +127,7 @@ class Scheduler:
     own_option: Callable[[str], str | None] = lambda _: None
     exclusive_has_cpus: bool = True
     own_log: bool = False
+    leaves_out_nodes: bool = False
     allocation: AllocationFacts | None = None
     script: ScriptFacts | None = None
     host: HostFacts | None = None

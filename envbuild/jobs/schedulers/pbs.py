@@ -184,7 +184,7 @@ PBS = Scheduler(
     exclusive_has_cpus=False,
     own_log=True,
     allocation=AllocationFacts(_find_allocation, "PBS_JOBID", "qsub -I"),
-    script=ScriptFacts("#PBS", "PBS_", _nodes),
+    script=ScriptFacts("#PBS", "PBS_", _nodes, output=("-o", "-e"), folder=("-w", "-d")),
     host=HostFacts(
         version=("--version",),
         list_queues=("qstat", "-Q"),

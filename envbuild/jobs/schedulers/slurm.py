@@ -196,7 +196,15 @@ SLURM = Scheduler(
     job_variables=r"SLURM_(?!(CONF|CONF_SERVER|CLUSTERS|JWT)$).*|SLURMD_.*",
     own_option=_own_option,
     allocation=AllocationFacts(_find_allocation, "SLURM_JOB_ID", "salloc --nodes=N"),
-    script=ScriptFacts("#SBATCH", "SLURM_", _nodes, requeue=frozenset(["--requeue", "--no-requeue"])),
+    script=ScriptFacts(
+        "#SBATCH",
+        "SLURM_",
+        _nodes,
+        requeue=frozenset(["--requeue", "--no-requeue"]),
+        output=("--output", "-o", "--error", "-e"),
+        own_steps=True,
+    ),
+    leaves_out_nodes=True,
     host=HostFacts(
         version=("--version",),
         list_queues=("sinfo", "--noheader", "--format=%P|%l|%c|%m|%G|%D"),
