@@ -20,6 +20,7 @@ from .data import DataSet, load_data
 from .distributed import Group, connect
 from .errors import BAD_INPUT, TrainError
 from .files import require_writable
+from .flight import record_hangs
 from .imports import IMPORTS, import_modules
 from .models import batch_loss, build_model
 from .output import log, print_error
@@ -216,6 +217,7 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     Only this function holds the DDP model, so that it is freed before the group is left.
     """
     group, entry = _join(arguments, environ, clock)
+    write_record = record_hangs()
     wait_for_turn(environ, group)
     store = SnapshotFile(arguments.checkpoint_path)
     group.on_rank0(lambda: _prepare_files(arguments, store))
@@ -230,7 +232,12 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     gc.freeze()  # the imports of the optimizer and DDP live until exit, too
     gc.enable()  # __main__.py disabled it
     began = time.perf_counter()
-    losses, saved = _train(trainer, store, start)
+    try:
+        losses, saved = _train(trainer, store, start)
+    except RuntimeError as error:
+        if "imed out" in str(error):  # a collective
+            write_record()
+        raise
     clock.train = time.perf_counter() - began
     entry["parameters_digest"] = model_digest(model)
     bandwidth = _bandwidth(arguments, group)

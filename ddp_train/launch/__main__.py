@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import BAD_INPUT, TrainError
+from ..flight import flight_variables
 from .end import run_child
 from .job import Run, cpus, read_run
 from .nodes import Row, meet, own_row, same_host, this_host
@@ -104,6 +105,7 @@ def variables(run: Run, rows: Sequence[Row], here: Row, number: int, environ: Ma
         PYTHONNOUSERSITE="1",
         LOGLEVEL="INFO",
     )
+    found.update(flight_variables(f"{run.file('flight')}-", job.gpu))
     if job.gpu:
         found["NCCL_SOCKET_IFNAME"] = here.interface
     if "OMP_NUM_THREADS" not in job.variables:  # the site does not set the number of CPUs

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, cast
 
+from envbuild.diagnose.flight import is_record, merged, read_record
 from envbuild.errors import UsageError
 
 STDIN = "-"
@@ -23,6 +24,9 @@ _OPENERS = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\x00", lzma
 _OF_PBS = re.compile(r"\.[oe](\d+)(?:[.\[-]|$)")
 _NUMBER = re.compile(r"(?:^|(?<=[_.-]))[1-9]\d*(?=[_.-]|$)")
 _OF_NODES = re.compile(r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+)*)[_.-]$", re.IGNORECASE)
+# The folder of a run of `envbuild job` has other files, too, such as snapshots.
+_OF_RUN = re.compile(r"/settings-\d+\.sh$")
+_OF_POD = re.compile(r"/pod-\d+\.log$")
 # In a name that is not a scheduler's, a shorter number may have any meaning.
 _LONG = 4
 
@@ -61,10 +65,17 @@ def job_number(name: str) -> str:
 def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
     """Yield (name, lines) of each log; lines are read lazily. "-" is standard input, a folder stands for its files.
 
-    Raises UsageError for a path that does not exist or cannot be read.
+    The records of torch's flight recorder are one more log, the last. Raises UsageError for a path that does not
+    exist or cannot be read.
     """
-    for file in [file for path in paths for file in _files(path)[0]]:
-        yield "standard input" if file == STDIN else file, _lines(file)
+    files = [file for path in paths for file in _files(path)[0]]
+    records = [Path(file) for file in files if file != STDIN and is_record(Path(file))]
+    for file in files:
+        if Path(file) not in records:
+            yield "standard input" if file == STDIN else file, _lines(file)
+    if records:
+        found = (read_record(path) for path in records if not path.name.endswith(".stack"))
+        yield f"{records[0].parent}/ (flight records)", merged([one for one in found if one])
 
 
 def _files(path: str) -> tuple[list[str], bool]:
@@ -77,6 +88,8 @@ def _files(path: str) -> tuple[list[str], bool]:
             return [path], False
         what = "folder"
         found = sorted(str(one) for one in Path(path).iterdir() if one.is_file())
+        if any(_OF_RUN.search(one) for one in found):
+            return [one for one in found if is_record(Path(one)) or _OF_POD.search(one)], True
     except OSError as error:
         raise UsageError(f"cannot read the {what} {path}: {error.strerror}") from None
     if not found:

@@ -112,6 +112,12 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
     if plan.strategy == "ddp":
         # Otherwise, restarts over several nodes are a race: pytorch/pytorch#135712.
         fixed["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    flight = f"{run_folder(plan, pods.name)}/flight-0-"
+    # As ddp_train/flight.py.
+    fixed |= {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_FR_DUMP_TEMP_FILE": flight}
+    if plan.artifact.accelerator.gpu:
+        fixed |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": flight}
+        fixed["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
     if plan.library_path:
         fixed["ENVBUILD_LIBRARY_PATH"] = ":".join(plan.library_path)
     node = {

@@ -76,7 +76,7 @@ while :; do
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
-@ENDED@[ "$code" -eq 0 ] || stop "the job failed with exit code $code; why: envbuild diagnose $log" "$code"
+@ENDED@[ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"
 """
 
 _TIDY = r"""chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"

@@ -29,6 +29,7 @@ from envbuild.cache import hashed
 from envbuild.cache.retry import RequestFailed, retry_after
 from envbuild.debian import control, deb, release, resolve, sources
 from envbuild.diagnose.engine import diagnose, explain
+from envbuild.diagnose.flight import merged, read_record
 from envbuild.diagnose.nccl_log import parse_nccl_log
 from envbuild.diagnose.read import job_number, read_logs
 from envbuild.diagnose.rules import load_rules
@@ -621,6 +622,11 @@ def _log(path: Path) -> None:
     diagnose(read_logs([str(path)]), load_rules("job"))
 
 
+def _flight(path: Path) -> None:
+    record = read_record(path)
+    list(merged([record] if record else []))
+
+
 def _said(words: str) -> None:
     for place in ("verification", "build"):
         explain(words[:4000], cast(Any, place))
@@ -826,6 +832,7 @@ READERS: dict[str, FuzzedReader] = {
     ),
     "job manifest": FuzzedReader(patterns("jobs/k8s-*.yaml", top=DATA, most=2500), file("job.yaml", lint_file), 120),
     "log": FuzzedReader(patterns("logs/*.log", "nccl/*.log", top=DATA, most=3000), file("x.log", _log), 200),
+    "flight record": FuzzedReader(patterns("flight/*/flight-0-[0-9]", top=DATA), file("rank1", _flight), 300),
     "message": FuzzedReader(patterns("logs/*.log", "nccl/*.log", top=DATA, most=600), text(_said), 300),
     "names": FuzzedReader(
         given("docker://u@r.example.org:5000#a/b:v1", "cpu-x86_64", "zstd:15", "a@sha256:" + "0" * 64),

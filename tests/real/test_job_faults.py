@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,47 @@ def test_a_job_whose_node_dies_goes_on_from_the_snapshot(jobs: Jobs, pt_cpu: dic
     assert ended.end.restarts == 1
     # Each start meets under a name of its own, and both are in one log.
     assert f"pt_cpu-{job}-0" in ended.log and f"pt_cpu-{job}-1" in ended.log
+
+
+# One rank waits for data that never comes, and the other one for that rank.
+_HANGS = """\
+import datetime, time
+import torch, torch.distributed as dist
+from ddp_train.flight import record_hangs
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
+write = record_hangs()
+
+def load():
+    time.sleep(300)
+
+def step():
+    dist.all_reduce(torch.ones(7))
+
+step()
+if dist.get_rank() == 1:
+    load()
+try:
+    step()
+except RuntimeError:
+    write()
+    raise
+"""
+
+
+def test_diagnose_names_the_rank_that_a_hung_job_waited_for_and_its_line(jobs: Jobs, pt_cpu: dict[str, Any]) -> None:
+    script = jobs.cluster.shared / "hangs.py"
+    script.write_text(_HANGS)
+    options = ("--script", script, "--max-restarts", "0")
+    ended = jobs.ended(jobs.submit(pt_cpu["path"], *options, ranks=1, arguments=()))
+    assert ended.end.state == "FAILED", ended.log
+    # As the last line of the log says.
+    command = ended.log.splitlines()[-1].rpartition(": ")[2].split()
+    assert command[:2] == ["envbuild", "diagnose"]
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=True)
+    first = done.stdout.splitlines()[0]
+    assert first.startswith("1. rank 1 has not entered gloo:all_reduce of 7 Float (number 2), in which rank 0"), done
+    assert f"{script}:12 in step" in first and f"it was at {script}:9 in load" in first
 
 
 # Handles SIGTERM as a user's script does: the first rank has a state to write, which takes longer than the others live.

@@ -194,7 +194,7 @@ def test_a_preflight_that_passes_is_followed_by_the_training(stage: Stage) -> No
 
 def test_the_exit_code_of_the_training_is_the_jobs_and_the_log_is_named(stage: Stage) -> None:
     said, _ = _run(stage, _plan(stage), {"CODE": "17"}, code=17)
-    assert f"why: envbuild diagnose {stage.folder}/logs/pt_cpu_77.out" in said
+    assert f"code 17: envbuild diagnose {stage.folder}/logs/pt_cpu_77.out {stage.folder}/pt_cpu_77" in said
 
 
 def test_a_launcher_that_puts_both_processes_on_one_node_is_noticed(stage: Stage) -> None:
