@@ -66,8 +66,16 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
                 yield Found(fault.id, command.line, text[:_SHOWN])
         for name, pattern in fault.variables.items():
             for command, value in script.exported(name):
-                if pattern.fullmatch(value) and not (name in _OF_INFINIBAND and script.is_cray):
+                if pattern.fullmatch(value) and not _elsewhere(name, fault.id, script):
                     yield Found(fault.id, command.line, f"{name}={value}")
+
+
+def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:
+    """Return whether the fault of a variable does not matter in this script."""
+    if fault == "nccl-library-path":
+        text = "\n".join(script.lines)
+        return "torch" not in text or re.search(r"LD_PRELOAD=\S*nccl", text) is not None
+    return variable in _OF_INFINIBAND and script.is_cray
 
 
 def command_text(command: Command) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 
 from envbuild.jobs.lint_script import Found, ParsedScript
 from envbuild.jobs.lint_shell import LAUNCHERS, Command
@@ -35,13 +36,16 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
     for line, words in script.directives:
         for value in option_values(words, names):
             folder = posixpath.dirname(value)
-            if folder not in ("", ".", "/dev", "/tmp") and not folder.startswith(("$PBS_O_WORKDIR", "~", "${HOME}")):
+            # An absolute one is rarely forgotten.
+            if folder not in ("", ".") and folder[0] not in "/$~<":
                 yield Found("output-folder", line, folder)
 
 
 def of_folder(script: ParsedScript) -> Iterator[Found]:
     """Find scripts of PBS that take the home folder, in which PBS starts them, for that of the submission."""
-    moved = any(_program(one) in ("cd", "pushd") for one in script.commands)
+    moved = any(
+        _program(one) in ("cd", "pushd") and one.words[1:2] and one.words[1][0] in "/$~`" for one in script.commands
+    )
     options = script.facts.folder if script.facts else ()
     if not options or moved or script.directive(*options):
         return
@@ -50,7 +54,8 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
         script_word = (
             next((w for w in one.words[1:] if re.search(r"\.(?:py|sh)$", w)), "/") if _starts_training(one) else "/"
         )
-        if any(re.search(r"\$\{?PWD\b|\$\(pwd\)|^\./", text) for text in texts) or script_word[:1] not in "/$~":
+        here = re.compile(r"\$\{?PWD\b|\$\(pwd\)|^\./")
+        if any(here.search(text) for text in texts) or script_word[:1] not in "/$~" or one.words[:2] == ("cd", ".."):
             yield Found("home-folder", one.line)
             return
 
@@ -59,6 +64,11 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     """Find directives that the scheduler does not read, and an environment that srun does not get."""
     first = min((one.line for one in script.commands), default=0)
     lines = [line for line, _ in script.directives]
+    if lines and script.lines[0][:2] != "#!" and script.facts and script.facts.own_steps:
+        yield Found("no-interpreter", lines[0])
+    for line, words in script.directives:
+        if script.facts and script.facts.own_steps and (value := next((one for one in words if "$" in one), "")):
+            yield Found("directive-variable", line, value)
     if lines and first and lines[0] < first:
         for line in lines:
             if line > first:
@@ -107,6 +117,8 @@ def _program(command: Command) -> str:
 
 def _starts_training(command: Command) -> bool:
     name = _program(command)
+    if name.startswith("$") and re.search("torchrun|launcher", name, re.IGNORECASE):
+        return True
     if name == "eval":
         return any(word.startswith("$") for word in command.words[1:])
     if name in LAUNCHERS or name in ("apptainer", "singularity", "docker"):
@@ -124,9 +136,11 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
     own_steps = script.facts is not None and script.facts.own_steps
     for one in script.commands if several and not exported and own_steps else ():
         step = _program(one) == "srun" and not (one.started_by or one.file) and _starts_training(one)
-        if step and "[@]}" not in "".join(one.words[:2]) and not _BOUND.search(" ".join(one.words)):
+        options = takewhile(lambda word: not _STARTS.fullmatch(posixpath.basename(word)), one.words[1:])
+        if step and "[@]}" not in "".join(one.words[:2]) and not _BOUND.search(" ".join(options)):
             yield Found("cpus-not-passed", one.line)
-    if script.several and script.kind != "shell":
+    # Without a number of nodes, it is told on the command line.
+    if script.kind != "shell" and (script.nodes is None or script.nodes[1] > 1):
         yield from _node_ranks(script)
 
 
@@ -196,9 +210,7 @@ def _plain(command: Command) -> bool:
 
 def of_addresses(script: ParsedScript) -> Iterator[Found]:
     """Find endpoints of names and of several addresses, and endpoints that are never set."""
-    if not script.several:
-        return
-    for one in script.commands:
+    for one in script.commands if script.several else ():
         if _program(one) == "srun" and "hostname" in one.words:
             after = one.words[one.words.index("hostname") :]
             if set(after) & {"-i", "-I", "--ip-address", "--all-ip-addresses"}:

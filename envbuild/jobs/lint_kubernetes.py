@@ -101,12 +101,7 @@ def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
                 for one in container.get("volumeMounts") or ()
                 if isinstance(one, Mapping)
             )
-            if (
-                key == "containers"
-                and (_trains(container) or _gpus(container))
-                and _gpus(container) != 0
-                and not shared
-            ):
+            if key == "containers" and _gpus(container) and not shared:
                 yield Found("shared-memory", _line(container, "image"))
 
 

@@ -49,6 +49,9 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
         return
     if several and "standalone" in options:
         yield Found("standalone", script.where("--standalone", line), nodes=several)
+    meets = options.keys() & {"rdzv-endpoint", "master-addr"} and not {"nnodes", "standalone"} & options.keys()
+    if several and meets and one.program == "torchrun" and "PET_NNODES" not in "\n".join(script.lines):
+        yield Found("nodes-missing", line, nodes=several)
     nodes = options.get("nnodes", "").rpartition(":")[2]
     asked = step if whole(step) is not None else str(script.nodes[1] if script.nodes else "")
     if script.nodes and step != "1" and whole(nodes) not in (None, whole(asked)):
@@ -144,7 +147,8 @@ def of_lines(script: ParsedScript) -> Iterator[Found]:
 
 def of_commands(script: ParsedScript) -> Iterator[Found]:
     """Find faults of modules, conda, containers and images."""
-    purged, set_up = False, False
+    first = script.lines[0] if script.lines else ""
+    purged, set_up = False, re.match(r"#!\S+ .*?(?:-\w*l\b|--login)", first) is not None
     for command in script.commands:
         words, line = command.words, command.line
         text = command_text(command)
@@ -153,9 +157,9 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
             done = next((word for word in words[1:] if not word.startswith("-")), "")
             if done in ("load", "add") and not purged and not script.is_cray:
                 yield Found("modules-not-purged", line)
-            set_up |= done in ("load", "add") and re.search(r"conda|forge|mamba", text) is not None
+            set_up |= done in ("load", "add") and re.search(r"conda|forge|mamba", text, re.IGNORECASE) is not None
             purged |= done in ("purge", "reset", "restore", "load", "add")
-        set_up |= name in ("source", ".") and re.search(r"conda|/activate\b", text) is not None
+        set_up |= name in ("source", ".")  # of a file that is not here
         set_up |= re.search(r"shell\.(?:bash|posix) hook", text) is not None
         if words[:2] == ("conda", "activate") and not set_up:
             yield Found("conda-activate", line)

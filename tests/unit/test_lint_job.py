@@ -96,16 +96,28 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "output-folder": (
         [
             (SLURM.replace("set -e", "#SBATCH --output=logs/%j.out\nset -e") + f"srun {RUN} x", "logs/"),
-            (SLURM.replace("set -e", "#SBATCH -e /data/me/logs/%j.err\nset -e") + f"srun {RUN} x", "/data/me"),
+            (SLURM.replace("set -e", "#SBATCH -e logs/%j.err\nset -e") + f"srun {RUN} x", "logs/"),
             (PBS.replace("set -e", "#PBS -o logs/\nset -e") + "mpiexec python x.py", "logs/"),
         ],
         [
             SLURM.replace("set -e", "#SBATCH --output=%x_%j.out\nset -e") + f"srun {RUN} x",
-            SLURM.replace("set -e", "#SBATCH --output=/dev/null\nset -e") + f"srun {RUN} x",
+            SLURM.replace("set -e", "#SBATCH --output=/data/me/logs/%j.out\nset -e") + f"srun {RUN} x",
         ],
     ),
+    "directive-variable": (
+        [(SLURM.replace("nodes=2", "nodes=$NODES") + f"srun {RUN} x", "nodes=")],
+        [SLURM.replace("set -e", "#SBATCH --comment=a$\nset -e").replace("a$", "a") + f"srun {RUN} x", CLEAN],
+    ),
+    "no-interpreter": (
+        [(CLEAN.replace("#!/bin/bash\n", "# Copyright\n#!/bin/bash\n"), "#SBATCH")],
+        [CLEAN, f"# a shell script\n{RUN} x"],
+    ),
+    "nodes-missing": (
+        [(SLURM + "srun torchrun --nproc-per-node=4 --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$h:$p x", "torchrun")],
+        [CLEAN, SLURM + "export PET_NNODES=2\nsrun torchrun --rdzv-endpoint=$h:$p --rdzv-id=$SLURM_JOB_ID x"],
+    ),
     "home-folder": (
-        [(f"{PBS}mpiexec python train.py", "mpiexec"), (f"{PBS}BASE=$PWD\nmpiexec python $BASE/x.py", "BASE=")],
+        [(f"{PBS}cd ..\nmpiexec python train.py", "cd"), (f"{PBS}mpiexec python train.py", "mpiexec"), (f"{PBS}BASE=$PWD\nmpiexec python $BASE/x.py", "BASE=")],
         [f"{PBS}cd $PBS_O_WORKDIR\nmpiexec python train.py", f"{PBS}mpiexec python /data/train.py", CLEAN],
     ),
     "directive-ignored": (
@@ -127,6 +139,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (NO_E + "set -e\n" + f"srun {RUN} x | tee log", "tee"),
             (NO_E + f"srun {RUN} x &\nwait\ndate", "date"),
             (NO_E + "python train.py\nconda deactivate", "deactivate"),
+            (NO_E + "${TORCHRUN} --standalone x.py\necho $?", "echo"),
         ],
         [
             CLEAN + "echo done",
@@ -141,6 +154,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (CPUS + f"srun {RUN} x", "srun"),
             (CPUS + "srun bash -c 'torchrun --nnodes=2 x'", "srun"),
             (CPUS + "srun singularity run x.sif python train.py", "srun"),
+            (CPUS + "srun singularity exec x.sif bash -c '$WITH_CONDA && python train.py'", "srun"),
         ],
         [
             CPUS + f"srun --cpus-per-task=8 {RUN} x",
@@ -418,7 +432,11 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     ),
     "nccl-library-path": (
         [(f"{CLEAN}R=/sw/nccl-2.26.2-1\nexport LD_LIBRARY_PATH=$R/lib:$LD_LIBRARY_PATH\n", "LD_LIB")],
-        [f"{CLEAN}export LD_LIBRARY_PATH=/sw/aws-ofi-nccl/lib:$LD_LIBRARY_PATH\n"],
+        [
+            f"{CLEAN}export LD_LIBRARY_PATH=/sw/aws-ofi-nccl/lib:$LD_LIBRARY_PATH\n",
+            f"{CLEAN}export LD_LIBRARY_PATH=/sw/nccl/lib LD_PRELOAD=/sw/nccl/lib/libnccl.so\n",
+            f"{SLURM}export LD_LIBRARY_PATH=/sw/nccl/lib\nsrun ./all_reduce_perf\n",
+        ],
     ),
     "network-disabled": (
         [(f"{CLEAN}export NCCL_IB_DISABLE=1\n", "IB_D"), (f"{CLEAN}srun --export=ALL,NCCL_P2P_DISABLE=1 x\n", "P2P")],
@@ -448,6 +466,9 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "conda-activate": (
         [(f"{CLEAN}conda activate pt", "activate")],
         [
+            f"{CLEAN}module load Mamba/23.11.0\nconda activate pt",
+            f"{CLEAN}. ~/start-me\nconda activate pt",
+            CLEAN.replace("#!/bin/bash", "#!/bin/bash -l") + "conda activate pt",
             f"{CLEAN}source /opt/conda/etc/profile.d/conda.sh\nconda activate pt",
             f"{CLEAN}eval \"$(conda shell.bash hook)\"\nconda activate pt",
         ],
@@ -480,8 +501,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
 }  # fmt: skip
 PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "shared-memory": (
-        [(on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data"), "image:")],
-        [on_pods("command: [sleep, '1']").replace("/dev/shm", "/data")],
+        [(on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace("/dev/shm", "/data"), "image:")],
+        [on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data")],
     ),
     "container-name": (
         [(on_pods("command: [torchrun, t.py]").replace("name: pytorch", "name: trainer"), "name: trainer")],

@@ -162,7 +162,7 @@ LSF = Scheduler(
     own_option=_own_option,
     own_log=True,
     allocation=AllocationFacts(_find_allocation, "LSB_JOBID", "bsub -Is"),
-    script=ScriptFacts("#BSUB", "LSB_", _nodes, requeue=frozenset(["-r", "-rn"])),
+    script=ScriptFacts("#BSUB", "LSB_", _nodes, requeue=frozenset(["-r", "-rn"]), output=("-o", "-oo", "-e", "-eo")),
     host=HostFacts(
         version=("-V",),
         list_queues=("bqueues", "-w"),
