@@ -24,7 +24,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -42,50 +41,77 @@ def flight_variables(prefix: str, gpu: bool) -> dict[str, str]:
     return found
 
 
-def record_hangs() -> Callable[..., None]:
+def record_hangs() -> None:
     """Write this rank's files on SIGTERM, which torchrun sends to ranks that it ends; then let SIGTERM end the rank.
 
-    Returns a function that writes them at once, to call when a collective timed out. Call this in the main thread,
-    after the process group was made. Without the variables of a job, nothing is done.
+    Call this in the main thread, after the process group was made. Without the variables of a job, nothing is done,
+    nor if another program waits for signals (asyncio).
     """
-    prefix, rank = os.environ.get(PREFIX, ""), os.environ.get("RANK", "")
-    if not prefix or not rank.isdecimal() or threading.current_thread() is not threading.main_thread():
-        return lambda failed=True: None
-    main = threading.main_thread().ident
-    target = Path(prefix + rank)
+    target = _target()
+    if target is None or threading.current_thread() is not threading.main_thread():
+        return
     for old in (target, _stack_file(target)):  # of this rank before torchrun restarted it
         with contextlib.suppress(OSError):
             old.unlink()
-
-    def write(failed: bool = True) -> None:
-        with contextlib.suppress(OSError):
-            _write(target, sys._current_frames().get(main or 0), ["failed\n"] if failed else [])
-
     # A rank that waits in a collective runs no signal handler of Python, but the C handler wakes the thread.
     reader, writer = socket.socketpair()
     writer.setblocking(False)
+    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    if previous != -1:
+        signal.set_wakeup_fd(previous)
+        return
     unhandled = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if unhandled:
         signal.signal(signal.SIGTERM, _ignore)
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    if previous != -1:  # asyncio's, for example
-        signal.set_wakeup_fd(previous)
-        if unhandled:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        return write
-    threading.Thread(target=_wait, args=(reader, writer, write, unhandled), name="flight", daemon=True).start()
-    return write
+    _forget_in_children()
+    threading.Thread(target=_wait, args=(reader, writer, unhandled), name="flight", daemon=True).start()
+
+
+def write_record(failed: bool = True) -> None:
+    """Write this rank's files at once; `failed` if its last collective timed out. Without a job, nothing is done."""
+    target = _target()
+    if target is not None:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        with contextlib.suppress(OSError):
+            _write(target, frame, ["failed\n"] if failed else [])
+
+
+def _target() -> Path | None:
+    prefix, rank = os.environ.get(PREFIX, ""), os.environ.get("RANK", "")
+    return Path(prefix + rank) if prefix and rank.isdecimal() else None
 
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
     """Handle SIGTERM: the thread does the work."""
 
 
-def _wait(reader: socket.socket, _writer: socket.socket, write: Callable[..., None], ends: bool) -> None:
+def _forget_in_children() -> None:
+    """Let SIGTERM end forked processes, such as workers that load data: they have no thread, but this rank's socket.
+
+    While a process forks, it is blocked: the child must not receive it before it has forgotten the socket.
+    """
+    masks: list[Any] = []
+
+    def before() -> None:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]))
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    def in_child() -> None:
+        signal.set_wakeup_fd(-1)
+        if signal.getsignal(signal.SIGTERM) is _ignore:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        after()
+
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=in_child)
+
+
+def _wait(reader: socket.socket, _writer: socket.socket, ends: bool) -> None:
     while number := reader.recv(1):
         if number[0] != signal.SIGTERM:
             continue
-        write(failed=False)
+        write_record(failed=False)
         if ends:
             _die()
 

@@ -20,7 +20,7 @@ from .data import DataSet, load_data
 from .distributed import Group, connect
 from .errors import BAD_INPUT, TrainError
 from .files import require_writable
-from .flight import record_hangs
+from .flight import record_hangs, write_record
 from .imports import IMPORTS, import_modules
 from .models import batch_loss, build_model
 from .output import log, print_error
@@ -217,7 +217,7 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     Only this function holds the DDP model, so that it is freed before the group is left.
     """
     group, entry = _join(arguments, environ, clock)
-    write_record = record_hangs()
+    record_hangs()
     wait_for_turn(environ, group)
     store = SnapshotFile(arguments.checkpoint_path)
     group.on_rank0(lambda: _prepare_files(arguments, store))
@@ -232,12 +232,7 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     gc.freeze()  # the imports of the optimizer and DDP live until exit, too
     gc.enable()  # __main__.py disabled it
     began = time.perf_counter()
-    try:
-        losses, saved = _train(trainer, store, start)
-    except RuntimeError as error:
-        if "imed out" in str(error):  # a collective
-            write_record()
-        raise
+    losses, saved = _train(trainer, store, start)
     clock.train = time.perf_counter() - began
     entry["parameters_digest"] = model_digest(model)
     bandwidth = _bandwidth(arguments, group)
@@ -283,4 +278,9 @@ def run(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> None:
 
     Raises TrainError, on all ranks alike, for expected failures.
     """
-    _work(arguments, environ, clock).close()
+    try:
+        _work(arguments, environ, clock).close()
+    except RuntimeError as error:
+        if "imed out" in str(error):  # a collective
+            write_record()
+        raise

@@ -1,4 +1,4 @@
-"""The rules of `envbuild lint-job` for what a job asks for, where its output goes, and whether its failure is seen."""
+"""The rules of `envbuild lint-job` for requested resources, output files, exit codes, ranks, endpoints and secrets."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _RANK_OPTION = re.compile(r"--(?:node|machine)[-_]rank(?:=(.*))?", re.DOTALL)
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 _BOUND = re.compile(r"(?:^| )(?:--cpus-per-task|--cpu-bind|--cpus-per-gpu|-c ?[\d$])")
 _MOST_LINES = 100  # of one command
-# What a step does before the training.
+# Programs of steps before the training.
 _ASKS = frozenset(["hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date"])
-# What a user may have in the environment, and what schedulers set.
+# Variables of schedulers and of users' environments.
 _GIVEN = re.compile(r"SLURM\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|HOME|USER|PWD|RANDOM|PET_\w+")
 
 
 def of_output(script: ParsedScript) -> Iterator[Found]:
-    """Find folders of the job's output, which no scheduler creates."""
+    """Find relative folders of the job's output, which no scheduler creates."""
     names = script.facts.output if script.facts else ()
     if any(re.match(r"# envbuild \S+: .*; site ", line) for line in script.lines):
         return  # `envbuild job --submit` makes it
@@ -42,10 +42,9 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_folder(script: ParsedScript) -> Iterator[Found]:
-    """Find scripts of PBS that take the home folder, in which PBS starts them, for that of the submission."""
-    moved = any(
-        _program(one) in ("cd", "pushd") and one.words[1:2] and one.words[1][0] in "/$~`" for one in script.commands
-    )
+    """Find paths relative to the folder of the submission in scripts that start in the home folder."""
+    moves = [one.words[1] for one in script.commands if _program(one) in ("cd", "pushd") and one.words[1:]]
+    moved = any(folder.startswith(("/", "$", "~", "`")) for folder in moves)
     options = script.facts.folder if script.facts else ()
     if not options or moved or script.directive(*options):
         return
@@ -67,7 +66,7 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     if lines and script.lines[0][:2] != "#!" and script.facts and script.facts.own_steps:
         yield Found("no-interpreter", lines[0])
     for line, words in script.directives:
-        if script.facts and script.facts.own_steps and (value := next((one for one in words if "$" in one), "")):
+        if script.facts and script.facts.own_steps and (value := next(filter(_NAME.search, words), "")):
             yield Found("directive-variable", line, value)
     if lines and first and lines[0] < first:
         for line in lines:
@@ -91,7 +90,7 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
     end = top[at].line if at >= 0 else 0
     while end and end < len(script.lines) and script.lines[end - 1].endswith("\\"):
         end += 1
-    # What stands in $(…) of the training's own lines comes behind it, too.
+    # Commands in $(…) on the training's own lines follow it in the list, too.
     after = [one for one in top[at + 1 :] if one.line > end or _program(one) == "tee"]
     if at < 0 or not after:
         return

@@ -101,10 +101,10 @@ def test_a_job_whose_node_dies_goes_on_from_the_snapshot(jobs: Jobs, pt_cpu: dic
 _HANGS = """\
 import datetime, time
 import torch, torch.distributed as dist
-from ddp_train.flight import record_hangs
+from ddp_train.flight import record_hangs, write_record
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=5))
-write = record_hangs()
+record_hangs()
 
 def load():
     time.sleep(300)
@@ -118,7 +118,7 @@ if dist.get_rank() == 1:
 try:
     step()
 except RuntimeError:
-    write()
+    write_record()
     raise
 """
 

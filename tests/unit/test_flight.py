@@ -162,11 +162,23 @@ def test_no_damaged_record_raises(tmp_path_factory: pytest.TempPathFactory, data
 
 def test_without_the_variables_of_a_job_nothing_is_recorded() -> None:
     program = (
-        "import signal; from ddp_train.flight import record_hangs; record_hangs()(); "
+        "import signal; from ddp_train.flight import record_hangs, write_record; record_hangs(); write_record(); "
         "assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL"
     )
     env = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_")}
     subprocess.run([sys.executable, "-c", program], check=True, cwd=TOP, env=env)
+
+
+def test_processes_that_a_recorded_program_forks_end_by_sigterm(tmp_path: Path) -> None:
+    program = (
+        "import multiprocessing, time; from ddp_train.flight import record_hangs; record_hangs()\n"
+        "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))\n"
+        "child.start(); child.terminate(); child.join(20); print(child.exitcode)"
+    )
+    env = {**os.environ, "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight-0-", "RANK": "3"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=TOP, env=env, timeout=50)
+    assert done.stdout == "-15\n", done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_sigterm_ends_a_recorded_program_by_sigterm_and_its_stack_is_kept(tmp_path: Path) -> None:
