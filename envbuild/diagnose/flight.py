@@ -20,7 +20,8 @@ _MAGIC = b"\x80\x02}"  # protocol 2, a dictionary
 _LARGEST = 64 << 20  # bytes of a record: 2,000 collectives have 2 MB
 _RANK = re.compile(r"(\d{1,7})$")
 _OWN = re.compile(r"^failed$|/torch/|/ddp_train/(?:collectives|distributed|flight)\.py$")
-_ALL = "default_pg"
+# The group of all ranks, which gloo does not name in pg_config.
+_FIRST, _ALL = "0", "default_pg"
 _NAMED = 8  # ranks in a line
 # The operations whose sizes are the same on all ranks.
 _EQUAL = re.compile(r"all_?reduce|broadcast|_allgather_base|all_gather_into|reduce_scatter|_reduce_scatter_base")
@@ -96,8 +97,8 @@ def read_record(path: Path) -> RankRecord | None:
         members = {}
         for name, one in value.get("pg_config", {}).items():
             ranks = re.findall(r"\d{1,7}", _text(one.get("ranks", "")))
-            # gloo does not name the group of all ranks here.
-            members[_text(one.get("desc") or one.get("name") or name or _ALL)] = frozenset(map(int, ranks))
+            key = _key(one.get("name") or name or _FIRST, one.get("desc") or _ALL)
+            members[key] = frozenset(map(int, ranks))
     except _DAMAGED:
         return None
     return RankRecord(int(found[1]), calls, members, stack)
@@ -119,8 +120,14 @@ def _text(value: object) -> str:
 
 
 def _group(entry: Mapping[str, Any]) -> str:
-    number, name = entry.get("process_group", ("", ""))
-    return _text(name or number)[:80]
+    name, description = entry.get("process_group", (_FIRST, _ALL))
+    return _key(name, description)
+
+
+def _key(name: object, description: object) -> str:
+    """Return the name of a process group in messages, unique in the job: several may have one description."""
+    name, description = _text(name)[:80], _text(description)[:80]
+    return description if name == _FIRST else f"{description} {name}"
 
 
 def _call(entry: Mapping[str, Any], failed: bool) -> Call:
@@ -174,7 +181,7 @@ def _of_group(group: str, by_rank: Mapping[int, RankRecord], waiting: set[int]) 
             return
     behind = sorted(rank for rank in members - set(ahead) if rank in by_rank)
     culprits = [rank for rank in behind if rank not in waiting or rank in stuck] or behind
-    wait = f"{_ranks(sorted(ahead))} of {group or 'the default group'} {'wait' if len(ahead) > 1 else 'waits'}"
+    wait = f"{_ranks(sorted(ahead))} of {group} {'wait' if len(ahead) > 1 else 'waits'}"
     for rank in culprits[:_NAMED]:
         before = last.get(rank)
         came = f"its last collective was {before} at {before.where}" if before else "it entered none"

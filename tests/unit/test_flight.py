@@ -62,6 +62,10 @@ def test_a_run_without_records_has_none_and_is_no_error(tmp_path: Path) -> None:
     assert list(read_logs([str(tmp_path)])) == []
 
 
+# Two groups may have one description.
+GROUPS = {"world": ("0", "world"), "model": ("1", "mesh_tp"), "other": ("2", "mesh_tp")}
+
+
 def entry(number: int, name: str, state: str, group: str = "world", size: Sequence[int] = (8, 4)) -> dict[str, Any]:
     """An entry as torch 2.7 writes it for NCCL (FlightRecorderDetail.hpp; never recorded here)."""
     frames = [
@@ -69,7 +73,7 @@ def entry(number: int, name: str, state: str, group: str = "world", size: Sequen
         {"name": name, "filename": "/home/me/train.py", "line": number},
     ]
     return {
-        "frames": frames, "record_id": number, "pg_id": 0, "process_group": ("0", group), "collective_seq_id": number,
+        "frames": frames, "record_id": number, "pg_id": 0, "process_group": GROUPS[group], "collective_seq_id": number,
         "p2p_seq_id": 0, "op_id": number, "profiling_name": f"nccl:{name}", "time_created_ns": 1, "input_sizes": [size],
         "input_dtypes": ["BFloat16"], "output_sizes": [size], "output_dtypes": ["BFloat16"], "state": state,
         "time_discovered_started_ns": None, "time_discovered_completed_ns": None, "retired": False,
@@ -78,7 +82,9 @@ def entry(number: int, name: str, state: str, group: str = "world", size: Sequen
 
 
 def write(folder: Path, rank: int, entries: list[dict[str, Any]], groups: dict[str, str]) -> None:
-    config = {str(n): {"name": str(n), "desc": name, "ranks": ranks} for n, (name, ranks) in enumerate(groups.items())}
+    config = {
+        GROUPS[key][0]: dict(zip(("name", "desc"), GROUPS[key], strict=True), ranks=of) for key, of in groups.items()
+    }
     value = {"version": "2.4", "pg_config": config, "pg_status": {}, "entries": entries}
     (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(value, protocol=2))
 
@@ -90,17 +96,19 @@ def test_records_of_nccl_with_two_groups_name_the_rank_that_waits_nowhere(tmp_pa
         (
             [entry(2, "all_reduce", "started")],
             [entry(2, "all_reduce", "scheduled")],
-            [entry(1, "all_gather_into_tensor", "started", "model")],
+            [entry(1, "all_gather_into_tensor", "started", "other")],
             [],
         )
     ):
-        model = "[0, 1]" if rank < 2 else "[2, 3]"
-        write(tmp_path, rank, [done, *more], {"world": "[0, 1, 2, 3]", "model": model} if rank > 1 else {})
+        own = {"model": "[0, 1]"} if rank < 2 else {"other": "[2, 3]"}
+        ended = entry(1, "all_gather_into_tensor", "completed", "model")
+        write(tmp_path, rank, [done, *([ended] if rank < 2 else []), *more], {"world": "[0, 1, 2, 3]", **own})
     lines = of_folder(tmp_path)
     assert len(lines) == 2
     assert lines[0].startswith("flight: behind: rank 3 has not entered nccl:all_reduce of 8×4 BFloat16 (number 2), in ")
     assert "ranks 0, 1 of world wait at /home/me/train.py:2 in all_reduce; its last collective was" in lines[0]
     assert lines[1].startswith("flight: behind: rank 3 has not entered nccl:all_gather_into_tensor")
+    assert "in which rank 2 of mesh_tp 2 waits" in lines[1]
 
 
 @pytest.mark.parametrize(
