@@ -82,7 +82,10 @@ def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
     """Return the address of a locked package: of its git commit, or of its file with the sha256; "" for neither."""
     vcs, archive, url = table(row, "vcs"), table(row, "archive"), str(source.get("url", ""))
     if "git" in source:  # uv: URL?rev=REF&subdirectory=FOLDER#COMMIT
-        parts = urlsplit(str(source["git"]))
+        try:
+            parts = urlsplit(str(source["git"]))
+        except ValueError:  # brackets that are no IPv6 address
+            return ""
         about = {"git": parts._replace(query="", fragment="").geturl(), "rev": parts.fragment}
         return git_address(dict(parse_qsl(parts.query)) | about)
     if vcs.get("type") == "git":

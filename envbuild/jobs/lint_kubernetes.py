@@ -90,14 +90,14 @@ def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
-    volumes = {one.get("name") for one in spec.get("volumes") or () if isinstance(one, Mapping)}
+    volumes = {str(one.get("name")) for one in spec.get("volumes") or () if isinstance(one, Mapping)}
     for key in ("initContainers", "containers"):
         for container in spec.get(key) or ():
             if not isinstance(container, Mapping):
                 continue
             yield from _container(container, nodes)
             shared = any(
-                str(one.get("mountPath")).rstrip("/") == "/dev/shm" and one.get("name") in volumes
+                str(one.get("mountPath")).rstrip("/") == "/dev/shm" and str(one.get("name")) in volumes
                 for one in container.get("volumeMounts") or ()
                 if isinstance(one, Mapping)
             )
@@ -105,10 +105,16 @@ def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
                 yield Found("shared-memory", _line(container, "image"))
 
 
+def _limits(container: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    resources = container.get("resources")
+    limits = resources.get("limits") if isinstance(resources, Mapping) else None
+    return limits if isinstance(limits, Mapping) else None
+
+
 def _gpus(container: Mapping[str, Any]) -> int | None:
     """Return the GPUs of a container, None if the manifest sets no limits, as where a mutating webhook does."""
-    limits = (container.get("resources") or {}).get("limits")
-    if not isinstance(limits, Mapping):
+    limits = _limits(container)
+    if limits is None:
         return None
     counts = [value for name, value in limits.items() if str(name).endswith("/gpu")]
     return max((value if isinstance(value, int) else 1 for value in counts), default=0)
@@ -131,7 +137,7 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     if isinstance(image, str):
         yield from judged_image(image, _line(container, "image"))
     variables = {
-        one.get("name"): (one.get("value"), _line(one, "value"))
+        str(one.get("name")): (one.get("value"), _line(one, "value"))
         for one in container.get("env") or ()
         if isinstance(one, Mapping)
     }
@@ -159,7 +165,7 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     if gpus > 1 and re.search(r"\bpython[\d.]* (?!-m torch\.distributed)", body) and not _STARTS_RANKS.search(body):
         yield Found("one-process", begun, str(gpus))
     provider = variables.get("FI_PROVIDER", ("", 0))
-    limits = (container.get("resources") or {}).get("limits") or {}
+    limits = _limits(container) or {}
     adapter = adapter_of(provider[0] or "")
     if adapter and adapter.resource and adapter.resource not in limits:
         yield Found("efa-device", provider[1], adapter.resource)

@@ -37,8 +37,8 @@ def _metric_problem(text: str) -> str | None:
     """Return why `text` is no regular expression for a number, or None."""
     try:
         groups = re.compile(text).groups
-    except re.error as error:
-        return f"{text!r} is no regular expression: {error}"
+    except (re.error, OverflowError, RecursionError) as error:
+        return f"{text[:80]!r} is no regular expression: {error}"
     return None if groups == 1 else f"{text!r} has {groups} groups; the number must be its only one, as in 'loss: (.+)'"
 
 
