@@ -22,6 +22,7 @@ _RANK_OPTION = re.compile(r"--(?:node|machine)[-_]rank(?:=(.*))?", re.DOTALL)
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 _BOUND = re.compile(r"(?:^| )(?:--cpus-per-task|--cpu-bind|--cpus-per-gpu|-c ?[\d$])")
 _MOST_LINES = 100  # of one command
+_INTERPRETER = re.compile(r"#! ?/[!-~]+[ -~]*\s*$")
 # Programs of steps before the training.
 _ASKS = frozenset(["hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date"])
 # Variables of schedulers and of users' environments.
@@ -63,7 +64,7 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     """Find directives that the scheduler does not read, and an environment that srun does not get."""
     first = min((one.line for one in script.commands), default=0)
     lines = [line for line, _ in script.directives]
-    if lines and script.lines[0][:2] != "#!" and script.facts and script.facts.own_steps:
+    if lines and script.facts and script.facts.own_steps and not _INTERPRETER.match(script.lines[0]):
         yield Found("no-interpreter", lines[0])
     for line, words in script.directives:
         if script.facts and script.facts.own_steps and (value := next(filter(_NAME.search, words), "")):
@@ -218,6 +219,8 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
     elsewhere = any(_program(one) in setting for one in script.commands)
     loops = set(re.findall(r"\bfor (\w+) in\b", "\n".join(script.lines)))
     for launch in script.launches if not elsewhere and script.kind != "shell" else ():
+        if "standalone" in launch.options:
+            continue
         for name in ("rdzv-endpoint", "master-addr"):
             for variable in _NAME.findall(launch.options.get(name, "")):
                 told = variable in script.values or variable in loops or _GIVEN.fullmatch(variable)

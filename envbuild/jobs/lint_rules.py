@@ -157,7 +157,10 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
             done = next((word for word in words[1:] if not word.startswith("-")), "")
             if done in ("load", "add") and not purged and not script.is_cray:
                 yield Found("modules-not-purged", line)
-            set_up |= done in ("load", "add") and re.search(r"conda|forge|mamba", text, re.IGNORECASE) is not None
+            set_up |= (
+                done in ("load", "add")
+                and re.search(r"conda|forge|mamba|(?:open|ibm-wml)-ce", text, re.IGNORECASE) is not None
+            )
             purged |= done in ("purge", "reset", "restore", "load", "add")
         set_up |= name in ("source", ".")  # of a file that is not here
         set_up |= re.search(r"shell\.(?:bash|posix) hook", text) is not None

@@ -21,7 +21,7 @@ _DIRECTIVES = {name: re.compile(rf"{one.pattern or one.marker}\s+(.*)") for name
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
 _GPUS = re.compile(r"\b(?:gpus-per-node|gpus-per-task|gpu|ngpus)(?::[\w.-]+)?[:=](?:[a-zA-Z][\w.-]*:)?(\d{1,4})\b")
 _CRAY = re.compile(
-    r"\b(?:cray|craype|PrgEnv|hsn\d?|cxi|FI_CXI_\w+|LUMI|lumi|singularity-AI-bindings|shifter)\b|filesystems="
+    r"\b(?:cray|craype|PrgEnv|hsn\d?|cxi|FI_CXI_\w+|LUMI|lumi(?:_\w+)?|(?:standard|small|dev)-g|singularity-AI-bindings|shifter)\b|filesystems="
 )
 _FLAGS = frozenset([
     "standalone", "no-python", "run-path", "module", "m", "multi-gpu", "same-network", "use-deepspeed", "use-fsdp",

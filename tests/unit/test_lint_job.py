@@ -109,8 +109,12 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [SLURM.replace("set -e", "#SBATCH --comment=a$\nset -e").replace("a$", "a") + f"srun {RUN} x", CLEAN],
     ),
     "no-interpreter": (
-        [(CLEAN.replace("#!/bin/bash\n", "# Copyright\n#!/bin/bash\n"), "#SBATCH")],
-        [CLEAN, f"# a shell script\n{RUN} x"],
+        [
+            (CLEAN.replace("#!/bin/bash\n", "# Copyright\n#!/bin/bash\n"), "#SBATCH"),
+            (CLEAN.replace("#!/bin/bash\n", "#!BATCH --nodes=2\n"), "#SBATCH"),
+            (CLEAN.replace("#!/bin/bash\n", "#!/bin/sh \u2013l\n"), "#SBATCH"),
+        ],
+        [CLEAN, CLEAN.replace("#!/bin/bash", "#! /bin/bash -l"), f"# a shell script\n{RUN} x"],
     ),
     "nodes-missing": (
         [(SLURM + "srun torchrun --nproc-per-node=4 --rdzv-id=$SLURM_JOB_ID --rdzv-endpoint=$h:$p x", "torchrun")],
@@ -206,6 +210,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [
             SLURM + f"PORT=$((20000 + SLURM_JOB_ID % 10000)) MASTER_ADDR=$head\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             SLURM + f"source nodes.sh\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
+            SLURM.replace("nodes=2", "nodes=1") + "torchrun --standalone --rdzv-endpoint=$MASTER_ADDR:$PORT x",
         ],
     ),
     "secret": (
@@ -225,6 +230,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             GPUS + f"srun apptainer exec --nv x.sif {RUN} --nproc-per-node=4 x",
             GPUS + f"export APPTAINER_NV=1\nsrun apptainer exec x.sif {RUN} --nproc-per-node=4 x",
             SLURM + f"srun apptainer exec x.sif {RUN} x",
+            GPUS.replace("set -e", "#SBATCH --partition=standard-g\nset -e")
+            + f"srun apptainer exec x.sif {RUN} --nproc-per-node=4 x",
         ],
     ),
     "interface-fixed": (
@@ -467,6 +474,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [(f"{CLEAN}conda activate pt", "activate")],
         [
             f"{CLEAN}module load Mamba/23.11.0\nconda activate pt",
+            f"{CLEAN}module load open-ce\nconda activate pt",
             f"{CLEAN}. ~/start-me\nconda activate pt",
             CLEAN.replace("#!/bin/bash", "#!/bin/bash -l") + "conda activate pt",
             f"{CLEAN}source /opt/conda/etc/profile.d/conda.sh\nconda activate pt",
