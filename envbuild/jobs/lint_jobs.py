@@ -22,7 +22,7 @@ _RANK_OPTION = re.compile(r"--(?:node|machine)[-_]rank(?:=(.*))?", re.DOTALL)
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 _BOUND = re.compile(r"(?:^| )(?:--cpus-per-task|--cpu-bind|--cpus-per-gpu|-c ?[\d$])")
 _MOST_LINES = 100  # of one command
-_INTERPRETER = re.compile(r"#! ?/[!-~]+[ -~]*\s*$")
+_INTERPRETER = re.compile(r"#! ?/[ -~]+")
 # Programs of steps before the training.
 _ASKS = frozenset(["hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date"])
 # Variables of schedulers and of users' environments.
@@ -64,7 +64,7 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     """Find directives that the scheduler does not read, and an environment that srun does not get."""
     first = min((one.line for one in script.commands), default=0)
     lines = [line for line, _ in script.directives]
-    if lines and script.facts and script.facts.own_steps and not _INTERPRETER.match(script.lines[0]):
+    if lines and script.facts and script.facts.own_steps and not _INTERPRETER.fullmatch(script.lines[0].rstrip()):
         yield Found("no-interpreter", lines[0])
     for line, words in script.directives:
         if script.facts and script.facts.own_steps and (value := next(filter(_NAME.search, words), "")):
