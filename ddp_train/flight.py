@@ -108,6 +108,7 @@ def _forget_in_children() -> None:
 
 
 def _wait(reader: socket.socket, _writer: socket.socket, ends: bool) -> None:
+    """Wait for SIGTERM, whose number the C handler writes to `_writer`, which this reference keeps open."""
     while number := reader.recv(1):
         if number[0] != signal.SIGTERM:
             continue

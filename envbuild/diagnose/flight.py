@@ -25,7 +25,7 @@ _FIRST, _ALL = "0", "default_pg"
 _NAMED = 8  # ranks in a line
 # The operations whose sizes are the same on all ranks.
 _EQUAL = re.compile(r"all_?reduce|broadcast|_allgather_base|all_gather_into|reduce_scatter|_reduce_scatter_base")
-# What torch's pickler writes; nothing here calls, imports or reserves memory.
+# The opcodes that torch's pickler writes. None of them calls or imports anything, or allocates memory in advance.
 _OPCODES = b"\x80}q(XuKMJ]ea)\x85\x86\x87thrjN\x88\x89\x8a.Gs"
 
 _DAMAGED = (
@@ -35,7 +35,7 @@ _DAMAGED = (
 
 
 class _Unpickler(pickle._Unpickler):
-    """A reader of pickles that knows plain values alone; any other opcode is a KeyError."""
+    """A reader for pickles of plain values. Any other opcode raises KeyError."""
 
     dispatch: ClassVar[Any] = {code: pickle._Unpickler.dispatch[code] for code in _OPCODES}
 
@@ -139,7 +139,9 @@ def _call(entry: Mapping[str, Any], failed: bool) -> Call:
     number = int(entry.get("collective_seq_id", entry.get("seq_id", 0)))
     frames = entry.get("frames", [])[:100]
     where = _where([f"{_text(one['filename'])}:{int(one['line'])} in {_text(one['name'])}" for one in frames])
-    return Call(number, _text(entry["profiling_name"])[:80], f"{shown}{kind}"[:120], where[:300], ended)
+    return Call(
+        number, _text(entry["profiling_name"])[:80], f"{shown}{kind}"[:120], where[:300] or "an unknown line", ended
+    )
 
 
 def _where(frames: Sequence[str]) -> str:
@@ -175,8 +177,8 @@ def _of_group(group: str, by_rank: Mapping[int, RankRecord], waiting: set[int]) 
     for rank, other in sorted(ahead.items()):
         if other.name != call.name or (_EQUAL.search(call.name) and other.sizes != call.sizes):
             yield (
-                f"flight: differ: rank {first} is in {call} at {call.where or 'an unknown line'}, "
-                f"and rank {rank} in {other} at {other.where or 'an unknown line'}"
+                f"flight: differ: rank {first} is in {call} at {call.where}, "
+                f"and rank {rank} in {other} at {other.where}"
             )
             return
     behind = sorted(rank for rank in members - set(ahead) if rank in by_rank)
@@ -186,14 +188,14 @@ def _of_group(group: str, by_rank: Mapping[int, RankRecord], waiting: set[int]) 
         before = last.get(rank)
         came = f"its last collective was {before} at {before.where}" if before else "it entered none"
         now = _where(by_rank[rank].stack)
-        there = f"in which {wait} at {call.where or 'an unknown line'}"
+        there = f"in which {wait} at {call.where}"
         is_at = f"; it was at {now}" if now else ""
         yield f"flight: behind: rank {rank} has not entered {call}, {there}; {came}{is_at}"
     missing = sorted(members - set(by_rank))
     if missing:
         yield f"flight: none: {_ranks(missing)} left no record, and {wait} in {call} at {call.where}"
     elif not behind:
-        yield f"flight: all: {_ranks(sorted(ahead))} are all in {call} at {call.where or 'an unknown line'}"
+        yield f"flight: all: {_ranks(sorted(ahead))} are all in {call} at {call.where}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -69,9 +69,11 @@ def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
     exist or cannot be read.
     """
     files = [file for path in paths for file in _files(path)[0]]
-    records = [Path(file) for file in files if file != STDIN and is_record(Path(file))]
+    records = []
     for file in files:
-        if Path(file) not in records:
+        if file != STDIN and is_record(Path(file)):
+            records.append(Path(file))
+        else:
             yield "standard input" if file == STDIN else file, _lines(file)
     if records:
         found = (read_record(path) for path in records if not path.name.endswith(".stack"))

@@ -73,8 +73,7 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
 def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:
     """Return whether the fault of a variable does not matter in this script."""
     if fault == "nccl-library-path":
-        text = "\n".join(script.lines)
-        return "torch" not in text or re.search(r"LD_PRELOAD=\S*nccl", text) is not None
+        return "torch" not in script.text or re.search(r"LD_PRELOAD=\S*nccl", script.text) is not None
     return variable in _OF_INFINIBAND and script.is_cray
 
 

@@ -21,6 +21,7 @@ _RANK = re.compile(r"\$\{?(?:SLURM_(?:NODEID|PROCID)|PMI_RANK|PMIX_RANK|OMPI_COM
 _RANK_OPTION = re.compile(r"--(?:node|machine)[-_]rank(?:=(.*))?", re.DOTALL)
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 _BOUND = re.compile(r"(?:^| )(?:--cpus-per-task|--cpu-bind|--cpus-per-gpu|-c ?[\d$])")
+_HERE = re.compile(r"\$\{?PWD\b|\$\(pwd\)|^\./")
 _MOST_LINES = 100  # of one command
 _INTERPRETER = re.compile(r"#! ?/[ -~]+")
 # Programs of steps before the training.
@@ -37,7 +38,7 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
     for line, words in script.directives:
         for value in option_values(words, names):
             folder = posixpath.dirname(value)
-            # An absolute one is rarely forgotten.
+            # Users rarely forget to create an absolute folder.
             if folder not in ("", ".") and folder[0] not in "/$~<":
                 yield Found("output-folder", line, folder)
 
@@ -51,11 +52,9 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
         return
     for one in script.commands:
         texts = [*one.words, *(word for _, words in one.assignments for word in words)]
-        script_word = (
-            next((w for w in one.words[1:] if re.search(r"\.(?:py|sh)$", w)), "/") if _starts_training(one) else "/"
-        )
-        here = re.compile(r"\$\{?PWD\b|\$\(pwd\)|^\./")
-        if any(here.search(text) for text in texts) or script_word[:1] not in "/$~" or one.words[:2] == ("cd", ".."):
+        programs = [word for word in one.words[1:] if word.endswith((".py", ".sh"))] if _starts_training(one) else []
+        relative = any(word[0] not in "/$~" for word in programs[:1])
+        if any(_HERE.search(text) for text in texts) or relative or one.words[:2] == ("cd", ".."):
             yield Found("home-folder", one.line)
             return
 
@@ -64,17 +63,18 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     """Find directives that the scheduler does not read, and an environment that srun does not get."""
     first = min((one.line for one in script.commands), default=0)
     lines = [line for line, _ in script.directives]
-    if lines and script.facts and script.facts.own_steps and not _INTERPRETER.fullmatch(script.lines[0].rstrip()):
+    strict = script.facts is not None and script.facts.strict
+    if strict and lines and not _INTERPRETER.fullmatch(script.lines[0].rstrip()):
         yield Found("no-interpreter", lines[0])
-    for line, words in script.directives:
-        if script.facts and script.facts.own_steps and (value := next(filter(_NAME.search, words), "")):
+    for line, words in script.directives if strict else ():
+        if value := next(filter(_NAME.search, words), ""):
             yield Found("directive-variable", line, value)
     if lines and first and lines[0] < first:
         for line in lines:
             if line > first:
                 yield Found("directive-ignored", line)
     none = script.directive("--export")
-    if none and none[1].upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in "\n".join(script.lines):
+    if none and none[1].upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
         steps = [one for one in script.commands if _program(one) == "srun"]
         if steps and not any(word.startswith("--export") for one in steps for word in one.words):
             yield Found("export-none", none[0])
@@ -82,10 +82,9 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
 
 def of_status(script: ParsedScript) -> Iterator[Found]:
     """Find scripts whose exit code is not that of the training."""
-    if script.kind == "shell" or _option_set(script, r"-[a-z]*e|errexit"):
-        piped = not _option_set(script, r"pipefail")
-        if script.kind == "shell" or not piped:
-            return
+    stops, pipes = _option_set(script, r"-[a-z]*e|errexit"), _option_set(script, "pipefail")
+    if script.kind == "shell" or (stops and pipes):
+        return
     top = [one for one in script.commands if not (one.started_by or one.function or one.file or one.per_node)]
     at = max((number for number, one in enumerate(top) if _starts_training(one)), default=-1)
     end = top[at].line if at >= 0 else 0
@@ -98,9 +97,7 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
     kept = any("$?" in word or "PIPESTATUS" in word for one in after for _, words in one.assignments for word in words)
     kept |= any(_program(one) in ("exit", "return", "trap", "if", "[", "[[", "test") for one in after)
     last = next((one for one in reversed(after) if one.words), None)
-    if last is None or kept or (_program(last) == "tee" and _option_set(script, r"pipefail")):
-        return
-    if _option_set(script, r"-[a-z]*e|errexit") and _program(after[0]) != "tee":
+    if last is None or kept or (_program(last) == "tee" and pipes) or (stops and _program(after[0]) != "tee"):
         return
     yield Found("status-lost", last.line, _program(last))
 
@@ -129,17 +126,17 @@ def _starts_training(command: Command) -> bool:
 
 
 def of_steps(script: ParsedScript) -> Iterator[Found]:
-    """Find steps of srun that have other CPUs than the job asks for, and ranks of nodes that are all the first one."""
+    """Find srun steps without the job's CPUs, and node ranks that the batch host expands."""
     asked = script.directive("--cpus-per-task", "-c")
     several = asked is not None and (whole(asked[1]) or 2) > 1
-    exported = re.search(r"SRUN_CPUS_PER_TASK|SLURM_CPU_BIND", "\n".join(script.lines))
+    exported = re.search(r"SRUN_CPUS_PER_TASK|SLURM_CPU_BIND", script.text)
     own_steps = script.facts is not None and script.facts.own_steps
     for one in script.commands if several and not exported and own_steps else ():
         step = _program(one) == "srun" and not (one.started_by or one.file) and _starts_training(one)
         options = takewhile(lambda word: not _STARTS.fullmatch(posixpath.basename(word)), one.words[1:])
         if step and "[@]}" not in "".join(one.words[:2]) and not _BOUND.search(" ".join(options)):
             yield Found("cpus-not-passed", one.line)
-    # Without a number of nodes, it is told on the command line.
+    # A script without a number of nodes gets it on sbatch's command line.
     if script.kind != "shell" and (script.nodes is None or script.nodes[1] > 1):
         yield from _node_ranks(script)
 
@@ -179,7 +176,7 @@ def _kept(script: ParsedScript, begun: int, line: int, text: str) -> bool:
 
 def of_ranks(script: ParsedScript) -> Iterator[Found]:
     """Find numbers of ranks that do not go with the GPUs, and GPUs that nobody uses."""
-    gpus, told = script.gpus, re.search("nproc", "\n".join(script.lines), re.IGNORECASE)
+    gpus, told = script.gpus, re.search("nproc", script.text, re.IGNORECASE)
     for one in script.launches:
         line, ranks = one.command.line, one.options.get("nproc-per-node", "")
         if gpus and one.program == "torchrun":
@@ -187,8 +184,8 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
                 yield Found("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {gpus} GPUs")
             elif not ranks and gpus > 1 and not told:
                 yield Found("one-rank", line, str(gpus))
-    used = gpus > 1 or any((whole(one.options.get("nproc-per-node", "")) or 0) > 1 for one in script.launches)
-    for command, value in script.exported("CUDA_VISIBLE_DEVICES") if used else ():
+    several = gpus > 1 or any((whole(one.options.get("nproc-per-node", "")) or 0) > 1 for one in script.launches)
+    for command, value in script.exported("CUDA_VISIBLE_DEVICES") if several else ():
         if re.fullmatch(r"\d", value):
             yield Found("one-gpu-visible", command.line, value)
     if gpus > 1 and not script.launches and script.kind != "shell":
@@ -217,7 +214,7 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
                 yield Found("first-address", one.line, " ".join(after))
     setting = ("read", "mapfile", "readarray", "source", ".", "eval", "module")
     elsewhere = any(_program(one) in setting for one in script.commands)
-    loops = set(re.findall(r"\bfor (\w+) in\b", "\n".join(script.lines)))
+    loops = set(re.findall(r"\bfor (\w+) in\b", script.text))
     for launch in script.launches if not elsewhere and script.kind != "shell" else ():
         if "standalone" in launch.options:
             continue
@@ -246,8 +243,7 @@ def of_secrets(script: ParsedScript) -> Iterator[Found]:
 
 def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
     """Find containers that see no GPU."""
-    text = "\n".join(script.lines)
-    if not script.gpus or script.is_cray or re.search(r"(?:APPTAINER|SINGULARITY)_(?:NV|ROCM)\b", text):
+    if not script.gpus or script.is_cray or re.search(r"(?:APPTAINER|SINGULARITY)_(?:NV|ROCM)\b", script.text):
         return
     for one in script.commands:
         names = [posixpath.basename(word) for word in one.words]

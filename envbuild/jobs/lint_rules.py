@@ -50,7 +50,7 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     if several and "standalone" in options:
         yield Found("standalone", script.where("--standalone", line), nodes=several)
     meets = options.keys() & {"rdzv-endpoint", "master-addr"} and not {"nnodes", "standalone"} & options.keys()
-    if several and meets and one.program == "torchrun" and "PET_NNODES" not in "\n".join(script.lines):
+    if several and meets and one.program == "torchrun" and "PET_NNODES" not in script.text:
         yield Found("nodes-missing", line, nodes=several)
     nodes = options.get("nnodes", "").rpartition(":")[2]
     asked = step if whole(step) is not None else str(script.nodes[1] if script.nodes else "")
@@ -135,7 +135,7 @@ def of_lines(script: ParsedScript) -> Iterator[Found]:
         if not any(re.match(r"-[a-z]*e", word) or word == "errexit" for word in options):
             yield Found("error-ignored", 1)
     real = [one for one in script.launches if not one.command.file]
-    if real and "OMP_NUM_THREADS" not in "\n".join(script.lines):
+    if real and "OMP_NUM_THREADS" not in script.text:
         yield Found("threads", real[0].command.line)
     text = "\n".join(line for line in script.lines if not line.startswith("#"))
     requeue = script.facts.requeue if script.facts else frozenset()

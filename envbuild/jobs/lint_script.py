@@ -113,14 +113,18 @@ class ParsedScript:
         """The scheduler that runs it, by its directives or else by the variables that it reads; "" if unknown."""
         if self.kind in _FACTS:
             return self.kind
-        text = "\n".join(self.lines)
-        read = [name for name, facts in _FACTS.items() if facts.variables in text]
+        read = [name for name, facts in _FACTS.items() if facts.variables in self.text]
         return read[0] if read else ""
 
     @functools.cached_property
     def nodes(self) -> tuple[int, int] | None:
         """(line, number of requested nodes), None if the script does not tell."""
         return self.facts.nodes(self.directives) if self.facts else None
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The whole script."""
+        return "\n".join(self.lines)
 
     @functools.cached_property
     def gpus(self) -> int:

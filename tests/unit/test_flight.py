@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ddp_train.flight import PREFIX, flight_variables
 from envbuild.diagnose.engine import diagnose
 from envbuild.diagnose.flight import is_record, merged, read_record
 from envbuild.diagnose.read import read_logs
@@ -166,6 +168,14 @@ def test_no_damaged_record_raises(tmp_path_factory: pytest.TempPathFactory, data
     path.write_bytes(SEED[:at] + data + SEED[at + cut :])
     record = read_record(path)
     list(merged([record] if record else []))
+
+
+@pytest.mark.parametrize("golden", sorted((DATA / "jobs").glob("k8s-*.yaml")), ids=lambda path: path.stem)
+def test_pods_switch_the_recorder_on_as_other_jobs_do(golden: Path) -> None:
+    found = dict(re.findall(r"name: (TORCH_(?:FR|NCCL)_\w+)\n +value: \"?([^\"\n]*)", golden.read_text()))
+    prefix = found[PREFIX]
+    assert prefix.endswith("/flight-0-")
+    assert found in (flight_variables(prefix, gpu=False), flight_variables(prefix, gpu=True))
 
 
 def test_without_the_variables_of_a_job_nothing_is_recorded() -> None:

@@ -69,9 +69,10 @@ class ScriptFacts:
 
     `marker` begins a directive, `variables` is the prefix of the scheduler's variables, and `nodes` finds
     (line, number of requested nodes) in directives. A script that saves snapshots should have one of `requeue`,
-    unless that is empty. `pattern` matches markers that have several spellings. `output` are the options that name
+    unless that is empty. `pattern` matches markers that have several spellings.`output` are the options that name
     files of the job's output. `folder` are the options that choose the folder in which a script starts, if that is
-    the home folder by default. `own_steps`: steps do not take the CPUs of their tasks from the job.
+    the home folder by default. `own_steps`: steps do not take the CPUs of their tasks from the job. `strict`: a
+    script must begin with an interpreter's line, and directives expand no variables.
     """
 
     marker: str
@@ -82,6 +83,7 @@ class ScriptFacts:
     output: tuple[str, ...] = ()
     folder: tuple[str, ...] = ()
     own_steps: bool = False
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)

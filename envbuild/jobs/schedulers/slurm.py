@@ -203,6 +203,7 @@ SLURM = Scheduler(
         requeue=frozenset(["--requeue", "--no-requeue"]),
         output=("--output", "-o", "--error", "-e"),
         own_steps=True,
+        strict=True,
     ),
     leaves_out_nodes=True,
     host=HostFacts(
