@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,20 +39,27 @@ def run_environment() -> Environment:
 
 
 def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:
-    """Return what fetches the attested receipt of an image in a registry; None for a site without signers."""
+    """Return what takes the attested receipt of an image out of its registry or file; None without signers."""
     if not site.trust.signers:
         return None
 
     def fetch(name: str, digest: str) -> Path | None:
-        from envbuild.kinds.attached import fetch_bundles
+        from envbuild.image.sif_signed import embedded
+        from envbuild.kinds.attached import attached, keep_bundles
         from envbuild.store.remote_site import registry_of
         from envbuild.trust.keys import load_public
 
-        environment = load_environment()
-        registry = registry_of(f"{name}@{digest}", site, environment.pip, environment.variables)
-        return fetch_bundles(
-            registry, digest, [load_public(Path(key)) for key in site.trust.signers], environment.store
-        )
+        environment, keys = load_environment(), [load_public(Path(key)) for key in site.trust.signers]
+        bundles: Iterable[bytes]
+        if Path(name).is_file():
+            bundles = embedded(Path(name)).values()
+        else:
+            registry = registry_of(f"{name}@{digest}", site, environment.pip, environment.variables)
+            bundles = attached(registry, digest, environment.store)
+        place = keep_bundles(bundles, digest, keys, environment.store)
+        if place is not None:
+            log(f"{name}: receipt and attestations are those in it")
+        return place
 
     return fetch
 

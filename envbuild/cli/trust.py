@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild.atomic import write_beside, writing
+from envbuild.atomic import replacing, write_beside, writing
 from envbuild.cli.common import attested_images, log, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.artifact import FetchAttested, JobInputs, open_artifact
 from envbuild.kinds import ARTIFACTS
 from envbuild.site.settings import load_site
+
+if TYPE_CHECKING:
+    from securesystemslib.signer import Signer
 
 # For an encrypted key where nobody can type: of CI.
 _PASSPHRASE = "ENVBUILD_KEY_PASSPHRASE"
@@ -41,7 +45,8 @@ def attest_command(
 
     ARTIFACT is that of `job`: a recipe, a path, or NAME@sha256:… in a registry. Its content is compared with the
     receipt first. Writes the attestation beside it, as ARTIFACT.sigstore.json: an in-toto statement in a Sigstore
-    bundle, which cosign reads too. That of an image in a registry is also attached to it there. A passphrase is asked
+    bundle, which cosign reads too. That of an image in a registry is also attached to it there. A .sif gets its
+    attestations and a signature inside, too: `apptainer verify --key PUBLIC ARTIFACT` checks it. A passphrase is asked
     for, or taken from ENVBUILD_KEY_PASSPHRASE. KMS URIs, such as awskms:… or gcpkms:…, are securesystemslib's, and need
     what it needs for them.
 
@@ -65,6 +70,8 @@ def attest_command(
     with writing(place.parent):
         for name, bundle in bundles.items():
             write_beside(bundle_path(opened.place, name), bundle.decode())
+    if opened.artifact.kind == "apptainer":
+        _embed(opened.place, bundles, signer)
     _, _, digest = opened.artifact.path.partition("@")
     if ARTIFACTS[opened.artifact.kind].form == "registry":
         from envbuild.kinds.attached import push_bundles
@@ -115,6 +122,28 @@ def trust_command(named: str, site: str | None, target: str | None, exact: bool,
         "with": verdict.others,
     }
     show(as_json, value, f"{named}: trusted: attested by {verdict.signer}, verified at {verdict.verified_at}{others}")
+
+
+def _embed(path: Path, bundles: Mapping[str, bytes], signer: Signer) -> None:
+    """Write `bundles` and a signature into the .sif at `path`."""
+    from envbuild.image.sif_signed import METADATA, embed
+    from envbuild.trust.bundle import bundle_path, envelope
+
+    def sign(payload: bytes) -> bytes:
+        return json.dumps(envelope(payload, METADATA, signer)).encode()
+
+    # Apptainer computes SHA-256 for every curve, where DSSE's others take the one of the curve's size.
+    scheme = signer.public_key.scheme
+    verifiable = scheme in ("ed25519", "ecdsa-sha2-nistp256")
+    if not verifiable:
+        log(f"{path}: Apptainer cannot verify {scheme}: it gets the attestations, and no signature of Apptainer's")
+    named = {bundle_path(Path("envbuild"), name).name: bundle for name, bundle in bundles.items()}
+    with writing(path.parent), replacing(path, path.stat().st_mode & 0o777) as new, new.open("r+b") as out:
+        if not embed(path, out, named, sign if verifiable else None):
+            raise UsageError(
+                f"{path} has a PGP signature, and Apptainer accepts none of another kind beside one",
+                f"attest first, and sign with PGP no more; or remove it: apptainer sif list {path}",
+            )
 
 
 def _predicate(name: str, opened: JobInputs, receipt: dict[str, Any]) -> dict[str, Any]:

@@ -16,16 +16,16 @@ from typing import Any, BinaryIO
 
 from envbuild.errors import BuildError
 
-_HEADER = struct.Struct("<32s10s3s3s16s8q")
-_DESCRIPTOR = struct.Struct("<iBIIIqqqqqqq128s384s")
+HEADER = struct.Struct("<32s10s3s3s16s8q")
+DESCRIPTOR = struct.Struct("<iBIIIqqqqqqq128s384s")
 _PARTITION = struct.Struct("<ii3s")
 _LAUNCH = b"#!/usr/bin/env run-singularity\n"
 _MAGIC, _MAGIC_AT = b"SIF_MAGIC\0", 32
 _VERSION = b"01\0"
 _PAGE = 4096
 _SLOTS = 48
-_DATA = _PAGE + _SLOTS * _DESCRIPTOR.size
-_GROUP = 0xF0000001
+_DATA = _PAGE + _SLOTS * DESCRIPTOR.size
+GROUP = 0xF0000001
 _SQUASHFS, _PRIMARY = 1, 2
 DEFINITION, PARTITION, JSON = "definition", "partition", "json"
 _KINDS = {
@@ -33,7 +33,7 @@ _KINDS = {
     0x4006: JSON, 0x4007: "generic", 0x4008: "cryptographic message", 0x4009: "sbom",
     0x400A: "OCI index", 0x400B: "OCI blob",
 }  # fmt: skip
-_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _FILE_SYSTEMS = {_SQUASHFS: "squashfs", 2: "ext3", 3: "archive", 4: "raw", 5: "encrypted squashfs"}
 _ARCHITECTURES = {
     "01": "i386", "02": "x86_64", "03": "arm", "04": "aarch64", "05": "ppc64", "06": "ppc64le",
@@ -41,7 +41,7 @@ _ARCHITECTURES = {
 }  # fmt: skip
 _CODES = {name: code.encode() + b"\0" for code, name in _ARCHITECTURES.items()}
 # Bounds for reading a damaged file: no real SIF has as many descriptors, or larger definitions or JSON objects.
-_MAX_SLOTS, _MAX_OBJECT = 4096, 16 << 20
+_MAX_SLOTS, MAX_OBJECT = 4096, 16 << 20
 # The namespace of image identifiers (RFC 9562, version 5).
 _SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "sif.org.envbuild")
 
@@ -113,15 +113,15 @@ def finish_sif(
     for number, item in enumerate([*front, root], 1):
         extra = _PARTITION.pack(_SQUASHFS, _PRIMARY, _CODES[arch]) if item.primary else b""
         padded = item.offset + item.size - last
-        descriptors += _DESCRIPTOR.pack(
-            _NUMBERS[item.kind], 1, number, _GROUP, 0, item.offset, item.size, padded, mtime, mtime, 0, 0,
+        descriptors += DESCRIPTOR.pack(
+            NUMBERS[item.kind], 1, number, GROUP, 0, item.offset, item.size, padded, mtime, mtime, 0, 0,
             item.name.encode(), extra,
         )  # fmt: skip
         last = item.offset + item.size
     free = _SLOTS - len(front) - 1
-    header = _HEADER.pack(
+    header = HEADER.pack(
         _LAUNCH, _MAGIC, _VERSION, _CODES[arch], _identifier(definition, jsons, arch, partition_size).bytes,
-        mtime, mtime, free, _SLOTS, _PAGE, _SLOTS * _DESCRIPTOR.size, _DATA, end - _DATA,
+        mtime, mtime, free, _SLOTS, _PAGE, _SLOTS * DESCRIPTOR.size, _DATA, end - _DATA,
     )  # fmt: skip
     out.seek(0)
     out.write(header.ljust(_PAGE, b"\0") + descriptors)
@@ -134,16 +134,16 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
     Raises BuildError, naming `where`, when it is damaged, or its root is not a plain squashfs.
     """
     size = stream.seek(0, 2)
-    head = _read(stream, 0, _HEADER.size, size, where)
-    _, magic, version, code, _, _, mtime, free, total, at, _, _, _ = _HEADER.unpack(head)
+    head = _read(stream, 0, HEADER.size, size, where)
+    _, magic, version, code, _, _, mtime, free, total, at, _, _, _ = HEADER.unpack(head)
     if magic != _MAGIC:
         raise BuildError(f"{where}: not a SIF")
     if version != _VERSION:
         raise BuildError(f"{where}: a SIF of unknown version {_text(version)!r}")
     if not 0 < total <= _MAX_SLOTS or not 0 <= free < total:
         raise BuildError(f"{where}: damaged: {total} descriptors, {free} of them free")
-    raw = _read(stream, at, total * _DESCRIPTOR.size, size, where)
-    found = [_object(row, size, where) for row in _DESCRIPTOR.iter_unpack(raw) if row[1]]
+    raw = _read(stream, at, total * DESCRIPTOR.size, size, where)
+    found = [_object(row, size, where) for row in DESCRIPTOR.iter_unpack(raw) if row[1]]
     if len(found) != total - free:
         raise BuildError(f"{where}: damaged: {len(found)} objects where {total - free} are announced")
     roots = [item for item in found if item.primary]
@@ -160,7 +160,7 @@ def read_sif(stream: BinaryIO, where: str) -> Sif:
 
 def read_object(stream: BinaryIO, item: Object, where: str) -> bytes:
     """Return the content of a definition or JSON object. Raises BuildError when it is larger than 16 MiB."""
-    if item.size > _MAX_OBJECT:
+    if item.size > MAX_OBJECT:
         raise BuildError(f"{where}: {item.size} bytes where a {item.kind} object is expected")
     return _read(stream, item.offset, item.size, item.offset + item.size, where)
 

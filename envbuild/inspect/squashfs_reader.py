@@ -20,6 +20,7 @@ from envbuild.errors import BuildError, UsageError
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import JSON, Object, Sif, is_sif, read_object, read_sif
+from envbuild.image.sif_signed import content_digest
 from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
 from envbuild.inspect.facts import SIF, SQUASHFS, ArtifactReader, Inventory, Item, Request, completed
@@ -149,13 +150,12 @@ def _file(request: Request) -> BinaryIO:
 
 
 def _digests(place: Path, partition: Object | None) -> tuple[str, str]:
-    """Return the digest of the file, and of the squashfs in it, which is the same in any file."""
-    spans = [(0, place.stat().st_size)]
-    if partition is not None:
-        spans.append((partition.offset, partition.size))
+    """Return the digest of the file's content, and of the squashfs in it, which is the same in any file."""
 
-    def digest(span: tuple[int, int], stop: Event) -> str:
-        start, left = span
+    def digest(part: Object | None, stop: Event) -> str:
+        if part is None:
+            return content_digest(place)
+        start, left = part.offset, part.size
         seen = hashlib.sha256()
         with place.open("rb") as stream:
             stream.seek(start)
@@ -165,7 +165,7 @@ def _digests(place: Path, partition: Object | None) -> tuple[str, str]:
         return f"sha256:{seen.hexdigest()}"
 
     try:
-        found = each(spans, digest, len(spans))
+        found = each([None] if partition is None else [None, partition], digest, 2)
     except OSError as error:
         raise BuildError(f"{place}: cannot be read: {error.strerror}") from error
     return found[0], found[-1]

@@ -19,7 +19,7 @@ from envbuild.site.tables import TrustTable
 from envbuild.verify.network import nccl_version
 from envbuild.verify.receipt import passing_receipt, read_receipt, receipt_path
 
-# Name and digest of an image in a registry → the place beside which its attested receipt lies, None without one.
+# Name or path of an image, and its digest → the place beside which its attested receipt lies, None without one.
 FetchAttested = Callable[[str, str], Path | None]
 
 
@@ -50,7 +50,7 @@ def open_artifact(
     `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or the name of a recipe. For a
     recipe, this is the first of `kinds` that was built, in the current folder or in `shared` ([paths] shared of
     the site), where jobs build. With `exact`, all of its files are read again and compared. `fetch` finds the receipt
-    of an image that was attested elsewhere.
+    of an image that was attested elsewhere, in its registry or its file.
 
     Raises UsageError when there is none, VerificationError when no passing receipt exists, unless `unverified`.
     """
@@ -58,17 +58,18 @@ def open_artifact(
     if "@sha256:" in named:
         return _image(named, target, unverified, fetch=fetch)
     if (path / "recipe.toml").is_file():
-        return _built(path.resolve().name, kinds, target, shared, unverified, exact)
+        return _built(path.resolve().name, kinds, target, shared, unverified, exact, fetch)
     if path.exists() and ("/" in named or path.is_file() or read_state(path) is not None):
-        return _local(path, target, unverified, exact)
+        return _local(path, target, unverified, exact, fetch)
     if "/" in named:
         raise UsageError(f"{named} does not exist", "give what `envbuild venv` or another build printed")
-    return _built(named, kinds, target, shared, unverified, exact)
+    return _built(named, kinds, target, shared, unverified, exact, fetch)
 
 
 def _built(
-    recipe: str, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool, exact: bool
-) -> JobInputs:
+    recipe: str, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool, exact: bool,
+    fetch: FetchAttested | None,
+) -> JobInputs:  # fmt: skip
     """Return the artifact of `recipe` from the folders in which builds write it."""
     tops = [Path("build") / recipe]
     if shared and Path(shared).absolute() != Path.cwd():
@@ -85,7 +86,7 @@ def _built(
     kind, name, place = found[0]
     if ARTIFACTS[kind].form == "registry":
         return _pushed(place, name, unverified)
-    return _local(place, target, unverified, exact)
+    return _local(place, target, unverified, exact, fetch)
 
 
 def _places(top: Path, recipe: str, kinds: tuple[str, ...], target: str | None) -> list[tuple[str, str, Path]]:
@@ -102,7 +103,9 @@ def _places(top: Path, recipe: str, kinds: tuple[str, ...], target: str | None) 
     return found
 
 
-def _local(path: Path, target: str | None, unverified: bool, exact: bool) -> JobInputs:
+def _local(
+    path: Path, target: str | None, unverified: bool, exact: bool, fetch: FetchAttested | None
+) -> JobInputs:
     """Return the folder or image file at `path`, which nodes see at the same path."""
     kind = kind_at(path)
     if kind is None:
@@ -112,7 +115,10 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool) -> Job
     found = kind.read(path)
     state, digest = found.state, found.digest
     _check_target(path, state.target, target)
-    receipt = passing_receipt(path, digest)
+    place = path
+    if fetch is not None and kind.form == "file" and not _has_bundle(path):
+        place = fetch(str(path), digest) or path
+    receipt = passing_receipt(place, digest)
     if receipt is None and not unverified:
         raise _refusal(str(path), receipt_path(path), f"envbuild verify {path}")
     manifest = receipt["artifact"].get("manifest", "") if receipt else ""
@@ -136,7 +142,7 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool) -> Job
     )
     packages = frozenset(name for name, _, _ in state.packages)
     passed = receipt if not changed else None
-    return JobInputs(artifact, state.layers, nccl_version(state), state.verify, packages, passed, path)
+    return JobInputs(artifact, state.layers, nccl_version(state), state.verify, packages, passed, place)
 
 
 def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
@@ -165,9 +171,7 @@ def _image(
     reference = parse_reference(named)
     known = known or _receipt_of(reference.digest, target)
     if fetch is not None:
-        from envbuild.trust.bundle import bundle_path
-
-        here = known is not None and bundle_path(known[0]).exists()
+        here = known is not None and _has_bundle(known[0])
         attested = None if here else fetch(reference.name, str(reference.digest))
         known = known if attested is None else (attested, _receipt(receipt_path(attested)))
     place, receipt = known or (Path(), None)
@@ -220,6 +224,12 @@ def _receipt_of(digest: str | None, target: str | None) -> tuple[Path, dict[str,
         if digest in (receipt["artifact"]["digest"], pushed.partition("@")[2]):
             return place, receipt
     return None
+
+
+def _has_bundle(place: Path) -> bool:
+    from envbuild.trust.bundle import bundle_path
+
+    return bundle_path(place).exists()
 
 
 def _receipt(path: Path) -> dict[str, Any]:

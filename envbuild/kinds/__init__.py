@@ -155,12 +155,12 @@ class FileArtifact(Artifact):
         return image_kind(path) == self.name
 
     def read(self, path: Path) -> BuiltArtifact:
-        from envbuild.image.blobs import file_digest
+        from envbuild.image.sif_signed import content_digest
         from envbuild.layers.compose import PREFIX
         from envbuild.verify.image_file import image_state, open_image_file
 
         state = image_state(open_image_file(path))
-        return BuiltArtifact(state, file_digest(path), f"/{PREFIX}/bin/python")
+        return BuiltArtifact(state, content_digest(path), f"/{PREFIX}/bin/python")
 
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
         from envbuild.verify.runtimes import open_file_subject

@@ -7,7 +7,8 @@ for people: what is read is decided by the signed statement.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from securesystemslib.signer import Key
 from envbuild.atomic import write_beside
 from envbuild.image.referrers import attach, read_referrer, referrers
 from envbuild.image.registry import Registry
-from envbuild.progress import log
 from envbuild.store.store import Store
 from envbuild.trust.bundle import BUNDLE, MOST, PREDICATES, bundle_path, opened
 from envbuild.verify.receipt import receipt_path
@@ -36,17 +36,23 @@ def push_bundles(registry: Registry, digest: str, bundles: Mapping[str, bytes], 
         attach(registry, digest, BUNDLE, bundle, notes, store.blobs)
 
 
-def fetch_bundles(registry: Registry, digest: str, keys: Sequence[Key], store: Store) -> Path | None:
-    """Fetch what is attached to the image `digest` and signed by one of `keys` into the store.
+def attached(registry: Registry, digest: str, store: Store) -> Iterator[bytes]:
+    """Yield the bundles that are attached to the image `digest`. Raises BuildError."""
+    for referrer in referrers(registry, digest, BUNDLE):
+        with suppress(ValueError):
+            yield read_referrer(registry, referrer, BUNDLE, MOST, store.blobs)
 
-    Returns the place beside which the attested receipt and the attestations lie, None if no receipt is signed. Of
-    several receipts the one of the latest verification is taken. Raises BuildError.
+
+def keep_bundles(bundles: Iterable[bytes], digest: str, keys: Sequence[Key], store: Store) -> Path | None:
+    """Write those `bundles` of the image `digest` that one of `keys` has signed, and the receipt, into the store.
+
+    Returns the place beside which they lie, None if no receipt is signed. Of several receipts the one of the latest
+    verification is taken.
     """
     found: dict[str, list[tuple[dict[str, Any], bytes]]] = {name: [] for name in PREDICATES}
     names = {kind: name for name, kind in PREDICATES.items()}
-    for referrer in referrers(registry, digest, BUNDLE):
+    for bundle in bundles:
         try:
-            bundle = read_referrer(registry, referrer, BUNDLE, MOST, store.blobs)
             told, by = opened(bundle, keys)
         except ValueError:  # somebody's signature, or a bundle with a certificate
             continue
@@ -63,5 +69,4 @@ def fetch_bundles(registry: Registry, digest: str, keys: Sequence[Key], store: S
         path.unlink(missing_ok=True)
         if rows:
             write_beside(path, rows[-1][1].decode())
-    log(f"{registry.reference.name}@{digest[:19]}: receipt and attestations are those in the registry")
     return place

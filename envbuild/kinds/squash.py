@@ -22,11 +22,12 @@ from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.image.archive import archive_at
-from envbuild.image.blobs import Blobs, ImageAt, file_digest, of_pulled
+from envbuild.image.blobs import Blobs, ImageAt, of_pulled
 from envbuild.image.credentials import PLACES, find_credentials
 from envbuild.image.layout import fill_layout, layout_at
 from envbuild.image.model import GOARCH, Descriptor
 from envbuild.image.reference import ImageSource, folder_and_tag, parse_reference
+from envbuild.image.sif_signed import content_digest
 from envbuild.image.squashfs.codec import Codec
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
@@ -242,7 +243,7 @@ def _accept(
     """
     results = []
     for number, (file, path) in enumerate(zip(build.options.files, staged, strict=True)):
-        digest = file_digest(path)
+        digest = content_digest(path)
         if spans:
             note_spans(build.environment.store, digest, spans[number])
         state = build.state

@@ -47,18 +47,21 @@ def statement(subjects: Mapping[str, str], kind: str, predicate: Mapping[str, An
 
 def sign(payload: bytes, signer: Signer) -> bytes:
     """Return the bundle of a statement, signed."""
-    envelope = Envelope(payload, PAYLOAD, {})
-    signature = envelope.sign(signer)
-    hint = signer.public_key.keyid
     return json.dumps({
         "mediaType": BUNDLE,
-        "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
-        "dsseEnvelope": {
-            "payload": base64.b64encode(payload).decode(),
-            "payloadType": PAYLOAD,
-            "signatures": [{"sig": base64.b64encode(bytes.fromhex(signature.signature)).decode(), "keyid": hint}],
-        },
+        "verificationMaterial": {"publicKey": {"hint": signer.public_key.keyid}, "tlogEntries": []},
+        "dsseEnvelope": envelope(payload, PAYLOAD, signer, signer.public_key.keyid),
     }, indent=1).encode() + b"\n"  # fmt: skip
+
+
+def envelope(payload: bytes, kind: str, signer: Signer, keyid: str = "") -> dict[str, Any]:
+    """Return the DSSE envelope of a `payload` of the type `kind`, signed. `keyid` is a hint to the key."""
+    signature = bytes.fromhex(Envelope(payload, kind, {}).sign(signer).signature)
+    return {
+        "payload": base64.b64encode(payload).decode(),
+        "payloadType": kind,
+        "signatures": [{"sig": base64.b64encode(signature).decode(), "keyid": keyid}],
+    }
 
 
 def read_bundle(path: Path) -> bytes:

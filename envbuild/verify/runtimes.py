@@ -29,7 +29,7 @@ from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
-from envbuild.image.blobs import file_digest
+from envbuild.image.sif_signed import content_digest
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.host import HostNodes, Launch
@@ -106,7 +106,7 @@ def file_subject(
 def open_file_subject(path: Path, environment: Environment, runtime: str | None) -> Subject:
     """Return the subject for the .sqsh or .sif file at `path`. Raises UsageError if it is not envbuild's."""
     image = open_image_file(path)
-    state, digest = image_state(image), file_digest(path)
+    state, digest = image_state(image), content_digest(path)
     return file_subject(path, image.kind, state, digest, Settings(), environment, runtime, manifest_of(path))
 
 

@@ -160,6 +160,47 @@ def test_verifying_the_sif_again_by_apptainer_says_so_in_the_receipt(
     assert json.loads(done.stdout)["digest"] == squash["apptainer"]["digest"]
 
 
+def test_an_attested_sif_is_verified_by_apptainer_and_trusted_without_any_other_file(
+    squash: dict[str, Any], real_apptainer: Apptainer, tmp_path: Path
+) -> None:
+    sif, alone = tmp_path / "built/pt.sif", tmp_path / "alone.sif"
+    sif.parent.mkdir()
+    shutil.copy(squash["apptainer"]["path"], sif)
+    shutil.copy(squash["apptainer"]["receipt"], receipt_path(sif))
+    command: Command = squash["command"]
+    for name in ("ci", "stranger"):
+        run("openssl", "genpkey", "-algorithm", "ed25519", "-out", f"{name}.pem", cwd=tmp_path)
+        run("openssl", "pkey", "-in", f"{name}.pem", "-pubout", "-out", f"{name}.pub", cwd=tmp_path)
+    for key in ("stranger", "ci"):
+        made = command.json("attest", sif, "--key", tmp_path / f"{key}.pem", "--with", "provenance")
+        assert made["digest"] == squash["apptainer"]["digest"] != sha256(sif)
+    os.link(sif, alone)
+    assert "Verified signature" in real_apptainer("verify", "--key", tmp_path / "ci.pub", alone).stderr
+    assert real_apptainer("verify", "--key", tmp_path / "stranger.pub", alone, check=False).returncode != 0
+    site = tmp_path / "site.toml"
+    site.write_text('[scheduler]\nkind = "slurm"\n[container]\nruntime = "apptainer"\n[trust]\nsigners = ["ci.pub"]\n')
+    told = command.json("trust", alone, "--site", site)
+    assert told["signer"] == str(tmp_path / "ci.pub") and told["with"] == ["provenance"]
+    assert "alone.sif" in command("job", alone, "--site", site, "--nodes", "1", "--strategy", "single").stdout
+    python = (*FLAGS, "--cleanenv", "--no-home", alone, "python", "-c", "import torch; print(torch.ones(2))")
+    assert real_apptainer("exec", *python).stdout.strip() == "tensor([1., 1.])"
+    site.write_text(site.read_text().replace("ci.pub", "stranger.pub"))
+    refused = command("trust", alone, "--site", site)
+    assert refused.returncode == 5 and "no receipt that says that it passed" in refused.stderr, refused.stderr
+    site.write_text(site.read_text().replace("stranger.pub", "ci.pub"))
+    with alone.open("r+b") as stream:  # both names are of this file
+        stream.seek(40_000_000)
+        stream.write(bytes([stream.read(1)[0] ^ 1]))
+    assert command("trust", alone, "--site", site).returncode == 5
+    assert real_apptainer("verify", "--key", tmp_path / "ci.pub", alone, check=False).returncode != 0
+    # Apptainer's own signature makes no other artifact of a file that has none.
+    shutil.copy(squash["apptainer"]["path"], own := tmp_path / "own.sif")
+    shutil.copy(squash["apptainer"]["receipt"], receipt_path(own))
+    real_apptainer("sign", "--key", tmp_path / "ci.pem", own)
+    site.write_text(site.read_text().partition("[trust]")[0])
+    assert "own.sif" in command("job", own, "--site", site, "--nodes", "1", "--strategy", "single").stdout
+
+
 @pytest.mark.skipif(not shutil.which("ch-run"), reason="charliecloud is not installed")
 def test_charliecloud_trains_in_the_sqsh(squash: dict[str, Any], tmp_path: Path) -> None:
     mounted, work = tmp_path / "mnt", tmp_path / "work"
