@@ -3,6 +3,7 @@
 A bundle can be copied to a shared file system. Its layout:
 
 bundle.json      recipe, target, artifact kinds and digests of the content
+bundle.sigstore.json    after `envbuild attest`: an attestation of all other files, which envbuild.manifest lists
 recipes/NAME/    the recipe and its locks
 store/           wheels, conda packages and sources by their digests: a store (store/store.py)
 envbuild/        envbuild and its dependencies, for the target's platform and Python
@@ -14,25 +15,30 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import envbuild
 from envbuild import atomic, process
+from envbuild.artifacts.manifest import FILE as MANIFEST
+from envbuild.artifacts.manifest import list_tree, read_manifest, shown
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, UsageError
+from envbuild.errors import BuildError, UsageError, VerificationError
 from envbuild.files import link_or_copy, parse_json
 from envbuild.kinds import ARTIFACTS
+from envbuild.kinds.inputs import check_portable, read_by, recipe_files
 from envbuild.kinds.prepare import prepare
-from envbuild.layers.trainer import Trainer
-from envbuild.plan.plan import Plan
 from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
+if TYPE_CHECKING:
+    from envbuild.site.tables import TrustTable
+
 FILE, FORMAT = "bundle.json", 1
+ATTESTATION, PREDICATE = "bundle.sigstore.json", "urn:envbuild:bundle:1"
 # The dependencies of envbuild are installed for this glibc: each has a wheel that needs no newer one.
 _GLIBC = "2.28"
 _LEAST_PYTHON = (3, 11)
@@ -55,16 +61,7 @@ def make_bundle(
     An existing bundle with the same content is left unchanged. Raises UsageError when `path` holds something other than
     a bundle, LockError or BuildError when a lock or a file is not available.
     """
-    if loaded.code is not None:
-        raise UsageError(
-            f"{loaded.code.where}: a bundle has no [project]",
-            "publish the project on an index that the bundle's host reaches, and name it in `requirements`",
-        )
-    if loaded.script is not None and not loaded.script[0].resolve().is_relative_to(loaded.folder.resolve()):
-        raise UsageError(
-            f"{loaded.where('verify', 'script')}: {loaded.script[0]} is outside of the folder that is bundled",
-            "move the script into the folder of the recipe",
-        )
+    check_portable(loaded, "a bundle")
     plans = [
         prepare(
             loaded, target, environment, artifact=kind, locked=False, offline=offline, log=log,
@@ -80,7 +77,7 @@ def make_bundle(
         "kinds": list(kinds),
         "plans": [plan.digest for plan, _ in plans],
         # All files of the recipe: a plan's digest leaves out tables that do not change the content, such as [verify].
-        "files": _digest((file, str(file.relative_to(loaded.folder))) for file in _files(loaded.folder)),
+        "files": _digest((file, str(file.relative_to(loaded.folder))) for file in recipe_files(loaded.folder)),
         "python": python,
         "envbuild": _digest(_own_files()) if tools else "",
     }
@@ -94,7 +91,7 @@ def make_bundle(
         with atomic.staged(path) as staged:
             with atomic.writing(staged):
                 shutil.copytree(loaded.folder, staged / "recipes" / loaded.recipe.name)
-                for source, place in _read_by(plans, environment, offline):
+                for source, place in read_by(plans, environment, offline=offline):
                     link_or_copy(source, staged / "store" / place)
                 if tools:
                     log(f"envbuild {envbuild.__version__} and what it imports, for Python {python}")
@@ -113,25 +110,36 @@ def read_bundle(path: Path) -> dict[str, Any] | None:
     return about if isinstance(about, dict) and about.get("format") == FORMAT else None
 
 
-def _read_by(
-    plans: Sequence[tuple[Plan, Trainer]], environment: Environment, offline: bool
-) -> Iterator[tuple[Path, str]]:
-    """Yield each file that builds of `plans` read, and its path in a store."""
-    from envbuild.layers.conda_package import locate_conda
-    from envbuild.layers.source_build import fetch_source
-    from envbuild.layers.wheels import fetch_wheels, locate
-    from envbuild.store.archives import KIND
+def attest_bundle(path: Path, about: Mapping[str, Any], sign: Callable[[bytes], bytes], workers: int) -> str:
+    """Write the manifest of the bundle at `path`, which says `about` itself, and its attestation; return its digest."""
+    from envbuild.trust.bundle import statement
 
-    for plan, trainer in plans:
-        for wheel in locate(plan, trainer, environment, offline)[0]:
-            yield wheel.path, f"wheels/{wheel.sha256}/{wheel.path.name}"
-        for package, archive in locate_conda(plan.conda, environment, offline=offline):
-            yield archive, f"conda/archives/{package.sha256}/{archive.name}"
-    for layer in {layer.digest: layer for plan, _ in plans for layer in plan.sources}.values():
-        archive = fetch_source(layer, environment, offline=offline)
-        yield archive, f"{KIND}/{layer.sha256}/{archive.name}"
-        for path in fetch_wheels((*layer.wheels, *layer.build), environment, layer.indexes, offline=offline):
-            yield path, f"wheels/{environment.store.file_digest(path)}/{path.name}"
+    manifest, text, _ = list_tree(path, workers, without=ATTESTATION)
+    bundle = sign(statement({f"{about['recipe']}/{about['target']}/bundle": manifest.digest}, PREDICATE, about))
+    with atomic.writing(path):
+        atomic.write_beside(path / MANIFEST, text)
+        atomic.write_beside(path / ATTESTATION, bundle.decode())
+    return manifest.digest
+
+
+def judge_bundle(path: Path, trust: TrustTable, workers: int) -> tuple[str, str]:
+    """Return the digest of the bundle at `path`, and the file of the key of the site that has attested it.
+
+    Reads every file. Raises VerificationError when none has, and when a file was changed, added or removed.
+    """
+    from envbuild.trust.policy import Signers, signed
+
+    signed_as, manifest = read_manifest(path), list_tree(path, workers, without=ATTESTATION)[0]
+    digest = signed_as.digest if signed_as else ""
+    _, by = signed(path, path / ATTESTATION, PREDICATE, "attestation", digest, Signers.of(trust))
+    assert signed_as is not None, "its digest was signed"
+    both = signed_as.rows.keys() | manifest.rows.keys()
+    if changed := sorted(one for one in both if signed_as.rows.get(one) != manifest.rows.get(one)):
+        raise VerificationError(
+            f"{path}: {shown(changed)} changed since it was attested",
+            "copy the bundle again, with its modes (cp -a); builds from it write into it: ask before the first one",
+        )
+    return digest, by
 
 
 def tools_python(loaded: LoadedRecipe) -> str:
@@ -170,18 +178,14 @@ def _put_tools(folder: Path, target: Target, python: str, environment: Environme
 def _own_files() -> Iterator[tuple[Path, str]]:
     """Yield envbuild's own files and their paths in an installation; a checkout's data goes to `_bundled`."""
     package = Path(envbuild.__file__).parent
-    for file in _files(package):
+    for file in recipe_files(package):
         yield file, f"envbuild/{file.relative_to(package)}"
     if (package / "_bundled").is_dir():
         return
     for name in ("recipes", "ddp_train", "sites", "Dockerfile.cpu", "Dockerfile.gpu"):
         whole = package.parent / name
-        for file in _files(whole) if whole.is_dir() else [whole]:
+        for file in recipe_files(whole) if whole.is_dir() else [whole]:
             yield file, f"envbuild/_bundled/{file.relative_to(package.parent)}"
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
 
 
 def _digest(files: Iterable[tuple[Path, str]]) -> str:

@@ -67,15 +67,24 @@ def write_manifest(root: Path, workers: int, read: Mapping[Stat, str] = {}) -> t
     `read` has the sha256 of files that were read before and are linked there, by stat. Raises BuildError for a file
     that cannot be read, and for what is neither file, link nor folder, OSError.
     """
+    manifest, text, found = list_tree(root, workers, read)
+    (root / FILE).write_text(text, encoding="ascii")
+    return manifest, found
+
+
+def list_tree(
+    root: Path, workers: int, read: Mapping[Stat, str] = {}, without: str = ""
+) -> tuple[Manifest, str, dict[str, Stat]]:
+    """Return what `write_manifest` writes and returns, and the text; the file `without` is left out."""
     found, lines = scan(root), list[str]()
+    found.pop(without, None)
     rows = dict(zip(found, _rows(root, list(found.items()), workers, read), strict=True))
     if wrong := next((path for path, row in rows.items() if row == _NO_FILE), ""):
         raise BuildError(f"{root / wrong} is neither a file nor a link nor a folder, or cannot be read")
     for path, row in sorted(rows.items()):
         lines.append(json.dumps([path, row.target] if row.target else [path, row.mode, row.size, row.sha256]) + "\n")
     text = "".join(lines)
-    (root / FILE).write_text(text, encoding="ascii")
-    return Manifest(rows, digest_of(text.encode())), found
+    return Manifest(rows, digest_of(text.encode())), text, found
 
 
 def read_manifest(root: Path) -> Manifest | None:

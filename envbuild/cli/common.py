@@ -40,23 +40,23 @@ def run_environment() -> Environment:
 
 def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:
     """Return what takes the attested receipt of an image out of its registry or file; None without signers."""
-    if not site.trust.signers:
+    if not site.trust.restricts:
         return None
 
     def fetch(name: str, digest: str) -> Path | None:
         from envbuild.image.sif_signed import embedded
         from envbuild.kinds.attached import attached, keep_bundles
         from envbuild.store.remote_site import registry_of
-        from envbuild.trust.keys import load_public
+        from envbuild.trust.policy import Signers
 
-        environment, keys = load_environment(), [load_public(Path(key)) for key in site.trust.signers]
+        environment = load_environment()
         bundles: Iterable[bytes]
         if Path(name).is_file():
             bundles = embedded(Path(name)).values()
         else:
             registry = registry_of(f"{name}@{digest}", site, environment.pip, environment.variables)
             bundles = attached(registry, digest, environment.store)
-        place = keep_bundles(bundles, digest, keys, environment.store)
+        place = keep_bundles(bundles, digest, Signers.of(site.trust), environment.store)
         if place is not None:
             log(f"{name}: receipt and attestations are those in it")
         return place

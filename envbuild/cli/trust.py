@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from envbuild import resources
 from envbuild.atomic import replacing, write_beside, writing
+from envbuild.bundle import ATTESTATION, attest_bundle, judge_bundle, read_bundle
 from envbuild.cli.common import attested_images, log, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
@@ -29,7 +33,11 @@ _PASSPHRASE = "ENVBUILD_KEY_PASSPHRASE"
 @click.command("attest")
 @click.argument("named", metavar="ARTIFACT")
 @click.option(
-    "--key", "key", required=True, metavar="KEY", help="The private key: a PEM file, ssh-agent, or the URI of a KMS."
+    "--key",
+    "key",
+    required=True,
+    metavar="KEY",
+    help="The private key: a PEM file, ssh-agent, the URI of a KMS; or sigstore, for none.",
 )
 @click.option("--public-key", type=PATH, metavar="FILE", help="The public key of a key in an ssh-agent or a KMS.")
 @click.option(
@@ -44,11 +52,11 @@ def attest_command(
     """Sign the passing receipt of ARTIFACT: others, who have your public key, then trust it.
 
     ARTIFACT is that of `job`: a recipe, a path, or NAME@sha256:… in a registry. Its content is compared with the
-    receipt first. Writes the attestation beside it, as ARTIFACT.sigstore.json: an in-toto statement in a Sigstore
-    bundle, which cosign reads too. That of an image in a registry is also attached to it there. A .sif gets its
-    attestations and a signature inside, too: `apptainer verify --key PUBLIC ARTIFACT` checks it. A passphrase is asked
-    for, or taken from ENVBUILD_KEY_PASSPHRASE. KMS URIs, such as awskms:… or gcpkms:…, are securesystemslib's, and need
-    what it needs for them.
+    receipt first. The folder of a bundle has no receipt: all of its files are attested. Writes the attestation beside
+    it, as ARTIFACT.sigstore.json: an in-toto statement in a Sigstore bundle, which cosign reads too. That of an image
+    in a registry is also attached to it there. A .sif gets its attestations and a signature inside, too: `apptainer
+    verify --key PUBLIC ARTIFACT` checks it. A passphrase is asked for, or taken from ENVBUILD_KEY_PASSPHRASE. KMS URIs,
+    such as awskms:… or gcpkms:…, are securesystemslib's, and need what it needs for them.
 
     \b
     Examples:
@@ -57,16 +65,41 @@ def attest_command(
       envbuild attest registry.example.org/team/pytorch@sha256:… --key key.pem
       envbuild attest pytorch.sqsh --key ssh-agent --public-key ~/.ssh/id_ed25519.pub
       envbuild attest pt_cpu --target cpu-x86_64 --key awskms:alias/envbuild --public-key ci.pub
+      envbuild attest /fsx/bundles/pt_cpu --key key.pem
+      envbuild attest pytorch.sqsh --key sigstore
     """
-    from envbuild.trust.bundle import bundle_path, sign
+    from envbuild.trust.bundle import sign
+    from envbuild.trust.keyless import KEYLESS, keyless_signer
     from envbuild.trust.keys import load_signer
+
+    with ExitStack() as stack:
+        signer = None
+        if key == KEYLESS:
+            keyid, write = stack.enter_context(keyless_signer(load_site(os.environ).trust.sigstore, os.environ))
+        else:
+            signer = load_signer(key, public_key, lambda: _passphrase(key))
+            keyid, write = signer.public_key.keyid, partial(sign, signer=signer)
+        if (about := read_bundle(Path(named))) is not None:
+            digest = attest_bundle(Path(named), about, write, resources.workers(os.environ))
+            place = Path(named, ATTESTATION)
+            value: dict[str, Any] = {"path": str(place.absolute()), "digest": digest, "key": keyid}
+        else:
+            place, value = _attest(named, target, exact, names, write, signer)
+    show(as_json, {**value, "key": keyid}, place)
+
+
+def _attest(
+    named: str, target: str | None, exact: bool, names: Sequence[str], write: Callable[[bytes], bytes],
+    signer: Signer | None,
+) -> tuple[Path, dict[str, Any]]:  # fmt: skip
+    """Attest an artifact with a receipt by `write`; return the attestation's path, and what --json prints."""
+    from envbuild.trust.bundle import bundle_path
     from envbuild.trust.policy import attested
 
-    signer = load_signer(key, public_key, lambda: _passphrase(key))
     opened, receipt = _opened(named, target, exact)
     place = bundle_path(opened.place)
-    bundles = {name: sign(attested(receipt, name, _predicate(name, opened, receipt)), signer) for name in names}
-    bundles[""] = sign(attested(receipt), signer)
+    bundles = {name: write(attested(receipt, name, _predicate(name, opened, receipt))) for name in names}
+    bundles[""] = write(attested(receipt))
     with writing(place.parent):
         for name, bundle in bundles.items():
             write_beside(bundle_path(opened.place, name), bundle.decode())
@@ -81,10 +114,10 @@ def attest_command(
         push_bundles(registry_of(opened.artifact.path, environment), digest, bundles, environment.store)
         log(f"{opened.artifact.path}: {len(bundles)} attached")
     value = {
-        "path": str(place.absolute()), "digest": opened.artifact.digest, "key": signer.public_key.keyid,
+        "path": str(place.absolute()), "digest": opened.artifact.digest,
         "with": {name: str(bundle_path(opened.place, name).absolute()) for name in names},
     }  # fmt: skip
-    show(as_json, value, place)
+    return place, value
 
 
 @click.command("trust")
@@ -95,11 +128,12 @@ def trust_command(named: str, site: str | None, target: str | None, exact: bool,
 
     Its content is compared with its receipt, and the receipt with what a signer of the site attested. For an image in
     a registry without an attested receipt here, these are what is attached to it there. `envbuild job` does the same
-    where the site names signers.
+    where the site names signers. Of a bundle, every file is compared: ask before it is built from.
 
     \b
     Examples:
       envbuild trust pytorch.sqsh
+      envbuild trust /fsx/bundles/pt_cpu
       envbuild trust registry.example.org/team/pytorch@sha256:…
       envbuild trust pt_cpu --target cpu-x86_64 --site ./cluster.toml
     """
@@ -107,36 +141,41 @@ def trust_command(named: str, site: str | None, target: str | None, exact: bool,
 
     where = load_site(os.environ, site)
     trust = where.trust
-    if not trust.signers:
+    if not trust.restricts:
         raise UsageError(
             "the site names no signers", "give files of public keys as `signers` in [trust] of the site file"
         )
+    if read_bundle(Path(named)) is not None:
+        digest, by = judge_bundle(Path(named), trust, resources.workers(os.environ))
+        show(as_json, {"path": named, "digest": digest, "signer": by}, f"{named}: trusted: attested by {by}")
+        return
     opened, receipt = _opened(named, target, exact, attested_images(where))
     verdict = judge(opened.place, receipt, trust, datetime.now(UTC))
     others = f", with its {' and its '.join(verdict.others)}" if verdict.others else ""
     value = {
         "path": opened.artifact.path,
         "digest": opened.artifact.digest,
-        "signer": str(verdict.signer),
+        "signer": verdict.signer,
         "verified_at": verdict.verified_at,
         "with": verdict.others,
     }
     show(as_json, value, f"{named}: trusted: attested by {verdict.signer}, verified at {verdict.verified_at}{others}")
 
 
-def _embed(path: Path, bundles: Mapping[str, bytes], signer: Signer) -> None:
-    """Write `bundles` and a signature into the .sif at `path`."""
+def _embed(path: Path, bundles: Mapping[str, bytes], signer: Signer | None) -> None:
+    """Write `bundles` and, with a `signer` that Apptainer knows, a signature into the .sif at `path`."""
     from envbuild.image.sif_signed import METADATA, embed
     from envbuild.trust.bundle import bundle_path, envelope
 
-    def sign(payload: bytes) -> bytes:
-        return json.dumps(envelope(payload, METADATA, signer)).encode()
-
     # Apptainer computes SHA-256 for every curve, where DSSE's others take the one of the curve's size.
-    scheme = signer.public_key.scheme
-    verifiable = scheme in ("ed25519", "ecdsa-sha2-nistp256")
-    if not verifiable:
-        log(f"{path}: Apptainer cannot verify {scheme}: it gets the attestations, and no signature of Apptainer's")
+    verifiable = signer if signer and signer.public_key.scheme in ("ed25519", "ecdsa-sha2-nistp256") else None
+    if verifiable is None:
+        log(f"{path}: Apptainer cannot verify a signature of this kind: it gets the attestations alone")
+
+    def sign(payload: bytes) -> bytes:
+        assert verifiable is not None
+        return json.dumps(envelope(payload, METADATA, verifiable)).encode()
+
     named = {bundle_path(Path("envbuild"), name).name: bundle for name, bundle in bundles.items()}
     with writing(path.parent), replacing(path, path.stat().st_mode & 0o777) as new, new.open("r+b") as out:
         if not embed(path, out, named, sign if verifiable else None):

@@ -56,8 +56,13 @@ def read_layout(folder: Path, blobs: Blobs, tag: str | None, arch: str | None) -
 
 def layout_at(folder: Path, tag: str | None, arch: str) -> ImageAt:
     """Return the image `tag` for `arch` in the OCI layout `folder`; with None, the only image. Raises BuildError."""
+    return of_pulled(layout_image(folder, tag, arch))
+
+
+def layout_image(folder: Path, tag: str | None, arch: str | None = None) -> Pulled:
+    """Return the same image with its blobs, which are not checked."""
     blobs = Blobs(folder / "blobs")
-    return of_pulled(from_index(_small_file(folder / "index.json"), str(folder), blobs, blobs.require, tag, arch))
+    return from_index(_small_file(folder / "index.json"), str(folder), blobs, blobs.require, tag, arch)
 
 
 def from_index(raw: bytes, where: str, blobs: Blobs, bring: Bring, tag: str | None, arch: str | None) -> Pulled:

@@ -76,9 +76,9 @@ def embedded(path: Path) -> dict[str, bytes]:
 def embed(path: Path, out: BinaryIO, attestations: Mapping[str, bytes], sign: Callable[[bytes], bytes] | None) -> bool:
     """Write the SIF at `path` to `out`, a new file, with these attestations, by name, in place of those that it has.
 
-    `sign` returns a DSSE envelope of a payload of the type METADATA; None leaves the signatures out. Returns False, without writing, if the file has a
-    signature of another kind (PGP): Apptainer accepts no file with both. Raises OSError, BuildError, and what `sign`
-    raises.
+    `sign` returns a DSSE envelope of a payload of the type METADATA; None leaves the signatures out. Returns False,
+    without writing, if the file has a signature of another kind (PGP): Apptainer accepts no file with both. Raises
+    OSError, BuildError, and what `sign` raises.
     """
     with path.open("rb") as source:
         parts = _parts(source, path)
@@ -156,8 +156,8 @@ def _metadata(stream: BinaryIO, header: tuple[Any, ...], rows: list[tuple[Any, .
             "objectDigest": f"sha256:{digest.hexdigest()}",
         })  # fmt: skip
     launch, magic, version, _, identifier = header[:5]
-    covered = hashlib.sha256(launch + magic + version + identifier).hexdigest()
-    return canonical({"version": 1, "header": {"digest": f"sha256:{covered}"}, "objects": objects})
+    front = hashlib.sha256(launch + magic + version + identifier).hexdigest()
+    return canonical({"version": 1, "header": {"digest": f"sha256:{front}"}, "objects": objects})
 
 
 def _hash(stream: BinaryIO, at: int, size: int, digest: Any) -> None:

@@ -103,9 +103,7 @@ def _places(top: Path, recipe: str, kinds: tuple[str, ...], target: str | None) 
     return found
 
 
-def _local(
-    path: Path, target: str | None, unverified: bool, exact: bool, fetch: FetchAttested | None
-) -> JobInputs:
+def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch: FetchAttested | None) -> JobInputs:
     """Return the folder or image file at `path`, which nodes see at the same path."""
     kind = kind_at(path)
     if kind is None:
@@ -243,7 +241,7 @@ def _receipt(path: Path) -> dict[str, Any]:
 
 def check_trust(opened: JobInputs, trust: TrustTable) -> None:
     """Check that the artifact is trusted, if the site names signers. Raises VerificationError and UsageError."""
-    if trust.signers:
+    if trust.restricts:
         if opened.receipt is None:
             raise VerificationError(
                 f"{opened.artifact.path} has no passing receipt, and the site trusts attested ones alone",

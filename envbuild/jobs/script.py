@@ -225,7 +225,7 @@ def _steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str
 
 def _trust(plan: JobPlan) -> str:
     """Return the lines that let envbuild compare the artifact with its attestation, outside of the artifact."""
-    if not plan.site.trust.signers:
+    if not plan.site.trust.restricts:
         return ""
     # Of several files, which a job finds as its submission did, the later ones replace tables of the earlier.
     site = f"--site {path_word(str(plan.site.files[0]), 'the site file')} " if len(plan.site.files) == 1 else ""

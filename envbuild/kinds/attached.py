@@ -7,19 +7,18 @@ for people: what is read is decided by the signed statement.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from securesystemslib.signer import Key
-
 from envbuild.atomic import write_beside
 from envbuild.image.referrers import attach, read_referrer, referrers
 from envbuild.image.registry import Registry
 from envbuild.store.store import Store
-from envbuild.trust.bundle import BUNDLE, MOST, PREDICATES, bundle_path, opened
+from envbuild.trust.bundle import BUNDLE, MOST, PREDICATES, bundle_path
+from envbuild.trust.policy import Signers
 from envbuild.verify.receipt import receipt_path
 
 _CREATED = "org.opencontainers.image.created"
@@ -43,8 +42,8 @@ def attached(registry: Registry, digest: str, store: Store) -> Iterator[bytes]:
             yield read_referrer(registry, referrer, BUNDLE, MOST, store.blobs)
 
 
-def keep_bundles(bundles: Iterable[bytes], digest: str, keys: Sequence[Key], store: Store) -> Path | None:
-    """Write those `bundles` of the image `digest` that one of `keys` has signed, and the receipt, into the store.
+def keep_bundles(bundles: Iterable[bytes], digest: str, signers: Signers, store: Store) -> Path | None:
+    """Write those `bundles` of the image `digest` that one of `signers` has signed, and the receipt, into the store.
 
     Returns the place beside which they lie, None if no receipt is signed. Of several receipts the one of the latest
     verification is taken.
@@ -53,11 +52,11 @@ def keep_bundles(bundles: Iterable[bytes], digest: str, keys: Sequence[Key], sto
     names = {kind: name for name, kind in PREDICATES.items()}
     for bundle in bundles:
         try:
-            told, by = opened(bundle, keys)
-        except ValueError:  # somebody's signature, or a bundle with a certificate
+            told, by = signers.opened(bundle)
+        except ValueError:  # somebody's signature
             continue
         digests = [f"sha256:{row['digest']['sha256']}" for row in told["subject"]]
-        if by is not None and digest in digests and told["predicateType"] in names:
+        if by and digest in digests and told["predicateType"] in names:
             found[names[told["predicateType"]]].append((told["predicate"], bundle))
     if not found[""]:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from envbuild.errors import BuildError, UsageError, VerificationError
 from envbuild.image.blobs import BlobFiles, file_digest
 from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
 from envbuild.image.registry import Pushed, Registry
+from envbuild.image.sif_signed import content_digest
 from envbuild.kinds.commit import commit
 from envbuild.progress import human_size, log, transfer
 from envbuild.store.pieces import (
@@ -39,12 +40,12 @@ from envbuild.trust.bundle import bundle_path
 from envbuild.trust.policy import judge
 from envbuild.verify.receipt import read_receipt, receipt_path
 
-_MOST = 16 << 20  # bytes of a configuration, a receipt and an attestation
+MOST = 16 << 20  # bytes of a configuration, a receipt and an attestation
 
 
 @dataclass(frozen=True, slots=True)
-class PulledFile:
-    """A pulled image file, its digest and target, and the bytes that came over the network of those it has."""
+class PulledArtifact:
+    """A pulled artifact, its digest and target, and the bytes that came over the network of those it has."""
 
     path: Path
     digest: str
@@ -72,12 +73,25 @@ def push_file(path: Path, kind: str, target: str, digest: str, registry: Registr
         whole = tuple((literal if one is None else one, start, count) for one, start, count in pieces)
         file = FilePieces(kind, path.name, target, digest, size, whole)
         blobs = [Descriptor(PIECE, one, places[one].stat().st_size) for one in dict.fromkeys(p[0] for p in whole)]
+        return push_blobs(path, file.as_json(), blobs, places, registry, store)
+
+
+def push_blobs(
+    path: Path, about: Mapping[str, Any], blobs: Sequence[Descriptor], places: Mapping[str, Path], registry: Registry,
+    store: Store,
+) -> tuple[str, Pushed]:  # fmt: skip
+    """Push the manifest of the artifact at `path`: the configuration `about`, `blobs`, and what lies beside it.
+
+    `places` are the files of the blobs by digest. Returns the digest of the manifest, and what was uploaded.
+    """
+    blobs, places = list(blobs), dict(places)
+    with store.working("opened") as folder:
         besides = {RECEIPT: receipt_path(path)} | {one: bundle_path(path, name) for one, name in ATTESTATIONS.items()}
         for media, beside in besides.items():
             if beside.is_file():
                 places[one := file_digest(beside)] = beside
                 blobs.append(Descriptor(media, one, beside.stat().st_size))
-        text = json.dumps(file.as_json(), sort_keys=True).encode()
+        text = json.dumps(about, sort_keys=True).encode()
         (folder / "config").write_bytes(text)
         config = Descriptor(CONFIG, digest_of(text), len(text))
         places[config.digest] = folder / "config"
@@ -89,20 +103,31 @@ def push_file(path: Path, kind: str, target: str, digest: str, registry: Registr
     return digest_of(manifest), pushed
 
 
-def pull_file(registry: Registry, out: Path, environment: Environment) -> PulledFile:
-    """Pull the image file of the registry's reference to `out`, with its receipt and attestation.
+def open_pushed(registry: Registry, store: Store) -> tuple[bytes, list[Descriptor]]:
+    """Return the configuration and the blobs of the artifact of the registry's reference; `store` gets the small ones.
+
+    Raises BuildError, also for what `push_blobs` did not push.
+    """
+    where = str(registry.reference)
+    config, blobs = read_manifest(registry.manifest()[0], where)
+    small = [config, *(blob for blob in blobs if blob.media_type in (RECEIPT, *ATTESTATIONS))]
+    if any(one.size > MOST for one in small):
+        raise BuildError(f"{where}: its receipt or configuration is larger than {human_size(MOST)}")
+    registry.fetch_blobs(small, store.blobs, lambda _: None)
+    return store.blobs.read(config.digest), blobs
+
+
+def pull_file(
+    data: bytes, blobs: Sequence[Descriptor], registry: Registry, out: Path, environment: Environment
+) -> PulledArtifact:
+    """Write the image file that a configuration describes to `out`, with its receipt and attestations.
 
     What the store has of its segments is not fetched. Raises BuildError, UsageError for `out` of another kind, and
     VerificationError when the site trusts only what signers attested, and this is not.
     """
     where, store = str(registry.reference), environment.store
-    config, blobs = read_manifest(registry.manifest()[0], where)
-    small = [config, *(blob for blob in blobs if blob.media_type in (RECEIPT, *ATTESTATIONS))]
-    if any(one.size > _MOST for one in small):
-        raise BuildError(f"{where}: its receipt or configuration is larger than {human_size(_MOST)}")
-    registry.fetch_blobs(small, store.blobs, lambda _: None)
     pieces = [blob for blob in blobs if blob.media_type == PIECE]
-    file = read_pieces(store.blobs.read(config.digest), pieces, where)
+    file = read_pieces(data, pieces, where)
     if out.suffix != Path(file.name).suffix:
         raise UsageError(f"{where} is {file.name!r:.80}", f"give a path that ends in {Path(file.name).suffix!r:.20}")
     places, wanted = _here(pieces, store)
@@ -122,12 +147,12 @@ def pull_file(registry: Registry, out: Path, environment: Environment) -> Pulled
         ):  # fmt: skip
             compose(file, places, stream, on_progress)
         staged.chmod(0o755 if final.suffix == ".sif" else 0o644)
-        if (digest := file_digest(staged)) != file.digest:
+        if (digest := content_digest(staged)) != file.digest:
             raise BuildError(f"{where}: its pieces are {digest}, and it says {file.digest}: it is not taken")
-        receipt = _receipt(blobs, staged, file, final, environment)
+        receipt = attested_receipt(blobs, staged, file.digest, final, environment)
         commit(staged, final, receipt)
         _beside(blobs, final, store)
-    return PulledFile(final, file.digest, file.target, file.size, fetched, receipt_path(final) if receipt else None)
+    return PulledArtifact(final, file.digest, file.target, file.size, fetched, receipt_path(final) if receipt else None)
 
 
 def _here(pieces: Sequence[Descriptor], store: Store) -> tuple[dict[str, Path], list[Descriptor]]:
@@ -145,10 +170,14 @@ def _here(pieces: Sequence[Descriptor], store: Store) -> tuple[dict[str, Path], 
     return places, [blob for blob in wanted.values() if blob.digest not in places]
 
 
-def _receipt(
-    blobs: Sequence[Descriptor], staged: Path, file: FilePieces, final: Path, environment: Environment
+def attested_receipt(
+    blobs: Sequence[Descriptor], staged: Path, digest: str, final: Path, environment: Environment
 ) -> dict[str, Any] | None:
-    """Return the receipt of the `staged` file, which is of its content, for its path `final`; None without one."""
+    """Return the receipt among `blobs` of the artifact with this digest, for its path `final`; None without one.
+
+    It and the attestations are written beside `staged`. Raises BuildError for a damaged one, and VerificationError for
+    one of another artifact, or that the site does not trust.
+    """
     store, trust = environment.store, environment.site.trust
     receipt = None
     _beside(blobs, staged, store)
@@ -158,12 +187,12 @@ def _receipt(
             try:
                 receipt = read_receipt(receipt_path(staged))
             except (OSError, ValueError) as error:
-                raise BuildError(f"{file.name}: its receipt cannot be understood: {error}") from error
-            if receipt["artifact"]["digest"] != file.digest:
-                raise VerificationError(f"{file.name}: its receipt is of another file", "push it again")
-    if trust.signers:
+                raise BuildError(f"{final.name}: its receipt cannot be understood: {error}") from error
+            if receipt["artifact"]["digest"] != digest:
+                raise VerificationError(f"{final.name}: its receipt is of another artifact", "push it again")
+    if trust.restricts:
         if receipt is None:
-            raise VerificationError(f"{file.name} has no receipt", "push it with its receipt and attestation")
+            raise VerificationError(f"{final.name} has no receipt", "push it with its receipt and attestation")
         judge(staged, receipt, trust, datetime.now(UTC))
     if receipt is not None:
         receipt = {**receipt, "artifact": {**receipt["artifact"], "path": str(final)}}

@@ -218,7 +218,8 @@ def _resolved(table: Any, file: Path, env: Mapping[str, str]) -> Any:
             return replace(table, database=str(_path(folder, file, env)))
         case TrustTable():
             signers, others = ([str(_path(f, file, env)) for f in g] for g in (table.signers, table.cache_signers))
-            return replace(table, signers=tuple(signers), cache_signers=tuple(others))
+            own = str(_path(table.sigstore, file, env)) if table.sigstore else ""
+            return replace(table, signers=tuple(signers), cache_signers=tuple(others), sigstore=own)
         case jobs.PathsTable():
             return jobs.PathsTable(**{name: _with_user(path, env) for name, path in asdict(table).items()})
         case jobs.StageTable():

@@ -84,6 +84,11 @@ class TrustTable:
     """`[trust]`: which artifacts jobs take, and which entries of the cache builds do. Without signers, any."""
 
     signers: tuple[str, ...] = key((), "Files of public keys (PEM); one of them must have attested the receipt.")
+    identities: tuple[str, ...] = key(
+        (), "Identities that may have attested it instead, without a key: `IDENTITY ISSUER`.",
+        check=lambda text: None if len(text.split()) == 2 else "expected `IDENTITY ISSUER`",
+    )  # fmt: skip
+    sigstore: str = key("", "File with the trust configuration of your own Sigstore, for identities.")
     checks: tuple[str, ...] = key((), "Checks that must have passed, such as faults need: restart.")
     max_age: str = key(
         "", "The greatest age of a verification, such as 90d.",
@@ -93,6 +98,11 @@ class TrustTable:
         (), "What must be attested besides; what is there is checked in any case."
     )
     cache_signers: tuple[str, ...] = key((), "The same for the cache; one must have signed what builds take of it.")
+
+    @property
+    def restricts(self) -> bool:
+        """Whether only attested artifacts are taken."""
+        return bool(self.signers or self.identities)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from envbuild.trust.bundle import PREDICATES
 ARTIFACT = "application/vnd.envbuild.artifact.v1"
 CONFIG = "application/vnd.envbuild.artifact.config.v1+json"
 PIECE, RECEIPT = "application/vnd.envbuild.piece.v1", "application/vnd.envbuild.receipt.v1"
+INPUT = "application/vnd.envbuild.input.v1"  # a file that the build of an environment reads
 # Media type → name of an attestation (trust/bundle.py).
 ATTESTATIONS = {f"application/vnd.envbuild.{name or 'attestation'}.v1": name for name in PREDICATES}
 # Bytes of a file from a segment: their offset in the file, the segment's name in the store, offset there, and size.

@@ -13,6 +13,7 @@ from securesystemslib.signer import Key
 from envbuild.errors import VerificationError
 from envbuild.site.tables import TrustTable
 from envbuild.trust.bundle import PREDICATES, bundle_path, opened, read_bundle, statement
+from envbuild.trust.keyless import signed_by
 from envbuild.trust.keys import load_public
 from envbuild.units import seconds
 
@@ -24,12 +25,12 @@ _CLOCK_S = 300  # by which the signer's clock may be ahead
 
 @dataclass(frozen=True, slots=True)
 class TrustVerdict:
-    """Why an artifact is trusted: the file of the signer's key, and the time of its verification.
+    """Why an artifact is trusted: the file of the signer's key, or its identity, and the time of its verification.
 
     `others` are the names of its other attestations that a signer has signed.
     """
 
-    signer: Path
+    signer: str
     verified_at: str
     others: tuple[str, ...] = ()
 
@@ -49,40 +50,66 @@ def attested(receipt: Mapping[str, Any], name: str = "", predicate: Mapping[str,
     return statement(subjects, PREDICATES[name], receipt if predicate is None else predicate)
 
 
+@dataclass(frozen=True, slots=True)
+class Signers:
+    """Whose signatures a site takes: `keys` by their files, and `identities` by Sigstore's `config`."""
+
+    keys: Mapping[str, Key]
+    identities: tuple[str, ...] = ()
+    config: str = ""
+
+    @classmethod
+    def of(cls, trust: TrustTable) -> Signers:
+        """Return those of the site. Raises UsageError for a faulty key."""
+        return cls({path: load_public(Path(path)) for path in trust.signers}, trust.identities, trust.sigstore)
+
+    def opened(self, bundle: bytes) -> tuple[dict[str, Any], str]:
+        """Return the statement in `bundle`, and who signed it, "" if none of these.
+
+        Raises ValueError for what is no bundle, and HostError for a keyless one without sigstore-python.
+        """
+        found, key = opened(bundle, list(self.keys.values()))
+        if key is not None:
+            return found, next(path for path, one in self.keys.items() if one is key)
+        return found, signed_by(bundle, found, self.identities, self.config)
+
+
 def judge(artifact: Path, receipt: Mapping[str, Any], trust: TrustTable, now: datetime) -> TrustVerdict:
     """Return why `receipt`, which is of the content of `artifact`, is trusted at the time `now`.
 
     Raises VerificationError, which says why it is not, and UsageError for a faulty key of the site.
     """
-    keys = {path: load_public(Path(path)) for path in trust.signers}
-    told, signer = _signed(artifact, receipt, "", keys)
-    others = []
+    signers, digest, others = Signers.of(trust), receipt["artifact"]["digest"], []
+    told, signer = signed(artifact, bundle_path(artifact), RECEIPT, "attestation", digest, signers)
     for name in PREDICATES:
-        if name and (name in trust.attestations or bundle_path(artifact, name).exists()):
-            _signed(artifact, receipt, name, keys)
+        place = bundle_path(artifact, name)
+        if name and (name in trust.attestations or place.exists()):
+            signed(artifact, place, PREDICATES[name], f"attestation of its {name}", digest, signers)
             others.append(name)
     return replace(_judged(artifact, receipt, told, trust, now, signer), others=tuple(others))
 
 
-def _signed(
-    artifact: Path, receipt: Mapping[str, Any], name: str, keys: Mapping[str, Key]
+def signed(
+    artifact: Path, place: Path, kind: str, title: str, digest: str, signers: Signers
 ) -> tuple[dict[str, Any], str]:
-    """Return the predicate of the attestation `name` of the artifact, and which of `keys` has signed it."""
-    place, title = bundle_path(artifact, name), f"attestation{f' of its {name}' if name else ''}"
+    """Return the predicate, of the type `kind`, of the attestation at `place`, and which of `signers` has signed it.
+
+    Raises VerificationError when none has, and when it is not of the content with the `digest` of `artifact`; `title`
+    is what is missing then.
+    """
     try:
-        found, by = opened(read_bundle(place), list(keys.values()))
+        found, by = signers.opened(read_bundle(place))
     except FileNotFoundError:
         raise _refused(artifact, f"it has no {title}") from None
     except (OSError, ValueError) as error:
         raise _refused(artifact, f"{place} cannot be read: {error}") from error
-    if by is None:
+    if not by:
         raise _refused(artifact, f"no signer of the site has signed {place.name}")
-    if found["predicateType"] != PREDICATES[name]:
-        wanted = name or "receipt"
-        raise _refused(artifact, f"{place.name} attests {found['predicateType']!r:.80}, and no {wanted}")
-    if receipt["artifact"]["digest"] not in [f"sha256:{row['digest']['sha256']}" for row in found["subject"]]:
+    if found["predicateType"] != kind:
+        raise _refused(artifact, f"{place.name} is no {title}: it has {found['predicateType']!r:.80}")
+    if digest not in [f"sha256:{row['digest']['sha256']}" for row in found["subject"]]:
         raise _refused(artifact, f"{place.name} is of another artifact")
-    return found["predicate"], next(path for path, key in keys.items() if key is by)
+    return found["predicate"], by
 
 
 def _judged(
@@ -104,7 +131,7 @@ def _judged(
         raise _refused(artifact, f"its verification is of the future: {told['verified_at']}")
     if most is not None and age > most:
         raise _refused(artifact, f"it was verified at {told['verified_at']}, more than {trust.max_age} ago")
-    return TrustVerdict(Path(signer), told["verified_at"])
+    return TrustVerdict(signer, told["verified_at"])
 
 
 def _fixed(receipt: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from lab.fake_registry import Call, fake_registry
 
 from envbuild.cache.http import Transport
 from envbuild.image.blobs import Blobs
-from envbuild.image.model import OCI_MANIFEST, Descriptor
+from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
 from envbuild.image.registry import Registry, open_registry
 
 from .conftest import Command, link_tree, own_copy
@@ -298,6 +298,53 @@ def test_an_image_file_is_pulled_to_the_same_bytes_by_its_segments(
         assert node("trust", "trusted.sqsh").returncode == 0
     finally:
         Path(f"{squash['enroot']['path']}.sigstore.json").unlink()
+
+
+def test_an_environment_is_built_from_what_was_pushed_without_any_index(
+    pt_cpu: dict[str, Any], tmp_path: Path, server: lab_registry.Lab
+) -> None:
+    builder, tag = pt_cpu["command"], f"{server.address}/team/pt:venv"
+    site = command(tmp_path, "node", server.address).env["ENVBUILD_SITE"]
+    push = Command(builder.folder, {**builder.env, "ENVBUILD_SITE": site, "ENVBUILD_CACHE": ""})
+    node = Command(
+        tmp_path, {"ENVBUILD_STORE": str(tmp_path / "node"), "ENVBUILD_SITE": site, "ENVBUILD_CACHE": "",
+                   "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+    )  # fmt: skip
+    sent = push.json("push", pt_cpu["path"], tag)
+    assert sent["digest"] == pt_cpu["digest"] and sent["uploaded_bytes"] > 100_000_000
+    assert push.json("push", pt_cpu["path"], tag)["uploaded_bytes"] == 0
+    made = node.json("pull", tag, "--out", "env")
+    assert made["digest"] == pt_cpu["digest"] and made["fetched_bytes"] == made["bytes"]
+    receipt = json.loads(Path(made["receipt"]).read_text())
+    assert receipt["passed"] and receipt["artifact"]["path"] == str(tmp_path / "env")
+    again = node.json("pull", tag, "--out", "other", "--no-verify")
+    assert again["fetched_bytes"] < 0.01 * again["bytes"] and again["receipt"] is None
+    done = node("pull", tag, "--out", "x.sqsh")
+    assert done.returncode == 2 and "is an environment" in done.stderr
+    _, public = keys(tmp_path, "ci")
+    with Path(site).open("a") as stream:
+        stream.write(f'[trust]\nsigners = ["{public}"]\n')
+    done = node("pull", tag, "--out", "trusted")
+    assert done.returncode == 5 and "no attestation" in done.stderr and not list(tmp_path.glob("trusted*"))
+
+
+def test_a_layout_is_pushed_as_the_image_that_it_is(
+    layout: dict[str, Any], tmp_path: Path, server: lab_registry.Lab
+) -> None:
+    push = command(tmp_path, "store", server.address)
+    done = push("push", f"oci:{layout['path']}", f"{server.address}/team/pt:image")
+    assert done.returncode == 4 and "images for 2 platforms" in done.stderr, done.stderr
+    image = tmp_path / "one"
+    raw = json.loads((Path(layout["path"]) / "index.json").read_text())
+    link_tree(layout["path"], image)
+    index = json.loads((image / "blobs/sha256" / raw["manifests"][0]["digest"][7:]).read_text())
+    (image / "index.json").unlink()
+    (image / "index.json").write_text(json.dumps({**raw, "manifests": index["manifests"][:1]}))
+    sent = push.json("push", f"oci:{image}", f"{server.address}/team/pt:image")
+    assert sent["digest"] == index["manifests"][0]["digest"]
+    line = ["skopeo", "inspect", "--raw", "--tls-verify=false", f"docker://{server.address}/team/pt:image"]
+    seen = subprocess.run(line, capture_output=True, check=True).stdout
+    assert digest_of(seen) == sent["digest"]
 
 
 def test_a_changed_line_moves_one_small_segment(

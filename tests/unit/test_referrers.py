@@ -24,9 +24,10 @@ from envbuild.errors import BuildError
 from envbuild.image.model import OCI_INDEX, OCI_MANIFEST, canonical, digest_of
 from envbuild.image.referrers import attach, referrers
 from envbuild.image.registry import Registry, open_registry
-from envbuild.kinds.attached import fetch_bundles, push_bundles
+from envbuild.kinds.attached import attached, keep_bundles, push_bundles
 from envbuild.store.store import Store
 from envbuild.trust.bundle import BUNDLE, PREDICATES, bundle_path, sign, statement
+from envbuild.trust.policy import Signers
 from envbuild.verify.receipt import receipt_path
 
 IMAGE = canonical({"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": {}, "layers": []})
@@ -97,7 +98,8 @@ class Place:
         push_bundles(self.registry, DIGEST, made, self.store)
 
     def fetch(self) -> dict[str, Any] | None:
-        place = fetch_bundles(self.registry, DIGEST, [self.signer.public_key], self.store)
+        bundles = attached(self.registry, DIGEST, self.store)
+        place = keep_bundles(bundles, DIGEST, Signers({"ci.pub": self.signer.public_key}), self.store)
         if place is None:
             return None
         assert all(bundle_path(place, name).exists() for name in PREDICATES)
@@ -208,4 +210,4 @@ def test_a_registry_that_fails_is_named(tmp_path: Path, status: int) -> None:
         reach = Transport(insecure=frozenset([server.address]), retries=0)
         registry = open_registry(f"{server.address}/team/x@{DIGEST}", reach, {})
         with pytest.raises(BuildError, match=re.escape(f"what is attached to {server.address}/team/x@{DIGEST}")):
-            fetch_bundles(registry, DIGEST, [], Store(tmp_path))
+            list(attached(registry, DIGEST, Store(tmp_path)))

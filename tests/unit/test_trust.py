@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -224,7 +225,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Place], Any], str]] = {
     "a signature that is no base64": (forge(lambda b: b["dsseEnvelope"]["signatures"][0].update(sig="*")), "cannot"),
     "no envelope": (forge(lambda b: b.pop("dsseEnvelope")), "its form is another one"),
     "signatures that are no list": (forge(lambda b: b["dsseEnvelope"].update(signatures=7)), "its form"),
-    "another predicate's type": (resign("predicateType", "https://slsa.dev/provenance/v1"), "and no receipt"),
+    "another predicate's type": (resign("predicateType", "https://slsa.dev/provenance/v1"), "is no attestation"),
     "another statement's type": (resign("_type", "https://in-toto.io/Statement/v2"), "its statement is"),
     "no subject": (resign("subject", []), "of another artifact"),
     "another subject": (resign("subject", [{"name": "x", "digest": {"sha256": "0" * 64}}]), "of another artifact"),
@@ -329,6 +330,51 @@ def test_jobs_take_what_the_site_trusts_alone(place: Place) -> None:
         place.run(*line, "--unverified")
     opened_ = open_artifact(str(place.venv), ("venv",), None, unverified=True)
     check_trust(opened_, TrustTable())  # a site without signers
+
+
+def make_bundle(folder: Path) -> Path:
+    """A folder with the parts of a bundle."""
+    files = {"recipes/lab/recipe.toml": "name", "store/wheels/0/x.whl": "zip", "envbuild/envbuild/__init__.py": ""}
+    about = {"format": 1, "recipe": "lab", "target": "cpu-x86_64", "kinds": ["venv"]}
+    for name, text in {**files, "bundle.json": json.dumps(about)}.items():
+        (folder / "bundle" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "bundle" / name).write_text(text)
+    return folder / "bundle"
+
+
+def test_a_bundle_is_attested_with_all_of_its_files(place: Place) -> None:
+    bundle = make_bundle(place.folder)
+    with pytest.raises(VerificationError, match="it has no attestation"):
+        place.run("trust", str(bundle))
+    for _ in range(2):
+        made = json.loads(place.run("attest", str(bundle), "--key", str(place.key), "--json").stdout)
+        assert made["path"] == str(bundle / "bundle.sigstore.json")
+    shutil.copytree(bundle, moved := place.folder / "moved")
+    told = json.loads(place.run("trust", str(moved), "--json").stdout)
+    assert told["digest"] == made["digest"] and told["signer"] == str(place.folder / "ci.pub")
+    place.run("attest", str(bundle), "--key", str(place.stranger))
+    with pytest.raises(VerificationError, match=r"no signer of the site has signed bundle\.sigstore\.json"):
+        place.run("trust", str(bundle))
+
+
+@pytest.mark.parametrize(
+    ("name", "tamper"),
+    [
+        ("store/wheels/0/x.whl", lambda file: file.write_text("zap")),
+        ("recipes/lab/recipe.toml", lambda file: file.unlink()),
+        ("envbuild/__pycache__/planted.pyc", lambda file: (file.parent.mkdir(), file.write_text("code"))),
+        ("envbuild/envbuild/__init__.py", lambda file: file.chmod(0o4755)),
+        ("bundle.json", lambda file: file.write_text(file.read_text().replace("cpu", "gpu"))),
+        ("envbuild.manifest", lambda file: file.write_text(file.read_text().replace("x.whl", "y.whl"))),
+    ],
+)
+def test_a_bundle_that_was_tampered_with_is_refused(place: Place, name: str, tamper: Callable[[Path], Any]) -> None:
+    bundle = make_bundle(place.folder)
+    place.run("attest", str(bundle), "--key", str(place.key))
+    tamper(bundle / name)
+    with pytest.raises(VerificationError) as caught:
+        place.run("trust", str(bundle))
+    assert f"{name} changed since it was attested" in str(caught.value) or "of another artifact" in str(caught.value)
 
 
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=9), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=5), x), max_leaves=9)  # fmt: skip # noqa: E501

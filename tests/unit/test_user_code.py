@@ -93,7 +93,7 @@ def test_a_script_is_part_of_the_recipe_and_of_the_artifacts_state(tmp_path: Pat
     second = load(tmp_path, table)
     assert len({plain.digest, first.digest, second.digest}) == 3
     assert second.script == (tmp_path / "recipes/mine/../train.py", "print(2)\n")
-    with pytest.raises(UsageError, match="outside of the folder that is bundled"):
+    with pytest.raises(UsageError, match="outside of the recipe's folder"):
         make_bundle(second, Target("cpu", "x86_64"), load_environment({}), tmp_path / "bundle", str)
 
 

@@ -1,0 +1,168 @@
+"""Environments in registries: `push` sends what their build reads, `pull` builds the same environment from it.
+
+An environment has its path in some of its files, so it is not copied. Its manifest has the recipe's files with the
+locks, the wheels and packages, each as a blob, which registries and stores keep once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+
+from envbuild.artifacts.state import State
+from envbuild.environment import Environment
+from envbuild.errors import BuildError, UsageError
+from envbuild.files import link_or_copy, parse_json
+from envbuild.image.blobs import file_digest
+from envbuild.image.model import Descriptor, is_digest
+from envbuild.image.registry import Pushed, Registry
+from envbuild.kinds import ARTIFACTS, FolderArtifact
+from envbuild.kinds.folder import make_environment, prepare_folder
+from envbuild.kinds.inputs import BY_DIGEST, check_portable, read_by, recipe_files
+from envbuild.kinds.prepare import prepare
+from envbuild.kinds.share import MOST, PulledArtifact, attested_receipt, push_blobs
+from envbuild.progress import log, transfer
+from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.targets import Target
+from envbuild.store.pieces import INPUT
+
+_RECIPE = "recipe"
+_PLACE = re.compile(rf"({'|'.join(BY_DIGEST)})/([0-9a-f]{{64}})/([^/\0]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentInputs:
+    """What an environment is built from: `files` are the digests of the files by their places.
+
+    A place is `recipe/PATH`, or a path in a store. `digest` is that of the environment, `plan` that of its plan.
+    """
+
+    kind: str
+    name: str
+    target: str
+    digest: str
+    plan: str
+    compile_bytecode: bool
+    files: Mapping[str, str]
+
+
+def push_environment(
+    path: Path, kind: FolderArtifact, state: State, loaded: LoadedRecipe, registry: Registry, environment: Environment
+) -> tuple[str, Pushed]:
+    """Push what the environment at `path` was built from, with its receipt and attestations, to the reference.
+
+    Returns the digest of the manifest, and what was uploaded. Raises UsageError when `loaded`, its locks or envbuild
+    changed since it was built, LockError and BuildError.
+    """
+    check_portable(loaded, "a pushed environment")
+    target = Target.parse(state.target)
+    for compiled in (False, True):
+        plan, trainer = prepare(
+            loaded, target, environment, artifact=kind.name, conda=kind.of_conda, compile_bytecode=compiled,
+            locked=True, offline=False, log=log,
+        )  # fmt: skip
+        if plan.digest == state.plan_digest:
+            break
+    else:
+        raise UsageError(
+            f"{path} was built from another recipe, lock or version of envbuild than {loaded.folder} has now",
+            f"build it again: envbuild {kind.name} {loaded.recipe.name} --out {path}",
+        )
+    places: dict[str, Path] = {}
+    files: dict[str, str] = {}
+    for file in recipe_files(loaded.folder):
+        files[f"{_RECIPE}/{file.relative_to(loaded.folder)}"] = digest = file_digest(file)
+        places[digest] = file
+    for file, place in read_by([(plan, trainer)], environment, offline=False):
+        files[place] = digest = f"sha256:{place.split('/')[-2]}"
+        places[digest] = file
+    about = EnvironmentInputs(kind.name, loaded.recipe.name, target.name, state.digest, plan.digest, compiled, files)
+    blobs = [Descriptor(INPUT, digest, place.stat().st_size) for digest, place in places.items()]
+    return push_blobs(path, asdict(about), blobs, places, registry, environment.store)
+
+
+def pull_environment(
+    data: bytes, blobs: Sequence[Descriptor], registry: Registry, out: Path, environment: Environment, *, verify: bool
+) -> PulledArtifact:
+    """Build the environment that the configuration `data` of a manifest with `blobs` describes, at `out`.
+
+    With `verify` it is verified there: its receipt is of this host. Raises what its build raises, BuildError for a
+    damaged manifest or a plan of another version of envbuild, UsageError for `out` of an image file, and
+    VerificationError when the site trusts only what signers attested.
+    """
+    where, store = str(registry.reference), environment.store
+    if out.suffix in (".sqsh", ".sif"):
+        raise UsageError(f"{where} is an environment", "give the path of a folder")
+    about = _read(data, blobs, where)
+    kind = ARTIFACTS.get(about.kind)
+    if not isinstance(kind, FolderArtifact):
+        raise BuildError(f"{where}: {about.kind!r:.40} is no kind of environment")
+    with store.working("opened") as folder:
+        attested_receipt(blobs, folder / "environment", about.digest, out, environment)
+        sizes = {blob.digest: blob for blob in blobs}
+        wanted = [
+            sizes[digest] for place, digest in about.files.items()
+            if place.startswith(f"{_RECIPE}/") or not store.digests.keep(store.root / place, digest[7:])
+        ]  # fmt: skip
+        fetched = sum(blob.size for blob in wanted)
+        with transfer(f"pulling {where}: {len(wanted)} of {len(about.files)} files", fetched) as on_progress:
+            registry.fetch_blobs(wanted, store.blobs, on_progress)
+        new = {blob.digest for blob in wanted}
+        for place, digest in about.files.items():
+            if place.startswith(f"{_RECIPE}/"):
+                file = folder / about.name / PurePosixPath(place).relative_to(_RECIPE)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(store.blobs.read(digest))
+            elif digest in new:
+                home, sha256, name = place.rsplit("/", 2)
+                link_or_copy(store.blobs.path(digest), folder / "new")
+                store.adopt(folder / "new", sha256, name, home)
+        loaded = load_recipe(folder / about.name / "recipe.toml")
+        plan, trainer = prepare_folder(
+            kind, loaded, Target.parse(about.target), environment, compile_bytecode=about.compile_bytecode,
+            locked=True, offline=True, log=log,
+        )  # fmt: skip
+        if plan.digest != about.plan:
+            raise BuildError(
+                f"{where} was pushed from the plan {about.plan[:19]}, and here it is {plan.digest[:19]}",
+                "use the version of envbuild that pushed it, or build it from its recipe",
+            )
+        made = make_environment(kind, plan, trainer, environment, out, offline=True, verify=verify)
+    if made.digest != about.digest:
+        raise BuildError(f"{where}: it is {made.digest} here, and {about.digest} where it was built")
+    size = sum(sizes[digest].size for digest in set(about.files.values()))
+    return PulledArtifact(made.path, made.digest, made.target, size, fetched, made.receipt)
+
+
+def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> EnvironmentInputs:
+    """Return what a configuration describes, whose files are among `blobs`. Raises BuildError for a damaged one."""
+    sizes = {blob.digest: blob.size for blob in blobs}
+    try:
+        found = parse_json(data)
+        about = EnvironmentInputs(**{name: found[name] for name in EnvironmentInputs.__slots__})
+        texts = (about.kind, about.name, about.target, about.digest, about.plan)
+        if not all(isinstance(text, str) for text in texts) or not re.fullmatch(r"[\w.-]+", about.name):
+            raise ValueError("a name or a digest")
+        for place, digest in about.files.items():
+            if not is_digest(digest) or digest not in sizes:
+                raise ValueError("a file without a blob")
+            if place.startswith(f"{_RECIPE}/"):
+                fine = ".." not in PurePosixPath(place).parts and sizes[digest] <= MOST
+            else:
+                parts = _PLACE.fullmatch(place)
+                fine = parts is not None and digest == f"sha256:{parts[2]}" and parts[3] not in (".", "..")
+            if not fine:
+                raise ValueError(f"a file at {place!r:.80}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BuildError(f"{where}: its configuration cannot be understood: {error!r:.80}") from error
+    return about
+
+
+def is_environment(data: bytes) -> bool:
+    """Return whether the configuration of a manifest is that of an environment."""
+    try:
+        return isinstance(parse_json(data)["files"], dict)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return False
