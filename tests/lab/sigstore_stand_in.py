@@ -163,12 +163,7 @@ def _usage(*, ca: bool = False) -> x509.KeyUsage:
         ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only",
          "decipher_only"), False
     )  # fmt: skip
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
-        **others,
-    )
+    return x509.KeyUsage(digital_signature=not ca, key_cert_sign=ca, crl_sign=ca, **others)
 
 
 @dataclass(frozen=True)
