@@ -11,10 +11,12 @@ from typing import Any
 
 import click
 
-from envbuild.cli.common import log, print_json, run_environment
+from envbuild.cli.common import attested_images, log, print_json, run_environment
 from envbuild.cli.options import PATH, Names, with_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError, VerificationError
+from envbuild.jobs.artifact import check_trust, open_artifact
+from envbuild.kinds import ARTIFACTS
 
 
 @click.command("verify")
@@ -23,11 +25,14 @@ from envbuild.errors import UsageError, VerificationError
 @click.option("--nproc-per-node", type=click.IntRange(1, 64), help="Ranks of each node. Default: the recipe's.")
 @click.option("--epochs", type=click.IntRange(2, 10000), help="Epochs to train. Default: the recipe's.")
 @click.option("--faults", is_flag=True, help="Kill a rank mid-training; the job must finish from its snapshot.")
+@click.option("--untrusted", is_flag=True, help="Also start what no signer of the site has attested.")
 @with_options("runtime", "json")
-def verify_command(path: Path, runtime: str | None, as_json: bool, **overrides: Any) -> None:
+def verify_command(path: Path, untrusted: bool, runtime: str | None, as_json: bool, **overrides: Any) -> None:
     """Train in the artifact at PATH over several simulated nodes, judge it, write its receipt.
 
-    Exit code 5 when a check fails; the receipt beside PATH then says so, and the nodes' logs are kept.
+    Exit code 5 when a check fails; the receipt beside PATH then says so, and the nodes' logs are kept. Where the site
+    names signers ([trust]), only what one of them attested is started; the attested receipt then stays, and the new one
+    is PATH.here.receipt.json.
 
     PATH is the folder of a venv or conda environment, a .sqsh or a .sif.
 
@@ -40,14 +45,21 @@ def verify_command(path: Path, runtime: str | None, as_json: bool, **overrides: 
     from envbuild.kinds.commit import verify_artifact
     from envbuild.verify.receipt import check_lines, failures, receipt_path
 
-    state, receipt = verify_artifact(path, run_environment(), overrides, runtime)
+    environment = run_environment()
+    trust, beside = environment.site.trust, path
+    if trust.restricts and not untrusted:
+        fetch = attested_images(environment.site)
+        kinds = tuple(ARTIFACTS)
+        check_trust(open_artifact(f"{path.parent}/{path.name}", kinds, None, unverified=True, fetch=fetch), trust)
+        beside = path.with_name(f"{path.name}.here")
+    state, receipt = verify_artifact(path, environment, overrides, runtime, beside)
     for line in check_lines(receipt):
         log(line)
     if as_json:
         told = {
             "path": str(path.absolute()),
             "digest": receipt["artifact"]["digest"],
-            "receipt": str(receipt_path(path).absolute()),
+            "receipt": str(receipt_path(beside).absolute()),
             "target": state.target,
             "seconds": receipt["seconds"],
             "passed": receipt["passed"],
@@ -55,7 +67,7 @@ def verify_command(path: Path, runtime: str | None, as_json: bool, **overrides: 
         print_json(told)
     if not receipt["passed"]:
         raise VerificationError(
-            failures(receipt), f"the evidence is in {receipt_path(path)}, the nodes' logs in {receipt['logs']}"
+            failures(receipt), f"the evidence is in {receipt_path(beside)}, the nodes' logs in {receipt['logs']}"
         )
     if not as_json:
         click.echo(path)

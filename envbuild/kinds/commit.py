@@ -103,19 +103,22 @@ def open_subject(path: Path, environment: Environment | None = None, runtime: st
 
 
 def verify_artifact(
-    path: Path, environment: Environment, overrides: dict[str, Any], runtime: str | None = None
+    path: Path, environment: Environment, overrides: dict[str, Any], runtime: str | None, beside: Path
 ) -> tuple[State, dict[str, Any]]:
-    """Verify the artifact at `path` again, and write its receipt, passing or not; return its state and the receipt."""
+    """Verify the artifact at `path` again, and write its receipt, passing or not, beside `beside`, mostly `path`.
+
+    Returns its state and the receipt.
+    """
     subject = open_subject(path, environment, runtime)
     check_built_torch(subject.state, path)
     verdict = _verdict(subject, settings_of(subject.state.verify, overrides), environment, path)
     receipt = make_receipt(subject, verdict, path)
     receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
     with atomic.writing(path.parent):
-        write_receipt(receipt, path)
+        write_receipt(receipt, beside)
     from envbuild.trust.bundle import bundle_path
 
-    if (attestation := bundle_path(path)).exists():
+    if beside == path and (attestation := bundle_path(path)).exists():
         log(f"{attestation} attests the receipt before this one; `envbuild attest {path} --key KEY` attests this one")
     return subject.state, receipt
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab import registry as lab_registry
 from lab import slurm
 from lab.apptainer import Apptainer
 from lab.conda_channel import Channel
@@ -108,6 +109,22 @@ def test_the_environment_is_verified(pt_conda: Site) -> None:
     assert not again["built"] and not again["verified"]
     assert again["digest"] == pt_conda.made["digest"]
     assert str(pt_conda.command.folder) not in receipt["artifact"]["digest"]
+
+
+def test_it_is_built_from_what_was_pushed_without_any_channel(pt_conda: Site, tmp_path: Path) -> None:
+    if (reason := lab_registry.missing()) is not None:
+        pytest.skip(reason)
+    with lab_registry.registry(tmp_path / "registry") as server:
+        settings = tmp_path / "site.toml"
+        settings.write_text(f'[registries."{server.address}"]\ninsecure = true\n')
+        tag, line = f"{server.address}/team/pt:conda", {"ENVBUILD_SITE": str(settings)}
+        pt_conda.command.json("push", pt_conda.prefix, tag, **line)
+        node = Command(tmp_path, {**line, "ENVBUILD_STORE": str(tmp_path / "node"), "PIP_NO_INDEX": "1"})
+        made = node.json("pull", tag, "--out", "env", "--no-verify")
+    assert made["digest"] == pt_conda.made["digest"] and made["fetched_bytes"] == made["bytes"]
+    shown = "import torch, sys; print(sys.prefix, torch.ones(2).sum().item())"
+    told = subprocess.run([tmp_path / "env/bin/python", "-c", shown], capture_output=True, text=True, check=True)
+    assert told.stdout.split() == [str(tmp_path / "env"), "2.0"]
 
 
 def test_its_programs_run_from_where_it_lies(pt_conda: Site) -> None:

@@ -184,7 +184,11 @@ def test_an_attested_sif_is_verified_by_apptainer_and_trusted_without_any_other_
     assert "alone.sif" in command("job", alone, "--site", site, "--nodes", "1", "--strategy", "single").stdout
     python = (*FLAGS, "--cleanenv", "--no-home", alone, "python", "-c", "import torch; print(torch.ones(2))")
     assert real_apptainer("exec", *python).stdout.strip() == "tensor([1., 1.])"
+    quick = ("--nodes", "2", "--nproc-per-node", "1", "--epochs", "2")
+    again = command.json("verify", alone, *quick, ENVBUILD_SITE=str(site))
+    assert again["passed"] and again["receipt"] == f"{alone}.here.receipt.json" and not receipt_path(alone).exists()
     site.write_text(site.read_text().replace("ci.pub", "stranger.pub"))
+    assert command("verify", alone, *quick, ENVBUILD_SITE=str(site)).returncode == 5
     refused = command("trust", alone, "--site", site)
     assert refused.returncode == 5 and "no receipt that says that it passed" in refused.stderr, refused.stderr
     site.write_text(site.read_text().replace("stranger.pub", "ci.pub"))

@@ -377,6 +377,14 @@ def test_a_bundle_that_was_tampered_with_is_refused(place: Place, name: str, tam
     assert f"{name} changed since it was attested" in str(caught.value) or "of another artifact" in str(caught.value)
 
 
+def test_verify_starts_what_the_site_trusts_alone(place: Place) -> None:
+    with pytest.raises(VerificationError, match="is not trusted: it has no attestation"):
+        place.run("verify", str(place.venv))
+    with pytest.raises(EnvbuildError) as caught:  # it is no environment that could be started
+        place.run("verify", str(place.venv), "--untrusted")
+    assert "trusted" not in caught.value.message
+
+
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=9), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=5), x), max_leaves=9)  # fmt: skip # noqa: E501
 
 
