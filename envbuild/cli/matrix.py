@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import click
 
 from envbuild.cli.common import log, open_recipe
 from envbuild.cli.options import Names
+from envbuild.data import load_table
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError, joined
 from envbuild.kinds import ARTIFACTS
@@ -25,8 +25,6 @@ from envbuild.matrix import (
 )
 from envbuild.recipe.find import list_recipes, search_folders
 from envbuild.toml import nearest
-
-_RUNNERS = Path(__file__).parents[1] / "data" / "runners.toml"
 
 
 @click.command("matrix")
@@ -67,8 +65,7 @@ def matrix_command(
     for name in artifacts:
         if name not in ARTIFACTS:
             raise UsageError(f"no artifact {name!r}{nearest(name, ARTIFACTS)}")
-    defaults = tomllib.loads(_RUNNERS.read_text(encoding="utf-8"))
-    labels = parse_runners(runners, defaults["gitlab" if form == "gitlab" else "github"])
+    labels = parse_runners(runners, load_table("runners")["gitlab" if form == "gitlab" else "github"])
     environment = load_environment()
     chosen = _choose(recipes, environment)
     check_targets(chosen, targets)

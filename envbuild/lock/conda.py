@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import re
@@ -95,15 +94,6 @@ class CondaLock:
 def conda_platform(target: Target) -> str:
     """Return the platform in conda's spelling: linux-64 or linux-aarch64."""
     return {"x86_64": "linux-64", "aarch64": "linux-aarch64"}[target.arch]
-
-
-@functools.cache
-def conda_data() -> dict[str, Any]:
-    """Return the contents of data/conda.toml."""
-    from importlib import resources
-
-    text = resources.files("envbuild.data").joinpath("conda.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
 
 
 def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
