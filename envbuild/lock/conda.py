@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import tomllib
@@ -13,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from envbuild.errors import LockError
+from envbuild.fingerprint import json_digest
 from envbuild.lock.built import wheel_files
 from envbuild.lock.format import Lock, without_credentials
 from envbuild.names import normalise
@@ -79,7 +79,7 @@ class CondaLock:
         """sha256 of the packages to install, independent of the file's layout and of their source."""
         packages = [[p.name, p.version, p.build, p.subdir, p.sha256] for p in self.packages]
         content = [self.target, packages, self.pip.digest]
-        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json_digest(content)
 
     @property
     def versions(self) -> dict[str, str]:

@@ -7,7 +7,6 @@ at the top. The file never holds a URL: the site decides which index or mirror s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from envbuild.errors import LockError
 from envbuild.files import parse_json
+from envbuild.fingerprint import json_digest
 from envbuild.lock.lifecycle import package_changes, read_lock_file
 from envbuild.names import normalise
 
@@ -85,7 +85,7 @@ class Lock:
         content: list[object] = [self.target, self.python, [[p.name, p.version, p.hashes] for p in self.packages]]
         if self.built:  # keeps the digest of locks of wheels alone unchanged
             content.append([built_row(one) for one in self.built])
-        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json_digest(content)
 
     @property
     def versions(self) -> dict[str, str]:

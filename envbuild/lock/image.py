@@ -6,7 +6,6 @@ archive's pool) or the digest of an existing image, and neither mirrors nor cred
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +13,10 @@ from typing import Any
 
 from envbuild.debian.lock import DebianLock, from_table
 from envbuild.errors import LockError
-from envbuild.image.model import digest_of, is_digest
+from envbuild.fingerprint import json_digest
+from envbuild.image.model import is_digest
 from envbuild.lock.lifecycle import package_changes, read_lock_file
-from envbuild.toml import parse_toml
+from envbuild.toml import parse_toml, toml_pairs
 
 FORMAT = 1
 
@@ -45,7 +45,7 @@ class ImageLock:
             content: list[Any] = ["oci", self.base.digest]
         else:
             content = ["debian", [[p.name, p.version, p.sha256] for p in self.base.packages]]
-        return digest_of(json.dumps(content).encode())
+        return json_digest(content)
 
 
 def image_lock_name(target: str) -> str:
@@ -56,25 +56,17 @@ def image_lock_name(target: str) -> str:
 def render_image(lock: ImageLock) -> str:
     """Return the text of the lock; `parse_image` returns an equal lock."""
     head = {"format": FORMAT, "recipe": lock.recipe, "target": lock.target, "recipe-digest": lock.recipe_digest}
-    lines = [f"# envbuild image lock; made by: envbuild lock {lock.recipe} --target {lock.target}", *_pairs(head), ""]
+    title = f"# envbuild image lock; made by: envbuild lock {lock.recipe} --target {lock.target}"
+    lines = [title, *toml_pairs(head), ""]
     if isinstance(lock.base, OciLock):
-        lines += ["[oci]", *_pairs(asdict(lock.base))]
+        lines += ["[oci]", *toml_pairs(asdict(lock.base))]
     else:
         table = lock.base.as_toml_table()
         packages = table.pop("package")
         # One line for each package, so that a diff lists the changed ones.
-        rows = [f"  {{ {', '.join(_pairs(package))} }}," for package in packages]
-        lines += ["[debian]", *_pairs(table), "package = [", *rows, "]"]
+        rows = [f"  {{ {', '.join(toml_pairs(package))} }}," for package in packages]
+        lines += ["[debian]", *toml_pairs(table), "package = [", *rows, "]"]
     return "\n".join(lines) + "\n"
-
-
-def _pairs(table: Mapping[str, object]) -> list[str]:
-    return [f"{key} = {value if isinstance(value, int) else _text(str(value))}" for key, value in table.items()]
-
-
-def _text(value: str) -> str:
-    # JSON's escapes are valid TOML, except that JSON leaves DEL as it is, which TOML forbids.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def parse_image(text: str, source: str) -> ImageLock:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from envbuild.recipe.targets import target_problem
-from envbuild.toml import Document, Problem, form, key
+from envbuild.toml import Document, Problem, form, key, required
 
 layer_name_problem = form(r"[a-z0-9][a-z0-9_.+-]*", "is not a layer's name: lower-case letters, digits and . _ + -")
 option_problem = form(r"\S[^\n\x00]*", "is not one option on one line")
@@ -23,12 +23,8 @@ def patch_problem(text: str) -> str | None:
 class LayerTable:
     """`[layers.NAME]`: one layer that is built from source, replaced by a wheel, or provided by the host."""
 
-    version: str = field(
-        metadata={
-            "doc": "The version, as its project writes it.",
-            "pattern": r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$",
-            "example": "2.1.0",
-        }
+    version: str = required(
+        "The version, as its project writes it.", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", example="2.1.0"
     )
     kind: Literal["default", "source", "wheel", "host"] = key(
         "default",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from envbuild.fabrics import fabric_names
@@ -15,7 +15,7 @@ from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.targets import target_problem
 from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import INDEX_NAME
-from envbuild.toml import Document, Keys, Problem, key, nearest
+from envbuild.toml import Document, Keys, Problem, key, nearest, required
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
@@ -111,37 +111,24 @@ class ImageTable:
 class Recipe:
     """A complete recipe."""
 
-    name: str = field(
-        metadata={
-            "doc": "The recipe's name; the same as its folder's in recipes/NAME/recipe.toml.",
-            "pattern": NAME_PATTERN,
-            "example": "pt_cpu",
-        }
+    name: str = required(
+        "The recipe's name; the same as its folder's in recipes/NAME/recipe.toml.",
+        pattern=NAME_PATTERN, example="pt_cpu",
+    )  # fmt: skip
+    description: str = required(
+        "What the environment is for, in one line.", pattern=r"^\S([^\n]*\S)?$", example="PyTorch DDP on CPU"
     )
-    description: str = field(
-        metadata={
-            "doc": "What the environment is for, in one line.",
-            "pattern": r"^\S([^\n]*\S)?$",
-            "example": "PyTorch DDP on CPU",
-        }
-    )
-    python: str = field(metadata={"doc": "Version of Python, X.Y.", "choices": PYTHONS, "example": "3.11"})
-    requirements: tuple[str, ...] = field(
-        metadata={
-            "doc": "Packages of every target, as pip requirements (PEP 508), with git repositories, archives and"
-            " files of the recipe as `NAME @ ADDRESS`. No options.",
-            "check": checks.requirement_problem,
-            "example": ["numpy==2.2.6"],
-        }
-    )
-    targets: dict[str, TargetTable] = field(
-        metadata={
-            "doc": "The targets this recipe can be built for: ACCELERATOR-ARCH,"
-            " cpu, cuNNN (cu126) or rocmN.N (rocm6.4), x86_64 or aarch64.",
-            "key_check": target_problem,
-            "min_items": 1,
-        }
-    )
+    python: str = required("Version of Python, X.Y.", choices=PYTHONS, example="3.11")
+    requirements: tuple[str, ...] = required(
+        "Packages of every target, as pip requirements (PEP 508), with git repositories, archives and files of the"
+        " recipe as `NAME @ ADDRESS`. No options.",
+        check=checks.requirement_problem, example=["numpy==2.2.6"],
+    )  # fmt: skip
+    targets: dict[str, TargetTable] = required(
+        "The targets this recipe can be built for: ACCELERATOR-ARCH, cpu, cuNNN (cu126) or rocmN.N (rocm6.4), x86_64"
+        " or aarch64.",
+        key_check=target_problem, min_items=1,
+    )  # fmt: skip
     constraints: tuple[str, ...] = key(
         (), "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
         check=checks.constraint_problem, example=["setuptools<81"],

@@ -7,7 +7,7 @@ pyproject.toml" ([tool.setuptools.dynamic]).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from envbuild.errors import RecipeError
 from envbuild.files import read_small
 from envbuild.names import normalise
 from envbuild.recipe.checks import requirement_problem
-from envbuild.toml import Document, form, key, nearest, read
+from envbuild.toml import Document, form, key, nearest, read, required
 
 _MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 # Files from which a build backend learns the project's name and metadata.
@@ -28,14 +28,11 @@ _EXTRAS, _GROUPS = ("project", "optional-dependencies"), ("dependency-groups",)
 class ProjectTable:
     """`[project]`: the user's own code, which every artifact gets last. It is part of the plan, and of no lock."""
 
-    path: str = field(
-        metadata={
-            "doc": "The project's folder, relative to the recipe's: with pyproject.toml ([project] or [build-system])"
-            " or setup.py a wheel is built of it, else its files are copied.",
-            "pattern": r"^\S(.*\S)?$",
-            "example": "../..",
-        }
-    )
+    path: str = required(
+        "The project's folder, relative to the recipe's: with pyproject.toml ([project] or [build-system]) or setup.py"
+        " a wheel is built of it, else its files are copied.",
+        pattern=r"^\S(.*\S)?$", example="../..",
+    )  # fmt: skip
     module: str = key(
         "", "Copy the files under this module path instead of building a wheel. Default without a pyproject.toml:"
         " the folder's name.",
@@ -77,12 +74,11 @@ class OwnCode:
     @property
     def digest(self) -> str:
         """sha256 over all that determines what an artifact holds of it; if `editable`, no other file counts."""
-        import hashlib
-        import json
+        from envbuild.fingerprint import json_digest
 
         files = [one for one in self.files if not self.editable or one[0] in _METADATA]
         content = [str(self.root) if self.editable else "", self.module, files]
-        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json_digest(content)
 
 
 def declared_code(document: Document, table: ProjectTable) -> OwnCode:

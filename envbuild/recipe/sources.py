@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
+
+from envbuild.fingerprint import json_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class SourceLayer:
             content.append([[wheel.name, wheel.version] for wheel in self.build])
         if self.isolated:
             content.append("isolated")
-        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json_digest(content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from envbuild.toml.decode import Problem, closest, decode, json_schema, nearest
 from envbuild.toml.document import Document, Keys, parse_toml, read
-from envbuild.toml.keys import form, key
+from envbuild.toml.keys import form, key, required
+from envbuild.toml.write import toml_key, toml_pairs, toml_value
 
 __all__ = [
     "Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "nearest", "parse_toml", "read",
+    "required", "toml_key", "toml_pairs", "toml_value",
 ]  # fmt: skip

@@ -33,6 +33,11 @@ def key(default: T, doc: str, **rules: Unpack[Rules]) -> T:
     return cast(T, field(**how, metadata={"doc": doc, **rules}))
 
 
+def required(doc: str, **rules: Unpack[Rules]) -> Any:
+    """Return the dataclass field of a key that has to be there, with its meaning and rules."""
+    return field(metadata={"doc": doc, **rules})
+
+
 def form(pattern: str, what: str) -> Check:
     """Return a check for values that match all of `pattern`; its message is the value and `what`."""
     return lambda value: None if re.fullmatch(pattern, value) else f"{value!r} {what}"
