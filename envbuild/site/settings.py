@@ -38,11 +38,10 @@ def _index_problem(url: str) -> str | None:
     return "holds a user name or password; netrc is for these" if "@" in url.partition("://")[2] else None
 
 
-@dataclass(frozen=True, slots=True)
-class SiteFile:
-    """Contents of one site.toml."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteTables:
+    """The keys and tables that a site has as its files have them."""
 
-    store: str | None = key(None, "Folder of the store.", example="/scratch/envbuild")
     cache: str = key(
         "", "Repository of a registry in which builds share their results. ENVBUILD_CACHE goes over it.",
         pattern=CACHE, example="oci://registry.example.org/team/cache",
@@ -50,7 +49,6 @@ class SiteFile:
     cache_mode: Literal["read", "write", "readwrite"] = key(
         "read", "Whether builds read what the cache has, and write what they made. ENVBUILD_CACHE_MODE goes over it."
     )
-    recipes: tuple[str, ...] = key((), "Folders with more recipes, searched in this order.")
     mirrors: dict[str, tuple[str, ...]] = key(
         {}, "URL prefix of an index → prefixes tried before it, in this order.",
         key_check=url_problem, check=url_problem,
@@ -79,8 +77,16 @@ class SiteFile:
     kubernetes: jobs.KubernetesTable = key(jobs.KubernetesTable(), "Where and how pods run.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFile(SiteTables):
+    """Contents of one site.toml."""
+
+    store: str | None = key(None, "Folder of the store.", example="/scratch/envbuild")
+    recipes: tuple[str, ...] = key((), "Folders with more recipes, searched in this order.")
+
+
 @dataclass(frozen=True, slots=True)
-class Site:
+class Site(SiteTables):
     """Settings of a site.
 
     `files` are the files that were read; `said` maps each key that one of them sets, as `[table] key`, to that
@@ -90,25 +96,7 @@ class Site:
     name: str = "none"
     files: tuple[Path, ...] = ()
     store: Path = Path("/nonexistent/envbuild")
-    cache: str = ""
-    cache_mode: str = "read"
     recipe_folders: tuple[Path, ...] = ()
-    mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    indexes: Mapping[str, str] = field(default_factory=dict)
-    registries: Mapping[str, RegistryTable] = field(default_factory=dict)
-    debian: DebianTable = field(default_factory=DebianTable)
-    fabric: FabricTable = field(default_factory=FabricTable)
-    limits: LimitsTable = field(default_factory=LimitsTable)
-    trust: TrustTable = field(default_factory=TrustTable)
-    audit: AuditTable = field(default_factory=AuditTable)
-    scheduler: jobs.SchedulerTable = field(default_factory=jobs.SchedulerTable)
-    modules: jobs.ModulesTable = field(default_factory=jobs.ModulesTable)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    paths: jobs.PathsTable = field(default_factory=jobs.PathsTable)
-    stage: jobs.StageTable = field(default_factory=jobs.StageTable)
-    container: jobs.ContainerTable = field(default_factory=jobs.ContainerTable)
-    node: jobs.NodeTable = field(default_factory=jobs.NodeTable)
-    kubernetes: jobs.KubernetesTable = field(default_factory=jobs.KubernetesTable)
     said: Mapping[str, Path] = field(default_factory=dict)
 
     def registry(self, host: str) -> RegistryTable:
@@ -151,6 +139,7 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
         recipes += [_path(folder, file, env) for folder in settings.recipes]
         for table, given in document.data.items():
             if not isinstance(given, dict):
+                said[f"[] {table}"] = file
                 continue
             if table in _BY_ENTRY:
                 tables[table] |= getattr(settings, table)
