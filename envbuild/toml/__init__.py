@@ -5,6 +5,7 @@ to editors. A field may be a str, bool, int, float, Literal, another dataclass, 
 or `X | None` (in TOML, the key is left out), and its `key(...)` or `field(metadata=...)` may hold:
 
     doc        meaning of the key           example      a valid value, for the schema
+    name       its name, if not the field's
     pattern    regular expression           choices      the accepted values, or () -> them
     minimum    smallest number              check        function: value -> the mistake, or None
     min_items  smallest number of entries   key_check    the same, for the keys of a dict

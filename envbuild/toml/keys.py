@@ -14,6 +14,7 @@ Check = Callable[[Any], str | None]
 class Rules(TypedDict, total=False):
     """Rules of a key besides its meaning: see the package's docstring."""
 
+    name: str
     pattern: str
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]]
     minimum: int
