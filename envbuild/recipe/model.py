@@ -15,7 +15,7 @@ from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.targets import target_problem
 from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import INDEX_NAME
-from envbuild.toml import Document, Keys, Problem, key, nearest, required
+from envbuild.toml import Document, Keys, Problem, key, nearest, required, table_at
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
@@ -167,11 +167,10 @@ class Recipe:
 
 def duplicate_requirements(document: Document) -> Iterator[Problem]:
     """Yield projects that a target requires twice with different specifiers, whatever other mistakes the data have."""
-    every, targets = list(requirement_entries(document)), document.data.get("targets")
+    every = list(requirement_entries(document))
     common = [entry for entry in every if entry[0][0] == "requirements"]
     of_targets = [
-        [entry for entry in every if entry[0][:2] == ("targets", name)]
-        for name in (targets if isinstance(targets, dict) else ())
+        [entry for entry in every if entry[0][:2] == ("targets", name)] for name in table_at(document.data, "targets")
     ]
     for entries in of_targets or [[]]:
         first: dict[str, tuple[Keys, str]] = {}
@@ -186,12 +185,9 @@ def duplicate_requirements(document: Document) -> Iterator[Problem]:
 
 def index_mistakes(document: Document) -> Iterator[Problem]:
     """Yield packages in [indexes] that no list of requirements has, or that are there in two spellings."""
-    bound = document.data.get("indexes")
-    if not isinstance(bound, dict):
-        return
     known = sorted({checks.requirement_parts(text)[0] for _, text in requirement_entries(document)})
     seen = set[str]()
-    for project in bound:
+    for project in table_at(document.data, "indexes"):
         name = normalise(project)
         if name not in known:
             # uv binds direct requirements: a binding without effect would be dangerous.
@@ -203,9 +199,7 @@ def index_mistakes(document: Document) -> Iterator[Problem]:
 
 def image_mistakes(document: Document) -> Iterator[Problem]:
     """Yield keys of [image] that its base does not support, and a missing interpreter of an existing base."""
-    image = document.data.get("image", {})
-    if not isinstance(image, dict):
-        return
+    image = table_at(document.data, "image")
     if image.get("base", "debian") == "debian":
         for name in ("python", "build_base"):
             if image.get(name):
@@ -225,17 +219,15 @@ def channel_url(channel: str) -> str:
 
 def conda_mistakes(document: Document) -> Iterator[Problem]:
     """Yield conda settings that are missing or that have no effect without others."""
-    conda = document.data.get("conda")
-    has = isinstance(conda, dict) and bool(conda.get("dependencies"))
+    conda = table_at(document.data, "conda")
+    has = bool(conda.get("dependencies"))
     if document.data.get("environment") == "conda":
         if not has:
             yield (("environment",), "'conda' needs a [conda] table with `dependencies`")
-        image = document.data.get("image")
-        if isinstance(image, dict) and image.get("python"):
+        if table_at(document.data, "image").get("python"):
             yield (("image", "python"), "'python' in [image]: with environment = \"conda\" the interpreter is conda's")
-    if isinstance(conda, dict) and not has:
+    if "conda" in document.data and not has:
         yield ("conda",), "'dependencies' in [conda] is missing"
-    targets = document.data.get("targets")
-    for name, table in targets.items() if isinstance(targets, dict) else ():
-        if isinstance(table, dict) and table.get("conda") and not isinstance(conda, dict):
+    for name in table_at(document.data, "targets"):
+        if "conda" not in document.data and table_at(document.data, "targets", name).get("conda"):
             yield ("targets", name, "conda"), "'conda' of a target needs a [conda] table"

@@ -18,11 +18,11 @@ pattern, choices, minimum and check apply to each entry of a tuple or a dict.
 from __future__ import annotations
 
 from envbuild.toml.decode import Problem, closest, decode, json_schema, nearest
-from envbuild.toml.document import Document, Keys, parse_toml, read
+from envbuild.toml.document import Document, Keys, list_at, parse_toml, read, table_at, value_at
 from envbuild.toml.keys import form, key, required
 from envbuild.toml.write import toml_key, toml_pairs, toml_value
 
 __all__ = [
-    "Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "nearest", "parse_toml", "read",
-    "required", "toml_key", "toml_pairs", "toml_value",
+    "Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "list_at", "nearest",
+    "parse_toml", "read", "required", "table_at", "toml_key", "toml_pairs", "toml_value", "value_at",
 ]  # fmt: skip
