@@ -98,7 +98,6 @@ class LocalBuildHost:
         return self.work
 
     def run(self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path) -> int:
-        """See `BuildHost.run`."""
         everything = {**self.variables, **variables}
         program = command[0] if "/" in command[0] else shutil.which(command[0], path=everything["PATH"])
         with log.open("ab") as stream:

@@ -108,18 +108,9 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `envbuild plan --json` prints it."""
-        names = (
-            "recipe",
-            "recipe_digest",
-            "lock_digest",
-            "artifact",
-            "target",
-            "python",
-            "platform",
-            "compile_bytecode",
-        )
+        names = "recipe recipe_digest lock_digest artifact target python platform compile_bytecode"
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in names.split()},
             **({"base": self.base.digest} if self.base else {}),
             "digest": self.digest,
             "fabric": self.fabric,
