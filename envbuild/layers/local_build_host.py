@@ -108,11 +108,7 @@ class LocalBuildHost:
                 ["/bin/sh", "-c", _GUARD, "sh", program, *command[1:]], env=everything, cwd=Path(cwd),
                 stdout=stream.fileno(), stderr=subprocess.STDOUT, death_signal=signal.SIGTERM,
             )  # fmt: skip
-        try:
-            return child.wait()
-        except BaseException:
-            process.stop([child])
-            raise
+        return process.finish(child)
 
 
 def check_path(folder: Path) -> None:

@@ -14,7 +14,7 @@ from envbuild.layers.source_job import PLACE
 from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.sources import BuildWheel, HostLayer, Patch, SourceLayer
+from envbuild.recipe.sources import HostLayer, LockedPackage, Patch, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.toml import Keys, nearest
 
@@ -114,7 +114,7 @@ def compilers() -> tuple[str, ...]:
     return tuple(load_table("sources")["debian"]["packages"])
 
 
-def front_end() -> tuple[BuildWheel, ...]:
+def front_end() -> tuple[LockedPackage, ...]:
     """Return the wheel of pip, which builds Python projects."""
     return _wheels({"pip": load_table("sources")["build"]["any"]["pip"]})
 
@@ -174,7 +174,7 @@ def patches_of(loaded: LoadedRecipe, keys: Keys, patches: Sequence[str]) -> tupl
     return tuple(found)
 
 
-def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
+def _cuda(where: str, name: str, target: Target) -> tuple[LockedPackage, ...]:
     """Return the wheels with the headers of the target's CUDA."""
     version = target.version if target.family is CUDA else None
     known = load_table("sources")["cuda"]
@@ -190,8 +190,8 @@ def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
     raise RecipeError(f"{where}: {name} is built with CUDA's headers, and {why}", hint)
 
 
-def _wheels(rows: Mapping[str, Sequence[str]]) -> tuple[BuildWheel, ...]:
-    return tuple(BuildWheel(name, version, tuple(hashes)) for name, (version, *hashes) in rows.items())
+def _wheels(rows: Mapping[str, Sequence[str]]) -> tuple[LockedPackage, ...]:
+    return tuple(LockedPackage(name, version, tuple(hashes)) for name, (version, *hashes) in rows.items())
 
 
 def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[str]:

@@ -25,7 +25,6 @@ from envbuild.layers.trainer import NAME, Trainer
 from envbuild.lock.format import LockedPackage
 from envbuild.plan.plan import Plan
 from envbuild.recipe import accelerators
-from envbuild.recipe.sources import BuildWheel
 from envbuild.recipe.targets import ARCHES, Target
 from envbuild.store.entry import CacheEntry, fetched
 from envbuild.store.store import Store
@@ -84,7 +83,7 @@ def own_wheels(plan: Plan, trainer: Trainer, environment: Environment, offline: 
 
 
 def fetch_wheels(
-    wheels: Sequence[LockedPackage | BuildWheel], environment: Environment, indexes: Sequence[str] = (),
+    wheels: Sequence[LockedPackage], environment: Environment, indexes: Sequence[str] = (),
     bound: Mapping[str, str] = {}, *, offline: bool,
 ) -> list[Path]:  # fmt: skip
     """Return the files of `wheels`, verified by hash. Raises BuildError if no source has one of them.

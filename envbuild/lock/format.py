@@ -18,6 +18,7 @@ from envbuild.files import parse_json
 from envbuild.fingerprint import json_digest
 from envbuild.lock.lifecycle import package_changes, read_lock_file
 from envbuild.names import normalise
+from envbuild.recipe.sources import LockedPackage as LockedPackage
 
 FORMAT = 1
 _KEYS = ("recipe", "target", "python", "platform", "recipe-digest")
@@ -35,15 +36,6 @@ _FIELDS = {
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})$")
 _FAULTS = 100
 _FIRST_LINE = "# envbuild lock, format "
-
-
-@dataclass(frozen=True, slots=True)
-class LockedPackage:
-    """One distribution: normalised `name` (PEP 503), exact `version`, sha256 of each fitting wheel."""
-
-    name: str
-    version: str
-    hashes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
