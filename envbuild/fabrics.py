@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from envbuild.data import load_table
 from envbuild.errors import UsageError
-
-# Every recipe needs this file: importlib.resources would take ten milliseconds.
-_FILE = Path(__file__).parent / "data" / "fabrics.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +97,12 @@ class Fabric:
 def load_fabrics() -> Mapping[str, Fabric]:
     """Return all fabrics by name."""
     fabrics = {}
-    for name, row in tomllib.loads(_FILE.read_text(encoding="utf-8"))["fabrics"].items():
-        rows = tuple(Variable(**one) for one in row.pop("variables", ()))
-        options = tuple(FabricOptions(**_frozen(one)) for one in row.pop("options", ()))
-        adapter = FabricAdapter(**_frozen(row.pop("adapter"))) if "adapter" in row else None
-        fabrics[name] = Fabric(name=name, adapter=adapter, options=options, rows=rows, **_frozen(row))
+    for name, row in load_table("fabrics")["fabrics"].items():
+        own = _frozen(row)
+        rows = tuple(Variable(**one) for one in own.pop("variables", ()))
+        own["options"] = tuple(FabricOptions(**_frozen(one)) for one in row.get("options", ()))
+        own["adapter"] = FabricAdapter(**_frozen(row["adapter"])) if "adapter" in row else None
+        fabrics[name] = Fabric(name=name, rows=rows, **own)
     return fabrics
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of installed packages.
+"""Fingerprints of data, and of installed packages.
 
 A distribution's fingerprint covers its RECORD (PyPA "Recording installed projects", PEP 376 and 627), a conda package's
 its list of files.
@@ -17,6 +17,11 @@ _INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER
 _NO_MODULE = re.compile(r"_|(?:tests?|testing|docs?|examples?|benchmarks?)(?:\.|$)")
 
 
+def json_digest(value: object) -> str:
+    """Return `sha256:…` of `value` as JSON."""
+    return "sha256:" + hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
 def record_digest(record: bytes) -> str:
     """Return the sha256 of the sorted lines of a RECORD, without the installer's own files."""
     kept = [line for line in record.splitlines() if not _INSTALLER_FILE.match(line)]
@@ -29,7 +34,7 @@ def conda_digest(rows: Iterable[tuple[str, str]]) -> str:
     The rows are (path in the prefix, hexadecimal sha256 of the file in the package), in any order. The second is "" for
     files that are not in the package, such as scripts of entry points.
     """
-    return "sha256:" + hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+    return json_digest(sorted(rows))
 
 
 def top_level(paths: Iterable[str]) -> tuple[str, ...]:

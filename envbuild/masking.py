@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+
+from envbuild.data import load_table
 
 HIDDEN = "****"
-_FILE = Path(__file__).parent / "data" / "secrets.toml"
 _NAMES = r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY|(?<![A-Za-z])PAT(?![A-Za-z])"
 _SECRET = re.compile(_NAMES, re.IGNORECASE)
 # NAME=value, as in build arguments and `ENV` lines of a history, `Name: value` of a header, --name value. A
@@ -45,8 +44,7 @@ def redact(text: str) -> str:
 
 @functools.cache
 def _forms() -> re.Pattern[str]:
-    forms = tomllib.loads(_FILE.read_text(encoding="utf-8"))["forms"]
-    return re.compile("|".join(f"(?:{pattern})" for pattern in forms.values()))
+    return re.compile("|".join(f"(?:{pattern})" for pattern in load_table("secrets")["forms"].values()))
 
 
 def looks_secret(text: str) -> bool:

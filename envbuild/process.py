@@ -71,6 +71,15 @@ def stop(children: Sequence[subprocess.Popen[bytes]], grace_s: float = _GRACE_S)
         child.wait()
 
 
+def finish(child: subprocess.Popen[bytes]) -> int:
+    """Return the exit status of `child` when it ends. An interrupt stops it and all its children."""
+    try:
+        return child.wait()
+    except BaseException:
+        stop([child])
+        raise
+
+
 def _signal_session(child: subprocess.Popen[bytes], sig: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         try:

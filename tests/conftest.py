@@ -1,9 +1,15 @@
 """Settings for all tests."""
 
 import os
+import shutil
 import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
+
+from envbuild import data
 
 # A script that starts the tests in the background has them ignore Ctrl-C, and so would every program that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -13,3 +19,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # change is judged by itself; elsewhere they are new each time, so that the properties keep being explored.
 settings.register_profile("envbuild", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("envbuild")
+
+
+@pytest.fixture
+def more_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Add rows to a table of envbuild/data for one test: called with its name and the text of the rows."""
+    folder = shutil.copytree(Path(data.__file__).parent, tmp_path / "data")
+    monkeypatch.setattr(data, "_FOLDER", folder)
+
+    def add(name: str, text: str) -> None:
+        with (folder / f"{name}.toml").open("a", encoding="utf-8") as table:
+            table.write(text)
+        data.load_table.cache_clear()
+
+    yield add
+    data.load_table.cache_clear()

@@ -13,7 +13,7 @@ from envbuild.cli import layout
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import PATH, Names, with_options
 from envbuild.errors import LockError, UsageError, VerificationError
-from envbuild.lock.audit import audit
+from envbuild.lock.advisories import audit
 from envbuild.locks import needed_locks
 
 

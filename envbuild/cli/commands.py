@@ -29,7 +29,7 @@ COMMANDS = {
     "build": ("image_file", "Build several artifacts of one recipe in one go."),
     "bundle": ("plan", "Collect all that a build reads, for nodes without a network."),
     "verify": ("verify", "Train in an artifact and judge it again."),
-    "run": ("run", "Run your program in an artifact on this host."),
+    "run": ("verify", "Run your program in an artifact on this host."),
     "job": ("job", "Render, and submit, the job that trains with an artifact on a cluster."),
     "preflight": ("job", "Check nodes and network of an allocation before training."),
     "diagnose": ("diagnose", "Say from a job's logs why it failed."),

@@ -14,12 +14,6 @@ from envbuild.recipe.targets import Target, host_arch
 
 DEFAULT_RECIPE = "pt_cpu"
 
-_from_option = click.option(
-    "--from", "source", metavar="IMAGE",
-    help="Convert this image instead: docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE, "
-    "docker-archive:FILE or oci:DIR[:TAG].",
-)  # fmt: skip
-
 
 def _image_options(*own: Decorator) -> Decorator:
     return build_options(
@@ -32,15 +26,25 @@ def _image_options(*own: Decorator) -> Decorator:
     )  # fmt: skip
 
 
+def _file_options(suffix: str, converter: str, *own: Decorator) -> Decorator:
+    """Return the options of a command that writes one file, which `converter` would name for an existing image."""
+    return _image_options(
+        click.option(
+            "--from", "source", metavar="IMAGE",
+            help="Convert this image instead: docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE, "
+            "docker-archive:FILE or oci:DIR[:TAG].",
+        ),
+        click.option(
+            "--out", type=PATH, metavar="FILE",
+            help=f"Where it goes. Default: build/RECIPE/TARGET/RECIPE.{suffix}; with --from as `{converter}` names it.",
+        ),
+        *own,
+    )  # fmt: skip
+
+
 @click.command("enroot")
 @click.argument("recipe", required=False)
-@_image_options(
-    _from_option,
-    click.option(
-        "--out", type=PATH, metavar="FILE",
-        help="Where it goes. Default: build/RECIPE/TARGET/RECIPE.sqsh; with --from as `enroot import` names it.",
-    ),
-)  # fmt: skip
+@_file_options("sqsh", "enroot import")
 def enroot_command(recipe: str | None, options: BuildOptions) -> None:
     """Build the squashfs image of RECIPE (default: pt_cpu) for enroot and pyxis, and prove it by training in it.
 
@@ -60,12 +64,8 @@ def enroot_command(recipe: str | None, options: BuildOptions) -> None:
 
 @click.command("apptainer")
 @click.argument("recipe", required=False)
-@_image_options(
-    _from_option,
-    click.option(
-        "--out", type=PATH, metavar="FILE",
-        help="Where it goes. Default: build/RECIPE/TARGET/RECIPE.sif; with --from as `apptainer pull` names it.",
-    ),
+@_file_options(
+    "sif", "apptainer pull",
     click.option(
         "--engine", type=click.Choice(["native", "apptainer"]), default="native", show_default=True,
         help="apptainer: `apptainer build` of the same layers by the installed tool.",

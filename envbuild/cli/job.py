@@ -115,8 +115,6 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
       envbuild job pt_cpu --site slurm-modules --nodes 64 --exclude-slow --submit
     """
-    from envbuild.site.settings import load_site
-
     check_out(out)
     where = load_site(os.environ, site)
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), exact=exact, **options)

@@ -167,7 +167,7 @@ def lock_command(
 def _verified(
     one: tuple[LoadedRecipe, Target], environment: Environment, offline: bool
 ) -> tuple[Mapping[str, Any], int] | None:
-    from envbuild.kinds.upgrade import verified_here
+    from envbuild.kinds.folder import verified_here
 
     return verified_here(*one, environment, offline=offline)
 

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import click
 
+from envbuild import matrix
 from envbuild.cli.common import log, open_recipe
 from envbuild.cli.options import Names
+from envbuild.data import load_table
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError, joined
 from envbuild.kinds import ARTIFACTS
-from envbuild.matrix import (
-    SelectedRecipe,
-    as_github,
-    as_gitlab,
-    as_json,
-    changed_recipes,
-    changes_since,
-    check_targets,
-    make_jobs,
-    parse_runners,
-)
 from envbuild.recipe.find import list_recipes, search_folders
 from envbuild.toml import nearest
-
-_RUNNERS = Path(__file__).parents[1] / "data" / "runners.toml"
 
 
 @click.command("matrix")
@@ -67,29 +55,28 @@ def matrix_command(
     for name in artifacts:
         if name not in ARTIFACTS:
             raise UsageError(f"no artifact {name!r}{nearest(name, ARTIFACTS)}")
-    defaults = tomllib.loads(_RUNNERS.read_text(encoding="utf-8"))
-    labels = parse_runners(runners, defaults["gitlab" if form == "gitlab" else "github"])
+    labels = matrix.parse_runners(runners, load_table("runners")["gitlab" if form == "gitlab" else "github"])
     environment = load_environment()
     chosen = _choose(recipes, environment)
-    check_targets(chosen, targets)
+    matrix.check_targets(chosen, targets)
     if changed_since is not None:
         chosen = _changed(chosen, changed_since)
-    jobs, omitted = make_jobs(chosen, labels, environment, artifacts=artifacts, targets=targets)
+    jobs, omitted = matrix.make_jobs(chosen, labels, environment, artifacts=artifacts, targets=targets)
     unlocked = [one for one in omitted if strict and isinstance(one.error, LockError)]
     for one in omitted:
         if one not in unlocked:
             log(str(one))
     if unlocked:
         raise LockError("\n".join(map(str, unlocked)), "leave --strict out to list the others")
-    click.echo({"github": as_github, "gitlab": as_gitlab, "json": as_json}[form](jobs))
+    click.echo({"github": matrix.as_github, "gitlab": matrix.as_gitlab, "json": matrix.as_json}[form](jobs))
 
 
-def _choose(names: Names, environment: Environment) -> list[SelectedRecipe]:
+def _choose(names: Names, environment: Environment) -> list[matrix.SelectedRecipe]:
     """Return the recipes called `names`, or all. Raises one RecipeError for the faults of all of them."""
     chosen, errors = [], []
     for name in names or [entry.name for entry in list_recipes(search_folders(environment.site.recipe_folders))]:
         try:
-            chosen.append(SelectedRecipe(name, open_recipe(name, environment)))
+            chosen.append(matrix.SelectedRecipe(name, open_recipe(name, environment)))
         except EnvbuildError as error:
             errors.append(error)
     if errors:
@@ -99,11 +86,11 @@ def _choose(names: Names, environment: Environment) -> list[SelectedRecipe]:
     return chosen
 
 
-def _changed(chosen: list[SelectedRecipe], revision: str) -> list[SelectedRecipe]:
-    top, files = changes_since(revision, Path())
+def _changed(chosen: list[matrix.SelectedRecipe], revision: str) -> list[matrix.SelectedRecipe]:
+    top, files = matrix.changes_since(revision, Path())
     for one in chosen:
         folders = [one.loaded.folder, *([one.loaded.code.root] if one.loaded.code else [])]
         for folder in (one.resolve() for one in folders):
             if not folder.is_relative_to(top.resolve()):
                 log(f"{one.name}: {folder} is not in this checkout, so nothing in it counts as changed")
-    return changed_recipes(chosen, top.resolve(), files)
+    return matrix.changed_recipes(chosen, top.resolve(), files)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -16,6 +13,7 @@ from envbuild.cli.common import check_out, log, print_json, show
 from envbuild.cli.options import with_options
 from envbuild.errors import HostError, RecipeError, UsageError
 from envbuild.site.effective import EffectiveSetting, effective_settings
+from envbuild.toml import toml_key, toml_pairs
 
 
 @click.group("site")
@@ -107,7 +105,7 @@ def show_command(site: str | None, everything: bool, as_file: bool, as_json: boo
             tables.setdefault(value.table, []).append(value)
     for table, said in tables.items():
         if table:
-            name = f"registries.{_key(table[11:])}" if table.startswith("registries.") else table
+            name = f"registries.{toml_key(table[11:])}" if table.startswith("registries.") else table
             click.echo(f"\n[{name}]")
         for line in layout.columns([(_setting(row), f"# {row.origin}") for row in said], most=60):
             click.echo(line)
@@ -117,20 +115,7 @@ def show_command(site: str | None, everything: bool, as_file: bool, as_json: boo
 
 def _setting(row: EffectiveSetting) -> str:
     # TOML has no null: a value that nobody set is a comment.
-    return f"# {row.key}" if row.value is None else f"{_key(row.key)} = {_toml(row.value)}"
-
-
-def _key(text: str) -> str:
-    plain = text.isascii() and text.replace("-", "").replace("_", "").isalnum()
-    return text if plain else json.dumps(text)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return f"{{ {', '.join(f'{_key(k)} = {_toml(v)}' for k, v in value.items())} }}" if value else "{}"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return f"# {row.key}" if row.value is None else toml_pairs({row.key: row.value})[0]
 
 
 @site_command.command("check")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from importlib import resources
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from envbuild.compat.versions import matches
+from envbuild.data import load_table
 from envbuild.fabrics import Fabric
 
 Status = Literal["good", "bad", "unknown", "note"]
@@ -154,9 +153,10 @@ def row_of(rows: Iterable[R], version: str | None) -> R | None:
 @functools.cache
 def load_rows() -> Rows:
     """Return the rows of data/compatibility.toml."""
-    data = tomllib.loads(resources.files("envbuild.data").joinpath("compatibility.toml").read_text("utf-8"))
     kinds = {name: get_args(hint)[0] for name, hint in get_type_hints(Rows).items()}
-    return Rows(**{name: tuple(_row(kinds[name], row) for row in rows) for name, rows in data.items()})
+    return Rows(
+        **{name: tuple(_row(kinds[name], row) for row in rows) for name, rows in load_table("compatibility").items()}
+    )
 
 
 def _row(kind: Callable[..., T], row: dict[str, Any]) -> T:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
+from envbuild.data import load_table
 from envbuild.errors import RecipeError
 
 _TRIPLETS = ("x86_64-linux-gnu", "aarch64-linux-gnu")
@@ -35,7 +34,7 @@ class TreeRules:
 
 def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
     """Return the packages of a base of `suite`; `python` adds Python. Raises RecipeError for a suite without data."""
-    data = _data()
+    data = load_table("debian")
     if suite not in data["suites"]:
         known = " and ".join(sorted(data["suites"]))
         raise RecipeError(f"Debian {suite!r} is not known here; {known} are", f"choose one of {known}")
@@ -45,18 +44,13 @@ def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
 
 def default_without() -> tuple[str, ...]:
     """Return the packages that a base omits: only maintainer scripts need them."""
-    return tuple(_data()["base"]["without"])
-
-
-@lru_cache(maxsize=1)
-def _data() -> dict[str, Any]:
-    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    return tuple(load_table("debian")["base"]["without"])
 
 
 @lru_cache(maxsize=1)
 def load_rules() -> TreeRules:
     """Return the rules for the tree of a base."""
-    slim, made = _data()["slim"], _data()["made"]
+    slim, made = load_table("debian")["slim"], load_table("debian")["made"]
     folders = {path: (mode, gid) for path, (mode, gid) in made["folders"].items()}
     alternatives = {
         path.format(triplet=triplet): tuple(name.format(triplet=triplet) for name in names)
@@ -77,13 +71,13 @@ def _any_of(globs: list[str]) -> re.Pattern[str]:
 
 def newest_suite() -> str:
     """Return the suite for bases that do not need Debian's Python: the one with the newest glibc."""
-    return str(_data()["base"]["newest"])
+    return str(load_table("debian")["base"]["newest"])
 
 
 def suites_by_python() -> dict[str, str]:
     """Return Python's version → the suite that has it."""
     minimal = re.compile(r"python(\d+\.\d+)-minimal")
-    suites = _data()["suites"].items()
+    suites = load_table("debian")["suites"].items()
     return {m[1]: suite for suite, table in suites for name in table["python"] if (m := minimal.fullmatch(name))}
 
 

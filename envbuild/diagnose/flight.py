@@ -93,7 +93,8 @@ def read_record(path: Path) -> RankRecord | None:
         for entry in entries:
             # The last one, which failed, is recorded as if it had ended.
             failed = stack[:1] == ("failed",) and entry is entries[-1]
-            calls.setdefault(_group(entry), []).append(_call(entry, failed))
+            group = _key(*entry.get("process_group", (_FIRST, _ALL)))
+            calls.setdefault(group, []).append(_call(entry, failed))
         members = {}
         for name, one in value.get("pg_config", {}).items():
             ranks = re.findall(r"\d{1,7}", _text(one.get("ranks", "")))
@@ -117,11 +118,6 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
-
-
-def _group(entry: Mapping[str, Any]) -> str:
-    name, description = entry.get("process_group", (_FIRST, _ALL))
-    return _key(name, description)
 
 
 def _key(name: object, description: object) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import resources
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
+
+from envbuild.data import load_table
 
 FaultKind = Literal["plugin missing", "plugin failed", "no adapter", "fatal", "error"]
 Kind = Literal["version", "network", "transport", "plugin", "provider"] | FaultKind
@@ -55,16 +55,10 @@ class NcclLog:
 
 
 @functools.cache
-def _data() -> dict[str, Any]:
-    table = resources.files("envbuild.data") / "nccl_log.toml"
-    return tomllib.loads(table.read_text(encoding="utf-8"))
-
-
-@functools.cache
 def load_patterns() -> list[tuple[Kind, re.Pattern[str], str]]:
     """Return (kind, pattern, cause) of each row of data/nccl_log.toml, whose header explains them."""
-    shared = {f"={name}": cause for name, cause in _data()["causes"].items()}
-    rows = ((row, row.get("cause", "")) for row in _data()["lines"])
+    shared = {f"={name}": cause for name, cause in load_table("nccl_log")["causes"].items()}
+    rows = ((row, row.get("cause", "")) for row in load_table("nccl_log")["lines"])
     return [(row["kind"], re.compile(row["regex"]), shared.get(cause, cause)) for row, cause in rows]
 
 
@@ -89,7 +83,7 @@ def parse_nccl_log(text: str) -> NcclLog:
 
 def _events(lines: Iterable[str]) -> Iterator[tuple[Kind, str, str]]:
     """Yield (kind, value, cause) for each recognised line."""
-    harmless = re.compile(_data()["harmless"])
+    harmless = re.compile(load_table("nccl_log")["harmless"])
     for line in lines:
         match = _SAID.search(line)
         if match is None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Literal, get_args
+
+from envbuild.data import load_table
 
 Place = Literal["job", "verification", "source-build"]
 Kind = Literal["cause", "symptom", "note"]
 PLACES: tuple[Place, ...] = get_args(Place)
 KINDS: tuple[Kind, ...] = ("cause", "note", "symptom")
 
-_TABLE = resources.files("envbuild.data") / "diagnoses.toml"
 _PATTERNS = ("all", "any", "none", "also", "ended", "before")
 # A part of a regular expression: a character class, or one character, which may be escaped.
 _PART = re.compile(r"(?P<part>\[\^?\]?(?:\\.|[^]\\])*\]|\\.|.)(?P<repeated>(?:[*+?]|\{\d*,?\d*\})\??)?", re.DOTALL)
@@ -87,20 +86,15 @@ class DiagnosisRule:
         return [*(one for key in _PATTERNS for one in getattr(self, key)), *(count.line for count in self.counts)]
 
 
-@functools.cache
-def _data() -> dict[str, Any]:
-    return tomllib.loads(_TABLE.read_text(encoding="utf-8"))
-
-
 def tells(of: Literal["attempts", "progress", "failures"], line: str) -> bool:
     """Return whether `line` reports what `of` names: a new attempt of its job, progress, or a failed process."""
-    return any(_pattern(text).search(line) for text in _data()[of])
+    return any(_pattern(text).search(line) for text in load_table("diagnoses")[of])
 
 
 @functools.cache
 def load_rules(place: Place = "job") -> tuple[DiagnosisRule, ...]:
     """Return the rules for logs of `place`, sorted by kind and rank."""
-    found = ((row, row.get("where", {"job": {}})) for row in _data()["rules"])
+    found = ((row, row.get("where", {"job": {}})) for row in load_table("diagnoses")["rules"])
     rules = [_rule({**row, **where[place]}) for row, where in found if place in where]
     return tuple(sorted(rules, key=lambda rule: (KINDS.index(rule.kind), -rule.rank)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
 from envbuild.site.jobs import value_problem
 from envbuild.site.schedulers import TITLES, listed
+from envbuild.toml import toml_value
 
 _WAIT_S = 8.0
 # The caller's variables that nodes need for network access.
@@ -60,16 +60,9 @@ def site_file(variables: Mapping[str, str]) -> str:
 
 def _said(key: str, value: object, why: str = "", *, off: bool = False) -> str:
     """Return one line `key = value # why`; `off` comments it out."""
-    text = f"{'# ' if off else ''}{key} = {_toml(value)}"
+    text = f"{'# ' if off else ''}{key} = {toml_value(value)}"
     plain = "".join(c if c.isprintable() else " " for c in why)
     return f"{text.ljust(_LINE)} # {plain}" if why else text
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_toml(one) for one in value)}]"
-    # JSON's scalars are valid TOML, except for DEL, which TOML requires to be escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _scheduler(variables: Mapping[str, str]) -> Iterator[str]:

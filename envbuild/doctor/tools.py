@@ -6,19 +6,17 @@ import importlib.util
 import platform
 import re
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from importlib import resources
 
 import envbuild
+from envbuild.data import load_table
 from envbuild.doctor.probe import PATIENCE_S, Host, HostFinding, find, first_line, run_parallel, run_probe
 from envbuild.site.settings import site_files
 
 # Exit statuses of a shell for a program that cannot be started, for example when a library is missing.
 _UNSTARTED = (126, 127)
 _VERSION = re.compile(r"(?<!\d)\d+(?:\.\d+)+[\w.+~-]*")
-_DATA = tomllib.loads(resources.files("envbuild.data").joinpath("programs.toml").read_text("utf-8"))
 
 
 def envbuild_itself(host: Host) -> Iterator[HostFinding]:
@@ -27,7 +25,7 @@ def envbuild_itself(host: Host) -> Iterator[HostFinding]:
     facts = {"version": envbuild.__version__, "python": python, "machine": platform.machine()}
     what = f"envbuild {envbuild.__version__}, Python {python} ({sys.executable})"
     yield HostFinding("envbuild", "ok", what, facts=facts)
-    listed = _DATA["modules"]
+    listed = load_table("programs")["modules"]
     missing = [name for name in listed if importlib.util.find_spec(name) is None]
     if not missing:
         yield HostFinding("packages", "ok", f"{len(listed)} imported", facts={"missing": []})
@@ -63,7 +61,7 @@ def uv(host: Host) -> list[HostFinding]:
 
 def programs(host: Host) -> Iterator[HostFinding]:
     """Check every listed program on this host; report missing ones in one finding."""
-    listed, found = _DATA["programs"], dict[str, HostFinding]()
+    listed, found = load_table("programs")["programs"], dict[str, HostFinding]()
 
     def look(name: str) -> None:
         if path := find(name, host.variables):

@@ -16,21 +16,9 @@ from urllib.parse import unquote
 from envbuild.errors import UsageError
 from envbuild.imports.pip_files import pip_line
 from envbuild.imports.poetry import poetry_requirement
-from envbuild.imports.statement import (
-    INDEX,
-    OTHER_SYSTEM,
-    SOURCE,
-    TOOL,
-    Statement,
-    check_version,
-    lost,
-    rows,
-    table,
-    text_of,
-    texts,
-)
+from envbuild.imports.statement import INDEX, OTHER_SYSTEM, SOURCE, TOOL, Statement, check_version, lost, text_of, texts
 from envbuild.recipe.model import CHANNEL_ALIAS
-from envbuild.toml import Document, read
+from envbuild.toml import Document, list_at, read, table_at, value_at
 from envbuild.yaml_reader import parse_yaml
 
 _SELECTOR = re.compile(r"\s#\s*\[([a-z0-9]+)\]\s*$")
@@ -45,12 +33,12 @@ def _yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the table in a YAML file, and the file's lines. Raises UsageError."""
     text = text_of(path)
     documents = parse_yaml(text, str(path), UsageError, "name another file with --from", typ="rt", aliases=100)
-    return table(documents[0] if documents else None), text.split("\n")
+    return table_at(documents[0] if documents else None), text.split("\n")
 
 
 def _placed(path: Path, listed: Any) -> Iterator[tuple[Any, int, str]]:
     """Yield the values of a list, each with its line and place."""
-    for index, one in enumerate(rows(listed)):
+    for index, one in enumerate(list_at(listed)):
         line = listed.lc.item(index)[0]
         yield one, line, f"{path}:{line + 1}"
 
@@ -62,7 +50,7 @@ def read_environment(path: Path) -> Iterator[Statement]:
         place = f"{path}:{data.lc.key(key)[0] + 1}"  # type: ignore[attr-defined]
         if key in KINDS:
             for one, line, at in _placed(path, value):
-                inner = _placed(path, one["pip"]) if list(table(one)) == ["pip"] else [(one, line, at)]
+                inner = _placed(path, one["pip"]) if list(table_at(one)) == ["pip"] else [(one, line, at)]
                 for text, number, where in inner:
                     selector = next(iter(_SELECTOR.findall(lines[number])), "linux")
                     if not isinstance(text, str) or selector not in _SELECTED:
@@ -73,7 +61,7 @@ def read_environment(path: Path) -> Iterator[Statement]:
                         for pip in pip_line(text, where, path.parent):
                             yield replace(pip, platform=_SELECTED[selector])
         elif key == "variables":
-            yield from (Statement("env", f"{name}={one}", place) for name, one in table(value).items())
+            yield from (Statement("env", f"{name}={one}", place) for name, one in table_at(value).items())
         else:
             yield Statement("name", str(value), place) if key == "name" else lost(f"{key}: {value}", place, TOOL)
 
@@ -92,7 +80,7 @@ def conda_entries(
     document: Document, keys: tuple[str, ...], group: str = "", platform: str = ""
 ) -> Iterator[Statement]:
     """Yield name = spec statements in the form of pixi and conda-lock; those of pip are in `pypi-dependencies`."""
-    for name, spec in table(document.data, *keys).items():
+    for name, spec in table_at(document.data, *keys).items():
         place, about = document.where(*keys, name), spec if isinstance(spec, dict) else {"version": spec}
         if platform not in _LINUX:
             yield lost(f"{name} {spec}", place, OTHER_SYSTEM)
@@ -114,19 +102,19 @@ def read_pixi(path: Path) -> Iterator[Statement]:
 
 def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statement]:
     """Yield the statements of pixi's tables below `root`: those of features have the feature's name as their group."""
-    data = table(document.data, *root)
-    places = {root: "", **{(*root, "feature", name): name for name in table(data, "feature")}}
+    data = table_at(document.data, *root)
+    places = {root: "", **{(*root, "feature", name): name for name in table_at(data, "feature")}}
     for place, group in places.items():
-        own = table(document.data, *place)
+        own = table_at(document.data, *place)
         for name, value in own.items():
-            for target, inner in table(value).items() if name == "target" else ():
+            for target, inner in table_at(value).items() if name == "target" else ():
                 platform = {"linux": "", "unix": ""}.get(target, target)
-                for kind in table(inner):
+                for kind in table_at(inner):
                     yield from conda_entries(document, (*place, name, target, kind), group, platform)
             if name in ("dependencies", "pypi-dependencies"):
                 yield from conda_entries(document, (*place, name), group)
             elif name in ("workspace", "project"):
-                for key, text in table(value).items():
+                for key, text in table_at(value).items():
                     keys = (*place, name, key)
                     if key in ("channels", "platforms"):
                         yield from texts(document, keys, KINDS[key])
@@ -141,10 +129,10 @@ def read_conda_lock(path: Path) -> Iterator[Statement]:
     """Yield the pins of a conda-lock.yml, version 1. Raises UsageError."""
     data, _ = _yaml(path)
     check_version(path, "conda-lock.yml", data.get("version"), "1")
-    for one, _, place in _placed(path, table(data, "metadata").get("channels")):
-        yield Statement("channel", str(table(one).get("url")), place)
+    for one, _, place in _placed(path, value_at(data, "metadata", "channels")):
+        yield Statement("channel", str(value_at(one, "url")), place)
     for one, _, place in _placed(path, data.get("package")):
-        row = table(one)
+        row = table_at(one)
         group = str(row.get("category", "main")).replace("main", "")
         yield _pin(row.get("manager") == "pip", str(row.get("url")), row, place, group, str(row.get("platform")))
     yield lost("url, hash", str(path), _LOCKED)
@@ -155,17 +143,17 @@ def read_pixi_lock(path: Path) -> Iterator[Statement]:
     data, _ = _yaml(path)
     check_version(path, "pixi.lock", data.get("version"), "6")
     groups: dict[str, dict[str, list[str]]] = {}  # by URL and platform
-    for name, environment in table(data, "environments").items():
-        for one, _, place in _placed(path, table(environment).get("channels")):
-            yield Statement("channel", str(table(one).get("url")).rstrip("/").removeprefix(f"{CHANNEL_ALIAS}/"), place)
-        for one, _, place in _placed(path, table(environment).get("indexes")):
+    for name, environment in table_at(data, "environments").items():
+        for one, _, place in _placed(path, value_at(environment, "channels")):
+            yield Statement("channel", str(value_at(one, "url")).rstrip("/").removeprefix(f"{CHANNEL_ALIAS}/"), place)
+        for one, _, place in _placed(path, value_at(environment, "indexes")):
             yield lost(one, place, INDEX)
-        for platform, listed in table(environment, "packages").items():
-            for one in map(table, rows(listed)):
+        for platform, listed in table_at(environment, "packages").items():
+            for one in map(table_at, list_at(listed)):
                 found = groups.setdefault(str(one.get("conda") or one.get("pypi")), {})
                 found.setdefault(str(platform), []).append(str(name))
     for one, _, place in _placed(path, data.get("packages")):
-        row = table(one)
+        row = table_at(one)
         url = str(row.get("conda") or row.get("pypi"))
         for platform, names in groups.get(url, {}).items():
             yield _pin("conda" not in row, url, row, place, "" if "default" in names else " ".join(names), platform)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from envbuild.errors import RecipeError
 from envbuild.imports.statement import Statement
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.model import NAME_PATTERN
-from envbuild.toml import Document, parse_toml
+from envbuild.toml import Document, parse_toml, toml_key, toml_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +44,15 @@ def recipe_name(text: str) -> str:
 
 
 def _toml(value: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    """Return a table and the tables in it as TOML. A string in JSON is one in TOML, but for DEL."""
-
-    def string(one: object) -> str:
-        return json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-    def quoted(key: str) -> str:
-        return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else string(key)
-
+    """Return a table and the tables in it as TOML."""
     only_tables = value and all(isinstance(one, dict) for one in value.values())
-    lines = [f"\n[{'.'.join(map(quoted, keys))}]"] if keys and not only_tables else []
+    lines = [f"\n[{'.'.join(map(toml_key, keys))}]"] if keys and not only_tables else []
     for key, one in value.items():
         if isinstance(one, list):
-            short = f"[{', '.join(map(string, one))}]"
-            long = "[\n" + "".join(f"  {string(text)},\n" for text in one) + "]"
+            short = toml_value(one)
+            long = "[\n" + "".join(f"  {toml_value(text)},\n" for text in one) + "]"
             lines.append(f"{key} = {short if len(short) < 80 else long}")
         elif not isinstance(one, dict):
-            lines.append(f"{quoted(key)} = {string(one)}")
+            lines.append(f"{toml_key(key)} = {toml_value(one)}")
     inner = [_toml(one, (*keys, key)) for key, one in value.items() if isinstance(one, dict)]
     return "".join(f"{line}\n" for line in lines) + "".join(inner)

@@ -8,13 +8,14 @@ from pathlib import Path
 from envbuild.artifacts.conda_survey import is_conda
 from envbuild.environment import load_environment
 from envbuild.files import parse_json, read_small
-from envbuild.imports.statement import SOURCE, Statement, lost, table
+from envbuild.imports.statement import SOURCE, Statement, lost
 from envbuild.inspect.facts import PythonPackage
 from envbuild.inspect.folder_reader import is_venv
 from envbuild.inspect.reader import open_artifact
 from envbuild.names import normalise
 from envbuild.recipe.accelerators import VERSION_FILE, torch_builds
 from envbuild.recipe.model import CHANNEL_ALIAS
+from envbuild.toml import table_at
 
 
 def is_environment(path: Path) -> bool:
@@ -42,7 +43,7 @@ def read_installed(path: Path) -> Iterator[Statement]:
             yield lost(f"{one.name}=={one.version}", place, "envbuild's trainer, which every artifact gets")
             continue
         try:
-            origin = table(parse_json(_content(path, one, "direct_url.json") or "{}"))
+            origin = table_at(parse_json(_content(path, one, "direct_url.json") or "{}"))
         except ValueError:
             origin = {}
         if origin:

@@ -16,8 +16,8 @@ from envbuild.errors import UsageError
 from envbuild.files import parse_json
 from envbuild.imports.pip_files import HASHES
 from envbuild.imports.poetry import poetry_specifier
-from envbuild.imports.statement import INDEX, SOURCE, Statement, check_version, git_address, lost, rows, table, text_of
-from envbuild.toml import read
+from envbuild.imports.statement import INDEX, SOURCE, Statement, check_version, git_address, lost, text_of
+from envbuild.toml import list_at, read, table_at, value_at
 
 # Format → key of its version, accepted versions, key of its packages.
 _FORMATS = {
@@ -36,18 +36,18 @@ def read_toml_lock(path: Path) -> Iterator[Statement]:
     name = "pylock.toml" if path.name.startswith("pylock") else path.name
     keys, known, packages = _FORMATS[name]
     document = read(path, UsageError)
-    check_version(path, name, table(document.data, *keys[:-1]).get(keys[-1]), known)
+    check_version(path, name, value_at(document.data, *keys), known)
     for where in (("requires-python",), ("metadata", "python-versions")):
-        if python := table(document.data, *where[:-1]).get(where[-1]):
+        if python := value_at(document.data, *where):
             yield Statement("python", poetry_specifier(str(python)) or str(python), document.where(*where))
     seen = {""}
-    for number, row in enumerate(map(table, rows(document.data.get(packages)))):
-        at, source = document.where(packages, number), table(row, "source")
+    for number, row in enumerate(map(table_at, list_at(document.data, packages))):
+        at, source = document.where(packages, number), table_at(row, "source")
         kind = str(source.get("type") or next(iter(source), ""))
         if kind in ("virtual", "editable") and source.get(kind) == ".":
             yield from _own(row, at)
             continue
-        names = [str(one) for one in rows(row.get("groups")) or ["main"]]
+        names = [str(one) for one in list_at(row, "groups") or ["main"]]
         group = "" if "main" in names and not row.get("optional") else " ".join(names)
         if address := _address(row, source):
             yield _pin(row.get("name"), f" @ {address}", _markers(row), at, group)
@@ -65,11 +65,11 @@ def read_toml_lock(path: Path) -> Iterator[Statement]:
 def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
     """Yield the requirements of the project to which a uv.lock belongs."""
     yield Statement("name", str(row.get("name")), place)
-    metadata = table(row, "metadata")
-    for group, found in {"": metadata.get("requires-dist"), **table(metadata, "requires-dev")}.items():
-        for one in map(table, rows(found)):
+    metadata = table_at(row, "metadata")
+    for group, found in {"": metadata.get("requires-dist"), **table_at(metadata, "requires-dev")}.items():
+        for one in map(table_at, list_at(found)):
             marker = str(one.get("marker", ""))
-            extras = ",".join(str(item) for item in rows(one.get("extras")))
+            extras = ",".join(str(item) for item in list_at(one, "extras"))
             rest = re.sub(rf"(?: and )?{_EXTRA}(?: and )?", "", marker)
             text = f"{one.get('name')}{f'[{extras}]' if extras else ''}{one.get('specifier', '')}"
             text = f"{text} ; {rest}" if rest else text
@@ -80,7 +80,7 @@ def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
 
 def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
     """Return the address of a locked package: of its git commit, or of its file with the sha256; "" for neither."""
-    vcs, archive, url = table(row, "vcs"), table(row, "archive"), str(source.get("url", ""))
+    vcs, archive, url = table_at(row, "vcs"), table_at(row, "archive"), str(source.get("url", ""))
     if "git" in source:  # uv: URL?rev=REF&subdirectory=FOLDER#COMMIT
         try:
             parts = urlsplit(str(source["git"]))
@@ -94,8 +94,8 @@ def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
         return git_address(dict(source) | {"git": url, "rev": source.get("resolved_reference")})
     if source.get("type", "url") != "url":  # an index of poetry's
         return ""
-    files = [table(archive, "hashes").get("sha256"), *(
-        table(one).get("hash") for one in (row.get("sdist"), *rows(row.get("wheels")), *rows(row.get("files")))
+    files = [value_at(archive, "hashes", "sha256"), *(
+        value_at(one, "hash") for one in (row.get("sdist"), *list_at(row, "wheels"), *list_at(row, "files"))
     )]  # fmt: skip
     hashes = {str(one).removeprefix("sha256:") for one in files if one}
     url = str(archive.get("url", "")) or url
@@ -105,7 +105,7 @@ def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
 def _markers(row: Mapping[str, Any]) -> str:
     """Return the marker of a locked package, with true in the place of clauses about extras and groups."""
     given = row.get("resolution-markers") or row.get("markers") or row.get("marker") or []
-    given = table(given).get("main", []) if isinstance(given, dict) else given
+    given = table_at(given).get("main", []) if isinstance(given, dict) else given
     found = [f"({one})" for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)]
     return _CLAUSE.sub("python_version >= '3'", " or ".join(dict.fromkeys(found)))
 
@@ -121,26 +121,26 @@ def read_pipfile_lock(path: Path) -> Iterator[Statement]:
     """Yield the pins of a Pipfile.lock; those of other categories than `default` have their name as group."""
     text = text_of(path)
     try:
-        data = table(parse_json(text))
+        data = table_at(parse_json(text))
     except ValueError as error:
         raise UsageError(f"{path}: not JSON: {error}") from None
-    meta, lines = table(data, "_meta"), text.split("\n")
+    meta, lines = table_at(data, "_meta"), text.split("\n")
     check_version(path, "Pipfile.lock", meta.get("pipfile-spec"), "6")
-    if python := table(meta, "requires").get("python_version"):
+    if python := value_at(meta, "requires", "python_version"):
         yield Statement("python", f"=={python}.*", str(path))
-    for one in map(table, rows(meta.get("sources"))):
+    for one in map(table_at, list_at(meta, "sources")):
         yield Statement("index", str(one.get("url")), str(path))
     for category in data.keys() - {"_meta"}:
         start = next((number for number, line in enumerate(lines) if line.strip().startswith(f'"{category}":')), 0)
-        for name, row in table(data, category).items():
+        for name, row in table_at(data, category).items():
             numbers = (number for number in range(start, len(lines)) if lines[number].strip().startswith(f'"{name}":'))
-            place, about = f"{path}:{next(numbers, 0) + 1}", table(row)
+            place, about = f"{path}:{next(numbers, 0) + 1}", table_at(row)
             group = "" if category == "default" else category
             address = git_address(about | {"rev": about.get("ref")})
             if not address and (not isinstance(about.get("version"), str) or _ELSEWHERE & about.keys()):
                 yield lost(f"{name} {row}", place, SOURCE)
             else:
-                extras = ",".join(map(str, rows(about.get("extras"))))
+                extras = ",".join(map(str, list_at(about, "extras")))
                 full = f"{name}[{extras}]" if extras else name
                 version = f" @ {address}" if address else about["version"].removeprefix("==")
                 yield _pin(full, version, _markers(about), place, group)

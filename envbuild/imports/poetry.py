@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from envbuild.imports.statement import SOURCE, TOOL, Statement, git_address, lost, rows
+from envbuild.imports.statement import SOURCE, TOOL, Statement, git_address, lost
+from envbuild.toml import list_at
 
 _GIT = {"git", "rev", "tag", "branch", "subdirectory"}
 _CARRIED = _GIT | {"version", "extras", "markers", "python", "platform", "optional"}
@@ -25,7 +26,7 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
     elif version is None:
         yield lost(f"{name} {about['version']}", place, "alternatives of versions, which PEP 440 does not know")
     else:
-        extras = ",".join(str(one) for one in rows(about.get("extras")))
+        extras = ",".join(str(one) for one in list_at(about, "extras"))
         python = (poetry_specifier(str(about.get("python", ""))) or "").split(",")
         systems = str(about.get("platform", "")).split(",")
         markers = [str(about["markers"])] if "markers" in about else []

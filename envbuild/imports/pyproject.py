@@ -13,10 +13,10 @@ from pathlib import Path
 from envbuild.errors import UsageError
 from envbuild.imports.conda_files import KINDS, conda_entries, pixi_entries
 from envbuild.imports.poetry import poetry_requirement, poetry_specifier
-from envbuild.imports.statement import SOURCE, TOOL, Statement, git_address, lost, rows, table, texts
+from envbuild.imports.statement import SOURCE, TOOL, Statement, git_address, lost, texts
 from envbuild.names import normalise
 from envbuild.recipe.checks import requirement_parts
-from envbuild.toml import Document, read
+from envbuild.toml import Document, list_at, read, table_at, value_at
 
 # Arrays of requirements, and the group that they form; for tables of such arrays, None: their keys are the groups.
 _ARRAYS: dict[tuple[str, ...], str | None] = {
@@ -44,29 +44,29 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
     document = read(path, UsageError)
     data = document.data
     for keys, kind in _STRINGS.items():
-        if isinstance(text := table(data, *keys[:-1]).get(keys[-1]), str):
+        if isinstance(text := value_at(data, *keys), str):
             yield Statement(kind, text, document.where(*keys))
     for array, group in _ARRAYS.items():
-        for name in table(data, *array) if group is None else array[-1:]:
+        for name in table_at(data, *array) if group is None else array[-1:]:
             place = (*array, name) if group is None else array
             yield from texts(document, place, "requirement", name if group is None else group)
     yield from texts(document, ("tool", "uv", "constraint-dependencies"), "constraint")
-    if "dependencies" in rows(table(data, "project").get("dynamic")):
+    if "dependencies" in list_at(data, "project", "dynamic"):
         yield lost("dependencies", document.where("project", "dynamic"), "dynamic: name the file that has them")
     for keys, reason in _LOST.items():
         yield from (replace(one, reason=reason) for one in texts(document, keys, "lost"))
     for keys in _INDEXES:
-        for number, one in enumerate(rows(table(data, *keys[:-1]).get(keys[-1]))):
-            yield Statement("index", str(table(one).get("url")), document.where(*keys, number))
-    required = {requirement_parts(str(one))[0] for one in rows(table(data, "project").get("dependencies"))}
-    for name, one in table(data, "tool", "uv", "sources").items():
-        at, address = document.where("tool", "uv", "sources", name), git_address(table(one))
+        for number, one in enumerate(list_at(data, *keys)):
+            yield Statement("index", str(value_at(one, "url")), document.where(*keys, number))
+    required = {requirement_parts(str(one))[0] for one in list_at(data, "project", "dependencies")}
+    for name, one in table_at(data, "tool", "uv", "sources").items():
+        at, address = document.where("tool", "uv", "sources", name), git_address(table_at(one))
         if address and "marker" not in one and normalise(name) in required:
             yield Statement("requirement", f"{name} @ {address}", at)
         else:
             yield lost(f"{name} = {one}", at, f"{SOURCE}, or bind it in [indexes]")
     yield from _poetry(document)
-    for name, one in table(data, *_CONDA_LOCK).items():
+    for name, one in table_at(data, *_CONDA_LOCK).items():
         keys = (*_CONDA_LOCK, name)
         if name == "dependencies":
             yield from conda_entries(document, keys)
@@ -78,18 +78,18 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
 
 
 def _poetry(document: Document) -> Iterator[Statement]:
-    poetry = table(document.data, *_POETRY)
+    poetry = table_at(document.data, *_POETRY)
     extras: dict[str, list[str]] = {}
-    for name, found in table(poetry, "extras").items():
+    for name, found in table_at(poetry, "extras").items():
         yield lost(
             f"{name} = {found}", document.where(*_POETRY, "extras", name), f"an extra: carry it with --extra {name}"
         )
-        for one in rows(found):
+        for one in list_at(found):
             extras.setdefault(normalise(str(one)), []).append(name)
     tables: dict[tuple[str, ...], str] = {(*_POETRY, "dependencies"): "", (*_POETRY, "dev-dependencies"): "dev"}
-    tables |= {(*_POETRY, "group", name, "dependencies"): name for name in table(poetry, "group")}
+    tables |= {(*_POETRY, "group", name, "dependencies"): name for name in table_at(poetry, "group")}
     for keys, group in tables.items():
-        for name, given in table(document.data, *keys).items():
+        for name, given in table_at(document.data, *keys).items():
             place = document.where(*keys, name)
             for one in given if isinstance(given, list) else [given]:
                 about = one if isinstance(one, dict) else {"version": one}

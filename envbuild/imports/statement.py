@@ -10,7 +10,7 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.files import read_small
-from envbuild.toml import Document
+from envbuild.toml import Document, list_at, table_at, value_at
 
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
@@ -69,27 +69,15 @@ def check_version(path: Path, name: str, found: object, known: str) -> None:
         raise UsageError(f"{path}: version {found} of the format {name} is not known (known: {shown})")
 
 
-def table(value: Any, *keys: str) -> dict[str, Any]:
-    """Return the table below `keys`, {} if there is none."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
-
-
-def rows(value: Any) -> list[Any]:
-    """Return a list, [] for any other value."""
-    return value if isinstance(value, list) else []
-
-
 def texts(
     document: Document, keys: tuple[str, ...], kind: str, group: str = "", seen: tuple[str, ...] = ()
 ) -> Iterator[Statement]:
     """Yield a statement for each string in the array at `keys` and in the groups that it includes (PEP 735)."""
-    found = table(document.data, *keys[:-1]).get(keys[-1], [])
+    found = table_at(document.data, *keys[:-1]).get(keys[-1], [])
     if not isinstance(found, list):
         yield lost(found, document.where(*keys), "not an array of strings")
-    for index, one in enumerate(rows(found)):
-        place, inner = document.where(*keys, index), table(one).get("include-group")
+    for index, one in enumerate(list_at(found)):
+        place, inner = document.where(*keys, index), value_at(one, "include-group")
         if isinstance(inner, str) and inner not in (*seen, keys[-1]):
             yield from texts(document, (*keys[:-1], inner), kind, group, (*seen, keys[-1]))
         else:

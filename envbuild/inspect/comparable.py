@@ -1,6 +1,6 @@
 """Files of artifacts in a form for comparison, without differences that say nothing about the content.
 
-docs/reference/inspect.md lists the differences that are left out; `LEFT_OUT` names them for the user.
+docs/reference/inspect.md lists the differences that are left out; data/comparison.toml names them for the user.
 """
 
 from __future__ import annotations
@@ -21,34 +21,6 @@ from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Invent
 # of them in an image. SITE: a conda environment and a venv, each in a folder or an image.
 BETWEEN, CONVERTED, SITE = "between", "converted", "site"
 NO_CONDA = (BETWEEN, SITE, VENV)  # conda packages are not compared
-LEFT_OUT = {
-    IMAGE: ("times", "envbuild.json and the manifest"),
-    VENV: (
-        "times", "owners", "permissions other than x", "compiled modules", "envbuild.json and the manifest",
-        "uv_cache.json and direct_url.json", "where the host's interpreter lies",
-    ),
-    CONVERTED: (
-        "times", "envbuild.json and the manifest", "owners", "what lies in dev, and devices",
-        "permissions and extended attributes that only root can give",
-    ),
-    BETWEEN: (
-        "times", "owners", "permissions other than x", "folders", "compiled modules",
-        "envbuild.json, the manifest and pyvenv.cfg", "the interpreter's links", "activate scripts",
-        "the text of scripts in bin", "an installer's own files and their rows in RECORD",
-    ),
-    CONDA: (
-        "times", "owners", "permissions other than x", "folders", "compiled modules",
-        "envbuild.json and the manifest",
-        "conda-meta, but for packages and their lists of files", "where the environment lies",
-        "the text of scripts in bin that pip wrote",
-        "an installer's own files and their rows in RECORD",
-    ),
-    SITE: (
-        "all that lies outside of site-packages", "conda packages as such", "times", "owners",
-        "permissions other than x", "folders", "compiled modules",
-        "an installer's own files and their rows in RECORD",
-    ),
-}  # fmt: skip
 # What envbuild writes about the artifact as a whole.
 _ABOUT = frozenset({state.FILE, manifest.FILE, posixpath.basename(image_manifest.FILE_NAME)})
 _VENV_ONLY = re.compile(r"(?:^|/)(?:__pycache__(?:/.*)?|\.lock|[^/]+\.dist-info/(?:uv_cache\.json|direct_url\.json))$")

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from envbuild.inspect.comparable import LEFT_OUT, NO_CONDA, SITE, comparable, view_of
+from envbuild.data import load_table
+from envbuild.inspect.comparable import NO_CONDA, SITE, comparable, view_of
 from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, ArtifactReader, Description, Inventory, completed
 from envbuild.masking import masked, masked_words
 from envbuild.site.pip_config import redact
@@ -101,7 +102,8 @@ def compare(one: ArtifactReader, other: ArtifactReader, *, files: bool) -> Compa
     if files and without:
         notes += (f"{', '.join(without)} has no environment of its own: files were not compared",)
     found = _changes(comparable(left, view), comparable(right, view)) if files and not without else None
-    return Comparison(settings, built, conda, python, debian, found, LEFT_OUT[view] if files else (), notes)
+    left_out = tuple(load_table("comparison")[view]) if files else ()
+    return Comparison(settings, built, conda, python, debian, found, left_out, notes)
 
 
 def _same_content(one: Description, other: Description) -> bool:

@@ -135,7 +135,8 @@ def _listings(
         # If the store is not writable, the layer is read again next time.
         with contextlib.suppress(OSError, BuildError):
             store.folder("listings")
-            _write(_place(store, diff_id), made)
+            notes = {"scripts": sorted(made.scripts), "notes": list(made.notes.items())}
+            write_table(_place(store, diff_id), {"format": FORMAT, **packed(made.members), **notes})
     return [found for diff_id in ids if (found := known[diff_id]) is not None]
 
 
@@ -213,8 +214,3 @@ def remembered(diff_id: str, store: Store) -> LayerListing | None:
 
 def _place(store: Store, diff_id: str) -> Path:
     return store.root / "listings" / f"{diff_id.rpartition(':')[2]}.members"
-
-
-def _write(path: Path, made: LayerListing) -> None:
-    notes = {"scripts": sorted(made.scripts), "notes": list(made.notes.items())}
-    write_table(path, {"format": FORMAT, **packed(made.members), **notes})

@@ -7,7 +7,6 @@ Sources: PyPA "Core metadata" (METADATA, PKG-INFO), "Recording installed project
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from email.parser import HeaderParser
@@ -16,7 +15,7 @@ from typing import Any
 from envbuild.artifacts import layer_lists
 from envbuild.artifacts.installed import record_rows
 from envbuild.files import parse_json
-from envbuild.fingerprint import record_digest
+from envbuild.fingerprint import json_digest, record_digest
 from envbuild.inspect.conda_meta import environments, reader_of, recorded_files, records
 from envbuild.inspect.facts import CONDA, VENV, DebianPackage, Inventory, Item, PythonPackage, SourceBuilt
 from envbuild.layers.compose import PREFIX
@@ -175,7 +174,7 @@ def portable_digest(record: bytes) -> str:
         for row in record_rows(record.decode("utf-8", "replace"))
         if row and not row[0].endswith(_OWN) and not (row[0].startswith("../") and "/bin/" in row[0])
     )
-    return "sha256:" + hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    return json_digest(rows)
 
 
 def _record(data: bytes) -> Note:

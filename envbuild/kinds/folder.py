@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
 from envbuild import atomic, resources
 from envbuild.artifacts.folder import FolderBuild, check_host
 from envbuild.artifacts.layers_in import LayerFolder
-from envbuild.artifacts.manifest import changes, move_seal, shown
+from envbuild.artifacts.manifest import changes, move_seal, read_manifest, shown
 from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
-from envbuild.errors import UsageError
-from envbuild.kinds import FolderArtifact
-from envbuild.kinds.commit import Result, commit, has_receipt, keep_receipt, settings_of, verify_staged
+from envbuild.errors import LockError, UsageError, VerificationError
+from envbuild.kinds import CONDA, VENV, FolderArtifact
+from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, keep_receipt, settings_of, verify_staged
 from envbuild.kinds.prepare import build_layers, prepare
 from envbuild.layers.requested import RequestedLayers, before_environment, check_here, for_host, requested_layers
 from envbuild.layers.source_job import BuildPython
@@ -27,8 +27,8 @@ from envbuild.plan.plan import Plan
 from envbuild.progress import log
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.targets import Target
-from envbuild.verify.receipt import manifest_of, receipt_path
+from envbuild.recipe.targets import Target, host_arch
+from envbuild.verify.receipt import manifest_of, read_receipt, receipt_path
 
 
 def prepare_folder(
@@ -123,3 +123,29 @@ def _layers(plan: Plan, environment: Environment, offline: bool) -> Callable[[Pa
         return build_layers(requested, plan.folder, environment, offline=offline, python=found)
 
     return late
+
+
+def verified_here(
+    loaded: LoadedRecipe, target: Target, environment: Environment, *, offline: bool
+) -> tuple[Mapping[str, Any], int] | None:
+    """Build and verify the venv, or else the conda environment, at its usual path unless it is current.
+
+    Returns its receipt, which may be a failed one, and the bytes of its files; None without locks, or for a target of
+    another architecture. Raises BuildError.
+    """
+    if target.arch != host_arch():
+        return None
+    kind = VENV if has_wheels(loaded, target) else CONDA
+    path = kind.default_path(loaded.recipe.name, target.name)
+    try:
+        plan, trainer = prepare_folder(kind, loaded, target, environment, locked=True, offline=offline, log=log)
+        make_environment(kind, plan, trainer, environment, path, offline=offline)
+    except LockError as error:
+        log(f"{loaded.recipe.name} {target.name}: not verified: {error.message}")
+        return None
+    except VerificationError as error:
+        log(f"{loaded.recipe.name} {target.name}: {error.message}")
+        path = failed_path(path)
+    manifest = read_manifest(path)
+    size = sum(row.size for row in manifest.rows.values()) if manifest else 0
+    return read_receipt(receipt_path(path)), size

@@ -167,8 +167,4 @@ class _ImageBuildHost:
         line, own = self.launch("/bin/sh", words, variables)
         with log.open("ab") as stream:
             child = process.start(line, env=own, cwd=self.work, stdout=stream.fileno(), stderr=stream.fileno())
-        try:
-            return child.wait()
-        except BaseException:
-            process.stop([child])
-            raise
+        return process.finish(child)

@@ -11,7 +11,7 @@ from envbuild.lock.format import Lock
 from envbuild.recipe.build import BuildTable
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.reference import references
-from envbuild.recipe.sources import BuildWheel, SourceLayer
+from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 
 
@@ -33,7 +33,7 @@ def built_layers(loaded: LoadedRecipe, target: Target, lock: Lock | CondaLock) -
         table, reference = loaded.build_table(one.name), direct.get(one.name)
         variables = build_variables(table, one.version, git=bool(one.commit))
         wheels = {pip.name: pip for pip in front_end()}
-        wheels |= {wheel.name: BuildWheel(wheel.name, wheel.version, wheel.hashes) for wheel in one.build}
+        wheels |= {wheel.name: wheel for wheel in one.build}
         found.append(
             replace(
                 _layer(one.name, target, table),

@@ -36,7 +36,7 @@ class WheelFile:
     """A wheel: its distribution, its file, and the file's sha256 and size in bytes.
 
     `place` is the file, or what finds it: one whose layer exists already is not fetched. `file_name` and `torch` are
-    what facts about such a wheel say, see layers/wheel_facts.py.
+    what facts about such a wheel say, see layers/wheels.py.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """The locked conda packages on this host: their files, and what the metadata of a package says.
 
-Sources: conda's "Package specification" (info/index.json, paths.json, link.json, and files, has_prefix of packages
-without paths.json); conda-package-handling, "The .conda format": a zip with the stored members metadata.json,
+Sources: conda's "Package specification" (info/index.json, paths.json, link.json; conda-build writes paths.json since
+2017); conda-package-handling, "The .conda format": a zip with the stored members metadata.json,
 pkg-NAME.tar.zst and info-NAME.tar.zst. The older .tar.bz2 is a single tar.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shlex
 import zipfile
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -28,9 +27,7 @@ from envbuild.lock.conda import CondaPackage
 
 # These files are read as a whole; torch's paths.json has 4 MiB.
 _MAX_INFO = 16 << 20
-_METADATA = ("index.json", "paths.json", "link.json", "files", "has_prefix")
-# The placeholder that conda-build wrote before packages could declare their own.
-_OLD_PLACEHOLDER = "/opt/anaconda1anaconda2anaconda3"
+_METADATA = ("index.json", "paths.json", "link.json")
 _POINT = re.compile(
     r"\s*([^\s./\\=](?:[^/\\=\x00-\x1f]*[^\s/\\=\x00-\x1f])?)\s*=\s*([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?"
 )
@@ -80,7 +77,7 @@ def read_info(package: Path) -> Info:
             folder, _, rest = member.name.partition("/")
             if folder != "info":
                 # In a .tar.bz2, info/ comes first, or (from old builders) last.
-                if "index.json" in found and ("paths.json" in found or "files" in found):
+                if "index.json" in found and "paths.json" in found:
                     break
             elif rest in _METADATA and content is not None:
                 if member.size > _MAX_INFO:
@@ -134,25 +131,23 @@ def _part(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
 
 def _info(found: dict[str, bytes], package: str) -> Info:
     index = _json(found, "index.json", package)
-    if "paths.json" in found:
-        rows = _json(found, "paths.json", package).get("paths")
-        if not isinstance(rows, list):
-            raise BuildError(f"{package}: info/paths.json has no list of paths")
-        listed = [_listed(row, package) for row in rows]
-    else:
-        listed = _old_paths(found, package)
+    rows = _json(found, "paths.json", package).get("paths")
+    if not isinstance(rows, list):
+        raise BuildError(f"{package}: info/paths.json has no list of paths")
     link = _json(found, "link.json", package) if "link.json" in found else {}
     noarch = link.get("noarch")
     points = (noarch.get("entry_points") if isinstance(noarch, dict) else None) or []
     for point in points if isinstance(points, list) else [points]:
         if not isinstance(point, str) or not _POINT.fullmatch(point):
             raise BuildError(f"{package}: info/link.json: entry point {point!r}")
-    return Info(index, tuple(listed))
+    return Info(index, tuple(_listed(row, package) for row in rows))
 
 
 def _json(found: dict[str, bytes], name: str, package: str) -> dict[str, Any]:
     if name not in found:
-        raise BuildError(f"{package}: not a conda package: it has no info/{name}")
+        raise BuildError(
+            f"{package}: it has no info/{name}", "take a build of this package that conda-build made in 2017 or later"
+        )
     try:
         data = json.loads(found[name])
     except (ValueError, RecursionError) as error:
@@ -170,26 +165,3 @@ def _listed(row: Any, package: str) -> PackagePath:
     if not isinstance(placeholder, str) or mode not in ("text", "binary"):
         raise BuildError(f"{package}: info/paths.json: {path}: unknown file_mode {mode!r}")
     return PackagePath(path, placeholder, mode)
-
-
-def _old_paths(found: dict[str, bytes], package: str) -> list[PackagePath]:
-    """Return the paths of a package older than paths.json. Like conda, this uses shlex for has_prefix."""
-    if "files" not in found:
-        raise BuildError(f"{package}: not a conda package: it has no info/paths.json")
-    try:
-        replaced: dict[str, tuple[str, str]] = {}
-        for line in found.get("has_prefix", b"").decode().splitlines():
-            words = [word.strip("'\"") for word in shlex.split(line, posix=False)]
-            if len(words) == 1:
-                words = [_OLD_PLACEHOLDER, "text", *words]
-            if words:
-                placeholder, mode, path = words
-                replaced[path] = placeholder, mode
-        files = found["files"].decode().splitlines()
-    except ValueError as error:
-        raise BuildError(f"{package}: info/files and has_prefix: {error}") from None
-    listed = [PackagePath(path, *replaced.get(path, ("", "text"))) for path in filter(None, files)]
-    for one in listed:
-        if _clean(one.path, package) != one.path or one.mode not in ("text", "binary"):
-            raise BuildError(f"{package}: info/files: {one.path!r}: a path or a mode that cannot be")
-    return listed

@@ -31,11 +31,11 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.recorded import hashed, recorded
+from envbuild.progress import Log
 from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
 
-Log = Callable[[str], None]
 Items = Generator[tuple[Member, Readable | None], None, None]
 # Name, version and digest of the RECORD of each distribution that a layer installs.
 Distributions = tuple[tuple[str, str, str], ...]
@@ -101,13 +101,11 @@ class TarCache:
     limits: LimitsTable | None = None
 
     def expect(self, parts: Sequence[LayerRequest]) -> None:
-        """See `LayerCache`."""
         if self.store.remote is not None:
             wanted = [part for part in parts if not _note(part, self.store).exists()]
             self.store.remote.expect([CacheEntry("layer", part.key) for part in wanted])
 
     def part(self, part: LayerRequest) -> CachedLayer:
-        """See `LayerCache`."""
         note = _note(part, self.store)
 
         def write() -> CachedLayer:
@@ -128,11 +126,10 @@ class TarCache:
         return cached(entry, lambda: known_part(part, self.store), write, note, part.title, self.store, self.log)
 
     def blob(self, layer: Layer, title: str) -> CachedLayer:
-        """See `LayerCache`."""
         return CachedLayer(layer, title, layer.diff_id.partition(":")[2])
 
     def members(self, made: CachedLayer) -> Sequence[Member]:
-        """See `LayerCache`. The blob is read if its members are not known."""
+        """The blob is read if its members are not known."""
         path = _members(made.key, self.store)
         try:
             table = read_table(path)
@@ -217,13 +214,11 @@ class SegmentCache:
     limits: LimitsTable
 
     def expect(self, parts: Sequence[LayerRequest]) -> None:
-        """See `LayerCache`."""
         if self.store.remote is not None:
             wanted = [part for part in parts if not self._place(part.key).with_suffix(".index").exists()]
             self.store.remote.expect([CacheEntry("segment", self._place(part.key).name) for part in wanted])
 
     def part(self, part: LayerRequest) -> CachedSegment:
-        """See `LayerCache`."""
         found: list[tuple[str, str, str]] = []
         items = partial(_of_part, part, found)
         # A tar of the layer in the store contains the same files, including their bytecode.
@@ -233,7 +228,7 @@ class SegmentCache:
         return self._made(part.key, part.title, items, found)
 
     def blob(self, layer: Layer, title: str) -> CachedSegment:
-        """See `LayerCache`. Raises BuildError for a layer that does not match its configuration's diff_id."""
+        """Raises BuildError for a layer that does not match its configuration's diff_id."""
         return self.tar(layer.diff_id, title, partial(opened, self.store.blobs.path(layer.blob.digest)))
 
     def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
@@ -243,7 +238,6 @@ class SegmentCache:
         )
 
     def members(self, made: CachedSegment) -> Sequence[Member]:
-        """See `LayerCache`."""
         return made.segment.members
 
     def _made(

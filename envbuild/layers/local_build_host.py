@@ -98,7 +98,6 @@ class LocalBuildHost:
         return self.work
 
     def run(self, command: Sequence[str], cwd: PurePath, variables: Mapping[str, str], log: Path) -> int:
-        """See `BuildHost.run`."""
         everything = {**self.variables, **variables}
         program = command[0] if "/" in command[0] else shutil.which(command[0], path=everything["PATH"])
         with log.open("ab") as stream:
@@ -109,11 +108,7 @@ class LocalBuildHost:
                 ["/bin/sh", "-c", _GUARD, "sh", program, *command[1:]], env=everything, cwd=Path(cwd),
                 stdout=stream.fileno(), stderr=subprocess.STDOUT, death_signal=signal.SIGTERM,
             )  # fmt: skip
-        try:
-            return child.wait()
-        except BaseException:
-            process.stop([child])
-            raise
+        return process.finish(child)
 
 
 def check_path(folder: Path) -> None:

@@ -29,6 +29,7 @@ from envbuild.layers.source_files import SourceManifest, list_files, patchelf_pr
 from envbuild.layers.source_job import BuildHost, BuildPython, SourceBuild, StepError
 from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
 from envbuild.layers.wheels import fetch_wheels
+from envbuild.progress import Log
 from envbuild.recipe.sources import SourceLayer
 from envbuild.resources import workers
 from envbuild.store.archives import WantedArchive, locate_archive
@@ -41,7 +42,6 @@ _ENGINE = 1
 _KEPT_LOGS = 20
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 BuildHosts = Callable[[Path], AbstractContextManager[BuildHost]]
-Log = Callable[[str], None]
 
 
 def build_layer(

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
+from envbuild.data import load_table
 from envbuild.errors import RecipeError
 from envbuild.fabrics import load_fabrics
 from envbuild.layers.source_job import PLACE
 from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.sources import BuildWheel, HostLayer, Patch, SourceLayer
+from envbuild.recipe.sources import HostLayer, LockedPackage, Patch, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.toml import Keys, nearest
 
-_FILE = Path(__file__).resolve().parents[1] / "data" / "sources.toml"
 _NEGATED = re.compile("^--(without|disable)-")
 _NEGATED_VARIABLE = re.compile("^((?:[A-Z0-9]+_)+)WITHOUT_")
 _POSITIVE = {"--without-": "--with-", "--disable-": "--enable-"}
@@ -79,8 +75,9 @@ def _layer(
     series = ".".join(table.version.split(".")[:2])
     url = table.url or known.url.replace("{version}", table.version).replace("{series}", series)
     if not url:
+        known_names = ", ".join(sorted(load_table("sources")["sources"]))
         raise RecipeError(
-            f"{where}: where is the source of {name}? Known are only {', '.join(sorted(_data()['sources']))}",
+            f"{where}: where is the source of {name}? Known are only {known_names}",
             f"give `url` and `sha256` in [layers.{name}]",
         )
     if not sha256:
@@ -101,24 +98,25 @@ def _layer(
             f"{where}: an option of {name} names {{{place}}}, which is not a layer that it requires",
             f"add {place!r} to its `requires`, or write the folder's path",
         )
-    programs = {**_data()["build"]["any"], **_data()["build"][target.arch]}
+    build = load_table("sources")["build"]
     return SourceLayer(
         name, table.version, target.name, system, url, sha256, configure,
         patches=patches_of(loaded, ("layers", name), table.patches), requires=requires,
         wheels=_cuda(where, name, target) if "cuda" in places else (), tools=known.tools,
         packages=tuple(dict.fromkeys([*compilers(), *known.packages])),
-        licences=known.licences, check=known.check, build=_wheels(programs) if system == "wheel" else (),
+        licences=known.licences, check=known.check,
+        build=_wheels(build["any"] | build[target.arch]) if system == "wheel" else (),
     )  # fmt: skip
 
 
 def compilers() -> tuple[str, ...]:
     """Return the Debian packages that every build in a builder image needs."""
-    return tuple(_data()["debian"]["packages"])
+    return tuple(load_table("sources")["debian"]["packages"])
 
 
-def front_end() -> tuple[BuildWheel, ...]:
+def front_end() -> tuple[LockedPackage, ...]:
     """Return the wheel of pip, which builds Python projects."""
-    return _wheels({"pip": _data()["build"]["any"]["pip"]})
+    return _wheels({"pip": load_table("sources")["build"]["any"]["pip"]})
 
 
 def _key(option: str) -> str:
@@ -134,14 +132,9 @@ def _others(options: Sequence[str], replaced: Sequence[str]) -> list[str]:
     return [option for option in options if _key(option) not in subjects]
 
 
-@lru_cache(maxsize=1)
-def _data() -> dict[str, Any]:
-    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
-
-
 def _known(name: str, fabric: str, target: Target) -> Known:
     """Return the known source `name` with the additions for this fabric and target, all defaults if it is unknown."""
-    table = _data()["sources"].get(name)
+    table = load_table("sources")["sources"].get(name)
     if table is None:
         return Known()
     lists = {key: list(table.get(key, ())) for key in ("configure", "requires", "tools", "packages")}
@@ -181,10 +174,10 @@ def patches_of(loaded: LoadedRecipe, keys: Keys, patches: Sequence[str]) -> tupl
     return tuple(found)
 
 
-def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
+def _cuda(where: str, name: str, target: Target) -> tuple[LockedPackage, ...]:
     """Return the wheels with the headers of the target's CUDA."""
     version = target.version if target.family is CUDA else None
-    known = _data()["cuda"]
+    known = load_table("sources")["cuda"]
     rows = known.get(version, {}).get(target.arch)
     if rows is not None:
         return _wheels(rows)
@@ -197,8 +190,8 @@ def _cuda(where: str, name: str, target: Target) -> tuple[BuildWheel, ...]:
     raise RecipeError(f"{where}: {name} is built with CUDA's headers, and {why}", hint)
 
 
-def _wheels(rows: Mapping[str, Sequence[str]]) -> tuple[BuildWheel, ...]:
-    return tuple(BuildWheel(name, version, tuple(hashes)) for name, (version, *hashes) in rows.items())
+def _wheels(rows: Mapping[str, Sequence[str]]) -> tuple[LockedPackage, ...]:
+    return tuple(LockedPackage(name, version, tuple(hashes)) for name, (version, *hashes) in rows.items())
 
 
 def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[str]:

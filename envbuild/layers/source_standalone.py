@@ -19,7 +19,7 @@ from envbuild.layers.local_build_host import local_build_host
 from envbuild.layers.source_causes import failure
 from envbuild.layers.source_job import SourceBuild, StepError
 from envbuild.layers.source_steps import make_layer, unpack_cuda
-from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
+from envbuild.recipe.sources import LockedPackage, Patch, SourceLayer
 
 _FORMAT = 1
 
@@ -45,7 +45,7 @@ def _layer(row: dict[str, object]) -> SourceLayer:
     made = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
     made["patches"] = tuple(Patch(**one) for one in made["patches"])  # type: ignore[attr-defined]
     made["wheels"] = tuple(
-        BuildWheel(one["name"], one["version"], tuple(one["hashes"]))
+        LockedPackage(one["name"], one["version"], tuple(one["hashes"]))
         for one in made["wheels"]  # type: ignore[attr-defined]
     )
     return SourceLayer(**made)  # type: ignore[arg-type]

@@ -1,34 +1,36 @@
 """The locked wheels of a plan and those of own code on this host, checked against the plan's target.
 
-Locks are checked when they are written, but a lock may have been edited or written elsewhere.
+Locks are checked when they are written, but a lock may have been edited or written elsewhere. With the facts about a
+wheel, one whose layer is in the store or in the team's cache need not be fetched: its size, which decides the order of
+layers, its name, and torch's build.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from envbuild.cache.hashed import read_note, write_note
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.project import project_wheel
 from envbuild.layers.trainer import NAME, Trainer
-from envbuild.layers.wheel_facts import note_facts, wheel_facts
 from envbuild.lock.format import LockedPackage
 from envbuild.plan.plan import Plan
-from envbuild.recipe.accelerators import (
-    MAX_VERSION_FILE,
-    VERSION_FILE,
-    accelerator_fault,
-    torch_builds,
-    torch_libraries,
-)
-from envbuild.recipe.sources import BuildWheel
+from envbuild.recipe import accelerators
 from envbuild.recipe.targets import ARCHES, Target
+from envbuild.store.entry import CacheEntry, fetched
+from envbuild.store.store import Store
+
+# sha256, size in bytes, file name, and for torch its accelerators and their libraries, as WheelFile has them.
+Facts = tuple[str, int, str, tuple[dict[str, str], list[str]] | None]
 
 
 def locate(
@@ -81,7 +83,7 @@ def own_wheels(plan: Plan, trainer: Trainer, environment: Environment, offline: 
 
 
 def fetch_wheels(
-    wheels: Sequence[LockedPackage | BuildWheel], environment: Environment, indexes: Sequence[str] = (),
+    wheels: Sequence[LockedPackage], environment: Environment, indexes: Sequence[str] = (),
     bound: Mapping[str, str] = {}, *, offline: bool,
 ) -> list[Path]:  # fmt: skip
     """Return the files of `wheels`, verified by hash. Raises BuildError if no source has one of them.
@@ -118,7 +120,7 @@ def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
                 "the lock names a wheel of another platform: make it anew with `envbuild lock`",
             )
         if wheel.name == "torch":
-            fault = accelerator_fault(target.name, *(wheel.torch or _read_torch(wheel.path)), exact=True)
+            fault = accelerators.accelerator_fault(target.name, *(wheel.torch or _read_torch(wheel.path)), exact=True)
             if fault is not None:
                 raise BuildError(
                     f"{name}: this torch {fault}",
@@ -139,10 +141,61 @@ def _read_torch(path: Path) -> tuple[dict[str, str], list[str]]:
     try:
         with zipfile.ZipFile(path) as archive:
             names, text = archive.NameToInfo, ""
-            if VERSION_FILE in names:
-                with archive.open(VERSION_FILE) as stream:
-                    text = stream.read(MAX_VERSION_FILE).decode("utf-8", "replace")
-            libraries = [n for n in sorted(torch_libraries()) if f"torch/lib/{n}" in names]
+            if accelerators.VERSION_FILE in names:
+                with archive.open(accelerators.VERSION_FILE) as stream:
+                    text = stream.read(accelerators.MAX_VERSION_FILE).decode("utf-8", "replace")
+            libraries = [n for n in sorted(accelerators.torch_libraries()) if f"torch/lib/{n}" in names]
     except (OSError, zipfile.BadZipFile, RuntimeError) as error:
         raise BuildError(f"{path} is not a wheel that can be read: {error}") from error
-    return torch_builds(text), libraries
+    return accelerators.torch_builds(text), libraries
+
+
+def wheel_facts(hashes: Sequence[Sequence[str]], store: Store) -> list[Facts | None]:
+    """Return the facts of the wheels with one of these sha256 each, from `store` or its remote cache, else None."""
+    entries = [_facts_entry(those) for those in hashes]
+    found = [_read_facts(entry, those, store) for entry, those in zip(entries, hashes, strict=True)]
+    if store.remote is not None:
+        store.remote.expect([entry for entry, facts in zip(entries, found, strict=True) if facts is None])
+        for number, entry in enumerate(entries):
+            if found[number] is None:
+                found[number] = fetched(entry, store.remote, partial(_read_facts, entry, hashes[number], store))
+    return found
+
+
+def note_facts(hashes: Sequence[str], wheel: WheelFile, store: Store) -> None:
+    """Keep the facts of `wheel`, which has one of `hashes`, and offer them to the remote cache."""
+    entry = _facts_entry(hashes)
+    fields = {"sha256": wheel.sha256, "size": wheel.size, "file": wheel.file_name, "torch": wheel.torch}
+    with suppress(OSError):  # a read-only store only costs time
+        write_note(_facts_file(entry, store), fields)
+        _note_use(entry, store)
+        if store.remote is not None:
+            store.remote.offer(entry, 0.0)
+
+
+def _note_use(entry: CacheEntry, store: Store) -> None:
+    place = store.root / entry.files[0]
+    store.note_use(place, place)
+
+
+def _facts_entry(hashes: Sequence[str]) -> CacheEntry:
+    return CacheEntry("wheel", hashlib.sha256(" ".join(sorted(hashes)).encode()).hexdigest())
+
+
+def _facts_file(entry: CacheEntry, store: Store) -> Path:
+    store.folder("facts")
+    return store.root / entry.files[0]
+
+
+def _read_facts(entry: CacheEntry, hashes: Sequence[str], store: Store) -> Facts | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        note = read_note(store.root / entry.files[0])
+        torch = None
+        if note["torch"] is not None:
+            builds, libraries = note["torch"]
+            torch = {str(name): str(build) for name, build in builds.items()}, [str(name) for name in libraries]
+        size, file, sha256 = note["size"], note["file"], note["sha256"]
+        if type(size) is int and size > 0 and type(file) is str and "/" not in file and sha256 in hashes:
+            _note_use(entry, store)
+            return str(sha256), size, file, torch
+    return None

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from envbuild.data import load_table
 from envbuild.errors import LockError
-from envbuild.lock.conda import CondaPackage, conda_data
+from envbuild.lock.conda import CondaPackage
 from envbuild.lock.format import LockedPackage
 from envbuild.recipe.accelerators import CUDA, accelerator_of, gpu_families, torch_index
 from envbuild.recipe.targets import Target
@@ -60,7 +61,7 @@ def check_conda_accelerator(target: Target, packages: Iterable[CondaPackage], so
 
     A CUDA build's string begins with `cuda`, or it depends on CUDA packages and its string does not begin with `cpu`.
     """
-    data, wanted = conda_data()["accelerator"], target.family
+    data, wanted = load_table("conda")["accelerator"], target.family
     for package in packages:
         if package.name not in data["packages"]:
             continue

@@ -7,7 +7,6 @@ lock) are the image's packages and compilers, or `build_base`, an existing image
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,10 +17,11 @@ from envbuild.debian.lock import DebianLock
 from envbuild.debian.sources import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, LockError, UsageError
+from envbuild.fingerprint import json_digest
 from envbuild.image.archive import read_archive, read_daemon
 from envbuild.image.blobs import Pulled
 from envbuild.image.layout import read_layout
-from envbuild.image.model import ImageManifest, check_image, digest_of, parse, parse_config
+from envbuild.image.model import ImageManifest, check_image, parse, parse_config
 from envbuild.image.registry import Registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
@@ -59,7 +59,7 @@ def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceL
     content = ["builder", recipe.image_digest(target), added if debian else image.build_base]
     wanted = tuple(dict.fromkeys((*image.packages, *added)))
     own = dataclasses.replace(recipe.recipe, image=dataclasses.replace(image, packages=wanted))
-    digest, file = digest_of(json.dumps(content).encode()), f"{target.name}.build.toml"
+    digest, file = json_digest(content), f"{target.name}.build.toml"
     return _base_lock("builder", recipe, target, own, "debian" if debian else image.build_base, file, digest)
 
 

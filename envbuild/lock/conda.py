@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import json
 import re
 import tomllib
@@ -14,6 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from envbuild.errors import LockError
+from envbuild.fingerprint import json_digest
 from envbuild.lock.built import wheel_files
 from envbuild.lock.format import Lock, without_credentials
 from envbuild.names import normalise
@@ -80,7 +79,7 @@ class CondaLock:
         """sha256 of the packages to install, independent of the file's layout and of their source."""
         packages = [[p.name, p.version, p.build, p.subdir, p.sha256] for p in self.packages]
         content = [self.target, packages, self.pip.digest]
-        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json_digest(content)
 
     @property
     def versions(self) -> dict[str, str]:
@@ -95,15 +94,6 @@ class CondaLock:
 def conda_platform(target: Target) -> str:
     """Return the platform in conda's spelling: linux-64 or linux-aarch64."""
     return {"x86_64": "linux-64", "aarch64": "linux-aarch64"}[target.arch]
-
-
-@functools.cache
-def conda_data() -> dict[str, Any]:
-    """Return the contents of data/conda.toml."""
-    from importlib import resources
-
-    text = resources.files("envbuild.data").joinpath("conda.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
 
 
 def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:

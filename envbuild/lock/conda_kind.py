@@ -16,13 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from envbuild.compat.check import check_stack
+from envbuild.data import load_table
 from envbuild.environment import Environment
 from envbuild.errors import LockError, UsageError
 from envbuild.file_lock import folder_lock
 from envbuild.lock import conda_format
 from envbuild.lock import format as pip_format
 from envbuild.lock.accelerator import check_conda_accelerator
-from envbuild.lock.conda import CondaLock, CondaPackage, conda_data
+from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, package_changes, read_lock_file, write_lock_file
 from envbuild.lock.wheels import resolve
@@ -149,7 +150,7 @@ def provided(packages: Iterable[CondaPackage]) -> dict[str, str]:
     """
     from packaging.version import Version
 
-    names = conda_data()["distributions"]
+    names = load_table("conda")["distributions"]
     found: dict[str, str] = {}
     for package in packages:
         distribution = normalise(names.get(package.name, package.name))

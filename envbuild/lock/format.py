@@ -7,7 +7,6 @@ at the top. The file never holds a URL: the site decides which index or mirror s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -16,8 +15,10 @@ from pathlib import Path
 
 from envbuild.errors import LockError
 from envbuild.files import parse_json
+from envbuild.fingerprint import json_digest
 from envbuild.lock.lifecycle import package_changes, read_lock_file
 from envbuild.names import normalise
+from envbuild.recipe.sources import LockedPackage as LockedPackage
 
 FORMAT = 1
 _KEYS = ("recipe", "target", "python", "platform", "recipe-digest")
@@ -35,15 +36,6 @@ _FIELDS = {
 _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})$")
 _FAULTS = 100
 _FIRST_LINE = "# envbuild lock, format "
-
-
-@dataclass(frozen=True, slots=True)
-class LockedPackage:
-    """One distribution: normalised `name` (PEP 503), exact `version`, sha256 of each fitting wheel."""
-
-    name: str
-    version: str
-    hashes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +77,7 @@ class Lock:
         content: list[object] = [self.target, self.python, [[p.name, p.version, p.hashes] for p in self.packages]]
         if self.built:  # keeps the digest of locks of wheels alone unchanged
             content.append([built_row(one) for one in self.built])
-        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json_digest(content)
 
     @property
     def versions(self) -> dict[str, str]:

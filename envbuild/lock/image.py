@@ -6,27 +6,31 @@ archive's pool) or the digest of an existing image, and neither mirrors nor cred
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild.debian.lock import DebianLock, from_table
+from envbuild.debian.lock import DebianLock, checked
 from envbuild.errors import LockError
-from envbuild.image.model import digest_of, is_digest
+from envbuild.fingerprint import json_digest
+from envbuild.image.model import is_digest
 from envbuild.lock.lifecycle import package_changes, read_lock_file
-from envbuild.toml import parse_toml
+from envbuild.toml import Document, decode, key, parse_toml, required, toml_pairs
 
 FORMAT = 1
+_HINT = "delete it and run `envbuild lock` again"
+
+
+def _digest_problem(text: str) -> str | None:
+    return None if is_digest(text) else f"{text!r} is not a sha256 digest"
 
 
 @dataclass(frozen=True, slots=True)
 class OciLock:
-    """Existing image: `reference` as in the recipe, `digest` of its manifest for this target."""
+    """Existing image."""
 
-    reference: str
-    digest: str
+    reference: str = required("As in the recipe.", pattern=r"[\s\S]+")
+    digest: str = required("That of its manifest for this target.", check=_digest_problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class ImageLock:
             content: list[Any] = ["oci", self.base.digest]
         else:
             content = ["debian", [[p.name, p.version, p.sha256] for p in self.base.packages]]
-        return digest_of(json.dumps(content).encode())
+        return json_digest(content)
 
 
 def image_lock_name(target: str) -> str:
@@ -56,25 +60,29 @@ def image_lock_name(target: str) -> str:
 def render_image(lock: ImageLock) -> str:
     """Return the text of the lock; `parse_image` returns an equal lock."""
     head = {"format": FORMAT, "recipe": lock.recipe, "target": lock.target, "recipe-digest": lock.recipe_digest}
-    lines = [f"# envbuild image lock; made by: envbuild lock {lock.recipe} --target {lock.target}", *_pairs(head), ""]
+    title = f"# envbuild image lock; made by: envbuild lock {lock.recipe} --target {lock.target}"
+    lines = [title, *toml_pairs(head), ""]
     if isinstance(lock.base, OciLock):
-        lines += ["[oci]", *_pairs(asdict(lock.base))]
+        lines += ["[oci]", *toml_pairs(asdict(lock.base))]
     else:
         table = lock.base.as_toml_table()
         packages = table.pop("package")
         # One line for each package, so that a diff lists the changed ones.
-        rows = [f"  {{ {', '.join(_pairs(package))} }}," for package in packages]
-        lines += ["[debian]", *_pairs(table), "package = [", *rows, "]"]
+        rows = [f"  {{ {', '.join(toml_pairs(package))} }}," for package in packages]
+        lines += ["[debian]", *toml_pairs(table), "package = [", *rows, "]"]
     return "\n".join(lines) + "\n"
 
 
-def _pairs(table: Mapping[str, object]) -> list[str]:
-    return [f"{key} = {value if isinstance(value, int) else _text(str(value))}" for key, value in table.items()]
+@dataclass(frozen=True, slots=True)
+class _LockFile:
+    """The contents of the file."""
 
-
-def _text(value: str) -> str:
-    # JSON's escapes are valid TOML, except that JSON leaves DEL as it is, which TOML forbids.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    format: int = required("The version of the format.")
+    recipe: str = required("The recipe's name.", pattern=".+")
+    target: str = required("The target.", pattern=".+")
+    recipe_digest: str = required("That of all that affects the base in the recipe.", name="recipe-digest")
+    debian: DebianLock | None = key(None, "Debian packages.")
+    oci: OciLock | None = key(None, "An existing image.")
 
 
 def parse_image(text: str, source: str) -> ImageLock:
@@ -82,46 +90,21 @@ def parse_image(text: str, source: str) -> ImageLock:
     try:
         data = parse_toml(text)
     except ValueError as error:
-        raise _faulty(source, str(error)) from None
-    if type(data.get("format")) is not int:
-        raise _faulty(source, "`format` is not a number")
-    if data["format"] != FORMAT:
+        raise LockError(f"{source}: not an image lock: {error}", _HINT) from None
+    found = data.get("format")
+    if type(found) is int and found != FORMAT:
         raise LockError(
-            f"{source}: format {data['format']}; this envbuild reads {FORMAT}",
-            "use the envbuild version that wrote it, or delete it and run `envbuild lock` again",
+            f"{source}: format {found}; this envbuild reads {FORMAT}",
+            f"use the envbuild version that wrote it, or {_HINT}",
         )
-    if unknown := data.keys() - {"format", "recipe", "target", "recipe-digest", "debian", "oci"}:
-        raise _faulty(source, f"unknown key {sorted(unknown)[0]!r}")
-    recipe, target, digest = (_string(data, key, source) for key in ("recipe", "target", "recipe-digest"))
-    return ImageLock(recipe, target, digest, _base(data, source))
-
-
-def _base(data: Mapping[str, Any], source: str) -> DebianLock | OciLock:
-    kinds = sorted(data.keys() & {"debian", "oci"})
-    if len(kinds) != 1:
-        raise _faulty(source, "it wants one table, [debian] or [oci]")
-    table = data[kinds[0]]
-    if not isinstance(table, dict):
-        raise _faulty(source, f"`{kinds[0]}` is not a table")
-    if kinds == ["debian"]:
-        return from_table(table, source)
-    if unknown := table.keys() - {"reference", "digest"}:
-        raise _faulty(source, f"unknown key {sorted(unknown)[0]!r} in [oci]")
-    digest = _string(table, "digest", source)
-    if not is_digest(digest):
-        raise _faulty(source, f"{digest!r} is not a sha256 digest")
-    return OciLock(_string(table, "reference", source), digest)
-
-
-def _string(table: Mapping[str, Any], key: str, source: str) -> str:
-    value = table.get(key)
-    if not isinstance(value, str) or not value:
-        raise _faulty(source, f"`{key}` is missing" if value is None else f"`{key}` is {value!r}")
-    return value
-
-
-def _faulty(source: str, what: str) -> LockError:
-    return LockError(f"{source}: not an image lock: {what}", "delete it and run `envbuild lock` again")
+    try:
+        file = decode(Document(Path(source), text, data), _LockFile, error=LockError)
+        base = checked(file.debian, source) if file.debian else file.oci
+        if base is None or (file.debian and file.oci):
+            raise LockError(f"{source}: it wants one table, [debian] or [oci]")
+    except LockError as error:
+        raise LockError(error.message, _HINT) from None
+    return ImageLock(file.recipe, file.target, file.recipe_digest, base)
 
 
 def read_image(path: Path) -> ImageLock | None:

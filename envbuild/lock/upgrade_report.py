@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from envbuild.debian.lock import DebianLock
-from envbuild.lock.advisories import Advisory
-from envbuild.lock.audit import judge_locks, open_database
+from envbuild.lock.advisories import Advisory, judge_locks, open_database
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from envbuild.recipe.build import BuildTable
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.model import PYTHONS
 from envbuild.site.uv_config import bound_project
+from envbuild.toml import toml_key, toml_pairs
 
 _NAME = r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?"
 _SPECIFIER = r"((?:[<>=!~]=|[<>])\S+)?"
@@ -164,18 +164,16 @@ class UvCompile:
 
 
 def _build_settings(builds: Mapping[str, BuildTable]) -> str:
-    """Return lines of a uv.toml for the metadata of `builds`: JSON's strings and arrays are valid TOML."""
+    """Return lines of a uv.toml for the metadata of `builds`."""
     if not builds:
         return ""
     lines = ["[extra-build-dependencies]"]
-    lines += [f"{json.dumps(name)} = {json.dumps(table.requires)}" for name, table in builds.items()]
+    lines += toml_pairs({name: table.requires for name, table in builds.items()})
     for name, table in builds.items():
         if table.environment:
-            lines.append(f"[extra-build-variables.{json.dumps(name)}]")
-            lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in table.environment.items()]
+            lines += [f"[extra-build-variables.{toml_key(name)}]", *toml_pairs(table.environment)]
         if table.dependencies is not None:
-            lines += ["[[dependency-metadata]]", f"name = {json.dumps(name)}"]
-            lines.append(f"requires-dist = {json.dumps(table.dependencies)}")
+            lines += ["[[dependency-metadata]]", *toml_pairs({"name": name, "requires-dist": table.dependencies})]
     return "\n".join(["", *lines, ""])
 
 

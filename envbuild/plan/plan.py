@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from envbuild.fingerprint import json_digest
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, OciLock
@@ -83,7 +83,7 @@ class Plan:
     def digest(self) -> str:
         """sha256 over the inputs of the artifact's content; the sources of wheels and the verification do not count."""
         steps = [[step.kind, step.name, step.version, step.digest] for step in self.layers]
-        return _digest([FORMAT, self.artifact, self.target, self.python, self.compile_bytecode, steps])
+        return json_digest([FORMAT, self.artifact, self.target, self.python, self.compile_bytecode, steps])
 
     @property
     def has_torch(self) -> bool:
@@ -108,18 +108,9 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `envbuild plan --json` prints it."""
-        names = (
-            "recipe",
-            "recipe_digest",
-            "lock_digest",
-            "artifact",
-            "target",
-            "python",
-            "platform",
-            "compile_bytecode",
-        )
+        names = "recipe recipe_digest lock_digest artifact target python platform compile_bytecode"
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in names.split()},
             **({"base": self.base.digest} if self.base else {}),
             "digest": self.digest,
             "fabric": self.fabric,
@@ -163,7 +154,7 @@ def make_plan(
     steps.append(Step("trainer", "ddp-train", trainer_version, trainer_digest))
     if image is not None:
         settings = [recipe.image.workdir, sorted(recipe.image.env.items()), recipe.image.python]
-        steps.append(Step("config", "image", "", _digest([*settings, image.mtime])))
+        steps.append(Step("config", "image", "", json_digest([*settings, image.mtime])))
     if project is not None:
         steps.append(Step("project", project.name or project.root.name, project.commit, project.digest))
     return Plan(
@@ -212,8 +203,4 @@ def _base_steps(image: ImageInputs) -> list[Step]:
 
 
 def _step(kind: str, name: str, version: str, *inputs: object) -> Step:
-    return Step(kind, name, version, _digest([kind, *inputs]))
-
-
-def _digest(value: object) -> str:
-    return "sha256:" + hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    return Step(kind, name, version, json_digest([kind, *inputs]))

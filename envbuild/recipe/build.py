@@ -10,7 +10,7 @@ from envbuild.recipe import checks
 from envbuild.recipe.layers import patch_problem
 from envbuild.recipe.reference import reference_of
 from envbuild.recipe.targets import target_problem
-from envbuild.toml import Document, Keys, Problem, key
+from envbuild.toml import Document, Keys, Problem, key, list_at, table_at
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class BuildTable:
 
 def requirement_entries(document: Document) -> Iterator[tuple[Keys, str]]:
     """Yield each valid requirement of the recipe, of its targets and of [conda], with its keys."""
-    data = document.data
-    tables: list[tuple[Keys, object]] = [((), data), (("conda",), data.get("conda"))]
-    targets = data.get("targets")
-    tables += [(("targets", name), table) for name, table in (targets.items() if isinstance(targets, dict) else ())]
-    for keys, table in tables:
-        entries = table.get("requirements") if isinstance(table, dict) else None
-        for index, text in enumerate(entries if isinstance(entries, list) else ()):
+    tables: list[tuple[str, ...]] = [
+        (),
+        ("conda",),
+        *(("targets", name) for name in table_at(document.data, "targets")),
+    ]
+    for keys in tables:
+        for index, text in enumerate(list_at(document.data, *keys, "requirements")):
             if isinstance(text, str) and checks.requirement_problem(text) is None:
                 yield (*keys, "requirements", index), text
 
@@ -74,22 +74,20 @@ def build_mistakes(document: Document) -> Iterator[Problem]:
         direct[reference.name] = "a wheel" if reference.is_wheel else ""
         if reference.kind == "path" and not (document.path.parent / reference.url).is_file():
             yield keys, f"{reference.name!r}: there is no file {document.path.parent / reference.url}"
-    tables = document.data.get("build")
-    for name in _names(document, "build"):
-        one = tables[name] if isinstance(tables, dict) else None
-        if isinstance(one, dict) and "dependencies" in one and normalise(name) in direct:
+    tables = table_at(document.data, "build")
+    for name in tables:
+        if "dependencies" in table_at(tables, name) and normalise(name) in direct:
             yield ("build", name, "dependencies"), "'dependencies': only for a package of an index"
     for table, why in (("indexes", "it is a direct reference"), ("build", "its requirement names a wheel")):
         for name in _names(document, table):
             if normalise(name) in direct and (table == "indexes" or direct[normalise(name)]):
                 yield (table, name), f"{name!r} in [{table}]: {why}"
-    layers, targets = _names(document, "layers"), document.data.get("targets")
+    layers, targets = _names(document, "layers"), table_at(document.data, "targets")
     for name in _names(document, "build"):
         if normalise(name) in layers:
             yield ("build", name), f"{name!r} is built as [layers.{normalise(name)}]; take one of both out"
-        asked = tables[name].get("targets") if isinstance(tables, dict) and isinstance(tables[name], dict) else None
-        for number, one in enumerate(asked if isinstance(asked, list) else ()):
-            if isinstance(targets, dict) and one not in targets:
+        for number, one in enumerate(list_at(tables, name, "targets")):
+            if targets and one not in targets:
                 yield ("build", name, "targets", number), f"the recipe has no target {one!r}"
 
 

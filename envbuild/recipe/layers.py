@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from envbuild.recipe.targets import target_problem
-from envbuild.toml import Document, Problem, form, key
+from envbuild.toml import Document, Problem, form, key, list_at, required, table_at
 
 layer_name_problem = form(r"[a-z0-9][a-z0-9_.+-]*", "is not a layer's name: lower-case letters, digits and . _ + -")
 option_problem = form(r"\S[^\n\x00]*", "is not one option on one line")
@@ -23,12 +23,8 @@ def patch_problem(text: str) -> str | None:
 class LayerTable:
     """`[layers.NAME]`: one layer that is built from source, replaced by a wheel, or provided by the host."""
 
-    version: str = field(
-        metadata={
-            "doc": "The version, as its project writes it.",
-            "pattern": r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$",
-            "example": "2.1.0",
-        }
+    version: str = required(
+        "The version, as its project writes it.", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", example="2.1.0"
     )
     kind: Literal["default", "source", "wheel", "host"] = key(
         "default",
@@ -89,10 +85,7 @@ def kind_of(name: str, table: LayerTable) -> str:
 
 def layer_mistakes(document: Document) -> Iterator[Problem]:
     """Yield keys of [layers.NAME] that conflict, and names of layers and targets that do not exist."""
-    layers = document.data.get("layers")
-    if not isinstance(layers, dict):
-        return
-    targets = document.data.get("targets")
+    layers, targets = table_at(document.data, "layers"), table_at(document.data, "targets")
     for name, table in ((name, table) for name, table in layers.items() if isinstance(table, dict)):
         kind = table.get("kind", "default")
         if kind == "host" and not table.get("path"):
@@ -105,14 +98,9 @@ def layer_mistakes(document: Document) -> Iterator[Problem]:
             for option in ("url", "sha256", "system", "configure", "patches", "requires"):
                 if table.get(option):
                     yield ("layers", name, option), f"{option!r}: only for a layer that is built from source"
-        for number, one in _entries(table, "requires"):
+        for number, one in enumerate(list_at(table, "requires")):
             if one not in layers or one == name:
                 yield ("layers", name, "requires", number), f"{one!r} is not another layer of this recipe"
-        for number, one in _entries(table, "targets"):
-            if isinstance(targets, dict) and one not in targets:
+        for number, one in enumerate(list_at(table, "targets")):
+            if targets and one not in targets:
                 yield ("layers", name, "targets", number), f"the recipe has no target {one!r}"
-
-
-def _entries(table: dict[str, object], name: str) -> Iterable[tuple[int, object]]:
-    found = table.get(name)
-    return enumerate(found) if isinstance(found, list) else ()

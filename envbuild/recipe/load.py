@@ -10,17 +10,10 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.names import normalise
+from envbuild.recipe import model
 from envbuild.recipe.build import BuildTable, build_mistakes, requirement_entries
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.layers import kind_of, layer_mistakes
-from envbuild.recipe.model import (
-    Recipe,
-    TargetTable,
-    conda_mistakes,
-    duplicate_requirements,
-    image_mistakes,
-    index_mistakes,
-)
 from envbuild.recipe.project import OwnCode, declared_code, declared_requirements
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.recipe.verify_table import LATER, VerifyTable, script_of, verify_mistakes
@@ -38,7 +31,7 @@ class LoadedRecipe:
     the script of [verify].
     """
 
-    recipe: Recipe
+    recipe: model.Recipe
     path: Path
     document: Document = dataclasses.field(repr=False, compare=False)
     code: OwnCode | None = None
@@ -111,7 +104,7 @@ class LoadedRecipe:
         """Return `FILE:LINE:COL` of a key of the file."""
         return self.document.where(*keys)
 
-    def target(self, name: str | None = None) -> tuple[Target, TargetTable]:
+    def target(self, name: str | None = None) -> tuple[Target, model.TargetTable]:
         """Return the target `name`; without a name, the target for this host.
 
         That is `cpu` on the host's architecture, else the only target with this architecture. Raises UsageError
@@ -183,15 +176,15 @@ def decode_recipe(document: Document) -> LoadedRecipe:
     """Return the recipe in `document`, whose file may not exist yet. Raises RecipeError as `load_recipe`."""
     checks = (
         build_mistakes,
-        duplicate_requirements,
-        index_mistakes,
-        image_mistakes,
-        conda_mistakes,
+        model.duplicate_requirements,
+        model.index_mistakes,
+        model.image_mistakes,
+        model.conda_mistakes,
         layer_mistakes,
         verify_mistakes,
         _wrong_folder,
     )
-    recipe = decode(document, Recipe, check=lambda one: [problem for check in checks for problem in check(one)])
+    recipe = decode(document, model.Recipe, check=lambda one: [problem for check in checks for problem in check(one)])
     script = script_of(recipe.verify, document)
     if recipe.project is None:
         return LoadedRecipe(recipe, document.path, document, script=script)

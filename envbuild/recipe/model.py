@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from envbuild.fabrics import fabric_names
@@ -15,7 +15,7 @@ from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.targets import target_problem
 from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import INDEX_NAME
-from envbuild.toml import Document, Keys, Problem, key, nearest
+from envbuild.toml import Document, Keys, Problem, key, nearest, required, table_at
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
@@ -111,37 +111,24 @@ class ImageTable:
 class Recipe:
     """A complete recipe."""
 
-    name: str = field(
-        metadata={
-            "doc": "The recipe's name; the same as its folder's in recipes/NAME/recipe.toml.",
-            "pattern": NAME_PATTERN,
-            "example": "pt_cpu",
-        }
+    name: str = required(
+        "The recipe's name; the same as its folder's in recipes/NAME/recipe.toml.",
+        pattern=NAME_PATTERN, example="pt_cpu",
+    )  # fmt: skip
+    description: str = required(
+        "What the environment is for, in one line.", pattern=r"^\S([^\n]*\S)?$", example="PyTorch DDP on CPU"
     )
-    description: str = field(
-        metadata={
-            "doc": "What the environment is for, in one line.",
-            "pattern": r"^\S([^\n]*\S)?$",
-            "example": "PyTorch DDP on CPU",
-        }
-    )
-    python: str = field(metadata={"doc": "Version of Python, X.Y.", "choices": PYTHONS, "example": "3.11"})
-    requirements: tuple[str, ...] = field(
-        metadata={
-            "doc": "Packages of every target, as pip requirements (PEP 508), with git repositories, archives and"
-            " files of the recipe as `NAME @ ADDRESS`. No options.",
-            "check": checks.requirement_problem,
-            "example": ["numpy==2.2.6"],
-        }
-    )
-    targets: dict[str, TargetTable] = field(
-        metadata={
-            "doc": "The targets this recipe can be built for: ACCELERATOR-ARCH,"
-            " cpu, cuNNN (cu126) or rocmN.N (rocm6.4), x86_64 or aarch64.",
-            "key_check": target_problem,
-            "min_items": 1,
-        }
-    )
+    python: str = required("Version of Python, X.Y.", choices=PYTHONS, example="3.11")
+    requirements: tuple[str, ...] = required(
+        "Packages of every target, as pip requirements (PEP 508), with git repositories, archives and files of the"
+        " recipe as `NAME @ ADDRESS`. No options.",
+        check=checks.requirement_problem, example=["numpy==2.2.6"],
+    )  # fmt: skip
+    targets: dict[str, TargetTable] = required(
+        "The targets this recipe can be built for: ACCELERATOR-ARCH, cpu, cuNNN (cu126) or rocmN.N (rocm6.4), x86_64"
+        " or aarch64.",
+        key_check=target_problem, min_items=1,
+    )  # fmt: skip
     constraints: tuple[str, ...] = key(
         (), "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
         check=checks.constraint_problem, example=["setuptools<81"],
@@ -180,11 +167,10 @@ class Recipe:
 
 def duplicate_requirements(document: Document) -> Iterator[Problem]:
     """Yield projects that a target requires twice with different specifiers, whatever other mistakes the data have."""
-    every, targets = list(requirement_entries(document)), document.data.get("targets")
+    every = list(requirement_entries(document))
     common = [entry for entry in every if entry[0][0] == "requirements"]
     of_targets = [
-        [entry for entry in every if entry[0][:2] == ("targets", name)]
-        for name in (targets if isinstance(targets, dict) else ())
+        [entry for entry in every if entry[0][:2] == ("targets", name)] for name in table_at(document.data, "targets")
     ]
     for entries in of_targets or [[]]:
         first: dict[str, tuple[Keys, str]] = {}
@@ -199,12 +185,9 @@ def duplicate_requirements(document: Document) -> Iterator[Problem]:
 
 def index_mistakes(document: Document) -> Iterator[Problem]:
     """Yield packages in [indexes] that no list of requirements has, or that are there in two spellings."""
-    bound = document.data.get("indexes")
-    if not isinstance(bound, dict):
-        return
     known = sorted({checks.requirement_parts(text)[0] for _, text in requirement_entries(document)})
     seen = set[str]()
-    for project in bound:
+    for project in table_at(document.data, "indexes"):
         name = normalise(project)
         if name not in known:
             # uv binds direct requirements: a binding without effect would be dangerous.
@@ -216,9 +199,7 @@ def index_mistakes(document: Document) -> Iterator[Problem]:
 
 def image_mistakes(document: Document) -> Iterator[Problem]:
     """Yield keys of [image] that its base does not support, and a missing interpreter of an existing base."""
-    image = document.data.get("image", {})
-    if not isinstance(image, dict):
-        return
+    image = table_at(document.data, "image")
     if image.get("base", "debian") == "debian":
         for name in ("python", "build_base"):
             if image.get(name):
@@ -238,17 +219,15 @@ def channel_url(channel: str) -> str:
 
 def conda_mistakes(document: Document) -> Iterator[Problem]:
     """Yield conda settings that are missing or that have no effect without others."""
-    conda = document.data.get("conda")
-    has = isinstance(conda, dict) and bool(conda.get("dependencies"))
+    conda = table_at(document.data, "conda")
+    has = bool(conda.get("dependencies"))
     if document.data.get("environment") == "conda":
         if not has:
             yield (("environment",), "'conda' needs a [conda] table with `dependencies`")
-        image = document.data.get("image")
-        if isinstance(image, dict) and image.get("python"):
+        if table_at(document.data, "image").get("python"):
             yield (("image", "python"), "'python' in [image]: with environment = \"conda\" the interpreter is conda's")
-    if isinstance(conda, dict) and not has:
+    if "conda" in document.data and not has:
         yield ("conda",), "'dependencies' in [conda] is missing"
-    targets = document.data.get("targets")
-    for name, table in targets.items() if isinstance(targets, dict) else ():
-        if isinstance(table, dict) and table.get("conda") and not isinstance(conda, dict):
+    for name in table_at(document.data, "targets"):
+        if "conda" not in document.data and table_at(document.data, "targets", name).get("conda"):
             yield ("targets", name, "conda"), "'conda' of a target needs a [conda] table"

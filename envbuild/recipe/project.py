@@ -7,7 +7,7 @@ pyproject.toml" ([tool.setuptools.dynamic]).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from envbuild.errors import RecipeError
 from envbuild.files import read_small
 from envbuild.names import normalise
 from envbuild.recipe.checks import requirement_problem
-from envbuild.toml import Document, form, key, nearest, read
+from envbuild.toml import Document, form, key, nearest, read, required, table_at, value_at
 
 _MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 # Files from which a build backend learns the project's name and metadata.
@@ -28,14 +28,11 @@ _EXTRAS, _GROUPS = ("project", "optional-dependencies"), ("dependency-groups",)
 class ProjectTable:
     """`[project]`: the user's own code, which every artifact gets last. It is part of the plan, and of no lock."""
 
-    path: str = field(
-        metadata={
-            "doc": "The project's folder, relative to the recipe's: with pyproject.toml ([project] or [build-system])"
-            " or setup.py a wheel is built of it, else its files are copied.",
-            "pattern": r"^\S(.*\S)?$",
-            "example": "../..",
-        }
-    )
+    path: str = required(
+        "The project's folder, relative to the recipe's: with pyproject.toml ([project] or [build-system]) or setup.py"
+        " a wheel is built of it, else its files are copied.",
+        pattern=r"^\S(.*\S)?$", example="../..",
+    )  # fmt: skip
     module: str = key(
         "", "Copy the files under this module path instead of building a wheel. Default without a pyproject.toml:"
         " the folder's name.",
@@ -77,12 +74,11 @@ class OwnCode:
     @property
     def digest(self) -> str:
         """sha256 over all that determines what an artifact holds of it; if `editable`, no other file counts."""
-        import hashlib
-        import json
+        from envbuild.fingerprint import json_digest
 
         files = [one for one in self.files if not self.editable or one[0] in _METADATA]
         content = [str(self.root) if self.editable else "", self.module, files]
-        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json_digest(content)
 
 
 def declared_code(document: Document, table: ProjectTable) -> OwnCode:
@@ -100,7 +96,7 @@ def declared_code(document: Document, table: ProjectTable) -> OwnCode:
                 f"{where}: 'path' in [project]: {root} has no package, and {module!r} is not a module's name",
                 'name one: module = "pkg" in [project]',
             )
-    name = _at(data, ("project", "name"))
+    name = value_at(data, "project", "name")
     name = module.replace(".", "-") if module else name if isinstance(name, str) else ""
     return OwnCode(root, normalise(name), module, table.extras, where)
 
@@ -118,7 +114,7 @@ def declared_requirements(code: OwnCode, table: ProjectTable, document: Document
     from packaging.requirements import Requirement
 
     own = _pyproject(code.root)
-    name = normalise(str(_at(own.data, ("project", "name")) or ""))
+    name = normalise(str(value_at(own.data, "project", "name") or ""))
     todo: list[tuple[str, tuple[str, ...]]] = [(code.where, ("project", "dependencies"))]
     for kind, parent in (("extras", _EXTRAS), ("groups", _GROUPS)):
         names = enumerate(getattr(table, kind))
@@ -143,10 +139,9 @@ def _entries(own: Document, keys: tuple[str, ...], asked: str) -> Iterator[tuple
     The last key is normalised, and `asked` for at this position: RecipeError is raised if nothing has it.
     """
     above, name = keys[:-1], keys[-1]
-    table = _at(own.data, above)
-    known = {normalise(one): one for one in table} if isinstance(table, dict) else {}
+    known = {normalise(one): one for one in table_at(own.data, *above)}
     keys = (*above, known.get(name, name))
-    entries, files = _at(own.data, keys), _at(own.data, ("tool", "setuptools", "dynamic", *keys[1:], "file"))
+    entries, files = value_at(own.data, *keys), value_at(own.data, "tool", "setuptools", "dynamic", *keys[1:], "file")
     if entries is None:
         for file in files if isinstance(files, list) else [files] if isinstance(files, str) else ():
             try:
@@ -156,7 +151,7 @@ def _entries(own: Document, keys: tuple[str, ...], asked: str) -> Iterator[tuple
             texts = [(number, line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
             yield from ((f"{own.path.parent / str(file)}:{number}", text) for number, text in texts if text)
         # Extras that a backend computes are compared with the lock when the wheel is built.
-        computed = "project" not in own.data or "optional-dependencies" in str(_at(own.data, ("project", "dynamic")))
+        computed = "project" not in own.data or "optional-dependencies" in str(value_at(own.data, "project", "dynamic"))
         if above == _GROUPS or (above == _EXTRAS and not computed):
             raise RecipeError(f"{asked}: {own.path} has no {'.'.join(keys)}{nearest(name, known.values())}")
         return
@@ -164,12 +159,6 @@ def _entries(own: Document, keys: tuple[str, ...], asked: str) -> Iterator[tuple
         if not isinstance(entry, str) and not (isinstance(entry, dict) and above == _GROUPS):
             raise RecipeError(f"{own.where(*keys)}: expected an array of requirements")
         yield own.where(*keys, number), entry
-
-
-def _at(data: Any, keys: tuple[str, ...]) -> Any:
-    for name in keys:
-        data = data.get(name) if isinstance(data, dict) else None
-    return data
 
 
 def _matches(path: str, globs: Collection[str]) -> bool:

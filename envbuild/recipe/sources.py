@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass
+
+from envbuild.fingerprint import json_digest
 
 
 @dataclass(frozen=True, slots=True)
-class BuildWheel:
-    """A wheel whose headers or libraries a build reads, such as CUDA's: any file with one of `hashes` (sha256)."""
+class LockedPackage:
+    """One distribution: normalised `name` (PEP 503), exact `version`, sha256 of each fitting wheel."""
 
     name: str
     version: str
@@ -49,13 +49,13 @@ class SourceLayer:
     configure: tuple[str, ...] = ()
     patches: tuple[Patch, ...] = ()
     requires: tuple[str, ...] = ()
-    wheels: tuple[BuildWheel, ...] = ()
+    wheels: tuple[LockedPackage, ...] = ()
     tools: tuple[str, ...] = ()
     packages: tuple[str, ...] = ()
     licences: tuple[str, ...] = ()
     check: tuple[str, ...] = ()
     environment: str = ""
-    build: tuple[BuildWheel, ...] = ()
+    build: tuple[LockedPackage, ...] = ()
     isolated: bool = False
     locked: bool = False
     indexes: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class SourceLayer:
             content.append([[wheel.name, wheel.version] for wheel in self.build])
         if self.isolated:
             content.append("isolated")
-        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json_digest(content)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from envbuild.errors import RecipeError
 from envbuild.files import read_small
-from envbuild.toml import Document, Problem, form, key
+from envbuild.toml import Document, Problem, form, key, table_at
 
 # A script's text is part of envbuild.json in the artifact and of its receipt.
 _MOST_SCRIPT = 100_000
@@ -115,13 +115,10 @@ LATER = ("trainer", "imports", "imports_except", "command", "script", "expect")
 
 def verify_mistakes(document: Document) -> Iterator[Problem]:
     """Yield keys of [verify] that exclude each other, and those of [verify.expect] that need another key."""
-    verify = document.data.get("verify")
-    if isinstance(verify, dict) and verify.get("command") and verify.get("script"):
+    verify, expect = table_at(document.data, "verify"), table_at(document.data, "verify", "expect")
+    if verify.get("command") and verify.get("script"):
         yield ("verify", "script"), "[verify] has `command` and `script`: leave one of them out"
-    expect = verify.get("expect") if isinstance(verify, dict) else None
-    if not isinstance(verify, dict) or not isinstance(expect, dict):
-        return
-    if not (verify.get("command") or verify.get("script")):
+    if "expect" in verify and not (verify.get("command") or verify.get("script")):
         yield ("verify", "expect"), "[verify.expect] needs `command` or `script` in [verify]"
     for name in ("trend", "last"):
         if name in expect and not expect.get("metric"):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from envbuild.site.pip_config import redact
-from envbuild.site.settings import Site, SiteFile, load_site
-from envbuild.site.tables import DebianTable
-from envbuild.toml import decode, read
+from envbuild.site.settings import Site, SiteTables, load_site
 
 _DEFAULT = "default"
-_OF_JOBS = ("scheduler", "modules", "paths", "container", "node", "kubernetes", "fabric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,36 +36,32 @@ def effective_settings(
     Raises UsageError for an unknown name, RecipeError for a faulty file.
     """
     site = load_site({**env, "USER": "{user}"}, name, etc=etc)  # {user} is shown as the files have it
-    found = _of_builds(site)
-    if name is None:
-        given = found.get(("", "store"), (None, _DEFAULT))[1]
-        found["", "store"] = (str(site.store), "ENVBUILD_STORE" if env.get("ENVBUILD_STORE") else given)
     # Keys without a table come first, as in TOML.
-    found = {place: found[place] for place in sorted(found, key=lambda place: place[0] != "")}
-    for table in (*_OF_JOBS, "environment"):
-        values = getattr(site, table)
-        for key, value in (values if table == "environment" else asdict(values)).items():
-            found[table, key] = (value, str(site.said.get(f"[{table}] {key}", _DEFAULT)))
-    return site, [
-        EffectiveSetting(table, key, _shown(value), origin) for (table, key), (value, origin) in found.items()
+    tables: dict[str, dict[str, Any]] = {"": {"store": str(site.store), "recipes": list(map(str, site.recipe_folders))}}
+    for one in (field.name for field in fields(SiteTables)):
+        value: Any = getattr(site, one)
+        if one == "registries":
+            tables |= {f"registries.{host}": asdict(table) for host, table in value.items()}
+        elif isinstance(value, Mapping):
+            tables[one] = dict(value)
+        elif is_dataclass(value) and not isinstance(value, type):
+            tables[one] = asdict(value)
+        else:
+            tables[""][one] = value
+    found = [
+        EffectiveSetting(table, redact(key), _shown(value), _origin(site, table, key))
+        for table, values in tables.items()
+        for key, value in values.items()
     ]
+    if name is None and env.get("ENVBUILD_STORE"):
+        found[0] = replace(found[0], origin="ENVBUILD_STORE")
+    # A site that is not in force has no store but that of its file.
+    return site, found if name is None or found[0].given else found[1:]
 
 
-def _of_builds(site: Site) -> dict[tuple[str, str], tuple[Any, str]]:
-    """Return (table, key) → (value, file) of the keys about the sources of packages, as the files have them."""
-    found: dict[tuple[str, str], tuple[Any, str]] = {}
-    for file in site.files:
-        one = decode(read(file), SiteFile)
-        values: dict[tuple[str, str], Any] = {("", "store"): one.store, ("", "recipes"): one.recipes or None}
-        values |= {("", "cache"): one.cache, ("", "cache_mode"): one.cache_mode} if one.cache else {}
-        values |= {("mirrors", redact(url)): mirrors for url, mirrors in one.mirrors.items()}
-        values |= {("indexes", name): url for name, url in one.indexes.items()}
-        for host, table in one.registries.items():
-            values |= {(f"registries.{host}", key): value for key, value in asdict(table).items()}
-        if one.debian != DebianTable():
-            values |= {("debian", key): value for key, value in asdict(one.debian).items()}
-        found |= {place: (value, str(file)) for place, value in values.items() if value is not None}
-    return found
+def _origin(site: Site, table: str, key: str) -> str:
+    head, _, host = table.partition(".")
+    return str(site.said.get(f"[{head}] {host or key}", _DEFAULT))
 
 
 def _shown(value: Any) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 
-# Not importlib.resources: `--help` reads this file and has to be fast.
-_ROWS = tomllib.loads((Path(__file__).parents[1] / "data" / "schedulers.toml").read_text(encoding="utf-8"))
+from envbuild.data import load_table
+
+_ROWS = load_table("schedulers")
 # Display name of each scheduler.
 TITLES: Mapping[str, str] = {name: row["title"] for name, row in _ROWS.items()}
 # Launchers that start torchrun on every node, by scheduler; the first is the default.

@@ -12,17 +12,8 @@ from typing import Any, Literal
 
 from envbuild.errors import UsageError
 from envbuild.files import shipped
-from envbuild.site import jobs
+from envbuild.site import jobs, tables
 from envbuild.site.pip_config import home_folder
-from envbuild.site.tables import (
-    AuditTable,
-    DebianTable,
-    FabricTable,
-    LimitsTable,
-    RegistryTable,
-    TrustTable,
-    url_problem,
-)
 from envbuild.toml import decode, form, key, nearest, read
 
 # uv's rule for names of indexes, without upper case.
@@ -38,11 +29,10 @@ def _index_problem(url: str) -> str | None:
     return "holds a user name or password; netrc is for these" if "@" in url.partition("://")[2] else None
 
 
-@dataclass(frozen=True, slots=True)
-class SiteFile:
-    """Contents of one site.toml."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteTables:
+    """The keys and tables that a site has as its files have them."""
 
-    store: str | None = key(None, "Folder of the store.", example="/scratch/envbuild")
     cache: str = key(
         "", "Repository of a registry in which builds share their results. ENVBUILD_CACHE goes over it.",
         pattern=CACHE, example="oci://registry.example.org/team/cache",
@@ -50,22 +40,21 @@ class SiteFile:
     cache_mode: Literal["read", "write", "readwrite"] = key(
         "read", "Whether builds read what the cache has, and write what they made. ENVBUILD_CACHE_MODE goes over it."
     )
-    recipes: tuple[str, ...] = key((), "Folders with more recipes, searched in this order.")
     mirrors: dict[str, tuple[str, ...]] = key(
         {}, "URL prefix of an index → prefixes tried before it, in this order.",
-        key_check=url_problem, check=url_problem,
+        key_check=tables.url_problem, check=tables.url_problem,
     )  # fmt: skip
     indexes: dict[str, str] = key(
         {}, "Name → URL of a package index that serves only the packages that recipes bind to it.",
         key_check=form(INDEX_NAME[1:-1], "is not the name of an index: lower-case letters, digits, _ . -"),
         check=_index_problem,
     )  # fmt: skip
-    registries: dict[str, RegistryTable] = key({}, "Image registries by host, such as docker.io.")
-    debian: DebianTable = key(DebianTable(), "Where Debian packages come from.")
-    fabric: FabricTable = key(FabricTable(), "The network between nodes with GPUs.")
-    limits: LimitsTable = key(LimitsTable(), "The size of the store, and of images that envbuild reads.")
-    trust: TrustTable = key(TrustTable(), "Whose attestations jobs take.")
-    audit: AuditTable = key(AuditTable(), "Known vulnerabilities.")
+    registries: dict[str, tables.RegistryTable] = key({}, "Image registries by host, such as docker.io.")
+    debian: tables.DebianTable = key(tables.DebianTable(), "Where Debian packages come from.")
+    fabric: tables.FabricTable = key(tables.FabricTable(), "The network between nodes with GPUs.")
+    limits: tables.LimitsTable = key(tables.LimitsTable(), "The size of the store, and of images that envbuild reads.")
+    trust: tables.TrustTable = key(tables.TrustTable(), "Whose attestations jobs take.")
+    audit: tables.AuditTable = key(tables.AuditTable(), "Known vulnerabilities.")
     scheduler: jobs.SchedulerTable = key(jobs.SchedulerTable(), "Who starts jobs.")
     modules: jobs.ModulesTable = key(jobs.ModulesTable(), "Environment modules of builds and jobs.")
     environment: dict[str, str] = key(
@@ -79,8 +68,16 @@ class SiteFile:
     kubernetes: jobs.KubernetesTable = key(jobs.KubernetesTable(), "Where and how pods run.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteFile(SiteTables):
+    """Contents of one site.toml."""
+
+    store: str | None = key(None, "Folder of the store.", example="/scratch/envbuild")
+    recipes: tuple[str, ...] = key((), "Folders with more recipes, searched in this order.")
+
+
 @dataclass(frozen=True, slots=True)
-class Site:
+class Site(SiteTables):
     """Settings of a site.
 
     `files` are the files that were read; `said` maps each key that one of them sets, as `[table] key`, to that
@@ -90,30 +87,12 @@ class Site:
     name: str = "none"
     files: tuple[Path, ...] = ()
     store: Path = Path("/nonexistent/envbuild")
-    cache: str = ""
-    cache_mode: str = "read"
     recipe_folders: tuple[Path, ...] = ()
-    mirrors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    indexes: Mapping[str, str] = field(default_factory=dict)
-    registries: Mapping[str, RegistryTable] = field(default_factory=dict)
-    debian: DebianTable = field(default_factory=DebianTable)
-    fabric: FabricTable = field(default_factory=FabricTable)
-    limits: LimitsTable = field(default_factory=LimitsTable)
-    trust: TrustTable = field(default_factory=TrustTable)
-    audit: AuditTable = field(default_factory=AuditTable)
-    scheduler: jobs.SchedulerTable = field(default_factory=jobs.SchedulerTable)
-    modules: jobs.ModulesTable = field(default_factory=jobs.ModulesTable)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    paths: jobs.PathsTable = field(default_factory=jobs.PathsTable)
-    stage: jobs.StageTable = field(default_factory=jobs.StageTable)
-    container: jobs.ContainerTable = field(default_factory=jobs.ContainerTable)
-    node: jobs.NodeTable = field(default_factory=jobs.NodeTable)
-    kubernetes: jobs.KubernetesTable = field(default_factory=jobs.KubernetesTable)
     said: Mapping[str, Path] = field(default_factory=dict)
 
-    def registry(self, host: str) -> RegistryTable:
+    def registry(self, host: str) -> tables.RegistryTable:
         """Return the settings for the image registry `host`."""
-        return self.registries.get(host, RegistryTable())
+        return self.registries.get(host, tables.RegistryTable())
 
     def mirrored(self, url: str) -> list[str]:
         """Return the URLs to try for `url`, in order: the mirrors of its longest matching prefix, then `url` itself."""
@@ -139,32 +118,33 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
     UsageError for an unknown name, RecipeError with all mistakes of a faulty file or for a missing $ENVBUILD_SITE.
     """
     files = site_files(env, etc=etc) if name is None else [find_site(name, env, etc=etc)]
-    tables: dict[str, Any] = {name: {} for name in _BY_ENTRY}
+    values: dict[str, Any] = {name: {} for name in _BY_ENTRY}
     recipes = [etc / "envbuild" / "recipes"]
     said: dict[str, Path] = {}
     for file in files:
         document = read(file)
         settings = decode(document, SiteFile)
         if settings.store is not None:
-            tables["store"] = _path(settings.store, file, env)
-        tables |= {name: getattr(settings, name) for name in ("cache", "cache_mode") if name in document.data}
+            values["store"] = _path(settings.store, file, env)
+        values |= {name: getattr(settings, name) for name in ("cache", "cache_mode") if name in document.data}
         recipes += [_path(folder, file, env) for folder in settings.recipes]
         for table, given in document.data.items():
             if not isinstance(given, dict):
+                said[f"[] {table}"] = file
                 continue
             if table in _BY_ENTRY:
-                tables[table] |= getattr(settings, table)
+                values[table] |= getattr(settings, table)
             else:
-                tables[table] = _resolved(getattr(settings, table), file, env)
+                values[table] = _resolved(getattr(settings, table), file, env)
                 said = {place: path for place, path in said.items() if not place.startswith(f"[{table}] ")}
             said |= {f"[{table}] {key}": file for key in given}
     if chosen := env.get("ENVBUILD_STORE"):
-        tables["store"] = Path(chosen).absolute()
-    elif "store" not in tables and name is None:
+        values["store"] = Path(chosen).absolute()
+    elif "store" not in values and name is None:
         cache = Path(env.get("XDG_CACHE_HOME") or home_folder(env) / ".cache")
-        tables["store"] = cache.absolute() / "envbuild"
+        values["store"] = cache.absolute() / "envbuild"
     title = files[-1].stem if files else "none"
-    return Site(title, tuple(files), recipe_folders=tuple(recipes), said=said, **tables)
+    return Site(title, tuple(files), recipe_folders=tuple(recipes), said=said, **values)
 
 
 def site_files(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:
@@ -212,11 +192,11 @@ def _path(value: str, file: Path, env: Mapping[str, str]) -> Path:
 def _resolved(table: Any, file: Path, env: Mapping[str, str]) -> Any:
     """Return `table` with resolved paths of keys, and with the user's name in paths and mounts."""
     match table:
-        case DebianTable(keyring=keyring) if keyring:
+        case tables.DebianTable(keyring=keyring) if keyring:
             return replace(table, keyring=str(_path(keyring, file, env)))
-        case AuditTable(database=folder) if folder:
+        case tables.AuditTable(database=folder) if folder:
             return replace(table, database=str(_path(folder, file, env)))
-        case TrustTable():
+        case tables.TrustTable():
             signers, others = ([str(_path(f, file, env)) for f in g] for g in (table.signers, table.cache_signers))
             own = str(_path(table.sigstore, file, env)) if table.sigstore else ""
             return replace(table, signers=tuple(signers), cache_signers=tuple(others), sigstore=own)

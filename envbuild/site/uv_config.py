@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from envbuild.site.pip_config import PipConfig, ca_bundle
+from envbuild.toml import toml_pairs, toml_value
 
 # uv's variables that are kept: they affect how uv works (speed, credentials, links, the location of its
 # Pythons), but not the resolution. Any other UV_* variable (UV_INDEX, UV_PYTHON, UV_EXCLUDE_NEWER,
@@ -31,15 +31,15 @@ def uv_settings(pip: PipConfig, indexes: Sequence[str]) -> str:
     if pip.no_index:
         lines.append("no-index = true")
     if pip.find_links:
-        lines.append(f"find-links = {_toml(list(pip.find_links))}")
+        lines.append(f"find-links = {toml_value(pip.find_links)}")
     if pip.trusted_hosts:
-        lines.append(f"allow-insecure-host = {_toml(list(pip.trusted_hosts))}")
+        lines.append(f"allow-insecure-host = {toml_value(pip.trusted_hosts)}")
     if not pip.no_index:
         for url in dict.fromkeys([*indexes, *pip.extra_index_urls]):
             if url != pip.index_url:
-                lines += ["", "[[index]]", f"url = {_toml(url)}"]
+                lines += ["", "[[index]]", f"url = {toml_value(url)}"]
         if pip.index_url is not None:
-            lines += ["", "[[index]]", f"url = {_toml(pip.index_url)}", "default = true"]
+            lines += ["", "[[index]]", f"url = {toml_value(pip.index_url)}", "default = true"]
     return "\n".join(lines) + "\n"
 
 
@@ -50,10 +50,10 @@ def bound_project(requirements: Sequence[str], bound: Mapping[str, str]) -> str:
     packages (uv's documentation, "Pinning a package to an index"); uv.toml cannot.
     """
     names = {url: f"index-{number}" for number, url in enumerate(dict.fromkeys(bound.values()))}
-    lines = ["[project]", 'name = "the-recipe"', 'version = "0"', f"dependencies = {_toml(list(requirements))}"]
+    lines = ["[project]", 'name = "the-recipe"', 'version = "0"', f"dependencies = {toml_value(requirements)}"]
     for url, name in names.items():
-        lines += ["", "[[tool.uv.index]]", f'name = "{name}"', f"url = {_toml(url)}", "explicit = true"]
-    lines += ["", "[tool.uv.sources]", *(f'{_toml(one)} = {{ index = "{names[url]}" }}' for one, url in bound.items())]
+        lines += ["", "[[tool.uv.index]]", f'name = "{name}"', f"url = {toml_value(url)}", "explicit = true"]
+    lines += ["", "[tool.uv.sources]", *toml_pairs({one: {"index": names[url]} for one, url in bound.items()})]
     return "\n".join(lines) + "\n"
 
 
@@ -84,8 +84,3 @@ def _kept(name: str) -> bool:
     if name.startswith("UV_"):
         return name in _KEPT or name.startswith(_KEPT_PREFIXES)
     return name not in _DROPPED
-
-
-def _toml(value: str | list[str]) -> str:
-    """Return `value` in TOML: JSON's strings and arrays are valid TOML unless a surrogate is escaped."""
-    return json.dumps(value, ensure_ascii=False)

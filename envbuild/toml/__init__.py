@@ -5,6 +5,7 @@ to editors. A field may be a str, bool, int, float, Literal, another dataclass, 
 or `X | None` (in TOML, the key is left out), and its `key(...)` or `field(metadata=...)` may hold:
 
     doc        meaning of the key           example      a valid value, for the schema
+    name       its name, if not the field's
     pattern    regular expression           choices      the accepted values, or () -> them
     minimum    smallest number              check        function: value -> the mistake, or None
     min_items  smallest number of entries   key_check    the same, for the keys of a dict
@@ -17,9 +18,11 @@ pattern, choices, minimum and check apply to each entry of a tuple or a dict.
 from __future__ import annotations
 
 from envbuild.toml.decode import Problem, closest, decode, json_schema, nearest
-from envbuild.toml.document import Document, Keys, parse_toml, read
-from envbuild.toml.keys import form, key
+from envbuild.toml.document import Document, Keys, list_at, parse_toml, read, table_at, value_at
+from envbuild.toml.keys import form, key, required
+from envbuild.toml.write import toml_key, toml_pairs, toml_value
 
 __all__ = [
-    "Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "nearest", "parse_toml", "read",
+    "Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "list_at", "nearest",
+    "parse_toml", "read", "required", "table_at", "toml_key", "toml_pairs", "toml_value", "value_at",
 ]  # fmt: skip

@@ -96,17 +96,22 @@ def _decode_names(inner: Any, rules: Mapping[str, Any], value: list[Any], keys: 
 
 def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Problem]) -> Any:
     """Return an instance of the dataclass `cls`, or None when there are problems."""
-    fields, hints = {field.name: field for field in dataclasses.fields(cls)}, _hints(cls)
+    fields, hints = _fields(cls), _hints(cls)
     for key in value.keys() - fields.keys():
         place = f"in [{_dotted(keys)}]" if keys else "at the top level"
         problems.append(((*keys, key), f"unknown key {key!r} {place}{nearest(key, fields)}"))
     found: dict[str, Any] = {}
     for name, field in fields.items():
         if name in value:
-            found[name] = _decode(hints[name], field.metadata, value[name], (*keys, name), problems)
+            found[field.name] = _decode(hints[field.name], field.metadata, value[name], (*keys, name), problems)
         elif _is_required(field):
             problems.append((keys, f"missing key {_label((*keys, name))}"))
     return None if problems else cls(**found)
+
+
+def _fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of the dataclass `cls` by the names of their keys."""
+    return {field.metadata.get("name", field.name): field for field in dataclasses.fields(cls)}
 
 
 def _scalar_problem(base: type, rules: Mapping[str, Any], value: Any) -> str | None:
@@ -194,12 +199,12 @@ def json_schema(cls: type[DataclassInstance], *, id: str, title: str) -> dict[st
 def _schema(hint: Any, rules: Mapping[str, Any]) -> dict[str, Any]:
     base, inner = _shape(hint)
     if dataclasses.is_dataclass(base):
-        fields, hints = dataclasses.fields(base), _hints(base)  # type: ignore[arg-type]
+        fields, hints = _fields(base), _hints(base)  # type: ignore[arg-type]
         return {
             "type": "object",
             "additionalProperties": False,
-            "required": [field.name for field in fields if _is_required(field)],
-            "properties": {field.name: _property(hints[field.name], field) for field in fields},
+            "required": [name for name, field in fields.items() if _is_required(field)],
+            "properties": {name: _property(hints[field.name], field) for name, field in fields.items()},
         }
     if base in (tuple, dict):
         kind, entries, least = _CONTAINERS[base]

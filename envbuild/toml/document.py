@@ -81,6 +81,25 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("arrays or tables are nested too deeply") from None
 
 
+def value_at(value: Any, *keys: str) -> Any:
+    """Return the value below `keys` in data that nobody checked, None if there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def table_at(value: Any, *keys: str) -> dict[str, Any]:
+    """Return the table below `keys` in data that nobody checked, {} if there is none."""
+    found = value_at(value, *keys)
+    return found if isinstance(found, dict) else {}
+
+
+def list_at(value: Any, *keys: str) -> list[Any]:
+    """Return the list below `keys` in data that nobody checked, [] if there is none."""
+    found = value_at(value, *keys)
+    return found if isinstance(found, list) else []
+
+
 def _syntax_error(path: Path, text: str, message: str) -> str:
     """Return tomllib's message with the position in front, where editors expect it, instead of at the end."""
     found = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)

@@ -14,6 +14,7 @@ Check = Callable[[Any], str | None]
 class Rules(TypedDict, total=False):
     """Rules of a key besides its meaning: see the package's docstring."""
 
+    name: str
     pattern: str
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]]
     minimum: int
@@ -31,6 +32,11 @@ def key(default: T, doc: str, **rules: Unpack[Rules]) -> T:
     made = isinstance(default, dict) or is_dataclass(default)
     how: dict[str, Any] = {"default_factory": type(default)} if made else {"default": default}
     return cast(T, field(**how, metadata={"doc": doc, **rules}))
+
+
+def required(doc: str, **rules: Unpack[Rules]) -> Any:
+    """Return the dataclass field of a key that has to be there, with its meaning and rules."""
+    return field(metadata={"doc": doc, **rules})
 
 
 def form(pattern: str, what: str) -> Check:

@@ -18,8 +18,7 @@ from envbuild.cli.commands import cli
 from envbuild.debian.control import compare_versions
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.errors import UsageError, VerificationError
-from envbuild.lock.advisories import AuditedPackage, advisories, audited, read_database
-from envbuild.lock.audit import audit
+from envbuild.lock.advisories import AuditedPackage, advisories, audit, audited, read_database
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock
 from envbuild.lock.upgrade_report import LockChange, UpgradeReport, VerifiedUpgrade

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab import artifacts as lab
 
+from envbuild.data import load_table
 from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.image.blobs import Blobs
-from envbuild.inspect.comparable import LEFT_OUT
 from envbuild.inspect.compare import Comparison, compare
 from envbuild.inspect.conda_meta import channel_name, reader_of
 from envbuild.inspect.facts import CondaRecord, Inventory
@@ -214,7 +214,7 @@ def test_environments_at_different_places_with_the_same_packages_are_equal(
     assert (one / "bin/2to3").read_text() != (other / "bin/2to3").read_text()
     found = diff(one, other, environment)
     assert found.equal and found.files == (), names(found)
-    assert found.left_out == LEFT_OUT["conda"]
+    assert found.left_out == tuple(load_table("comparison")["conda"])
 
 
 def test_an_environment_equals_the_same_one_in_an_image(tmp_path: Path, blobs: Blobs, environment: Environment) -> None:
@@ -296,7 +296,7 @@ def test_a_conda_environment_and_a_venv_are_compared_by_their_site_packages(
     info = f"{lab.SITE}/six-1.0.dist-info"
     assert [change.name for change in found.files or ()] == [f"{info}/METADATA", f"{info}/RECORD", SIX]  # fmt: skip
     assert names(found)["python"] == [("changed", "six")] and not found.conda
-    assert found.left_out == LEFT_OUT["site"]
+    assert found.left_out == tuple(load_table("comparison")["site"])
 
 
 def test_an_image_without_an_environment_lacks_all_packages_of_a_conda_environment(

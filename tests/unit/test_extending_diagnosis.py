@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from envbuild.cli.diagnose import diagnose_command
-from envbuild.diagnose import rules
 from envbuild.diagnose.engine import explain
+from envbuild.diagnose.rules import load_rules
 from envbuild.jobs import lint_faults
 from envbuild.jobs.lint import lint
 
@@ -42,16 +42,12 @@ LINE = "x: flux capacitor 3 is empty"
 
 
 @pytest.fixture
-def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def row(more_rows: Callable[[str, str], None]) -> Iterator[None]:
     """The table with one row more."""
-    table = tmp_path / "diagnoses.toml"
-    table.write_text(rules._TABLE.read_text(encoding="utf-8") + ROW, encoding="utf-8")
-    monkeypatch.setattr(rules, "_TABLE", table)
-    rules._data.cache_clear()
-    rules.load_rules.cache_clear()
+    more_rows("diagnoses", ROW)
+    load_rules.cache_clear()
     yield
-    rules._data.cache_clear()
-    rules.load_rules.cache_clear()
+    load_rules.cache_clear()
 
 
 @pytest.mark.usefixtures("row")
@@ -96,8 +92,8 @@ def test_the_table_is_read_by_a_diagnosis_alone() -> None:
     script = (
         "import sys, envbuild.cli.commands; assert not any('envbuild.diagnose' in name for name in sys.modules);"
         "import envbuild.verify.training_checks, envbuild.layers.source_causes;"
-        "from envbuild.diagnose import rules; from envbuild.diagnose.engine import explain;"
-        "assert rules._data.cache_info().misses == 0; explain('x', 'verification');"
-        "assert rules._data.cache_info().misses == 1"
+        "from envbuild.diagnose.rules import load_rules; from envbuild.diagnose.engine import explain;"
+        "assert load_rules.cache_info().misses == 0; explain('x', 'verification');"
+        "assert load_rules.cache_info().misses == 1"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

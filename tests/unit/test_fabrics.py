@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ddp_train.preflight.host import missing_provider
-from envbuild import fabrics
 from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
@@ -333,11 +332,9 @@ date = "2026-11-22"
 
 
 @pytest.fixture
-def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def toy(more_rows: Callable[[str, str], None]) -> Iterator[None]:
     """The table with one more row."""
-    path = tmp_path / "fabrics.toml"
-    path.write_text(fabrics._FILE.read_text(encoding="utf-8") + TOY)
-    monkeypatch.setattr(fabrics, "_FILE", path)
+    more_rows("fabrics", TOY)
     load_fabrics.cache_clear()
     yield
     load_fabrics.cache_clear()

@@ -72,7 +72,7 @@ def test_what_is_written_is_read_back(lock: ImageLock) -> None:
 
 @given(st.text(st.sampled_from("[]debianoci.\n=\"'{}, 12#\x7fé"), max_size=60))
 def test_any_text_is_a_lock_or_a_clear_error(text: str) -> None:
-    with pytest.raises(LockError, match=r"^x: "):
+    with pytest.raises(LockError, match=r"^x:"):
         parse_image(text, "x")
 
 
@@ -92,43 +92,43 @@ def test_the_file_says_how_it_was_made_and_holds_no_place() -> None:
 @pytest.mark.parametrize(
     ("lock", "old", "new", "told"),
     [
-        (OCI, "format = 1\n", "", "`format` is not a number"),
+        (OCI, "format = 1\n", "", "missing key 'format'"),
         (OCI, "format = 1\n", "format = 2\n", "format 2; this envbuild reads 1"),
-        (OCI, "format = 1\n", "format = true\n", "`format` is not a number"),
-        (OCI, "format = 1\n", 'format = "1"\n', "`format` is not a number"),
-        (OCI, 'recipe = "r"\n', "", "`recipe` is missing"),
-        (OCI, 'recipe = "r"\n', "recipe = 7\n", "`recipe` is 7"),
-        (OCI, 'recipe = "r"\n', 'recipe = ""\n', "`recipe` is ''"),
-        (OCI, 'target = "cpu-x86_64"\n', "target = []\n", r"`target` is \[\]"),
+        (OCI, "format = 1\n", "format = true\n", "'format': expected an integer, got a boolean"),
+        (OCI, "format = 1\n", 'format = "1"\n', ":2:1: 'format': expected an integer, got a string"),
+        (OCI, 'recipe = "r"\n', "", "missing key 'recipe'"),
+        (OCI, 'recipe = "r"\n', "recipe = 7\n", ":3:1: 'recipe': expected a string"),
+        (OCI, 'recipe = "r"\n', 'recipe = ""\n', "'recipe': '' does not match"),
+        (OCI, 'target = "cpu-x86_64"\n', "target = []\n", "'target': expected a string, got an array"),
         (OCI, "recipe-digest", "recipe_digest", "unknown key 'recipe_digest'"),
         (OCI, "[oci]", "[oci]\nextra = 1", r"unknown key 'extra' in \[oci\]"),
         (OCI, "[oci]", "[image]", "unknown key 'image'"),
-        (OCI, '[oci]\nreference = "reg/a:1"\ndigest', "oci", r"`oci` is not a table"),
+        (OCI, '[oci]\nreference = "reg/a:1"\ndigest', "oci", "'oci': expected a table, got a string"),
         (OCI, "sha256:1", "sha256:g", "is not a sha256 digest"),
         (OCI, "sha256:1", "sha512:1", "is not a sha256 digest"),
-        (OCI, 'digest = "sha256:1', 'digest = 5 #"', "`digest` is 5"),
-        (OCI, 'reference = "reg/a:1"\n', "", "`reference` is missing"),
-        (OCI, "[oci]", "[debian]\n[oci]", r"one table, \[debian\] or \[oci\]"),
-        (OCI, "[oci]", "[[oci]]", "`oci` is not a table"),
+        (OCI, 'digest = "sha256:1', 'digest = 5 #"', r"'digest' in \[oci\]: expected a string"),
+        (OCI, 'reference = "reg/a:1"\n', "", r"missing key 'reference' in \[oci\]"),
+        (OCI, "[oci]", "[debian]\n[oci]", r"missing key 'suite' in \[debian\]"),
+        (OCI, "[oci]", "[[oci]]", "'oci': expected a table, got an array"),
         (OCI, "[oci]", "[oci", r"not an image lock: .* \(at line 7"),
         (OCI, "format = 1", "format = 1\nformat = 1", "Cannot overwrite"),
         (OCI, "format = 1", "format = " + "[" * 100_000, "nested too deeply"),
         (OCI, "format = 1", "format = " + "9" * 5000, "4300 digits"),
         (DEBIAN, "[debian]", 'debian = "x"\n[other]', "unknown key 'other'"),
         (DEBIAN, 'suite = "bookworm"', "suite = 12", "suite"),
-        (DEBIAN, "size = 12", "size = -1", r"package 1 \(bash\).*size"),
+        (DEBIAN, "size = 12", "size = -1", r":11:.*'size' in \[debian.package.0\]: expected at least 1"),
         (DEBIAN, "size = 12", "size = 12, more = 1", r"unknown key 'more'"),
         (DEBIAN, "a" * 64, "a" * 63, "sha256"),
         (DEBIAN, 'path = "pool', 'path = "../pool', "path"),
-        (DEBIAN, "package = [", "package = 7 #", "not an image lock"),
-        (DEBIAN, "package = [", "package = []\nother = [", "not a list of packages"),
+        (DEBIAN, "package = [", "package = 7 #", r"not an image lock|:10:"),
+        (DEBIAN, "package = [", "package = []\nother = [", "expected at least 1, got 0"),
         (DEBIAN, 'archive = "debian"', 'archive = "ubuntu"', "archive"),
     ],
 )
 def test_a_faulty_lock_is_refused_with_the_file_and_the_fault(lock: ImageLock, old: str, new: str, told: str) -> None:
     text = render_image(lock)
     assert old in text
-    with pytest.raises(LockError, match=rf"^where/x\.image\.toml.*{told}") as refused:
+    with pytest.raises(LockError, match=rf"(?s)^where/x\.image\.toml.*{told}") as refused:
         parse_image(text.replace(old, new, 1), "where/x.image.toml")
     assert refused.value.exit_code == 3
 

@@ -40,7 +40,7 @@ from envbuild.layers.source_files import (
 from envbuild.layers.source_job import SourceBuild, StepError
 from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.source_steps import tidy, unpack_cuda, unpack_wheel
-from envbuild.recipe.sources import BuildWheel, Patch, SourceLayer
+from envbuild.recipe.sources import LockedPackage, Patch, SourceLayer
 from envbuild.store.store import Store
 from envbuild.unpack import unpack
 
@@ -346,7 +346,8 @@ def test_a_failure_shows_the_end_of_its_log_and_what_configure_tried(tmp_path: P
 def test_a_description_of_layers_comes_back_as_it_was() -> None:
     layer = SourceLayer(
         "foo", "1", "cu126-x86_64", "make", "file:///a", "ab" * 32, ("A=1", "--b={bar}"), (Patch("/p", "c" * 64),),
-        ("bar",), (BuildWheel("w", "2", ("d" * 64, "e" * 64)),), ("make",), ("gcc",), ("COPYING",), ("foo", "-v"), "x",
+        ("bar",), (LockedPackage("w", "2", ("d" * 64, "e" * 64)),), ("make",), ("gcc",), ("COPYING",), ("foo", "-v"),
+        "x",
     )  # fmt: skip
     assert read_description(describe([_LAYER, layer], {"h": "/h"})) == ([_LAYER, layer], {"h": "/h"})
 
