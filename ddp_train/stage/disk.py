@@ -233,6 +233,8 @@ class Folder:
                 if self._held(name, key):
                     return name
                 self._remove(name)  # it was changed
+        if os.statvfs(self.path).f_flag & os.ST_NOEXEC:
+            raise Lost("{} is mounted without exec: no library can be loaded from there".format(self.path))
         size = os.stat(self.at(key + ".image")).st_size
         self.room(size)
         self.tidy()

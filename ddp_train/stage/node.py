@@ -166,7 +166,8 @@ class Node:
     def add(self, data: bytes, piece: Piece, counter: str) -> None:
         """Append a piece to the copy. Raises OSError."""
         assert self.copy.file is not None
-        self.copy.file.write(data)
+        if self.copy.file.write(data) != len(data):
+            raise Lost("{} is full".format(self.folder.path))
         self.told[counter] += len(data)
         self.copy.say([piece])
 

@@ -10,12 +10,14 @@ those of the bytecode, which it does not list. Bytecode names the time of its so
 import hashlib
 import json
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, Callable, Iterator, List, Set, Tuple
 
 from .disk import MOST, Lost, seal
 
 MANIFEST = "envbuild.manifest"
+_CHANGED = "{} changed since the environment was verified"
 _THREADS = 16  # a network file system answers many questions at once as fast as one
 
 # Path, mode, size and time of a file, and its SHA-256, "" for bytecode.
@@ -54,7 +56,12 @@ class Packed:
             found = list(pool.map(lambda one: os.lstat(self._at(one[0])), files))
             folders = sorted({os.path.dirname(path) for path, *_ in files if path.endswith(".py")})
             code = sorted(row for rows in pool.map(self._bytecode, folders) for row in rows)
-        rows: List[Row] = [(path, mode, size, int(i.st_mtime), sha256) for (path, mode, size, sha256), i in zip(files, found)]
+        for (path, _, size, _), info in zip(files, found):
+            if not stat.S_ISREG(info.st_mode) or info.st_size != size:
+                raise Lost(_CHANGED.format(path))
+        rows: List[Row] = [
+            (path, mode, size, int(i.st_mtime), sha256) for (path, mode, size, sha256), i in zip(files, found)
+        ]
         known = {row[0] for row in rows}  # it lists bytecode of the build
         code = [row for row in code if row[0] not in known]
         head = json.dumps([len(self.manifest), [row[3] for row in rows], [row[:4] for row in code]]).encode() + b"\n"
@@ -76,8 +83,10 @@ class Packed:
         found = []
         for name in names:
             if name.endswith(".pyc"):
-                info = os.lstat(self._at(os.path.join(place, name)))
-                found.append((os.path.join(place, name), info.st_mode & 0o7777, info.st_size, int(info.st_mtime), ""))
+                path = os.path.join(place, name)
+                info = os.lstat(self._at(path))
+                if stat.S_ISREG(info.st_mode):
+                    found.append((path, stat.S_IMODE(info.st_mode), info.st_size, int(info.st_mtime), ""))
         return found
 
     def _stream(self, head: bytes, rows: List[Row]) -> Iterator[bytes]:
@@ -116,18 +125,18 @@ def _checked(file: IO[bytes], row: Row) -> Iterator[bytes]:
     while left:
         data = file.read(min(left, MOST))
         if not data:
-            raise Lost("{} has become shorter".format(path))
+            raise Lost(_CHANGED.format(path))
         left -= len(data)
         found.update(data)
         yield data
     if sha256 and found.hexdigest() != sha256:
-        raise Lost("{} changed since the environment was verified".format(path))
+        raise Lost(_CHANGED.format(path))
 
 
 def _listed(manifest: bytes, digest: str) -> List[List[Any]]:
     """Return the manifest's rows, if it has the SHA-256 `digest`. Raises Lost."""
     if "sha256:" + hashlib.sha256(manifest).hexdigest() != digest:
-        raise Lost(MANIFEST + " changed since the environment was verified")
+        raise Lost(_CHANGED.format(MANIFEST))
     return [json.loads(line) for line in manifest.decode().splitlines()]
 
 
@@ -142,7 +151,7 @@ def unpack(stream: IO[bytes], root: str, digest: str) -> None:
     made = {root}
     for row in [*rows, *((*one, "") for one in code)]:
         path = _inside(root, row[0], made)
-        with open(path, "xb", 0) as file:
+        with open(path, "xb") as file:
             for data in _checked(stream, row):
                 file.write(data)
             os.fchmod(file.fileno(), row[1])

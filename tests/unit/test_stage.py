@@ -173,6 +173,14 @@ def test_an_environment_is_on_every_disk_as_it_is_with_its_bytecode(venv: Job) -
     assert venv.link(1).resolve() == before, "it is not unpacked again"
 
 
+def test_a_file_that_is_cut_while_it_is_read_is_not_passed_on(venv: Job) -> None:
+    packed = Packed(str(venv.source), venv.manifest)
+    packed.size()
+    os.truncate(venv.source / TORCH / "libtorch.so", 5 << 20)
+    with pytest.raises(Lost, match="libtorch"):
+        list(iter(partial(packed.read, 1), b""))
+
+
 def test_the_stream_of_an_environment_is_the_same_for_the_same_files(venv: Job) -> None:
     def stream() -> bytes:
         packed = Packed(str(venv.source), venv.manifest)
@@ -201,11 +209,11 @@ def test_of_a_new_version_only_changed_files_move(venv: Job) -> None:
     assert mb(said[0], "earlier environments") >= 3 * 6 and mb(said[0], "other nodes") <= 2 * 5
 
 
+@pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("path", [f"{TORCH}/libtorch.so", "bin/torchrun", "envbuild.manifest"])
-def test_an_environment_that_is_not_the_verified_one_is_not_staged(venv: Job, path: str) -> None:
+def test_an_environment_that_is_not_the_verified_one_is_not_staged(venv: Job, path: str, cut: bool) -> None:
     with (venv.source / path).open("r+b") as file:
-        file.seek(3)
-        file.write(b"!")
+        file.truncate(3) if cut else file.write(b"!")
     said = venv.run()
     assert f"{path} changed since the environment was verified" in said[0]
     assert all("reads the environment from the shared file system" in one for one in said)
@@ -257,6 +265,15 @@ def test_an_environment_makes_room_unless_a_job_runs_in_it(venv: Job) -> None:
     assert not tree.exists() and venv.link(0).is_symlink()
     folder.room(0)
     assert {path.suffix for path in venv.disk(0).iterdir()} == {".list", ".source"}
+
+
+def test_where_no_library_can_be_loaded_nothing_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, there = Folder(str(tmp_path / "d"), 10**9), os.statvfs(tmp_path)
+    folder.make()
+    flagged = os.statvfs_result((*there[:8], there.f_flag | os.ST_NOEXEC, there.f_namemax))
+    monkeypatch.setattr(os, "statvfs", lambda path: flagged)
+    with pytest.raises(Lost, match="without exec"):
+        folder.tree("k" * 64, lambda image, root: None)
 
 
 def test_jobs_that_start_at_one_time_on_the_same_nodes_both_get_the_environment(venv: Job) -> None:
