@@ -8,13 +8,17 @@ Exit codes: those of the preflight or the training; 5 if this node cannot take p
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import BAD_INPUT, TrainError
 from ..flight import flight_variables
+from ..stage.disk import TREE
 from .end import run_child
 from .job import Run, cpus, read_run
 from .nodes import Row, meet, own_row, same_host, this_host
@@ -37,11 +41,30 @@ def main(argv: Sequence[str]) -> int:
         print(__doc__.partition("\n\n")[0], file=sys.stderr)
         return BAD_INPUT
     try:
-        run = read_run(Path(argv[1]))
+        run = _staged(read_run(Path(argv[1])), sys.prefix)
         return _step(argv[0], run, *_number(run, argv[2] if argv[2:] else "", argv[0]))
     except TrainError as error:
         print(f"envbuild: node {this_host()}: {error.message}", file=sys.stderr)
         return error.exit_code if error.exit_code == BAD_INPUT else UNUSABLE
+
+
+def _staged(run: Run, here: str) -> Run:
+    """Return the run in the environment at `here`, if that is this node's own copy, which then stays until its end."""
+    old = run.job.environment
+    if not (old and os.path.realpath(here).endswith(TREE)):
+        return run
+    with suppress(OSError):
+        held = os.open(here, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.set_inheritable(held, True)  # by exec
+
+    def moved(text: str) -> str:
+        return ":".join(here + one[len(old) :] if f"{one}/".startswith(f"{old}/") else one for one in text.split(":"))
+
+    python, library_path = moved(run.job.python), moved(run.job.library_path)
+    variables = {name: moved(value) for name, value in run.job.variables.items()}
+    job = replace(run.job, python=python, environment=here, library_path=library_path, variables=variables)
+    return replace(run, job=job)
 
 
 def _number(run: Run, given: str, step: str) -> tuple[int, int]:

@@ -1,12 +1,13 @@
 """`python3 -m stage ABOUT STEP SETTINGS [NUMBER]`, once on every node of a job.
 
-ABOUT is JSON: `source`, the shared file; `folder`, on each node's disk; `keep`, the limit of images there, in bytes;
-`number`, the launcher's variables with this node's number; `interface`, the network's, "" for the one by which node 0
-reaches node 1. SETTINGS is a file in the run's folder, which all nodes see; beside it are the nodes' names
-(hosts-RESTARTS) and the job's secret (stage-RESTARTS.key).
+ABOUT is JSON: `source`, the shared file or environment; `manifest`, the SHA-256 of the environment's; `folder`, on
+each node's disk; `keep`, the limit of images there, in bytes; `number`, the launcher's variables with this node's
+number; `interface`, the network's, "" for the one by which node 0 reaches node 1. SETTINGS is a file in the run's
+folder, which all nodes see; beside it are the nodes' names (hosts-RESTARTS) and the job's secret (stage-RESTARTS.key).
 
-From then on FOLDER/envbuild-UID/RUN-RESTARTS, with the suffix of `source`, leads to the image. A node that cannot get
-it says why, and there the link leads to the shared file. Exit code 1 if there is not even a link.
+From then on FOLDER/envbuild-UID/RUN-RESTARTS, with the suffix of `source`, leads to the image, or to the unpacked
+environment. A node that cannot get it says why, and there the link leads to `source`. Exit code 1 if there is not even
+a link.
 """
 
 # ruff: noqa: UP032 - Python 3.6
@@ -19,9 +20,11 @@ import struct
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 from .disk import Folder, Lost
 from .node import Node
+from .tree import unpack
 
 _SIOCGIFADDR = 0x8915  # netdevice(7)
 
@@ -48,6 +51,8 @@ def main() -> int:
     given = [*sys.argv[4:], *(os.environ.get(name, "") for name in about["number"])]
     number = int(next(one for one in given if one))
     files = os.path.join(run, "stage-" + restarts)
+    manifest = about.get("manifest", "")
+    what = "environment" if manifest else "image"
     name = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     path = os.path.join(about["folder"], "envbuild-{}".format(os.getuid()))
     link = "{}-{}{}".format(os.path.basename(run), restarts, os.path.splitext(about["source"])[1])
@@ -59,11 +64,14 @@ def main() -> int:
         if number:
             node.receive()
         else:
-            node.read(about["source"], own_address(about["interface"], peer))
-        node.folder.link(link, node.copy.key + ".image")
+            node.read(about["source"], manifest, own_address(about["interface"], peer))
+        tree = partial(unpack, digest=manifest)
+        key = node.copy.key
+        node.folder.link(link, node.folder.tree(key, tree) if manifest else key + ".image")
         node.wait()
     except (OSError, Lost) as error:
-        print("envbuild: node {}: reads the image from the shared file: {}".format(name, error), file=sys.stderr)
+        text = "envbuild: node {}: reads the {} from the shared file system: {}"
+        print(text.format(name, what, error), file=sys.stderr)
         node.told["shared"].append([name, str(error)])
         node.say("!")  # so that nobody waits for this node
         try:
@@ -75,17 +83,17 @@ def main() -> int:
         with suppress(OSError, Lost):  # without any parent, this is not in node 0's summary
             node.report()
     else:
-        print(_summary(node, len(hosts), time.time() - began), file=sys.stderr)
+        print(_summary(what, node, len(hosts), time.time() - began), file=sys.stderr)
     return code
 
 
-def _summary(node: Node, nodes: int, seconds: float) -> str:
+def _summary(what: str, node: Node, nodes: int, seconds: float) -> str:
     told = node.told
     read, network, disk = (told[name] / 1e6 for name in ("file", "network", "disk"))
     return (
-        "envbuild: the image is on the disks of {} of {} nodes after {:.1f} s; {} had it; {:.0f} MB from the shared "
-        "file, {:.0f} MB from other nodes, {:.0f} MB from earlier images"
-    ).format(told["nodes"] - len(told["shared"]), nodes, seconds, told["had"], read, network, disk)
+        "envbuild: the {} is on the disks of {} of {} nodes after {:.1f} s; {} had it; {:.0f} MB from the shared file "
+        "system, {:.0f} MB from other nodes, {:.0f} MB from earlier {}s"
+    ).format(what, told["nodes"] - len(told["shared"]), nodes, seconds, told["had"], read, network, disk, what)
 
 
 if __name__ == "__main__":

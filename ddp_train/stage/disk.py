@@ -6,7 +6,9 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import time
+from contextlib import suppress
 from typing import IO, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 Piece = Tuple[int, bytes]
@@ -14,6 +16,7 @@ Piece = Tuple[int, bytes]
 
 # A piece ends after these bytes, at one place in 64 kB of compressed data, and has so many bytes.
 END, LEAST, MOST = b"\x5a\xc3", 1 << 20, 4 << 20
+TREE = ".tree"  # ends the name of an unpacked environment
 FRESH_S = 3600  # what was used so recently is not removed
 
 
@@ -39,25 +42,49 @@ def piece_of(data: bytes) -> Piece:
     return len(data), hashlib.sha256(data).digest()
 
 
-def seal(file: Union[str, int]) -> str:
-    """Return what tells that a file is as it was. Raises OSError."""
-    status = os.stat(file)
+def seal(status: os.stat_result) -> str:
+    """Return what tells that a file is as it was."""
     return "{} {} {} {}".format(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-def locked(file: IO[bytes]) -> bool:
-    """Return whether nobody else has the file; then it is this process's."""
+def locked(file: Union[IO[bytes], int], way: int = fcntl.LOCK_EX) -> bool:
+    """Return whether nobody else has the file or folder; then it is this process's, with LOCK_SH also others'."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, way | fcntl.LOCK_NB)
     except OSError:
         return False
+    return True
+
+
+def tree_seal(root: str) -> str:
+    """Return what tells that all files below `root` are as they were, but for bytecode. Raises OSError."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        links = [one for one in folders if os.path.islink(os.path.join(folder, one))]
+        folders[:] = [one for one in folders if one != "__pycache__"]
+        for name in files + links:
+            path = os.path.join(folder, name)
+            found.append("{} {}".format(path[len(root) :], seal(os.lstat(path))))
+    return hashlib.sha256("\n".join(sorted(found)).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _renamed(folder: str, name: str) -> bool:
+    """Return whether the folder has a name, which no other one had. Raises OSError."""
+    try:
+        os.rename(folder, name)
+    except OSError:
+        if os.path.exists(name):
+            return False
+        raise
     return True
 
 
 class Folder:
     """The folder of images: KEY.image and, once it is whole, KEY.list; *.part is a copy that is being made.
 
-    `keep` is the limit of their sizes in bytes.
+    An image that is an environment is unpacked to NAME.tree, with NAME.seal; *.draft is one that is being made, or
+    removed. A tree is removed only by who could lock it; jobs that run in it have the lock. `keep` is the limit of
+    all sizes in bytes.
     """
 
     def __init__(self, path: str, keep: int) -> None:
@@ -94,7 +121,7 @@ class Folder:
         try:
             with open(self.at(key + ".list")) as file:
                 sealed, pieces = json.load(file)
-            if sealed == seal(self.at(key + ".image")):
+            if sealed == seal(os.stat(self.at(key + ".image"))):
                 return [(size, bytes.fromhex(digest)) for size, digest in pieces]
         except (OSError, ValueError, TypeError):
             pass
@@ -126,31 +153,121 @@ class Folder:
         return data if piece_of(data) == one else None
 
     def room(self, needed: int) -> None:
-        """Remove images, the longest unused first, until the rest and `needed` bytes fit. Raises Lost, OSError."""
-        images, total = [], needed
+        """Remove images and trees, the longest unused first, until the rest and `needed` bytes fit.
+
+        Raises Lost, OSError.
+        """
+        found, total = [], needed
         for name in os.listdir(self.path):
-            path, listed = self.at(name), self.at(name.rpartition(".")[0] + ".list")
-            if os.path.islink(path) and not os.path.exists(path):
-                os.unlink(path)  # of an earlier job, whose image is gone
-            elif name.endswith((".image", ".part")):
-                images.append((os.stat(listed if os.path.exists(listed) else path).st_mtime, path))
-                total += os.stat(path).st_size
+            path = self.at(name)
+            with suppress(FileNotFoundError):  # here and below: another job on this node removed it
+                if os.path.islink(path) and not os.path.exists(path):
+                    os.unlink(path)  # of an earlier job, whose image is gone
+                elif name.endswith((".image", ".part", TREE)):
+                    found.append((self._used(name), name))
+                    total += self._size(name)
         there = os.statvfs(self.path)
         free = there.f_bavail * there.f_frsize
-        for used, path in sorted(images):
-            if (total > self.keep or free < needed) and time.time() - used > FRESH_S:
-                with open(path, "rb") as file:
-                    if locked(file):
-                        os.unlink(path)
-                        total -= os.fstat(file.fileno()).st_size
-                        free += os.fstat(file.fileno()).st_size
+        for _, name in sorted(found):
+            if total > self.keep or free < needed:
+                size = self._remove(name)
+                total, free = total - size, free + size
         if free < needed:
             raise Lost("{} has no room for {} MB".format(self.path, needed >> 20))
+
+    def _note(self, name: str) -> str:
+        stem, _, kind = name.rpartition(".")
+        return self.at(stem + {"image": ".list", "tree": ".seal"}.get(kind, "." + kind))
+
+    def _used(self, name: str) -> float:
+        note = self._note(name)
+        return os.stat(note if os.path.exists(note) else self.at(name)).st_mtime
+
+    def _size(self, name: str) -> int:
+        if not name.endswith(TREE):
+            return os.stat(self.at(name)).st_size
+        try:
+            with open(self._note(name)) as file:
+                return int(json.load(file)[2])
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    def _remove(self, name: str) -> int:
+        """Remove an image or tree that was not used lately, unless a process has it; return the bytes."""
+        try:
+            handle = os.open(self.at(name), os.O_RDONLY)
+        except FileNotFoundError:
+            return 0
+        try:
+            if not locked(handle) or time.time() - self._used(name) <= FRESH_S:
+                return 0
+            size = self._size(name)
+            if name.endswith(TREE):
+                os.unlink(self._note(name))
+                draft = self.at(name.rpartition(".")[0] + ".draft")
+                os.rename(self.at(name), draft)
+                shutil.rmtree(draft)
+            else:
+                os.unlink(self.at(name))
+            return size
+        finally:
+            os.close(handle)
 
     def tidy(self) -> None:
         """Remove what killed jobs left. Raises OSError."""
         for name in os.listdir(self.path):
-            if name.endswith(".part"):
-                with open(self.at(name), "rb") as file:
-                    if locked(file):
-                        os.unlink(self.at(name))
+            if name.endswith((".part", ".draft")):
+                with suppress(FileNotFoundError):
+                    handle = os.open(self.at(name), os.O_RDONLY)
+                    if locked(handle):
+                        (os.unlink if name.endswith(".part") else shutil.rmtree)(self.at(name))
+                    os.close(handle)
+
+    def tree(self, key: str, write: Callable[[IO[bytes], str], None]) -> str:
+        """Return the name of an image's tree, which is not removed while this process runs.
+
+        If there is none, `write` unpacks the open image to an empty folder. Raises Lost, OSError.
+        """
+        for name in os.listdir(self.path):
+            if name.startswith(key[:16]) and name.endswith(TREE):
+                if self._held(name, key):
+                    return name
+                self._remove(name)  # it was changed
+        if os.statvfs(self.path).f_flag & os.ST_NOEXEC:
+            raise Lost("{} is mounted without exec: no library can be loaded from there".format(self.path))
+        size = os.stat(self.at(key + ".image")).st_size
+        self.room(size)
+        self.tidy()
+        draft = self.at("{}-{}.draft".format(key[:16], os.urandom(8).hex()))
+        os.mkdir(draft + ".new", 0o700)
+        locked(os.open(draft + ".new", os.O_RDONLY), fcntl.LOCK_SH)  # as long as this process runs
+        os.rename(draft + ".new", draft)  # now that no other job can take it for a killed job's
+        try:
+            with open(self.at(key + ".image"), "rb") as image:
+                write(image, draft)
+            sealed = tree_seal(draft)
+            stem, more = key[:16], 0  # the same on all nodes, but where a job may still run in a changed one
+            while not _renamed(draft, self.at(stem + TREE)):
+                more += 1
+                stem = "{}-{}".format(key[:16], more)
+            self.write(stem + ".seal", json.dumps([key, sealed, size]))
+        except (OSError, Lost, ValueError, TypeError, IndexError) as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise Lost("it cannot be unpacked: {}".format(error)) from error
+        return stem + TREE
+
+    def _held(self, name: str, key: str) -> bool:
+        """Lock a tree against its removal, and return whether it is as it was unpacked."""
+        handle = -1
+        try:
+            with open(self._note(name)) as file:
+                sealed = json.load(file)[:2]
+            handle = os.open(self.at(name), os.O_RDONLY)
+            if locked(handle, fcntl.LOCK_SH) and sealed == [key, tree_seal(self.at(name))]:
+                os.utime(self._note(name))  # when it was used last
+                return True
+        except (OSError, ValueError):
+            pass
+        if handle >= 0:
+            os.close(handle)
+        return False

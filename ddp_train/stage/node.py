@@ -14,6 +14,7 @@ from typing import Any, Dict, Iterator, Tuple
 
 from .disk import Folder, Lost, Piece, piece_of, seal, split
 from .disk import locked as lock
+from .tree import opened
 from .wire import ASK, PIECE, SILENT_S, Copy, answer, ask, ask_pieces, take
 
 STUCK_S = 300  # a parent that has had nothing new for so long
@@ -84,24 +85,27 @@ class Node:
                     continue
                 yield connection, session, int(size)
 
-    def read(self, source: str, address: str) -> None:
-        """As node 0, read the shared file, unless its image is here. Raises OSError, Lost."""
-        with open(source, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            found = hashlib.sha256("{}\n{}".format(source, seal(file.fileno())).encode()).hexdigest() + ".source"
-            try:
-                with open(self.folder.at(found)) as key:
-                    had = self.use(key.read())
-            except OSError:
-                had = False
-            if not had:
-                self.begin(size)
-            if self.nodes > 1:
-                self.listen(address, size)
-            if not had:
-                for data in split(file.read):
-                    self.add(data, piece_of(data), "file")
-                self.folder.write(found, self.end())
+    def read(self, source: str, manifest: str, address: str) -> None:
+        """As node 0, read the shared file, or environment with that manifest, unless its image is here.
+
+        Raises OSError, Lost.
+        """
+        sealed, measure, read = opened(source, manifest)
+        found = hashlib.sha256("{}\n{}".format(source, sealed).encode()).hexdigest() + ".source"
+        try:
+            with open(self.folder.at(found)) as key:
+                had = self.use(key.read())
+        except OSError:
+            had = False
+        size = self.copy.offsets[-1] if had else measure()
+        if not had:
+            self.begin(size)
+        if self.nodes > 1:
+            self.listen(address, size)
+        if not had:
+            for data in split(read):
+                self.add(data, piece_of(data), "file")
+            self.folder.write(found, self.end())
 
     def receive(self) -> None:
         """As another node, get the image from the nearest ancestor that lives. Raises OSError, Lost."""
@@ -162,7 +166,8 @@ class Node:
     def add(self, data: bytes, piece: Piece, counter: str) -> None:
         """Append a piece to the copy. Raises OSError."""
         assert self.copy.file is not None
-        self.copy.file.write(data)
+        if self.copy.file.write(data) != len(data):
+            raise Lost("{} is full".format(self.folder.path))
         self.told[counter] += len(data)
         self.copy.say([piece])
 
@@ -173,7 +178,7 @@ class Node:
         key = hashlib.sha256(b"".join(PIECE.pack(*one) for one in pieces)).hexdigest()
         os.rename(self.copy.file.name, folder.at(key + ".image"))
         listed = [(size, digest.hex()) for size, digest in pieces]
-        folder.write(key + ".list", json.dumps([seal(folder.at(key + ".image")), listed]))
+        folder.write(key + ".list", json.dumps([seal(os.stat(folder.at(key + ".image"))), listed]))
         self.copy.say(key=key, whole=True)
         folder.tidy()
         return key

@@ -65,8 +65,8 @@ class JobPlan:
     `variables` are exported for every process, in this order; `library_path` is prepended to LD_LIBRARY_PATH.
     `mounts` are (host, container) folders for containers, including the working folder. `modules` are loaded on
     nodes after `site.modules.init` (and purge). `speed` lets the preflight compare how fast nodes are, and
-    `exclude_slow` starts the job again without the slow ones. `stage` is the folder on nodes' disks to which an
-    image is brought first, "" to read the shared file, and `stage_bytes` the limit of images there. `envbuild` is the
+    `exclude_slow` starts the job again without the slow ones. `stage` is the folder on nodes' disks to which the
+    artifact is brought first, "" to read the shared one, and `stage_bytes` the limit of copies there. `envbuild` is the
     command on nodes, which `runtime` `own` and a site with signers need. Times are in seconds. `origins` names who
     set each field (and variables.NAME).
     """

@@ -16,7 +16,7 @@ from envbuild.jobs.containers import container_words, start_enroot, work_key
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines, module_shell
 from envbuild.jobs.quote import fill, inside, path_word, word
-from envbuild.jobs.stage import shared_unless_staged, staged_image
+from envbuild.jobs.stage import interpreter_word, shared_unless_staged, staged_image
 
 _WIDTH = 110
 # Time for nodes to read a whole environment, in seconds.
@@ -162,4 +162,4 @@ def node_program(plan: JobPlan, launcher: Launcher) -> str:
 
 def _program(plan: JobPlan) -> str:
     """Return the command that starts ddp_train.launch by the artifact's interpreter, whatever the host's variables."""
-    return f"{path_word(plan.artifact.python, 'the interpreter')} -I -X utf8 -m ddp_train.launch"
+    return f"{interpreter_word(plan)} -I -X utf8 -m ddp_train.launch"

@@ -9,7 +9,7 @@ from envbuild import units
 from envbuild.errors import UsageError
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.job_env import container_mounts, job_env
-from envbuild.jobs.model import JobPlan, JobRequest, Runtime
+from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.kinds import ARTIFACTS, Artifact, kinds_of
@@ -102,7 +102,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     variables, library_path = job_env(opened, site, runtime, nproc, cpus, origins)
     if request.exclude_slow:
         check_exclusion(scheduler, site)
-    stage, origins["stage"] = _stage(runtime, nodes, site)
+    stage, origins["stage"] = _stage(artifact, runtime, nodes, site)
     origins["max_restarts"] = _from(request.max_restarts, "default", "--max-restarts")
     origins["rendezvous"] = "--rendezvous" if request.rendezvous != "c10d" else "default"
     return JobPlan(
@@ -139,14 +139,16 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     )
 
 
-def _stage(runtime: Runtime, nodes: int, site: Site) -> tuple[str, str]:
-    """Return the folder on nodes' disks to which an image is brought, and who chose it; "" to read the shared file."""
-    if runtime in ("folder", "pod"):
-        return "", "only image files are staged"
+def _stage(artifact: JobArtifact, runtime: Runtime, nodes: int, site: Site) -> tuple[str, str]:
+    """Return the folder on nodes' disks to which the artifact is brought, and who chose it; "" for the shared one."""
+    if runtime == "pod":
+        return "", "nodes pull images"
+    if runtime == "folder" and not artifact.manifest:
+        return "", "no receipt tells the files of the environment"
     if nodes == 1:
         return "", "one node"
     if site.scheduler.auto_resume:
-        return "", "a node that replaces another has no image"
+        return "", "a node that replaces another has no copy"
     if not site.stage.enabled:
         return "", site.origin("stage", "enabled")
     if site.stage.dir:

@@ -1,4 +1,4 @@
-"""Bring an image to the disk of every node before a job starts it: the lines of the script. ddp_train/stage does it.
+"""Bring an artifact to the disk of every node before a job starts it: the lines of the script. ddp_train/stage does it.
 
 Nodes have no artifact yet, so the script carries the package for their own python3. From then on a link on each node
 leads to its copy, or to the shared file.
@@ -20,8 +20,8 @@ from envbuild.jobs.quote import fill, heredoc, path_word, word
 _WIDTH = 118
 
 _PROGRAM = r"""
-# Brings the image to every node's own disk: node 0 reads the shared file, the nodes pass it on to each other, and
-# what is there of an earlier image is copied. The program, for the nodes' own python3, is a zip file in base64:
+# Brings the @WHAT@ to every node's own disk: node 0 reads the shared one, the nodes pass it on to each other, and
+# what is there of an earlier one is copied. The program, for the nodes' own python3, is a zip file in base64:
 # ddp_train/stage of envbuild.
 @PROGRAM@
 """
@@ -37,7 +37,7 @@ if ! (
     @CONTAINER@settings=$ENVBUILD_RUN/settings-$restarts.sh
     everywhere stage
 ); then
-    printf 'envbuild: %s\n' 'the image is not on every node, see above: all read the shared file' >&2
+    printf 'envbuild: %s\n' 'the @WHAT@ is not on every node, see above: all read the shared one' >&2
     rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
     @INSTEAD@
 fi
@@ -45,22 +45,31 @@ fi
 
 
 def staged_image(plan: JobPlan) -> str:
-    """Return the line that sets `image`, the path on every node; "" if the job reads the shared file."""
+    """Return the line that sets `image`, the path on every node; "" if the job reads the shared artifact."""
     if not plan.stage:
         return ""
     folder = f'{path_word(plan.stage, "[stage] dir")}/envbuild-"$(id -u)"'
-    suffix = path_word(posixpath.splitext(plan.artifact.path)[1] or ".", "the image's path").replace("'.'", "")
+    suffix = posixpath.splitext(plan.artifact.path)[1]
+    suffix = suffix and path_word(suffix, "the artifact's path")
     return f'image={folder}/"${{ENVBUILD_RUN##*/}}-$restarts"{suffix}\n'
 
 
 def shared_unless_staged(plan: JobPlan) -> str:
-    """Return the line for a node's shell script that goes back to the shared file where nothing was staged."""
+    """Return the line for a node's shell script that goes back to the shared artifact where nothing was staged."""
     return f'[ -e "$image" ] || image={_shared(plan)}\n' if plan.stage else ""
 
 
 def image_word(plan: JobPlan) -> str:
     """Return the word for the image of a job."""
     return '"$image"' if plan.stage else _shared(plan)
+
+
+def interpreter_word(plan: JobPlan) -> str:
+    """Return the word for the interpreter of a job."""
+    python = plan.artifact.python
+    if plan.stage and plan.runtime == "folder":
+        return f'"$image"/{path_word(posixpath.relpath(python, plan.artifact.path), "the interpreter")}'
+    return path_word(python, "the interpreter")
 
 
 def _shared(plan: JobPlan) -> str:
@@ -77,12 +86,15 @@ def _packed() -> str:
 
 
 def stage_lines(plan: JobPlan, launcher: Launcher) -> str:
-    """Return the step that stages the image; "" if the job reads the shared file."""
+    """Return the step that stages the artifact; "" if the job reads the shared one."""
     if not plan.stage:
         return ""
+    folder = plan.runtime == "folder"
+    what = "environment" if folder else "image"
     interface = plan.site.fabric.interface.split(",")[0]
     about = {
         "source": plan.artifact.path,
+        **({"manifest": plan.artifact.manifest} if folder else {}),
         "folder": plan.stage,
         "keep": plan.stage_bytes,
         "number": launcher.number,
@@ -91,8 +103,9 @@ def stage_lines(plan: JobPlan, launcher: Launcher) -> str:
     pyxis = plan.runtime == "pyxis"
     array = "container" if pyxis else "launch"
     program = heredoc('base64 -d >"$ENVBUILD_RUN/stage-$restarts.zip"', _packed(), "STAGE")
-    return fill(_PROGRAM, program=program) + fill(
+    return fill(_PROGRAM, what=what, program=program) + fill(
         _STAGE,
+        what=what,
         python=path_word(plan.site.stage.python, "[stage] python"),
         about=word(json.dumps(about, ensure_ascii=False), "[stage]"),
         container="container=()\n    " if pyxis else "",

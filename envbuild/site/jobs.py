@@ -201,13 +201,13 @@ class PathsTable:
 
 @dataclass(frozen=True, slots=True)
 class StageTable:
-    """`[stage]`: images on the nodes' own disks."""
+    """`[stage]`: artifacts on the nodes' own disks."""
 
-    enabled: bool = key(True, "Bring the image of a job of several nodes to each node's disk, once.")
+    enabled: bool = key(True, "Bring the artifact of a job of several nodes to each node's disk, once.")
     dir: str = key(
         "", "Folder on each node's own disk. Default: [paths] scratch.", pattern=_ABSOLUTE, example="/local/nvme"
     )
-    keep: str = key("100G", f"Limit of the images there: {SIZES}.", pattern=r"^[0-9]{1,9}[kMGT]?$")
+    keep: str = key("100G", f"Limit of the copies there: {SIZES}.", pattern=r"^[0-9]{1,9}[kMGT]?$")
     python: str = key("python3", "Python 3.6 or later of the nodes.", pattern=r"^\S+$", example="/usr/bin/python3.11")
 
 

@@ -62,7 +62,7 @@ class SiteTables:
         key_check=jobs.job_variable_problem, check=jobs.value_problem,
     )  # fmt: skip
     paths: jobs.PathsTable = key(jobs.PathsTable(), "File systems, as nodes see them.")
-    stage: jobs.StageTable = key(jobs.StageTable(), "Images on the nodes' own disks.")
+    stage: jobs.StageTable = key(jobs.StageTable(), "Artifacts on the nodes' own disks.")
     container: jobs.ContainerTable = key(jobs.ContainerTable(), "What starts images on nodes.")
     node: jobs.NodeTable = key(jobs.NodeTable(), "What one node has.")
     kubernetes: jobs.KubernetesTable = key(jobs.KubernetesTable(), "Where and how pods run.")

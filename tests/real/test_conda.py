@@ -353,5 +353,13 @@ def test_a_job_of_the_environment_trains_on_two_nodes(pt_conda: Site, tmp_path: 
     with slurm_cluster(tmp_path / "cluster", share=[pt_conda.prefix]) as cluster:
         jobs = Jobs(cluster)
         jobs.write_site()
-        report = jobs.trained(jobs.ended(jobs.submit(pt_conda.prefix, ranks=1)), ranks=1)
+        shared = jobs.submit(pt_conda.prefix, ranks=1)
+        # Each node has a /tmp of its own.
+        jobs.write_site('[stage]\ndir = "/tmp"\n')
+        staged = jobs.submit(pt_conda.prefix, "--preflight", "--exact", "--name", "staged", ranks=1)
+        report = jobs.trained(jobs.ended(shared), ranks=1)
         assert {rank["sys_prefix"] for rank in report["ranks"]} == {str(pt_conda.prefix)}
+        ended = jobs.ended(staged, "staged")
+        report = jobs.trained(ended, ranks=1)
+        assert {rank["sys_prefix"] for rank in report["ranks"]} == {f"/tmp/envbuild-{os.getuid()}/{ended.run.name}-0"}
+        assert "the environment is on the disks of 2 of 2 nodes" in ended.log, ended.log

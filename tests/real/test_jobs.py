@@ -134,6 +134,45 @@ def test_an_image_is_brought_to_the_disk_of_each_node(
     assert log.index("on the disks") < log.index("Epoch")
 
 
+LOADED = """\
+import json, os, pathlib, sys
+import torch, torch.distributed
+torch.distributed.init_process_group("gloo")
+ones = torch.ones(1)
+torch.distributed.all_reduce(ones)
+maps = {line.split(None, 5)[5] for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "/lib" in line}
+modules = {one.__file__ for one in list(sys.modules.values()) if getattr(one, "__file__", None)}
+told = {"sum": ones.item(), "torch": torch.__file__, "files": sorted(maps | modules), "path": os.environ["PATH"]}
+pathlib.Path(__file__).with_name(os.environ["RANK"]).write_text(json.dumps(told))
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_a_venv_is_brought_to_the_disk_of_each_node_and_all_is_loaded_from_there(
+    jobs: Jobs, pt_cpu: dict[str, Any]
+) -> None:
+    venv = pt_cpu["path"]
+    jobs.write_site(STAGE)
+    ended = jobs.ended(jobs.submit(venv, "--name", "staged", "--preflight", "--exact"), "staged")
+    assert "the environment is on the disks of 2 of 2 nodes" in ended.log and "0 had it" in ended.log, ended.log
+    report = jobs.trained(ended)
+    assert {rank["sys_prefix"] for rank in report["ranks"]} == {f"/tmp/envbuild-{os.getuid()}/{ended.run.name}-0"}
+    folder = jobs.cluster.shared / "loaded"
+    folder.mkdir()
+    (folder / "train.py").write_text(LOADED)
+    world = ("--nodes", "2", "--nproc-per-node", "1", "--name", "loaded")
+    said = jobs.render(venv, *world, "--script", folder / "train.py", "--submit")
+    jobs.write_site()
+    ended = jobs.ended(int(said.splitlines()[-1]), "loaded")
+    assert ended.end.state == "COMPLETED" and "2 had it; 0 MB from the shared file system" in ended.log, ended.log
+    for rank in (0, 1):
+        told = json.loads((folder / str(rank)).read_text())
+        assert told["sum"] == 2 and told["torch"].startswith(f"/tmp/envbuild-{os.getuid()}/")
+        assert any(one.endswith("libtorch_cpu.so") for one in told["files"])
+        assert not [one for one in told["files"] if one.startswith(f"{venv}/")], "the shared one was read"
+        assert told["path"].startswith(f"/tmp/envbuild-{os.getuid()}/")
+
+
 def test_occupied_ports_of_the_head_were_left_to_their_owners(
     jobs: Jobs, started: dict[str, int], owners: list[subprocess.Popen[str]]
 ) -> None:

@@ -92,7 +92,7 @@ if tool == "flux" and arguments[0] != "run":
     said = {{"getattr": "f9", "job": "77", "hostlist": "\\n".join(hosts)}}  # getattr jobid, job id F58
     sys.exit(print(said[arguments[0]]))
 programs = ("/python", "apptainer", "envbuild")
-start = next(at for at, one in enumerate(arguments) if one in ("sh", "bash") or one.endswith(programs))
+start = next(at for at, one in enumerate(arguments) if one in ("sh", "bash", "env") or one.endswith(programs))
 tasks = []
 for number in range(int(os.environ["NODES"])):
     own = {{"SLURM_NODEID": str(number), "SLURMD_NODENAME": f"n{{number}}"}}  # of what Slurm starts on a node
@@ -120,6 +120,7 @@ if "ddp_train.launch" in sys.argv:  # the real one, on a machine with the addres
     nodes.addresses = lambda: [address.Address(*one.split()) for one in os.environ["ADDRESSES"].split(",") if one]
     nodes.choose = functools.partial(address.choose, source=lambda target: os.environ["SOURCE"])
     os.uname = lambda: types.SimpleNamespace(nodename=subprocess.check_output(["uname", "-n"], text=True).strip())
+    sys.prefix = os.path.dirname(os.path.dirname(sys.argv[0]))
     sys.argv = sys.argv[sys.argv.index("ddp_train.launch"):]
     runpy.run_module("ddp_train.launch", run_name="__main__", alter_sys=True)
 if os.path.exists(f"{{sys.argv[0]}}.sh"):

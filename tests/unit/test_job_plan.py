@@ -506,3 +506,22 @@ def test_job_says_its_doubts_and_how_to_train_here(tmp_path: Path, monkeypatch: 
     done = CliRunner().invoke(job_command, [str(folder), "--site", "local"])
     assert isinstance(done.exception, UsageError)
     assert f"`{folder}/bin/python -m torch.distributed.run" in (done.exception.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "manifest", "nodes", "stage", "why"),
+    [
+        ("venv", DIGEST, 2, "/nvme", "[stage] dir"),
+        ("conda", DIGEST, 2, "/nvme", "[stage] dir"),
+        ("enroot", "", 2, "/nvme", "[stage] dir"),
+        ("venv", "", 2, "", "no receipt tells the files of the environment"),
+        ("venv", DIGEST, 1, "", "one node"),
+    ],
+)
+def test_an_artifact_of_several_nodes_is_brought_to_their_disks(
+    tmp_path: Path, kind: str, manifest: str, nodes: int, stage: str, why: str
+) -> None:
+    opened = _opened(kind)
+    opened = replace(opened, artifact=replace(opened.artifact, manifest=manifest))
+    plan = plan_job(JobRequest(nodes=nodes, current=tmp_path), opened, _site(tmp_path, f'{SLURM}[stage]\ndir="/nvme"'))
+    assert plan.stage == stage and why in plan.origins["stage"]

@@ -12,6 +12,7 @@ from lab.shellcheck import shellcheck
 from unit.job_plans import (
     AWS,
     CONDA,
+    DIGEST,
     EFA_SQSH,
     GH200,
     GPU_SIF,
@@ -77,6 +78,10 @@ PLANS: dict[str, JobPlan] = {
     "slurm-stage": replace(STAGED, artifact=SIF, runtime="apptainer"),
     "slurm-stage-pyxis": replace(STAGED, artifact=SQSH, runtime="pyxis", preflight=True),
     "slurm-stage-enroot": replace(STAGED, artifact=SQSH, runtime="enroot", site=SITE),
+    "slurm-stage-venv": replace(STAGED, artifact=replace(VENV, manifest=DIGEST), preflight=True, exact=True),
+    "pbs-stage-conda": replace(
+        PBS, artifact=replace(CONDA, manifest=DIGEST), launcher="ssh", stage="/local disk", site=MODULES, modules=LOADED
+    ),
     "pbs-stage": replace(PBS, artifact=SIF, runtime="apptainer", mounts=MOUNTS, launcher="ssh", stage="/local"),
     "slurm-own": replace(PLAN, artifact=SQSH, runtime="own", mounts=MOUNTS),
     "slurm-horovod": replace(PLAN, strategy="horovod", launcher="mpirun"),
@@ -181,7 +186,13 @@ def test_a_script_is_short_enough_to_be_read(name: str) -> None:
     """A container that the node itself starts, and launchers that start one process at a time, need more lines."""
     more = {"slurm-pyxis": 20, "slurm-hyperpod": 25, "slurm-enroot": 45, "slurm-horovod": 5, "slurm-horovod-sif": 30}
     more["slurm-login-modules"] = 25
-    more |= {"slurm-exclude-slow": 20, "slurm-stage": 5, "slurm-stage-pyxis": 45, "slurm-stage-enroot": 65}
+    more |= {
+        "slurm-exclude-slow": 20,
+        "slurm-stage": 5,
+        "slurm-stage-venv": 10,
+        "slurm-stage-pyxis": 45,
+        "slurm-stage-enroot": 65,
+    }
     # The packed program is for machines.
     lines = [
         line for line in render(PLANS[name]).splitlines() if len(line) != 118 or not re.fullmatch(r"[\w+/=]+", line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import socket
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 from unit.job_plans import AWS, EFA_SQSH, MODULES, MOUNTS, PLAN, SITE, SQSH, Stage, executable, recorder
 
+from ddp_train.launch.address import source_of
 from ddp_train.preflight.__main__ import parse
+from envbuild.artifacts.manifest import write_manifest
 from envbuild.errors import UsageError
 from envbuild.jobs.containers import TIDY
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render
-from envbuild.site.jobs import ContainerTable, ModulesTable
+from envbuild.site.jobs import ContainerTable, ModulesTable, StageTable
 from envbuild.site.tables import FabricTable, TrustTable
 
 
@@ -156,6 +159,37 @@ def test_a_preflight_that_fails_ends_the_job_before_training(stage: Stage) -> No
     assert first[:4] == ["-m", "ddp_train.preflight", "--arch", "x86_64"] and "--manifest" not in first
     assert all("ddp_train.preflight" in arguments for arguments, _ in started)
     assert "nothing was trained" in said
+
+
+@pytest.mark.parametrize(
+    ("python", "changed", "said"),
+    [
+        ("python3", False, "the environment is on the disks of 2 of 2 nodes"),
+        ("python3", True, "reads the environment from the shared file system: envbuild.manifest changed"),
+        ("/no/python3", False, "the environment is not on every node, see above: all read the shared one"),
+    ],
+)
+def test_a_job_runs_in_the_copy_of_its_environment_or_in_the_shared_one_where_there_is_none(
+    stage: Stage, python: str, changed: bool, said: str
+) -> None:
+    if not source_of("198.51.100.1"):
+        pytest.skip("this host has no address for other nodes")
+    root = stage.folder / "an env"
+    artifact = replace(PLAN.artifact, path=str(root), python=recorder(root / "bin" / "python"))
+    digest = write_manifest(root, 1)[0].digest
+    if changed:
+        (root / "envbuild.manifest").write_text("")
+    site = replace(PLAN.site, stage=StageTable(python=python))
+    plan = replace(
+        PLAN, work=str(stage.folder), artifact=replace(artifact, manifest=digest), site=site, stage_bytes=10**9
+    )
+    told, recorded = _run(stage, replace(plan, stage=str(stage.folder / "a disk")))
+    assert said in told
+    copy = stage.folder / f"a disk/envbuild-{os.getuid()}/pt_cpu_77-0"
+    where = str(copy if "of 2 nodes" in said else root)
+    started = _started(recorded)
+    assert len(started) == 2 and {variables["VIRTUAL_ENV"] for _, variables in started} == {where}
+    assert all(variables["PATH"].startswith(f"{where}/bin:") for _, variables in started)
 
 
 @pytest.mark.parametrize(("exact", "asked"), [(False, []), (True, ["--exact", "--wait", "300"])])

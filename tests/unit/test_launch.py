@@ -30,6 +30,7 @@ from ddp_train.launch.address import Address, addresses, choose, free_port, read
 from ddp_train.launch.job import Job, Run, read_run, read_variables
 from ddp_train.launch.nodes import Row, meet
 from ddp_train.launch.strategies import strategy_variables, training
+from ddp_train.stage.disk import locked
 from envbuild.jobs.quote import word
 
 ETH0, HSN0, IB0 = Address("eth0", "192.0.2.7"), Address("hsn0", "203.0.113.7"), Address("ib0", "2001:db8:1::7")
@@ -467,3 +468,34 @@ def test_the_schedulers_own_sigterm_reaches_the_training_by_itself(tmp_path: Pat
     assert node.wait(20) == 0
     assert (tmp_path / "log").read_text() == "begun\ntold\n"
     assert (tmp_path / "ended-0.0").read_text() == "7\n"
+
+
+# ---- environments on the node's own disk
+def test_a_job_runs_in_the_nodes_own_copy_of_its_environment_which_stays_until_its_end(tmp_path: Path) -> None:
+    tree, copy = tmp_path / "0123.tree", tmp_path / "pt_cpu_7-0"
+    tree.mkdir()
+    copy.symlink_to(tree)
+    variables = {"NCCL_NET_PLUGIN": "/fsx/env/lib/p.so", "OTHER": "/fsx/environment:/fsx/env:/data/fsx/env/x"}
+    job = replace(JOB, python="/fsx/env/bin/python", environment="/fsx/env", library_path="/fsx/env/lib:/opt/lib")
+    run = Run(replace(job, variables=variables), tmp_path / "pt_cpu_7", "0")
+    child = (
+        "import sys, pathlib, ddp_train.launch.__main__ as program; from ddp_train.launch.job import *\n"
+        "job = Job('pt_cpu', '/fsx/env/bin/python', 2, 2, environment='/fsx/env')\n"
+        "program._staged(Run(job, pathlib.Path('/'), '0'), sys.argv[1])\n"
+        "program.os.execvp('sh', ['sh', '-c', 'echo; read x'])"
+    )
+    line = [sys.executable, "-c", child, copy]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        handle = os.open(tree, os.O_RDONLY)
+        assert not locked(handle)
+        process.communicate(b"\n")
+        assert locked(handle)
+        os.close(handle)
+    staged = program._staged(run, str(copy)).job
+    assert (staged.python, staged.environment) == (f"{copy}/bin/python", str(copy))
+    assert staged.library_path == f"{copy}/lib:/opt/lib"
+    assert staged.variables == {
+        "NCCL_NET_PLUGIN": f"{copy}/lib/p.so", "OTHER": f"/fsx/environment:{copy}:/data/fsx/env/x"
+    }  # fmt: skip
+    assert program._staged(run, "/fsx/env") == run, "this node reads the shared one"

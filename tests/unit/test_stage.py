@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import fcntl
+import hashlib
+import io
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +26,10 @@ from hypothesis import strategies as st
 
 import ddp_train.stage.disk as disk
 from ddp_train.stage.disk import LEAST, MOST, Folder, Lost, piece_of, split
+from ddp_train.stage.tree import Packed, unpack
+from envbuild.artifacts.manifest import write_manifest
 
+TORCH = "lib/python3.11/site-packages/torch"
 TRAINER = Path(disk.__file__).parents[1]
 
 
@@ -34,12 +42,13 @@ class Job:
     nodes: int
     keep: int = 10**12
     restarts: int = 0
+    manifest: str = ""
     running: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def prepare(self) -> None:
         run = self.top / "run_7"
         run.mkdir(exist_ok=True)
-        for old in run.glob("stage-*"):
+        for old in run.glob(f"stage-{self.restarts}*"):
             old.unlink()
         (run / f"stage-{self.restarts}.key").write_bytes(b"k" * 32)
         (run / f"hosts-{self.restarts}").write_text(
@@ -62,6 +71,7 @@ class Job:
             "keep": self.keep,
             "number": ["SLURM_NODEID"],
             "interface": "",
+            **({"manifest": self.manifest} if self.manifest else {}),
         }
         program = "import runpy, time, stage.node as n; old = n.Node.add; n.ORPHANS_S = 3\n"
         program += f"def add(self, *more): time.sleep({slow}); old(self, *more)\nn.Node.add = add\n"
@@ -94,7 +104,7 @@ class Job:
         return said
 
     def link(self, number: int) -> Path:
-        return self.disk(number) / f"run_7-{self.restarts}.sqsh"
+        return self.disk(number) / f"run_7-{self.restarts}{self.source.suffix}"
 
     def staged(self) -> list[bool]:
         """Whether each node's link leads to its own copy; every link leads to the whole image."""
@@ -112,6 +122,179 @@ def job(tmp_path: Path) -> Iterator[Job]:
     for one in made.running:
         one.kill()
         one.wait()
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Iterator[Job]:
+    """An environment of 12 MB: small files, a large one, links, bytecode and what Python and users add to it."""
+    root, some = tmp_path / "venv", random.Random(2)
+    package = root / TORCH
+    (package / "__pycache__").mkdir(parents=True)
+    (root / "bin").mkdir()
+    for number in range(300):
+        (package / f"m{number:03}.py").write_bytes(some.randbytes(some.randrange(0, 9000)))
+    (package / "libtorch.so").write_bytes(some.randbytes(10 << 20))
+    (root / "bin/torchrun").write_text("#!/bin/sh\n")
+    (root / "bin/torchrun").chmod(0o755)
+    (root / "bin/python").symlink_to(sys.executable)
+    (root / "lib64").symlink_to("lib")
+    manifest, _ = write_manifest(root, 1)
+    (package / "__pycache__/m000.cpython-311.pyc").write_bytes(b"code")
+    os.utime(package / "m000.py", (10**9, 10**9))
+    made = Job(tmp_path, root, 3, manifest=manifest.digest)
+    yield made
+    for one in made.running:
+        one.kill()
+        one.wait()
+
+
+def files(root: Path) -> dict[str, object]:
+    """Everything below a folder that is no folder: what links name, else content, mode and time in seconds (not the
+    manifest's)."""
+    return {
+        str(path.relative_to(root)): os.readlink(path)
+        if path.is_symlink()
+        else (path.read_bytes(), path.stat().st_mode, path.suffix != ".manifest" and int(path.stat().st_mtime))
+        for path in root.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def test_an_environment_is_on_every_disk_as_it_is_with_its_bytecode(venv: Job) -> None:
+    said = venv.run()
+    assert "the environment is on the disks of 3 of 3 nodes" in said[0], said
+    for number in range(3):
+        assert venv.link(number).resolve().parent == venv.disk(number)
+        assert files(venv.link(number)) == files(venv.source)
+    assert mb(said[0], "other nodes") == 2 * mb(said[0], "the shared file")
+    venv.restarts = 1
+    before = venv.link(1).with_name("run_7-0").resolve()
+    assert "3 had it; 0 MB from the shared file system, 0 MB" in venv.run()[0]
+    assert venv.link(1).resolve() == before, "it is not unpacked again"
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_not_passed_on(venv: Job) -> None:
+    packed = Packed(str(venv.source), venv.manifest)
+    packed.size()
+    os.truncate(venv.source / TORCH / "libtorch.so", 5 << 20)
+    with pytest.raises(Lost, match="libtorch"):
+        list(iter(partial(packed.read, 1), b""))
+
+
+def test_the_stream_of_an_environment_is_the_same_for_the_same_files(venv: Job) -> None:
+    def stream() -> bytes:
+        packed = Packed(str(venv.source), venv.manifest)
+        size = packed.size()
+        data = b"".join(iter(partial(packed.read, 1), b""))
+        assert len(data) == size
+        return data
+
+    first = stream()
+    copy = venv.top / "elsewhere"
+    subprocess.run(["cp", "-a", venv.source, copy], check=True)
+    venv.source = copy
+    assert stream() == first
+
+
+def test_of_a_new_version_only_changed_files_move(venv: Job) -> None:
+    venv.run()
+    shutil.copyfile(venv.source / f"{TORCH}/m001.py", venv.source / "a.py")
+    for path in venv.source.rglob("*.py"):
+        os.utime(path)  # as when it is built again
+    (venv.source / "envbuild.manifest").unlink()
+    venv.manifest = write_manifest(venv.source, 1)[0].digest
+    venv.restarts = 1
+    said = venv.run()
+    assert [files(venv.link(number)) == files(venv.source) for number in range(3)] == [True] * 3
+    assert mb(said[0], "earlier environments") >= 3 * 6 and mb(said[0], "other nodes") <= 2 * 5
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("path", [f"{TORCH}/libtorch.so", "bin/torchrun", "envbuild.manifest"])
+def test_an_environment_that_is_not_the_verified_one_is_not_staged(venv: Job, path: str, cut: bool) -> None:
+    with (venv.source / path).open("r+b") as file:
+        file.truncate(3) if cut else file.write(b"!")
+    said = venv.run()
+    assert f"{path} changed since the environment was verified" in said[0]
+    assert all("reads the environment from the shared file system" in one for one in said)
+    assert [venv.link(number).resolve() for number in range(3)] == [venv.source] * 3
+    assert not [path for number in range(3) for path in venv.disk(number).glob("*.tree")]
+
+
+def test_a_copy_that_a_job_changed_is_unpacked_again_beside_it(venv: Job) -> None:
+    venv.run()
+    first = venv.link(1).resolve()
+    (first / f"{TORCH}/__pycache__/m001.cpython-311.pyc").write_bytes(b"Python's own")
+    (first / f"{TORCH}/__init__.py").write_text("import evil")
+    venv.restarts = 1
+    assert "3 had it" in venv.run()[0]
+    assert files(venv.link(1)) == files(venv.source)
+    assert venv.link(1).resolve() != first and first.exists(), "the earlier job may still run in it"
+
+
+def test_a_child_of_a_killed_node_gets_the_environment_and_a_killed_unpacking_is_removed(venv: Job) -> None:
+    venv.nodes = 4
+    left = venv.disk(2) / "0123456789abcdef-00000000.draft"
+    (left / "lib").mkdir(parents=True)
+    venv.disk(2).chmod(0o700)
+    venv.prepare()
+    started = [venv.start(number, slow=0.2 if number == 0 else 0) for number in range(4)]
+    until(lambda: any(one.stat().st_size > LEAST for one in venv.disk(3).glob("*.part")))
+    started[1].send_signal(signal.SIGKILL)
+    said = {number: started[number].communicate(timeout=100)[1] for number in (0, 2, 3)}
+    assert "of 3 of 4 nodes" in said[0], said
+    for number in (0, 2, 3):
+        assert files(venv.link(number)) == files(venv.source)
+    assert not left.exists()
+
+
+def test_an_environment_makes_room_unless_a_job_runs_in_it(venv: Job) -> None:
+    venv.nodes = 1
+    venv.run()
+    tree = venv.link(0).resolve()
+    for path in venv.disk(0).iterdir():
+        if path.suffix in (".list", ".seal"):
+            os.utime(path, (time.time() - 86400,) * 2)
+    held = os.open(tree, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_SH)
+    folder = Folder(str(venv.disk(0)), 10**6)
+    folder.room(0)
+    assert tree.exists() and not list(venv.disk(0).glob("*.image"))
+    os.close(held)
+    folder.room(0)
+    assert not tree.exists() and venv.link(0).is_symlink()
+    folder.room(0)
+    assert {path.suffix for path in venv.disk(0).iterdir()} == {".list", ".source"}
+
+
+def test_where_no_library_can_be_loaded_nothing_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, there = Folder(str(tmp_path / "d"), 10**9), os.statvfs(tmp_path)
+    folder.make()
+    flagged = os.statvfs_result((*there[:8], there.f_flag | os.ST_NOEXEC, there.f_namemax))
+    monkeypatch.setattr(os, "statvfs", lambda path: flagged)
+    with pytest.raises(Lost, match="without exec"):
+        folder.tree("k" * 64, lambda image, root: None)
+
+
+def test_jobs_that_start_at_one_time_on_the_same_nodes_both_get_the_environment(venv: Job) -> None:
+    jobs = [replace(venv, restarts=number, running=venv.running) for number in range(3)]
+    for job in jobs:
+        job.prepare()
+    started = [job.start(number) for job in jobs for number in range(3)]
+    said = [one.communicate(timeout=100)[1] for one in started]
+    assert [one.returncode for one in started] == [0] * 9, said
+    for job, text in zip(jobs, said[::3], strict=True):
+        assert "of 3 of 3 nodes" in text, said
+        assert all(files(job.link(number)) == files(venv.source) for number in range(3))
+
+
+@pytest.mark.parametrize("path", ["../out.py", "/tmp/out.py", "a/../../out.py"])
+def test_no_stream_writes_outside_of_its_folder(tmp_path: Path, path: str) -> None:
+    manifest = json.dumps([path, 0o644, 1, hashlib.sha256(b"x").hexdigest()]).encode() + b"\n"
+    stream = io.BytesIO(json.dumps([len(manifest), [0], []]).encode() + b"\n" + manifest + b"x")
+    (tmp_path / "tree").mkdir()
+    with pytest.raises(Lost, match="not a path"):
+        unpack(stream, str(tmp_path / "tree"), f"sha256:{hashlib.sha256(manifest).hexdigest()}")
 
 
 def mb(said: str, what: str) -> int:
@@ -132,7 +315,7 @@ def test_what_is_there_stays_and_a_changed_image_moves_only_what_changed(job: Jo
     job.run()
     job.restarts = 1
     said = job.run()
-    assert "4 had it; 0 MB from the shared file, 0 MB from other nodes" in said[0]
+    assert "4 had it; 0 MB from the shared file system, 0 MB from other nodes" in said[0]
     old = job.source.read_bytes()
     job.source.write_bytes(old[: 6 << 20] + b"a wheel" * 1000 + old[(6 << 20) + 50 :])
     job.restarts = 2

@@ -117,8 +117,8 @@ everywhere() {
 printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
 rm -f "$ENVBUILD_RUN/at-$restarts".*
 
-# Brings the image to every node's own disk: node 0 reads the shared file, the nodes pass it on to each other, and
-# what is there of an earlier image is copied. The program, for the nodes' own python3, is a zip file in base64:
+# Brings the image to every node's own disk: node 0 reads the shared one, the nodes pass it on to each other, and
+# what is there of an earlier one is copied. The program, for the nodes' own python3, is a zip file in base64:
 # ddp_train/stage of envbuild.
 base64 -d >"$ENVBUILD_RUN/stage-$restarts.zip" <<'STAGE'
 UEsD
@@ -134,7 +134,7 @@ if ! (
     settings=$ENVBUILD_RUN/settings-$restarts.sh
     everywhere stage
 ); then
-    printf 'envbuild: %s\n' 'the image is not on every node, see above: all read the shared file' >&2
+    printf 'envbuild: %s\n' 'the image is not on every node, see above: all read the shared one' >&2
     rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
     launch=("${launch[@]/"$image"//fsx/pt.sqsh}")
 fi

@@ -1,0 +1,172 @@
+"""An environment as one stream, which nodes pass on as they do an image, and as a folder again.
+
+The stream is a line of JSON, [size of the manifest, times of its files, rows of bytecode]; the manifest of
+envbuild/artifacts/manifest.py, which has the SHA-256 of every file; the contents of its files in its order; and
+those of the bytecode, which it does not list. Bytecode names the time of its source in seconds, so times are kept.
+"""
+
+# ruff: noqa: UP006, UP032, UP035, B905, SIM115 - Python 3.6
+
+import hashlib
+import json
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any, Callable, Iterator, List, Set, Tuple
+
+from .disk import MOST, Lost, seal
+
+MANIFEST = "envbuild.manifest"
+_CHANGED = "{} changed since the environment was verified"
+_THREADS = 16  # a network file system answers many questions at once as fast as one
+
+# Path, mode, size and time of a file, and its SHA-256, "" for bytecode.
+Row = Tuple[str, int, int, int, str]
+
+
+def opened(source: str, manifest: str) -> Tuple[str, Callable[[], int], Callable[[int], bytes]]:
+    """Return what tells that `source` is as it was, and functions for its size and its next bytes.
+
+    It is a file, or with `manifest`, the SHA-256 of that, an environment. Raises OSError, Lost.
+    """
+    if manifest:
+        packed = Packed(source, manifest)
+        return manifest, packed.size, packed.read
+    file = open(source, "rb")  # closed at the end of the process
+    return seal(os.fstat(file.fileno())), lambda: os.fstat(file.fileno()).st_size, file.read
+
+
+class Packed:
+    """The environment at `root`, whose manifest has the SHA-256 `digest`, as a stream. Raises OSError, Lost."""
+
+    def __init__(self, root: str, digest: str) -> None:
+        self.root = root
+        with open(self._at(MANIFEST), "rb") as file:
+            self.manifest = file.read()
+        self.listed = _listed(self.manifest, digest)
+        self.stream: Iterator[bytes] = iter(())
+
+    def _at(self, path: str) -> str:
+        return os.path.join(self.root, path)
+
+    def size(self) -> int:
+        """Begin the stream, and return its size. Raises OSError, and Lost for other files than the manifest's."""
+        files = [one for one in self.listed if len(one) > 2]
+        with ThreadPoolExecutor(_THREADS) as pool:
+            found = list(pool.map(lambda one: os.lstat(self._at(one[0])), files))
+            folders = sorted({os.path.dirname(path) for path, *_ in files if path.endswith(".py")})
+            code = sorted(row for rows in pool.map(self._bytecode, folders) for row in rows)
+        for (path, _, size, _), info in zip(files, found):
+            if not stat.S_ISREG(info.st_mode) or info.st_size != size:
+                raise Lost(_CHANGED.format(path))
+        rows: List[Row] = [
+            (path, mode, size, int(i.st_mtime), sha256) for (path, mode, size, sha256), i in zip(files, found)
+        ]
+        known = {row[0] for row in rows}  # it lists bytecode of the build
+        code = [row for row in code if row[0] not in known]
+        head = json.dumps([len(self.manifest), [row[3] for row in rows], [row[:4] for row in code]]).encode() + b"\n"
+        rows += code
+        self.stream = self._stream(head + self.manifest, rows)
+        return len(head) + len(self.manifest) + sum(row[2] for row in rows)
+
+    def read(self, _size: int) -> bytes:
+        """Return the next bytes of the stream, none at its end. Raises OSError, Lost."""
+        return next(self.stream, b"")
+
+    def _bytecode(self, folder: str) -> List[Row]:
+        """Return the bytecode of the sources in `folder`."""
+        place = os.path.join(folder, "__pycache__")
+        try:
+            names = os.listdir(self._at(place))
+        except OSError:
+            return []
+        found = []
+        for name in names:
+            if name.endswith(".pyc"):
+                path = os.path.join(place, name)
+                info = os.lstat(self._at(path))
+                if stat.S_ISREG(info.st_mode):
+                    found.append((path, stat.S_IMODE(info.st_mode), info.st_size, int(info.st_mtime), ""))
+        return found
+
+    def _stream(self, head: bytes, rows: List[Row]) -> Iterator[bytes]:
+        yield head
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for group in _groups(rows):
+                if group[0][2] > MOST:
+                    yield from self._file(group[0])
+                else:
+                    data = b"".join(pool.map(lambda one: b"".join(self._file(one)), group))
+                    yield from [data] if data else []
+
+    def _file(self, row: Row) -> Iterator[bytes]:
+        with open(self._at(row[0]), "rb", 0) as file:
+            yield from _checked(file, row)
+
+
+def _groups(rows: List[Row]) -> Iterator[List[Row]]:
+    """Yield the rows in groups of at most MOST bytes, and larger files alone."""
+    group: List[Row] = []
+    size = 0
+    for row in rows:
+        if group and size + row[2] > MOST:
+            yield group
+            group, size = [], 0
+        group.append(row)
+        size += row[2]
+    if group:
+        yield group
+
+
+def _checked(file: IO[bytes], row: Row) -> Iterator[bytes]:
+    """Yield the next `size` bytes of a file in blocks. Raises Lost at their end if they are not those of the row."""
+    path, _, left, _, sha256 = row
+    found = hashlib.sha256()
+    while left:
+        data = file.read(min(left, MOST))
+        if not data:
+            raise Lost(_CHANGED.format(path))
+        left -= len(data)
+        found.update(data)
+        yield data
+    if sha256 and found.hexdigest() != sha256:
+        raise Lost(_CHANGED.format(path))
+
+
+def _listed(manifest: bytes, digest: str) -> List[List[Any]]:
+    """Return the manifest's rows, if it has the SHA-256 `digest`. Raises Lost."""
+    if "sha256:" + hashlib.sha256(manifest).hexdigest() != digest:
+        raise Lost(_CHANGED.format(MANIFEST))
+    return [json.loads(line) for line in manifest.decode().splitlines()]
+
+
+def unpack(stream: IO[bytes], root: str, digest: str) -> None:
+    """Write the environment of a stream, with that manifest, to the empty folder `root`. Raises OSError, Lost."""
+    size, times, code = json.loads(stream.readline().decode())
+    manifest = stream.read(size)
+    listed = _listed(manifest, digest)
+    with open(os.path.join(root, MANIFEST), "wb") as file:
+        file.write(manifest)
+    rows = [(*row[:3], time, row[3]) for row, time in zip((one for one in listed if len(one) > 2), times)]
+    made = {root}
+    for row in [*rows, *((*one, "") for one in code)]:
+        path = _inside(root, row[0], made)
+        with open(path, "xb") as file:
+            for data in _checked(stream, row):
+                file.write(data)
+            os.fchmod(file.fileno(), row[1])
+        os.utime(path, (row[3], row[3]))
+    for path, target in (one for one in listed if len(one) == 2):  # last, lest a file is written through a link
+        os.symlink(target, _inside(root, path, made))
+
+
+def _inside(root: str, path: str, made: Set[str]) -> str:
+    """Return the path of a new file below `root`, whose folder is made unless it is in `made`. Raises Lost, OSError."""
+    if os.path.normpath(path) != path or path.startswith(("/", "..")):
+        raise Lost("{} is not a path in an environment".format(path))
+    whole = os.path.join(root, path)
+    folder = os.path.dirname(whole)
+    if folder not in made:
+        os.makedirs(folder, exist_ok=True)
+        made.add(folder)
+    return whole

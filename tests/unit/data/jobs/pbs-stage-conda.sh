@@ -1,0 +1,174 @@
+#!/bin/bash
+#PBS -N pt_cpu
+#PBS -l select=2:mpiprocs=1:icelake
+#PBS -l walltime=01:00:00
+#PBS -l place=scatter:excl
+#PBS -A a1
+#PBS -r n
+#PBS -j oe
+#PBS -o logs/pt_cpu.pbs
+#PBS --mail-type=END
+# envbuild VERSION: pt_cpu for cpu-x86_64, conda sha256:abababababababababababababababababababababababababababababababab, verified 2026-01-02T03:04:05Z; site modules
+stop() { # message, exit code
+    printf 'envbuild: %s\n' "$1" >&2
+    exit "${2-6}"
+}
+
+# Exactly these modules.
+set +eu
+# shellcheck disable=SC1090,SC1091
+. /etc/profile.d/lmod.sh
+type module >/dev/null 2>&1 || stop 'there is no module command; say [modules] init of the site'
+module purge
+module load python/3.11.7 || stop 'module python/3.11.7 cannot be loaded; change [modules] of the site'
+module load cuda/12.6 || stop 'module cuda/12.6 cannot be loaded; change [modules] of the site'
+set -eu
+set -euo pipefail
+
+# 123.server, or 123[4].server in an array
+nodes=2 job=${PBS_JOBID//[^A-Za-z0-9_.-]/_}
+export ENVBUILD_RUN=/fsx/me/pt_cpu_$job
+log=/fsx/me/logs/pt_cpu_$job.out
+mkdir -p "$ENVBUILD_RUN" /fsx/me/logs
+cd /fsx/me
+# PBS shows its own file of output only when the job has ended, and writes one job's over another's.
+echo "envbuild: the output goes to $log"
+exec >>"$log" 2>&1
+# PBS does not tell how often it has started this job: count. A job that starts again meets under another name.
+restarts=0
+[ ! -s "$ENVBUILD_RUN/starts" ] || read -r restarts <"$ENVBUILD_RUN/starts"
+echo $((restarts + 1)) >"$ENVBUILD_RUN/starts"
+
+# Nodes by their numbers; the second tells by which interface the head reaches it.
+mapfile -t hosts < <(awk '!seen[$0]++' "$PBS_NODEFILE")
+peer=${hosts[1]-}
+
+# For every node: ddp_train.launch, in the artifact, reads it, finds the others and starts the training.
+cat >"$ENVBUILD_RUN/settings-$restarts.sh" <<'SETTINGS'
+# What every process is told.
+export OMP_NUM_THREADS=2
+# What ddp_train.launch is told.
+ENVBUILD_JOB='{
+  "name": "pt_cpu", "nodes": 2, "nproc_per_node": 2, "max_restarts": 3, "join_timeout_s": 900,
+  "read_timeout_s": 300, "launcher": "ssh", "python": "/fsx/conda/pt/bin/python", "environment": "/fsx/conda/pt",
+  "conda": true, "command": ["-m", "ddp_train", "10", "1"],
+  "run_files": {"--checkpoint_path": "snapshot.pt", "--report": "report.json"}
+}'
+SETTINGS
+cat >"$ENVBUILD_RUN/node-$restarts.sh" <<'NODE'
+#!/bin/sh
+# Starts ddp_train.launch on a node: sh node-RESTARTS.sh STEP SETTINGS [NUMBER].
+set -eu
+ENVBUILD_RUN=${0%/*}
+restarts=${0##*-} restarts=${restarts%.sh}
+name=${SLURMD_NODENAME:-$(uname -n)}
+
+stop() {
+    printf 'envbuild: node %s: %s\n' "$name" "$1" >&2
+    exit 5
+}
+
+exec 3<&0 </dev/null
+(
+    exec >/dev/null 2>&1
+    cat <&3
+    kill -TERM $$
+) &
+exec 3<&-
+
+image='/local disk'/envbuild-"$(id -u)"/"${ENVBUILD_RUN##*/}-$restarts"
+[ -e "$image" ] || image=/fsx/conda/pt
+# shellcheck disable=SC1090,SC1091
+. "$ENVBUILD_RUN/settings-$restarts.sh"
+# From the host where the job was submitted; it need not be here.
+unset XDG_RUNTIME_DIR
+set +eu
+# shellcheck disable=SC1090,SC1091
+. /etc/profile.d/lmod.sh
+type module >/dev/null 2>&1 || stop 'there is no module command; say [modules] init of the site'
+module purge
+module load python/3.11.7 || stop 'module python/3.11.7 cannot be loaded; change [modules] of the site'
+module load cuda/12.6 || stop 'module cuda/12.6 cannot be loaded; change [modules] of the site'
+set -eu
+exec "$image"/bin/python -I -X utf8 -m ddp_train.launch "$@"
+NODE
+# shellcheck disable=SC1090,SC1091
+. "$ENVBUILD_RUN/settings-$restarts.sh"
+# From the host where the job was submitted; it need not be here.
+unset XDG_RUNTIME_DIR
+image='/local disk'/envbuild-"$(id -u)"/"${ENVBUILD_RUN##*/}-$restarts"
+launch=(bash "$ENVBUILD_RUN/node-$restarts.sh")
+settings=$ENVBUILD_RUN/settings-$restarts.sh
+
+alive=$(mktemp -u)
+mkfifo -m 600 "$alive"
+exec 9<>"$alive"
+trap 'rm -f "$alive"' EXIT
+
+quoted() { printf "'%s' " "${@//\'/\'\\\'\'}"; }
+
+# everywhere STEP: runs a step once on every node and becomes its launcher, so call it in a subshell.
+everywhere() {
+    local number pids=() left last code=0 signalled=
+    trap 'signalled=yes; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
+    for number in "${!hosts[@]}"; do
+        ssh -o BatchMode=yes -o ConnectTimeout=20 "${hosts[number]}" \
+            "$(quoted "${launch[@]}" "$1" "$settings" "$number")" <"$alive" 9>&- &
+        pids+=($!)
+    done
+    # When one node gives up, the others would only wait for it.
+    left=${#pids[@]}
+    while [ "$left" -gt 0 ]; do
+        last=0
+        wait -n || last=$?
+        if [ -n "$signalled" ]; then # the trap ended the wait
+            signalled='' code=143
+            continue
+        fi
+        left=$((left - 1))
+        if [ "$last" -ne 0 ]; then
+            [ "$code" -ne 0 ] || code=$last
+            kill -TERM "${pids[@]}" 2>/dev/null || true
+        fi
+    done
+    exit "$code"
+}
+
+[ "${#hosts[@]}" -eq "$nodes" ] ||
+    stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
+[ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=
+printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
+rm -f "$ENVBUILD_RUN/at-$restarts".*
+
+# Brings the environment to every node's own disk: node 0 reads the shared one, the nodes pass it on to each other, and
+# what is there of an earlier one is copied. The program, for the nodes' own python3, is a zip file in base64:
+# ddp_train/stage of envbuild.
+base64 -d >"$ENVBUILD_RUN/stage-$restarts.zip" <<'STAGE'
+UEsD
+STAGE
+rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
+(umask 077 && head -c 32 /dev/urandom >"$ENVBUILD_RUN/stage-$restarts.key")
+# shellcheck disable=SC2030,SC2031 # its values are for this step alone
+if ! (
+    launch=(
+        env "PYTHONPATH=$ENVBUILD_RUN/stage-$restarts.zip" python3 -B -m stage
+        '{"source": "/fsx/conda/pt", "manifest": "sha256:abababababababababababababababababababababababababababababababab", "folder": "/local disk", "keep": 0, "number": [], "interface": ""}'
+    )
+    settings=$ENVBUILD_RUN/settings-$restarts.sh
+    everywhere stage
+); then
+    printf 'envbuild: %s\n' 'the environment is not on every node, see above: all read the shared one' >&2
+    rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
+    launch=("${launch[@]/"$image"//fsx/conda/pt}")
+fi
+
+everywhere training &
+launched=$!
+# Time is up, or the job is cancelled: torchrun ends its workers in order.
+trap 'kill -TERM "$launched" 2>/dev/null || true' TERM USR1
+while :; do
+    code=0
+    wait "$launched" || code=$?
+    kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
+done
+[ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"
