@@ -17,9 +17,11 @@ _RANK = re.compile(
 _RANK_OPTION = re.compile(r"--(?:node|machine)[-_]rank(?:=(.*))?", re.DOTALL)
 _RANK_NAMES = frozenset(["RANK", "LOCAL_RANK", "NODE_RANK", "MACHINE_RANK", "GROUP_RANK"])
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+_READS = frozenset(["read", "mapfile", "readarray", "source", ".", "eval"])
+_ENVIRONMENT = re.compile(r"bin/activate$|^activate$|conda\.sh$|etc/profile|bashrc$|modules\.sh$")
 _MOST_LINES = 100  # of one command
 # Variables of schedulers and of users' environments.
-_GIVEN = re.compile(r"SLURM\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|HOME|USER|PWD|RANDOM|PET_\w+")
+_GIVEN = re.compile(r"(?:SLURM|SALLOC)\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|HOME|USER|PWD|RANDOM|PET_\w+")
 # A list of nodes, whole or in Slurm's short form, and what takes one name out of it.
 _LIST = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b|\bPBS_NODEFILE\b|scontrol show hostnames?\b")
 _SHORT = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b")
@@ -34,23 +36,31 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
             after = one.words[one.words.index("hostname") :]
             if set(after) & {"-i", "-I", "--ip-address", "--all-ip-addresses"}:
                 yield Found("first-address", one.line, " ".join(after))
-    setting = ("read", "mapfile", "readarray", "source", ".", "eval", "module")
-    elsewhere = any(one.program in setting for one in script.commands)
-    loops = set(re.findall(r"\bfor (\w+) in\b", script.text))
+    # enroot's hook 50-slurm-pytorch.sh sets MASTER_ADDR and MASTER_PORT in containers of pyxis.
+    elsewhere = "--container-" in script.text or _sets_elsewhere(script)
+    loops = set(re.findall(r"\bfor (\w+) in\b|\$\{(\w+):?=", script.text))
+    set_here = {name for found in loops for name in found} | script.values.keys()
     for launch in script.launches if not elsewhere and script.kind != "shell" else ():
         if "standalone" in launch.options:
             continue
         for name in ("rdzv-endpoint", "master-addr"):
             for variable in _NAME.findall(launch.options.get(name, "")):
-                told = variable in script.values or variable in loops or _GIVEN.fullmatch(variable)
+                told = variable in set_here or _GIVEN.fullmatch(variable)
                 if variable.isupper() and not told:  # others are of a script that is left out here
                     yield Found("endpoint-unset", launch.command.line, variable)
 
 
+def _sets_elsewhere(script: ParsedScript) -> bool:
+    """Return whether the script reads variables from elsewhere: not from the environment of Python or conda."""
+    return any(
+        one.program in _READS and not any(_ENVIRONMENT.search(word) for word in one.words[1:])
+        for one in script.commands
+    )
+
+
 def of_endpoints(script: ParsedScript) -> Iterator[Found]:
     """Find torchruns without an endpoint, endpoints that are lists of nodes, and those that only a comment sets."""
-    code = [line for line in script.lines if not line.lstrip().startswith("#")]
-    for one in script.launches if script.kind != "shell" and script.several and "PET_" not in script.text else ():
+    for one in script.launches if script.kind != "shell" and script.several and not script.sets_options else ():
         number = whole(one.options.get("nnodes", "").partition(":")[0]) or (script.nodes or (0, 0))[1]
         given = one.options.keys() & {"rdzv-endpoint", "master-addr", "standalone", "config-file", "rdzv-conf"}
         if one.waits and number > 1 and not given and one.complete:
@@ -64,12 +74,9 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
             if listed and plain and (wrong or not (_FIRST.search(value) or "|" in value or "%" in value)):
                 yield Found("endpoint-list", command.line, name)
     commented = any(re.match(r"\s*#.*\bMASTER_ADDR=", line) for line in script.lines)
-    if (
-        script.several
-        and commented
-        and not script.launches
-        and not re.search("MASTER_ADDR|source |://", "\n".join(code))
-    ):
+    code = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
+    told = script.launches or re.search("MASTER_ADDR|://", code) or _sets_elsewhere(script)
+    if script.several and commented and not told:
         steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one)]
         yield from (Found("endpoint-unset", one.line, "MASTER_ADDR") for one in steps[-1:])
 

@@ -70,15 +70,18 @@ def of_own_path(script: ParsedScript) -> Iterator[Found]:
     submitted = script.facts.submitted if script.facts else ""
     if not submitted or any(one.program in ("sbatch", "qsub", "bsub") for one in script.commands):
         return  # the script submits itself
+    told: dict[str, bool] = {}
     for one in script.commands:
         if one.file or one.per_node:
             continue
         texts = [(name, word) for name, words in one.assignments for word in words]
         moves = one.program in _USES or one.program in LAUNCHERS or TRAINS.fullmatch(one.program)
         texts += [("", word) for flag, word in pairwise(("", *one.words)) if moves and flag not in ("-c", "-lc")]
-        for name, text in texts:
-            others = " ".join((script.lines[one.line - 1], *script.values.get(name, ())))
-            if _OWN_PATH.search(text) and submitted not in text + others and "scontrol show job" not in others:
+        for name in (name for name, text in texts if _OWN_PATH.search(text)):
+            if name not in told:
+                others = " ".join(script.values.get(name, ()))
+                told[name] = submitted in others or "scontrol show job" in others
+            if not told[name] and submitted not in script.lines[one.line - 1]:
                 yield Found("script-folder", one.line)
                 return
 
@@ -191,9 +194,9 @@ def of_secrets(script: ParsedScript) -> Iterator[Found]:
 
 def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
     """Find containers that see no GPU, or that have little shared memory."""
-    for launch in script.launches:
+    for launch in script.launches if "gloo" not in script.text else ():
         words = " ".join(launch.around)
-        if not {"docker", "podman"} & set(launch.started_by) or " run " not in words or "gloo" in script.text:
+        if not {"docker", "podman"} & set(launch.started_by) or " run " not in words:
             continue
         if not _GPUS_IN_DOCKER.search(words):
             yield Found("no-nv", launch.command.line)

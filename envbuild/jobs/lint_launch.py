@@ -20,7 +20,10 @@ _IN_SHELL = re.compile(
     r"\b(?:python|torchrun|accelerate|deepspeed)|\.(?:py|sh)\b|^\$|\$\{?\w{0,40}(?:CMD|LAUNCH|RUN|SCRIPT)"
 )
 # Programs of steps before the training.
-_ASKS = frozenset(["hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date"])
+_ASKS = frozenset([
+    "hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date", "ray", "jupyter",
+])  # fmt: skip
+_PREPARES = re.compile(r"(?:copy|setup|install|download|stage|clean|extract|config|env)[\w.-]*\.sh")
 _FLAGS = frozenset([
     "standalone", "no-python", "run-path", "module", "m", "multi-gpu", "same-network", "use-deepspeed", "use-fsdp",
     "cpu", "debug",
@@ -64,8 +67,8 @@ class Launch:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that it starts on a node, 0 if unknown."""
-        return whole(self.options.get("nproc-per-node", "")) or 0
+        """The number of ranks that it starts on a node, as a number or as the default of a variable, 0 if unknown."""
+        return whole(re.sub(r"^\$\{\w+:?-|\}$", "", self.options.get("nproc-per-node", ""))) or 0
 
     @property
     def complete(self) -> bool:
@@ -145,7 +148,12 @@ def starts_training(command: Command) -> bool:
         texts = [text for flag, text in pairwise(command.words) if re.fullmatch(r"-\w*c", flag) and " " in text]
         if texts:
             return any(_IN_SHELL.search(text) for text in texts)
-        return any(STARTS.fullmatch(posixpath.basename(word)) or word.startswith("$") for word in command.words[1:])
+        names = [posixpath.basename(word) for word in command.words[1:]]
+        if sum(name.endswith((".sh", ".py")) for name in names) == 1 and any(map(_PREPARES.search, names)):
+            return False
+        return any(
+            STARTS.fullmatch(name) or word.startswith("$") for name, word in zip(names, command.words[1:], strict=True)
+        )
     return bool(TRAINS.fullmatch(name)) and (len(command.words) > 1 and "-c" not in command.words[1:2])
 
 

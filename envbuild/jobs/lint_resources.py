@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import takewhile
 
@@ -50,7 +51,8 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
     # Without options they start a rank for each GPU.
     alone = {("accelerate", "launch"), ("deepspeed",)}
     others = [one for one in script.commands if {(one.program, *one.words[1:2]), (one.program,)} & alone]
-    started += [(one, script.gpus) for one in others if not any(one is command for command, _ in started)]
+    known = {id(command) for command, _ in started}
+    started += [(one, script.gpus) for one in others if id(one) not in known]
     for command, ranks in started:
         if ranks >= 2 * max(cpus, 1) and not command.file:
             yield Found("cpus-missing", command.line, f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}")
@@ -67,18 +69,19 @@ def _ranks(script: ParsedScript, one: Launch) -> int:
         return script.gpus
     if value == "SLURM_NTASKS_PER_NODE":
         return script.tasks
-    return whole(re.sub(r"^\w+:?-", "", value)) or 0
+    return one.ranks
 
 
 def of_ranks(script: ParsedScript) -> Iterator[Found]:
     """Find numbers of ranks that do not go with the GPUs, and GPUs that nobody uses."""
     gpus, told = script.gpus, re.search("nproc", script.text, re.IGNORECASE) is not None
-    shown = [(one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES")]
+    shown = sorted((one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES"))
     for one in script.launches:
         line = one.command.line
         told |= one.program != "torchrun" or "nproc-per-node" in one.options
         ranks = _ranks(script, one) or int(not told)
-        visible = next((value for at, value in reversed(shown) if at <= line), "")
+        before = bisect_right(shown, line, key=lambda row: row[0])
+        visible = shown[before - 1][1] if before else ""
         seen = len(visible.split(",")) if re.fullmatch(r"\d{1,2}(?:,\d{1,2}){0,15}", visible) else 0
         most = min(filter(None, (gpus, seen)), default=0)
         if not most:
@@ -90,7 +93,13 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
             yield Found("one-rank", line, f"{ranks} of {gpus}")
     tasks = [one for one in script.commands if one.program == "srun" and starts_training(one) and not one.file]
     own = re.compile(r"(?:^| )(?:-n|-N|--ntasks|--mps|--overlap|--gpu)")
-    if 0 < gpus < script.tasks and not script.launches and tasks and not own.search(" ".join(tasks[-1].words)):
+    if (
+        0 < gpus < script.tasks
+        and not script.launches
+        and tasks
+        and "ntasks-per-gpu" not in script.text
+        and not own.search(" ".join(tasks[-1].words))
+    ):
         yield Found("ranks-exceed-gpus", tasks[-1].line, f"{script.tasks} tasks, {gpus} GPUs", level="warning")
     several = gpus > 1 or any(one.ranks > 1 for one in script.launches)
     for line, value in shown if several else ():
@@ -118,26 +127,28 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     starts = script.launches or script.launchers_work
     if together and starts and not re.search(r"scatter|excl|host=", text) and not script.is_cray:
         yield Found("chunks-together", script.nodes[0] if script.nodes else 1)
-    if script.facts and script.facts.own_steps and (script.tasks or script.nodes):
+    limited = (script.tasks or script.nodes) and "OMPI_MCA" not in script.text
+    if script.facts and script.facts.own_steps and limited:
         slots = max(script.tasks, 1) * nodes
         for one in script.commands:
             options = script.variables.expanded(one.words)
             asked = next(option_values(options, ("-n", "-np", "--np", "-c")), "") if one.program in _MPIRUN else ""
-            if (whole(asked) or 0) > slots and not _SLOTS.search(" ".join(options)) and "OMPI_MCA" not in script.text:
+            if (whole(asked) or 0) > slots and not _SLOTS.search(" ".join(options)):
                 yield Found("slots-missing", one.line, f"{asked} ranks, {slots} slot{'s' * (slots != 1)}")
 
 
 def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
     """Find variables of the scheduler that are not set, because the directive that sets them is missing."""
     optional = script.facts.optional if script.facts else {}
-    for one in script.commands:
+    unset = {name for name, own in optional.items() if name not in script.values and not script.directive(*own)}
+    for one in script.commands if unset else ():
         if one.per_node or one.file or one.program in ("echo", "printf", "[", "[[", "test"):
             continue
         # OMP_NUM_THREADS and the like are then as if they were not set.
         words = [*one.words, *(word for name, row in one.assignments if not name.endswith("_THREADS") for word in row)]
         for match in _EMPTY.finditer(" ".join(words)):
             name = match[1] or match[2]
-            if name in optional and name not in script.values and not script.directive(*optional[name]):
+            if name in unset:
                 yield Found("option-variable", one.line, f"{name} without {optional[name][0]}")
                 return
 

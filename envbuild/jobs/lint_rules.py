@@ -51,7 +51,7 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     if several and "standalone" in options:
         yield Found("standalone", script.where("--standalone", line), nodes=several)
     meets = options.keys() & {"rdzv-endpoint", "master-addr"} and not {"nnodes", "standalone"} & options.keys()
-    if several and meets and one.program == "torchrun" and "PET_NNODES" not in script.text:
+    if several and meets and one.program == "torchrun" and not script.sets_options:
         yield Found("nodes-missing", line, nodes=several)
     nodes = options.get("nnodes", "").rpartition(":")[2]
     asked = step if whole(step) is not None else str(script.nodes[1] if script.nodes else "")
@@ -91,7 +91,7 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
             yield Found("fixed-port", script.where(port, at), port, level=script.doubtful)
     own = one.options.keys() & {"rdzv-endpoint", "master-addr", "master-port", "standalone", "rdzv-conf"}
     alone = script.kind != "shell" and one.program == "torchrun" and not (script.several or script.whole_nodes)
-    if alone and script.gpus and not own and one.complete and "PET_" not in script.text:
+    if alone and script.gpus and not own and one.complete and not script.sets_options:
         yield Found("fixed-port", one.command.line, "29500 (older torchruns' default)", level=script.doubtful)
 
 

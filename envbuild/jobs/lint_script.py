@@ -132,6 +132,11 @@ class ParsedScript:
         most = max((self.gpus, *(one.ranks for one in self.launches)))
         return exclusive or most >= 8 or self.is_cray or (self.undivided and not 0 < self.gpus < 4)
 
+    @functools.cached_property
+    def sets_options(self) -> bool:
+        """Whether variables of the script set options of torchrun."""
+        return "PET_" in self.text
+
     @property
     def doubtful(self) -> Literal["", "hint"]:
         """The level of a fault of shared nodes: nodes of many clusters have four GPUs, which this job takes."""

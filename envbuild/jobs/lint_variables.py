@@ -31,10 +31,14 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
                 yield Found("localhost-endpoint", command.line, value, script.several)
             elif command.per_node and script.several and re.search(r"\$\(hostname\b|\$\{?HOSTNAME\b", value):
                 yield Found("endpoint-per-node", command.line, value)
+    read = {
+        name: re.search(rf"\$\{{?{name}\b|\b(?:export|declare)\b[^\n]{{0,99}}\b{name}\b", script.text)
+        for name in ("MASTER_PORT", "PET_MASTER_PORT")
+    }
     given = any("master-port" in one.options for one in script.launches)
-    for variable in ("MASTER_PORT", "PET_MASTER_PORT"):
+    for variable in read:
         for command, value in script.exported(variable):
-            if value.isdecimal() and not given and not script.whole_nodes:
+            if value.isdecimal() and not (given or script.whole_nodes) and (command.words or read[variable]):
                 yield Found("fixed-port", command.line, value, level=script.doubtful)
     seen: dict[str, Command] = {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

@@ -244,10 +244,13 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "endpoint-unset": (
         [(SLURM + f"srun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun"),
             (EIGHT + "# export MASTER_ADDR=$(hostname)\nsrun python train.py", "srun"),
+            (SLURM + f"source env/bin/activate\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun"),
 ],
         [
             SLURM + f"PORT=$((20000 + SLURM_JOB_ID % 10000)) MASTER_ADDR=$head\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             SLURM + f"source nodes.sh\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
+            SLURM + f"srun --container-image=/x.sqsh {RUN} --rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT x",
+            SLURM + f": ${{MASTER_ADDR:=$head}} ${{PORT:=1}}\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             SLURM.replace("nodes=2", "nodes=1") + "torchrun --standalone --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             EIGHT + "# export MASTER_ADDR=$(hostname)\nexport MASTER_ADDR=$head\nsrun python train.py",
 ],
