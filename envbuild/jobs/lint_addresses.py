@@ -88,7 +88,8 @@ def of_numbers(script: ParsedScript) -> Iterator[Found]:
         return
     if script.nodes is None or script.nodes[1] > 1:
         yield from _node_ranks(script)
-    total = script.tasks * (script.nodes[1] if script.nodes else 1)
+    nodes = script.nodes[1] if script.nodes else 1
+    total = script.tasks * nodes
     steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one) and not one.file]
     if script.launches or not steps or total < 2:
         return
@@ -99,7 +100,7 @@ def of_numbers(script: ParsedScript) -> Iterator[Found]:
             if match and (name != "NODE_RANK" or script.several):
                 yield Found("node-rank", one.line, match[0].strip("${"))
             size = whole(" ".join(words)) if here and name == "WORLD_SIZE" else None
-            if size is not None and size != total:
+            if size is not None and size not in (total, nodes * script.gpus):  # a task can start more ranks
                 yield Found("world-size", one.line, f"WORLD_SIZE={size}, {total} tasks")
 
 

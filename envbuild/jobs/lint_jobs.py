@@ -25,8 +25,8 @@ _OWN_PATH = re.compile(
 )
 _MESSAGES = frozenset(["echo", "printf", "date", "hostname"])
 _FETCHES = frozenset(["curl", "wget"])
-_SHELLS = frozenset(["bash", "sh", "zsh", "source", ".", "python", "python3"])
-_USES = frozenset(["cd", "pushd", "source", ".", "bash", "sh"])
+_SHELLS = frozenset(["bash", "sh", "zsh", "source", "."])
+_USES = _SHELLS | {"cd", "pushd"}
 _BARE = re.compile(r"\$(?:(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\b|\{(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\})")
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 _TORCHRUNS = re.compile(r"--(?:nproc[-_]per[-_]node|rdzv[-_](?:endpoint|backend|id)|standalone)(?:=.*)?", re.DOTALL)
@@ -125,7 +125,9 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
         return
     while after and after[-1].words == ("exit",):
         after.pop()
-    piped = top[at + 1] if top[at].end in ("|", "|&") and not pipes and at + 1 < len(top) else None
+    then = top[at + 1] if at + 1 < len(top) else top[at]
+    hidden = top[at].end == "||" and then.program in (_MESSAGES | {"true", ":"})
+    piped = then if hidden or (top[at].end in ("|", "|&") and not pipes) else None
     ends = [one for one in after if one.line == after[-1].line and not stops]
     last = piped or (ends[0] if ends else None)
     if last is None or (last.program == "wait" and last.words[1:]):
@@ -145,17 +147,19 @@ def _option_set(script: ParsedScript, pattern: str) -> bool:
 
 def of_shell(script: ParsedScript) -> Iterator[Found]:
     """Find lines that are not continued, options behind the program, and unset variables under set -u."""
-    for one in script.commands:
+    for before, one in pairwise(script.commands):
         option = "".join(one.words[:1]).partition("=")[0]
         begins = _OPTION.fullmatch(option) and script.lines[one.line - 1].lstrip().startswith(option)
-        if begins and not (one.file or one.started_by) and one.end not in (")", "|"):
+        # Behind an operator it is a condition of [[ … ]], before a parenthesis a pattern of `case`.
+        if begins and not (one.file or one.started_by) and one.end not in (")", "|") and len(before.end) < 2:
             yield Found("line-not-continued", one.line, option)
             break
     for one, two in pairwise(script.commands):
-        piped = one.program in _FETCHES and one.end == "|" and two.program in _SHELLS
+        shell = two.program in _SHELLS or (two.program.startswith("python") and two.words[1:] in ((), ("-",)))
+        piped = one.program in _FETCHES and one.end == "|" and shell
         read = two.program in _FETCHES and one.end == "(" and one.program in _SHELLS
-        text = any(re.match(r"(?:eval )?\$\((?:curl|wget) ", word) for word in one.words if one.program in _SHELLS)
-        if piped or read or text:
+        text = one.words[-1] if one.program in _SHELLS and "-c" in one.words else ""
+        if piped or read or re.match(r"\$\((?:curl|wget) ", text):
             yield Found("remote-code", one.line, (two if read else one).program)
     for launch in script.launches:
         late = [word for word in launch.rest[1:] if _TORCHRUNS.fullmatch(word)]

@@ -13,7 +13,8 @@ from envbuild.jobs.lint_shell import LAUNCHERS, Command, starters
 from envbuild.jobs.schedulers.base import option_values, whole
 
 STARTS = re.compile(
-    r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|lightning|bash|sh|[\w./${}-]+\.(?:sh|py))"
+    r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|lightning|bash|sh|[\w./${}-]+\.(?:sh|py)"
+    r"|uv|poetry|pixi|composer|tune|axolotl|itwinai|litgpt|llamafactory-cli|colossalai|fairseq-train|nsys)"
 )
 TRAINS = re.compile(r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun)")
 _IN_SHELL = re.compile(

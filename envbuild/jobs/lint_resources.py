@@ -52,7 +52,9 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
     alone = {("accelerate", "launch"), ("deepspeed",)}
     others = [one for one in script.commands if {(one.program, *one.words[1:2]), (one.program,)} & alone]
     known = {id(command) for command, _ in started}
-    started += [(one, script.gpus) for one in others if id(one) not in known]
+    for one in others:
+        asked = next(option_values(one.words, ("--num_processes", "--num-processes", "--num_gpus")), "")
+        started += [(one, whole(asked) or script.gpus)] * (id(one) not in known)
     for command, ranks in started:
         if ranks >= 2 * max(cpus, 1) and not command.file:
             yield Found("cpus-missing", command.line, f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}")
@@ -78,8 +80,8 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
     shown = sorted((one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES"))
     for one in script.launches:
         line = one.command.line
-        told |= one.program != "torchrun" or "nproc-per-node" in one.options
-        ranks = _ranks(script, one) or int(not told)
+        given = told or one.program != "torchrun" or "nproc-per-node" in one.options
+        ranks = _ranks(script, one) or int(not given)
         before = bisect_right(shown, line, key=lambda row: row[0])
         visible = shown[before - 1][1] if before else ""
         seen = len(visible.split(",")) if re.fullmatch(r"\d{1,2}(?:,\d{1,2}){0,15}", visible) else 0

@@ -147,6 +147,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (NO_E + "python train.py\nconda deactivate", "deactivate"),
             (NO_E + "${TORCHRUN} --standalone x.py\necho $?", "echo"),
             (f"#!/bin/bash\n{RUN} x 2>&1 | tee log", "tee"),
+            (f"{SLURM}srun {RUN} x || true", "true"),
             (f"#!/bin/bash\n{RUN} x\nEOS", "EOS"),
             (NO_E + f'srun {RUN} x\nif [ "$n" -gt 5 ]; then\n sbatch next.sh\nfi', "sbatch"),
             (NO_E + f"srun {RUN} x\nif [ $? -eq 0 ]; then\n echo good\nelse\n echo bad\nfi", "bad"),
@@ -402,6 +403,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [(EIGHT + "export WORLD_SIZE=8\nsrun python train.py", "WORLD_SIZE")],
         [
             EIGHT + "export WORLD_SIZE=16\nsrun python train.py",
+            GPUS + "export WORLD_SIZE=8\nsrun python train.py",
             EIGHT + "export WORLD_SIZE=$SLURM_NTASKS\nsrun python train.py",
             SLURM + f"export WORLD_SIZE=8\nsrun {RUN} x",
         ],
@@ -430,6 +432,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         ],
         [
             SLURM + f"srun {RUN} \\\n  --less x",
+            SLURM + f'if [[ -z "$a" ||\n  -z "$b" ]]; then exit 2; fi\nsrun {RUN} x',
             SLURM + f"A=(\n  --less # one\n  --more\n)\nsrun {RUN} \"${{A[@]}}\" x",
             SLURM + f"case $1 in\n  -h|--help) exit 2;;\n  --more) true;;\nesac\nsrun {RUN} x",
             SLURM + f"cat > a.sh <<E\n--less\nE\nsrun {RUN} x",
@@ -457,6 +460,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [
             f"{CLEAN}curl -O https://example.org/data.tar\n",
             f"{CLEAN}curl -s https://example.org/x | grep y\n",
+            f"{CLEAN}curl -s https://example.org/x | python3 -c 'import json'\n",
             f"{CLEAN}wget https://raw.githubusercontent.com/a/b/{'0' * 40}/train.py\n",
         ],
     ),
