@@ -81,13 +81,10 @@ def lint(text: str, name: str) -> list[Problem]:
         line = lines[at - 1] if lines else ""
         if _ignored(line, one.id):
             continue
+        advice = fault.of_scheduler.get(scheduler) or fault.instead
         what, instead = (
-            redact(
-                text.replace("torchrun", one.program)
-                .replace("{nodes}", one.nodes)
-                .replace("{value}", one.value[:_SHOWN])
-            )
-            for text in (fault.what, fault.of_scheduler.get(scheduler) or fault.instead)
+            redact(text.replace("{nodes}", one.nodes).replace("{value}", one.value[:_SHOWN]))
+            for text in (fault.what.replace("torchrun", one.program, 1), advice)
         )
         problem = Problem(fault, name, at, redact(line.strip())[:_SHOWN], what, instead)
         problems.setdefault((at, one.id), problem)
