@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def lint_file(path: Path) -> list[Problem]:
     try:
         if path.stat().st_size > _LARGEST:
             raise UsageError(f"{path} is too large for a job script")
-        text = path.read_text(encoding="utf-8")
+        text = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -70,21 +70,21 @@ def lint(text: str, name: str) -> list[Problem]:
     lines = text.splitlines()
     script = None if is_manifest(text, name) else read_script(text)
     found = _manifest(text, name) if script is None else _rules(script)
+    if script is not None and "\r\n" in text:
+        found = [Found("dos-lines", 1), *found]
     scheduler = script.scheduler if script is not None else ""
     faults = load_faults()
     problems: dict[tuple[int, str], Problem] = {}
     for one in found:
-        fault, at = faults[one.id], min(max(one.line, 1), max(len(lines), 1))
+        fault = replace(faults[one.id], level=one.level or faults[one.id].level)
+        at = min(max(one.line, 1), max(len(lines), 1))
         line = lines[at - 1] if lines else ""
         if _ignored(line, one.id):
             continue
+        advice = fault.of_scheduler.get(scheduler) or fault.instead
         what, instead = (
-            redact(
-                text.replace("torchrun", one.program)
-                .replace("{nodes}", one.nodes)
-                .replace("{value}", one.value[:_SHOWN])
-            )
-            for text in (fault.what, fault.of_scheduler.get(scheduler) or fault.instead)
+            redact(text.replace("{nodes}", one.nodes).replace("{value}", one.value[:_SHOWN]))
+            for text in (fault.what.replace("torchrun", one.program, 1), advice)
         )
         problem = Problem(fault, name, at, redact(line.strip())[:_SHOWN], what, instead)
         problems.setdefault((at, one.id), problem)

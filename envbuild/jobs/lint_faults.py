@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import posixpath
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ Level = Literal["error", "warning", "hint"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "hint")
 _TABLE = resources.files("envbuild.data") / "job_faults.toml"
 _SHOWN = 60
+_OF_TRAININGS = ("install-in-job",)  # elsewhere it is the purpose of the script, and one finding is enough
 _OF_INFINIBAND = ("NCCL_IB_DISABLE",)  # Slingshot has none
 
 
@@ -61,9 +61,12 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
         for line, words in script.directives:
             if fault.directive and fault.directive.search(" ".join(words)):
                 yield Found(fault.id, line)
-        for command in script.commands:
+        for command in script.commands if fault.command else ():
             if fault.command and fault.command.search(text := command_text(command)):
-                yield Found(fault.id, command.line, text[:_SHOWN])
+                level: Literal["", "hint"] = "" if fault.id not in _OF_TRAININGS or script.trains else "hint"
+                yield Found(fault.id, command.line, text[:_SHOWN], level=level)
+                if fault.id in _OF_TRAININGS:
+                    break
         for name, pattern in fault.variables.items():
             for command, value in script.exported(name):
                 if pattern.fullmatch(value) and not _elsewhere(name, fault.id, script):
@@ -79,4 +82,4 @@ def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:
 
 def command_text(command: Command) -> str:
     """Return the words of a command, with its program's base name."""
-    return " ".join((posixpath.basename("".join(command.words[:1])), *command.words[1:]))
+    return " ".join((command.program, *command.words[1:]))

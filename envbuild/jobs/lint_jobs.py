@@ -5,29 +5,32 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Iterator
-from itertools import takewhile
+from itertools import pairwise
 
+from envbuild.jobs.lint_addresses import of_addresses, of_endpoints, of_numbers, of_order
+from envbuild.jobs.lint_launch import TRAINS, starts_training
+from envbuild.jobs.lint_resources import of_cpus, of_idle_nodes, of_optional_variables, of_ranks, of_requests, of_steps
 from envbuild.jobs.lint_script import Found, ParsedScript
-from envbuild.jobs.lint_shell import LAUNCHERS, Command
-from envbuild.jobs.schedulers.base import option_values, whole
+from envbuild.jobs.lint_shell import LAUNCHERS
+from envbuild.jobs.schedulers.base import option_values
 from envbuild.masking import looks_secret
 from envbuild.site.jobs import job_variable_problem
 
-_STARTS = re.compile(
-    r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|lightning|bash|sh|[\w./${}-]+\.(?:sh|py))"
-)
-_TRAINS = re.compile(r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun)")
-_RANK = re.compile(r"\$\{?(?:SLURM_(?:NODEID|PROCID)|PMI_RANK|PMIX_RANK|OMPI_COMM_WORLD_RANK|PALS_RANKID)\b")
-_RANK_OPTION = re.compile(r"--(?:node|machine)[-_]rank(?:=(.*))?", re.DOTALL)
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
-_BOUND = re.compile(r"(?:^| )(?:--cpus-per-task|--cpu-bind|--cpus-per-gpu|-c ?[\d$])")
 _HERE = re.compile(r"\$\{?PWD\b|\$\(pwd\)|^\./")
-_MOST_LINES = 100  # of one command
 _INTERPRETER = re.compile(r"#! ?/[ -~]+")
-# Programs of steps before the training.
-_ASKS = frozenset(["hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date"])
-# Variables of schedulers and of users' environments.
-_GIVEN = re.compile(r"SLURM\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|HOME|USER|PWD|RANDOM|PET_\w+")
+# The script's own path: where a scheduler runs a copy of it, that of the copy.
+_OWN_PATH = re.compile(
+    r"(?:dirname|realpath|readlink)\b[^|;)]{0,40}\$\{?(?:0|BASH_SOURCE)\b|\$\{(?:0|BASH_SOURCE(?:\[0\])?)%/"
+)
+_MESSAGES = frozenset(["echo", "printf", "date", "hostname"])
+_FETCHES = frozenset(["curl", "wget"])
+_SHELLS = frozenset(["bash", "sh", "zsh", "source", "."])
+_USES = _SHELLS | {"cd", "pushd"}
+_BARE = re.compile(r"\$(?:(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\b|\{(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\})")
+_OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+_TORCHRUNS = re.compile(r"--(?:nproc[-_]per[-_]node|rdzv[-_](?:endpoint|backend|id)|standalone)(?:=.*)?", re.DOTALL)
+_GPUS_IN_DOCKER = re.compile(r"--gpus|--runtime|--device|--privileged|nvidia|rocm")
 
 
 def of_output(script: ParsedScript) -> Iterator[Found]:
@@ -35,28 +38,52 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
     names = script.facts.output if script.facts else ()
     if any(re.match(r"# envbuild \S+: .*; site ", line) for line in script.lines):
         return  # `envbuild job --submit` makes it
+    told = "\n".join(line for line in script.lines if line.startswith("#") and "mkdir" in line)
+    seen = set()
     for line, words in script.directives:
         for value in option_values(words, names):
-            folder = posixpath.dirname(value)
-            # Users rarely forget to create an absolute folder.
-            if folder not in ("", ".") and folder[0] not in "/$~<":
+            folder = posixpath.normpath(posixpath.dirname(value) or ".")
+            # Users rarely forget to create an absolute folder, or one that the script's own head tells to create.
+            if folder != "." and folder[0] not in "/$~<" and folder not in told and folder not in seen:
+                seen.add(folder)
                 yield Found("output-folder", line, folder)
 
 
 def of_folder(script: ParsedScript) -> Iterator[Found]:
     """Find paths relative to the folder of the submission in scripts that start in the home folder."""
-    moves = [one.words[1] for one in script.commands if _program(one) in ("cd", "pushd") and one.words[1:]]
+    moves = [one.words[1] for one in script.commands if one.program in ("cd", "pushd") and one.words[1:]]
     moved = any(folder.startswith(("/", "$", "~", "`")) for folder in moves)
     options = script.facts.folder if script.facts else ()
     if not options or moved or script.directive(*options):
         return
     for one in script.commands:
         texts = [*one.words, *(word for _, words in one.assignments for word in words)]
-        programs = [word for word in one.words[1:] if word.endswith((".py", ".sh"))] if _starts_training(one) else []
+        programs = [word for word in one.words[1:] if word.endswith((".py", ".sh"))] if starts_training(one) else []
         relative = any(word[0] not in "/$~" for word in programs[:1])
         if any(_HERE.search(text) for text in texts) or relative or one.words[:2] == ("cd", ".."):
             yield Found("home-folder", one.line)
             return
+
+
+def of_own_path(script: ParsedScript) -> Iterator[Found]:
+    """Find paths made from the script's own in a batch job, where they lead to the scheduler's copy."""
+    submitted = script.facts.submitted if script.facts else ""
+    if not submitted or any(one.program in ("sbatch", "qsub", "bsub") for one in script.commands):
+        return  # the script submits itself
+    told: dict[str, bool] = {}
+    for one in script.commands:
+        if one.file or one.per_node:
+            continue
+        texts = [(name, word) for name, words in one.assignments for word in words]
+        moves = one.program in _USES or one.program in LAUNCHERS or TRAINS.fullmatch(one.program)
+        texts += [("", word) for flag, word in pairwise(("", *one.words)) if moves and flag not in ("-c", "-lc")]
+        for name in (name for name, text in texts if _OWN_PATH.search(text)):
+            if name not in told:
+                others = " ".join(script.values.get(name, ()))
+                told[name] = submitted in others or "scontrol show job" in others
+            if not told[name] and submitted not in script.lines[one.line - 1]:
+                yield Found("script-folder", one.line)
+                return
 
 
 def of_directives(script: ParsedScript) -> Iterator[Found]:
@@ -75,31 +102,41 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
                 yield Found("directive-ignored", line)
     none = script.directive("--export")
     if none and none[1].upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
-        steps = [one for one in script.commands if _program(one) == "srun"]
+        steps = [one for one in script.commands if one.program == "srun"]
         if steps and not any(word.startswith("--export") for one in steps for word in one.words):
             yield Found("export-none", none[0])
 
 
 def of_status(script: ParsedScript) -> Iterator[Found]:
-    """Find scripts whose exit code is not that of the training."""
+    """Find scripts whose exit code is not that of the training, and those that end before it."""
     stops, pipes = _option_set(script, r"-[a-z]*e|errexit"), _option_set(script, "pipefail")
-    if script.kind == "shell" or (stops and pipes):
-        return
     top = [one for one in script.commands if not (one.started_by or one.function or one.file or one.per_node)]
-    at = max((number for number, one in enumerate(top) if _starts_training(one)), default=-1)
-    end = top[at].line if at >= 0 else 0
-    while end and end < len(script.lines) and script.lines[end - 1].endswith("\\"):
+    at = max((number for number, one in enumerate(top) if starts_training(one)), default=-1)
+    if at < 0 or (script.kind == "shell" and not script.launches):
+        return
+    end = top[at].line
+    while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
         end += 1
     # Commands in $(…) on the training's own lines follow it in the list, too.
-    after = [one for one in top[at + 1 :] if one.line > end or _program(one) == "tee"]
-    if at < 0 or not after:
+    after = [one for one in top[at + 1 :] if one.words and one.line > end]
+    quiet = all(one.program in _MESSAGES or one.program in ("conda", "deactivate", "exit") for one in after)
+    if script.kind != "shell" and top[at].background and quiet and "wait" not in script.text:
+        yield Found("ends-early", top[at].line)
         return
-    kept = any("$?" in word or "PIPESTATUS" in word for one in after for _, words in one.assignments for word in words)
-    kept |= any(_program(one) in ("exit", "return", "trap", "if", "[", "[[", "test") for one in after)
-    last = next((one for one in reversed(after) if one.words), None)
-    if last is None or kept or (_program(last) == "tee" and pipes) or (stops and _program(after[0]) != "tee"):
+    while after and after[-1].words == ("exit",):
+        after.pop()
+    then = top[at + 1] if at + 1 < len(top) else top[at]
+    hidden = top[at].end == "||" and then.program in (_MESSAGES | {"true", ":"})
+    piped = then if hidden or (top[at].end in ("|", "|&") and not pipes) else None
+    ends = [one for one in after if one.line == after[-1].line and not stops]
+    last = piped or (ends[0] if ends else None)
+    if last is None or (last.program == "wait" and last.words[1:]):
         return
-    yield Found("status-lost", last.line, _program(last))
+    asked = any("PIPESTATUS" in line or "$?" in line for line in script.lines[end - 1 :])
+    fails = any(one.program in ("exit", "return") and (one.words[1:2] or ("0",)) != ("0",) for one in top[at + 1 :])
+    if not (fails and (asked or not piped)) and not any(one.program == "trap" for one in top):
+        said = script.kind == "shell" and not piped and last.program in _MESSAGES
+        yield Found("status-lost", last.line, last.program, level="hint" if said else "")
 
 
 def _option_set(script: ParsedScript, pattern: str) -> bool:
@@ -108,121 +145,39 @@ def _option_set(script: ParsedScript, pattern: str) -> bool:
     return any(re.fullmatch(rf"(?:{pattern})\w*", word) for word in words)
 
 
-def _program(command: Command) -> str:
-    return posixpath.basename(command.words[0]) if command.words else ""
-
-
-def _starts_training(command: Command) -> bool:
-    name = _program(command)
-    if name.startswith("$") and re.search("torchrun|launcher", name, re.IGNORECASE):
-        return True
-    if name == "eval":
-        return any(word.startswith("$") for word in command.words[1:])
-    if name in LAUNCHERS or name in ("apptainer", "singularity", "docker"):
-        if set(command.words) & _ASKS or re.search(r"\b(?:pip3?|conda) install\b", " ".join(command.words)):
-            return False
-        return any(_STARTS.fullmatch(posixpath.basename(word)) or word.startswith("$") for word in command.words[1:])
-    return bool(_TRAINS.fullmatch(name)) and (len(command.words) > 1 and "-c" not in command.words[1:2])
-
-
-def of_steps(script: ParsedScript) -> Iterator[Found]:
-    """Find srun steps without the job's CPUs, and node ranks that the batch host expands."""
-    asked = script.directive("--cpus-per-task", "-c")
-    several = asked is not None and (whole(asked[1]) or 2) > 1
-    exported = re.search(r"SRUN_CPUS_PER_TASK|SLURM_CPU_BIND", script.text)
-    own_steps = script.facts is not None and script.facts.own_steps
-    for one in script.commands if several and not exported and own_steps else ():
-        step = _program(one) == "srun" and not (one.started_by or one.file) and _starts_training(one)
-        options = takewhile(lambda word: not _STARTS.fullmatch(posixpath.basename(word)), one.words[1:])
-        if step and "[@]}" not in "".join(one.words[:2]) and not _BOUND.search(" ".join(options)):
-            yield Found("cpus-not-passed", one.line)
-    # A script without a number of nodes gets it on sbatch's command line.
-    if script.kind != "shell" and (script.nodes is None or script.nodes[1] > 1):
-        yield from _node_ranks(script)
-
-
-def _node_ranks(script: ParsedScript) -> Iterator[Found]:
-    seen: set[int] = set()
+def of_shell(script: ParsedScript) -> Iterator[Found]:
+    """Find lines that are not continued, options behind the program, and unset variables under set -u."""
+    for before, one in pairwise(script.commands):
+        option = "".join(one.words[:1]).partition("=")[0]
+        begins = _OPTION.fullmatch(option) and script.lines[one.line - 1].lstrip().startswith(option)
+        # Behind an operator it is a condition of [[ … ]], before a parenthesis a pattern of `case`.
+        if begins and not (one.file or one.started_by) and one.end not in (")", "|") and len(before.end) < 2:
+            yield Found("line-not-continued", one.line, option)
+            break
+    for one, two in pairwise(script.commands):
+        shell = two.program in _SHELLS or (two.program.startswith("python") and two.words[1:] in ((), ("-",)))
+        piped = one.program in _FETCHES and one.end == "|" and shell
+        read = two.program in _FETCHES and one.end == "(" and one.program in _SHELLS
+        text = one.words[-1] if one.program in _SHELLS and "-c" in one.words else ""
+        if piped or read or re.match(r"\$\((?:curl|wget) ", text):
+            yield Found("remote-code", one.line, (two if read else one).program)
+    for launch in script.launches:
+        late = [word for word in launch.rest[1:] if _TORCHRUNS.fullmatch(word)]
+        if late and launch.rest[0].endswith(".py") and launch.program == "torchrun":
+            yield Found("options-late", script.where(late[0], launch.command.line), late[0])
+    if not _option_set(script, r"-[a-z]*u|nounset"):
+        return
+    known = set()
     for one in script.commands:
-        if one.per_node or one.file or script.everywhere:
-            continue
-        words = script.variables.expanded(one.words)
-        for number, word in enumerate(words):
-            found = _RANK_OPTION.fullmatch(word)
-            value = (found[1] or "".join(words[number + 1 : number + 2])) if found else ""
-            match = _RANK.search(value)
-            line = script.where(word.partition("=")[0], one.line) if found else 0
-            if match and line not in seen and not (script.escapes(match[0]) or _kept(script, one.line, line, match[0])):
-                seen.add(line)
-                kind = "node-rank-unused" if "c10d" in " ".join(words) else "node-rank"
-                yield Found(kind, line, match[0].strip("${"))
-
-
-def _kept(script: ParsedScript, begun: int, line: int, text: str) -> bool:
-    """Return whether `text` in line `line` of a command that began in line `begun` stands in single quotes."""
-    first = min(begun, line)
-    while first > max(1, line - _MOST_LINES) and script.lines[first - 2].endswith("\\"):
-        first -= 1
-    at = script.lines[line - 1].find(text)
-    before = "\n".join([*script.lines[first - 1 : line - 1], script.lines[line - 1][: max(at, 0)]])
-    quote = ""
-    for one in re.sub(r"\\.", "", before, flags=re.DOTALL) if at >= 0 else "":
-        if one == quote:
-            quote = ""
-        elif one in "'\"" and not quote:
-            quote = one
-    return quote == "'"
-
-
-def of_ranks(script: ParsedScript) -> Iterator[Found]:
-    """Find numbers of ranks that do not go with the GPUs, and GPUs that nobody uses."""
-    gpus, told = script.gpus, re.search("nproc", script.text, re.IGNORECASE)
-    for one in script.launches:
-        line, ranks = one.command.line, one.options.get("nproc-per-node", "")
-        if gpus and one.program == "torchrun":
-            if (whole(ranks) or 0) > gpus:
-                yield Found("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {gpus} GPUs")
-            elif not ranks and gpus > 1 and not told:
-                yield Found("one-rank", line, str(gpus))
-    several = gpus > 1 or any((whole(one.options.get("nproc-per-node", "")) or 0) > 1 for one in script.launches)
-    for command, value in script.exported("CUDA_VISIBLE_DEVICES") if several else ():
-        if re.fullmatch(r"\d", value):
-            yield Found("one-gpu-visible", command.line, value)
-    if gpus > 1 and not script.launches and script.kind != "shell":
-        plain = [one for one in script.commands if _plain(one)]
-        others = any(_program(one) in ("deepspeed", "horovodrun", *LAUNCHERS) for one in script.commands)
-        if plain and not others:
-            yield Found("one-process", plain[0].line, str(gpus))
-
-
-def _plain(command: Command) -> bool:
-    """Return whether the command is a training by one Python process."""
-    name, words = _program(command), command.words[1:]
-    script = next((word for word in words if not word.startswith("-")), "")
-    module = words[:1] == ("-m",)
-    text = " ".join(words[:4])
-    trains = re.search(r"train|finetun|fine_tun|main|pretrain|sft|ddp", text) is not None
-    return bool(re.fullmatch(r"python[\d.]*", name)) and (module or script.endswith(".py")) and trains
-
-
-def of_addresses(script: ParsedScript) -> Iterator[Found]:
-    """Find endpoints of names and of several addresses, and endpoints that are never set."""
-    for one in script.commands if script.several else ():
-        if _program(one) == "srun" and "hostname" in one.words:
-            after = one.words[one.words.index("hostname") :]
-            if set(after) & {"-i", "-I", "--ip-address", "--all-ip-addresses"}:
-                yield Found("first-address", one.line, " ".join(after))
-    setting = ("read", "mapfile", "readarray", "source", ".", "eval", "module")
-    elsewhere = any(_program(one) in setting for one in script.commands)
-    loops = set(re.findall(r"\bfor (\w+) in\b", script.text))
-    for launch in script.launches if not elsewhere and script.kind != "shell" else ():
-        if "standalone" in launch.options:
-            continue
-        for name in ("rdzv-endpoint", "master-addr"):
-            for variable in _NAME.findall(launch.options.get(name, "")):
-                told = variable in script.values or variable in loops or _GIVEN.fullmatch(variable)
-                if variable.isupper() and not told:  # others are of a script that is left out here
-                    yield Found("endpoint-unset", launch.command.line, variable)
+        if one.program in ("module", "ml", "source", "."):
+            known.add("LD_LIBRARY_PATH")
+        texts = (*one.words, *(word for _, words in one.assignments for word in words))
+        for match in () if one.file else _BARE.finditer(" ".join(texts)):
+            name = match[1] or match[2]
+            if name not in known:
+                known.add(name)
+                yield Found("unset-variable", one.line, name)
+        known |= {name.rstrip("+") for name, _ in one.assignments}
 
 
 def of_secrets(script: ParsedScript) -> Iterator[Found]:
@@ -230,11 +185,11 @@ def of_secrets(script: ParsedScript) -> Iterator[Found]:
     for one in script.commands:
         for name, words in one.assignments:
             value = words[0] if len(words) == 1 else ""
-            literal = re.fullmatch(r"[\w.:~+-]{16,}", value)
+            literal = re.fullmatch(r"[\w.:~+][\w.:~+-]{15,}", value)
             if (
                 literal
                 and not value.lower().startswith(("your", "xxx"))
-                and (job_variable_problem(name) or looks_secret(value))
+                and (job_variable_problem(name.rstrip("+")) or looks_secret(value))
             ):
                 yield Found("secret", one.line, name)
         if one.words[:2] == ("wandb", "login") and re.fullmatch(r"[0-9a-f]{40}", one.words[-1]):
@@ -242,7 +197,15 @@ def of_secrets(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
-    """Find containers that see no GPU."""
+    """Find containers that see no GPU, or that have little shared memory."""
+    for launch in script.launches if "gloo" not in script.text else ():
+        words = " ".join(launch.around)
+        if not {"docker", "podman"} & set(launch.started_by) or " run " not in words:
+            continue
+        if not _GPUS_IN_DOCKER.search(words):
+            yield Found("no-nv", launch.command.line)
+        if not re.search(r"--(?:ipc|shm-size)|/dev/shm", words):
+            yield Found("shared-memory", launch.command.line)
     if not script.gpus or script.is_cray or re.search(r"(?:APPTAINER|SINGULARITY)_(?:NV|ROCM)\b", script.text):
         return
     for one in script.commands:
@@ -257,5 +220,7 @@ def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
 
 
 JOB_RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
-    of_output, of_folder, of_directives, of_status, of_steps, of_ranks, of_addresses, of_secrets, of_gpu_containers,
+    of_output, of_folder, of_own_path, of_directives, of_status, of_shell, of_secrets, of_gpu_containers,
+    of_steps, of_cpus, of_ranks, of_requests, of_optional_variables, of_idle_nodes,
+    of_addresses, of_endpoints, of_numbers, of_order,
 )  # fmt: skip

@@ -13,6 +13,8 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.fabrics import adapter_of
+from envbuild.jobs.lint_jobs import of_secrets
+from envbuild.jobs.lint_resources import of_ranks
 from envbuild.jobs.lint_rules import RULES, judged_image
 from envbuild.jobs.lint_script import Found, read_script
 from envbuild.yaml_reader import parse_yaml
@@ -101,7 +103,9 @@ def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
                 for one in container.get("volumeMounts") or ()
                 if isinstance(one, Mapping)
             )
-            if key == "containers" and _gpus(container) and not shared:
+            # One rank without workers uses none.
+            lone = _gpus(container) == 1 and re.search(r"workers[= ]0\b", " ".join(_words(container)))
+            if key == "containers" and _gpus(container) and not shared and not lone:
                 yield Found("shared-memory", _line(container, "image"))
 
 
@@ -153,15 +157,15 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     begun = _line(container, "command" if "command" in container else "args")
     if nodes > 1 and "nnodes" not in body:  # the operator sets it in PET_NNODES
         body = body.replace("torchrun ", f"torchrun --nnodes={nodes} ", 1)
-    script = replace(read_script("\n".join([*exports, body])), everywhere=True)
+    gpus = _gpus(container) or 0
+    script = replace(read_script("\n".join([*exports, body])), everywhere=True, pod_gpus=gpus)
     lines = [line for _, (value, line) in variables.items() if value is not None]
-    for rule in RULES:
+    for rule in (*RULES, of_secrets, of_ranks):
         for found in rule(script):
             if found.id in _OF_HOSTS:
                 continue
             line = lines[found.line - 1] if found.line <= len(lines) else begun
             yield Found(found.id, line, found.value, str(nodes))
-    gpus = _gpus(container) or 0
     if gpus > 1 and re.search(r"\bpython[\d.]* (?!-m torch\.distributed)", body) and not _STARTS_RANKS.search(body):
         yield Found("one-process", begun, str(gpus))
     provider = variables.get("FI_PROVIDER", ("", 0))

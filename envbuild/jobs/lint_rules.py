@@ -7,10 +7,11 @@ import re
 from collections.abc import Callable, Iterator
 
 from envbuild.jobs.lint_faults import command_text, of_patterns
-from envbuild.jobs.lint_script import Found, Launch, ParsedScript
+from envbuild.jobs.lint_launch import Launch
+from envbuild.jobs.lint_script import PER_NODE, Found, ParsedScript
 from envbuild.jobs.lint_shell import CONTAINERS, Command
 from envbuild.jobs.lint_variables import LOCAL, of_fallbacks, of_variables
-from envbuild.jobs.schedulers.base import whole
+from envbuild.jobs.schedulers.base import option_values, whole
 
 _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
@@ -42,7 +43,7 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     if several and alone and one.waits:
         fault = "head-only" if script.kind != "shell" or script.launchers_work else "started-here"
         yield Found(fault, line, nodes=several)
-    elif several and alone and script.kind != "shell" and not covered:
+    elif script.nodes and several and alone and not covered:
         yield Found("idle-nodes", line, nodes=several)
     step = one.option("--nodes", "-N")
     if not one.waits and (alone or covered or step == "1"):
@@ -50,7 +51,7 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     if several and "standalone" in options:
         yield Found("standalone", script.where("--standalone", line), nodes=several)
     meets = options.keys() & {"rdzv-endpoint", "master-addr"} and not {"nnodes", "standalone"} & options.keys()
-    if several and meets and one.program == "torchrun" and "PET_NNODES" not in script.text:
+    if several and meets and one.program == "torchrun" and not script.sets_options:
         yield Found("nodes-missing", line, nodes=several)
     nodes = options.get("nnodes", "").rpartition(":")[2]
     asked = step if whole(step) is not None else str(script.nodes[1] if script.nodes else "")
@@ -69,20 +70,29 @@ def _carried(script: ParsedScript, one: Launch) -> bool:
 
 def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
     given = [(n, one.options[n]) for n in ("rdzv-endpoint", "master-addr") if n in one.options]
+    ports: dict[str, int] = {}
     for name, value in given:
         raw = script.where(name.replace("-", "_"), one.command.line)
         at = script.where(name, one.command.line) if raw == one.command.line else raw
+        fewest, _, most = one.options.get("nnodes", "").partition(":")
         if LOCAL.match(value) and script.several:
             yield Found("localhost-endpoint", at, value, script.several)
-        elif found := _HOSTNAME.search(value):
-            per_node = script.several and _there(script, one, found[0])
-            fault = "endpoint-per-node" if per_node else "hostname-endpoint"
-            yield Found(fault, at, found[0])
-        port = _LITERAL_PORT.search(value)
-        number = port[1] if port and not script.whole_nodes else ""
-        number = number or ("" if script.whole_nodes else one.options.get("master-port", ""))
-        if number.isdecimal() and number != "0" and not one.command.file:
-            yield Found("fixed-port", script.where(number, at), number)
+        elif LOCAL.match(value) and most not in ("", fewest):
+            yield Found("localhost-endpoint", at, value, most, level="warning")
+        elif script.several and (name_of_host := _HOSTNAME.search(value)):
+            per_node = _there(script, one, name_of_host[0])
+            yield Found("endpoint-per-node" if per_node else "hostname-endpoint", at, name_of_host[0])
+        if match := _LITERAL_PORT.search(value):
+            ports.setdefault(match[1], at)
+    if not (ports or {"rdzv-endpoint", "standalone"} & one.options.keys()):
+        ports = {one.options.get("master-port", ""): one.command.line}
+    for port, at in ports.items() if not (script.whole_nodes or one.command.file) else ():
+        if port.isdecimal() and port != "0":
+            yield Found("fixed-port", script.where(port, at), port, level=script.doubtful)
+    own = one.options.keys() & {"rdzv-endpoint", "master-addr", "master-port", "standalone", "rdzv-conf"}
+    alone = script.kind != "shell" and one.program == "torchrun" and not (script.several or script.whole_nodes)
+    if alone and script.gpus and not own and one.complete and not script.sets_options:
+        yield Found("fixed-port", one.command.line, "29500 (older torchruns' default)", level=script.doubtful)
 
 
 def _identity(script: ParsedScript, one: Launch) -> Iterator[Found]:
@@ -108,17 +118,22 @@ def _there(script: ParsedScript, one: Launch, text: str) -> bool:
 def _doubled(script: ParsedScript, one: Launch) -> Iterator[Found]:
     tasks = one.option("--ntasks", "-n")
     nodes = one.option("--nodes", "-N") or str(script.nodes[1] if script.nodes else "")
-    most, least = whole(nodes), whole(tasks)
+    own = one.option("--nodes", "-N", *PER_NODE)
+    every = None if tasks or own or script.directive(*PER_NODE) else script.directive("--ntasks", "-n")
+    most, least = whole(nodes), whole(every[1] if every else tasks)
     if most is not None and least is not None and least <= most:
+        placed = any(re.match(r"-w|--nodelist|-r$|--relative", word) for word in one.around)
+        if least < most and one.waits and not placed:
+            yield Found("tasks-missing", one.command.line, str(least), nodes)
         return
     # The value of another variable is unknown; variables with the number of tasks match the directive.
     if "$" in tasks and not re.search(r"SLURM_(?:NTASKS|NPROCS)", tasks):
         return
-    if one.option("--ntasks-per-node", "--tasks-per-node") == "1":
+    if one.option(*PER_NODE) == "1":
         return
-    given = script.directive("--ntasks-per-node", "--tasks-per-node")
-    if given and (whole(given[1]) or 0) > 1:
-        yield Found("tasks-per-node", given[0], given[1])
+    given = script.directive(*PER_NODE, "--ntasks", "-n")
+    if given and script.tasks > 1:
+        yield Found("tasks-per-node", given[0], str(script.tasks))
 
 
 def _words_have(script: ParsedScript, one: Launch, option: str, value: str) -> bool:
@@ -151,8 +166,7 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
     purged, set_up = False, re.match(r"#!\S+ .*?(?:-\w*l\b|--login)", first) is not None
     for command in script.commands:
         words, line = command.words, command.line
-        text = command_text(command)
-        name = text.split(" ")[0]
+        text, name = command_text(command), command.program
         if name in ("module", "ml"):  # module --quiet purge
             done = next((word for word in words[1:] if not word.startswith("-")), "")
             if done in ("load", "add") and not purged and not script.is_cray:
@@ -169,6 +183,10 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
         if name == "scontrol" and (set(command.started_by) & (CONTAINERS | {"pyxis"})):
             yield Found("scontrol-in-container", line)
         yield from _images(script, command)
+    for line, words in script.directives:
+        for image in option_values(words, ("--image", "--container-image")):
+            if not image.startswith(("/", ".", "$")):
+                yield from judged_image(image.removeprefix("docker:").replace("#", "/", 1), line)
 
 
 def _images(script: ParsedScript, command: Command) -> Iterator[Found]:
@@ -190,9 +208,9 @@ def _images(script: ParsedScript, command: Command) -> Iterator[Found]:
 
 def judged_image(image: str, line: int) -> Iterator[Found]:
     """Find faults of an image's reference in line `line`."""
-    if "@sha256:" in image or not image or image.startswith("$"):
-        return
     tag = image.rpartition("/")[2].partition(":")[2]
+    if "@sha256:" in image or not image or (image.startswith("$") and tag != "latest"):
+        return
     if tag in ("", "latest"):
         yield Found("image-unpinned", line, image)
     elif not re.match(r"v?\d+\.\d+\.\d+", tag) and "$" not in tag:  # full versions rarely move

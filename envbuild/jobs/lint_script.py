@@ -3,81 +3,45 @@
 from __future__ import annotations
 
 import functools
-import posixpath
 import re
 import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from typing import Literal
 
 from envbuild.jobs.lint_expand import Variables
-from envbuild.jobs.lint_shell import LAUNCHERS, Command, parse, starters
+from envbuild.jobs.lint_launch import Launch, find_launches, starts_training
+from envbuild.jobs.lint_shell import LAUNCHERS, Command, parse
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import ScriptFacts, option_values, whole
 
 _FACTS = {name: one.script for name, one in SCHEDULERS.items() if one.script}
 _DIRECTIVES = {name: re.compile(rf"{one.pattern or one.marker}\s+(.*)") for name, one in _FACTS.items()}
+PER_NODE = ("--ntasks-per-node", "--tasks-per-node")
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
-_GPUS = re.compile(r"\b(?:gpus-per-node|gpus-per-task|gpu|ngpus)(?::[\w.-]+)?[:=](?:[a-zA-Z][\w.-]*:)?(\d{1,4})\b")
-_CRAY = re.compile(
-    r"\b(?:cray|craype|PrgEnv|hsn\d?|cxi|FI_CXI_\w+|LUMI|lumi(?:_\w+)?|(?:standard|small|dev)-g|singularity-AI-bindings|shifter)\b|filesystems="
+_GPUS = re.compile(
+    r"(?<!per-)\b(?:gpus-per-node|(gpus-per-task)|gpu|ngpus|ngpus_excl_p|num)"
+    r"(?::[\w.-]+)?[:=](?:[a-zA-Z][\w.-]*:)?(\d{1,4})\b"
 )
-_FLAGS = frozenset([
-    "standalone", "no-python", "run-path", "module", "m", "multi-gpu", "same-network", "use-deepspeed", "use-fsdp",
-    "cpu", "debug",
-])  # fmt: skip
-# Options of `accelerate launch`, by torchrun's names. Its --num-processes counts those of all nodes.
-_ACCELERATE = {
-    "num-machines": "nnodes", "machine-rank": "node-rank", "main-process-ip": "master-addr",
-    "main-process-port": "master-port",
-}  # fmt: skip
-_ACCELERATE_NODES = {"nnodes", "node-rank", "master-addr", "rdzv-backend"}
-_TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
+_CRAY = re.compile(
+    r"\b(?:cray|craype|PrgEnv|hsn\d?|cxi|FI_CXI_\w+|LUMI|lumi(?:_\w+)?|(?:standard|small|dev)-g|singularity-AI-bindings"
+    r"|shifter)\b|filesystems="
+)
+
+_SHARED = re.compile(r"small|shared|dev|debug|interactive")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A fault in a line of a script, with the values for its message."""
+    """A fault in a line of a script, with the values for its message; `level` replaces that of the fault."""
 
     id: str
     line: int
     value: str = ""
     nodes: str = "several"
     program: str = "torchrun"
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One torchrun, or an `accelerate launch`, whose options have torchrun's names.
-
-    `options` are its own, without leading dashes and with `_` as `-`. `around` are the words before it, in its
-    command and in the enclosing ones; `started_by` names the enclosing launchers and containers.
-    """
-
-    command: Command
-    options: Mapping[str, str]
-    around: tuple[str, ...]
-    started_by: tuple[str, ...]
-    program: str = "torchrun"
-
-    @property
-    def launcher(self) -> str:
-        """The launcher that starts it on nodes, "" for none."""
-        return next((one for one in self.started_by if one in LAUNCHERS), "")
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for torchruns on other nodes, as far as the script tells."""
-        fewest = self.options.get("nnodes", "1").partition(":")[0]
-        number = whole(fewest)
-        return "standalone" not in self.options and (number is None or number > 1)
-
-    def option(self, *names: str) -> str:
-        """Return the value of the launcher's option with one of these names, "" for none."""
-        begin = [posixpath.basename(word) for word in self.around]
-        words = self.around[begin.index(self.launcher) :] if self.launcher in begin else ()
-        return next(option_values(words, names), "")
+    level: Literal["", "warning", "hint"] = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +49,8 @@ class ParsedScript:
     """A parsed script.
 
     `kind` is the scheduler of its directives, "shell" without any. `directives` are (line, words); `values` are
-    the words of all assignments to each variable; `everywhere` means that each node runs the script.
+    the words of all assignments to each variable; `everywhere` means that each node runs the script, and
+    `pod_gpus` are the GPUs of the pod that does.
     """
 
     kind: str
@@ -94,6 +59,7 @@ class ParsedScript:
     commands: tuple[Command, ...]
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
     everywhere: bool = False
+    pod_gpus: int = 0
 
     def directive(self, *names: str) -> tuple[int, str] | None:
         """Return line and value of the last directive with one of these names."""
@@ -127,10 +93,20 @@ class ParsedScript:
         return "\n".join(self.lines)
 
     @functools.cached_property
+    def tasks(self) -> int:
+        """The number of tasks that the directives ask for on each node, 0 if they do not tell."""
+        each = self.directive(*PER_NODE)
+        every = self.directive("--ntasks", "-n") if self.facts and self.facts.own_steps else None
+        if each:
+            return whole(each[1]) or 0
+        return (whole(every[1]) or 0) // max(1, self.nodes[1] if self.nodes else 1) if every else 0
+
+    @functools.cached_property
     def gpus(self) -> int:
         """The number of GPUs that the directives ask for on each node, 0 if they do not tell."""
         words = [word for _, line in self.directives for word in line]
-        most = max((int(match[1]) for word in words for match in _GPUS.finditer(word)), default=0)
+        found = [match for word in words for match in _GPUS.finditer(word)]
+        most = max((int(one[2]) * (max(1, self.tasks) if one[1] else 1) for one in found), default=self.pod_gpus)
         of_job = next(option_values(words, ("--gpus", "-G")), "").rpartition(":")[2]
         return max(most, (whole(of_job) or 0) // max(1, self.nodes[1] if self.nodes else 1))
 
@@ -140,16 +116,42 @@ class ParsedScript:
         return any(_CRAY.search(line) for line in self.lines if not line.lstrip().startswith("# "))
 
     @functools.cached_property
+    def undivided(self) -> bool:
+        """Whether this looks like a system that gives out whole nodes, with all their CPUs and GPUs."""
+        partition, constraint = (
+            (self.directive(*names) or (0, ""))[1]
+            for names in (("--partition", "-p", "--qos", "-q"), ("--constraint", "-C"))
+        )
+        return (self.is_cray or constraint == "gpu") and not _SHARED.search(partition)
+
+    @functools.cached_property
     def whole_nodes(self) -> bool:
         """Whether no other job runs on the nodes, as far as the script tells."""
         words = [word for _, line in self.directives for word in line]
         exclusive = any("excl" in word or word in ("--mem=0", "--gres=gpu:8") for word in words)
-        return exclusive or self.gpus >= 8 or self.is_cray
+        most = max((self.gpus, *(one.ranks for one in self.launches)))
+        return exclusive or most >= 8 or self.is_cray or (self.undivided and not 0 < self.gpus < 4)
+
+    @functools.cached_property
+    def sets_options(self) -> bool:
+        """Whether variables of the script set options of torchrun."""
+        return "PET_" in self.text
+
+    @property
+    def doubtful(self) -> Literal["", "hint"]:
+        """The level of a fault of shared nodes: nodes of many clusters have four GPUs, which this job takes."""
+        return "hint" if self.gpus >= 4 else ""
 
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
         """Every torchrun that this script starts."""
-        return tuple(_launches(self))
+        told = "".join(self.values.get("PET_NNODES", ())[-1:])
+        return tuple(find_launches(self.commands, self.variables, {"nnodes": told} if told else {}))
+
+    @functools.cached_property
+    def trains(self) -> bool:
+        """Whether the script starts a training."""
+        return bool(self.launches) or any(starts_training(one) for one in self.commands)
 
     @functools.cached_property
     def variables(self) -> Variables:
@@ -159,10 +161,7 @@ class ParsedScript:
     @functools.cached_property
     def launchers_work(self) -> bool:
         """Whether the script starts anything on other nodes."""
-        return any(
-            command.started_by or posixpath.basename("".join(command.words[:1])) in LAUNCHERS
-            for command in self.commands
-        )
+        return any(command.started_by or command.program in LAUNCHERS for command in self.commands)
 
     @functools.cached_property
     def passed(self) -> frozenset[str]:
@@ -175,7 +174,7 @@ class ParsedScript:
         """The number of nodes if there are more than one ("several" if unknown), "" for one node."""
         if self.nodes is not None:
             return str(self.nodes[1]) if self.nodes[1] > 1 else ""
-        numbers = [whole(one.options.get("nnodes", "1").rpartition(":")[2]) for one in self.launches]
+        numbers = [whole(one.options.get("nnodes", "1").partition(":")[0]) for one in self.launches]
         known = [number for number in numbers if number is not None]
         if len(known) < len(numbers):
             return "several"
@@ -238,54 +237,3 @@ def _split(text: str) -> list[str]:
         return shlex.split(text, comments=True)
     except ValueError:
         return text.split()
-
-
-def _launches(script: ParsedScript) -> Iterator[Launch]:
-    told = "".join(script.values.get("PET_NNODES", ())[-1:])
-    given = {"nnodes": told} if told else {}
-    for command in script.commands:
-        words = script.variables.expanded(command.words)
-        # Inside a string for another shell, it is parsed as a separate command.
-        at = next((n for n, word in enumerate(words) if _is_torchrun(words, n)), None)
-        if at is None and (at := _accelerate(words)) is not None:
-            around = (*script.variables.expanded(command.around), *words[:at])
-            options = {_ACCELERATE.get(name, name): value for name, value in _options(words[at + 2 :]).items()}
-            # Its own default is the configuration of the user who started it.
-            if options.keys() & _ACCELERATE_NODES:
-                yield Launch(command, options, around, starters(command, words[:at]), "accelerate launch")
-            continue
-        if at is None or words[0] in ("echo", "printf", "which", "command", "type", "pkill", "cd"):
-            continue
-        around = (*script.variables.expanded(command.around), *words[:at])
-        by = starters(command, words[:at])
-        yield Launch(command, given | _options(words[at + 1 :]), around, by)
-
-
-def _is_torchrun(words: list[str], at: int) -> bool:
-    word = words[at]
-    if _TORCHRUN.fullmatch(word):
-        return at > 0 and words[at - 1] == "-m"
-    return posixpath.basename(word) == "torchrun" and "=" not in word
-
-
-def _accelerate(words: list[str]) -> int | None:
-    pairs = enumerate(pairwise(words))
-    return next((n for n, (one, two) in pairs if posixpath.basename(one) == "accelerate" and two == "launch"), None)
-
-
-def _options(words: list[str]) -> dict[str, str]:
-    """Return torchrun's options, up to the script that it starts."""
-    found: dict[str, str] = {}
-    at = 0
-    while at < len(words) and words[at].startswith("-"):
-        name, equal, value = words[at].lstrip("-").partition("=")
-        name = name.replace("_", "-")
-        at += 1
-        if name in _FLAGS:
-            found[name] = "yes"
-            continue
-        if not equal and at < len(words):
-            value = words[at]
-            at += 1
-        found[name] = value
-    return found

@@ -23,6 +23,9 @@ _KEYWORDS = frozenset([
     "if", "then", "elif", "else", "fi", "while", "until", "do", "done", "for", "case", "esac", "in", "function", "time",
     "!", "{", "}", "exec", "command", "nohup", "eval",
 ])  # fmt: skip
+# Programs that start another one, and the words between them and it: options, durations, numbers, names of signals.
+_WRAPPERS = frozenset(["timeout", "time", "nice", "ionice", "numactl", "taskset", "stdbuf", "setsid", "unbuffer"])
+_OPERAND = re.compile(r"-.*|[\d.]\S*|[A-Z]{1,8}|\$\{?\w{0,40}(?:time|TIME|limit|LIMIT|dur|DUR)\w*\}?")
 _DEEPEST = 6
 _AROUND = 200  # words before a nested command that are kept
 
@@ -34,7 +37,8 @@ class Command:
     `words` are without quotes, with unexpanded variables; `assignments` (name, words) precede the command or
     stand alone. `started_by` are the enclosing launchers and containers, outermost first, and `around` the
     words of these commands. `per_node` means that its text is expanded on the node and not in the batch script;
-    `file` that it is only written into a file.
+    `file` that it is only written into a file. `end` is the operator behind it, and `background` tells whether
+    that or an enclosing command's is `&`.
     """
 
     line: int
@@ -45,6 +49,13 @@ class Command:
     file: bool = False
     function: str = ""
     around: tuple[str, ...] = ()
+    end: str = ""
+    background: bool = False
+
+    @property
+    def program(self) -> str:
+        """The name of its program, without a folder; "" for assignments alone."""
+        return posixpath.basename(self.words[0]) if self.words else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +66,7 @@ class _CommandPlace:
     around: tuple[str, ...] = ()
     per_node: bool = False
     file: bool = False
+    background: bool = False
     depth: int = 0
 
 
@@ -71,6 +83,8 @@ def _commands(reader: Reader, place: _CommandPlace) -> Iterator[Command]:
     while reader.at < len(reader.text):
         begun = reader.line
         words, subs, bodies, end = simple_command(reader)
+        if end in ("|", "&") and reader.text[reader.at : reader.at + 1] in (end, "&"):
+            end += reader.take()
         if (
             end == "("
             and words
@@ -86,6 +100,7 @@ def _commands(reader: Reader, place: _CommandPlace) -> Iterator[Command]:
             braces += sum((w == "{") - (w == "}") for w, _ in words)
         command, rest = _made(begun, words, place, function)
         if command is not None:
+            command = replace(command, end=end, background=place.background or end == "&")
             yield command
         if function and braces <= 0 and any(w == "}" for w, _ in words):
             function = ""
@@ -110,6 +125,7 @@ def _nested(
     names = [posixpath.basename(word) for word, _ in words]
     by = starters(command, [word for word, _ in words])
     texts = command.around + command.words[:_AROUND]
+    place = replace(place, background=command.background)
     for number, (word, literal) in enumerate(words):
         given = number and re.fullmatch(r"-\w*c", words[number - 1][0])
         if " " in word and (given or names[0] in ("ssh", "pdsh", "clush")):
@@ -138,12 +154,13 @@ def _made(
     line: int, words: list[tuple[str, bool]], place: _CommandPlace, function: str
 ) -> tuple[Command | None, list[tuple[str, bool]]]:
     assignments: list[tuple[str, tuple[str, ...]]] = []
-    at, options = 0, False
+    at, options, wrapped = 0, False, False
     for at, (word, _) in enumerate([*words, ("", False)]):  # noqa: B007 - it is used behind the loop
-        if options and word.startswith("-"):
+        if (options and word.startswith("-")) or (wrapped and _OPERAND.fullmatch(word)):
             continue
+        wrapped = posixpath.basename(word) in _WRAPPERS
         options = word in ("export", "declare", "local", "readonly", "typeset", "env")
-        if options or word in _KEYWORDS or (word.endswith(")") and "(" not in word):
+        if options or wrapped or word in _KEYWORDS or (word.endswith(")") and "(" not in word):
             continue
         if found := ASSIGNMENT.match(word):
             value = word[found.end() :]

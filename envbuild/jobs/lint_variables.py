@@ -18,7 +18,7 @@ _POINTS = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(\S+)", re.I
 _POINTED = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(?:\$\([^)]*|\S*)$")
 _BEFORE = 500  # characters before a fallback in which the option stands
 _NAMES = re.compile(r"\$\{?(\w+)")
-_OF_RENDEZVOUS = re.compile(
+OF_RENDEZVOUS = re.compile(
     r"(?:PET_)?(?:MASTER_(?:ADDR|HOST|IP)|RDZV_\w+)|HEAD_?(?:NODE|ADDR|IP|HOST)\w*", re.IGNORECASE
 )
 
@@ -29,11 +29,17 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
         for command, value in script.exported(variable):
             if LOCAL.match(value) and script.several:
                 yield Found("localhost-endpoint", command.line, value, script.several)
+            elif command.per_node and script.several and re.search(r"\$\(hostname\b|\$\{?HOSTNAME\b", value):
+                yield Found("endpoint-per-node", command.line, value)
+    read = {
+        name: re.search(rf"\$\{{?{name}\b|\b(?:export|declare)\b[^\n]{{0,99}}\b{name}\b", script.text)
+        for name in ("MASTER_PORT", "PET_MASTER_PORT")
+    }
     given = any("master-port" in one.options for one in script.launches)
-    for variable in ("MASTER_PORT", "PET_MASTER_PORT"):
+    for variable in read:
         for command, value in script.exported(variable):
-            if value.isdecimal() and not given and not script.whole_nodes:
-                yield Found("fixed-port", command.line, value)
+            if value.isdecimal() and not (given or script.whole_nodes) and (command.words or read[variable]):
+                yield Found("fixed-port", command.line, value, level=script.doubtful)
     seen: dict[str, Command] = {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         for command, value in script.exported(variable):
@@ -59,7 +65,7 @@ def of_fallbacks(script: ParsedScript) -> Iterator[Found]:
         texts += [("", " ".join(pair)) for pair in pairwise(("", *command.words))]
         for name, text in texts:
             for match in _FALLBACK.finditer(text):
-                told = any(one in names or _OF_RENDEZVOUS.fullmatch(one) for one in (name, match["name"]) if one)
+                told = any(one in names or OF_RENDEZVOUS.fullmatch(one) for one in (name, match["name"]) if one)
                 if told or _POINTED.search(text, max(0, match.start() - _BEFORE), match.start()):
                     first = match[0].splitlines()[0]
                     yield Found("localhost-fallback", script.where(first, command.line))
@@ -70,7 +76,7 @@ def _rendezvous_names(script: ParsedScript) -> frozenset[str]:
     text = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
     names: set[str] = set()
     found = {name for value in _POINTS.findall(text) for name in _NAMES.findall(value)}
-    found |= {name for name in script.values if _OF_RENDEZVOUS.fullmatch(name)}
+    found |= {name for name in script.values if OF_RENDEZVOUS.fullmatch(name)}
     while found:
         names |= found
         values = " ".join(" ".join(script.values.get(name, ())) for name in found)

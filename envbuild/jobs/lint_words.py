@@ -82,6 +82,7 @@ def simple_command(
     words: list[tuple[str, bool]] = []
     subs: list[tuple[int, str]] = []
     bodies: list[tuple[int, str, bool]] = []
+    operator = ""
     while reader.at < len(reader.text):
         here = reader.text[reader.at]
         if here in " \t":
@@ -97,7 +98,7 @@ def simple_command(
         elif here == "\n":
             reader.take()
             bodies += _bodies(reader, subs)
-            return words, subs, bodies, here
+            return words, subs, bodies, operator or here
         elif found := _REDIRECTION.match(reader.text, reader.at):
             reader.take(found.end() - found.start())
             while reader.at < len(reader.text) and reader.text[reader.at] in " \t":
@@ -112,6 +113,7 @@ def simple_command(
                 continue
             # The body of a here-document begins on the next line, after the rest of this one.
             if here in "|&" and reader.pending:
+                operator = here
                 continue
             return words, subs, bodies, here
         else:

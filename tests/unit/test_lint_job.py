@@ -46,6 +46,7 @@ NO_E = SLURM.replace("set -euo pipefail\n", "")
 CPUS = SLURM.replace("set -e", "#SBATCH --cpus-per-task=8\nset -e")
 GPUS = SLURM.replace("set -e", "#SBATCH --gpus-per-node=4\nset -e")
 EIGHT = SLURM.replace("per-node=1", "per-node=8")
+ONE = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=4\nset -euo pipefail\nexport OMP_NUM_THREADS=4\n"
 # What `srun ./node.sh` starts on each node.
 BARE = '#!/bin/bash\nset -e\nexec torchrun --nnodes="$SLURM_NNODES" --rdzv-endpoint="$head:$port" train.py\n'
 SWEEP = (
@@ -102,7 +103,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [
             SLURM.replace("set -e", "#SBATCH --output=%x_%j.out\nset -e") + f"srun {RUN} x",
             SLURM.replace("set -e", "#SBATCH --output=/data/me/logs/%j.out\nset -e") + f"srun {RUN} x",
-        ],
+            SLURM.replace("set -e", "#SBATCH --output=logs/%j.out\n# mkdir -p logs before\nset -e") + f"srun {RUN} x",
+],
     ),
     "directive-variable": (
         [(SLURM.replace("nodes=2", "nodes=$NODES") + f"srun {RUN} x", "nodes=")],
@@ -144,14 +146,25 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (NO_E + f"srun {RUN} x &\nwait\ndate", "date"),
             (NO_E + "python train.py\nconda deactivate", "deactivate"),
             (NO_E + "${TORCHRUN} --standalone x.py\necho $?", "echo"),
-        ],
+            (f"#!/bin/bash\n{RUN} x 2>&1 | tee log", "tee"),
+            (f"{SLURM}srun {RUN} x || true", "true"),
+            (f"#!/bin/bash\n{RUN} x\nEOS", "EOS"),
+            (NO_E + f'srun {RUN} x\nif [ "$n" -gt 5 ]; then\n sbatch next.sh\nfi', "sbatch"),
+            (NO_E + f"srun {RUN} x\nif [ $? -eq 0 ]; then\n echo good\nelse\n echo bad\nfi", "bad"),
+            (NO_E + f"timeout 11h srun {RUN} x\nexit 0", "exit"),
+],
         [
             CLEAN + "echo done",
             NO_E + f"echo start\nsrun {RUN} x",
             NO_E + f"srun {RUN} x\ncode=$?\necho done\nexit $code",
             NO_E + "set -o pipefail\n" + f"srun {RUN} x | tee log",
             NO_E + f"srun {RUN} \\\n  $(date)",
-        ],
+            NO_E + f"srun {RUN} x || exit 1\necho done",
+            NO_E + f"srun {RUN} x &\npid=$!\necho started\nwait $pid",
+            NO_E + f"srun {RUN} x\nexit",
+            f"#!/bin/bash\nset -o pipefail\n{RUN} x 2>&1 | tee log",
+            "#!/bin/bash\npython prepare.py\necho done",
+],
     ),
     "cpus-not-passed": (
         [
@@ -159,14 +172,21 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (CPUS + "srun bash -c 'torchrun --nnodes=2 x'", "srun"),
             (CPUS + "srun singularity run x.sif python train.py", "srun"),
             (CPUS + "srun singularity exec x.sif bash -c '$WITH_CONDA && python train.py'", "srun"),
-        ],
+            (CPUS + f"export SLURM_CPU_BIND=cores\nsrun {RUN} x", "srun"),
+            (CPUS + f"srun --cpu-bind=cores {RUN} x", "srun"),
+            (CPUS + f"timeout -k 60 11h srun {RUN} x", "timeout"),
+            (CPUS + f"srun ./prepare.sh\nsrun {RUN} x", "torchrun"),
+],
         [
             CPUS + f"srun --cpus-per-task=8 {RUN} x",
             CPUS + f"srun -c $SLURM_CPUS_PER_TASK {RUN} x",
             CPUS + f"export SRUN_CPUS_PER_TASK=8\nsrun {RUN} x",
             CPUS + f"head=$(srun --nodes=1 hostname)\nsrun --cpu-bind=none {RUN} x",
             CLEAN,
-        ],
+            CPUS + f"export SLURM_CPU_BIND=none\nsrun {RUN} x",
+            CPUS + f"srun --cpu-bind=map_cpu:0,8 {RUN} x",
+            CPUS + "srun bash -c 'mkdir -p /tmp/a && ln -s /data /tmp/a/'",
+],
     ),
     "node-rank": (
         [
@@ -174,13 +194,17 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (SLURM + 'srun bash -c "torchrun --nnodes=2 --node_rank $SLURM_PROCID --master-addr $h x"', "--node_rank"),
             (SLURM + "srun accelerate launch --num_machines 2 --machine_rank $SLURM_PROCID x.py", "--machine_rank"),
             (SLURM + "export NODE_RANK=$SLURM_NODEID\nsrun torchrun --nnodes=2 --node-rank=$NODE_RANK x", "torchrun"),
-        ],
+            (EIGHT + "export RANK=$SLURM_PROCID\nsrun python train.py", "RANK="),
+            (EIGHT + "export LOCAL_RANK=${SLURM_LOCALID}\nsrun python train.py", "RANK="),
+],
         [
             SLURM + "srun bash -c 'torchrun --nnodes=2 --node_rank=$SLURM_NODEID --master-addr=$h x'",
             SLURM + 'srun bash -c "torchrun --nnodes=2 --node_rank \\$SLURM_PROCID --master-addr $h x"',
             SLURM + "srun bash -c '\\\n  '\"$ENV\"'/bin/torchrun --nnodes=2 \\\n --node_rank $SLURM_NODEID x'",
             SLURM.replace("nodes=2", "nodes=1") + "srun torchrun --node_rank=$SLURM_NODEID x",
-        ],
+            EIGHT + "srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID python train.py'",
+            EIGHT + "export NODE_NUMBER=$SLURM_NODEID\nsrun python train.py",
+],
     ),
     "node-rank-unused": (
         [(SLURM + f"srun {RUN} --node-rank $SLURM_PROCID x", "torchrun")],
@@ -190,12 +214,25 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [
             (GPUS + f"srun {RUN} --nproc-per-node=8 x", "nproc"),
             (PBS.replace("ncpus=8", "ncpus=8:ngpus=1") + "torchrun --standalone --nproc_per_node=2 /x.py", "torchrun"),
-        ],
-        [GPUS + f"srun {RUN} --nproc-per-node=4 x", srun("--nproc-per-node=8")],
+            (f"#!/bin/bash\nCUDA_VISIBLE_DEVICES=0,1 {RUN} --nproc-per-node=4 x", "nproc"),
+            (GPUS.replace("ntasks-per-node=1", "ntasks-per-node=8") + "srun python train.py", "srun"),
+],
+        [GPUS + f"srun {RUN} --nproc-per-node=4 x", srun("--nproc-per-node=8"),
+            f"#!/bin/bash\nexport CUDA_VISIBLE_DEVICES=0,1,2,3\n{RUN} --nproc-per-node=4 x",
+            GPUS.replace("ntasks-per-node=1", "ntasks-per-node=4") + "srun python train.py",
+],
     ),
     "one-rank": (
-        [(GPUS + f"srun {RUN} x", "torchrun")],
-        [GPUS + f"srun {RUN} --nproc-per-node=gpu x", GPUS + "export PET_NPROC_PER_NODE=4\nsrun torchrun x"],
+        [(GPUS + f"srun {RUN} x", "torchrun"),
+            (GPUS + f"srun {RUN} --nproc-per-node=1 x", "torchrun"),
+            (GPUS + f'srun bash -c "{RUN.replace(chr(34), "")} --nproc-per-node=\\$SLURM_NTASKS_PER_NODE x"', "torchrun"),
+            (GPUS + "srun accelerate launch --num_machines=2 --num_processes=2 --main_process_ip=$h x.py", "accelerate"),
+],
+        [GPUS + f"srun {RUN} --nproc-per-node=gpu x", GPUS + "export PET_NPROC_PER_NODE=4\nsrun torchrun x",
+            GPUS.replace("ntasks-per-node=1", "ntasks-per-node=4") + f"srun {RUN} --nproc-per-node=1 x",
+            GPUS + "srun accelerate launch --num_machines=2 --num_processes=8 --main_process_ip=$h x.py",
+            GPUS + f"srun {RUN} $MORE x",
+],
     ),
     "one-gpu-visible": (
         [(GPUS + f"export CUDA_VISIBLE_DEVICES=0\nsrun {RUN} --nproc-per-node=4 x", "CUDA")],
@@ -206,12 +243,18 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [GPUS + "srun python train.py", GPUS + "deepspeed train.py\npython train.py", SLURM + "python train.py"],
     ),
     "endpoint-unset": (
-        [(SLURM + f"srun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun")],
+        [(SLURM + f"srun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun"),
+            (EIGHT + "# export MASTER_ADDR=$(hostname)\nsrun python train.py", "srun"),
+            (SLURM + f"source env/bin/activate\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun"),
+],
         [
             SLURM + f"PORT=$((20000 + SLURM_JOB_ID % 10000)) MASTER_ADDR=$head\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             SLURM + f"source nodes.sh\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
+            SLURM + f"srun --container-image=/x.sqsh {RUN} --rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT x",
+            SLURM + f": ${{MASTER_ADDR:=$head}} ${{PORT:=1}}\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             SLURM.replace("nodes=2", "nodes=1") + "torchrun --standalone --rdzv-endpoint=$MASTER_ADDR:$PORT x",
-        ],
+            EIGHT + "# export MASTER_ADDR=$(hostname)\nexport MASTER_ADDR=$head\nsrun python train.py",
+],
     ),
     "secret": (
         [
@@ -222,21 +265,204 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             CLEAN + "export WANDB_API_KEY=$(cat ~/.wandb)\n",
             CLEAN + "export WANDB_API_KEY='<your-key-goes-here>'\n",
             CLEAN + "export TOKENIZERS_PARALLELISM=false\n",
-        ],
+            CLEAN + "PARAMS+=(--read_only_and_more)\n",
+],
     ),
     "no-nv": (
-        [(GPUS + f"srun apptainer exec x.sif {RUN} --nproc-per-node=4 x", "apptainer")],
+        [(GPUS + f"srun apptainer exec x.sif {RUN} --nproc-per-node=4 x", "apptainer"),
+            (f"#!/bin/bash\ndocker run --ipc=host pt@sha256:{'0' * 64} {RUN} x", "docker"),
+],
         [
             GPUS + f"srun apptainer exec --nv x.sif {RUN} --nproc-per-node=4 x",
             GPUS + f"export APPTAINER_NV=1\nsrun apptainer exec x.sif {RUN} --nproc-per-node=4 x",
             SLURM + f"srun apptainer exec x.sif {RUN} x",
             GPUS.replace("set -e", "#SBATCH --partition=standard-g\nset -e")
             + f"srun apptainer exec x.sif {RUN} --nproc-per-node=4 x",
-        ],
+            f"#!/bin/bash\ndocker run --ipc=host --gpus all pt@sha256:{'0' * 64} {RUN} x",
+],
     ),
     "interface-fixed": (
         [(CLEAN + "export NCCL_SOCKET_IFNAME=ib0\n", "ib0")],
         [CLEAN + "export NCCL_SOCKET_IFNAME=hsn\n", CLEAN + "export NCCL_SOCKET_IFNAME=^lo\n"],
+    ),
+    "script-folder": (
+        [
+            (SLURM + f'HERE="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"\nsrun {RUN} "$HERE/x.py"', "HERE="),
+            (SLURM + f"cd ${{0%/*}}\nsrun {RUN} x.py", "cd"),
+            (PBS + f'source "$(dirname "$0")/env.sh"\nmpiexec {RUN} /x.py', "source"),
+        ],
+        [
+            SLURM + f'HERE="${{SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")" && pwd)}}"\nsrun {RUN} "$HERE/x.py"',
+            SLURM + f'echo "$(basename "$0")"\nsrun {RUN} x.py',
+            f'#!/bin/bash\nset -e\ncd "$(dirname "$0")"\n{RUN} x.py',
+            SLURM + f"srun bash -c 'cd $(dirname $0); {RUN} x.py'",
+        ],
+    ),
+    "cpus-missing": (
+        [
+            (ONE + "torchrun --standalone --nproc-per-node=4 x.py", "torchrun"),
+            (ONE + "srun torchrun --standalone --nproc-per-node=gpu x.py", "torchrun"),
+            (ONE + "N=${N:-4}\ntorchrun --standalone --nproc-per-node=$N x.py", "torchrun"),
+            (ONE + "/env/bin/accelerate launch x.py", "accelerate"),
+            (ONE.replace("set -e", "#SBATCH -c 2\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py", "torchrun"),
+            ("#!/bin/bash\n#BSUB -n 1\n#BSUB -gpu num=4\ntorchrun --standalone --nproc-per-node=4 x.py", "torchrun"),
+            ("#!/bin/bash\n#PBS -l select=1:ngpus=4\ntorchrun --standalone --nproc-per-node=4 /x.py", "torchrun"),
+        ],
+        [
+            ONE.replace("set -e", "#SBATCH -c 32\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py",
+            ONE.replace("set -e", "#SBATCH --exclusive\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py",
+            ONE.replace("set -e", "#SBATCH -C gpu\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py",
+            ONE + "srun --cpus-per-task=32 torchrun --standalone --nproc-per-node=4 x.py",
+            ONE + "torchrun --standalone --nproc-per-node=1 x.py",
+            "#!/bin/bash\n#BSUB -n 8\n#BSUB -R span[hosts=1]\ntorchrun --standalone --nproc-per-node=4 x.py",
+            "#!/bin/bash\n#PBS -l select=1:ncpus=16:ngpus=4\ntorchrun --standalone --nproc-per-node=4 /x.py",
+        ],
+    ),
+    "slots-missing": (
+        [(ONE + "mpirun -np 4 python x.py", "mpirun"), (SLURM + "N=16\nmpirun -n $N python x.py", "mpirun")],
+        [
+            EIGHT + "mpirun -n 16 python x.py",
+            ONE + "mpirun --oversubscribe -np 4 python x.py",
+            ONE + "mpirun --host $hosts -np 4 python x.py",
+            f"{PBS}mpiexec -n 8 python /x.py",
+        ],
+    ),
+    "tasks-missing": (
+        [(SLURM.replace("ntasks-per-node", "ntasks") + f"srun {RUN} x", "srun"), (SLURM + f"srun -n1 {RUN} x", "srun")],
+        [
+            SLURM.replace("ntasks-per-node=1", "ntasks=2") + f"srun {RUN} x",
+            SLURM + f"for n in $nodes; do\nsrun -n 1 -w $n {RUN} x &\ndone\nwait",
+            CLEAN,
+        ],
+    ),
+    "gpus-uneven": (
+        [(SLURM.replace("set -e", "#SBATCH --gpus=a100:4\nset -e") + f"srun {RUN} x", "--gpus=")],
+        [
+            SLURM.replace("set -e", "#SBATCH --gpus=16\nset -e") + f"srun {RUN} x",
+            ONE.replace("gpus-per-node", "gpus") + "torchrun --standalone --nproc-per-node=4 x",
+            GPUS + f"srun {RUN} --nproc-per-node=4 x",
+        ],
+    ),
+    "chunks-together": (
+        [(PBS.replace("ncpus=8", "ncpus=8:ngpus=1") + f"mpiexec {RUN} /x", "select")],
+        [
+            PBS.replace("ncpus=8", "ncpus=8:ngpus=1").replace("set -e", "#PBS -l place=scatter\nset -e") + f"mpiexec {RUN} /x",
+            PBS.replace("ncpus=8", "ncpus=8:ngpus=8") + f"mpiexec {RUN} /x",
+            PBS.replace("select=2:ncpus=8", "select=1:ncpus=8:ngpus=1") + f"mpiexec {RUN} /x",
+            PBS.replace("ncpus=8", "ncpus=8:ngpus=1") + "launch-nodes.sh /x.py",
+        ],
+    ),
+    "option-variable": (
+        [
+            (SLURM + f"srun --cpus-per-task=$SLURM_CPUS_PER_TASK {RUN} x", "srun"),
+            (SLURM + f"srun {RUN} --nproc-per-node=${{SLURM_GPUS_PER_NODE}} x", "srun"),
+        ],
+        [
+            CPUS + f"srun --cpus-per-task=$SLURM_CPUS_PER_TASK {RUN} x",
+            SLURM + f"srun --cpus-per-task=${{SLURM_CPUS_PER_TASK:-8}} {RUN} x",
+            SLURM + f"export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK\nsrun {RUN} x",
+            SLURM + f"echo $SLURM_GPUS\nsrun {RUN} x",
+        ],
+    ),
+    "unset-variable": (
+        [(CLEAN + "export PYTHONPATH=$PWD:$PYTHONPATH", "PYTHONPATH"), (CLEAN + "export LD_LIBRARY_PATH=/x:${LD_LIBRARY_PATH}", "LD_LIB")],
+        [
+            CLEAN + "export PYTHONPATH=$PWD:${PYTHONPATH:-}",
+            NO_E + f"srun {RUN} x\nexport PYTHONPATH=$PWD:$PYTHONPATH",
+            CLEAN + "module load cuda\nexport LD_LIBRARY_PATH=/x:$LD_LIBRARY_PATH",
+            CLEAN + "export PYTHONPATH=/a\nexport PYTHONPATH=/b:$PYTHONPATH",
+        ],
+    ),
+    "endpoint-missing": (
+        [
+            (SLURM + "export MASTER_ADDR=$head\nsrun torchrun --nnodes=2 --nproc-per-node=4 x.py", "torchrun"),
+            (SLURM + "srun accelerate launch --num_machines 2 --num_processes 8 x.py", "accelerate"),
+        ],
+        [
+            CLEAN,
+            SLURM + "srun torchrun --nnodes=2 $ARGS x.py",
+            SLURM + "export PET_MASTER_ADDR=$head\nsrun torchrun --nnodes=2 x.py",
+            SLURM + "srun accelerate launch --config_file c.yaml --num_machines 2 --num_processes 8 x.py",
+        ],
+    ),
+    "endpoint-list": (
+        [
+            (SLURM + "export MASTER_ADDR=$(echo $SLURM_NODELIST | cut -d, -f1)\nsrun python x.py", "MASTER_ADDR"),
+            (SLURM + "export MASTER_ADDR=${SLURM_JOB_NODELIST%%,*}\nsrun python x.py", "MASTER_ADDR"),
+            (SLURM + "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST)\nsrun python x.py", "MASTER_ADDR"),
+            (PBS + "export MASTER_ADDR=$(cat $PBS_NODEFILE)\nmpiexec python /x.py", "MASTER_ADDR"),
+        ],
+        [
+            SLURM + "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)\nsrun python x.py",
+            SLURM + "export MASTER_ADDR=$(echo $SLURM_NODELIST | sed 's/\\[//;s/[-,].*//')\nsrun python x.py",
+            SLURM + "head_nodes=$(scontrol show hostnames $SLURM_JOB_NODELIST)\nsrun python x.py",
+            PBS + "export MASTER_ADDR=$(head -n 1 $PBS_NODEFILE)\nmpiexec python /x.py",
+        ],
+    ),
+    "world-size": (
+        [(EIGHT + "export WORLD_SIZE=8\nsrun python train.py", "WORLD_SIZE")],
+        [
+            EIGHT + "export WORLD_SIZE=16\nsrun python train.py",
+            GPUS + "export WORLD_SIZE=8\nsrun python train.py",
+            EIGHT + "export WORLD_SIZE=$SLURM_NTASKS\nsrun python train.py",
+            SLURM + f"export WORLD_SIZE=8\nsrun {RUN} x",
+        ],
+    ),
+    "one-after-another": (
+        [
+            (f"{PBS}for h in $hosts; do\n ssh $h {RUN} x\ndone", "ssh"),
+            (f"{SLURM}for h in $hosts; do\n srun -N1 -n1 -w $h {RUN} x\ndone", "srun"),
+        ],
+        [
+            f"{PBS}for h in $hosts; do\n ssh $h {RUN} x &\ndone\nwait",
+            f"{PBS}for h in $hosts; do\n ssh $h '{RUN} x > log 2>&1 &'\ndone\nwait",
+            f"{PBS}for h in $hosts; do\n ssh $h bash <<E &\n{RUN} x\nE\ndone\nwait",
+            CLEAN,
+        ],
+    ),
+    "ends-early": (
+        [(SLURM + f"srun {RUN} x &", "srun"), (SLURM + f"nohup srun {RUN} x > log &\necho started", "srun")],
+        [SLURM + f"srun {RUN} x &\nwait", SLURM + f"srun {RUN} x & \nsrun --overlap nvidia-smi dmon", CLEAN],
+    ),
+    "line-not-continued": (
+        [
+            (SLURM + f"srun {RUN} \\\n  # --more \\\n  --less x", "--less"),
+            (SLURM + f"srun {RUN} \\ \n  --less x", "--less"),
+            (SLURM + f"srun {RUN} x \n  --name='a b'", "--name"),
+        ],
+        [
+            SLURM + f"srun {RUN} \\\n  --less x",
+            SLURM + f'if [[ -z "$a" ||\n  -z "$b" ]]; then exit 2; fi\nsrun {RUN} x',
+            SLURM + f"A=(\n  --less # one\n  --more\n)\nsrun {RUN} \"${{A[@]}}\" x",
+            SLURM + f"case $1 in\n  -h|--help) exit 2;;\n  --more) true;;\nesac\nsrun {RUN} x",
+            SLURM + f"cat > a.sh <<E\n--less\nE\nsrun {RUN} x",
+        ],
+    ),
+    "options-late": (
+        [(SLURM + "srun torchrun train.py --nproc_per_node=4", "nproc")],
+        [SLURM + f"srun {RUN} train.py --nproc 4", SLURM + "srun torchrun $ARGS --nproc_per_node=4 train.py"],
+    ),
+    "dos-lines": ([(CLEAN.replace("\n", "\r\n"), "#!")], [CLEAN]),
+    "directive-malformed": (
+        [
+            (SLURM.replace("--nodes=2", "\u2013nodes=2") + f"srun {RUN} x", "nodes"),
+            (SLURM.replace("--nodes=2", "--nodes = 2") + f"srun {RUN} x", "nodes"),
+        ],
+        [CLEAN, SLURM.replace("set -e", "#SBATCH --account=\n#SBATCH --comment='a = b'\nset -e") + f"srun {RUN} x"],
+    ),
+    "remote-code": (
+        [
+            (f"curl -fsSL https://example.org/x | bash\n{CLEAN}", "curl"),
+            (f"{CLEAN}source <(curl -fsSL https://example.org/x)\n", "source"),
+            (f"{CLEAN}bash -c \"$(curl -fsSL https://example.org/x)\"\n", "bash"),
+            (f"{CLEAN}wget https://raw.githubusercontent.com/a/b/main/train.py\n", "wget"),
+        ],
+        [
+            f"{CLEAN}curl -O https://example.org/data.tar\n",
+            f"{CLEAN}curl -s https://example.org/x | grep y\n",
+            f"{CLEAN}curl -s https://example.org/x | python3 -c 'import json'\n",
+            f"{CLEAN}wget https://raw.githubusercontent.com/a/b/{'0' * 40}/train.py\n",
+        ],
     ),
     "head-only": (
         [
@@ -272,8 +498,15 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (f"{SLURM}torchrun --nproc-per-node 4 x", "torchrun"),
             (f"{SLURM}torchrun --standalone x", "torchrun"),
             (f"{PBS}hostname\ntorchrun --nnodes=1 x", "torchrun"),
-        ],
-        [f"{SLURM}{RUN} x", CLEAN, f"{CLEAN}torchrun --standalone evaluate.py", f"{SLURM}export PET_NNODES=2\ntorchrun x"],
+            (f"{SLURM}python train.py", "python"),
+            (f"{SLURM}deepspeed train.py", "deepspeed"),
+],
+        [f"{SLURM}{RUN} x", CLEAN, f"{CLEAN}torchrun --standalone evaluate.py", f"{SLURM}export PET_NNODES=2\ntorchrun x",
+            f"{SLURM}deepspeed --hostfile hosts train.py",
+            f"{SLURM}srun python train.py",
+            f"{SLURM.replace('nodes=2', 'nodes=1')}python train.py",
+            "#!/bin/bash\n#SBATCH --gres=gpu:4\ntorchrun --nnodes=1:2 --nproc-per-node=4 x",
+],
     ),
     "standalone": (
         [
@@ -294,7 +527,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (srun("--master_addr=localhost"), "master_addr"),
             (f"{SLURM}export MASTER_ADDR=localhost\nsrun python t.py", "MASTER_ADDR"),
             (f"{SLURM}export NODE=localhost\nsrun torchrun --nnodes=2 --rdzv-endpoint=$NODE:1 x", "rdzv"),
-        ],
+            ("#!/bin/bash\n#SBATCH --gres=gpu:4\ntorchrun --nnodes=1:2 --rdzv-endpoint=localhost:6000 x", "rdzv"),
+],
         ["#!/bin/bash\n#SBATCH -N1\nMASTER_ADDR=localhost torchrun --rdzv-endpoint localhost:0 x"],
     ),
     "localhost-fallback": (
@@ -321,7 +555,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [
             (f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint=$(hostname):$p x'", "hostname"),
             (f"{SLURM}srun bash -c \"torchrun --nnodes=2 --rdzv_endpoint=\\$(hostname):$p x\"", "hostname"),
-        ],
+            (f"{SLURM}srun bash -c 'MASTER_ADDR=$(hostname) python train.py'", "hostname"),
+],
         [
             f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint=$head:$p x'",
             f"{SLURM}srun bash -c \"torchrun --nnodes=2 --node-rank=\\$SLURM_NODEID --rdzv_endpoint=$(hostname):$p x\"",
@@ -332,7 +567,10 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (srun("--rdzv_endpoint=$(hostname):$port"), "hostname"),
             (f"{SLURM}A=(\n --nnodes=2\n --rdzv_endpoint=$(hostname)\n)\nsrun torchrun \"${{A[@]}}\" x", "hostname"),
         ],
-        [CLEAN],
+        [CLEAN,
+            ONE + "torchrun --rdzv-endpoint=$(hostname):$port x",
+            "#!/bin/bash\n#BSUB -n 1\nblaunch torchrun --nnodes=$N --rdzv-endpoint=$HOSTNAME:$port x",
+],
     ),
     "first-address": (
         [(f"{CLEAN}ip=$(hostname -I | awk '{{print $1}}')", "hostname"), (f"{CLEAN}ip=$(hostname -i)", "hostname")],
@@ -351,8 +589,15 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (srun("--rdzv_endpoint=$head:29500"), "29500"),
             (f"{SLURM}port=29400\nsrun torchrun --nnodes=2 --rdzv_endpoint=$head:$port x", "29400"),
             (f"{SLURM}export MASTER_PORT=12355\nsrun python t.py", "12355"),
-        ],
-        [f"{SLURM}port=$((20000 + SLURM_JOB_ID % 10000))\nsrun torchrun --nnodes=2 --rdzv_endpoint=$head:$port x"],
+            (ONE.replace("node=4", "node=2") + "torchrun --nproc-per-node=2 x", "torchrun"),
+            (ONE.replace("node=4", "node=2") + "srun tune run --nnodes 1 --nproc_per_node 2 --master_port 29500 x", "tune"),
+],
+        [f"{SLURM}port=$((20000 + SLURM_JOB_ID % 10000))\nsrun torchrun --nnodes=2 --rdzv_endpoint=$head:$port x",
+            ONE.replace("gpus-per-node=4", "ntasks-per-node=8\n#SBATCH --gpus-per-task=1") + "export MASTER_PORT=1234\nsrun python x",
+            ONE.replace("node=4", "node=2") + "torchrun --standalone --nproc-per-node=2 x",
+            ONE.replace("node=4", "node=2") + "torchrun --nproc-per-node=2 --master-port=$port x",
+            ONE.replace("node=4", "node=2") + "torchrun $ARGS x",
+],
     ),
     "nodes-differ": (
         [(srun("--nnodes=4"), "nnodes"), (f"{PBS}mpiexec torchrun --nnodes 1:4 x", "nnodes")],
@@ -375,7 +620,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (EIGHT + f"srun -n 16 {RUN} x", "ntasks-per-node"),
             (EIGHT + f"srun -n $SLURM_NTASKS {RUN} x", "ntasks-per-node"),
             (EIGHT + f"srun apptainer exec x.sif bash -c '{RUN} x'", "ntasks-per-node"),
-        ],
+            (SLURM.replace("ntasks-per-node=1", "ntasks=8") + f"srun {RUN} x", "ntasks"),
+],
         [
             CLEAN,
             EIGHT + f"srun --ntasks-per-node=1 {RUN} x",
@@ -454,13 +700,17 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (f"{SLURM}srun --container-image=nvcr.io#nvidia/pytorch:latest x", "container"),
             (f"{SLURM}apptainer pull docker://pytorch/pytorch", "docker://"),
             (f"{SLURM}IMG=docker://pytorch/pytorch:latest\nenroot import -o x.sqsh $IMG", "enroot"),
-        ],
+            (SLURM.replace("set -e", "#SBATCH --image=docker:a/b:latest\nset -e") + f"srun {RUN} x", "--image"),
+            (f"{SLURM}docker pull ${{REGISTRY}}pt:latest", "docker"),
+],
         [
             f"{SLURM}srun --container-image /fsx/pt.sqsh x",
             f"{SLURM}srun --container-image ./pt.sqsh x",
             f"{SLURM}apptainer pull docker://pytorch/pytorch@sha256:{'ab' * 32}",
             f"{SLURM}docker pull example.org:5000/pt:2.7.1-cu126",
-        ],
+            SLURM.replace("set -e", "#SBATCH --container-image=/fsx/x.sqsh\nset -e") + f"srun {RUN} x",
+            f"{SLURM}docker pull ${{REGISTRY}}pt:$TAG",
+],
     ),
     "image-tag": (
         [(f"{SLURM}docker pull example.org:5000/pt:stable", "stable")],
@@ -508,9 +758,19 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     ),
 }  # fmt: skip
 PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
+    "secret": (
+        [(on_pods("env: [{name: WANDB_API_KEY, value: 0123456789abcdef0123456789abcdef01234567}]"), "WANDB")],
+        [on_pods("env: [{name: WANDB_API_KEY, valueFrom: {secretKeyRef: {name: wandb, key: key}}}]")],
+    ),
+    "ranks-exceed-gpus": (
+        [(on_pods("command: [torchrun, --nproc-per-node=8, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}"), "command")],
+        [on_pods("command: [torchrun, --nproc-per-node=4, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}")],
+    ),
     "shared-memory": (
         [(on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace("/dev/shm", "/data"), "image:")],
-        [on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data")],
+        [on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data"),
+            on_pods("command: [torchrun, t.py, --workers=0]\n              resources: {limits: {nvidia.com/gpu: 1}}").replace("/dev/shm", "/data"),
+],
     ),
     "container-name": (
         [(on_pods("command: [torchrun, t.py]").replace("name: pytorch", "name: trainer"), "name: trainer")],
@@ -521,7 +781,9 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [on_pods("env: [{name: FI_PROVIDER, value: efa}]\n              resources: {limits: {vpc.amazonaws.com/efa: 1}}")],
     ),
     "image-unpinned": (
-        [(on_pods("command: [torchrun, t.py]", "r.example.org/pt:latest"), "image:"), (on_pods("{}", "pt").replace("{}", ""), "image:")],
+        [(on_pods("command: [torchrun, t.py]", "r.example.org/pt:latest"), "image:"), (on_pods("{}", "pt").replace("{}", ""), "image:"),
+            (on_pods("command: [torchrun, t.py]", "${REGISTRY}pt:latest"), "image:"),
+],
         [on_pods("command: [torchrun, t.py]"), on_pods("command: [torchrun, t.py]", "${IMAGE_URI}")],
     ),
     "localhost-endpoint": (
@@ -644,6 +906,9 @@ def test_there_are_rendered_scripts() -> None:
         ("a >f 2>&1 <g b", ["a", "b"]),
         ("a ${x:-\"q r\"} $((1 + 2)) `d`", ["a", "${x:-\"q r\"}", "$((1 + 2))", "$(d)"]),
         ("if ! a b; then :; fi", ["a", "b"]),
+        ("timeout -k 5 --signal TERM 11h a b", ["a", "b"]),
+        ("time -p nice -n 5 numactl --cpunodebind=0 -m 0 a -n 1", ["a", "-n", "1"]),
+        ("timeout $TIME_LIMIT a b", ["a", "b"]),
         ("a /home/<you>/x", ["a", "/home/<you>/x"]),
         ("a#b #c", ["a#b"]),
         ("a \"$(b \")\" 'c)')\"", ["a", "$(b \")\" 'c)')"]),
@@ -656,6 +921,21 @@ def test_words_are_those_of_the_shell(text: str, words: list[str]) -> None:
 def test_a_quote_in_an_ansi_c_string_does_not_hide_the_rest_of_the_script() -> None:
     commands = [c.words for c in parse("echo $'it\\'s' x\ntorchrun t.py\n")]
     assert commands == [("echo", "it\\'s", "x"), ("torchrun", "t.py")]
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "background"),
+    [
+        ("a && b || c &", ["&&", "||", "&"], [False, False, True]),
+        ("a | b |& c; d", ["|", "|&", ";", ""], [False] * 4),
+        ("a <<E &\nE\nb\n", ["&", "\n"], [True, False]),
+        ("ssh h 'a & b'", ["", "&", ""], [False, True, False]),
+    ],
+)
+def test_the_operator_behind_a_command_is_known(text: str, ends: list[str], background: list[bool]) -> None:
+    commands = parse(text)
+    assert [one.end for one in commands] == ends
+    assert [one.background for one in commands] == background
 
 
 def test_a_command_in_the_default_of_a_variable_is_found() -> None:
@@ -784,6 +1064,39 @@ def test_a_torchrun_for_one_node_in_a_job_of_several_does_not_wait() -> None:
     assert problem and problem.fault.level == "warning"
     assert "trains on one of 2 nodes" in problem.what
     assert "error" not in {one.fault.level for one in lint(BARE, "node.sh")}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "level"),
+    [
+        # Nodes of many clusters have four GPUs.
+        (ONE + "torchrun --nproc-per-node=4 x", "fixed-port", "hint"),
+        (ONE.replace("node=4", "node=2") + "torchrun --nproc-per-node=2 x", "fixed-port", "warning"),
+        # One node is enough to begin with.
+        ("#!/bin/bash\n#SBATCH -c 8\ntorchrun --nnodes=1:2 --rdzv-endpoint=localhost:1 x", "localhost-endpoint", "warning"),
+        (srun("--rdzv-endpoint=localhost:1"), "localhost-endpoint", "error"),
+        # A script that only installs is meant to.
+        ("#!/bin/bash\npip install torch", "install-in-job", "hint"),
+        (f"{CLEAN}pip install torch", "install-in-job", "warning"),
+        # Nobody's dependencies read the exit code of a script without directives.
+        (f"#!/bin/bash\n{RUN} x\necho done", "status-lost", "hint"),
+    ],
+)  # fmt: skip
+def test_a_fault_that_may_be_none_has_a_lower_level(text: str, fault: str, level: str) -> None:
+    problem = found(text, fault)
+    assert problem and problem.fault.level == level
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (SLURM.replace("set -e", "#SBATCH -o logs/%j.out\n#SBATCH -e logs/%j.err\nset -e") + f"srun {RUN} x", "output-folder"),
+        (CPUS + f"srun {RUN} x\nsrun {RUN} y", "cpus-not-passed"),
+        (f"{CLEAN}pip install a\npip install b", "install-in-job"),
+    ],
+)  # fmt: skip
+def test_one_cause_is_one_problem(text: str, fault: str) -> None:
+    assert ids(text).count(fault) == 1
 
 
 def test_a_line_can_be_excepted() -> None:

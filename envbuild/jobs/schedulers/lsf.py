@@ -8,7 +8,7 @@ resource requirements; configuration reference, "Environment variables set for j
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from envbuild.errors import UsageError
@@ -129,11 +129,20 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
         for value in option_values(words, ("-n",)):
             number = whole(value)
             slots = None if number is None else (line, number)
-        if match := re.search(r"\bspan\[ptile=(\d{1,9})\]", " ".join(words)):
-            each_node = int(match[1])
-    if slots is None or not each_node:
+        if match := re.search(r"\bspan\[(?:ptile=(\d{1,9})|hosts=1)\]", " ".join(words)):
+            each_node = int(match[1] or 10**9)
+    if slots is None or not (each_node or slots[1] == 1):
         return None
+    each_node = each_node or 1
     return slots[0], -(-slots[1] // each_node)
+
+
+def _cpus(directives: Sequence[Directive]) -> int | None:
+    nodes = _nodes(directives)
+    words = [word for _, line in directives for word in line]
+    if nodes is None or nodes[1] > 1 or "affinity[" in "".join(words) or "-x" in words:
+        return None
+    return whole(next(option_values(words, ("-n",)), "1"))
 
 
 def _queues(printed: str) -> list[Queue]:
@@ -162,7 +171,15 @@ LSF = Scheduler(
     own_option=_own_option,
     own_log=True,
     allocation=AllocationFacts(_find_allocation, "LSB_JOBID", "bsub -Is"),
-    script=ScriptFacts("#BSUB", "LSB_", _nodes, requeue=frozenset(["-r", "-rn"]), output=("-o", "-oo", "-e", "-eo")),
+    script=ScriptFacts(
+        "#BSUB",
+        "LSB_",
+        _nodes,
+        requeue=frozenset(["-r", "-rn"]),
+        output=("-o", "-oo", "-e", "-eo"),
+        submitted="LS_SUBCWD",
+        cpus=_cpus,
+    ),
     host=HostFacts(
         version=("-V",),
         list_queues=("bqueues", "-w"),

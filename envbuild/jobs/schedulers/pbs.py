@@ -7,7 +7,7 @@ OpenPBS 20 to 23; its src/cmds/qsub.c, src/cmds/pbsdsh.c and src/resmom/start_ex
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from envbuild.errors import UsageError
@@ -165,6 +165,13 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     return None
 
 
+def _cpus(directives: Sequence[Directive]) -> int | None:
+    text = " ".join(word for _, words in directives for word in words)
+    if match := re.search(r"\b(?:ncpus|ppn)=(\d{1,9})", text):
+        return int(match[1])
+    return 1 if re.search(r"\bselect=\S{0,200}\bngpus=", text) and "excl" not in text else None
+
+
 def _queues(printed: str) -> list[Queue]:
     lines = printed.splitlines()
     rule = next((n for n, line in enumerate(lines) if line.startswith("---")), len(lines))
@@ -184,7 +191,9 @@ PBS = Scheduler(
     exclusive_has_cpus=False,
     own_log=True,
     allocation=AllocationFacts(_find_allocation, "PBS_JOBID", "qsub -I"),
-    script=ScriptFacts("#PBS", "PBS_", _nodes, output=("-o", "-e"), folder=("-w", "-d")),
+    script=ScriptFacts(
+        "#PBS", "PBS_", _nodes, output=("-o", "-e"), folder=("-w", "-d"), submitted="PBS_O_WORKDIR", cpus=_cpus
+    ),
     host=HostFacts(
         version=("--version",),
         list_queues=("qstat", "-Q"),

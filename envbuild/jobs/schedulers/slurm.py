@@ -7,7 +7,7 @@ src/common/read_config.c and src/srun/libsrun/srun_job.c, _srun_signal_mgr.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from envbuild.errors import UsageError
 from envbuild.jobs.containers import pyxis_options, work_key
@@ -24,6 +24,7 @@ from envbuild.jobs.schedulers.base import (
     Submission,
     first_number,
     option_values,
+    whole,
 )
 from envbuild.jobs.script import render_script
 
@@ -162,6 +163,25 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     return None
 
 
+# Source: sbatch(1), "Output environment variables".
+_OPTIONAL = {
+    "SLURM_CPUS_PER_TASK": ("--cpus-per-task", "-c"),
+    "SLURM_CPUS_PER_GPU": ("--cpus-per-gpu",),
+    "SLURM_GPUS": ("--gpus", "-G"),
+    "SLURM_GPUS_PER_NODE": ("--gpus-per-node",),
+    "SLURM_GPUS_PER_TASK": ("--gpus-per-task",),
+    "SLURM_NTASKS_PER_NODE": ("--ntasks-per-node", "--tasks-per-node"),
+}
+
+
+def _cpus(directives: Sequence[Directive]) -> int | None:
+    words = [word for _, line in directives for word in line]
+    tasks = [*option_values(words, ("--ntasks", "-n", "--ntasks-per-node", "--tasks-per-node"))]
+    if any(word.startswith(("--exclusive", "--cpus-per-gpu", "--mem=0")) for word in words) or set(tasks) - {"1"}:
+        return None
+    return next((whole(value) for value in option_values(words, _OPTIONAL["SLURM_CPUS_PER_TASK"])), 1)
+
+
 def _partitions(printed: str) -> list[Queue]:
     found: dict[str, Queue] = {}
     for line in printed.splitlines():
@@ -204,6 +224,9 @@ SLURM = Scheduler(
         output=("--output", "-o", "--error", "-e"),
         own_steps=True,
         strict=True,
+        submitted="SLURM_SUBMIT_DIR",
+        optional=_OPTIONAL,
+        cpus=_cpus,
     ),
     leaves_out_nodes=True,
     host=HostFacts(

@@ -1,0 +1,171 @@
+"""The torchruns of a script, and other commands that train."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from envbuild.jobs.lint_expand import Variables
+from envbuild.jobs.lint_shell import LAUNCHERS, Command, starters
+from envbuild.jobs.schedulers.base import option_values, whole
+
+STARTS = re.compile(
+    r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|lightning|bash|sh|[\w./${}-]+\.(?:sh|py)"
+    r"|uv|poetry|pixi|composer|tune|axolotl|itwinai|litgpt|llamafactory-cli|colossalai|fairseq-train|nsys)"
+)
+TRAINS = re.compile(r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun)")
+_IN_SHELL = re.compile(
+    r"\b(?:python|torchrun|accelerate|deepspeed)|\.(?:py|sh)\b|^\$|\$\{?\w{0,40}(?:CMD|LAUNCH|RUN|SCRIPT)"
+)
+# Programs of steps before the training.
+_ASKS = frozenset([
+    "hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date", "ray", "jupyter",
+])  # fmt: skip
+_PREPARES = re.compile(r"(?:copy|setup|install|download|stage|clean|extract|config|env)[\w.-]*\.sh")
+_FLAGS = frozenset([
+    "standalone", "no-python", "run-path", "module", "m", "multi-gpu", "same-network", "use-deepspeed", "use-fsdp",
+    "cpu", "debug",
+])  # fmt: skip
+# Options of `accelerate launch`, by torchrun's names. Its --num-processes counts those of all nodes.
+_ACCELERATE = {
+    "num-machines": "nnodes", "machine-rank": "node-rank", "main-process-ip": "master-addr",
+    "main-process-port": "master-port",
+}  # fmt: skip
+_ACCELERATE_NODES = {"nnodes", "node-rank", "master-addr", "rdzv-backend"}
+_TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One torchrun, or an `accelerate launch`, whose options have torchrun's names.
+
+    `options` are its own, without leading dashes and with `_` as `-`. `around` are the words before it, in its
+    command and in the enclosing ones; `started_by` names the enclosing launchers and containers. `rest` are the
+    script and its arguments.
+    """
+
+    command: Command
+    options: Mapping[str, str]
+    around: tuple[str, ...]
+    started_by: tuple[str, ...]
+    rest: tuple[str, ...] = ()
+    program: str = "torchrun"
+
+    @property
+    def launcher(self) -> str:
+        """The launcher that starts it on nodes, "" for none."""
+        return next((one for one in self.started_by if one in LAUNCHERS), "")
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for torchruns on other nodes, as far as the script tells."""
+        fewest = self.options.get("nnodes", "1").partition(":")[0]
+        number = whole(fewest)
+        return "standalone" not in self.options and (number is None or number > 1)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that it starts on a node, as a number or as the default of a variable, 0 if unknown."""
+        return whole(re.sub(r"^\$\{\w+:?-|\}$", "", self.options.get("nproc-per-node", ""))) or 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its options are known: none are in a variable that another file or the user sets."""
+        return not "".join(self.rest[:1]).startswith("$") or self.rest[0].endswith(".py")
+
+    def option(self, *names: str) -> str:
+        """Return the value of the launcher's option with one of these names, "" for none."""
+        begin = [posixpath.basename(word) for word in self.around]
+        words = self.around[begin.index(self.launcher) :] if self.launcher in begin else ()
+        return next(option_values(words, names), "")
+
+
+def find_launches(commands: Sequence[Command], variables: Variables, given: Mapping[str, str]) -> Iterator[Launch]:
+    """Yield every torchrun of `commands`; `given` are options that variables of the script set."""
+    for command in commands:
+        words = variables.expanded(command.words)
+        # Inside a string for another shell, it is parsed as a separate command.
+        at = next((n for n, word in enumerate(words) if _is_torchrun(words, n)), None)
+        if at is None and (at := _accelerate(words)) is not None:
+            around = (*variables.expanded(command.around), *words[:at])
+            read, rest = _options(words[at + 2 :])
+            options = {_ACCELERATE.get(name, name): value for name, value in read.items()}
+            # Its own default is the configuration of the user who started it.
+            if options.keys() & _ACCELERATE_NODES:
+                yield Launch(command, options, around, starters(command, words[:at]), rest, "accelerate launch")
+            continue
+        if at is None or words[0] in ("echo", "printf", "which", "-v", "type", "pkill", "cd"):
+            continue
+        around = (*variables.expanded(command.around), *words[:at])
+        by = starters(command, words[:at])
+        options, rest = _options(words[at + 1 :])
+        program = "tune run" if words[at] == "run" else "torchrun"
+        yield Launch(command, {**given, **options}, around, by, rest, program)
+
+
+def _is_torchrun(words: list[str], at: int) -> bool:
+    word = words[at]
+    if words[at - 1 : at + 1] == ["tune", "run"]:  # torchtune's
+        return True
+    if _TORCHRUN.fullmatch(word):
+        return at > 0 and words[at - 1] == "-m"
+    return posixpath.basename(word) == "torchrun" and "=" not in word
+
+
+def _accelerate(words: list[str]) -> int | None:
+    pairs = enumerate(pairwise(words))
+    return next((n for n, (one, two) in pairs if posixpath.basename(one) == "accelerate" and two == "launch"), None)
+
+
+def _options(words: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return torchrun's options, up to the script that it starts, and the words from there on."""
+    found: dict[str, str] = {}
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        name, equal, value = words[at].lstrip("-").partition("=")
+        name = name.replace("_", "-")
+        at += 1
+        if name in _FLAGS:
+            found[name] = "yes"
+            continue
+        if not equal and at < len(words):
+            value = words[at]
+            at += 1
+        found[name] = value
+    return found, tuple(words[at:])
+
+
+def starts_training(command: Command) -> bool:
+    """Return whether a command looks like the training and not like a step before or after it."""
+    name = command.program
+    if name.startswith("$") and re.search("torchrun|launcher", name, re.IGNORECASE):
+        return True
+    if name in LAUNCHERS or name in ("apptainer", "singularity", "docker"):
+        if set(command.words) & _ASKS or re.search(r"\b(?:pip3?|conda) install\b", " ".join(command.words)):
+            return False
+        texts = [text for flag, text in pairwise(command.words) if re.fullmatch(r"-\w*c", flag) and " " in text]
+        if texts:
+            return any(_IN_SHELL.search(text) for text in texts)
+        names = [posixpath.basename(word) for word in command.words[1:]]
+        if sum(name.endswith((".sh", ".py")) for name in names) == 1 and any(map(_PREPARES.search, names)):
+            return False
+        return any(
+            STARTS.fullmatch(name) or word.startswith("$") for name, word in zip(names, command.words[1:], strict=True)
+        )
+    return bool(TRAINS.fullmatch(name)) and (len(command.words) > 1 and "-c" not in command.words[1:2])
+
+
+def is_plain_training(command: Command) -> bool:
+    """Return whether the command is a training by one Python process."""
+    words = command.words[1:]
+    script = next((word for word in words if not word.startswith("-")), "")
+    text = " ".join(words[:4])
+    trains = re.search(r"train|finetun|fine_tun|main|pretrain|sft|ddp", text) is not None
+    return (
+        bool(re.fullmatch(r"python[\d.]*", command.program))
+        and trains
+        and (words[:1] == ("-m",) or script.endswith(".py"))
+    )

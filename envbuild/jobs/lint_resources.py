@@ -1,0 +1,166 @@
+"""The rules of `envbuild lint-job` for requested nodes, tasks, CPUs and GPUs, and for the ranks that use them."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import takewhile
+
+from envbuild.jobs.lint_launch import STARTS, TRAINS, Launch, is_plain_training, starts_training
+from envbuild.jobs.lint_script import Found, ParsedScript
+from envbuild.jobs.lint_shell import LAUNCHERS, Command
+from envbuild.jobs.schedulers.base import option_values, whole
+
+# Bindings that leave a task more than one core.
+_FREE = r"(?:quiet,|verbose,|[qv],)?(?:no|map_|mask_|rank|sockets|ldoms|boards)"
+_BOUND = re.compile(rf"(?:^| )(?:--cpus-per-task|--cpus-per-gpu|-c ?[\d$]|--cpu[-_]bind[= ]{_FREE})")
+_UNBOUND = re.compile(_FREE, re.IGNORECASE)
+_EMPTY = re.compile(r"\$(?:(SLURM_\w+)|\{(SLURM_\w+)\})")
+_MPIRUN = frozenset(["mpirun", "mpiexec", "orterun"])
+_SLOTS = re.compile(r"host|machinefile|oversubscribe|rankfile|:ppn", re.IGNORECASE)
+
+
+def of_steps(script: ParsedScript) -> Iterator[Found]:
+    """Find srun steps without the job's CPUs."""
+    asked = script.directive("--cpus-per-task", "-c")
+    several = asked is not None and (whole(asked[1]) or 2) > 1
+    free = any(_UNBOUND.match(value) for _, value in script.exported("SLURM_CPU_BIND"))
+    if not (several and script.facts and script.facts.own_steps) or "SRUN_CPUS_PER_TASK" in script.text or free:
+        return
+    steps: list[Command] = []
+    for one in script.commands:
+        step = one.program == "srun" and not (one.started_by or one.file) and starts_training(one)
+        options = takewhile(lambda word: not STARTS.fullmatch(posixpath.basename(word)), one.words[1:])
+        if step and "[@]}" not in "".join(one.words[:2]) and not _BOUND.search(" ".join(options)):
+            steps.append(one)
+    # Steps before the training often need one core.
+    trainings = [one for one in steps if any(TRAINS.fullmatch(posixpath.basename(word)) for word in one.words)]
+    for one in (trainings or steps)[-1:]:
+        yield Found("cpus-not-passed", one.line)
+
+
+def of_cpus(script: ParsedScript) -> Iterator[Found]:
+    """Find torchruns with fewer CPUs than ranks."""
+    cpus = script.facts.cpus(script.directives) if script.facts else None
+    if cpus is None or script.undivided:
+        return
+    own = ("--cpus-per-task", "-c", "--cpus-per-gpu")
+    started = [(one.command, 0 if one.option(*own) else _ranks(script, one)) for one in script.launches]
+    # Without options they start a rank for each GPU.
+    alone = {("accelerate", "launch"), ("deepspeed",)}
+    others = [one for one in script.commands if {(one.program, *one.words[1:2]), (one.program,)} & alone]
+    known = {id(command) for command, _ in started}
+    for one in others:
+        asked = next(option_values(one.words, ("--num_processes", "--num-processes", "--num_gpus")), "")
+        started += [(one, whole(asked) or script.gpus)] * (id(one) not in known)
+    for command, ranks in started:
+        if ranks >= 2 * max(cpus, 1) and not command.file:
+            yield Found("cpus-missing", command.line, f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}")
+            return
+
+
+def _ranks(script: ParsedScript, one: Launch) -> int:
+    """Return the number of ranks that a torchrun starts on a node, 0 if unknown."""
+    if one.program == "accelerate launch":  # its --num-processes are those of all machines
+        nodes = whole(one.options.get("nnodes", "")) or (script.nodes[1] if script.nodes else 0)
+        return (whole(one.options.get("num-processes", "")) or 0) // nodes if nodes else 0
+    value = one.options.get("nproc-per-node", "").strip("\\${}")
+    if value in ("gpu", "auto", "SLURM_GPUS_ON_NODE"):
+        return script.gpus
+    if value == "SLURM_NTASKS_PER_NODE":
+        return script.tasks
+    return one.ranks
+
+
+def of_ranks(script: ParsedScript) -> Iterator[Found]:
+    """Find numbers of ranks that do not go with the GPUs, and GPUs that nobody uses."""
+    gpus, told = script.gpus, re.search("nproc", script.text, re.IGNORECASE) is not None
+    shown = sorted((one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES"))
+    for one in script.launches:
+        line = one.command.line
+        given = told or one.program != "torchrun" or "nproc-per-node" in one.options
+        ranks = _ranks(script, one) or int(not given)
+        before = bisect_right(shown, line, key=lambda row: row[0])
+        visible = shown[before - 1][1] if before else ""
+        seen = len(visible.split(",")) if re.fullmatch(r"\d{1,2}(?:,\d{1,2}){0,15}", visible) else 0
+        most = min(filter(None, (gpus, seen)), default=0)
+        if not most:
+            continue
+        alone = len(script.launches) == 1 and script.tasks <= 1 and one.launcher not in _MPIRUN
+        if ranks > most:
+            yield Found("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {most} GPUs")
+        elif 0 < ranks < gpus and not seen and alone and one.complete:
+            yield Found("one-rank", line, f"{ranks} of {gpus}")
+    tasks = [one for one in script.commands if one.program == "srun" and starts_training(one) and not one.file]
+    own = re.compile(r"(?:^| )(?:-n|-N|--ntasks|--mps|--overlap|--gpu)")
+    if (
+        0 < gpus < script.tasks
+        and not script.launches
+        and tasks
+        and "ntasks-per-gpu" not in script.text
+        and not own.search(" ".join(tasks[-1].words))
+    ):
+        yield Found("ranks-exceed-gpus", tasks[-1].line, f"{script.tasks} tasks, {gpus} GPUs", level="warning")
+    several = gpus > 1 or any(one.ranks > 1 for one in script.launches)
+    for line, value in shown if several else ():
+        if re.fullmatch(r"\d", value):
+            yield Found("one-gpu-visible", line, value)
+    if gpus > 1 and not script.launches and script.kind != "shell":
+        plain = [one for one in script.commands if is_plain_training(one)]
+        others = any(one.program in ("deepspeed", "horovodrun", *LAUNCHERS) for one in script.commands)
+        if plain and not others:
+            yield Found("one-process", plain[0].line, str(gpus))
+
+
+def of_requests(script: ParsedScript) -> Iterator[Found]:
+    """Find requests that do not give each node what its ranks need."""
+    words = [word for _, line in script.directives for word in line]
+    nodes = script.nodes[1] if script.nodes else 1
+    text = " ".join(words)
+    of_job = script.directive("--gpus", "-G")
+    whole_gpus = whole(of_job[1].rpartition(":")[2]) if of_job else None
+    own = re.search(r"--(?:gpus-per-(?:node|task)|gres|exclusive|ntasks-per-gpu)|gpu:", text)
+    if of_job and whole_gpus and nodes > 1 and not (own or script.undivided) and whole_gpus < 8 * nodes:
+        yield Found("gpus-uneven", of_job[0], of_job[1], str(nodes))
+    chunks = re.search(r"\bselect=(\d{1,5}):\S{0,200}?\bngpus=(\d{1,3})", text)
+    together = chunks is not None and int(chunks[1]) > 1 and 0 < int(chunks[2]) < 4
+    starts = script.launches or script.launchers_work
+    if together and starts and not re.search(r"scatter|excl|host=", text) and not script.is_cray:
+        yield Found("chunks-together", script.nodes[0] if script.nodes else 1)
+    limited = (script.tasks or script.nodes) and "OMPI_MCA" not in script.text
+    if script.facts and script.facts.own_steps and limited:
+        slots = max(script.tasks, 1) * nodes
+        for one in script.commands:
+            options = script.variables.expanded(one.words)
+            asked = next(option_values(options, ("-n", "-np", "--np", "-c")), "") if one.program in _MPIRUN else ""
+            if (whole(asked) or 0) > slots and not _SLOTS.search(" ".join(options)):
+                yield Found("slots-missing", one.line, f"{asked} ranks, {slots} slot{'s' * (slots != 1)}")
+
+
+def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
+    """Find variables of the scheduler that are not set, because the directive that sets them is missing."""
+    optional = script.facts.optional if script.facts else {}
+    unset = {name for name, own in optional.items() if name not in script.values and not script.directive(*own)}
+    for one in script.commands if unset else ():
+        if one.per_node or one.file or one.program in ("echo", "printf", "[", "[[", "test"):
+            continue
+        # OMP_NUM_THREADS and the like are then as if they were not set.
+        words = [*one.words, *(word for name, row in one.assignments if not name.endswith("_THREADS") for word in row)]
+        for match in _EMPTY.finditer(" ".join(words)):
+            name = match[1] or match[2]
+            if name in unset:
+                yield Found("option-variable", one.line, f"{name} without {optional[name][0]}")
+                return
+
+
+def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:
+    """Find trainings without torchrun that use the first of several nodes alone."""
+    if script.nodes is None or script.nodes[1] < 2 or script.launches or script.launchers_work:
+        return
+    for one in script.commands:
+        alone = one.program == "deepspeed" and not re.search(r"hostfile|-H |--launcher", script.text)
+        if (alone or is_plain_training(one)) and not one.file and "ray" not in script.passed:
+            yield Found("idle-nodes", one.line, nodes=str(script.nodes[1]), program=one.program)
+            return
