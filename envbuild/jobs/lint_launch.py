@@ -24,7 +24,7 @@ _IN_SHELL = re.compile(
 _ASKS = frozenset([
     "hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date", "ray", "jupyter",
 ])  # fmt: skip
-_PREPARES = re.compile(r"(?:copy|setup|install|download|stage|clean|extract|config|env)[\w.-]*\.sh")
+_PREPARES = re.compile(r"(?:copy|set_?up|install|download|stage|clean|extract|config|create|prepare)[\w.-]{0,60}\.sh")
 _FLAGS = frozenset([
     "standalone", "no-python", "run-path", "module", "m", "multi-gpu", "same-network", "use-deepspeed", "use-fsdp",
     "cpu", "debug",
@@ -150,7 +150,7 @@ def starts_training(command: Command) -> bool:
         if texts:
             return any(_IN_SHELL.search(text) for text in texts)
         names = [posixpath.basename(word) for word in command.words[1:]]
-        if sum(name.endswith((".sh", ".py")) for name in names) == 1 and any(map(_PREPARES.search, names)):
+        if sum(name.endswith((".sh", ".py")) for name in names) == 1 and any(map(_PREPARES.fullmatch, names)):
             return False
         return any(
             STARTS.fullmatch(name) or word.startswith("$") for name, word in zip(names, command.words[1:], strict=True)

@@ -185,6 +185,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             CLEAN,
             CPUS + f"export SLURM_CPU_BIND=none\nsrun {RUN} x",
             CPUS + f"srun --cpu-bind=map_cpu:0,8 {RUN} x",
+            CPUS + "srun ./copy_data.sh",
             CPUS + "srun bash -c 'mkdir -p /tmp/a && ln -s /data /tmp/a/'",
 ],
     ),
