@@ -24,11 +24,12 @@ from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError, RecipeError
 from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.contents import reading
-from envbuild.layers.trainer import NAME, described, pack, with_record
+from envbuild.layers.trainer import NAME
 from envbuild.lock.offers import applicable
 from envbuild.names import normalise
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
+from envbuild.pure_wheel import described, pack, with_record
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.project import OwnCode
 

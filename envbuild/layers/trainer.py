@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import csv
 import hashlib
-import io
-import zipfile
-from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from envbuild import __version__
 from envbuild.errors import BuildError
 from envbuild.files import shipped
+from envbuild.pure_wheel import described, pack
 
 NAME = "ddp-train"
 _DIST_INFO = f"ddp_train-{__version__}.dist-info"
-_WHEEL = "Wheel-Version: 1.0\nGenerator: envbuild\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 _METADATA = f"""Metadata-Version: 2.1
 Name: ddp-train
 Version: {__version__}
@@ -56,35 +51,6 @@ class Trainer:
     def wheel(self) -> bytes:
         """Return the wheel's bytes."""
         return pack(self.entries())
-
-
-def described(files: Sequence[tuple[str, bytes]], info: str, metadata: str) -> list[tuple[str, bytes]]:
-    """Return the files of a pure wheel: `files` and those of its .dist-info folder `info`."""
-    own = [(f"{info}/METADATA", metadata.encode()), (f"{info}/WHEEL", _WHEEL.encode())]
-    return with_record([*files, *own], info)
-
-
-def with_record(entries: Sequence[tuple[str, bytes]], info: str) -> list[tuple[str, bytes]]:
-    """Return the files of a wheel with their RECORD in the .dist-info folder `info`, which comes last."""
-    out = io.StringIO()
-    rows = csv.writer(out, lineterminator="\n")
-    for name, data in entries:
-        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-        rows.writerow([name, f"sha256={digest}", len(data)])
-    rows.writerow([f"{info}/RECORD", "", ""])
-    return [*entries, (f"{info}/RECORD", out.getvalue().encode())]
-
-
-def pack(entries: Iterable[tuple[str, bytes]], executable: Collection[str] = ()) -> bytes:
-    """Return a wheel's bytes (PyPA binary distribution format 1.0), the same on every machine."""
-    buffer = io.BytesIO()
-    # Stored, not deflated, so that the bytes do not depend on the zlib of the Python build.
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
-        for name, data in entries:
-            info = zipfile.ZipInfo(name, date_time=(2020, 1, 1, 0, 0, 0))
-            info.external_attr = (0o100755 if name in executable else 0o100644) << 16
-            archive.writestr(info, data)
-    return buffer.getvalue()
 
 
 def load_trainer() -> Trainer:

@@ -6,7 +6,6 @@ Sources: PyPA "Binary distribution format" (spread, .data directories, #!python)
 
 from __future__ import annotations
 
-import base64
 import configparser
 import csv
 import hashlib
@@ -23,6 +22,7 @@ from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable, Tree
 from envbuild.layers.contents import Guarded, HashedContent, Joined, open_member, reading
 from envbuild.names import normalise
+from envbuild.pure_wheel import record_row as record_row
 
 INSTALLER = b"envbuild\n"
 # Files in a .dist-info that each installer writes in its own way, relative to site-packages.
@@ -262,11 +262,6 @@ def entry_point_scripts(text: str, interpreter: str, where: str) -> Iterator[tup
             first = function.partition(".")[0]
             script = _SCRIPT.format(python=interpreter, module=module, first=first, function=function)
             yield name, script.encode()
-
-
-def record_row(digest: bytes, size: int) -> tuple[str, str]:
-    """Return (hash, size) of a file as RECORD has them, from its sha256."""
-    return f"sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}", str(size)
 
 
 def render_record(rows: Iterable[tuple[str, str, str]], dist_info: str) -> bytes:

@@ -7,10 +7,7 @@ holds the digest of the second, so that a run killed between the two writes is d
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
-import zipfile
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +26,7 @@ from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, package_changes
 from envbuild.lock.wheels import resolve
 from envbuild.names import normalise
 from envbuild.progress import Log
+from envbuild.pure_wheel import described, pack
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
@@ -196,16 +194,5 @@ def resolve_pip(
 def _stub(folder: Path, name: str, version: str) -> None:
     """Write a wheel that holds only its name and version (wheel format 1.0, core metadata 2.1)."""
     stem = f"{name.replace('-', '_')}-{version}"
-    info = f"{stem}.dist-info"
-    files = {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: envbuild\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    rows = []
-    for path, text in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        rows.append(f"{path},sha256={digest},{len(text)}\n")
-    files[f"{info}/RECORD"] = "".join([*rows, f"{info}/RECORD,,\n"])
-    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
-        for path, text in files.items():
-            wheel.writestr(zipfile.ZipInfo(path), text)
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (folder / f"{stem}-py3-none-any.whl").write_bytes(pack(described((), f"{stem}.dist-info", metadata)))
