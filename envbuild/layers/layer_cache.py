@@ -26,7 +26,7 @@ from envbuild.image.member_table import packed, read_table, unpacked, write_tabl
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
 from envbuild.image.quota import Quota
 from envbuild.image.squashfs.codec import Codec
-from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
+from envbuild.image.squashfs.segment import FORMAT, Segment, load, of_entry, save, tar_items, write_segment
 from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
@@ -257,17 +257,16 @@ class SegmentCache:
                 segment = write_segment(items(), path, self.codec, self.workers)
             distributions = tuple(sorted(found))
             write_note(place.with_suffix(".json"), {"distributions": distributions})
-            save(
-                segment, place.with_suffix(".index"), self.store.file_digest(data)
-            )  # last: it marks a complete segment
+            self.store.digests.record(data, segment.sha256)
+            save(segment, place.with_suffix(".index"))  # last: it marks a complete segment
             return CachedSegment(replace(segment, path=data), title, key, distributions)
 
         entry = CacheEntry("segment", place.name)
         return cached(entry, lambda: _known(place, title, key, self.store), write, place, title, self.store, self.log)
 
     def _place(self, key: str) -> Path:
-        codec = hashlib.sha256(self.codec.identity.encode()).hexdigest()[:12]
-        return self.store.folder("segments") / f"{key}-{codec}"
+        form = hashlib.sha256(f"{FORMAT} {self.codec.identity}".encode()).hexdigest()[:12]
+        return self.store.folder("segments") / f"{key}-{form}"
 
 
 def _known(place: Path, title: str, key: str, store: Store) -> CachedSegment | None:
