@@ -201,10 +201,10 @@ def _check_diff_ids(pulled: Pulled, where: str) -> None:
 
 def _part(path: Path, place: FileRange) -> BinaryIO:
     """Open a range of a file as a stream."""
-    return io.BufferedReader(_Part(path, place), _CHUNK)
+    return io.BufferedReader(_PartStream(path, place), _CHUNK)
 
 
-class _Part(io.RawIOBase):
+class _PartStream(io.RawIOBase):
     """A range of the file `path`, read in place."""
 
     def __init__(self, path: Path, place: FileRange) -> None:

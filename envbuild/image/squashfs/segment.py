@@ -175,16 +175,17 @@ def save(segment: Segment, index: Path) -> None:
     write_table(index, table)
 
 
-def load(index: Path, data: Path, digests: Digests) -> Segment | None:
+def load(index: Path, data: Path, digests: Digests | None) -> Segment | None:
     """Return the segment that `save` wrote to `index`, with its blocks in the file `data`.
 
-    Returns None when a file is missing, damaged or of another format: segments are only a cache.
+    Returns None when a file is missing, damaged or of another format: segments are only a cache. Without `digests`,
+    `data` is still to come.
     """
     try:
         table = _table(index)
-        if data.stat().st_size != table["size"]:
+        if digests and (data.stat().st_size != table["size"] or not digests.keep(data, table["sha256"])):
             return None
-        return _segment(table, data) if digests.keep(data, table["sha256"]) else None
+        return _segment(table, data)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
