@@ -78,15 +78,20 @@ def write_image(
         copied = framed(length)
         out.flush()
         end = base + start
+
+        def moved(count: int) -> None:
+            nonlocal end
+            end += count
+            on_progress(count)
+            copied(end)
+
         for layer, spans in groupby(choice.spans, key=lambda span: span[0]):
             with _opened(segments[layer], arrived) as stream:
                 for _, first, size in spans:
                     try:
-                        copy_span(stream.fileno(), out.fileno(), first, end, size, on_progress)
+                        copy_span(stream.fileno(), out.fileno(), first, end, size, moved)
                     except EOFError:
                         raise damaged(segments[layer], "it is cut short") from None
-                    end += size
-                    copied(end)
         out.seek(base + length)
         return length
     except OSError as error:
