@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+
+
+def environment() -> dict[str, str]:
+    """The environment, in which envbuild has its own bytecode as when it is installed: else it starts 0.2 s later."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def run(command: list[object], env: dict[str, str], cwd: Path) -> str:

@@ -10,6 +10,7 @@ import _thread
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -90,6 +91,29 @@ class Workers:
             if not self._closed:
                 call()
         self._ended.put(None)
+
+
+class Behind:
+    """A thread that makes calls in the order of `submit`, at most `most` of them behind its caller."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._thread = most, Workers(1)
+        self._pending: deque[Answer[object]] = deque()
+
+    def submit(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Queue a call of `function`; wait while too many are queued. Raises the error of an earlier call."""
+        while len(self._pending) >= self._most or (self._pending and self._pending[0].ready()):
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(function, *args, **kwargs))
+
+    def finish(self) -> None:
+        """Wait for all calls. Raises the error of the first that failed."""
+        while self._pending:
+            self._pending.popleft().result()
+
+    def close(self) -> None:
+        """End the thread; calls that it has not begun are dropped."""
+        self._thread.close()
 
 
 def each(

@@ -12,14 +12,13 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envbuild import resources
 from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.artifacts.enroot import enroot_files, normalised
 from envbuild.artifacts.image_manifest import FILE_NAME, SQUASHFS, render, rows_of
@@ -30,6 +29,7 @@ from envbuild.debian.defaults import rules_digest
 from envbuild.disk_space import check_disk_space, reserve
 from envbuild.environment import Environment
 from envbuild.file_lock import file_lock
+from envbuild.image.blobs import file_digest
 from envbuild.image.entry import FILE, HARDLINK, Entry
 from envbuild.image.model import GOARCH, digest_of
 from envbuild.image.quota import Quota
@@ -42,7 +42,8 @@ from envbuild.image.squashfs.write import estimate, write_image
 from envbuild.image.tree import MergedEntry, MergedTree
 from envbuild.layers.base import image_layers, locked_files
 from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
-from envbuild.layers.layer_cache import CachedSegment, SegmentCache
+from envbuild.layers.layer_cache import CachedSegment
+from envbuild.layers.segment_cache import SegmentCache, segment_cache
 from envbuild.lock.base import pull
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.progress import OnProgress, log, transfer
@@ -50,8 +51,10 @@ from envbuild.recipe.targets import Target
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.pieces import Span
 from envbuild.store.store import Store
+from envbuild.workers import Behind
 
-_COPY = 8 << 20
+_COPY, _CHUNK = 8 << 20, 1 << 20
+_BEHIND = 64  # spans whose bytes are not hashed yet
 # Increase it when builder images change although their locks do not.
 _BUILDER_FORMAT = 1
 # The image is written once and read often, by anything that can mount it.
@@ -148,10 +151,10 @@ def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
             yield MergedEntry(kept, merged.layer, merged.member)
 
 
-def write_sqsh(root: SquashTree, out: BinaryIO, on_progress: OnProgress) -> None:
-    """Write the squashfs to `out`, a new file. Raises BuildError (too little disk space) and OSError."""
+def write_sqsh(root: SquashTree, out: BinaryIO, on_progress: OnProgress) -> str:
+    """Write the squashfs to `out`, a new file, and return its digest. Raises BuildError (too little disk space)."""
     reserve(out, root.size)
-    out.truncate(_write(root, out, 0, on_progress))
+    return _write(root, out, 0, on_progress, out.truncate)
 
 
 def spans_of(root: SquashTree, base: int) -> list[Span]:
@@ -165,10 +168,12 @@ def spans_of(root: SquashTree, base: int) -> list[Span]:
     return found
 
 
-def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None) -> int:
+def write_sif(
+    root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None
+) -> tuple[int, str]:
     """Write the SIF to `out`, a new file, with `squashfs` if it was written already. Raises BuildError and OSError.
 
-    Returns where the squashfs begins.
+    Returns where the squashfs begins, and the file's digest.
     """
     definition = root.definition.encode()
     jsons = [
@@ -177,23 +182,48 @@ def write_sif(root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs
     ]
     start = write_sif_front(out, definition, jsons, root.arch)
     reserve(out, start + (squashfs.stat().st_size if squashfs else root.size))
-    if squashfs:
-        out.seek(start)
-        with squashfs.open("rb") as stream:
-            shutil.copyfileobj(stream, out, _COPY)
-            size = stream.tell()
-    else:
-        size = _write(root, out, start, on_progress)
-    out.truncate(start + size)
-    finish_sif(out, definition, jsons, root.arch, partition_size=size, mtime=root.mtime)
-    return start
+
+    def finish(end: int) -> None:
+        out.truncate(end)
+        finish_sif(out, definition, jsons, root.arch, partition_size=end - start, mtime=root.mtime)
+
+    if not squashfs:
+        return start, _write(root, out, start, on_progress, finish)
+    out.seek(start)
+    with squashfs.open("rb") as stream:
+        shutil.copyfileobj(stream, out, _COPY)
+    finish(out.tell())
+    out.flush()
+    return start, file_digest(Path(out.name))
 
 
-def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress) -> int:
-    maker = root.maker
-    return write_image(
-        root.entries, root.segments, out, base, maker.codec, root.mtime, maker.workers, on_progress, root.choice
-    )
+def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress, finish: Callable[[int], object]) -> str:
+    """Write the squashfs at `base`, and return the digest of `out`, which a thread hashes behind the writer.
+
+    `finish` is called with the end of `out` when all but the copied data are written.
+    """
+    maker, sha256, at = root.maker, hashlib.sha256(), 0
+    with contextlib.closing(Behind(_BEHIND)) as hashing:
+
+        def hash_until(end: int) -> None:
+            nonlocal at
+            while data := os.pread(out.fileno(), min(_CHUNK, end - at), at):
+                sha256.update(data)
+                at += len(data)
+
+        def framed(size: int) -> Callable[[int], None]:
+            finish(base + size)
+            return lambda end: hashing.submit(hash_until, end)
+
+        size = write_image(
+            root.entries, root.segments, out, base, maker.codec, root.mtime, maker.workers, on_progress, root.choice,
+            arrived=maker.wait, framed=framed,
+        )  # fmt: skip
+        for segment in root.segments:
+            maker.wait(segment)
+        hashing.submit(hash_until, base + size)
+        hashing.finish()
+    return f"sha256:{sha256.hexdigest()}"
 
 
 def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, offline: bool) -> Path:
@@ -233,13 +263,7 @@ def _title(lock: ImageLock) -> str:
 
 
 def _write_builder(lock: ImageLock, folder: Path, path: Path, environment: Environment, offline: bool) -> None:
-    maker = SegmentCache(
-        environment.store,
-        codec_of(_BUILDER_CODEC),
-        resources.workers(environment.variables),
-        log,
-        environment.site.limits,
-    )
+    maker = segment_cache(environment, codec_of(_BUILDER_CODEC))
     base, arch, env = lock.base, Target.parse(lock.target).arch, list(_BUILDER_ENV)
     if isinstance(base, OciLock):
         pulled = pull(base.reference, base.digest, arch, environment, folder)

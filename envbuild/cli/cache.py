@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
 
-from envbuild import resources
 from envbuild.cli import layout
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import with_options
@@ -118,13 +116,14 @@ def warm_command(recipes: tuple[str, ...], target: str | None, locked: bool, as_
     from envbuild.artifacts.image import fill
     from envbuild.image.squashfs.codec import codec_of
     from envbuild.kinds.image import image_layers, prepare_image
-    from envbuild.layers.layer_cache import SegmentCache, TarCache
+    from envbuild.layers.layer_cache import TarCache
+    from envbuild.layers.segment_cache import segment_cache
     from envbuild.layers.source_build import pack_built
     from envbuild.store.usage import remember
 
     environment, remote = _opened(writes=True)
     limits, store = environment.site.limits, environment.store
-    segments = SegmentCache(store, codec_of("zstd"), resources.workers(os.environ), log, limits)
+    segments = segment_cache(environment, codec_of("zstd"))
     rows = []
     for name in recipes:
         loaded = open_recipe(name, environment)

@@ -34,9 +34,10 @@ from envbuild.image.model import (
     new_manifest,
     parse_config,
 )
-from envbuild.image.tar_stream import Chunks, PositionedStream, Slice
+from envbuild.image.tar_stream import Chunks, PositionedStream
 
 if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
     from docker import DockerClient
 
 _CHUNK = 1 << 20
@@ -200,8 +201,27 @@ def _check_diff_ids(pulled: Pulled, where: str) -> None:
 
 def _part(path: Path, place: FileRange) -> BinaryIO:
     """Open a range of a file as a stream."""
-    stream = path.open("rb")
-    source = PositionedStream(stream, str(path))
-    source.go(place.offset)
-    part = Slice(source, place.size)
-    return io.BufferedReader(Chunks(iter(partial(part.read, _CHUNK), b""), stream), _CHUNK)
+    return io.BufferedReader(_PartStream(path, place), _CHUNK)
+
+
+class _PartStream(io.RawIOBase):
+    """A range of the file `path`, read in place."""
+
+    def __init__(self, path: Path, place: FileRange) -> None:
+        self._stream = path.open("rb", buffering=0)
+        self._stream.seek(place.offset)
+        self._left = place.size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        count = self._stream.readinto(memoryview(buffer)[: self._left]) or 0
+        if self._left and not count:
+            raise BuildError(f"{self._stream.name}: the tar archive is cut short")
+        self._left -= count
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()

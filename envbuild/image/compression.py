@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO, cast
 from envbuild.errors import BuildError
 from envbuild.image.entry import Readable
 from envbuild.image.tar_stream import Chunks
-from envbuild.workers import Answer, Workers
+from envbuild.workers import Behind
 
 _GZIP = b"\x1f\x8b"
 _XZ = b"\xfd7zXZ\0"
@@ -61,6 +60,10 @@ def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
 
     Reading raises BuildError, naming `name`, when the data is truncated or corrupt.
     """
+    if isinstance(stream, io.BufferedReader) and not stream.seekable():
+        head = stream.peek(4)[:4]
+        if len(head) == 4 and kind_of(head) == "none":
+            return stream  # as it is: each buffer more costs a copy
     head = b""
     while len(head) < 4 and (data := stream.read(4 - len(head))):
         head += data
@@ -75,9 +78,9 @@ class Hashed:
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
         self._digest = hashlib.sha256()
-        self._thread = Workers(1)
-        self._behind = bytearray()
-        self._pending: deque[Answer[None]] = deque()
+        self._behind = Behind(_BEHIND)
+        self._pieces: list[bytes] = []
+        self._size = 0
 
     def seekable(self) -> bool:
         """Return False: the digest needs every byte in order."""
@@ -86,8 +89,9 @@ class Hashed:
     def read(self, size: int = -1, /) -> bytes:
         """See `Readable`."""
         data = self._stream.read(size)
-        self._behind += data
-        if len(self._behind) >= _CHUNK:
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._size >= _CHUNK:
             self._hand_over()
         return data
 
@@ -96,19 +100,19 @@ class Hashed:
         while self.read(_CHUNK):
             pass
         self._hand_over()
-        while self._pending:
-            self._pending.popleft().result()
+        self._behind.finish()
         return f"sha256:{self._digest.hexdigest()}"
 
     def close(self) -> None:
         """End the thread."""
-        self._thread.close()
+        self._behind.close()
 
     def _hand_over(self) -> None:
-        while len(self._pending) >= _BEHIND:
-            self._pending.popleft().result()
-        self._pending.append(self._thread.submit(self._digest.update, self._behind))
-        self._behind = bytearray()
+        self._behind.submit(self._update, self._pieces)
+        self._pieces, self._size = [], 0
+
+    def _update(self, pieces: list[bytes]) -> None:
+        self._digest.update(b"".join(pieces))
 
 
 def _pieces(stream: Readable, data: bytes) -> Iterator[bytes]:

@@ -6,16 +6,17 @@ Each file is written beside its final path, verified, and then moved there.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envbuild import atomic, resources
+from envbuild import atomic
 from envbuild.artifacts.apptainer import definition, recipe_definition
 from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
 from envbuild.artifacts.image import PreparedImage, assemble, fill, run_config
+from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.squash import composed, spans_of, write_sif, write_sqsh
 from envbuild.artifacts.state import State
 from envbuild.disk_space import check_disk_space
@@ -32,7 +33,8 @@ from envbuild.image.squashfs.codec import Codec
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
 from envbuild.kinds.image import image_layers, source_date
-from envbuild.layers.layer_cache import CachedSegment, SegmentCache
+from envbuild.layers.layer_cache import CachedSegment
+from envbuild.layers.segment_cache import MissingData, SegmentCache, segment_cache
 from envbuild.lock.base import pull
 from envbuild.plan.plan import Plan
 from envbuild.progress import human_size, log, transfer
@@ -120,23 +122,36 @@ def make_from_recipe(
     plan, arch = one.plan, one.target.arch
     log(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
     with _locked(options):
-        started = time.monotonic()
+        build = _Build(options, environment, arch, time.monotonic(), plan=plan)
         layers = image_layers(one, environment, offline=offline)
         if options.engine != "native":
             image = assemble(one, layers, environment, offline=offline)
-            build = _Build(options, environment, arch, started, image.state, plan)
-            return _by_engine(build, image.blobs, image.descriptor)
-        maker = SegmentCache(
-            environment.store, options.codec, resources.workers(environment.variables), log, environment.site.limits
-        )
-        # The manifest of a squashfs differs from that of the layers: composed() makes it.
-        filled = fill(one, layers, environment, maker, offline=offline, with_manifest=False)
-        build = _Build(options, environment, arch, started, filled.state, plan)
-        run = run_config(plan, filled.base, filled.state.project)
-        config = {"architecture": GOARCH[arch], "os": "linux", "config": run}
-        origin = f"envbuild:{plan.recipe}:{plan.target}@{plan.digest}"
-        text = recipe_definition(plan.recipe, plan.target, plan.digest)
-        return _natively(build, filled.layers, maker, config, origin=origin, text=text, mtime=plan.mtime)
+            return _by_engine(replace(build, state=image.state), image.blobs, image.descriptor)
+        return _with_retry(build, lambda maker: _from_layers(one, layers, build, maker, offline=offline))
+
+
+def _from_layers(
+    one: PreparedImage, layers: Sequence[LayerFolder], build: _Build, maker: SegmentCache, *, offline: bool
+) -> list[Result]:
+    plan = one.plan
+    # The manifest of a squashfs differs from that of the layers: composed() makes it.
+    filled = fill(one, layers, build.environment, maker, offline=offline, with_manifest=False)
+    run = run_config(plan, filled.base, filled.state.project)
+    config = {"architecture": GOARCH[build.arch], "os": "linux", "config": run}
+    origin = f"envbuild:{plan.recipe}:{plan.target}@{plan.digest}"
+    text = recipe_definition(plan.recipe, plan.target, plan.digest)
+    whole = replace(build, state=filled.state)
+    return _natively(whole, filled.layers, maker, config, origin=origin, text=text, mtime=plan.mtime)
+
+
+def _with_retry(build: _Build, make: Callable[[SegmentCache], list[Result]]) -> list[Result]:
+    """Return what `make` makes with layers whose data may still arrive; if some do not, with layers that are there."""
+    maker = segment_cache(build.environment, build.options.codec, {})
+    try:
+        return make(maker)
+    except MissingData as error:
+        log(f"{error}; the image is put together again")
+        return make(replace(maker, arriving=None))
 
 
 def make_from_image(
@@ -149,18 +164,19 @@ def make_from_image(
         if options.engine != "native":
             pulled = pull(source.name, None, target.arch, environment, Path())
             return _by_engine(build, pulled.blobs, pulled.manifest.descriptor)
-        maker = SegmentCache(
-            environment.store, options.codec, resources.workers(environment.variables), log, environment.site.limits
-        )
         image = _image_at(source, target.arch, environment)
-        count, diff_ids = len(image.layers), image.config["rootfs"]["diff_ids"]
-        layers = [
-            maker.tar(diff_id, f"{source.name}, layer {number} of {count}", opens)
-            for number, (diff_id, opens) in enumerate(zip(diff_ids, image.layers, strict=True), 1)
-        ]
-        origin = source.provenance(image.image_id)
-        text, mtime = definition(origin), source_date(environment)
-        return _natively(build, layers, maker, image.config, origin=origin, text=text, mtime=mtime)
+        return _with_retry(build, lambda maker: _converted(build, source, image, maker))
+
+
+def _converted(build: _Build, source: ImageSource, image: ImageAt, maker: SegmentCache) -> list[Result]:
+    count, diff_ids = len(image.layers), image.config["rootfs"]["diff_ids"]
+    layers = [
+        maker.tar(diff_id, f"{source.name}, layer {number} of {count}", opens)
+        for number, (diff_id, opens) in enumerate(zip(diff_ids, image.layers, strict=True), 1)
+    ]
+    origin = source.provenance(image.image_id)
+    mtime = source_date(build.environment)
+    return _natively(build, layers, maker, image.config, origin=origin, text=definition(origin), mtime=mtime)
 
 
 def _image_at(source: ImageSource, arch: str, environment: Environment) -> ImageAt:
@@ -191,7 +207,7 @@ def _natively(
     origin: str, text: str, mtime: int,
 ) -> list[Result]:  # fmt: skip
     """Write the files; a SIF reuses the squashfs of a .sqsh file written before it. `text` is the definition file."""
-    staged: list[Path] = []
+    staged: list[tuple[Path, str]] = []
     spans: list[list[Span]] = []
     squashfs: Path | None = None
     tree = composed(layers, maker, config, provenance=origin, definition=text, arch=build.arch, mtime=mtime)
@@ -202,14 +218,13 @@ def _natively(
             with atomic.writing(file.path.parent), path.open("x+b") as out:
                 with transfer(f"writing {file.path.name}", None) as on_progress:
                     if file.kind == ENROOT:
-                        write_sqsh(root, out, on_progress)
-                        squashfs, base = path, 0
+                        digest, squashfs, base = write_sqsh(root, out, on_progress), path, 0
                     else:
-                        base = write_sif(root, out, on_progress, squashfs)
+                        base, digest = write_sif(root, out, on_progress, squashfs)
                 # A SIF is executable, as Apptainer's own are.
                 path.chmod(0o644 if file.kind == ENROOT else 0o755)
             log(f"  {file.path.name}: {human_size(path.stat().st_size)}")
-            staged.append(path)
+            staged.append((path, digest))
             spans.append(spans_of(root, base))
         return _accept(build, staged, root.file_manifest, spans)
 
@@ -229,21 +244,18 @@ def _by_engine(build: _Build, blobs: Blobs, manifest: Descriptor) -> list[Result
         layout = stack.enter_context(build.environment.store.working("layouts"))
         fill_layout(layout, blobs, [(manifest, "image")])
         build_with_apptainer(f"oci:{layout}", staged, build.environment, arch=build.arch)
-        return _accept(build, [staged])
+        return _accept(build, [(staged, content_digest(staged))])
 
 
 def _accept(
-    build: _Build, staged: Sequence[Path], manifest: str = "", spans: Sequence[Sequence[Span]] = ()
+    build: _Build, staged: Sequence[tuple[Path, str]], manifest: str = "", spans: Sequence[Sequence[Span]] = ()
 ) -> list[Result]:
-    """Verify each `staged` file and move it to its path; `manifest` is the digest of the manifest of its files.
+    """Verify each `staged` file (path, digest) and move it; `manifest` is the digest of the manifest of its files.
 
-    `spans` are the parts of each file that are those of segments.
-
-    Raises VerificationError after keeping a file as FILE.failed.
+    `spans` are the parts of each file from segments. Raises VerificationError after keeping a file as FILE.failed.
     """
     results = []
-    for number, (file, path) in enumerate(zip(build.options.files, staged, strict=True)):
-        digest = content_digest(path)
+    for number, (file, (path, digest)) in enumerate(zip(build.options.files, staged, strict=True)):
         if spans:
             note_spans(build.environment.store, digest, spans[number])
         state = build.state

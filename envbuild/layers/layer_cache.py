@@ -7,26 +7,23 @@ inputs determine the content of both, so other modules use `LayerCache`, the int
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar, cast
 
-from envbuild.atomic import replacing
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
 from envbuild.image.blobs import opened
-from envbuild.image.compression import Hashed, decompressed, open_layer
-from envbuild.image.entry import Readable, closing
+from envbuild.image.compression import Hashed, decompressed
+from envbuild.image.entry import Readable
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.member_table import packed, read_table, unpacked, write_table
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
 from envbuild.image.quota import Quota
-from envbuild.image.squashfs.codec import Codec
-from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
+from envbuild.image.squashfs.segment import Segment, tar_items
 from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
@@ -139,7 +136,7 @@ class TarCache:
             pass
         opens = partial(opened, self.store.blobs.path(made.layer.blob.digest))
         listed: list[Member] = []
-        for member, content in _of_tar_checked(opens, made.title, made.layer.diff_id, self.limits):
+        for member, content in checked_tar(opens, made.title, made.layer.diff_id, self.limits):
             listed.append(member)
             if content is not None:
                 member.sha256 = HashedContent(content).digest().hex()
@@ -203,90 +200,8 @@ def _note(part: LayerRequest, store: Store) -> Path:
     return store.folder("layers") / f"{part.key}.json"
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentCache:
-    """The `LayerCache` of segments, compressed with `codec` in `workers` threads; `limits` are for images."""
-
-    store: Store
-    codec: Codec
-    workers: int
-    log: Log
-    limits: LimitsTable
-
-    def expect(self, parts: Sequence[LayerRequest]) -> None:
-        if self.store.remote is not None:
-            wanted = [part for part in parts if not self._place(part.key).with_suffix(".index").exists()]
-            self.store.remote.expect([CacheEntry("segment", self._place(part.key).name) for part in wanted])
-
-    def part(self, part: LayerRequest) -> CachedSegment:
-        found: list[tuple[str, str, str]] = []
-        items = partial(_of_part, part, found)
-        # A tar of the layer in the store contains the same files, including their bytecode.
-        if (tar := known_part(part, self.store)) is not None:
-            found += tar.distributions
-            items = partial(_of_tar, self.store.blobs.path(tar.layer.blob.digest), part.title)
-        return self._made(part.key, part.title, items, found)
-
-    def blob(self, layer: Layer, title: str) -> CachedSegment:
-        """Raises BuildError for a layer that does not match its configuration's diff_id."""
-        return self.tar(layer.diff_id, title, partial(opened, self.store.blobs.path(layer.blob.digest)))
-
-    def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
-        """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError for another."""
-        return self._made(
-            diff_id.partition(":")[2], title, partial(_of_tar_checked, opens, title, diff_id, self.limits), []
-        )
-
-    def members(self, made: CachedSegment) -> Sequence[Member]:
-        return made.segment.members
-
-    def _made(
-        self, key: str, title: str, items: Callable[[], Items], found: list[tuple[str, str, str]]
-    ) -> CachedSegment:
-        place = self._place(key)
-        data = place.with_suffix(".data")
-
-        def write() -> CachedSegment:
-            with replacing(data) as path:
-                segment = write_segment(items(), path, self.codec, self.workers)
-            distributions = tuple(sorted(found))
-            write_note(place.with_suffix(".json"), {"distributions": distributions})
-            save(
-                segment, place.with_suffix(".index"), self.store.file_digest(data)
-            )  # last: it marks a complete segment
-            return CachedSegment(replace(segment, path=data), title, key, distributions)
-
-        entry = CacheEntry("segment", place.name)
-        return cached(entry, lambda: _known(place, title, key, self.store), write, place, title, self.store, self.log)
-
-    def _place(self, key: str) -> Path:
-        codec = hashlib.sha256(self.codec.identity.encode()).hexdigest()[:12]
-        return self.store.folder("segments") / f"{key}-{codec}"
-
-
-def _known(place: Path, title: str, key: str, store: Store) -> CachedSegment | None:
-    segment = load(place.with_suffix(".index"), place.with_suffix(".data"), store.digests)
-    if segment is None:
-        return None
-    try:
-        rows = read_note(place.with_suffix(".json"))["distributions"]
-        return CachedSegment(segment, title, key, read_distributions(rows))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _of_part(part: LayerRequest, found: list[tuple[str, str, str]]) -> Items:
-    with closing(recorded(part.tree(), found)) as tree:
-        for entry, content in tree:
-            yield of_entry(entry), content
-
-
-def _of_tar(path: Path, name: str) -> Items:
-    with open_layer(path, name) as stream:
-        yield from tar_items(stream, name)
-
-
-def _of_tar_checked(opens: Callable[[], BinaryIO], name: str, diff_id: str, limits: LimitsTable | None) -> Items:
+def checked_tar(opens: Callable[[], BinaryIO], name: str, diff_id: str, limits: LimitsTable | None) -> Items:
+    """Yield the members of a layer's tar with their content; it must have the digest `diff_id`. Raises BuildError."""
     with decompressed(opens(), name) as stream, contextlib.closing(Hashed(stream)) as hashed:
         yield from tar_items(cast(BinaryIO, hashed), name, Quota(limits))
         if hashed.finish() != diff_id:

@@ -78,8 +78,11 @@ class ResultCache(Protocol):
         """Begin to fetch `entries`, for which `bring` will be called."""
         ...
 
-    def bring(self, entry: CacheEntry) -> bool:
-        """Fetch `entry` into the store, and return whether the cache had it; the caller checks what it says."""
+    def bring(self, entry: CacheEntry, *, whole: bool = True) -> bool:
+        """Fetch `entry` into the store, and return whether the cache had it; the caller checks what it says.
+
+        If not the `whole` entry is needed yet, return before the data of a segment come; `bring` it again for them.
+        """
         ...
 
     def refuse(self, entry: CacheEntry) -> None:

@@ -86,12 +86,15 @@ class RemoteCache:
             if self.reads and entry.tag not in self._expected:
                 self._expected[entry.tag] = self._begun(entry)
 
-    def bring(self, entry: CacheEntry) -> bool:
+    def bring(self, entry: CacheEntry, *, whole: bool = True) -> bool:
         if not self.reads:
             return False
-        transfer, answer = self._expected.pop(entry.tag) if entry.tag in self._expected else self._begun(entry)
-        while not answer.ready():
-            if transfer.begun == 0 and self._failures >= _FAILURES:
+        self.expect([entry])
+        transfer, answer = self._expected[entry.tag]
+        if whole:
+            del self._expected[entry.tag]
+        while not answer.ready() and (whole or not transfer.described):
+            if transfer.given_up or (transfer.begun == 0 and self._failures >= _FAILURES):
                 return False
             if transfer.is_slow():
                 with self._lock:
@@ -100,7 +103,7 @@ class RemoteCache:
                 self._failed(RequestFailed(why, answered=True))
                 return False
             time.sleep(_POLL_S)
-        return answer.result()
+        return answer.result() if whole else transfer.described
 
     def _begun(self, entry: CacheEntry) -> tuple[_Transfer, Answer[bool]]:
         transfer = _Transfer()
@@ -165,17 +168,22 @@ class RemoteCache:
                 self._count(misses=1)
                 return False
             files, seconds = read_entry(raw, entry, self.signers)
-            places = [(file, self._received(file, transfer)) for file in files]
-            with self._lock:
-                if transfer.given_up:  # it is made meanwhile
-                    return False
-                for file, place in places:
-                    self._put(file, place)
+            # The data of a segment come last: what describes them is used meanwhile.
+            for part in (files[1:], files[:1]) if entry.kind == "segment" else (files,):
+                places = [(file, self._received(file, transfer)) for file in part]
+                with self._lock:
+                    if transfer.given_up:  # it is made meanwhile
+                        raise Stopped
+                    for file, place in places:
+                        self._put(file, place)
+                transfer.described = True
         except ValueError as error:
             self.refuse(entry, str(error))
             return False
         except (RequestFailed, BuildError, OSError, Stopped) as error:
             self._failed(error)
+            if transfer.described:  # without its data, it is none
+                (self.store.root / entry.files[-1]).unlink(missing_ok=True)
             return False
         self._count(hits=1, fetched_bytes=sum(file.size for file in files), saved_s=seconds)
         return True
@@ -251,11 +259,15 @@ class RemoteCache:
 
 @dataclass(slots=True)
 class _Transfer:
-    """The speed of a download or of all uploads; `begun` is 0 before it starts, `given_up` if nobody waits for it."""
+    """The speed of a download or of all uploads; `begun` is 0 before it starts, `given_up` if nobody waits for it.
+
+    `described` is whether all files of an entry are in place but the data of a segment.
+    """
 
     begun: float = 0.0
     moved: int = 0
     given_up: bool = False
+    described: bool = False
 
     def start(self) -> None:
         self.begun, self.moved = time.monotonic(), 0

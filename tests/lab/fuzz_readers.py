@@ -438,7 +438,7 @@ def _sifs(_: Path) -> Seeds:
 def _segments(folder: Path) -> Seeds:
     items = tar_items(io.BytesIO(_tars(folder)[0]), "lab")
     segment = write_segment(items, folder / "segment", codec_of("zstd:1"), 1)
-    save(segment, folder / "segment.index", "0" * 64)
+    save(segment, folder / "segment.index")
     return [zstandard.ZstdDecompressor().decompress((folder / "segment.index").read_bytes())]
 
 

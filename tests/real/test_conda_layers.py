@@ -42,8 +42,9 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.bytecode import Compiler, compiler_for, find_compiler
 from envbuild.layers.compose import WheelFile
-from envbuild.layers.layer_cache import SegmentCache, TarCache
+from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.recorded import recorded
+from envbuild.layers.segment_cache import SegmentCache
 from envbuild.site.tables import LimitsTable
 from envbuild.store.store import Store
 

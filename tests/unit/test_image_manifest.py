@@ -34,7 +34,8 @@ from envbuild.image.squashfs.segment import of_entry
 from envbuild.image.squashfs.unpack import unpack
 from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
-from envbuild.layers.layer_cache import SegmentCache, TarCache
+from envbuild.layers.layer_cache import TarCache
+from envbuild.layers.segment_cache import SegmentCache
 from envbuild.site.tables import LimitsTable
 from envbuild.store.store import Store
 from envbuild.verify.outside import read_squashfs

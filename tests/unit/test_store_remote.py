@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,30 @@ def test_what_is_expected_is_there_when_it_is_asked_for(tmp_path: Path, capsys: 
             assert one.store.digests.keep(path, digest_of(data)[7:])
         assert len(fake.asked("GET", ENTRY.tag)) == 1
     assert "cache: 1 results fetched, 300.0 kB, 4 s saved, 1 missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_segment_is_described_before_its_data_come(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], comes: bool
+) -> None:
+    released, data = threading.Event(), next(iter(DATA.values()))
+
+    def late(call: Call) -> None:
+        if digest_of(data) not in call.path:
+            return served(call)
+        assert released.wait(20)
+        return served(call) if comes else call.cut()
+
+    with cache(tmp_path, late) as (one, fake):
+        assert one.bring(ENTRY, whole=False)
+        paths = [one.store.root / name for name in DATA]
+        assert [path.exists() for path in paths] == [False, True, True]
+        released.set()
+        assert one.bring(ENTRY) is comes
+        assert paths[0].exists() is paths[-1].exists() is comes
+        missing = CacheEntry("segment", "b")
+        assert not one.bring(missing, whole=False) and not one.bring(missing)
+        assert len(fake.asked("GET", "segment-b")) == 1
 
 
 def test_an_entry_that_comes_too_slowly_is_made(

@@ -54,7 +54,7 @@ class Data:
 
     `start` is the offset in bytes of its first block; `words` are the size words of the blocks (0 is a block of zeros
     that is not stored). The rest that does not fill a block may be in fragment block number `fragment`, at `offset` in
-    its uncompressed bytes. `digest` identifies the content; equal digests mean equal contents.
+    its uncompressed bytes. `digest` is the sha256 of the content (hexadecimal).
     """
 
     start: int = 0

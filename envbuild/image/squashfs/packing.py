@@ -9,31 +9,34 @@ from typing import BinaryIO
 
 from envbuild.image.squashfs.codec import Codec, Compress
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, UNCOMPRESSED, Fragment
-from envbuild.workers import Answer, Workers
+from envbuild.workers import Answer, Behind, Workers
 
 # The input of one task of a thread: large enough that the handover costs nothing.
 CHUNK = 8 * BLOCK_SIZE
 _ZEROS = bytes(BLOCK_SIZE)
+_BEHIND = 8  # chunks
+_MORE = 4  # chunks for the workers while the caller reads many small files
 
-# A written chunk: its offset in bytes, and the size word and the sha256 of each of its blocks.
-Packed = tuple[int, Sequence[int], Sequence[bytes]]
+# A written chunk: its offset in bytes, and the size word of each of its blocks.
+Packed = tuple[int, Sequence[int]]
 Done = Callable[[Packed], object]
-_Blocks = Sequence[tuple[int, bytes, bytes]]  # (size word, bytes, their sha256)
+_Blocks = Sequence[tuple[int, bytes]]  # (size word, bytes)
 
 
 class Packer:
     """A writer that compresses chunks in threads and writes them to `out`, whose position is `position`.
 
-    It holds at most one chunk more than there are workers. The output does not depend on the order in which threads
-    finish.
+    It holds at most four chunks more than there are workers, and those that a thread of its own writes. The output
+    does not depend on the order in which threads finish.
     """
 
     def __init__(self, out: BinaryIO, codec: Codec, workers: int, position: int = 0) -> None:
         self.position = position
         self._out, self._compress = out, codec.compress
         self._pool = Workers(workers)
-        self._most = workers + 1
+        self._most = workers + _MORE
         self._pending: deque[tuple[Answer[_Blocks], Done]] = deque()
+        self._written, self._sha256 = Behind(_BEHIND), hashlib.sha256()
 
     def put(self, chunk: bytes, done: Done, *, holes: bool = True) -> None:
         """Submit a chunk of at most CHUNK bytes; `done` is called once it is written.
@@ -45,24 +48,31 @@ class Packer:
             self._drain()
         self._pending.append((self._pool.submit(_pack, chunk, self._compress, holes), done))
 
-    def finish(self) -> None:
-        """Write all submitted chunks."""
+    def finish(self) -> str:
+        """Write all submitted chunks, and return the sha256 (hexadecimal) of what was written."""
         while self._pending:
             self._drain()
+        self._written.finish()
+        return self._sha256.hexdigest()
 
     def close(self) -> None:
         """End the threads; chunks that are not written yet are lost."""
         self._pool.close()
+        self._written.close()
 
     def _drain(self) -> None:
         answer, done = self._pending.popleft()
         blocks = answer.result()
         start = self.position
-        for _, data, _ in blocks:
+        words, parts = zip(*blocks, strict=True)
+        self.position += sum(map(len, parts))
+        self._written.submit(self._write, parts)
+        done((start, words))
+
+    def _write(self, parts: Sequence[bytes]) -> None:
+        for data in parts:
             self._out.write(data)
-            self.position += len(data)
-        words, _, digests = zip(*blocks, strict=True)
-        done((start, words, digests))
+            self._sha256.update(data)
 
 
 class Tails:
@@ -93,23 +103,23 @@ class Tails:
             self._pieces, self._filled = [], 0
 
     def _written(self, packed: Packed) -> None:
-        start, words, _ = packed
+        start, words = packed
         self.fragments.append(Fragment(start, words[0]))
 
 
 def _pack(chunk: bytes, compress: Compress, holes: bool) -> _Blocks:
-    blocks: list[tuple[int, bytes, bytes]] = []
+    blocks: list[tuple[int, bytes]] = []
     for start in range(0, len(chunk), BLOCK_SIZE):
         size = min(BLOCK_SIZE, len(chunk) - start)
         if holes and chunk.startswith(_ZEROS[:size], start):
-            blocks.append((0, b"", b""))
+            blocks.append((0, b""))
             continue
         block = chunk[start : start + size]
         packed = compress(block)
         word = len(packed)
         if word >= size:
             packed, word = block, size | UNCOMPRESSED
-        blocks.append((word, packed, hashlib.sha256(packed).digest()))
+        blocks.append((word, packed))
     return blocks
 
 

@@ -7,7 +7,6 @@ bytes depend on the layer and the compressor alone.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,16 +23,18 @@ from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
 from envbuild.image.tar_stream import Member, PositionedStream, Slice, Unpacked
 from envbuild.image.untar import members
+from envbuild.workers import Behind
 
 # Increase it when the format of indexes changes, or when the same layer results in other bytes: old segments are then
 # not found.
-FORMAT = 3
+FORMAT = 4
+_BEHIND = 8  # chunks
 _NOTHING = hashlib.sha256().hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The files of a layer as blocks in the file `path`, `size` bytes long, in the order of writing.
+    """The files of a layer as blocks in the file `path`, `size` bytes long with this `sha256`, in the order of writing.
 
     `members` are all members of the layer in order, including whiteouts, with their sha256. `data` maps the ordinal of
     each regular file to the position of its content in `path`. Each large file has its own blocks, even if another one
@@ -42,6 +43,7 @@ class Segment:
 
     path: Path
     size: int
+    sha256: str
     members: tuple[Member, ...]
     data: dict[int, Data]
     fragments: tuple[Fragment, ...]
@@ -54,14 +56,16 @@ def write_segment(items: Iterable[tuple[Member, Readable | None]], path: Path, c
     Raises BuildError when a file's length differs from its member, and OSError when `path` cannot be written.
     """
     found: list[Member] = []
-    with path.open("wb") as out, closing(Packer(out, codec, workers)) as packer:
-        files = _Files(packer)
+    with (
+        path.open("wb") as out, closing(Packer(out, codec, workers)) as packer, closing(Behind(_BEHIND)) as hashing
+    ):  # fmt: skip
+        files = _Files(packer, hashing)
         for member, content in items:
             if member.kind == FILE:
                 files.add(len(found), member, content)
             found.append(member)
-        data, fragments = files.finish()
-    return Segment(path, packer.position, tuple(found), data, fragments)
+        data, fragments, sha256 = files.finish()
+    return Segment(path, packer.position, sha256, tuple(found), data, fragments)
 
 
 def of_entry(entry: Entry) -> Member:
@@ -88,62 +92,56 @@ def tar_items(stream: BinaryIO, name: str, quota: Quota | None = None) -> Iterat
 class _Files:
     """The contents of a segment's files: small files share fragment blocks, larger ones have blocks of their own."""
 
-    def __init__(self, packer: Packer) -> None:
-        self._packer = packer
+    def __init__(self, packer: Packer, hashing: Behind) -> None:
+        self._packer, self._hashing = packer, hashing
         self._tails = Tails(packer)
         self._small: dict[int, Data] = {}
         self._known: dict[str, Data] = {}
-        self._large: dict[int, tuple[int, list[Packed]]] = {}
+        self._large: dict[int, tuple[Member, list[Packed]]] = {}
 
     def add(self, ordinal: int, member: Member, content: Readable | None) -> None:
         if content is None:
             if member.size:
                 raise BuildError(f"{member.name}: a file without content")
-            self._small[ordinal] = Data()
+            self._small[ordinal] = Data(digest=_NOTHING)
             member.sha256 = _NOTHING
             return
         left = member.size
         if left < BLOCK_SIZE:
             data = _exactly(content, left, member)
-            self._small[ordinal] = self._tail(data) if data else Data()
             member.sha256 = hashlib.sha256(data).hexdigest()
+            self._small[ordinal] = self._tail(data, member.sha256) if data else Data(digest=_NOTHING)
         else:
             parts: list[Packed] = []
-            self._large[ordinal] = left, parts
+            self._large[ordinal] = member, parts
             digest = hashlib.sha256()
             while left:
                 chunk = _exactly(content, min(left, CHUNK), member)
                 left -= len(chunk)
-                digest.update(chunk)
+                self._hashing.submit(digest.update, chunk)
                 self._packer.put(chunk, parts.append)
-            member.sha256 = digest.hexdigest()
+            self._hashing.submit(lambda: setattr(member, "sha256", digest.hexdigest()))
         if content.read(1):
             raise _not_as_long(member)
 
-    def finish(self) -> tuple[dict[int, Data], tuple[Fragment, ...]]:
+    def finish(self) -> tuple[dict[int, Data], tuple[Fragment, ...], str]:
         self._tails.flush()
-        self._packer.finish()
+        sha256 = self._packer.finish()
+        self._hashing.finish()
         found = self._small | {ordinal: _large(*large) for ordinal, large in self._large.items()}
-        return dict(sorted(found.items())), tuple(self._tails.fragments)
+        return dict(sorted(found.items())), tuple(self._tails.fragments), sha256
 
-    def _tail(self, data: bytes) -> Data:
-        digest = hashlib.sha256(b"tail\0\0\0\0")
-        digest.update(data)
-        name = digest.hexdigest()
-        if name not in self._known:
+    def _tail(self, data: bytes, digest: str) -> Data:
+        if digest not in self._known:
             number, offset = self._tails.add(data)
-            self._known[name] = Data(fragment=number, offset=offset, digest=name)
-        return self._known[name]
+            self._known[digest] = Data(fragment=number, offset=offset, digest=digest)
+        return self._known[digest]
 
 
-def _large(size: int, parts: Sequence[Packed]) -> Data:
+def _large(member: Member, parts: Sequence[Packed]) -> Data:
     """Return the position of a file in blocks of its own, from its written chunks."""
-    words = tuple(word for _, some, _ in parts for word in some)
-    # Equal compressed blocks mean equal contents; the words distinguish them from blocks stored uncompressed.
-    digest = hashlib.sha256(struct.pack("<8sQ", b"blocks", size) + struct.pack(f"<{len(words)}I", *words))
-    for _, _, digests in parts:
-        digest.update(b"".join(digests))
-    return Data(parts[0][0] if any(words) else 0, words, digest=digest.hexdigest())
+    words = tuple(word for _, some in parts for word in some)
+    return Data(parts[0][0] if any(words) else 0, words, digest=member.sha256)
 
 
 def _exactly(content: Readable, size: int, member: Member) -> bytes:
@@ -161,33 +159,33 @@ def _not_as_long(member: Member) -> BuildError:
     return BuildError(f"{member.name}: not {member.size} bytes long as its archive says")
 
 
-def save(segment: Segment, index: Path, sha256: str) -> None:
-    """Write the index of `segment`, whose data has this sha256, to `index` atomically. Raises OSError."""
+def save(segment: Segment, index: Path) -> None:
+    """Write the index of `segment` to `index` atomically. Raises OSError."""
     files = segment.data.values()
     table: dict[str, Any] = {
         "format": [FORMAT, BLOCK_SIZE],
         "size": segment.size,
-        "sha256": sha256,
+        "sha256": segment.sha256,
         **packed(segment.members),
         "files": list(segment.data),
         "places": [[d.start for d in files], [d.fragment for d in files], [d.offset for d in files]],
-        "digests": [d.digest for d in files],
         "words": {i: d.words for i, d in segment.data.items() if d.words},
         "fragments": [[f.start, f.word] for f in segment.fragments],
     }
     write_table(index, table)
 
 
-def load(index: Path, data: Path, digests: Digests) -> Segment | None:
+def load(index: Path, data: Path, digests: Digests | None) -> Segment | None:
     """Return the segment that `save` wrote to `index`, with its blocks in the file `data`.
 
-    Returns None when a file is missing, damaged or of another format: segments are only a cache.
+    Returns None when a file is missing, damaged or of another format: segments are only a cache. Without `digests`,
+    `data` is still to come.
     """
     try:
         table = _table(index)
-        if data.stat().st_size != table["size"]:
+        if digests and (data.stat().st_size != table["size"] or not digests.keep(data, table["sha256"])):
             return None
-        return _segment(table, data) if digests.keep(data, table["sha256"]) else None
+        return _segment(table, data)
     except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
         return None
 
@@ -210,13 +208,12 @@ def _table(index: Path) -> dict[str, Any]:
 def _segment(table: dict[str, Any], path: Path) -> Segment:
     found = unpacked(table)
     words = {int(ordinal): tuple(words) for ordinal, words in table["words"].items()}
-    rows = zip(table["files"], *table["places"], table["digests"], strict=True)
     data = {
-        ordinal: Data(start, words.get(ordinal, ()), fragment, offset, digest)
-        for ordinal, start, fragment, offset, digest in rows
+        ordinal: Data(start, words.get(ordinal, ()), fragment, offset, found[ordinal].sha256)
+        for ordinal, start, fragment, offset in zip(table["files"], *table["places"], strict=True)
     }
     fragments = tuple(Fragment(start, word) for start, word in table["fragments"])
     size: int = table["size"]
     if any(f.start + (f.word & SIZE_MASK) > size for f in fragments):
         raise ValueError("a block beyond the end")
-    return Segment(path, size, found, data, fragments)
+    return Segment(path, size, str(table["sha256"]), found, data, fragments)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
@@ -28,7 +28,7 @@ from envbuild.progress import OnProgress
 # row in the export table; for the image its superblock, padding and headers of metadata blocks.
 _EACH, _ALL = 160, 1 << 17
 # Maximum bytes copied per call, so that progress is reported and Ctrl-C is handled in time.
-_MOST, _CHUNK = 64 << 20, 4 << 20
+_MOST, _CHUNK = 16 << 20, 4 << 20
 # Errors for two file systems, an old kernel, a container's seccomp filter, or a file system without support.
 _UNABLE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
@@ -43,22 +43,27 @@ def write_image(
     workers: int,
     on_progress: OnProgress = lambda _count: None,
     choice: Choice | None = None,
+    *,
+    arrived: Callable[[Segment], None] = lambda _segment: None,
+    framed: Callable[[int], Callable[[int], None]] = lambda _size: lambda _end: None,
 ) -> int:
     """Write the image of a merged tree at offset `base` of `out`, and return its length in bytes.
 
     `segments` are those of the tree's layers, all written with `codec`; `choice` is what `choose` selects of them, if
-    it is known. `out` is open for reading and writing. `on_progress` is called with the number of written bytes. Raises
-    BuildError when a segment is truncated or damaged, or `out` cannot be written.
+    it is known. `out` is open for reading and writing. `on_progress` is called with the number of written bytes.
+
+    The data are copied last, in their order: `arrived` is called before a segment's data are read, which may wait for
+    them; `framed` is called with the image's length when all else is written, and returns a function that is called
+    with the offset in `out` up to which the data are copied. Raises BuildError when a segment is truncated or damaged,
+    or `out` cannot be written.
     """
     tree = list(entries)
     choice = choice or choose(tree, segments)
     start = data_start(codec)
     try:
-        out.flush()
-        _copy(choice, segments, out, base + start, on_progress)
         out.seek(base + start + choice.size)
         with closing(Packer(out, codec, workers, start + choice.size)) as packer:
-            repacked, added = _repack(choice, segments, packer, decompressor(codec.number))
+            repacked, added = _repack(choice, segments, packer, decompressor(codec.number), arrived)
         on_progress(packer.position - start - choice.size)
         fragments = [Fragment(start + fragment.start, fragment.word) for fragment in choice.fragments] + added
         homes = {
@@ -69,7 +74,26 @@ def write_image(
         for merged in tree:
             stored = merged.entry.kind == FILE and merged.entry.size > 0
             placed.append(Placed(merged.entry, homes[data_of(merged, segments).digest] if stored else None))
-        return write_tables(out, base, placed, fragments, codec, mtime)
+        length = write_tables(out, base, placed, fragments, codec, mtime)
+        copied = framed(length)
+        out.flush()
+        end = base + start
+
+        def moved(count: int) -> None:
+            nonlocal end
+            end += count
+            on_progress(count)
+            copied(end)
+
+        for layer, spans in groupby(choice.spans, key=lambda span: span[0]):
+            with _opened(segments[layer], arrived) as stream:
+                for _, first, size in spans:
+                    try:
+                        copy_span(stream.fileno(), out.fileno(), first, end, size, moved)
+                    except EOFError:
+                        raise damaged(segments[layer], "it is cut short") from None
+        out.seek(base + length)
+        return length
     except OSError as error:
         raise BuildError(
             f"{error.filename or out.name}: the image cannot be written: {error.strerror or error}",
@@ -92,19 +116,8 @@ def estimate(entries: Iterable[MergedEntry], choice: Choice) -> int:
     return choice.size + tails + tables + tables // 2048
 
 
-def _copy(choice: Choice, segments: Sequence[Segment], out: BinaryIO, position: int, on_progress: OnProgress) -> None:
-    for layer, spans in groupby(choice.spans, key=lambda span: span[0]):
-        with _opened(segments[layer]) as stream:
-            for _, start, size in spans:
-                try:
-                    copy_span(stream.fileno(), out.fileno(), start, position, size, on_progress)
-                except EOFError:
-                    raise damaged(segments[layer], "it is cut short") from None
-                position += size
-
-
 def _repack(
-    choice: Choice, segments: Sequence[Segment], packer: Packer, expand: Decompress
+    choice: Choice, segments: Sequence[Segment], packer: Packer, expand: Decompress, arrived: Callable[[Segment], None]
 ) -> tuple[dict[str, Data], list[Fragment]]:
     """Write the needed files of blocks that are not copied to new blocks.
 
@@ -113,7 +126,7 @@ def _repack(
     homes: dict[str, Data] = {}
     tails = Tails(packer, len(choice.fragments))
     for layer, repacks in groupby(choice.repacks, key=lambda repack: repack[0]):
-        with _opened(segments[layer]) as stream:
+        with _opened(segments[layer], arrived) as stream:
             for _, fragment, needed in repacks:
                 stored = os.pread(stream.fileno(), fragment.word & SIZE_MASK, fragment.start)
                 try:
@@ -131,8 +144,9 @@ def _repack(
     return homes, tails.fragments
 
 
-def _opened(segment: Segment) -> BinaryIO:
+def _opened(segment: Segment, arrived: Callable[[Segment], None]) -> BinaryIO:
     """Open the segment's data file. Raises BuildError when it is missing or its size has changed."""
+    arrived(segment)
     try:
         stream = segment.path.open("rb", buffering=0)
     except OSError as error:

@@ -1,0 +1,146 @@
+"""Cached layers as segments of a squashfs, whose data may come from the team's cache while the image is composed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from envbuild import resources
+from envbuild.atomic import replacing
+from envbuild.cache.hashed import read_note, write_note
+from envbuild.environment import Environment
+from envbuild.errors import BuildError
+from envbuild.image.blobs import opened
+from envbuild.image.compression import open_layer
+from envbuild.image.entry import closing
+from envbuild.image.layer import Layer
+from envbuild.image.squashfs.codec import Codec
+from envbuild.image.squashfs.segment import FORMAT, Segment, load, of_entry, save, tar_items, write_segment
+from envbuild.image.tar_stream import Member
+from envbuild.layers.compose import LayerRequest
+from envbuild.layers.layer_cache import CachedSegment, Items, cached, checked_tar, known_part, read_distributions
+from envbuild.layers.recorded import recorded
+from envbuild.progress import Log, log
+from envbuild.site.tables import LimitsTable
+from envbuild.store.entry import CacheEntry
+from envbuild.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCache:
+    """The `LayerCache` of segments, compressed with `codec` in `workers` threads; `limits` are for images.
+
+    With `arriving`, {} at first, segments may be returned before their data have come from the team's cache; `wait` for
+    these before they are read.
+    """
+
+    store: Store
+    codec: Codec
+    workers: int
+    log: Log
+    limits: LimitsTable
+    arriving: dict[Path, CacheEntry] | None = None
+
+    def expect(self, parts: Sequence[LayerRequest]) -> None:
+        if self.store.remote is not None:
+            places = [self._place(part.key) for part in parts]
+            ends = (".index", ".data")
+            wanted = [place for place in places if not all(place.with_suffix(end).exists() for end in ends)]
+            self.store.remote.expect([CacheEntry("segment", place.name) for place in wanted])
+
+    def part(self, part: LayerRequest) -> CachedSegment:
+        found: list[tuple[str, str, str]] = []
+        items = partial(_of_part, part, found)
+        # A tar of the layer in the store contains the same files, including their bytecode.
+        if (tar := known_part(part, self.store)) is not None:
+            found += tar.distributions
+            items = partial(_of_tar, self.store.blobs.path(tar.layer.blob.digest), part.title)
+        return self._made(part.key, part.title, items, found)
+
+    def blob(self, layer: Layer, title: str) -> CachedSegment:
+        """Raises BuildError for a layer that does not match its configuration's diff_id."""
+        return self.tar(layer.diff_id, title, partial(opened, self.store.blobs.path(layer.blob.digest)))
+
+    def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
+        """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError for another."""
+        return self._made(
+            diff_id.partition(":")[2], title, partial(checked_tar, opens, title, diff_id, self.limits), []
+        )
+
+    def members(self, made: CachedSegment) -> Sequence[Member]:
+        return made.segment.members
+
+    def _made(
+        self, key: str, title: str, items: Callable[[], Items], found: list[tuple[str, str, str]]
+    ) -> CachedSegment:
+        place = self._place(key)
+        data = place.with_suffix(".data")
+
+        def write() -> CachedSegment:
+            with replacing(data) as path:
+                segment = write_segment(items(), path, self.codec, self.workers)
+            distributions = tuple(sorted(found))
+            write_note(place.with_suffix(".json"), {"distributions": distributions})
+            self.store.digests.record(data, segment.sha256)
+            save(segment, place.with_suffix(".index"))  # last: it marks a complete segment
+            return CachedSegment(replace(segment, path=data), title, key, distributions)
+
+        entry, remote = CacheEntry("segment", place.name), self.store.remote
+        known = partial(_known, place, title, key, self.store)
+        if self.arriving is not None and remote is not None:
+            if (made := known()) is not None:
+                return made
+            if remote.bring(entry, whole=False) and (made := known(whole=False)) is not None:
+                self.arriving[data] = entry
+                return made
+        return cached(entry, known, write, place, title, self.store, self.log)
+
+    def wait(self, segment: Segment) -> None:
+        """Wait until the data of `segment` have come. Raises MissingData if they do not, or are others."""
+        remote, entry = self.store.remote, (self.arriving or {}).pop(segment.path, None)
+        if entry is None or remote is None:
+            return
+        if not remote.bring(entry) or not self.store.digests.keep(segment.path, segment.sha256):
+            raise MissingData(f"{segment.path}: its data did not come from the team's cache")
+
+    def _place(self, key: str) -> Path:
+        form = hashlib.sha256(f"{FORMAT} {self.codec.identity}".encode()).hexdigest()[:12]
+        return self.store.folder("segments") / f"{key}-{form}"
+
+
+def segment_cache(
+    environment: Environment, codec: Codec, arriving: dict[Path, CacheEntry] | None = None
+) -> SegmentCache:
+    """Return the cache of segments in the store of `environment`; `arriving`: see SegmentCache."""
+    workers = resources.workers(environment.variables)
+    return SegmentCache(environment.store, codec, workers, log, environment.site.limits, arriving)
+
+
+class MissingData(BuildError):
+    """Data of a segment that the team's cache announced did not come: build again without `arriving`."""
+
+
+def _known(place: Path, title: str, key: str, store: Store, *, whole: bool = True) -> CachedSegment | None:
+    segment = load(place.with_suffix(".index"), place.with_suffix(".data"), store.digests if whole else None)
+    if segment is None:
+        return None
+    try:
+        rows = read_note(place.with_suffix(".json"))["distributions"]
+        return CachedSegment(segment, title, key, read_distributions(rows))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _of_part(part: LayerRequest, found: list[tuple[str, str, str]]) -> Items:
+    with closing(recorded(part.tree(), found)) as tree:
+        for entry, content in tree:
+            yield of_entry(entry), content
+
+
+def _of_tar(path: Path, name: str) -> Items:
+    with open_layer(path, name) as stream:
+        yield from tar_items(stream, name)
