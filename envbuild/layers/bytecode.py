@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -34,6 +35,10 @@ from envbuild.workers import Answer, Workers
 
 # Larger modules are rare, generated tables; they are compiled when they are imported.
 _MAX_SOURCE = 4 << 20
+# Tests are a third of the modules and of the time, and nothing that runs in an image imports them. Other names are no
+# sign of tests: torch imports modules of torch/testing/_internal.
+_TESTS = re.compile(r"/(?:tests|python3\.\d+/test)/")
+_RULES = 2  # of what is compiled
 # Modules per process: enough to make its start cheap, few enough to keep all processors busy.
 _SHARE, _SHARE_BYTES = 200, 4 << 20
 _MOST_PROCESSES = 8  # a single reader keeps no more busy, and shares in progress are held in memory
@@ -72,7 +77,7 @@ class Compiler:
     @property
     def identity(self) -> str:
         """The properties that determine the bytecode besides the source."""
-        return f"{self.tag} {self.version} {self.magic.hex()}"
+        return f"{self.tag} {self.version} {self.magic.hex()} {_RULES}"
 
 
 def compiler_for(python: str, environment: Environment) -> Compiler:
@@ -103,8 +108,8 @@ def find_compiler(python: str) -> Compiler:
 def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], mtime: int) -> Tree:
     """Yield `tree`, then the bytecode of every module under the folders `below`.
 
-    Without a compiler, yield `tree` only. A module that does not compile (tests of other Python versions, templates)
-    has no bytecode. Raises HostError when the interpreter dies, BuildError when the temporary file cannot be written.
+    Without a compiler, yield `tree` only. Tests, and a module that does not compile (templates, other Python versions),
+    have no bytecode. Raises HostError when the interpreter dies, BuildError when the temporary file cannot be written.
     """
     if compiler is None:
         yield from tree
@@ -116,7 +121,7 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
             if entry.path.endswith(".pyc"):
                 own.add(entry.path)
             is_module = entry.path.endswith(".py") and entry.path.startswith(prefixes) and entry.size <= _MAX_SOURCE
-            if content is not None and is_module:
+            if content is not None and is_module and not _TESTS.search(entry.path):
                 source = _whole(content, entry.size)
                 if len(source) == entry.size:  # else the writer of the tree raises an error
                     pool.add(entry.path, source)

@@ -198,7 +198,7 @@ def _base_steps(image: ImageInputs) -> list[Step]:
         first = Step("base", f"debian {base.suite}", f"{len(base.packages)} packages", image.base.digest)
     if image.compiler is None:
         return [first]
-    tag, version, _ = image.compiler.split(" ")
+    tag, version, *_ = image.compiler.split(" ")
     return [first, _step("bytecode", tag, version, image.compiler)]
 
 

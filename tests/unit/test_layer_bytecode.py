@@ -107,6 +107,12 @@ def unpack(files: dict[str, bytes], folder: Path) -> None:
         os.utime(place, (TIME, TIME))
 
 
+def test_tests_are_not_compiled() -> None:
+    files = {"a/tests/x.py": b"", "a/b/tests/y.py": b"", "a/testing/x.py": b"", "a/test.py": b"", "a/tests.py": b""}
+    assert compiled(files).keys() == files.keys() | {cached(f"a/{name}.py") for name in ("testing/x", "test", "tests")}
+    assert set(compiled({"lib/test/x.py": b""})) == {"lib/test/x.py", cached("lib/test/x.py")}
+
+
 def python(code: str, folder: Path, *options: str) -> str:
     done = subprocess.run(
         [sys.executable, "-S", "-s", "-W", "ignore", *options, "-c", code], capture_output=True,

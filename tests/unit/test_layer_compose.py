@@ -408,7 +408,7 @@ def test_layers_are_the_same_from_one_run_and_store_to_the_next(tmp_path: Path) 
 
 def test_a_compilers_identity_is_all_but_its_place() -> None:
     one = Compiler("/a", "3.11.2", "cpython-311", b"\xa7\r\r\n")
-    assert one.identity == "cpython-311 3.11.2 a70d0d0a"
+    assert one.identity == "cpython-311 3.11.2 a70d0d0a 2"
     assert dataclasses.replace(one, python="/b").identity == one.identity
 
 
