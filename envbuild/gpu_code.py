@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter
-from typing import BinaryIO
+from typing import IO
 
 # A container's header: magic number, version, size of the header, size of the entries.
 _CONTAINER = struct.Struct("<IHHQ")
@@ -88,7 +88,7 @@ class GpuCodeScanner:
         head = {_FATBIN: _CONTAINER, _BUNDLE: _BUNDLE_HEAD, _COMPRESSED: _COMPRESSED_HEAD}[magic]
         if len(data) - at < head.size:
             return at if at > place else None
-        fields = head.unpack_from(data, at)
+        fields: tuple[int, ...] = head.unpack_from(data, at)
         if magic == _FATBIN:
             _, version, size, length = fields
             if version == 1 and size == head.size and _ENTRY.size <= length < _FAR:
@@ -107,7 +107,7 @@ class GpuCodeScanner:
         """Return the position after an entry of a container, None if more data is needed."""
         if len(data) - place < min(_ENTRY.size, self._entries_left):
             return None
-        header = 0
+        kind = header = payload = number = flags = 0
         if self._entries_left >= _ENTRY.size:
             kind, header, payload, number, flags = _ENTRY.unpack_from(data, place)
         if not _ENTRY.size <= header <= _MOST_HEADER or header + payload > self._entries_left:
@@ -126,7 +126,8 @@ class GpuCodeScanner:
         """Return the position after a row of a bundle's table, or after the bundle; None if more data is needed."""
         if len(data) - place < _BUNDLE_ENTRY.size:
             return None
-        offset, size, length = _BUNDLE_ENTRY.unpack_from(data, place)
+        fields: tuple[int, int, int] = _BUNDLE_ENTRY.unpack_from(data, place)
+        offset, size, length = fields
         if length > _MOST_NAME or max(offset, size) > _FAR:
             self._codes, self._bundles_left = set(), 0
             return place
@@ -148,7 +149,7 @@ class GpuCodeScanner:
         self._codes = set()
 
 
-def read_gpu_code(stream: BinaryIO) -> Containers:
+def read_gpu_code(stream: IO[bytes]) -> Containers:
     """Return the containers in the file `stream`, without reading the code in them. Raises OSError."""
     scanner = GpuCodeScanner()
     while piece := stream.read(_LARGE if scanner.searching else _SMALL):

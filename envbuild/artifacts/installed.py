@@ -21,6 +21,7 @@ from typing import Protocol
 from envbuild.elf import HEAD, file_head
 from envbuild.files import open_regular, read_regular
 from envbuild.fingerprint import record_digest, top_level
+from envbuild.gpu_code import Containers, read_gpu_code
 from envbuild.names import normalise
 
 
@@ -61,6 +62,9 @@ class Files(Protocol):
     def is_folder(self, path: str) -> bool:
         """Return whether there is a folder at `path`."""
 
+    def gpu_code(self, path: str) -> Containers:
+        """Return the containers of code for GPUs in an ELF file."""
+
 
 class HostFiles:
     """The files of this host."""
@@ -88,6 +92,10 @@ class HostFiles:
 
     def is_folder(self, path: str) -> bool:
         return os.path.isdir(path)
+
+    def gpu_code(self, path: str) -> Containers:
+        with open_regular(path) as stream:
+            return read_gpu_code(stream)
 
 
 HOST = HostFiles()

@@ -18,6 +18,7 @@ from envbuild.recipe.model import (
     TargetTable,
     conda_mistakes,
     duplicate_requirements,
+    gpu_mistakes,
     image_mistakes,
     index_mistakes,
 )
@@ -57,6 +58,9 @@ class LoadedRecipe:
         data["verify"] = {
             name: value for name, value in data["verify"].items() if name not in LATER or value != defaults[name]
         }
+        for table in data["targets"].values():
+            if not table["gpus"]:
+                del table["gpus"]
         if self.script is not None:
             data["verify"]["script_text"] = self.script[1]
         return _digest(**{name: value for name, value in data.items() if value or name not in _NEW})
@@ -187,6 +191,7 @@ def decode_recipe(document: Document) -> LoadedRecipe:
         index_mistakes,
         image_mistakes,
         conda_mistakes,
+        gpu_mistakes,
         layer_mistakes,
         verify_mistakes,
         _wrong_folder,
