@@ -24,11 +24,13 @@ _BUNDLE = b"__CLANG_OFFLOAD_BUNDLE__"
 _BUNDLE_HEAD, _BUNDLE_ENTRY = struct.Struct("<24sQ"), struct.Struct("<QQQ")
 _MOST_ENTRIES, _MOST_NAME, _FAR = 4096, 256, 1 << 40
 _AMD = re.compile(r"hip\w*-amdgcn-[\w.]*-[\w.]*-[\w.]*-?(gfx[0-9a-z-]+(?::[a-z]+[+-])*)")
-# A compressed bundle: magic number, version, method, size. Its table is in the compressed part.
-_COMPRESSED, _COMPRESSED_HEAD = b"CCOB", struct.Struct("<4sHHI")
+# A compressed bundle: magic number, version, method (zlib, zstd), its size, which version 1 lacks. So is its table.
+_COMPRESSED, _COMPRESSED_HEAD = b"CCOB", struct.Struct("<4sHHQQQ")
+_COMPRESSED_HEADS = {2: 24, 3: 32}
 UNREADABLE = "a compressed bundle"
+_WINDOW = 1 << 18  # of compressed data; a block of zstd has at most 128 KiB
 # Bytes that are read at once: where a header is expected, and where a container is searched.
-_SMALL, _LARGE = 1 << 12, 1 << 20
+_SMALL, _LARGE = 1 << 13, 1 << 20
 
 # The codes of each container, such as ("compute_90", "sm_80", "sm_90a") or ("gfx90a:xnack-",) → number of containers.
 Containers = Counter[tuple[str, ...]]
@@ -99,9 +101,35 @@ class GpuCodeScanner:
                 self._bundles_left = fields[1]
                 self._bundle_start = self._bundle_end = at
                 return at + head.size
-        elif fields[1] in (1, 2, 3) and fields[2] in (0, 1):
-            self.found[(UNREADABLE,)] += 1
+        elif 0 < fields[1] < 10 and fields[2] in (0, 1):
+            size = fields[3] if fields[1] == 3 else fields[3] & 0xFFFFFFFF
+            begin = _COMPRESSED_HEADS.get(fields[1])
+            if begin is None:
+                self.found[(UNREADABLE,)] += 1
+            elif head.size <= size < _FAR:
+                if len(data) - at < min(size, _WINDOW):
+                    return at if at > place else None
+                if self._compressed(data[at + begin : at + min(size, _WINDOW)], fields[2]):
+                    return at + size
         return at + len(magic)
+
+    def _compressed(self, data: bytes, method: int) -> bool:
+        """Read the bundle that begins in `data`; return whether there is one."""
+        import zlib
+
+        import zstandard
+
+        try:
+            if method == 0:
+                text = zlib.decompressobj().decompress(data, _SMALL)
+            else:
+                text = zstandard.ZstdDecompressor().stream_reader(data).read(_SMALL)
+        except (zlib.error, zstandard.ZstdError):
+            return False
+        inner = GpuCodeScanner()
+        inner.feed(text)
+        self.found += inner.found
+        return bool(inner.found)
 
     def _entry(self, data: bytes, place: int) -> int | None:
         """Return the position after an entry of a container, None if more data is needed."""

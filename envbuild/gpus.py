@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.toml.decode import closest
@@ -41,11 +42,22 @@ class Chip:
 
 
 @functools.cache
+def _tables() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+def torch_rows() -> list[dict[str, Any]]:
+    """Return the rows on the code in torch's wheels."""
+    rows: list[dict[str, Any]] = _tables()["cuda"]["torch"]
+    return rows
+
+
+@functools.cache
 def load_chips() -> Mapping[str, Chip]:
     """Return all chips by name."""
-    tables = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     chips = {}
-    for accelerator, table in tables.items():
+    for accelerator in ("cuda", "rocm"):
+        table = _tables()[accelerator]
         for name, row in table["chips"].items():
             lists = {key: tuple(row.get(key, ())) for key in ("names", "generic")}
             chips[name] = Chip(name, accelerator, row["family"], features=row.get("features", ""), **lists)
@@ -118,18 +130,27 @@ def library_runs(containers: Containers, chip: Chip) -> str:
     return NATIVE if ways[NATIVE] > enough else PTX if ways[NATIVE] + ways[PTX] > enough else ""
 
 
-def is_readable(containers: Containers) -> bool:
-    """Return whether all of a library's containers could be read."""
-    return all(UNREADABLE not in codes for codes in containers)
+def is_judged(containers: Containers, chip: Chip) -> bool:
+    """Return whether a library is for the makers of `chip`, and could be read."""
+    codes = {code for one in containers for code in one}
+    return UNREADABLE not in codes and any(code.startswith("gfx") == (chip.accelerator == "rocm") for code in codes)
 
 
-def gpu_faults(libraries: Mapping[str, Containers], words: Iterable[str]) -> list[str]:
-    """Return a sentence for each of `libraries` (by path) that does not run on one of the GPUs that `words` name."""
+def is_optional(path: str) -> bool:
+    """Return whether only some functions or versions need the library at `path`, so that others run without it."""
+    return any(Path(path).name.startswith(one["library"]) for one in _tables()["optional"])
+
+
+def gpu_faults(libraries: Mapping[str, Containers], words: Iterable[str], *, optional: bool = False) -> list[str]:
+    """Return a sentence for each of `libraries` (by path) that does not run on one of the GPUs that `words` name.
+
+    They are those that everything needs, or with `optional` the others.
+    """
     return [
         f"{path} has no code for {chip.name}{f' ({word})' if word != chip.name else ''}: it {_has(containers, chip)}"
         for chip, word in all_chips(words).items()
         for path, containers in sorted(libraries.items())
-        if is_readable(containers) and not library_runs(containers, chip)
+        if is_optional(path) == optional and is_judged(containers, chip) and not library_runs(containers, chip)
     ]
 
 

@@ -16,13 +16,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from envbuild.elf import HEAD, file_head
 from envbuild.files import open_regular, read_regular
 from envbuild.fingerprint import record_digest, top_level
-from envbuild.gpu_code import Containers, read_gpu_code
 from envbuild.names import normalise
+
+if TYPE_CHECKING:
+    from envbuild.gpu_code import Containers
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,9 @@ class HostFiles:
         return os.path.isdir(path)
 
     def gpu_code(self, path: str) -> Containers:
+        # Imported here: stages of Dockerfiles, which have few modules, use this one.
+        from envbuild.gpu_code import read_gpu_code
+
         with open_regular(path) as stream:
             return read_gpu_code(stream)
 

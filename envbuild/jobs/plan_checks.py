@@ -14,7 +14,8 @@ from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
-from envbuild.verify.static_checks import listed, read_gpu_files, recorded_gpu_code
+from envbuild.verify.receipt import recorded_gpu_code
+from envbuild.verify.static_checks import listed, read_gpu_files
 
 # Who set the command of a job: --script with a path inside the image.
 IN_IMAGE = "--script, in the image"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from envbuild import process
 from envbuild.artifacts.installed import HOST, Files
 from envbuild.artifacts.state import IMAGE, BuiltLayer, State
 from envbuild.artifacts.survey import Survey, scan_elf
 from envbuild.errors import EnvbuildError, RecipeError, UsageError, VerificationError
-from envbuild.gpu_code import Containers
-from envbuild.gpus import all_chips, gpu_faults, is_readable, library_runs
+from envbuild.gpu_code import UNREADABLE, Containers
+from envbuild.gpus import all_chips, gpu_faults, is_judged, library_runs
 from envbuild.layers.compose import PREFIX
 from envbuild.plan.plan import Plan
 from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
@@ -144,15 +143,17 @@ def check_accelerator(subject: Subject, survey: Survey) -> Check:
 def check_gpus(subject: Subject, survey: Survey, words: tuple[str, ...]) -> Check:
     """Check that every library with code for GPUs has some for each of the GPUs that `words` name."""
     libraries, faults = survey.elf.gpu_code, gpu_faults(survey.elf.gpu_code, words)
-    unread = [path for path, containers in libraries.items() if not is_readable(containers)]
+    unread = [path for path, containers in libraries.items() if (UNREADABLE,) in containers]
     ways = [
         f"{chip.name}: {', '.join(f'{count} libraries {way}' for way, count in sorted(found.items()) if way)}"
         for chip in all_chips(words)
-        if (found := Counter(library_runs(one, chip) for one in libraries.values() if is_readable(one)))
+        if (found := Counter(library_runs(one, chip) for one in libraries.values() if is_judged(one, chip)))
     ]
     good = "; ".join(ways) or f"{len(libraries)} libraries have code for GPUs"
     if not words:
         good += "; no GPUs are named to compare it with"
+    if some := gpu_faults(libraries, words, optional=True):
+        good += f"; not all need these: {listed(some)}"
     if unread:
         good += f"; not read, because their code is compressed: {', '.join(unread[:_SHOWN])}"
     return judge(
@@ -173,20 +174,6 @@ def check_gpus(subject: Subject, survey: Survey, words: tuple[str, ...]) -> Chec
 def listed(faults: list[str]) -> str:
     """Return the first of `faults`, and the number of the others."""
     return "; ".join(faults[:_SHOWN]) + (f"; {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else "")
-
-
-def recorded_gpu_code(receipt: Mapping[str, Any]) -> dict[str, Containers]:
-    """Return the containers of each library as the check `gpus` of a receipt has them; {} for a receipt without it."""
-    try:
-        found: Mapping[str, Any] = next(
-            (one["evidence"]["libraries"] for one in receipt["checks"] if one["name"] == "gpus"), {}
-        )
-        return {
-            path: Containers({tuple(codes.split()): int(count) for codes, count in one.items()})
-            for path, one in found.items()
-        }
-    except (LookupError, TypeError, ValueError, AttributeError):
-        return {}
 
 
 def read_gpu_files(path: Path, target: Target, limits: LimitsTable) -> dict[str, Containers]:

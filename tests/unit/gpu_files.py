@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import struct
+import zlib
+
+import zstandard
 
 KINDS = {"compute": 1, "sm": 2, "lto": 8}
 FLAGS = {"a": 1 << 20, "f": 1 << 21}
@@ -30,3 +33,12 @@ def bundle(*codes: str, payload: bytes = b"\x7fELF" * 50) -> bytes:
         size = len(payload) if number else 0
         table += struct.pack("<QQQ", 4096 + max(0, number - 1) * len(payload), size, len(name)) + name
     return table.ljust(4096, b"\0") + payload * len(codes)
+
+
+def compressed(data: bytes, version: int = 3, method: int = 1) -> bytes:
+    """Return a compressed bundle as `clang-offload-bundler -compress` writes it."""
+    text = zlib.compress(data) if method == 0 else zstandard.compress(data)
+    sizes = {1: "I", 2: "II", 3: "QQ"}[version]
+    head = struct.calcsize(f"<4sHH{sizes}Q")
+    both = (len(data),) if version == 1 else (head + len(text), len(data))
+    return struct.pack(f"<4sHH{sizes}Q", b"CCOB", version, method, *both, 7) + text

@@ -13,6 +13,8 @@ from lab.artifacts import frame, make_venv
 from unit.gpu_files import bundle, fatbin
 
 from envbuild.artifacts.survey import scan_elf
+from envbuild.compat.gpus import gpu_findings
+from envbuild.compat.stack import Stack
 from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
 from envbuild.errors import RecipeError, VerificationError
@@ -28,7 +30,8 @@ from envbuild.recipe.targets import Target
 from envbuild.site.jobs import NodeTable
 from envbuild.site.settings import Site
 from envbuild.toml import Document
-from envbuild.verify.static_checks import check_gpus, check_unverified_gpus, recorded_gpu_code
+from envbuild.verify.receipt import recorded_gpu_code
+from envbuild.verify.static_checks import check_gpus, check_unverified_gpus
 
 ELF = b"\x7fELF\x02\x01" + bytes(12) + (62).to_bytes(2, "little") + bytes(40)
 GPUS = Path(__file__).parents[2] / "docs/reference/gpus.md"
@@ -57,7 +60,6 @@ PLANTED = [
     (bundle("gfx90a:xnack+"), "gfx90a:xnack+", NATIVE),
     (bundle("gfx942", "gfx1100"), "mi250x", ""),
     (bundle("gfx9-4-generic"), "mi300x", NATIVE),
-    (fatbin("sm_90"), "gfx90a", ""),
 ]
 
 
@@ -90,6 +92,11 @@ def test_the_check_says_what_a_library_has(tmp_path: Path) -> None:
     has = "it has sm_80, compute_120, sm_120; its PTX is for others"
     assert check.seen.endswith(f"libtorch_cuda.so has no code for sm_90 (hopper): {has}")
     assert "no GPUs are named" in check_gpus(subject(), survey, ()).seen
+    report.gpu_code = {"t/libtorch_cuda_linalg.so": Containers({("sm_80",): 1})}
+    check = check_gpus(subject(), survey, ("t4",))
+    assert check.status == "pass" and "not all need these: t/libtorch_cuda_linalg.so has no code" in check.seen
+    report.gpu_code = {"libbitsandbytes_rocm64.so": Containers({("gfx90a",): 1})}
+    assert check_gpus(subject(), survey, ("h100",)).status == "pass"
     report.gpu_code = {"a": Containers({(UNREADABLE,): 1}), "b": Containers({("sm_80",): 381, ("sm_90a",): 3})}
     assert check_gpus(subject(), survey, ("h100",)).seen == (
         "b has no code for sm_90 (h100): it has some in only 3 of 384 parts"
@@ -187,6 +194,35 @@ def test_the_chip_of_an_amd_gpu(tmp_path: Path) -> None:
         (node / "properties").write_text(text)
     (found,) = machine.gpus(Host({"PATH": "/nonexistent"}, root=tmp_path))
     assert found.facts["chips"] == ["gfx90a"]
+
+
+# ---- envbuild explain
+@pytest.mark.parametrize(
+    ("torch", "cuda", "gpus", "said"),
+    [
+        ("2.11.0", "13.0", (), "note: PyPI's torch 2.11.0 runs natively on sm_75, sm_80, sm_86, sm_87, sm_89, sm_90"),
+        ("2.9.1", "12.8", ("volta",), "good: PyPI's torch 2.9.1 runs natively on sm_70, sm_75"),
+        ("2.7.1+cu126", "12.6", ("b200",), "bad: PyPI's torch 2.7.1: libtorch_cuda.so has no code for sm_100 (b200)"),
+        ("2.11.0", "13.0", ("v100",), "bad: PyPI's torch 2.11.0: libtorch_cuda.so has no code for sm_70 (v100)"),
+        ("2.9.1+cu126", "12.6", ("h100",), "note: whether it runs on h100"),
+        ("2.9.1+cu126", "12.6", (), None),
+    ],
+)
+def test_explain_says_on_which_gpus_torch_runs(torch: str, cuda: str, gpus: tuple[str, ...], said: str | None) -> None:
+    stack = Stack("x86_64", "3.11", "2.28", cuda=cuda, torch=torch, torch_origin="lock")
+    found = [f"{one.status}: {one.text}" for one in gpu_findings(stack, gpus, {})]
+    assert not found if said is None else found[0].startswith(said)
+
+
+def test_explain_says_what_an_artifact_has() -> None:
+    built = {"a": Containers({("sm_80", "compute_80"): 9}), "b": Containers({("sm_90",): 1, ("compute_75",): 1})}
+    built |= {"lib/libcusparseLt.so.0": Containers({("sm_120",): 1}), "c": Containers({(UNREADABLE,): 1})}
+    (found,) = gpu_findings(Stack("x86_64", "3.11", "2.28", cuda="13.0"), (), built)
+    assert found.text.startswith("its artifact here runs by PTX on sm_80, sm_86, sm_87, sm_89, sm_90, sm_100")
+    (found,) = gpu_findings(Stack("x86_64", "3.11", "2.28", cuda="13.0"), ("h100",), built)
+    assert found.status == "good" and "not all need this: lib/libcusparseLt.so.0 has no code" in found.text
+    (found,) = gpu_findings(Stack("x86_64", "3.11", "2.28", rocm="6.4"), (), {"a": Containers({("gfx942",): 1})})
+    assert found.text == "its artifact here runs natively on gfx942"
 
 
 # ---- jobs, and builds without verification
