@@ -27,7 +27,7 @@ _AMD = re.compile(r"hip\w*-amdgcn-[\w.]*-[\w.]*-[\w.]*-?(gfx[0-9a-z-]+(?::[a-z]+
 # A compressed bundle: magic number, version, method (zlib, zstd), its size, which version 1 lacks. So is its table.
 _COMPRESSED, _COMPRESSED_HEAD = b"CCOB", struct.Struct("<4sHHQQQ")
 _COMPRESSED_HEADS = {2: 24, 3: 32}
-UNREADABLE = "a compressed bundle"
+UNREADABLE = "compressed"  # in place of codes, for a bundle whose table could not be read
 _WINDOW = 1 << 18  # of compressed data; a block of zstd has at most 128 KiB
 # Bytes that are read at once: where a header is expected, and where a container is searched.
 _SMALL, _LARGE = 1 << 13, 1 << 20
@@ -80,12 +80,13 @@ class GpuCodeScanner:
         """Return the position after the header of the next container, None if more data is needed."""
         for magic in (_FATBIN, _BUNDLE, _COMPRESSED):
             # A magic number that is missing is searched only once: otherwise the time would be quadratic.
-            if hits.get(magic, 0) < place or magic not in hits:
+            if hits.get(magic, -1) < place:
                 at = data.find(magic, place)
                 hits[magic] = len(data) if at < 0 else at
         at = min(hits.values())
         if at == len(data):
-            return max(place, len(data) - len(_BUNDLE) + 1) if place < len(data) - len(_BUNDLE) + 1 else None
+            kept = len(data) - len(_BUNDLE) + 1  # the last bytes may be the beginning of one
+            return kept if kept > place else None
         magic = next(name for name, position in hits.items() if position == at)
         head = {_FATBIN: _CONTAINER, _BUNDLE: _BUNDLE_HEAD, _COMPRESSED: _COMPRESSED_HEAD}[magic]
         if len(data) - at < head.size:

@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def chips_named(word: str) -> list[Chip]:
     if _CHIP.fullmatch(word):
         name, _, features = word.partition(":")
         known = chips.get(name) or Chip(name, "cuda" if name.startswith("sm_") else "rocm")
-        return [Chip(name, known.accelerator, known.family, known.names, features or known.features, known.generic)]
+        return [replace(known, features=features or known.features)]
     return [one for one in chips.values() if word in (one.family, *one.names)]
 
 
@@ -80,9 +80,8 @@ def gpu_problem(word: str) -> str | None:
         return None
     known = {name for one in load_chips().values() for name in (one.name, one.family, *one.names)}
     close = closest(word.lower(), sorted(known))
-    return f"{word!r} is no GPU: name a chip (sm_90, gfx90a), a GPU (h100, mi250x) or a family (hopper)" + (
-        f"; did you mean {close!r}?" if close else ""
-    )
+    what = f"{word!r} is no GPU: name a chip (sm_90, gfx90a), a GPU (h100, mi250x) or a family (hopper)"
+    return f"{what}; did you mean {close!r}?" if close else what
 
 
 def all_chips(words: Iterable[str]) -> dict[Chip, str]:
@@ -131,7 +130,7 @@ def library_runs(containers: Containers, chip: Chip) -> str:
 
 
 def is_judged(containers: Containers, chip: Chip) -> bool:
-    """Return whether a library is for the makers of `chip`, and could be read."""
+    """Return whether a library could be read, and is for GPUs of the maker of `chip`."""
     codes = {code for one in containers for code in one}
     return UNREADABLE not in codes and any(code.startswith("gfx") == (chip.accelerator == "rocm") for code in codes)
 

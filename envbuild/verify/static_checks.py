@@ -192,8 +192,8 @@ def check_unverified_gpus(path: Path, state: State, site: Site) -> None:
     """Raise VerificationError for an artifact, built without verification, that lacks code for the GPUs named."""
     target, words = Target.parse(state.target), state.verify.get("gpus") or site.node.gpu_types
     if words and target.family.gpu and (faults := gpu_faults(read_gpu_files(path, target, site.limits), words)):
-        cause = check_texts()["gpus"]["cause"]
-        raise VerificationError(f"the {state.artifact} of {state.recipe} does not run: {listed(faults)}", cause)
+        what = f"the {state.artifact} of {state.recipe} does not run on {', '.join(words)}: {listed(faults)}"
+        raise VerificationError(what, check_texts()["gpus"]["cause"])
 
 
 def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:

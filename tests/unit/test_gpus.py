@@ -19,7 +19,7 @@ from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
 from envbuild.errors import RecipeError, VerificationError
 from envbuild.gpu_code import UNREADABLE, Containers
-from envbuild.gpus import NATIVE, PTX, chips_named, gpu_of, gpu_problem, library_runs, load_chips, runs
+from envbuild.gpus import NATIVE, PTX, chips_named, gpu_faults, gpu_of, gpu_problem, library_runs, load_chips, runs
 from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.model import JobArtifact
 from envbuild.jobs.plan_checks import check_gpus as check_site
@@ -101,7 +101,10 @@ def test_the_check_says_what_a_library_has(tmp_path: Path) -> None:
     assert check_gpus(subject(), survey, ("h100",)).seen == (
         "b has no code for sm_90 (h100): it has some in only 3 of 384 parts"
     )
-    assert check_gpus(subject(), survey, ("a100",)).seen.endswith("not read, because their code is compressed: a")
+    check = check_gpus(subject(), survey, ("a100",))
+    assert check.seen.endswith("not read, because their code is compressed: a")
+    recorded = recorded_gpu_code({"checks": [{"name": "gpus", "evidence": check.evidence}]})
+    assert recorded == report.gpu_code and not gpu_faults(recorded, ["a100"])
 
 
 def test_a_target_for_cpus_is_not_read(tmp_path: Path) -> None:
@@ -265,7 +268,7 @@ def test_a_build_without_verification_is_refused_too(tmp_path: Path, where: str)
     state: Any = SimpleNamespace(
         target="cu126-x86_64", artifact="venv", recipe="lab", verify={"gpus": ["h100"]} if where == "recipe" else {}
     )
-    with pytest.raises(VerificationError, match=r"the venv of lab does not run: .*no code for sm_90"):
+    with pytest.raises(VerificationError, match=r"the venv of lab does not run on h100: .*no code for sm_90"):
         check_unverified_gpus(root, state, site("a100" if where == "recipe" else "h100"))
     check_unverified_gpus(root, state, site("a100")) if where == "site" else None
 
