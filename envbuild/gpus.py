@@ -23,8 +23,8 @@ _CUDA_CODE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 GPU_PATTERN = r"^[a-z0-9_:+-]+$"
 _CHIP = re.compile(r"sm_\d{2,3}|gfx[0-9]{1,2}[0-9a-f]{2}((?::[a-z]{1,20}[+-]){0,4})")
 NATIVE, PTX = "natively", "by PTX"
-# In libraries of torch 2.7 to 2.14 and CUDA 12 and 13, a chip for which the library is made has code in at least one
-# of 20 containers. torch has some for sm_90a (CUTLASS) even when it is not built for sm_90.
+# In libraries of torch 2.7 to 2.14 and CUDA 12 and 13, 3 % of the containers or more have code for a chip for which the
+# library is made, and 0.2 % or less for another (docs/reference/gpus.md).
 _FEW = 50
 _SHOWN = 12
 
