@@ -16,12 +16,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from envbuild.elf import HEAD, file_head
 from envbuild.files import open_regular, read_regular
 from envbuild.fingerprint import record_digest, top_level
 from envbuild.names import normalise
+
+if TYPE_CHECKING:
+    from envbuild.gpu_code import Containers
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,9 @@ class Files(Protocol):
     def is_folder(self, path: str) -> bool:
         """Return whether there is a folder at `path`."""
 
+    def gpu_code(self, path: str) -> Containers:
+        """Return the containers of code for GPUs in an ELF file."""
+
 
 class HostFiles:
     """The files of this host."""
@@ -88,6 +94,13 @@ class HostFiles:
 
     def is_folder(self, path: str) -> bool:
         return os.path.isdir(path)
+
+    def gpu_code(self, path: str) -> Containers:
+        # Imported here: stages of Dockerfiles, which have few modules, use this one.
+        from envbuild.gpu_code import read_gpu_code
+
+        with open_regular(path) as stream:
+            return read_gpu_code(stream)
 
 
 HOST = HostFiles()

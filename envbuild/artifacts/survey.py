@@ -13,6 +13,7 @@ from envbuild.artifacts.conda_survey import is_conda, survey_conda
 from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
 from envbuild.artifacts.layer_lists import check_layers
 from envbuild.elf import elf_machine, machine_name
+from envbuild.gpu_code import Containers
 from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
 
 # Code for GPUs is in ELF files too (NVIDIA's cubin, AMD's code objects); it is not for the processor.
@@ -24,12 +25,13 @@ class ElfReport:
     """Counts of ELF files by machine name, and the files that are not for the wanted machine.
 
     `torch` has the names of torch's libraries for accelerators and, in the form `cuda=12.6`, the content of
-    torch/version.py; None without torch.
+    torch/version.py; None without torch. `gpu_code` maps each library with code for GPUs to its containers.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     foreign: list[tuple[str, str]] = field(default_factory=list)
     torch: list[str] | None = None
+    gpu_code: dict[str, Containers] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,16 @@ class Survey:
 
 
 def survey(
-    root: Path, site_packages: Path, elf_machine: int, known: FileReport | None = None, files: Files = HOST
-) -> Survey:
+    root: Path, site_packages: Path, elf_machine: int, known: FileReport | None = None, files: Files = HOST,
+    *, gpu: bool = False,
+) -> Survey:  # fmt: skip
     """Survey the environment at `root`; `elf_machine` is the expected e_machine of its libraries.
 
     `known` is the report on its files if they have been compared with its manifest, and not with the RECORDs alone.
-    Raises OSError.
+    With `gpu`, libraries are read for code for GPUs. Raises OSError.
     """
-    elf = scan_elf(root, elf_machine, files)
+    elf = scan_elf(root, elf_machine, files, gpu=gpu)
+    elf.gpu_code = {os.path.relpath(path, root): found for path, found in elf.gpu_code.items()}
     elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
     if is_conda(root, files):
         found, report = survey_conda(root, site_packages, known, files)
@@ -65,8 +69,8 @@ def survey(
     return Survey(found, report, elf, check_layers(root, None if known else report, files))
 
 
-def scan_elf(folder: Path, wanted: int, files: Files = HOST) -> ElfReport:
-    """Read the header of every regular file below `folder`; `wanted` is the expected e_machine."""
+def scan_elf(folder: Path, wanted: int, files: Files = HOST, *, gpu: bool = False) -> ElfReport:
+    """Read the header of every file below `folder`; `wanted` is the expected e_machine. With `gpu`, code for GPUs."""
     report = ElfReport()
     version, libraries, known = None, set(), torch_libraries()
     for path in files.walk(str(folder)):
@@ -82,6 +86,8 @@ def scan_elf(folder: Path, wanted: int, files: Files = HOST) -> ElfReport:
         report.counts[name] = report.counts.get(name, 0) + 1
         if machine != wanted:
             report.foreign.append((path, name))
+        elif gpu and not files.target(path) and (found := files.gpu_code(path)):
+            report.gpu_code[path] = found
     if version is not None:
         report.torch = sorted(libraries) + [f"{name}={found}" for name, found in torch_builds(version).items()]
     return report

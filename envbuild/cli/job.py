@@ -18,7 +18,7 @@ from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.jobs.here import no_scheduler_error
 from envbuild.jobs.model import JobRequest, Strategy
 from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
-from envbuild.jobs.plan_checks import possible_faults
+from envbuild.jobs.plan_checks import check_gpus, possible_faults
 from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
 from envbuild.jobs.render import explained, render
 from envbuild.kinds import kinds_of
@@ -126,6 +126,7 @@ def job_command(
         fetch=attested_images(where),
     )  # fmt: skip
     check_trust(opened, where.trust)
+    check_gpus(opened, where)
     if nobody:
         raise no_scheduler_error(request, opened, where)
     plan = plan_job(request, opened, where)
@@ -199,6 +200,7 @@ def preflight_command(
     kinds = wanted_kinds(allocation.scheduler, where)
     opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact)
     check_trust(opened, where.trust)
+    check_gpus(opened, where)
     plan = alone(plan_job(request, opened, where))
     code = run_now(plan, allocation, os.environ)
     if code == VerificationError.exit_code:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -13,11 +15,13 @@ import click
 from envbuild.cli import layout
 from envbuild.cli.common import open_recipe, open_target, print_json, show
 from envbuild.cli.options import with_options
+from envbuild.compat.gpus import gpu_findings
 from envbuild.compat.judge import judge
 from envbuild.compat.rows import CompatFinding
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.environment import load_environment
 from envbuild.errors import LockError
+from envbuild.gpu_code import Containers
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.conda_kind import conda_lock
 from envbuild.lock.lifecycle import LockKind, LockState
@@ -27,6 +31,7 @@ from envbuild.recipe.find import list_recipes, search_folders
 from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
+from envbuild.verify.receipt import read_receipt, recorded_gpu_code
 
 _COLOURS = {"good": "green", "bad": "red", "unknown": "yellow", "note": "cyan"}
 _WIDTH = 100
@@ -173,8 +178,9 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
 def explain_command(recipe: str, target: str | None, driver: str | None, as_json: bool) -> None:
     """Say whether what RECIPE is made of goes together, link by link, each with its source.
 
-    From glibc and driver over CUDA, torch and NCCL to the plugin, libfabric and the network. What is locked is judged,
-    or else what the recipe pins. Needs no network. Exit code 3 when something is known not to work.
+    From glibc and driver over CUDA, torch and NCCL to the plugin, libfabric and the network, and on which GPUs it runs.
+    What is locked is judged, or else what the recipe pins. Needs no network. Exit code 3 when something is known not to
+    work.
 
     \b
     Examples:
@@ -190,7 +196,8 @@ def explain_command(recipe: str, target: str | None, driver: str | None, as_json
         wanted = open_target(loaded, name, environment)
         stack, basis = _stack(loaded, wanted)
         stack = replace(stack, driver=driver)
-        findings = judge(stack)
+        words = loaded.recipe.targets[wanted.name].gpus
+        findings = judge(stack) + gpu_findings(stack, words, _built(loaded.recipe.name, wanted))
         statuses = {finding.status for finding in findings}
         # `rocm` is shown only for targets that have it, so that the output for others does not change.
         shown = [field for field in stack.__slots__ if field != "packages" and (field != "rocm" or stack.rocm)]
@@ -226,6 +233,15 @@ def _stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
         return stack_of(loaded, target, None), f"as the recipe pins it: {state.path.name}: {state.fault}"
     versions = state.lock.versions if conda else {one.name: one.version for one in state.lock.packages}
     return stack_of(loaded, target, versions, conda=conda), "as locked"
+
+
+def _built(recipe: str, target: Target) -> dict[str, Containers]:
+    """Return the code for GPUs in the libraries of what was built here, from its receipt; {} without one."""
+    for path in sorted(Path("build", recipe, target.name).glob("*.receipt.json")):
+        with suppress(OSError, ValueError):
+            if found := recorded_gpu_code(read_receipt(path)):
+                return found
+    return {}
 
 
 def _show_findings(findings: Sequence[CompatFinding]) -> None:

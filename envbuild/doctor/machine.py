@@ -84,6 +84,9 @@ def gpus(host: Host) -> list[HostFinding]:
     known = driver or (listed[0][1] if listed else "")
     facts: dict[str, Any] = {"gpus": names, "driver": known, "devices": devices, "libcuda": library}
     if listed:
+        code, said = run_probe([str(tool), "--query-gpu=compute_cap", "--format=csv,noheader"], host.variables)
+        found = re.findall(r"^(\d{1,2})\.(\d)\s*$", said, re.MULTILINE) if code == 0 else []
+        facts["chips"] = sorted({f"sm_{major}{minor}" for major, minor in found})
         counted = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
         facts["cuda"] = _cuda(known)
         if library:
@@ -107,10 +110,14 @@ def gpus(host: Host) -> list[HostFinding]:
 
 def _amd(host: Host) -> HostFinding:
     """Check AMD GPUs as the kernel driver lists them: topology nodes with compute units."""
-    nodes = (host.root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
-    count = sum(bool(re.search(r"^simd_count [1-9]", read_text(path), re.MULTILINE)) for path in nodes)
+    paths = (host.root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    nodes = [text for text in map(read_text, paths) if re.search(r"^simd_count [1-9]", text, re.MULTILINE)]
+    count = len(nodes)
+    # 90010 is gfx90a: two decimal digits each for minor version and stepping, which the name has in hexadecimal.
+    versions = {int(n) for text in nodes for n in re.findall(r"^gfx_target_version (\d{5,6})$", text, re.MULTILINE)}
     driver = read_text(host.root / "sys/module/amdgpu/version").strip()
     facts = {"gpus": ["AMD"] * count, "driver": driver, "devices": ["kfd"]}
+    facts["chips"] = [f"gfx{one // 10000}{one // 100 % 100:x}{one % 100:x}" for one in sorted(versions)]
     what = f"{count} × AMD, driver {driver or 'of the kernel'}"
     if os.access(host.root / "dev/kfd", os.R_OK | os.W_OK) and count:
         return HostFinding("GPU", "ok", what, facts=facts)

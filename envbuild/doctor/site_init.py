@@ -12,6 +12,7 @@ from envbuild.doctor import batch, fabric, machine, storage
 from envbuild.doctor.probe import Host, find, run_parallel
 from envbuild.doctor.tools import module_init
 from envbuild.fabrics import load_fabrics
+from envbuild.gpus import gpu_of
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
 from envbuild.site.jobs import value_problem
@@ -165,15 +166,19 @@ def _container(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _node(host: Host) -> Iterator[str]:
-    gpus = next((len(found.facts["gpus"]) for found in machine.gpus(host) if "gpus" in found.facts), 0)
+    here = next((found.facts for found in machine.gpus(host) if "gpus" in found.facts), {})
+    gpus, types = len(here.get("gpus", ())), here.get("chips", ())
     _, facts, queues = _answering(host.variables) or ("", None, [])
     chosen = _chosen(queues)
     if facts and chosen and chosen.gpus is not None and chosen.cpus is not None:
         yield _said("gpus", chosen.gpus, f"of a node in {chosen.name}, by {facts.list_queues[0]}")
         yield _said("cpus", chosen.cpus, "0: not said")
+        types = sorted({name for kind in chosen.gpu_types if (name := gpu_of(kind))}) or types
     else:
         yield _said("gpus", gpus, "of this host")
         yield _said("cpus", os.cpu_count() or 0, "of this host; 0: not said", off=True)
+    if types:
+        yield _said("gpu_types", types, "artifacts must have code for them")
 
 
 def _fabric() -> Iterator[str]:

@@ -20,7 +20,7 @@ from envbuild.verify.receipt import failures, make_receipt, passing_receipt, rec
 from envbuild.verify.static_checks import check_built_torch
 
 # Settings that are lists, and those that a receipt must have as the plan.
-_LISTS = ("imports", "imports_except", "direct")
+_LISTS = ("imports", "imports_except", "direct", "gpus")
 _EQUAL = ("trainer", "imports", "imports_except", "command", "expect", "direct")
 _SCRIPT = ("script", "script_text")
 
@@ -166,6 +166,7 @@ def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
     return (
         all(had.get(name) == wanted[name] for name in _EQUAL)
         and all(had.get(name, "") == wanted.get(name, "") for name in _SCRIPT)
+        and set(had.get("gpus", ())) >= set(wanted.get("gpus", ()))
         and had["nodes"] >= wanted["nodes"]
         and had["nodes"] * had["nproc_per_node"] >= wanted["nodes"] * wanted["nproc_per_node"]
         and had["epochs"] >= wanted["epochs"]

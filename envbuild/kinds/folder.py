@@ -29,6 +29,7 @@ from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.receipt import manifest_of, read_receipt, receipt_path
+from envbuild.verify.static_checks import check_unverified_gpus
 
 
 def prepare_folder(
@@ -102,6 +103,8 @@ def make_environment(
             layers = _layers(plan, environment, offline)
             final = Path(os.path.abspath(path))
             state = module.build(FolderBuild(plan, trainer, environment, staged, final, offline, layers, python))
+            if not verify:
+                check_unverified_gpus(staged, state, environment.site)
             commit(staged, path, proven(staged, state) if verify else None)
             move_seal(staged, path, environment.store)
     return result(state, built=True, verified=verify)

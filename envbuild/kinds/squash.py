@@ -43,6 +43,7 @@ from envbuild.store.pieces import Span, note_spans
 from envbuild.verify.image_file import ENROOT, image_kind, image_state, open_image_file
 from envbuild.verify.receipt import passing_receipt, receipt_path
 from envbuild.verify.runtimes import file_subject
+from envbuild.verify.static_checks import check_unverified_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +271,8 @@ def _accept(
         receipt = _verified(build, file, path, digest, state, manifest) if build.options.verify and not known else None
         if receipt is not None:
             failed_path(file.path).unlink(missing_ok=True)
+        elif state is not None and not known:
+            check_unverified_gpus(path, state, build.environment.site)
         commit(path, file.path, receipt, known=known)
         seconds = time.monotonic() - build.started
         target = state.target if state else build.arch

@@ -78,6 +78,7 @@ class Plan:
     direct: tuple[str, ...] = ()
     project: OwnCode | None = None
     script_text: str = ""
+    gpus: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -94,16 +95,18 @@ class Plan:
         return "torch" in names or any(one.name == "pytorch" for one in self.conda)
 
     def verify_settings(self) -> dict[str, Any]:
-        """Return the recipe's [verify] table, `direct` and `script_text`, as plain data.
+        """Return the recipe's [verify] table, `direct`, `script_text` and `gpus`, as plain data.
 
-        They are for the artifact's state and receipt. Without a script, it has neither key for one, so that images of
-        such recipes keep their digests.
+        They are for the artifact's state and receipt. Without a script, it has neither key for one, and without GPUs
+        none for them, so that images of such recipes keep their digests.
         """
         settings: dict[str, Any] = json.loads(json.dumps({**asdict(self.verify), "direct": self.direct}))
         if self.script_text:
             settings["script_text"] = self.script_text
         else:
             del settings["script"]
+        if self.gpus:
+            settings["gpus"] = list(self.gpus)
         return settings
 
     def as_json(self) -> dict[str, Any]:
@@ -183,6 +186,7 @@ def make_plan(
         direct=tuple(sorted({*loaded.direct(target, bool(conda)), *([project.name] if project else [])} - {""})),
         project=project,
         script_text=loaded.script[1] if loaded.script else "",
+        gpus=recipe.targets[target.name].gpus,
     )
 
 

@@ -50,6 +50,9 @@ class LoadedRecipe:
         data["verify"] = {
             name: value for name, value in data["verify"].items() if name not in LATER or value != defaults[name]
         }
+        for table in data["targets"].values():
+            if not table["gpus"]:
+                del table["gpus"]
         if self.script is not None:
             data["verify"]["script_text"] = self.script[1]
         return _digest(**{name: value for name, value in data.items() if value or name not in _NEW})
@@ -180,6 +183,7 @@ def decode_recipe(document: Document) -> LoadedRecipe:
         model.index_mistakes,
         model.image_mistakes,
         model.conda_mistakes,
+        model.gpu_mistakes,
         layer_mistakes,
         verify_mistakes,
         _wrong_folder,

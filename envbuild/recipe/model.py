@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from envbuild.fabrics import fabric_names
+from envbuild.gpus import GPU_PATTERN, chips_named, gpu_problem
 from envbuild.names import normalise
 from envbuild.recipe import checks
 from envbuild.recipe.build import BuildTable, requirement_entries
 from envbuild.recipe.layers import LayerTable, layer_name_problem
 from envbuild.recipe.project import ProjectTable
-from envbuild.recipe.targets import target_problem
+from envbuild.recipe.targets import Target, target_problem
 from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import INDEX_NAME
 from envbuild.toml import Document, Keys, Problem, key, nearest, required, table_at
@@ -45,6 +46,10 @@ class TargetTable:
     conda: tuple[str, ...] = key(
         (), "conda packages of this target, added to [conda]'s dependencies.",
         check=checks.spec_problem, example=["pytorch 2.7.* cuda126*"],
+    )  # fmt: skip
+    gpus: tuple[str, ...] = key(
+        (), "The GPUs that it must run on: chips (sm_90, gfx90a), GPUs (h100, mi250x) or families (hopper).",
+        check=gpu_problem, pattern=GPU_PATTERN, example=["sm_90"],
     )  # fmt: skip
 
 
@@ -231,3 +236,14 @@ def conda_mistakes(document: Document) -> Iterator[Problem]:
     for name in table_at(document.data, "targets"):
         if "conda" not in document.data and table_at(document.data, "targets", name).get("conda"):
             yield ("targets", name, "conda"), "'conda' of a target needs a [conda] table"
+
+
+def gpu_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield GPUs of a target that are for another accelerator."""
+    targets = document.data.get("targets")
+    for name, table in targets.items() if isinstance(targets, dict) else ():
+        words = table.get("gpus") if isinstance(table, dict) and target_problem(name) is None else ()
+        for number, word in enumerate(words if isinstance(words, list) else ()):
+            family = Target.parse(name).family.name
+            if isinstance(word, str) and any(chip.accelerator != family for chip in chips_named(word)):
+                yield ("targets", name, "gpus", number), f"{word!r} is no GPU of target {name!r}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
+from envbuild.gpus import GPU_PATTERN, gpu_problem
 from envbuild.masking import looks_secret, redact
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.toml import form, key
@@ -226,6 +227,11 @@ class NodeTable:
     """`[node]`: resources of one node."""
 
     gpus: int = key(0, "GPUs.", minimum=0, example=8)
+    gpu_types: tuple[str, ...] = key(
+        (), "What they are: chips (sm_90, gfx90a), GPUs (h100, mi250x) or families (hopper). Jobs refuse artifacts "
+        "without code for them.",
+        check=gpu_problem, pattern=GPU_PATTERN, example=["h100"],
+    )  # fmt: skip
     cpus: int = key(
         0,
         "CPUs as the scheduler counts them, Slurm by threads: CPUTot of `scontrol show node`. 0: not said.",

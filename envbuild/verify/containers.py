@@ -61,7 +61,7 @@ def image_subject(client: Any, image: BuiltImage, settings: Settings, limits: Li
     lifetime = settings.timeout_s * _LAUNCHES + _SPARE_S
 
     def surveyed(timeout_s: float) -> Survey:
-        files = read_container(client, image.image_id, _until(lifetime), limits, timeout_s)
+        files = read_container(client, image.image_id, _until(lifetime), limits, timeout_s, gpu=target.family.gpu)
         return survey_image(files, state, OCI, image.file_manifest)
 
     return Subject(

@@ -132,7 +132,8 @@ def folder_subject(
                 known.altered.append(f"{MANIFEST} (the receipt is of another build)")
         elif expected:
             known = FileReport(missing=[MANIFEST])
-        return survey(path, site_packages(path, state.python), target.elf_machine, known, ReadFiles(heads))
+        files, gpu = ReadFiles(heads), target.family.gpu
+        return survey(path, site_packages(path, state.python), target.elf_machine, known, files, gpu=gpu)
 
     def accept() -> None:
         if manifest is not None:

@@ -161,13 +161,14 @@ def not_tried(name: str, why: str) -> Check:
 class Settings(VerifyTable):
     """Settings of a verification: the recipe's [verify] table, overridden by command-line options.
 
-    `direct` are the normalised names of the packages that the recipe itself requires, and `script_text` is the text of
-    its `script`.
+    `direct` are the normalised names of the packages that the recipe itself requires, `script_text` is the text of its
+    `script`, and `gpus` are the GPUs of the target, or else the site's.
     """
 
     faults: bool = False
     direct: tuple[str, ...] = ()
     script_text: str = ""
+    gpus: tuple[str, ...] = ()
 
     @property
     def first_epochs(self) -> int:

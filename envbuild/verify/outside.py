@@ -23,6 +23,7 @@ from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.elf import HEAD
 from envbuild.errors import BuildError, HostError, VerificationError
+from envbuild.gpu_code import Containers, GpuCodeScanner
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
 from envbuild.image.quota import Quota
 from envbuild.image.squashfs.read import SquashfsImage
@@ -55,6 +56,7 @@ class ImageFiles:
     rows: dict[str, PathRow] = field(default_factory=dict)
     heads: dict[str, bytes] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
+    codes: dict[str, Containers] = field(default_factory=dict)
     _folders: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, path: str, row: PathRow, seen: _ReadFile | None = None) -> None:
@@ -64,6 +66,8 @@ class ImageFiles:
             self.heads[path] = seen.head
             if seen.text is not None:
                 self.texts[path] = seen.text
+            if seen.gpu_code:
+                self.codes[path] = seen.gpu_code
 
     def link(self, path: str, first: str) -> None:
         """Add `path` as another name of the file `first`."""
@@ -71,7 +75,8 @@ class ImageFiles:
         if row is None:
             raise BuildError(f"/{path}: a hard link to /{first}, which is not there")
         self.rows[path] = row
-        for known in (self.heads, self.texts):
+        kept: tuple[dict[str, Any], ...] = (self.heads, self.texts, self.codes)
+        for known in kept:
             if first in known:
                 known[path] = known[first]
 
@@ -121,6 +126,9 @@ class ImageFiles:
         row = self.rows.get(self._resolved(path))
         return row is not None and row.kind == DIR
 
+    def gpu_code(self, path: str) -> Containers:
+        return self.codes.get(self._resolved(path), Containers())
+
     def _file(self, path: str) -> PathRow:
         row = self._row(self._resolved(path))
         if row.kind != FILE:
@@ -160,11 +168,12 @@ def _key(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ReadFile:
-    """The content of a regular file: its sha256, its first bytes, and all of it if it says what is installed."""
+    """The content of a regular file: its sha256, first bytes, code for GPUs, and all if it says what is installed."""
 
     sha256: str
     head: bytes
     text: bytes | None
+    gpu_code: Containers
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +188,8 @@ class _Clock:
             raise out_of_time("the image", self.seconds)
 
 
-def _seen(path: str, pieces: Iterable[bytes], size: int, clock: _Clock) -> _ReadFile:
-    digest, head, kept = hashlib.sha256(), b"", list[bytes]()
+def _seen(path: str, pieces: Iterable[bytes], size: int, clock: _Clock, gpu: bool) -> _ReadFile:
+    digest, head, kept, scanner = hashlib.sha256(), b"", list[bytes](), GpuCodeScanner()
     is_text = size <= _MOST_TEXT and _TEXTS.fullmatch(path) is not None
     for piece in pieces:
         clock.check()
@@ -188,13 +197,18 @@ def _seen(path: str, pieces: Iterable[bytes], size: int, clock: _Clock) -> _Read
         head = head if len(head) >= HEAD else (head + piece[:HEAD])[:HEAD]
         if is_text:
             kept.append(piece)
-    return _ReadFile(digest.hexdigest(), head, b"".join(kept) if is_text else None)
+        elif gpu and head.startswith(b"\x7fELF"):
+            scanner.feed(piece)
+    return _ReadFile(digest.hexdigest(), head, b"".join(kept) if is_text else None, scanner.found)
 
 
 def read_squashfs(
-    stream: BinaryIO, offset: int, where: str, limits: LimitsTable | None, timeout_s: float
+    stream: BinaryIO, offset: int, where: str, limits: LimitsTable | None, timeout_s: float, *, gpu: bool = False
 ) -> ImageFiles:
-    """Read the squashfs at `offset` of `stream`. Raises BuildError (damaged), VerificationError (out of time)."""
+    """Read the squashfs at `offset` of `stream`, with `gpu` the code for GPUs in it.
+
+    Raises BuildError (damaged), VerificationError (out of time).
+    """
     image, clock = SquashfsImage(stream, offset, where, limits), _Clock(time.monotonic() + timeout_s, timeout_s)
     handles: dict[str, int] = {}
 
@@ -203,7 +217,7 @@ def read_squashfs(
 
     entries = [(entry, handle) for entry, handle in image.entries() if entry.path]
     files = [(entry, handle) for entry, handle in entries if entry.kind == FILE]
-    seen = image.each_file(files, lambda entry, handle: _seen(entry.path, pieces(handle), entry.size, clock))
+    seen = image.each_file(files, lambda entry, handle: _seen(entry.path, pieces(handle), entry.size, clock, gpu))
     contents = dict(zip((entry.path for entry, _ in files), seen, strict=True))
     found = ImageFiles(lambda path: pieces(handles[path]))
     for entry, handle in entries:
@@ -217,8 +231,9 @@ def read_squashfs(
 
 
 def read_container(
-    client: Any, image: str, labels: Mapping[str, str], limits: LimitsTable | None, timeout_s: float
-) -> ImageFiles:
+    client: Any, image: str, labels: Mapping[str, str], limits: LimitsTable | None, timeout_s: float,
+    *, gpu: bool = False,
+) -> ImageFiles:  # fmt: skip
     """Read an image of the daemon, from a container with `labels`. Raises as `read_squashfs`, and HostError."""
     import docker.errors
     import requests
@@ -235,7 +250,7 @@ def read_container(
             elif path:
                 # An empty file has no content.
                 pieces = iter(partial(content.read, _CHUNK), b"") if content else ()
-                seen = _seen(path, pieces, member.size, clock) if member.kind == FILE else None
+                seen = _seen(path, pieces, member.size, clock, gpu) if member.kind == FILE else None
                 found.add(path, row_of(member, seen.sha256 if seen else ""), seen)
         return found
     except (docker.errors.DockerException, requests.RequestException) as error:
@@ -268,8 +283,8 @@ def survey_image(files: ImageFiles, state: State, form: str, expected: str) -> S
     elif expected:
         known = FileReport(missing=[f"/{FILE_NAME}"])
     root = Path("/", PREFIX)
-    machine = Target.parse(state.target).elf_machine
+    target, site_packages = Target.parse(state.target), root / f"lib/python{state.python}/site-packages"
     try:
-        return survey(root, root / f"lib/python{state.python}/site-packages", machine, known, files)
+        return survey(root, site_packages, target.elf_machine, known, files, gpu=target.family.gpu)
     except OSError as error:
         raise VerificationError(f"the image has no environment in {root}: {error.filename} {error.strerror}") from error

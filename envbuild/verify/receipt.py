@@ -16,6 +16,7 @@ from envbuild import __version__
 from envbuild.atomic import write_beside
 from envbuild.errors import VerificationError
 from envbuild.files import parse_json, read_regular
+from envbuild.gpu_code import Containers
 from envbuild.verify.model import FAIL, NOT_TRIED, Subject, Verdict
 from envbuild.verify.network import nccl_version
 
@@ -144,6 +145,20 @@ def record_push(path: Path, digest: str, reference: str, *places: Path) -> None:
     for place in {path, *places}:
         own = passing_receipt(place, digest) or receipt
         write_receipt({**own, "artifact": {**own["artifact"], "pushed": reference}}, place)
+
+
+def recorded_gpu_code(receipt: Mapping[str, Any]) -> dict[str, Containers]:
+    """Return the containers of each library as the check `gpus` of a receipt has them; {} for a receipt without it."""
+    try:
+        found: Mapping[str, Any] = next(
+            (one["evidence"]["libraries"] for one in receipt["checks"] if one["name"] == "gpus"), {}
+        )
+        return {
+            path: Containers({tuple(codes.split()): int(count) for codes, count in one.items()})
+            for path, one in found.items()
+        }
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return {}
 
 
 def check_lines(receipt: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,13 @@ from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_li
 from envbuild.verify.own_trainer import check_trainer, trainer_files
 from envbuild.verify.probe_checks import check_allreduce, check_collectives, check_optimizer, check_sampler
 from envbuild.verify.probes import make_request
-from envbuild.verify.static_checks import check_accelerator, check_architecture, check_installed, check_layer
+from envbuild.verify.static_checks import (
+    check_accelerator,
+    check_architecture,
+    check_gpus,
+    check_installed,
+    check_layer,
+)
 
 # Long enough to kill a rank in the middle of training, even on a fast machine: after this many snapshots.
 _FAULT_EPOCHS, _KILLED_AFTER = 40, 2
@@ -47,7 +54,10 @@ def verify(
     """Run every check on `subject`. If one fails, the nodes' logs are kept in `logs`."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="verify-", dir=env.get("TMPDIR"), ignore_cleanup_errors=True) as folder:
-        work, site = Path(folder), load_site(env).fabric
+        work, where = Path(folder), load_site(env)
+        site = where.fabric
+        if subject.target.family.gpu and not settings.gpus:
+            settings = replace(settings, gpus=where.node.gpu_types)
         with subject.nodes(work, settings.nodes, env) as nodes:
             shape = (settings.nodes, settings.nproc_per_node)
             network = network_of(subject, nodes, shape, env, site)
@@ -132,6 +142,8 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
 def _file_checks(bench: Bench, survey: Survey) -> list[Check]:
     layers = [layer for layer in bench.subject.state.layers if layer.check]
     checks = [check(bench.subject, survey) for check in _OF_FILES]
+    if bench.network.accelerator.gpu:
+        checks.append(check_gpus(bench.subject, survey, bench.settings.gpus))
     return checks + [check_layer(layer, bench.nodes, bench.work) for layer in layers]
 
 

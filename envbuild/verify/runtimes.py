@@ -92,7 +92,8 @@ def file_subject(
 
     def surveyed(timeout_s: float) -> Survey:
         with path.open("rb") as stream:
-            files = read_squashfs(stream, image.offset, str(path), environment.site.limits, timeout_s)
+            limits, gpu = environment.site.limits, target.family.gpu
+            files = read_squashfs(stream, image.offset, str(path), limits, timeout_s, gpu=gpu)
             return survey_image(files, state, SQUASHFS, expected)
 
     return Subject(

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from envbuild import process
+from envbuild.artifacts.installed import HOST, Files
 from envbuild.artifacts.state import IMAGE, BuiltLayer, State
-from envbuild.artifacts.survey import Survey
-from envbuild.errors import EnvbuildError, RecipeError, UsageError
+from envbuild.artifacts.survey import Survey, scan_elf
+from envbuild.errors import EnvbuildError, RecipeError, UsageError, VerificationError
+from envbuild.gpu_code import UNREADABLE, Containers
+from envbuild.gpus import all_chips, gpu_faults, is_judged, library_runs
+from envbuild.layers.compose import PREFIX
 from envbuild.plan.plan import Plan
 from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.site.settings import Site
+from envbuild.site.tables import LimitsTable
+from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
-from envbuild.verify.model import Check, Nodes, Subject, judge
+from envbuild.verify.model import Check, Nodes, Subject, check_texts, judge
+from envbuild.verify.outside import read_squashfs
 
 _SHOWN = 5
 _WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000
 _LAYER_TIMEOUT_S = 60.0
+_READING_S = 3600.0
 
 
 def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
@@ -101,12 +111,11 @@ def check_architecture(subject: Subject, survey: Survey) -> Check:
     """Check that every ELF file is for the target's processor architecture."""
     report = survey.elf
     wrong = [f"{path} is {machine}" for path, machine in report.foreign]
-    more = f"; {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     counts = ", ".join(f"{count} files for {name}" for name, count in report.counts.items())
     return judge(
         "architecture",
         not wrong and bool(report.counts),
-        seen="; ".join(wrong[:_SHOWN]) + more or counts or "no ELF file at all",
+        seen=listed(wrong) or counts or "no ELF file at all",
         expected=f"every ELF file for {subject.target.arch}",
         evidence={"counts": report.counts, "foreign": wrong[:50]},
     )
@@ -129,6 +138,62 @@ def check_accelerator(subject: Subject, survey: Survey) -> Check:
         expected=f"torch built for {' '.join(filter(None, (target.family.title, target.version)))}",
         evidence={"cuda": None, **builds, "libraries": [name for name in found or [] if "=" not in name]},
     )
+
+
+def check_gpus(subject: Subject, survey: Survey, words: tuple[str, ...]) -> Check:
+    """Check that every library with code for GPUs has some for each of the GPUs that `words` name."""
+    libraries, faults = survey.elf.gpu_code, gpu_faults(survey.elf.gpu_code, words)
+    unread = [path for path, containers in libraries.items() if (UNREADABLE,) in containers]
+    ways = [
+        f"{chip.name}: {', '.join(f'{count} libraries {way}' for way, count in sorted(found.items()) if way)}"
+        for chip in all_chips(words)
+        if (found := Counter(library_runs(one, chip) for one in libraries.values() if is_judged(one, chip)))
+    ]
+    good = "; ".join(ways) or f"{len(libraries)} libraries have code for GPUs"
+    if not words:
+        good += "; no GPUs are named to compare it with"
+    if some := gpu_faults(libraries, words, optional=True):
+        good += f"; not all need these: {listed(some)}"
+    if unread:
+        good += f"; not read, because their code is compressed: {', '.join(unread[:_SHOWN])}"
+    return judge(
+        "gpus",
+        not faults,
+        seen=listed(faults) or good,
+        expected=f"code for {', '.join(words) or 'GPUs'} in every library that has code for GPUs",
+        evidence={
+            "gpus": list(words),
+            "libraries": {
+                path: {" ".join(codes): count for codes, count in sorted(one.items())}
+                for path, one in sorted(libraries.items())
+            },
+        },
+    )
+
+
+def listed(faults: list[str]) -> str:
+    """Return the first of `faults`, and the number of the others."""
+    return "; ".join(faults[:_SHOWN]) + (f"; {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else "")
+
+
+def read_gpu_files(path: Path, target: Target, limits: LimitsTable) -> dict[str, Containers]:
+    """Return the containers of each library in the folder or image file at `path`. Raises BuildError (damaged)."""
+    root = path
+    files: Files = HOST
+    if not path.is_dir():
+        root, offset = Path("/", PREFIX), open_image_file(path).offset
+        with path.open("rb") as stream:
+            files = read_squashfs(stream, offset, str(path), limits, _READING_S, gpu=True)
+    found = scan_elf(root, target.elf_machine, files, gpu=True).gpu_code
+    return {os.path.relpath(name, root): containers for name, containers in found.items()}
+
+
+def check_unverified_gpus(path: Path, state: State, site: Site) -> None:
+    """Raise VerificationError for an artifact, built without verification, that lacks code for the GPUs named."""
+    target, words = Target.parse(state.target), state.verify.get("gpus") or site.node.gpu_types
+    if words and target.family.gpu and (faults := gpu_faults(read_gpu_files(path, target, site.limits), words)):
+        what = f"the {state.artifact} of {state.recipe} does not run on {', '.join(words)}: {listed(faults)}"
+        raise VerificationError(what, check_texts()["gpus"]["cause"])
 
 
 def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:

@@ -268,7 +268,7 @@ def test_partitions_are_read_from_sinfo(tmp_path: Path) -> None:
     lines = "\\n".join(rows)
     folder = program(tmp_path, "sinfo", f"printf '{lines}\\n'")
     found = batch.queues("slurm", {"PATH": f"{folder}:/usr/bin:/bin"})
-    gpu = Queue("gpu", True, "4:00:00", 64, 512000, 4, 5)
+    gpu = Queue("gpu", True, "4:00:00", 64, 512000, 4, 5, ("a100",))
     assert found == [gpu, Queue("cpu", False, "infinite", 8, 1000, 0, 1)]
 
 

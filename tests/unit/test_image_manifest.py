@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from unit.gpu_files import fatbin
 
 from envbuild.artifacts.image_manifest import (
     FILE_NAME,
@@ -50,7 +51,7 @@ BASE = {
 }
 ENVIRONMENT = {
     f"{SITE}/numpy/__init__.py": b"__version__ = '2.0'\n",
-    f"{SITE}/numpy/core.so": ELF,
+    f"{SITE}/numpy/core.so": ELF + fatbin("compute_80", "sm_80"),
     f"{SITE}/numpy-2.0.dist-info/RECORD": b"numpy/__init__.py,,\nnumpy/core.so,,\nnumpy-2.0.dist-info/RECORD,,\n",
     "opt/env/bin/torchrun": b"#!/opt/env/bin/python\n",
     "opt/env/pyvenv.cfg": b"home = /usr/bin\n",
@@ -253,10 +254,12 @@ def test_a_squashfs_is_as_its_manifest_lists(image: Path) -> None:
 def test_an_image_has_the_survey_of_its_unpacked_files(image: Path, tmp_path: Path) -> None:
     root, inside = tmp_path / "root", Path("/opt/env")
     with image.open("rb") as stream:
-        found = read_squashfs(stream, 0, "image", None, 60)
+        found = read_squashfs(stream, 0, "image", None, 60, gpu=True)
         unpack(SquashfsImage(stream, 0, "image"), root)
-    seen = survey(inside, Path("/", SITE), 62, files=found)
-    unpacked = survey(root / "opt/env", root / SITE, 62)
+    seen = survey(inside, Path("/", SITE), 62, files=found, gpu=True)
+    unpacked = survey(root / "opt/env", root / SITE, 62, gpu=True)
+    numpy = f"{SITE}/numpy".removeprefix("opt/env/")
+    assert seen.elf.gpu_code == {f"{numpy}/{name}": {("compute_80", "sm_80"): 1} for name in ("core.so", "same.so")}
     assert seen == unpacked and seen.elf.counts == {"x86_64": 3} and list(seen.distributions) == ["numpy"]
 
 

@@ -20,7 +20,7 @@ class Queue:
     """A queue (a partition, in Slurm).
 
     None and "" mean that the scheduler does not tell. `time` is the time limit in Slurm's form; `cpus`,
-    `memory` (in MB) and `gpus` are per node; `nodes` is the number of nodes.
+    `memory` (in MB) and `gpus` are per node; `nodes` is the number of nodes. `gpu_types` are the scheduler's names.
     """
 
     name: str
@@ -30,6 +30,7 @@ class Queue:
     memory: int | None = None
     gpus: int | None = None
     nodes: int = 0
+    gpu_types: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,14 +188,15 @@ def _partitions(printed: str) -> list[Queue]:
         row = line.strip().split("|")
         if len(row) != 6:
             continue
-        gpus = sum(int(n) for n in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", row[4]))
+        listed = re.findall(r"gpu(?::([^:,()]+))?:(\d+)", row[4])
+        gpus, types = sum(int(n) for _, n in listed), {kind for kind, _ in listed if kind}
         cpus, memory, nodes = (int((re.match(r"\d+", row[at]) or "0")[0]) for at in (2, 3, 5))
         name = row[0].rstrip("*")
         # Nodes of different kinds are listed separately: each value is the best among them.
         if old := found.get(name):
             cpus, memory = max(old.cpus or 0, cpus), max(old.memory or 0, memory)
-            gpus, nodes = max(old.gpus or 0, gpus), old.nodes + nodes
-        found[name] = Queue(name, row[0].endswith("*"), row[1], cpus, memory, gpus, nodes)
+            gpus, nodes, types = max(old.gpus or 0, gpus), old.nodes + nodes, types.union(old.gpu_types)
+        found[name] = Queue(name, row[0].endswith("*"), row[1], cpus, memory, gpus, nodes, tuple(sorted(types)))
     return list(found.values())
 
 
