@@ -13,10 +13,11 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.fabrics import adapter_of
-from envbuild.jobs.lint_jobs import of_secrets
-from envbuild.jobs.lint_resources import of_ranks
+from envbuild.jobs.lint_jobs import of_secrets, of_status
+from envbuild.jobs.lint_resources import explained, of_ranks
 from envbuild.jobs.lint_rules import RULES, judged_image
 from envbuild.jobs.lint_script import Found, read_script
+from envbuild.jobs.schedulers.base import whole
 from envbuild.yaml_reader import parse_yaml
 
 # Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint
@@ -37,7 +38,11 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
     """
     for document in parse_yaml(text, name, UsageError, _HINT, typ="rt", aliases=_ALIASES):
         if isinstance(document, Mapping):
-            yield from _walk(document, _nodes(document), set())
+            ends = str(document.get("kind")).endswith("Job")  # other kinds are servers
+            found = _walk(document, _nodes(document), set())
+            yield from (one for one in found if ends or one.id != "status-lost")
+            if document.get("kind") == "Job":
+                yield from _names(document)
             if document.get("kind") == "PyTorchJob":
                 yield from _replicas(document)
 
@@ -77,15 +82,30 @@ def _walk(value: Any, nodes: int, seen: set[int]) -> Iterator[Found]:
             yield from _walk(inner, nodes, seen)
 
 
+def _names(document: Mapping[str, Any]) -> Iterator[Found]:
+    """Find endpoints at a pod of an Indexed Job, whose name needs a subdomain and a headless Service."""
+    name, spec = (_inner(document, *keys) for keys in (("metadata", "name"), ("spec",)))
+    pod = _inner(spec, "template", "spec")
+    if not isinstance(pod, Mapping) or spec.get("completionMode") != "Indexed" or pod.get("subdomain"):
+        return
+    for container in pod.get("containers") or ():
+        for one in (container.get("env") or ()) if isinstance(container, Mapping) else ():
+            value = str(one.get("value")) if isinstance(one, Mapping) else ""
+            if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value):
+                yield Found("pod-name", _line(one, "value"), value)
+
+
+def _inner(value: Any, *keys: str) -> Any:
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
 def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
     """Find containers of a PyTorchJob that the operator does not know for its own."""
-    spec = document.get("spec")
-    specs = spec.get("pytorchReplicaSpecs") if isinstance(spec, Mapping) else None
+    specs = _inner(document, "spec", "pytorchReplicaSpecs")
     for replica in specs.values() if isinstance(specs, Mapping) else ():
-        inner = replica
-        for key in ("template", "spec"):
-            inner = inner.get(key) if isinstance(inner, Mapping) else None
-        containers = inner.get("containers") if isinstance(inner, Mapping) else None
+        containers = _inner(replica, "template", "spec", "containers")
         named = [one for one in containers or () if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
         if named and not any(one["name"] == "pytorch" for one in named):
             yield Found("container-name", _line(named[0], "name"), named[0]["name"])
@@ -110,8 +130,7 @@ def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
 
 
 def _limits(container: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    resources = container.get("resources")
-    limits = resources.get("limits") if isinstance(resources, Mapping) else None
+    limits = _inner(container, "resources", "limits")
     return limits if isinstance(limits, Mapping) else None
 
 
@@ -120,8 +139,8 @@ def _gpus(container: Mapping[str, Any]) -> int | None:
     limits = _limits(container)
     if limits is None:
         return None
-    counts = [value for name, value in limits.items() if str(name).endswith("/gpu")]
-    return max((value if isinstance(value, int) else 1 for value in counts), default=0)
+    counts = [whole(str(value)) for name, value in limits.items() if str(name).endswith("/gpu")]
+    return max((1 if count is None else count for count in counts), default=0)
 
 
 def _words(container: Mapping[str, Any]) -> list[str]:
@@ -160,14 +179,17 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     gpus = _gpus(container) or 0
     script = replace(read_script("\n".join([*exports, body])), everywhere=True, pod_gpus=gpus)
     lines = [line for _, (value, line) in variables.items() if value is not None]
-    for rule in (*RULES, of_secrets, of_ranks):
+    for rule in (*RULES, of_secrets, of_ranks, of_status):
         for found in rule(script):
             if found.id in _OF_HOSTS:
                 continue
             line = lines[found.line - 1] if found.line <= len(lines) else begun
             yield Found(found.id, line, found.value, str(nodes))
     if gpus > 1 and re.search(r"\bpython[\d.]* (?!-m torch\.distributed)", body) and not _STARTS_RANKS.search(body):
-        yield Found("one-process", begun, str(gpus))
+        yield Found("one-process", begun, str(gpus), level=explained("\n".join([*exports, body]), gpus))
+    cpus = whole(str((_limits(container) or {}).get("cpu", "")))
+    if gpus > 1 and cpus is not None and cpus < gpus:
+        yield Found("cpus-missing", _line(container, "resources"), f"{gpus} GPUs, {cpus} CPU{'s' * (cpus != 1)}")
     provider = variables.get("FI_PROVIDER", ("", 0))
     limits = _limits(container) or {}
     adapter = adapter_of(provider[0] or "")

@@ -163,7 +163,7 @@ def is_plain_training(command: Command) -> bool:
     words = command.words[1:]
     script = next((word for word in words if not word.startswith("-")), "")
     text = " ".join(words[:4])
-    trains = re.search(r"train|finetun|fine_tun|main|pretrain|sft|ddp", text) is not None
+    trains = re.search(r"train|finetun|fine_tun|main|pretrain|sft|ddp|_[cm]lm\b", text) is not None
     return (
         bool(re.fullmatch(r"python[\d.]*", command.program))
         and trains

@@ -16,6 +16,7 @@ from envbuild.jobs.schedulers.base import option_values, whole
 _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
 _LITERAL_PORT = re.compile(r":(\d{2,5})$")
+_KEYS = re.compile(r"(?:key|token|secret)s?(?:\.sh)?$")
 _IMAGE = re.compile(r"^(?:docker|dockerd|podman|oras)://(.+)$")
 
 
@@ -176,7 +177,7 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
                 and re.search(r"conda|forge|mamba|(?:open|ibm-wml)-ce", text, re.IGNORECASE) is not None
             )
             purged |= done in ("purge", "reset", "restore", "load", "add")
-        set_up |= name in ("source", ".")  # of a file that is not here
+        set_up |= name in ("source", ".") and not _KEYS.search(words[-1])  # of a file that is not here
         set_up |= re.search(r"shell\.(?:bash|posix) hook", text) is not None
         if words[:2] == ("conda", "activate") and not set_up:
             yield Found("conda-activate", line)
