@@ -22,7 +22,7 @@ _QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst"
 def of_signals(script: ParsedScript) -> Iterator[Found]:
     """Find traps for the warning before the time limit that bash never or too late runs."""
     signal = script.directive("--signal")
-    waits = any(one.program == "wait" for one in script.commands)
+    waits = any(one.program == "wait" or one.end == "&" for one in script.commands)
     for one in script.commands if script.facts else ():
         names = {word.removeprefix("SIG") for word in one.words[2:]}
         handles = one.words[:1] == ("trap",) and names & _WARNINGS and one.words[1] not in ("", "-", ":", "true")

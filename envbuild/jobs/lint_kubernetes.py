@@ -24,6 +24,7 @@ from envbuild.yaml_reader import parse_yaml
 # and the number of nodes.
 _OF_HOSTS = frozenset(["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"])
 
+_OF_JOBS = frozenset(["status-lost", "one-process"])  # servers do not end, and spread their model themselves
 _STARTS_RANKS = re.compile(r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|horovodrun|lightning")
 
 # Real manifests have few.
@@ -38,9 +39,9 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
     """
     for document in parse_yaml(text, name, UsageError, _HINT, typ="rt", aliases=_ALIASES):
         if isinstance(document, Mapping):
-            ends = str(document.get("kind")).endswith("Job")  # other kinds are servers
+            ends = str(document.get("kind")).endswith("Job")
             found = _walk(document, _nodes(document), set())
-            yield from (one for one in found if ends or one.id != "status-lost")
+            yield from (one for one in found if ends or one.id not in _OF_JOBS)
             if document.get("kind") == "Job":
                 yield from _names(document)
             if document.get("kind") == "PyTorchJob":

@@ -90,8 +90,8 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
     for port, at in ports.items() if not (script.whole_nodes or one.command.file) else ():
         if port.isdecimal() and port != "0":
             yield Found("fixed-port", script.where(port, at), port, level=script.doubtful)
-    own = one.options.keys() & {"rdzv-endpoint", "master-addr", "master-port", "standalone", "rdzv-conf"}
-    alone = script.kind != "shell" and one.program == "torchrun" and not (script.several or script.whole_nodes)
+    own = one.options.keys() & {"rdzv-endpoint", "master-addr", "master-port", "standalone", "rdzv-conf", "config-file"}
+    alone = script.kind != "shell" and one.program != "tune run" and not (script.several or script.whole_nodes)
     if alone and script.gpus and not own and one.complete and not script.sets_options:
         yield Found("fixed-port", one.command.line, "29500 (older torchruns' default)", level=script.doubtful)
 

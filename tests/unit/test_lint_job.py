@@ -275,7 +275,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [(GPUS + "python train.py", "python"),
             (GPUS.replace("nodes=2", "nodes=1") + "srun python train.py", "srun"),
 ],
-        [GPUS + "srun python train.py", GPUS + "deepspeed train.py\npython train.py", SLURM + "python train.py",
+        [GPUS + "python evaluate.py --data /train", GPUS + "srun python train.py", GPUS + "deepspeed train.py\npython train.py", SLURM + "python train.py",
             GPUS + "srun -N 2 -n 8 python train.py",
 ],
     ),
@@ -655,6 +655,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [
             SLURM.replace("set -e", "#SBATCH --signal=B:USR1@120\nset -e") + f"trap requeue SIGUSR1\nsrun {RUN} x &\nwait",
             f"{SLURM}trap '' USR1\nsrun {RUN} x",
+            f"{SLURM}trap requeue USR1\nsrun {RUN} x &\nwhile kill -0 $!; do sleep 1; done",
             f"{SLURM}trap clean EXIT\nsrun {RUN} x",
             SLURM.replace("set -e", "#SBATCH --signal=USR1@120\nset -e") + f"srun {RUN} x",
         ],
@@ -922,7 +923,10 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     ),
     "one-process": (
         [(on_pods('command: [python, train.py]\n              resources: {limits: {nvidia.com/gpu: "4"}}'), "command")],
-        [on_pods('command: [python, train.py]\n              resources: {limits: {nvidia.com/gpu: "1"}}')],
+        [
+            on_pods('command: [python, train.py]\n              resources: {limits: {nvidia.com/gpu: "1"}}'),
+            on_pods("command: [python, serve.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace("PyTorchJob", "Deployment"),
+        ],
     ),
     "cpus-missing": (
         [(on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4, cpu: 1}}"), "resources")],
@@ -1211,6 +1215,7 @@ def test_a_torchrun_for_one_node_in_a_job_of_several_does_not_wait() -> None:
         # A program that starts processes itself.
         (GPUS + "python train.py --gpus 4", "one-process", "hint"),
         (GPUS + "python train.py", "one-process", "warning"),
+        (ONE.replace("node=4", "node=2") + "accelerate launch --num_machines 1 --num_processes 2 x.py", "fixed-port", "warning"),
         # Nobody's dependencies read the exit code of a script without directives.
         (f"#!/bin/bash\n{RUN} x\necho done", "status-lost", "hint"),
     ],
