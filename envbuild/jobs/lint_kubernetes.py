@@ -125,7 +125,8 @@ def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
                 if isinstance(one, Mapping)
             )
             # One rank without workers uses none.
-            lone = _gpus(container) == 1 and re.search(r"workers[= ]0\b", " ".join(_words(container)))
+            text = " ".join(_words(container))
+            lone = _gpus(container) == 1 and re.search(r"workers[= ]0\b|^(?:\S*sh -\w*c )?(?:sleep|nvidia-smi)\b", text)
             if key == "containers" and _gpus(container) and not shared and not lone:
                 yield Found("shared-memory", _line(container, "image"))
 

@@ -885,6 +885,7 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [(on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace("/dev/shm", "/data"), "image:")],
         [on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data"),
             on_pods("command: [torchrun, t.py, --workers=0]\n              resources: {limits: {nvidia.com/gpu: 1}}").replace("/dev/shm", "/data"),
+            on_pods("command: [sleep, infinity]\n              resources: {limits: {nvidia.com/gpu: 1}}").replace("/dev/shm", "/data"),
 ],
     ),
     "container-name": (
