@@ -89,11 +89,9 @@ def _names(document: Mapping[str, Any]) -> Iterator[Found]:
     pod = _inner(spec, "template", "spec")
     if not isinstance(pod, Mapping) or spec.get("completionMode") != "Indexed" or pod.get("subdomain"):
         return
-    for container in pod.get("containers") or ():
-        for one in (container.get("env") or ()) if isinstance(container, Mapping) else ():
-            value = str(one.get("value")) if isinstance(one, Mapping) else ""
-            if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value):
-                yield Found("pod-name", _line(one, "value"), value)
+    for one in (one for container in _rows(pod, "containers") for one in _rows(container, "env")):
+        if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value := str(one.get("value"))):
+            yield Found("pod-name", _line(one, "value"), value)
 
 
 def _inner(value: Any, *keys: str) -> Any:
@@ -102,27 +100,30 @@ def _inner(value: Any, *keys: str) -> Any:
     return value
 
 
+def _rows(value: Any, key: str) -> list[Mapping[str, Any]]:
+    """Return the mappings in the list `key` of `value`."""
+    rows = _inner(value, key)
+    return [one for one in rows if isinstance(one, Mapping)] if isinstance(rows, list) else []
+
+
 def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
     """Find containers of a PyTorchJob that the operator does not know for its own."""
     specs = _inner(document, "spec", "pytorchReplicaSpecs")
     for replica in specs.values() if isinstance(specs, Mapping) else ():
-        containers = _inner(replica, "template", "spec", "containers")
-        named = [one for one in containers or () if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
+        containers = _rows(_inner(replica, "template", "spec"), "containers")
+        named = [one for one in containers if isinstance(one.get("name"), str)]
         if named and not any(one["name"] == "pytorch" for one in named):
             yield Found("container-name", _line(named[0], "name"), named[0]["name"])
 
 
 def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
-    volumes = {str(one.get("name")) for one in spec.get("volumes") or () if isinstance(one, Mapping)}
+    volumes = {str(one.get("name")) for one in _rows(spec, "volumes")}
     for key in ("initContainers", "containers"):
-        for container in spec.get(key) or ():
-            if not isinstance(container, Mapping):
-                continue
+        for container in _rows(spec, key):
             yield from _container(container, nodes)
             shared = any(
                 str(one.get("mountPath")).rstrip("/") == "/dev/shm" and str(one.get("name")) in volumes
-                for one in container.get("volumeMounts") or ()
-                if isinstance(one, Mapping)
+                for one in _rows(container, "volumeMounts")
             )
             # One rank without workers uses none.
             text = " ".join(_words(container))
@@ -161,11 +162,7 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     image = container.get("image")
     if isinstance(image, str):
         yield from judged_image(image, _line(container, "image"))
-    variables = {
-        str(one.get("name")): (one.get("value"), _line(one, "value"))
-        for one in container.get("env") or ()
-        if isinstance(one, Mapping)
-    }
+    variables = {str(one.get("name")): (one.get("value"), _line(one, "value")) for one in _rows(container, "env")}
     # Written as a script, so that the rules for scripts apply; a fault's line is mapped back to the manifest.
     exports = [
         f"export {name}={_quoted(' '.join(str(value).split()))}"

@@ -1109,6 +1109,11 @@ def test_no_manifest_is_too_strange(text: str) -> None:
         assert "job.yaml" in error.message
 
 
+@pytest.mark.parametrize("containers", ["5", "[5]", "[{env: 5}]", "[{env: [5], volumeMounts: x}]", "x"])
+def test_lists_of_a_manifest_that_are_none_are_passed_over(containers: str) -> None:
+    assert ids(INDEXED[: INDEXED.index("containers:")] + f"containers: {containers}\n", "job.yaml") == []
+
+
 @settings(deadline=None)
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"])), min_size=1, max_size=4))  # fmt: skip
 def test_quoted_words_come_out_as_they_went_in(words: list[str]) -> None:
