@@ -34,10 +34,11 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
     for one in script.commands if script.several else ():
         if one.program == "srun" and "hostname" in one.words:
             after = one.words[one.words.index("hostname") :]
-            if set(after) & {"-i", "-I", "--ip-address", "--all-ip-addresses"}:
-                yield Found("first-address", one.line, " ".join(after))
+            if asked := set(after) & {"-i", "-I", "--ip-address", "--all-ip-addresses"}:
+                own = asked <= {"-i", "--ip-address"}
+                yield Found("own-address" if own else "first-address", one.line, " ".join(after))
     # enroot's hook 50-slurm-pytorch.sh sets MASTER_ADDR and MASTER_PORT in containers of pyxis.
-    elsewhere = "--container-" in script.text or _sets_elsewhere(script)
+    elsewhere = "--container-" in script.text or sets_elsewhere(script)
     loops = set(re.findall(r"\bfor (\w+) in\b|\$\{(\w+):?=", script.text))
     set_here = {name for found in loops for name in found} | script.values.keys()
     for launch in script.launches if not elsewhere and script.kind != "shell" else ():
@@ -50,7 +51,7 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
                     yield Found("endpoint-unset", launch.command.line, variable)
 
 
-def _sets_elsewhere(script: ParsedScript) -> bool:
+def sets_elsewhere(script: ParsedScript) -> bool:
     """Return whether the script reads variables from elsewhere: not from the environment of Python or conda."""
     return any(
         one.program in _READS and not any(_ENVIRONMENT.search(word) for word in one.words[1:])
@@ -75,7 +76,8 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
                 yield Found("endpoint-list", command.line, name)
     commented = any(re.match(r"\s*#.*\bMASTER_ADDR=", line) for line in script.lines)
     code = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
-    told = script.launches or re.search("MASTER_ADDR|://", code) or _sets_elsewhere(script)
+    named = re.search(r"MASTER_ADDR|://|\b(?:COMM|INIT|DIST|SYNC)_\w*=", code)
+    told = script.launches or named or sets_elsewhere(script)
     if script.several and commented and not told:
         steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one)]
         yield from (Found("endpoint-unset", one.line, "MASTER_ADDR") for one in steps[-1:])

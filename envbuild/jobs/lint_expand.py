@@ -14,6 +14,7 @@ _DEEPEST = 6
 # Characters of one variable's value, and of all expansions in one script.
 _LONGEST, _MOST = 1 << 16, 1 << 26
 _WHOLE = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
+_WORDS = re.compile(r"(?:\$\([^()]{0,200}\)|\S)+")
 _PART = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*0]\])?\})")
 
 
@@ -36,7 +37,7 @@ class Variables:
                 out.append(_PART.sub(partial(self._fill, depth), word))
                 continue
             for value in found:
-                out += value.split() if not value.startswith("$(") else [value]
+                out += _WORDS.findall(value) if not value.startswith("$(") else [value]
         return out
 
     def _fill(self, depth: int, match: re.Match[str]) -> str:

@@ -77,7 +77,8 @@ def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:
     """Return whether the fault of a variable does not matter in this script."""
     if fault == "nccl-library-path":
         return "torch" not in script.text or re.search(r"LD_PRELOAD=\S*nccl", script.text) is not None
-    return variable in _OF_INFINIBAND and script.is_cray
+    meant = re.search("NCCL_NSOCKS_PERTHREAD|NCCL_SOCKET_NTHREADS", script.text)  # sockets that are tuned
+    return variable in _OF_INFINIBAND and (script.is_cray or meant is not None)
 
 
 def command_text(command: Command) -> str:

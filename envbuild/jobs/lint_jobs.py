@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from envbuild.jobs.lint_addresses import of_addresses, of_endpoints, of_numbers, of_order
+from envbuild.jobs.lint_flow import of_environment, of_names, of_signals
 from envbuild.jobs.lint_launch import TRAINS, starts_training
 from envbuild.jobs.lint_resources import of_cpus, of_idle_nodes, of_optional_variables, of_ranks, of_requests, of_steps
 from envbuild.jobs.lint_script import Found, ParsedScript
@@ -24,6 +25,11 @@ _OWN_PATH = re.compile(
     r"(?:dirname|realpath|readlink)\b[^|;)]{0,40}\$\{?(?:0|BASH_SOURCE)\b|\$\{(?:0|BASH_SOURCE(?:\[0\])?)%/"
 )
 _MESSAGES = frozenset(["echo", "printf", "date", "hostname"])
+_FAILED = re.compile(
+    r"^echo (?:-e )?(?:no (?:gpu|cuda|device|data|config|arg)|error|fatal|cannot|missing)"
+    r"|\berror:|\b(?:not found|failed)\b",
+    re.IGNORECASE,
+)
 _FETCHES = frozenset(["curl", "wget"])
 _SHELLS = frozenset(["bash", "sh", "zsh", "source", "."])
 _USES = _SHELLS | {"cd", "pushd"}
@@ -40,25 +46,34 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
         return  # `envbuild job --submit` makes it
     told = "\n".join(line for line in script.lines if line.startswith("#") and "mkdir" in line)
     seen = set()
+    makes = {posixpath.normpath(word) for one in script.commands if one.program == "mkdir" for word in one.words}
+    late = script.facts is not None and script.facts.delivers and not script.directive(*script.facts.delivers)
     for line, words in script.directives:
         for value in option_values(words, names):
             folder = posixpath.normpath(posixpath.dirname(value) or ".")
             # Users rarely forget to create an absolute folder, or one that the script's own head tells to create.
-            if folder != "." and folder[0] not in "/$~<" and folder not in told and folder not in seen:
+            # Nobody can create one with the job's number in its name.
+            numbered = folder[0] in "/~<" and re.search(r"%\d*[jA]", folder)
+            if folder in seen or folder == "." or (late and folder in makes):
+                continue
+            if numbered or (folder[0] not in "/$~<" and folder not in told):
                 seen.add(folder)
                 yield Found("output-folder", line, folder)
 
 
 def of_folder(script: ParsedScript) -> Iterator[Found]:
     """Find paths relative to the folder of the submission in scripts that start in the home folder."""
-    moves = [one.words[1] for one in script.commands if one.program in ("cd", "pushd") and one.words[1:]]
+    here = [one for one in script.commands if not one.started_by]
+    inside = any(one.program == "cd" and one.started_by for one in script.commands)
+    moves = [one.words[1] for one in here if one.program in ("cd", "pushd") and one.words[1:]]
     moved = any(folder.startswith(("/", "$", "~", "`")) for folder in moves)
     options = script.facts.folder if script.facts else ()
     if not options or moved or script.directive(*options):
         return
-    for one in script.commands:
+    for one in here if inside else script.commands:
         texts = [*one.words, *(word for _, words in one.assignments for word in words)]
-        programs = [word for word in one.words[1:] if word.endswith((".py", ".sh"))] if starts_training(one) else []
+        words = one.words[1:] if starts_training(one) else ()
+        programs = [word for word in words if word.endswith((".py", ".sh")) and " " not in word]
         relative = any(word[0] not in "/$~" for word in programs[:1])
         if any(_HERE.search(text) for text in texts) or relative or one.words[:2] == ("cd", ".."):
             yield Found("home-folder", one.line)
@@ -93,9 +108,11 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     strict = script.facts is not None and script.facts.strict
     if strict and lines and not _INTERPRETER.fullmatch(script.lines[0].rstrip()):
         yield Found("no-interpreter", lines[0])
-    for line, words in script.directives if strict else ():
-        if value := next(filter(_NAME.search, words), ""):
-            yield Found("directive-variable", line, value)
+    expands = script.facts.expands if script.facts else None
+    for line, words in script.directives if expands is not None else ():
+        names = [name for name in _NAME.findall(" ".join(words)) if not re.fullmatch(expands or "-", name)]
+        for name in names[:1]:
+            yield Found("directive-variable", line, name, level="" if strict else "warning")
     if lines and first and lines[0] < first:
         for line in lines:
             if line > first:
@@ -112,8 +129,12 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
     stops, pipes = _option_set(script, r"-[a-z]*e|errexit"), _option_set(script, "pipefail")
     top = [one for one in script.commands if not (one.started_by or one.function or one.file or one.per_node)]
     at = max((number for number, one in enumerate(top) if starts_training(one)), default=-1)
-    if at < 0 or (script.kind == "shell" and not script.launches):
+    if at < 0 or (script.kind == "shell" and not (script.launches or script.everywhere)):
         return
+    for one, two in pairwise(top[:at]):
+        if one.program == "echo" and _FAILED.search(" ".join(one.words)) and two.words in (("exit",), ("exit", "0")):
+            yield Found("status-lost", two.line, "exit 0 after an error")
+            return
     end = top[at].line
     while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
         end += 1
@@ -127,6 +148,8 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
         after.pop()
     then = top[at + 1] if at + 1 < len(top) else top[at]
     hidden = top[at].end == "||" and then.program in (_MESSAGES | {"true", ":"})
+    told = [one.program in _MESSAGES for one in top[at + 1 : at + 3]] == [True, True]  # && echo … || echo …
+    hidden = hidden or (told and (top[at].end, then.end) == ("&&", "||"))
     piped = then if hidden or (top[at].end in ("|", "|&") and not pipes) else None
     ends = [one for one in after if one.line == after[-1].line and not stops]
     last = piped or (ends[0] if ends else None)
@@ -135,7 +158,7 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
     asked = any("PIPESTATUS" in line or "$?" in line for line in script.lines[end - 1 :])
     fails = any(one.program in ("exit", "return") and (one.words[1:2] or ("0",)) != ("0",) for one in top[at + 1 :])
     if not (fails and (asked or not piped)) and not any(one.program == "trap" for one in top):
-        said = script.kind == "shell" and not piped and last.program in _MESSAGES
+        said = script.kind == "shell" and not (piped or script.everywhere) and last.program in _MESSAGES
         yield Found("status-lost", last.line, last.program, level="hint" if said else "")
 
 
@@ -223,4 +246,5 @@ JOB_RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
     of_output, of_folder, of_own_path, of_directives, of_status, of_shell, of_secrets, of_gpu_containers,
     of_steps, of_cpus, of_ranks, of_requests, of_optional_variables, of_idle_nodes,
     of_addresses, of_endpoints, of_numbers, of_order,
+    of_signals, of_names, of_environment,
 )  # fmt: skip

@@ -13,16 +13,18 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.fabrics import adapter_of
-from envbuild.jobs.lint_jobs import of_secrets
-from envbuild.jobs.lint_resources import of_ranks
+from envbuild.jobs.lint_jobs import of_secrets, of_status
+from envbuild.jobs.lint_resources import explained, of_ranks
 from envbuild.jobs.lint_rules import RULES, judged_image
 from envbuild.jobs.lint_script import Found, read_script
+from envbuild.jobs.schedulers.base import whole
 from envbuild.yaml_reader import parse_yaml
 
 # Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint
 # and the number of nodes.
 _OF_HOSTS = frozenset(["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"])
 
+_OF_JOBS = frozenset(["status-lost", "one-process"])  # servers do not end, and spread their model themselves
 _STARTS_RANKS = re.compile(r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|horovodrun|lightning")
 
 # Real manifests have few.
@@ -37,7 +39,11 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
     """
     for document in parse_yaml(text, name, UsageError, _HINT, typ="rt", aliases=_ALIASES):
         if isinstance(document, Mapping):
-            yield from _walk(document, _nodes(document), set())
+            ends = str(document.get("kind")).endswith("Job")
+            found = _walk(document, _nodes(document), set())
+            yield from (one for one in found if ends or one.id not in _OF_JOBS)
+            if document.get("kind") == "Job":
+                yield from _names(document)
             if document.get("kind") == "PyTorchJob":
                 yield from _replicas(document)
 
@@ -77,41 +83,57 @@ def _walk(value: Any, nodes: int, seen: set[int]) -> Iterator[Found]:
             yield from _walk(inner, nodes, seen)
 
 
+def _names(document: Mapping[str, Any]) -> Iterator[Found]:
+    """Find endpoints at a pod of an Indexed Job, whose name needs a subdomain and a headless Service."""
+    name, spec = (_inner(document, *keys) for keys in (("metadata", "name"), ("spec",)))
+    pod = _inner(spec, "template", "spec")
+    if not isinstance(pod, Mapping) or spec.get("completionMode") != "Indexed" or pod.get("subdomain"):
+        return
+    for one in (one for container in _rows(pod, "containers") for one in _rows(container, "env")):
+        if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value := str(one.get("value"))):
+            yield Found("pod-name", _line(one, "value"), value)
+
+
+def _inner(value: Any, *keys: str) -> Any:
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _rows(value: Any, key: str) -> list[Mapping[str, Any]]:
+    """Return the mappings in the list `key` of `value`."""
+    rows = _inner(value, key)
+    return [one for one in rows if isinstance(one, Mapping)] if isinstance(rows, list) else []
+
+
 def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
     """Find containers of a PyTorchJob that the operator does not know for its own."""
-    spec = document.get("spec")
-    specs = spec.get("pytorchReplicaSpecs") if isinstance(spec, Mapping) else None
+    specs = _inner(document, "spec", "pytorchReplicaSpecs")
     for replica in specs.values() if isinstance(specs, Mapping) else ():
-        inner = replica
-        for key in ("template", "spec"):
-            inner = inner.get(key) if isinstance(inner, Mapping) else None
-        containers = inner.get("containers") if isinstance(inner, Mapping) else None
-        named = [one for one in containers or () if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
+        containers = _rows(_inner(replica, "template", "spec"), "containers")
+        named = [one for one in containers if isinstance(one.get("name"), str)]
         if named and not any(one["name"] == "pytorch" for one in named):
             yield Found("container-name", _line(named[0], "name"), named[0]["name"])
 
 
 def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
-    volumes = {str(one.get("name")) for one in spec.get("volumes") or () if isinstance(one, Mapping)}
+    volumes = {str(one.get("name")) for one in _rows(spec, "volumes")}
     for key in ("initContainers", "containers"):
-        for container in spec.get(key) or ():
-            if not isinstance(container, Mapping):
-                continue
+        for container in _rows(spec, key):
             yield from _container(container, nodes)
             shared = any(
                 str(one.get("mountPath")).rstrip("/") == "/dev/shm" and str(one.get("name")) in volumes
-                for one in container.get("volumeMounts") or ()
-                if isinstance(one, Mapping)
+                for one in _rows(container, "volumeMounts")
             )
             # One rank without workers uses none.
-            lone = _gpus(container) == 1 and re.search(r"workers[= ]0\b", " ".join(_words(container)))
+            text = " ".join(_words(container))
+            lone = _gpus(container) == 1 and re.search(r"workers[= ]0\b|^(?:\S*sh -\w*c )?(?:sleep|nvidia-smi)\b", text)
             if key == "containers" and _gpus(container) and not shared and not lone:
                 yield Found("shared-memory", _line(container, "image"))
 
 
 def _limits(container: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    resources = container.get("resources")
-    limits = resources.get("limits") if isinstance(resources, Mapping) else None
+    limits = _inner(container, "resources", "limits")
     return limits if isinstance(limits, Mapping) else None
 
 
@@ -120,8 +142,8 @@ def _gpus(container: Mapping[str, Any]) -> int | None:
     limits = _limits(container)
     if limits is None:
         return None
-    counts = [value for name, value in limits.items() if str(name).endswith("/gpu")]
-    return max((value if isinstance(value, int) else 1 for value in counts), default=0)
+    counts = [whole(str(value)) for name, value in limits.items() if str(name).endswith("/gpu")]
+    return max((1 if count is None else count for count in counts), default=0)
 
 
 def _words(container: Mapping[str, Any]) -> list[str]:
@@ -140,11 +162,7 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     image = container.get("image")
     if isinstance(image, str):
         yield from judged_image(image, _line(container, "image"))
-    variables = {
-        str(one.get("name")): (one.get("value"), _line(one, "value"))
-        for one in container.get("env") or ()
-        if isinstance(one, Mapping)
-    }
+    variables = {str(one.get("name")): (one.get("value"), _line(one, "value")) for one in _rows(container, "env")}
     # Written as a script, so that the rules for scripts apply; a fault's line is mapped back to the manifest.
     exports = [
         f"export {name}={_quoted(' '.join(str(value).split()))}"
@@ -160,14 +178,17 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     gpus = _gpus(container) or 0
     script = replace(read_script("\n".join([*exports, body])), everywhere=True, pod_gpus=gpus)
     lines = [line for _, (value, line) in variables.items() if value is not None]
-    for rule in (*RULES, of_secrets, of_ranks):
+    for rule in (*RULES, of_secrets, of_ranks, of_status):
         for found in rule(script):
             if found.id in _OF_HOSTS:
                 continue
             line = lines[found.line - 1] if found.line <= len(lines) else begun
             yield Found(found.id, line, found.value, str(nodes))
     if gpus > 1 and re.search(r"\bpython[\d.]* (?!-m torch\.distributed)", body) and not _STARTS_RANKS.search(body):
-        yield Found("one-process", begun, str(gpus))
+        yield Found("one-process", begun, str(gpus), level=explained("\n".join([*exports, body]), gpus))
+    cpus = whole(str((_limits(container) or {}).get("cpu", "")))
+    if gpus > 1 and cpus is not None and cpus < gpus:
+        yield Found("cpus-missing", _line(container, "resources"), f"{gpus} GPUs, {cpus} CPU{'s' * (cpus != 1)}")
     provider = variables.get("FI_PROVIDER", ("", 0))
     limits = _limits(container) or {}
     adapter = adapter_of(provider[0] or "")

@@ -161,9 +161,11 @@ def starts_training(command: Command) -> bool:
 def is_plain_training(command: Command) -> bool:
     """Return whether the command is a training by one Python process."""
     words = command.words[1:]
-    script = next((word for word in words if not word.startswith("-")), "")
-    text = " ".join(words[:4])
-    trains = re.search(r"train|finetun|fine_tun|main|pretrain|sft|ddp", text) is not None
+    at = next((number for number, word in enumerate(words) if not word.startswith("-")), len(words))
+    script = "".join(words[at : at + 1])
+    mode = [word for word in words[at + 1 : at + 2] if word.isalpha()]
+    text = " ".join((posixpath.basename(script), *mode))
+    trains = re.search(r"train|finetun|fine_tun|main|pretrain|sft|ddp|_[cm]lm\b", text) is not None
     return (
         bool(re.fullmatch(r"python[\d.]*", command.program))
         and trains

@@ -6,10 +6,12 @@ import posixpath
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import takewhile
+from dataclasses import replace
+from itertools import dropwhile, takewhile
+from typing import Literal
 
 from envbuild.jobs.lint_launch import STARTS, TRAINS, Launch, is_plain_training, starts_training
-from envbuild.jobs.lint_script import Found, ParsedScript
+from envbuild.jobs.lint_script import PER_NODE, Found, ParsedScript
 from envbuild.jobs.lint_shell import LAUNCHERS, Command
 from envbuild.jobs.schedulers.base import option_values, whole
 
@@ -19,6 +21,15 @@ _BOUND = re.compile(rf"(?:^| )(?:--cpus-per-task|--cpus-per-gpu|-c ?[\d$]|--cpu[
 _UNBOUND = re.compile(_FREE, re.IGNORECASE)
 _EMPTY = re.compile(r"\$(?:(SLURM_\w+)|\{(SLURM_\w+)\})")
 _MPIRUN = frozenset(["mpirun", "mpiexec", "orterun"])
+_EXPLAINED = re.compile(
+    r"DataParallel|device.map|lightning|\b(?:ray|verl|vllm|sglang|tensorflow|jax|keras)\b|(?:tensor|model|pipeline)[-_.]parallel"
+    r"|trainer\.(?:devices|gpus|n_gpus)|--(?:multi|dist|ddp|fsdp|dp|tp|n_?gpus?|num_?gpus?|gpus?|devices|world|strategy)"
+    r"|WORLD_SIZE|MASTER_(?:ADDR|PORT)|spawn|accelerate|deepspeed|submitit|fabric",
+    re.IGNORECASE,
+)
+_COUNT = re.compile(
+    r"(?:--gres[= ](?:\S{0,60},)?gpu:|--gpu[= ]|-gpu num=)(?:[a-zA-Z][\w.-]{0,40}:)?(\d{1,4}(?:/\w{1,9})?)"
+)
 _SLOTS = re.compile(r"host|machinefile|oversubscribe|rankfile|:ppn", re.IGNORECASE)
 
 
@@ -27,11 +38,17 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
     asked = script.directive("--cpus-per-task", "-c")
     several = asked is not None and (whole(asked[1]) or 2) > 1
     free = any(_UNBOUND.match(value) for _, value in script.exported("SLURM_CPU_BIND"))
-    if not (several and script.facts and script.facts.own_steps) or "SRUN_CPUS_PER_TASK" in script.text or free:
+    if not (script.facts and script.facts.own_steps) or "SRUN_CPUS_PER_TASK" in script.text or free:
+        return
+    if not several:
+        yield from _one_core(script)
         return
     steps: list[Command] = []
     for one in script.commands:
-        step = one.program == "srun" and not (one.started_by or one.file) and starts_training(one)
+        if one.program.startswith("$") and len(one.words) == 1:  # eval $CMD
+            one = replace(one, words=tuple(script.variables.expanded(one.words)) or one.words)
+        serves = {"ray", "start"} <= set(one.words)
+        step = one.program == "srun" and not (one.started_by or one.file) and (serves or starts_training(one))
         options = takewhile(lambda word: not STARTS.fullmatch(posixpath.basename(word)), one.words[1:])
         if step and "[@]}" not in "".join(one.words[:2]) and not _BOUND.search(" ".join(options)):
             steps.append(one)
@@ -39,6 +56,16 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
     trainings = [one for one in steps if any(TRAINS.fullmatch(posixpath.basename(word)) for word in one.words)]
     for one in (trainings or steps)[-1:]:
         yield Found("cpus-not-passed", one.line)
+
+
+def _one_core(script: ParsedScript) -> Iterator[Found]:
+    """Find steps of one GPU and one core for each task."""
+    for one in script.commands if not script.directive("--cpus-per-task", "-c", "--cpus-per-gpu") else ():
+        text = " ".join(one.words)
+        bound = re.search(r"--cpu[-_]bind[= ](?:verbose,|v,)?(?:cores|threads)\b", text)
+        if one.program == "srun" and bound and "--gpus-per-task" in text and not re.search(r" (?:-c|--cpus-per)", text):
+            yield Found("cpus-missing", one.line, "each rank is bound to one core")
+            return
 
 
 def of_cpus(script: ParsedScript) -> Iterator[Found]:
@@ -110,8 +137,23 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
     if gpus > 1 and not script.launches and script.kind != "shell":
         plain = [one for one in script.commands if is_plain_training(one)]
         others = any(one.program in ("deepspeed", "horovodrun", *LAUNCHERS) for one in script.commands)
+        if script.tasks == 1 == len(tasks) and not (script.several or own.search(" ".join(tasks[0].words))):
+            plain, others = [one for one in tasks if is_plain_training(_stepped(one))], False
         if plain and not others:
-            yield Found("one-process", plain[0].line, str(gpus))
+            yield Found("one-process", plain[0].line, str(gpus), level=explained(script.text, gpus))
+
+
+def _stepped(one: Command) -> Command:
+    """Return the command that a step of srun starts."""
+    words = tuple(dropwhile(lambda word: not TRAINS.fullmatch(posixpath.basename(word)), one.words))
+    return replace(one, words=words)
+
+
+def explained(text: str, gpus: int) -> Literal["", "hint"]:
+    """Return the level of one process for several GPUs: a hint if a command in `text` explains it."""
+    text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    told = re.search(rf"--(?:d|\w*dev\w*|\w*gpus?\w*|num\w*)[= ]{gpus}\b", text)
+    return "hint" if told or _EXPLAINED.search(text) else ""
 
 
 def of_requests(script: ParsedScript) -> Iterator[Found]:
@@ -124,6 +166,14 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     own = re.search(r"--(?:gpus-per-(?:node|task)|gres|exclusive|ntasks-per-gpu)|gpu:", text)
     if of_job and whole_gpus and nodes > 1 and not (own or script.undivided) and whole_gpus < 8 * nodes:
         yield Found("gpus-uneven", of_job[0], of_job[1], str(nodes))
+    asks = [(line, f"{' '.join(row)} ".replace("gpus-per-node", "gpu")) for line, row in script.directives]
+    counts = {found[1]: line for line, row in asks if (found := _COUNT.search(row))}
+    if len(counts) > 1:
+        yield Found("gpus-differ", max(counts.values()), " and ".join(counts))
+    total = script.directive("--ntasks", "-n") if script.facts and script.facts.own_steps else None
+    placed = script.directive("--nodes", "-N", *PER_NODE) or script.launchers_work
+    if total and (whole(total[1]) or 0) > 1 and script.launches and not placed:
+        yield Found("tasks-spread", total[0], total[1])
     chunks = re.search(r"\bselect=(\d{1,5}):\S{0,200}?\bngpus=(\d{1,3})", text)
     together = chunks is not None and int(chunks[1]) > 1 and 0 < int(chunks[2]) < 4
     starts = script.launches or script.launchers_work

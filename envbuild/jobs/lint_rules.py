@@ -16,6 +16,7 @@ from envbuild.jobs.schedulers.base import option_values, whole
 _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
 _LITERAL_PORT = re.compile(r":(\d{2,5})$")
+_KEYS = re.compile(r"(?:key|token|secret)s?(?:\.sh)?$")
 _IMAGE = re.compile(r"^(?:docker|dockerd|podman|oras)://(.+)$")
 
 
@@ -89,8 +90,8 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
     for port, at in ports.items() if not (script.whole_nodes or one.command.file) else ():
         if port.isdecimal() and port != "0":
             yield Found("fixed-port", script.where(port, at), port, level=script.doubtful)
-    own = one.options.keys() & {"rdzv-endpoint", "master-addr", "master-port", "standalone", "rdzv-conf"}
-    alone = script.kind != "shell" and one.program == "torchrun" and not (script.several or script.whole_nodes)
+    own = one.options.keys() & {"rdzv-endpoint", "master-addr", "master-port", "standalone", "rdzv-conf", "config-file"}
+    alone = script.kind != "shell" and one.program != "tune run" and not (script.several or script.whole_nodes)
     if alone and script.gpus and not own and one.complete and not script.sets_options:
         yield Found("fixed-port", one.command.line, "29500 (older torchruns' default)", level=script.doubtful)
 
@@ -176,7 +177,7 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
                 and re.search(r"conda|forge|mamba|(?:open|ibm-wml)-ce", text, re.IGNORECASE) is not None
             )
             purged |= done in ("purge", "reset", "restore", "load", "add")
-        set_up |= name in ("source", ".")  # of a file that is not here
+        set_up |= name in ("source", ".") and not _KEYS.search(words[-1])  # of a file that is not here
         set_up |= re.search(r"shell\.(?:bash|posix) hook", text) is not None
         if words[:2] == ("conda", "activate") and not set_up:
             yield Found("conda-activate", line)

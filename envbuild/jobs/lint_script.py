@@ -97,9 +97,9 @@ class ParsedScript:
         """The number of tasks that the directives ask for on each node, 0 if they do not tell."""
         each = self.directive(*PER_NODE)
         every = self.directive("--ntasks", "-n") if self.facts and self.facts.own_steps else None
-        if each:
-            return whole(each[1]) or 0
-        return (whole(every[1]) or 0) // max(1, self.nodes[1] if self.nodes else 1) if every else 0
+        of_all = (whole(every[1]) or 0) // max(1, self.nodes[1] if self.nodes else 1) if every else 0
+        most = (whole(each[1]) or 0) if each else of_all
+        return min(most, of_all or most)  # with --ntasks, --ntasks-per-node is a limit
 
     @functools.cached_property
     def gpus(self) -> int:

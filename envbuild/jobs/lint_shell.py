@@ -127,7 +127,8 @@ def _nested(
     texts = command.around + command.words[:_AROUND]
     place = replace(place, background=command.background)
     for number, (word, literal) in enumerate(words):
-        given = number and re.fullmatch(r"-\w*c", words[number - 1][0])
+        shell = number and not names[max(number - 2, 0)].startswith("python")
+        given = shell and re.fullmatch(r"-\w*c", words[number - 1][0])
         if " " in word and (given or names[0] in ("ssh", "pdsh", "clush")):
             around = texts[: min(len(command.around) + number, _AROUND)]
             there = literal and not late

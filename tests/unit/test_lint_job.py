@@ -86,6 +86,20 @@ spec:
 """
 
 
+INDEXED = """apiVersion: batch/v1
+kind: Job
+metadata: {name: ddp}
+spec:
+  completionMode: Indexed
+  template:
+    spec:
+      containers:
+        - name: trainer
+          image: r.example.org/pt:1.2.3
+          env: [{name: MASTER_ADDR, value: ddp-0}]
+"""
+
+
 def test_a_script_without_faults_has_none() -> None:
     assert ids(CLEAN) == []
     assert ids(f"{PBS}mpiexec --hostfile $PBS_NODEFILE {RUN} /data/train.py\n") == []
@@ -99,16 +113,22 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (SLURM.replace("set -e", "#SBATCH --output=logs/%j.out\nset -e") + f"srun {RUN} x", "logs/"),
             (SLURM.replace("set -e", "#SBATCH -e logs/%j.err\nset -e") + f"srun {RUN} x", "logs/"),
             (PBS.replace("set -e", "#PBS -o logs/\nset -e") + "mpiexec python x.py", "logs/"),
-        ],
+            (SLURM.replace("set -e", "#SBATCH -o /logs/%x_%j/out\nset -e") + f"srun {RUN} x", "%j"),
+],
         [
             SLURM.replace("set -e", "#SBATCH --output=%x_%j.out\nset -e") + f"srun {RUN} x",
             SLURM.replace("set -e", "#SBATCH --output=/data/me/logs/%j.out\nset -e") + f"srun {RUN} x",
             SLURM.replace("set -e", "#SBATCH --output=logs/%j.out\n# mkdir -p logs before\nset -e") + f"srun {RUN} x",
+            PBS.replace("set -e", "#PBS -o logs/\nset -e") + "mkdir -p logs\nmpiexec python /x.py",
 ],
     ),
     "directive-variable": (
-        [(SLURM.replace("nodes=2", "nodes=$NODES") + f"srun {RUN} x", "nodes=")],
-        [SLURM.replace("set -e", "#SBATCH --comment=a$\nset -e").replace("a$", "a") + f"srun {RUN} x", CLEAN],
+        [(SLURM.replace("nodes=2", "nodes=$NODES") + f"srun {RUN} x", "nodes="),
+            (PBS.replace("set -e", "#PBS -o out_$PBS_NUM_NODES\nset -e") + "mpiexec python /x.py", "NUM"),
+],
+        [SLURM.replace("set -e", "#SBATCH --comment=a$\nset -e").replace("a$", "a") + f"srun {RUN} x", CLEAN,
+            PBS.replace("set -e", "#PBS -o $HOME/$PBS_JOBID\nset -e") + "mpiexec python /x.py",
+],
     ),
     "no-interpreter": (
         [
@@ -123,8 +143,12 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [CLEAN, SLURM + "export PET_NNODES=2\nsrun torchrun --rdzv-endpoint=$h:$p --rdzv-id=$SLURM_JOB_ID x"],
     ),
     "home-folder": (
-        [(f"{PBS}cd ..\nmpiexec python train.py", "cd"), (f"{PBS}mpiexec python train.py", "mpiexec"), (f"{PBS}BASE=$PWD\nmpiexec python $BASE/x.py", "BASE=")],
-        [f"{PBS}cd $PBS_O_WORKDIR\nmpiexec python train.py", f"{PBS}mpiexec python /data/train.py", CLEAN],
+        [(f"{PBS}cd ..\nmpiexec python train.py", "cd"), (f"{PBS}mpiexec python train.py", "mpiexec"), (f"{PBS}BASE=$PWD\nmpiexec python $BASE/x.py", "BASE="),
+            (f'{PBS}BASE=$PWD\nssh $node "cd $BASE; sh train.sh"', "BASE="),
+],
+        [f"{PBS}cd $PBS_O_WORKDIR\nmpiexec python train.py", f"{PBS}mpiexec python /data/train.py", CLEAN,
+            f'{PBS}mpiexec bash -c "cd /x; python train.py"',
+],
     ),
     "directive-ignored": (
         [(f"{CLEAN}#SBATCH --mem=64G\n", "--mem"), (SLURM + "#SBATCH --mem=0\ntrue", "--mem")],
@@ -152,6 +176,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (NO_E + f'srun {RUN} x\nif [ "$n" -gt 5 ]; then\n sbatch next.sh\nfi', "sbatch"),
             (NO_E + f"srun {RUN} x\nif [ $? -eq 0 ]; then\n echo good\nelse\n echo bad\nfi", "bad"),
             (NO_E + f"timeout 11h srun {RUN} x\nexit 0", "exit"),
+            (NO_E + f"srun {RUN} x && echo good || echo bad", "bad"),
+            (NO_E + f'if [ -z "$gpu" ]; then\n echo "No GPU; exiting"\n exit 0\nfi\nsrun {RUN} x', "exit 0"),
 ],
         [
             CLEAN + "echo done",
@@ -164,6 +190,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             NO_E + f"srun {RUN} x\nexit",
             f"#!/bin/bash\nset -o pipefail\n{RUN} x 2>&1 | tee log",
             "#!/bin/bash\npython prepare.py\necho done",
+            NO_E + f'if [ -f done ]; then\n echo "all done"\n exit 0\nfi\nsrun {RUN} x',
+            f"{NO_E}test -d data || echo 'Error: no data' && exit 1\nsrun {RUN} x",
 ],
     ),
     "cpus-not-passed": (
@@ -176,6 +204,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (CPUS + f"srun --cpu-bind=cores {RUN} x", "srun"),
             (CPUS + f"timeout -k 60 11h srun {RUN} x", "timeout"),
             (CPUS + f"srun ./prepare.sh\nsrun {RUN} x", "torchrun"),
+            (CPUS + "srun -N 1 -n 1 ray start --head --block &", "ray"),
+            (CPUS + 'CMD="srun python train.py"\neval $CMD', "eval"),
 ],
         [
             CPUS + f"srun --cpus-per-task=8 {RUN} x",
@@ -187,6 +217,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             CPUS + f"srun --cpu-bind=map_cpu:0,8 {RUN} x",
             CPUS + "srun ./copy_data.sh",
             CPUS + "srun bash -c 'mkdir -p /tmp/a && ln -s /data /tmp/a/'",
+            CPUS + 'CMD="srun -c 8 python train.py"\neval $CMD',
+            CPUS + 'CMD="python prepare.py"\neval $CMD',
 ],
     ),
     "node-rank": (
@@ -240,8 +272,12 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [GPUS + f"export CUDA_VISIBLE_DEVICES=0,1,2,3\nsrun {RUN} --nproc-per-node=4 x"],
     ),
     "one-process": (
-        [(GPUS + "python train.py", "python")],
-        [GPUS + "srun python train.py", GPUS + "deepspeed train.py\npython train.py", SLURM + "python train.py"],
+        [(GPUS + "python train.py", "python"),
+            (GPUS.replace("nodes=2", "nodes=1") + "srun python train.py", "srun"),
+],
+        [GPUS + "python evaluate.py --data /train", GPUS + "srun python train.py", GPUS + "deepspeed train.py\npython train.py", SLURM + "python train.py",
+            GPUS + "srun -N 2 -n 8 python train.py",
+],
     ),
     "endpoint-unset": (
         [(SLURM + f"srun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun"),
@@ -255,6 +291,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             SLURM + f": ${{MASTER_ADDR:=$head}} ${{PORT:=1}}\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             SLURM.replace("nodes=2", "nodes=1") + "torchrun --standalone --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             EIGHT + "# export MASTER_ADDR=$(hostname)\nexport MASTER_ADDR=$head\nsrun python train.py",
+            EIGHT + "# export MASTER_ADDR=$(hostname)\nCOMM_PATH=/data/comm srun python train.py",
 ],
     ),
     "secret": (
@@ -308,7 +345,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             (ONE.replace("set -e", "#SBATCH -c 2\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py", "torchrun"),
             ("#!/bin/bash\n#BSUB -n 1\n#BSUB -gpu num=4\ntorchrun --standalone --nproc-per-node=4 x.py", "torchrun"),
             ("#!/bin/bash\n#PBS -l select=1:ngpus=4\ntorchrun --standalone --nproc-per-node=4 /x.py", "torchrun"),
-        ],
+            (SLURM + "srun -n 16 --gpus-per-task=1 --cpu-bind=cores python train.py", "srun"),
+],
         [
             ONE.replace("set -e", "#SBATCH -c 32\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py",
             ONE.replace("set -e", "#SBATCH --exclusive\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py",
@@ -317,7 +355,9 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             ONE + "torchrun --standalone --nproc-per-node=1 x.py",
             "#!/bin/bash\n#BSUB -n 8\n#BSUB -R span[hosts=1]\ntorchrun --standalone --nproc-per-node=4 x.py",
             "#!/bin/bash\n#PBS -l select=1:ncpus=16:ngpus=4\ntorchrun --standalone --nproc-per-node=4 /x.py",
-        ],
+            SLURM + "srun -n 16 -c 7 --gpus-per-task=1 --cpu-bind=cores python train.py",
+            CPUS + "srun -n 16 --gpus-per-task=1 --cpu-bind=cores python train.py",
+],
     ),
     "slots-missing": (
         [(ONE + "mpirun -np 4 python x.py", "mpirun"), (SLURM + "N=16\nmpirun -n $N python x.py", "mpirun")],
@@ -384,7 +424,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             SLURM + "srun torchrun --nnodes=2 $ARGS x.py",
             SLURM + "export PET_MASTER_ADDR=$head\nsrun torchrun --nnodes=2 x.py",
             SLURM + "srun accelerate launch --config_file c.yaml --num_machines 2 --num_processes 8 x.py",
-        ],
+            SLURM + 'L="torchrun --nnodes=$(sort -u $HOSTS | wc -l) "\nL+="--rdzv_endpoint=$h:1 "\nAll="cd /x && $L"\nssh $node "$All"',
+],
     ),
     "endpoint-list": (
         [
@@ -448,8 +489,11 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [
             (SLURM.replace("--nodes=2", "\u2013nodes=2") + f"srun {RUN} x", "nodes"),
             (SLURM.replace("--nodes=2", "--nodes = 2") + f"srun {RUN} x", "nodes"),
-        ],
-        [CLEAN, SLURM.replace("set -e", "#SBATCH --account=\n#SBATCH --comment='a = b'\nset -e") + f"srun {RUN} x"],
+            (GPUS.replace("--gpus-per-node=4", "-gres=gpu:4") + f"srun {RUN} x", "gres"),
+],
+        [CLEAN, SLURM.replace("set -e", "#SBATCH --account=\n#SBATCH --comment='a = b'\nset -e") + f"srun {RUN} x",
+            GPUS.replace("--gpus-per-node=4", "-G4") + f"srun {RUN} x",
+],
     ),
     "remote-code": (
         [
@@ -574,8 +618,73 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
 ],
     ),
     "first-address": (
-        [(f"{CLEAN}ip=$(hostname -I | awk '{{print $1}}')", "hostname"), (f"{CLEAN}ip=$(hostname -i)", "hostname")],
-        [f"{CLEAN}name=$(hostname -s)"],
+        [(f"{CLEAN}ip=$(hostname -I | awk '{{print $1}}')", "hostname")],
+        [f"{CLEAN}name=$(hostname -s)", f"{CLEAN}ip=$(hostname -i)"],
+    ),
+    "own-address": (
+        [(f"{CLEAN}ip=$(hostname -i)", "hostname"), (f"{CLEAN}ip=$(srun -N1 hostname --ip-address)", "hostname")],
+        [f"{CLEAN}name=$(hostname -s)", f"{CLEAN}ip=$(hostname -I)"],
+    ),
+    "memory-unit": (
+        [(GPUS.replace("set -e", "#SBATCH --mem=80\nset -e") + f"srun {RUN} x", "--mem"), (GPUS.replace("set -e", "#SBATCH --mem-per-gpu 64\nset -e") + f"srun {RUN} x", "--mem")],
+        [GPUS.replace("set -e", f"#SBATCH --mem={size}\nset -e") + f"srun {RUN} x" for size in ("0", "80G", "80000")],
+    ),
+    "gpus-differ": (
+        [
+            (GPUS.replace("set -e", "#SBATCH --gres=nvme:1,gpu:a100:2\nset -e") + f"srun {RUN} x", "gres"),
+            ("#!/bin/bash\n#BSUB -gpu num=1\n#BSUB -gpu num=4\nblaunch python x.py", "num=4"),
+        ],
+        [
+            GPUS.replace("set -e", "#SBATCH --gres=nvme:100,gpu:4\nset -e") + f"srun {RUN} x",
+            GPUS.replace("set -e", "#SBATCH --gres=lscratch:100\n#SBATCH --gpus=8\nset -e") + f"srun {RUN} x",
+        ],
+    ),
+    "tasks-spread": (
+        [("#!/bin/bash\n#SBATCH --ntasks=2\n#SBATCH --gres=gpu:2\ntorchrun --standalone --nproc-per-node=2 x", "ntasks")],
+        [
+            "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --ntasks=2\ntorchrun --standalone --nproc-per-node=2 x",
+            "#!/bin/bash\n#SBATCH --ntasks=1\ntorchrun --standalone --nproc-per-node=2 x",
+            "#!/bin/bash\n#SBATCH --ntasks=2\nsrun --ntasks-per-node=1 torchrun --nproc-per-node=2 x",
+        ],
+    ),
+    "signal-late": (
+        [
+            (f"{SLURM}trap requeue USR1\nsrun {RUN} x", "trap"),
+            (SLURM.replace("set -e", "#SBATCH --signal=USR1@120\nset -e") + f"trap requeue SIGUSR1\nsrun {RUN} x &\nwait", "--signal"),
+        ],
+        [
+            SLURM.replace("set -e", "#SBATCH --signal=B:USR1@120\nset -e") + f"trap requeue SIGUSR1\nsrun {RUN} x &\nwait",
+            f"{SLURM}trap '' USR1\nsrun {RUN} x",
+            f"{SLURM}trap requeue USR1\nsrun {RUN} x &\nwhile kill -0 $!; do sleep 1; done",
+            f"{SLURM}trap clean EXIT\nsrun {RUN} x",
+            SLURM.replace("set -e", "#SBATCH --signal=USR1@120\nset -e") + f"srun {RUN} x",
+        ],
+    ),
+    "command-unknown": (
+        [(f"{SLURM}soruce env.sh\nsrun {RUN} x", "soruce"), (f'{SLURM}[ -n "$1" ] || die "no name"\nsrun {RUN} x', "die")],
+        [
+            f'{SLURM}die() {{ echo "$1"; exit 1; }}\n[ -n "$1" ] || die "no name"\nsrun {RUN} x',
+            f'{SLURM}. lib.sh\n[ -n "$1" ] || die "no name"\nsrun {RUN} x',
+            f'{SLURM}case "$1" in\n help|usage) echo x;;\n usage) echo y;;\nesac\nsrun {RUN} x',
+            f"{SLURM}./runs\nsrun {RUN} x",
+        ],
+    ),
+    "variable-case": (
+        [(f"{SLURM}SCALE=4\nsrun {RUN} x --name=$scale", "$scale")],
+        [
+            f"{SLURM}SCALE=$scale\nsrun {RUN} x --name=$SCALE",
+            f"{SLURM}HTTP_PROXY=x\ncurl -x $http_proxy y\nsrun {RUN} x",
+            f"{SLURM}NODE=1\nfor node in a b; do echo $node; done\nsrun {RUN} x",
+            f"{SLURM}N=1\nawk '{{ print $n }}' log\nsrun {RUN} x",
+        ],
+    ),
+    "mpi-environment": (
+        [("LR=1 mpirun --hostfile h -bind-to none -n 8 python x.py", "mpirun")],
+        [
+            "LR=1 mpirun --hostfile h -bind-to none -x LR -n 8 python x.py",
+            "LR=1 mpirun -bind-to none -n 8 python x.py",
+            "OMPI_MCA_a=1 mpirun --hostfile h -n 8 python x.py",
+        ],
     ),
     "run-id-per-node": (
         [(f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_id=$RANDOM x'", "RANDOM")],
@@ -633,7 +742,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             EIGHT + f"srun --ntasks=$SLURM_JOB_NUM_NODES {RUN} x",
             EIGHT + f"N=2\nsrun -n $N bash -c '{RUN} x'",
             EIGHT + "srun python train.py",
-        ],
+            EIGHT.replace("set -e", "#SBATCH --ntasks=2\nset -e") + f"srun {RUN} x",
+],
     ),
     "scontrol-in-container": (
         [
@@ -694,7 +804,9 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     ),
     "network-disabled": (
         [(f"{CLEAN}export NCCL_IB_DISABLE=1\n", "IB_D"), (f"{CLEAN}srun --export=ALL,NCCL_P2P_DISABLE=1 x\n", "P2P")],
-        [f"{CLEAN}export NCCL_IB_DISABLE=0\n"],
+        [f"{CLEAN}export NCCL_IB_DISABLE=0\n",
+            f"{CLEAN}export NCCL_IB_DISABLE=1 NCCL_NSOCKS_PERTHREAD=8\n",
+],
     ),
     "image-unpinned": (
         [
@@ -722,7 +834,9 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [f"{CLEAN}pip list", f"{CLEAN}echo pip install"],
     ),
     "conda-activate": (
-        [(f"{CLEAN}conda activate pt", "activate")],
+        [(f"{CLEAN}conda activate pt", "activate"),
+            (f"{CLEAN}source ~/wandb_key.sh\nconda activate pt", "activate"),
+],
         [
             f"{CLEAN}module load Mamba/23.11.0\nconda activate pt",
             f"{CLEAN}module load open-ce\nconda activate pt",
@@ -771,6 +885,7 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [(on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace("/dev/shm", "/data"), "image:")],
         [on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data"),
             on_pods("command: [torchrun, t.py, --workers=0]\n              resources: {limits: {nvidia.com/gpu: 1}}").replace("/dev/shm", "/data"),
+            on_pods("command: [sleep, infinity]\n              resources: {limits: {nvidia.com/gpu: 1}}").replace("/dev/shm", "/data"),
 ],
     ),
     "container-name": (
@@ -802,6 +917,25 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "install-in-job": (
         [(on_pods('command: [bash, -c, "pip install x && torchrun t.py"]'), "pip")],
         [on_pods('command: [bash, -c, "torchrun t.py"]')],
+    ),
+    "pod-name": (
+        [(INDEXED, "MASTER_ADDR")],
+        [INDEXED.replace("containers:", "subdomain: ddp\n      containers:"), INDEXED.replace("ddp-0", "head.example.org"), INDEXED.replace("Indexed", "NonIndexed")],
+    ),
+    "one-process": (
+        [(on_pods('command: [python, train.py]\n              resources: {limits: {nvidia.com/gpu: "4"}}'), "command")],
+        [
+            on_pods('command: [python, train.py]\n              resources: {limits: {nvidia.com/gpu: "1"}}'),
+            on_pods("command: [python, serve.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace("PyTorchJob", "Deployment"),
+        ],
+    ),
+    "cpus-missing": (
+        [(on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4, cpu: 1}}"), "resources")],
+        [on_pods(f"command: [torchrun, t.py]\n              resources: {{limits: {{nvidia.com/gpu: 4, cpu: {cpus}}}}}") for cpus in ("32", "500m")],
+    ),
+    "status-lost": (
+        [(on_pods('command: [bash, -c, "python train.py | tee log"]'), "command")],
+        [on_pods('command: [bash, -c, "set -o pipefail; python train.py | tee log"]'), on_pods('command: [bash, -c, "python serve.py | tee log"]').replace("PyTorchJob", "Server")],
     ),
     "debug": (
         [(on_pods('env: [{name: NCCL_DEBUG, value: "INFO"}]'), "NCCL_DEBUG")],
@@ -975,6 +1109,11 @@ def test_no_manifest_is_too_strange(text: str) -> None:
         assert "job.yaml" in error.message
 
 
+@pytest.mark.parametrize("containers", ["5", "[5]", "[{env: 5}]", "[{env: [5], volumeMounts: x}]", "x"])
+def test_lists_of_a_manifest_that_are_none_are_passed_over(containers: str) -> None:
+    assert ids(INDEXED[: INDEXED.index("containers:")] + f"containers: {containers}\n", "job.yaml") == []
+
+
 @settings(deadline=None)
 @given(st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"])), min_size=1, max_size=4))  # fmt: skip
 def test_quoted_words_come_out_as_they_went_in(words: list[str]) -> None:
@@ -1079,6 +1218,10 @@ def test_a_torchrun_for_one_node_in_a_job_of_several_does_not_wait() -> None:
         # A script that only installs is meant to.
         ("#!/bin/bash\npip install torch", "install-in-job", "hint"),
         (f"{CLEAN}pip install torch", "install-in-job", "warning"),
+        # A program that starts processes itself.
+        (GPUS + "python train.py --gpus 4", "one-process", "hint"),
+        (GPUS + "python train.py", "one-process", "warning"),
+        (ONE.replace("node=4", "node=2") + "accelerate launch --num_machines 1 --num_processes 2 x.py", "fixed-port", "warning"),
         # Nobody's dependencies read the exit code of a script without directives.
         (f"#!/bin/bash\n{RUN} x\necho done", "status-lost", "hint"),
     ],

@@ -68,15 +68,16 @@ class AllocationFacts:
 class ScriptFacts:
     """Facts about a scheduler's scripts, for `envbuild lint-job`.
 
-    `marker` begins a directive, `variables` is the prefix of the scheduler's variables, and `nodes` finds
-    (line, number of requested nodes) in directives. A script that saves snapshots should have one of `requeue`,
-    unless that is empty. `pattern` matches markers that have several spellings.`output` are the options that name
-    files of the job's output. `folder` are the options that choose the folder in which a script starts, if that is
-    the home folder by default. `own_steps`: steps do not take the CPUs of their tasks from the job. `strict`: a
-    script must begin with an interpreter's line, and directives expand no variables. `submitted` is the variable
-    with the folder of the submission, if the scheduler runs a copy of the script in a folder of its own. `optional`
-    are the variables of a job that only these directives set. `cpus` returns the CPUs that the directives give to
-    one process on each node, None if they do not tell.
+    `marker` begins a directive, `variables` is the prefix of the scheduler's variables, and `nodes` finds (line,
+    number of requested nodes) in directives. A script that saves snapshots should have one of `requeue`, unless that
+    is empty. `pattern` matches markers that have several spellings. `output` are the options that name files of the
+    job's output. `folder` are the options that choose the folder in which a script starts, if that is the home folder
+    by default. `own_steps`: steps do not take the CPUs of their tasks from the job. `strict`: a script must begin with
+    an interpreter's line. `expands` matches the variables that directives expand, None if that is unknown. `delivers`:
+    the output comes at the end, unless one of these directives is there. `submitted` is the variable with the folder
+    of the submission, if the scheduler runs a copy of the script elsewhere. `optional` are the variables of a job that
+    only these directives set. `cpus` returns the CPUs that the directives give to one process on each node, None if
+    they do not tell.
     """
 
     marker: str
@@ -88,6 +89,8 @@ class ScriptFacts:
     folder: tuple[str, ...] = ()
     own_steps: bool = False
     strict: bool = False
+    expands: str | None = None
+    delivers: tuple[str, ...] = ()
     submitted: str = ""
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cpus: Callable[[Sequence[Directive]], int | None] = lambda directives: None

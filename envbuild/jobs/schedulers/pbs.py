@@ -192,7 +192,15 @@ PBS = Scheduler(
     own_log=True,
     allocation=AllocationFacts(_find_allocation, "PBS_JOBID", "qsub -I"),
     script=ScriptFacts(
-        "#PBS", "PBS_", _nodes, output=("-o", "-e"), folder=("-w", "-d"), submitted="PBS_O_WORKDIR", cpus=_cpus
+        "#PBS",
+        "PBS_",
+        _nodes,
+        output=("-o", "-e"),
+        folder=("-w", "-d"),
+        submitted="PBS_O_WORKDIR",
+        cpus=_cpus,
+        expands=r"HOME|USER|PBS_(?:JOBID|JOBNAME|ARRAYID|ARRAY_INDEX|O_\w+)",
+        delivers=("-k",),
     ),
     host=HostFacts(
         version=("--version",),

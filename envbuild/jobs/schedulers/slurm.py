@@ -225,6 +225,7 @@ SLURM = Scheduler(
         output=("--output", "-o", "--error", "-e"),
         own_steps=True,
         strict=True,
+        expands="",
         submitted="SLURM_SUBMIT_DIR",
         optional=_OPTIONAL,
         cpus=_cpus,

@@ -1,0 +1,71 @@
+"""The rules of `envbuild lint-job` for what a shell does with a script's signals, names and variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from envbuild.jobs.lint_addresses import sets_elsewhere
+from envbuild.jobs.lint_script import Found, ParsedScript
+
+_WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
+_OFTEN = {"".join(sorted(name)): name for name in (
+    "source", "export", "module", "srun", "torchrun", "mpirun", "conda", "python", "mkdir", "accelerate", "unset",
+)}  # fmt: skip
+_HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal")
+# Lower-case names: others come from the environment.
+_READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*)\b|\{([a-z][a-z0-9_]*)\})")
+_TOLD = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
+_QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst", "xargs", "find", "trap", "python"])
+
+
+def of_signals(script: ParsedScript) -> Iterator[Found]:
+    """Find traps for the warning before the time limit that bash never or too late runs."""
+    signal = script.directive("--signal")
+    waits = any(one.program == "wait" or one.end == "&" for one in script.commands)
+    for one in script.commands if script.facts else ():
+        names = {word.removeprefix("SIG") for word in one.words[2:]}
+        handles = one.words[:1] == ("trap",) and names & _WARNINGS and one.words[1] not in ("", "-", ":", "true")
+        if not handles or one.file or one.started_by:
+            continue
+        steps = signal is not None and not re.match(r"R?B", signal[1])
+        if steps or not waits:
+            yield Found("signal-late", signal[0] if signal and steps else one.line)
+            return
+
+
+def of_names(script: ParsedScript) -> Iterator[Found]:
+    """Find commands that are misspelt or that nothing defines, and variables that only exist in other letters."""
+    if not script.facts:
+        return
+    defined = {one.function for one in script.commands}
+    elsewhere = sets_elsewhere(script)
+    told = set(_TOLD.findall("\n".join(line for line in script.lines if not line.lstrip().startswith("#"))))
+    others = {name.lower() for name in script.values} - script.values.keys() - told
+    seen: set[str] = set()
+    for one in script.commands:
+        if one.file or one.per_node:
+            continue
+        name = one.program
+        meant = _OFTEN.get("".join(sorted(one.words[0])) if one.words else "", name)
+        unknown = meant != name or (_HELPERS.fullmatch(name) and not elsewhere)
+        if unknown and name not in defined and name not in seen and one.end not in (")", "|"):  # a pattern of `case`
+            seen.add(name)
+            yield Found("command-unknown", one.line, name)
+        texts = [("", one.words if name not in _QUOTES else ()), *one.assignments]  # LR=$lr takes a parameter of sbatch
+        for own, match in ((own, match) for own, row in texts for match in _READ.finditer(" ".join(row))):
+            read = match[1] or match[2]
+            if read in others and own.lower() != read and not read.endswith("_proxy"):
+                others.remove(read)
+                yield Found("variable-case", script.where(match[0], one.line), read)
+
+
+def of_environment(script: ParsedScript) -> Iterator[Found]:
+    """Find variables set for mpirun alone, which Open MPI does not pass to other hosts."""
+    for one in script.commands:
+        text = " ".join(one.words)
+        names = [name for name, _ in one.assignments if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))]
+        hosts = re.search(r"--?(?:hostfile|machinefile|host)\b", text)
+        open_mpi = "OMPI_" in script.text or re.search(r"--?(?:map-by|bind-to|mca)\b", text)
+        if one.program in ("mpirun", "orterun") and names and hosts and open_mpi and " -x " not in text:
+            yield Found("mpi-environment", one.line, names[0])
