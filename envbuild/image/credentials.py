@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import HostError, RecipeError
+from envbuild.errors import HostError, RecipeError, UsageError
 from envbuild.files import parse_json, read_small
-from envbuild.image.reference import DOCKER_HUB, DOCKER_HUB_NAMES, same_registry
+from envbuild.image.reference import DOCKER_HUB, DOCKER_HUB_NAMES, ImageSource, parse_reference, same_registry
 from envbuild.process import die_with_parent, stop
 
 # The hint about missing or refused credentials.
@@ -225,3 +225,14 @@ def _run_helper(program: str, server: str, env: Mapping[str, str]) -> tuple[int,
         if child.poll() is None:
             stop([child], grace_s=0.0)  # and its children, which may hold our pipe open
     return child.returncode, out.decode(errors="replace").strip()
+
+
+def check_user(source: ImageSource, env: Mapping[str, str]) -> None:
+    """Raise UsageError when `source` names a user and the credentials found are not those of that user."""
+    if not source.user:
+        return
+    registry = parse_reference(source.rest).registry
+    found = find_credentials(registry, env)
+    if found is None or found.username != source.user:
+        has = f"those of {found.username!r} ({found.source})" if found else "none"
+        raise UsageError(f"no credentials of {source.user!r} for {registry}: found {has}", PLACES)

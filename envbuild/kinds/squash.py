@@ -24,10 +24,10 @@ from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.image.archive import archive_at
 from envbuild.image.blobs import Blobs, ImageAt, of_pulled
-from envbuild.image.credentials import PLACES, find_credentials
+from envbuild.image.credentials import check_user
 from envbuild.image.layout import fill_layout, layout_at
 from envbuild.image.model import GOARCH, Descriptor
-from envbuild.image.reference import ImageSource, folder_and_tag, parse_reference
+from envbuild.image.reference import ImageSource, folder_and_tag
 from envbuild.image.sif_signed import content_digest
 from envbuild.image.squashfs.codec import Codec
 from envbuild.kinds import ARTIFACTS
@@ -160,7 +160,7 @@ def make_from_image(
 ) -> list[Result]:
     """Convert an existing image for `target`; one that envbuild built is also verified. Raises BuildError."""
     with _locked(options):
-        _check_user(source, environment)
+        check_user(source, environment.variables)
         build = _Build(options, environment, target.arch, time.monotonic())
         if options.engine != "native":
             pulled = pull(source.name, None, target.arch, environment, Path())
@@ -190,17 +190,6 @@ def _image_at(source: ImageSource, arch: str, environment: Environment) -> Image
         if image is not None:
             return image
     return of_pulled(pull(source.name, None, arch, environment, Path()))
-
-
-def _check_user(source: ImageSource, environment: Environment) -> None:
-    """Raise UsageError when `source` names a user and the credentials found are not those of that user."""
-    if not source.user:
-        return
-    registry = parse_reference(source.rest).registry
-    found = find_credentials(registry, environment.variables)
-    if found is None or found.username != source.user:
-        has = f"those of {found.username!r} ({found.source})" if found else "none"
-        raise UsageError(f"no credentials of {source.user!r} for {registry}: found {has}", PLACES)
 
 
 def _natively(
