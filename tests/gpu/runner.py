@@ -28,6 +28,8 @@ LIMIT_S = 570
 # Less is of no use to a step: importing torch from a cold disk takes as long.
 _LEAST_S = 15
 _END_S = 5.0
+# Tests have few processors, and share them.
+_LONGER_ON_CPUS = 3
 _NO_TORCH = (
     "no Python of this machine has a torch that can use the GPU. Name one (--python), or bring a bundle (--bundle)"
 )
@@ -172,7 +174,7 @@ def _run_step(context: Context, name: str, left: float) -> dict[str, Any]:
     if left < _LEAST_S:
         return {**row, "verdict": SKIPPED, "seen": "no time was left for it", "seconds": 0.0}
     folder.mkdir(parents=True, exist_ok=True)
-    spare, limit = descendants(), min(step.seconds, left)
+    spare, limit = descendants(), min(step.seconds * (1 if context.cuda else _LONGER_ON_CPUS), left)
     with (folder / "log.txt").open("wb") as log:
         child = subprocess.Popen(
             _command(name, Path(context.out)), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
