@@ -206,8 +206,10 @@ def check_versions(subject: Subject, reports: Sequence[Report], trainer: str) ->
         # Of a base image's Python, the series may be known alone ("3.11").
         if not f"{rank['python_version']}.".startswith(f"{state.python_version}."):
             wrong.append(f"{where}: Python {rank['python_version']}, built with {state.python_version}")
-        if locked is not None and rank["torch_version"] != locked:
-            wrong.append(f"{where}: torch {rank['torch_version']}, locked {locked}")
+        # PyPI's builds for CUDA are locked as 2.7.1, and call themselves 2.7.1+cu126: _wrong_build() judges the build.
+        loaded = rank["torch_version"]
+        if locked is not None and locked not in (loaded, loaded.partition("+")[0]):
+            wrong.append(f"{where}: torch {loaded}, locked {locked}")
         wrong += _wrong_build(where, rank, subject.target, locked is not None)
         for what in ("torch_file", "sys_executable"):
             if not subject.holds(rank[what]):

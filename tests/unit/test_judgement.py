@@ -209,6 +209,19 @@ def test_exactly_the_broken_thing_fails(name: str, launched: Launched, tmp_path:
     assert failure.seen and failure.expected and failure.cause
 
 
+@pytest.mark.parametrize(("loaded", "fails"), [("2.13.0+cu130", []), ("2.13.1+cu130", ["versions"])])
+def test_torch_is_the_locked_one_with_the_local_version_of_its_build(
+    loaded: str, fails: list[str], launched: Launched, tmp_path: Path
+) -> None:
+    """PyPI's torch 2.7.1 calls itself 2.7.1+cu126."""
+    launched["state"]["packages"] = [["torch", "2.13.0", ""]]
+    for name in ("first", "second", "reference"):
+        for rank in launched[name]["reports"][0]["ranks"]:
+            rank["torch_version"] = loaded
+    checks = judged(launched, tmp_path)
+    assert [check.name for check in checks if check.status == "fail"] == fails
+
+
 @pytest.mark.parametrize("damage", ["cut", "gone", "litter"])
 def test_a_snapshot_that_is_not_whole_and_alone_fails(damage: str, launched: Launched, tmp_path: Path) -> None:
     snapshot = tmp_path / "train.pt"

@@ -1,0 +1,82 @@
+"""The Python of a machine as the subject of `envbuild verify`: the checks on launches, without those on an artifact."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from envbuild.artifacts.installed import FileReport
+from envbuild.artifacts.state import State
+from envbuild.artifacts.survey import Survey, scan_elf
+from envbuild.recipe.targets import Target
+from envbuild.verify.host import host_nodes
+from envbuild.verify.model import FAIL, Check, Settings, Subject
+from envbuild.verify.run import verify
+
+from .machine import APART, Context, clean_environment, torch_folder
+
+# Checks on what envbuild built, which a machine's own Python is not.
+_OF_ARTIFACTS = ("installed", "trainer", "imports", "command")
+
+
+def verify_machine(
+    context: Context,
+    step: str,
+    settings: Settings,
+    *,
+    fabric: str = "socket",
+    nccl: str = "",
+    variables: Mapping[str, str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> list[Check]:
+    """Verify the tried Python and return its checks; the nodes' logs are kept in the folder of `step`.
+
+    `fabric` and `nccl` (the locked version of NCCL, by default the installed one) are what the artifact would name,
+    `variables` those of the site, and `env` those of the caller.
+    """
+    folder = context.folder(step)
+    site = folder / "site.toml"
+    rows = [f"{name} = {json.dumps(value)}\n" for name, value in {**APART, **(variables or {})}.items()]
+    # This table replaces that of any site file of the machine.
+    site.write_text("[fabric.variables]\n" + "".join(rows))
+    own = clean_environment(ENVBUILD_SITE=str(site), **(env or {}))
+    verdict = verify(_subject(context, fabric, nccl), settings, own, print, logs=folder / "logs")
+    return [check for check in verdict.checks if check.name not in _OF_ARTIFACTS]
+
+
+def failed(checks: list[Check]) -> list[str]:
+    """Return the names of the failed checks."""
+    return [check.name for check in checks if check.status == FAIL]
+
+
+def _subject(context: Context, fabric: str, nccl: str) -> Subject:
+    python = context.python
+    executable, cuda = python["executable"], python["cuda"]
+    accelerator = "cu" + "".join(cuda.split(".")[:2]) if context.cuda else "cpu"
+    target = Target.parse(f"{accelerator}-{platform.machine()}")
+    packages = {name: version for name, version in python["packages"].items() if name == "torch" or "nccl" in name}
+    if nccl:
+        packages = {name: version for name, version in packages.items() if "nccl" not in name}
+        packages[f"nvidia-nccl-cu{(cuda or '12').split('.')[0]}"] = nccl
+    state = State(
+        "venv", "machine", "", "", "", target.name, ".".join(python["version"].split(".")[:2]), python["version"],
+        executable, tuple(sorted((name, version, "") for name, version in packages.items())), fabric=fabric,
+    )  # fmt: skip
+    # The folder of everything that the ranks may load. Of several installations (~/.local), it is "/": all is accepted.
+    own_nccl = [path for path in python["libraries"] if "libnccl.so" in path]
+    root = os.path.commonpath([executable, python["prefix"], python["torch_file"], *own_nccl])
+    elf = scan_elf(torch_folder(context), target.elf_machine)
+
+    def command(program: str, arguments: Any) -> list[str]:
+        start = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+        return [executable, *start, *arguments]
+
+    return Subject(
+        Path(python["prefix"] if root == "/" else root), state, target, "", "host",
+        survey=lambda _: Survey({}, FileReport(), elf),
+        nodes=lambda work, _, env: host_nodes(work, command, env), isolated=root == "/",
+    )  # fmt: skip

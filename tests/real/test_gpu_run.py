@@ -1,0 +1,39 @@
+"""`tests/gpu/run --device cpu` from a bundle, without a network: the steps of the GPU run that CPUs can run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from .conftest import REPOSITORY, Command, own_copy
+
+# Of each step that a CPU can run, what it must come to.
+VERDICTS = {
+    "build": "pass", "facts": "pass", "two-ranks": "pass", "one-rank": "skipped", "artifact": "pass",
+    "plant-library": "pass", "bandwidth": "pass", "repeat": "pass", "slim": "skipped",
+}  # fmt: skip
+
+
+def test_the_steps_that_cpus_can_run_pass_without_a_network(envbuild: Command, tmp_path: Path) -> None:
+    own_copy(envbuild, "pt_minimal")
+    made = envbuild("bundle", "pt_minimal", "--out", tmp_path / "bundle")
+    assert made.returncode == 0, made.stderr
+    options = ["--device", "cpu", "--bundle", tmp_path / "bundle", "--limit", "1500"]
+    line = [REPOSITORY / "tests/gpu/run", *options, "--out", tmp_path / "report"]
+    done = subprocess.run(
+        ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", *line],
+        env={**os.environ, "PYTHON": os.path.realpath(sys.executable), "HOME": "/nonexistent"},
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    rows = {row["name"]: row for row in report["steps"]}
+    assert {name: rows[name]["verdict"] for name in VERDICTS} == VERDICTS, done.stdout + done.stderr
+    assert all(row["seen"] == "needs a GPU" for name, row in rows.items() if name not in VERDICTS)
+    assert done.returncode == 0
+    assert rows["two-ranks"]["evidence"]["checks"]["restart"]["status"] == "pass"
+    assert rows["artifact"]["evidence"]["receipt"]["settings"]["nodes"] == 2
+    # The tried torch is the bundle's.
+    assert report["machine"]["executable"] == str(tmp_path / "report/build/venv/bin/python")
