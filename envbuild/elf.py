@@ -37,9 +37,9 @@ _GLIBC = re.compile(r"GLIBC_([0-9]+)\.([0-9]+)(?:\.[0-9]+)?")
 class Elf:
     """A 64-bit ELF file.
 
-    `dynamic` says whether it has a dynamic section. `runpath` is DT_RUNPATH, or DT_RPATH if there is none (then
-    `inherited`: the libraries that it loads search there, too). `needs` are the symbol versions without which the
-    loader refuses the file, as (library, version); `defines` are those that it has. `symbols` is None if not read.
+    `dynamic` says whether it has a dynamic section. `runpath` is DT_RUNPATH, or DT_RPATH if there is none. `needs` are
+    the symbol versions without which the loader refuses the file, as (library, version); `defines` are those that it
+    has. `symbols` is None if not read.
     """
 
     machine: int
@@ -47,7 +47,6 @@ class Elf:
     runpath: str = ""
     needed: tuple[str, ...] = ()
     soname: str = ""
-    inherited: bool = False
     needs: tuple[tuple[str, str], ...] = ()
     defines: frozenset[str] = frozenset()
     symbols: Symbols | None = None
@@ -161,7 +160,6 @@ def _read(read: ReadAt, symbols: bool) -> Elf | None:
         runpath=text(paths[0]) if paths else "",
         needed=tuple(text(offset) for offset in entries.get(_NEEDED, ())),
         soname=text(entries[_SONAME][0]) if _SONAME in entries else "",
-        inherited=_RPATH in entries and _RUNPATH not in entries,
         needs=tuple(dict.fromkeys(needs)),
         defines=frozenset(defines),
         symbols=Symbols(read, order, own, strings, names) if SYMTAB in own else None,

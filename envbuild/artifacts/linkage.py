@@ -189,8 +189,12 @@ def _check_symbols(loader: _Loader, found: Linkage) -> None:
                 found.symbols += 1
                 if not any(_has(loader, one, name, version) for one in _scope(loader, path, users)):
                     missing.append(name.decode(errors="replace") + (f"@{version}" if version else ""))
+            if not missing:
+                continue
+            # Where the library is absent, or the process brings it by other ways, the symbols are not judged.
             lacking = {one for user in (path, *users.get(path, ())) for one in loader.closure(user)[1]}
-            if missing and not any(map(family.libraries.fullmatch, lacking)):
+            near = {posixpath.basename(one) for one in _scope(loader, path, users)}
+            if any(map(family.libraries.fullmatch, near)) and not any(map(family.libraries.fullmatch, lacking)):
                 found.undefined.append(_undefined(loader, path, family, missing))
 
 

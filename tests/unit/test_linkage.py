@@ -123,6 +123,8 @@ def test_an_absent_library_is_told_and_its_symbols_are_not_judged(planted: Plant
     (planted.root / NCCL).unlink()
     found = planted.link()
     assert not found.faults and found.absent == {"libnccl.so.2": 1}
+    planted.library("lib/libplugin.so", calls="ncclAllReduce fi_other")
+    assert not planted.link().faults, "its process may bring them"
 
 
 def test_versions_are_those_that_the_library_of_the_base_has(planted: Planted) -> None:
