@@ -11,11 +11,13 @@ import posixpath
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from envbuild.artifacts.conda_survey import is_conda
-from envbuild.artifacts.installed import Files
+from envbuild.artifacts.installed import Files, HostFiles
 from envbuild.data import load_table
 from envbuild.elf import Elf, machine_name
 
@@ -26,8 +28,7 @@ _BASE = re.compile(r"(GLIBC|GLIBCXX|CXXABI)_([0-9]+(?:\.[0-9]+)*)")
 _STUB, _CONF = "libcuda.so", "/etc/ld.so.conf"
 
 
-@dataclass(frozen=True, slots=True)
-class SymbolFamily:
+class SymbolFamily(NamedTuple):
     """Symbols and the libraries that have them: a row of data/linkage.toml."""
 
     name: str
@@ -40,7 +41,7 @@ class SymbolFamily:
 def symbol_families() -> tuple[SymbolFamily, ...]:
     """Return the rows of data/linkage.toml."""
     return tuple(
-        SymbolFamily(row["name"], re.compile(row["symbols"].encode()), re.compile(row["libraries"]), row["single"])
+        SymbolFamily(row["name"], re.compile(row["symbols"].encode()), re.compile(row["libraries"]), "single" in row)
         for row in load_table("linkage")["families"]
     )
 
@@ -83,9 +84,8 @@ class _Loader:
 
     def __init__(self, root: str, libraries: Mapping[str, Elf], machine: int, files: Files) -> None:
         self.root, self.libraries, self.files, self.machine = root, libraries, files, machine
-        self._known: dict[str, Elf | None] = dict(libraries)
-        self._found: dict[tuple[str, str], str] = {}
-        self._closures: dict[str, tuple[list[str], set[str]]] = {}
+        self.elf, self.find = functools.cache(self._elf), functools.cache(self._find)
+        self.closure = functools.cache(self._closure)
         self.configured = [*_configured(files)]
         own = [f"{root}/lib"] if is_conda(Path(root), files) else []  # python's DT_RPATH, which all libraries inherit
         usual = [f"{top}/{machine_name(machine)}-linux-gnu" for top in ("/lib", "/usr/lib")]
@@ -99,12 +99,10 @@ class _Loader:
                 if _PRELOADED.search(path):
                     self.preloaded.setdefault(one, path)
 
-    def elf(self, path: str) -> Elf | None:
+    def _elf(self, path: str) -> Elf | None:
         """Return the library at `path`, None for none of this processor."""
-        if path not in self._known:
-            elf = self.files.elf(path)
-            self._known[path] = elf if elf and elf.machine == self.machine else None
-        return self._known[path]
+        elf = self.libraries.get(path) or self.files.elf(path)
+        return elf if elf and elf.machine == self.machine else None
 
     def run_path(self, path: str) -> list[str]:
         """Return the folders of the RUNPATH or RPATH of a library."""
@@ -113,14 +111,8 @@ class _Loader:
         expanded = (one.replace("${ORIGIN}", "$ORIGIN").replace("$ORIGIN", origin) for one in folders)
         return [posixpath.normpath(one) for one in expanded if one.startswith("/")]
 
-    def find(self, path: str, name: str) -> str:
+    def _find(self, path: str, name: str) -> str:
         """Return the library `name` that the one at `path` loads, "" if the loader finds none."""
-        key = path, name
-        if key not in self._found:
-            self._found[key] = self._search(path, name)
-        return self._found[key]
-
-    def _search(self, path: str, name: str) -> str:
         elf = self.elf(path)
         with_torch = _PRELOADED.search(path) or (elf and any(one.startswith(_OF_TORCH) for one in elf.needed))
         for folder in self.run_path(path):
@@ -134,25 +126,23 @@ class _Loader:
                 return f"{folder}/{name}"
         return self.preloaded.get(name, "")
 
-    def closure(self, path: str) -> tuple[list[str], set[str]]:
+    def _closure(self, path: str) -> tuple[list[str], set[str]]:
         """Return the libraries that are loaded with the one at `path`, in the loader's order, and the absent ones.
 
         In the place of a library that no folder of the search has are all of this name in the environment: its package
         may load one of them by its path.
         """
-        if path not in self._closures:
-            found, absent, todo = dict[str, None](), set[str](), deque([path])
-            while todo:
-                here = todo.popleft()
-                elf = self.elf(here)
-                for name in elf.needed if elf else ():
-                    one = self.find(here, name)
-                    more = [one] if one else self.by_name.get(name, [])
-                    absent |= set() if more else {name}
-                    todo += [one for one in more if one not in found and one != path]
-                    found |= dict.fromkeys(more)
-            self._closures[path] = list(found), absent
-        return self._closures[path]
+        found, absent, todo = dict[str, None](), set[str](), deque([path])
+        while todo:
+            here = todo.popleft()
+            elf = self.elf(here)
+            for name in elf.needed if elf else ():
+                one = self.find(here, name)
+                more = [one] if one else self.by_name.get(name, [])
+                absent |= set() if more else {name}
+                todo += [one for one in more if one not in found and one != path]
+                found |= dict.fromkeys(more)
+        return list(found), absent
 
     def shown(self, path: str) -> str:
         """Return a path relative to the environment, if it is inside."""
@@ -161,16 +151,13 @@ class _Loader:
 
 def _configured(files: Files) -> Iterator[str]:
     """Yield the folders of /etc/ld.so.conf and of the folder that distributions include there."""
-    try:
-        names = [f"{_CONF}.d/{name}" for name in sorted(files.names(f"{_CONF}.d")) if name.endswith(".conf")]
-    except OSError:
-        names = []
-    for path in [_CONF, *names]:
-        try:
+    names = [_CONF]
+    with suppress(OSError):
+        names += (f"{_CONF}.d/{name}" for name in sorted(files.names(f"{_CONF}.d")) if name.endswith(".conf"))
+    for path in names:
+        with suppress(OSError):
             lines = files.read(path).decode(errors="replace").splitlines()
-        except OSError:
-            continue
-        yield from (line.strip() for line in lines if line.strip().startswith("/"))
+            yield from (line.strip() for line in lines if line.strip().startswith("/"))
 
 
 def _check_symbols(loader: _Loader, found: Linkage) -> None:
@@ -187,15 +174,20 @@ def _check_symbols(loader: _Loader, found: Linkage) -> None:
             missing = []
             for name, version in elf.symbols.undefined(family.symbols) if elf.symbols else ():
                 found.symbols += 1
-                if not any(_has(loader, one, name, version) for one in _scope(loader, path, users)):
+                near = map(loader.elf, _scope(loader, path, users))
+                if not any(one and one.symbols and one.symbols.has(name, version) for one in near):
                     missing.append(name.decode(errors="replace") + (f"@{version}" if version else ""))
             if not missing:
                 continue
             # Where the library is absent, or the process brings it by other ways, the symbols are not judged.
             lacking = {one for user in (path, *users.get(path, ())) for one in loader.closure(user)[1]}
-            near = {posixpath.basename(one) for one in _scope(loader, path, users)}
-            if any(map(family.libraries.fullmatch, near)) and not any(map(family.libraries.fullmatch, lacking)):
-                found.undefined.append(_undefined(loader, path, family, missing))
+            names = map(posixpath.basename, _scope(loader, path, users))
+            if any(map(family.libraries.fullmatch, names)) and not any(map(family.libraries.fullmatch, lacking)):
+                inside = [one for one in loader.closure(path)[0] if family.libraries.fullmatch(posixpath.basename(one))]
+                named = ", ".join(loader.shown(one) if len(inside) == 1 else posixpath.basename(one) for one in inside)
+                where = f"not defined in {named}" if inside else "defined in no library that it loads"
+                more = f" and {len(missing) - 1} more symbols of {family.name} are" if len(missing) > 1 else " is"
+                found.undefined.append(f"{loader.shown(path)}: {missing[0]}{more} {where}")
 
 
 def _scope(loader: _Loader, path: str, users: Mapping[str, list[str]]) -> Iterator[str]:
@@ -205,19 +197,6 @@ def _scope(loader: _Loader, path: str, users: Mapping[str, list[str]]) -> Iterat
     for user in users.get(path, ()):
         yield user
         yield from loader.closure(user)[0]
-
-
-def _has(loader: _Loader, path: str, name: bytes, version: str) -> bool:
-    elf = loader.elf(path)
-    return elf is not None and elf.symbols is not None and elf.symbols.has(name, version)
-
-
-def _undefined(loader: _Loader, path: str, family: SymbolFamily, missing: list[str]) -> str:
-    inside = [one for one in loader.closure(path)[0] if family.libraries.fullmatch(posixpath.basename(one))]
-    named = ", ".join(loader.shown(one) if len(inside) == 1 else posixpath.basename(one) for one in inside)
-    where = f"not defined in {named}" if inside else "defined in no library that it loads"
-    more = f" and {len(missing) - 1} more symbols of {family.name}" if len(missing) > 1 else ""
-    return f"{loader.shown(path)}: {missing[0]}{more} {'are' if more else 'is'} {where}"
 
 
 def _check_versions(loader: _Loader, found: Linkage) -> None:
@@ -240,15 +219,12 @@ def _check_versions(loader: _Loader, found: Linkage) -> None:
 
 def _copies(loader: _Loader) -> Iterator[str]:
     """Yield the families of which libraries of the environment load different files."""
-    for family in symbol_families():
-        if not family.single:
-            continue
+    for family in (one for one in symbol_families() if one.single):
         users: dict[str, str] = {}
         for path, elf in loader.libraries.items():
             for name in filter(family.libraries.fullmatch, elf.needed):
-                # The parts of cuDNN are files of their own.
                 users.setdefault(loader.find(path, name), path)
-        mains: dict[str, list[str]] = {}
+        mains: dict[str, list[str]] = {}  # the parts of cuDNN are files of their own
         for place in sorted(users.keys() - {""}):
             mains.setdefault(posixpath.basename(place).partition(".so")[0], []).append(place)
         for places in mains.values():
@@ -261,14 +237,13 @@ def _stubs(loader: _Loader) -> Iterator[str]:
     """Yield the stubs of CUDA's driver library that the loader would take for the driver's."""
     folders = {folder for path in loader.libraries for folder in loader.run_path(path)}
     for folder in dict.fromkeys([*loader.folders, *sorted(folders)]):
-        # ldconfig lists a library by its own name, libcuda.so.1; in other folders the loader looks for that file.
-        wanted = (_STUB, f"{_STUB}.1") if folder in loader.configured else (f"{_STUB}.1",)
-        try:
-            names = [name for name in wanted if name in loader.files.names(folder)]
-        except OSError:
+        # What this host has outside of an environment is not a part of it.
+        if isinstance(loader.files, HostFiles) and not folder.startswith(f"{loader.root}/"):
             continue
-        for name in names:
+        # ldconfig lists a library by its own name, libcuda.so.1; in other folders the loader looks for that file.
+        for name in (_STUB, f"{_STUB}.1") if folder in loader.configured else (f"{_STUB}.1",):
             place = f"{folder}/{name}"
-            if "stubs" in folder.split("/") or "stubs" in loader.files.target(place).split("/"):
-                yield f"{loader.shown(place)} is a stub of the driver's library, in a folder that the loader searches"
-                break
+            with suppress(OSError):
+                if "stubs" in [*folder.split("/"), *loader.files.target(place).split("/")]:
+                    yield f"{loader.shown(place)} is a stub of the driver's library where the loader searches"
+                    break

@@ -199,10 +199,14 @@ def test_a_stub_of_the_driver(planted: Planted) -> None:
     user = planted.library("lib/libuser.so", f"-Wl,-rpath,{stubs}", calls="cuInit", wants="cuda/lib64/stubs/libcuda.so")
     assert planted.link(OfImage(str(stubs))).stubs == [], "no file has the name for which the loader looks"
     (stubs / "libcuda.so.1").symlink_to("libcuda.so")
-    said = ["cuda/lib64/stubs/libcuda.so.1 is a stub of the driver's library, in a folder that the loader searches"]
+    said = ["cuda/lib64/stubs/libcuda.so.1 is a stub of the driver's library where the loader searches"]
     assert planted.link().stubs == said
     set_rpath([user], "/none")
     assert planted.link().stubs == [] and planted.link(OfImage(str(stubs))).stubs == said
+    elsewhere = planted.root.parent / "stubs"
+    elsewhere.mkdir()
+    (elsewhere / "libcuda.so.1").symlink_to(stubs / "libcuda.so")
+    assert planted.link(OfImage(str(elsewhere))).stubs == [], "it is of the host"
     (planted.root / "cuda/lib64/libcuda.so.1").symlink_to("stubs/libcuda.so")
     assert [one.split()[0] for one in planted.link(OfImage(str(stubs.parent))).stubs] == ["cuda/lib64/libcuda.so.1"]
 
@@ -282,7 +286,7 @@ def libraries() -> Iterator[Path]:
 
 def test_symbols_are_those_that_nm_lists() -> None:
     every = re.compile(rb"[^\0]")
-    for path in libraries():
+    for path in [*libraries(), Path(sys.executable).resolve()]:
         found = read_elf(path, symbols=True)
         assert found is not None and found.symbols is not None
         lines = subprocess.run(["nm", "-D", path], capture_output=True, text=True, check=True).stdout.splitlines()
