@@ -1,7 +1,7 @@
 """Reader of ELF files.
 
 Sources: System V ABI, chapters 4 and 5 (header, program header, dynamic section); the Linux Standard Base's symbol
-versioning (DT_VERNEED). Like the dynamic linker, it uses program headers: section headers may be stripped.
+versioning (DT_VERNEED, DT_VERDEF). Like the dynamic linker, it uses program headers: section headers may be stripped.
 """
 
 from __future__ import annotations
@@ -9,19 +9,27 @@ from __future__ import annotations
 import os
 import re
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
+
+from envbuild.elf_symbols import STRTAB, SYMTAB, TABLES, ReadAt, Symbols
 
 HEAD = 20  # bytes of a file that name its processor
 # Values of e_machine.
 MACHINES = {"i386": 3, "ppc64": 21, "s390x": 22, "arm": 40, "x86_64": 62, "aarch64": 183, "riscv64": 243}
 _PT_LOAD, _PT_DYNAMIC = 1, 2
-_NEEDED, _STRTAB, _STRSZ, _RPATH, _RUNPATH = 1, 5, 10, 15, 29
-_VERNEED, _VERNEEDNUM = 0x6FFFFFFE, 0x6FFFFFFF
+_NEEDED, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 10, 14, 15, 29
+_VERDEF, _VERDEFNUM, _VERNEED, _VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
+_WEAK = 2  # VER_FLG_WEAK: the loader does without such a version
+_END = 32 << 20  # the names in libtorch_cpu.so take 6 MB
 # Upper limits for a table's length and for an offset in a file: a damaged header may contain any number.
-_MOST, _FAR = 1 << 24, 1 << 40
+_MOST, _FAR = 1 << 27, 1 << 40
+Unpack = Callable[[str, int], tuple[int, ...]]
 _GLIBC = re.compile(r"GLIBC_([0-9]+)\.([0-9]+)(?:\.[0-9]+)?")
 
 
@@ -29,20 +37,24 @@ _GLIBC = re.compile(r"GLIBC_([0-9]+)\.([0-9]+)(?:\.[0-9]+)?")
 class Elf:
     """A 64-bit ELF file.
 
-    `dynamic` says whether it has a dynamic section. `runpath` is DT_RUNPATH, or DT_RPATH if there is none; `versions`
-    are the symbol versions that it needs, such as GLIBC_2.34.
+    `dynamic` says whether it has a dynamic section. `runpath` is DT_RUNPATH, or DT_RPATH if there is none. `needs` are
+    the symbol versions without which the loader refuses the file, as (library, version); `defines` are those that it
+    has. `symbols` is None if not read.
     """
 
     machine: int
     dynamic: bool = False
     runpath: str = ""
     needed: tuple[str, ...] = ()
-    versions: tuple[str, ...] = ()
+    soname: str = ""
+    needs: tuple[tuple[str, str], ...] = ()
+    defines: frozenset[str] = frozenset()
+    symbols: Symbols | None = None
 
     @property
     def glibc(self) -> tuple[int, int]:
         """The newest glibc version that its symbols need, (0, 0) for none."""
-        found = [_GLIBC.fullmatch(version) for version in self.versions]
+        found = [_GLIBC.fullmatch(version) for _, version in self.needs]
         return max(((int(m[1]), int(m[2])) for m in found if m), default=(0, 0))
 
 
@@ -79,75 +91,96 @@ def is_elf(path: Path) -> bool:
         return stream.read(4) == b"\x7fELF"
 
 
-def read_elf(path: Path) -> Elf | None:
+def read_elf(path: Path, *, symbols: bool = False) -> Elf | None:
     """Return the 64-bit ELF file at `path`, None for any other or damaged file. Raises OSError."""
     with path.open("rb") as stream:
-        try:
-            return _read(stream)
-        except (struct.error, ValueError, EOFError):
-            return None
+        return parse_elf(partial(_at, stream), symbols=symbols)
 
 
-def _read(stream: BinaryIO) -> Elf | None:
-    head = stream.read(64)
-    if len(head) < 64 or head[:4] != b"\x7fELF" or head[4] != 2 or head[5] not in (1, 2):
+def parse_elf(read: ReadAt, *, symbols: bool = False) -> Elf | None:
+    """Return the ELF file whose bytes `read` returns; `symbols` reads its symbol table, too. None as `read_elf`."""
+    try:
+        return _read(read, symbols)
+    except (struct.error, ValueError, EOFError, IndexError):
+        return None
+
+
+def _read(read: ReadAt, symbols: bool) -> Elf | None:
+    head = read(0, 64)
+    if head[:4] != b"\x7fELF" or head[4] != 2 or head[5] not in (1, 2):
         return None
     order = "<" if head[5] == 1 else ">"
 
     def unpack(layout: str, offset: int) -> tuple[int, ...]:
-        return struct.unpack(order + layout, _at(stream, offset, struct.calcsize(order + layout)))
+        return struct.unpack(order + layout, read(offset, struct.calcsize(order + layout)))
 
-    (machine,), (table,), (size, count) = unpack("H", 18), unpack("Q", 32), unpack("HH", 54)
-    if size < 56:
-        return Elf(machine)
-    headers = [unpack("IIQQQQQQ", table + number * size) for number in range(count)]
-    loads = [(address, offset, length) for kind, _, offset, address, _, length, _, _ in headers if kind == _PT_LOAD]
-    dynamic = [(offset, length) for kind, _, offset, _, _, length, _, _ in headers if kind == _PT_DYNAMIC]
+    (machine,), headers = unpack("H", 18), _headers(unpack)
+    loads = [(address, offset, length) for kind, offset, address, length in headers if kind == _PT_LOAD]
+    dynamic = [(offset, length) for kind, offset, _, length in headers if kind == _PT_DYNAMIC]
     if not dynamic:
         return Elf(machine)
     entries: dict[int, list[int]] = {}
     begin, length = dynamic[-1]
-    for tag, value in struct.iter_unpack(order + "qQ", _at(stream, begin, length)[: length // 16 * 16]):
+    for tag, value in struct.iter_unpack(order + "qQ", read(begin, length)[: length // 16 * 16]):
         if tag == 0:
             break
         entries.setdefault(tag, []).append(value)
 
-    def place(address: int) -> int:
+    def place(tag: int) -> int:
+        address = entries[tag][0]
         for begin, offset, length in loads:
             if begin <= address < begin + length:
                 return offset + address - begin
         raise ValueError("an address outside the file")
 
     strings = b""
-    if {_STRTAB, _STRSZ} <= entries.keys():
-        strings = _at(stream, place(entries[_STRTAB][0]), entries[_STRSZ][0])
+    if {STRTAB, _STRSZ} <= entries.keys():
+        strings = read(place(STRTAB), entries[_STRSZ][0])
 
     def text(offset: int) -> str:
-        end = strings.index(b"\0", offset) if offset <= len(strings) else -1
-        return strings[offset:end].decode(errors="replace")
+        return strings[offset : strings.index(b"\0", offset)].decode(errors="replace")
 
-    versions: list[str] = []
+    needs: list[tuple[str, str]] = []
+    defines: list[str] = []
+    names: dict[int, str] = {}  # of versions, by their numbers in DT_VERSYM
     if {_VERNEED, _VERNEEDNUM} <= entries.keys():
-        names = _versions(unpack, place(entries[_VERNEED][0]), entries[_VERNEEDNUM][0])
-        versions = [text(offset) for offset in names]
+        for library, name, number, flags in _needs(unpack, place(_VERNEED), entries[_VERNEEDNUM][0]):
+            names[number] = text(name)
+            if not flags & _WEAK:
+                needs.append((text(library), names[number]))
+    if {_VERDEF, _VERDEFNUM} <= entries.keys():
+        for number, name in _definitions(unpack, place(_VERDEF), entries[_VERDEFNUM][0]):
+            names[number] = text(name)
+            defines.append(names[number])
+    own = {tag: place(tag) for tag in TABLES if symbols and tag in entries}
     paths = entries.get(_RUNPATH) or entries.get(_RPATH) or []
     return Elf(
         machine,
         dynamic=True,
         runpath=text(paths[0]) if paths else "",
         needed=tuple(text(offset) for offset in entries.get(_NEEDED, ())),
-        versions=tuple(dict.fromkeys(versions)),
+        soname=text(entries[_SONAME][0]) if _SONAME in entries else "",
+        needs=tuple(dict.fromkeys(needs)),
+        defines=frozenset(defines),
+        symbols=Symbols(read, order, own, strings, names) if SYMTAB in own else None,
     )
 
 
-def _versions(unpack: Callable[[str, int], tuple[int, ...]], begin: int, count: int) -> Iterator[int]:
-    """Yield the string table offsets of the names in the Vernaux entries of Verneed."""
+def _headers(unpack: Unpack) -> list[tuple[int, int, int, int]]:
+    """Return (type, offset, address, size in the file) of each program header."""
+    (table,), (size, count) = unpack("Q", 32), unpack("HH", 54)
+    rows = [unpack("IIQQQQ", table + number * size) for number in range(count)] if size >= 56 else []
+    return [(kind, offset, address, length) for kind, _, offset, address, _, length in rows]
+
+
+def _needs(unpack: Unpack, begin: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (library, version, number, flags) of the Vernaux entries of Verneed; names are string table offsets."""
     for _ in range(min(count, 4096)):
-        _, needs, _, first, following = unpack("HHIII", begin)
+        _, needs, library, first, following = unpack("HHIII", begin)
         place = begin + first
         for _ in range(needs):
-            _, _, _, name, step = unpack("IHHII", place)
-            yield name
+            _, flags, number, name, step = unpack("IHHII", place)
+            yield library, name, number & 0x7FFF, flags
             if not step:
                 break
             place += step
@@ -156,8 +189,53 @@ def _versions(unpack: Callable[[str, int], tuple[int, ...]], begin: int, count: 
         begin += following
 
 
+def _definitions(unpack: Unpack, begin: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yield (number, version) of the entries of Verdef."""
+    for _ in range(min(count, 4096)):
+        _, _, number, _, _, first, following = unpack("HHHHIII", begin)
+        yield number & 0x7FFF, unpack("I", begin + first)[0]
+        if not following:
+            return
+        begin += following
+
+
+class ElfParts:
+    """The parts of an ELF file of `size` bytes in which its tables are, kept while the file is read once.
+
+    Linkers put symbols at the begin and patchelf at the end; the dynamic section may be anywhere.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._wanted = [(0, _END), (size - _END, size)]
+        self._offsets, self._pieces, self._at = list[int](), list[bytes](), 0
+
+    def add(self, piece: bytes) -> None:
+        """Keep the next piece of the file, if it has a wanted part. The first piece must have all program headers."""
+        if not self._at:
+            with suppress(struct.error):
+                order = ">" if piece[5:6] == b"\2" else "<"
+                headers = _headers(lambda layout, offset: struct.unpack_from(order + layout, piece, offset))
+                dynamic = [(begin, min(size, _END)) for kind, begin, _, size in headers if kind == _PT_DYNAMIC]
+                self._wanted += [(begin, begin + size) for begin, size in dynamic[-1:]]
+        if any(begin < self._at + len(piece) and self._at < end for begin, end in self._wanted):
+            self._offsets.append(self._at)
+            self._pieces.append(piece)
+        self._at += len(piece)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return bytes of the file. Raises EOFError for those that were not kept."""
+        number, found = max(bisect_right(self._offsets, offset) - 1, 0), list[bytes]()
+        while length > 0:
+            start = offset - self._offsets[number] if number < len(self._pieces) else -1
+            if start < 0 or not (piece := self._pieces[number][start : start + length]):
+                raise EOFError
+            found.append(piece)
+            number, offset, length = number + 1, offset + len(piece), length - len(piece)
+        return b"".join(found)
+
+
 def _at(stream: BinaryIO, offset: int, length: int) -> bytes:
-    if offset < 0 or length > _MOST or offset > _FAR:
+    if offset < 0 or not 0 <= length <= _MOST or offset > _FAR:
         raise ValueError("not within a file")
     stream.seek(offset)
     found = stream.read(length)

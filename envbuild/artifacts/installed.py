@@ -13,12 +13,13 @@ import io
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from envbuild.elf import HEAD, file_head
+from envbuild.elf import HEAD, Elf, elf_machine, file_head, read_elf
 from envbuild.files import open_regular, read_regular
 from envbuild.fingerprint import record_digest, top_level
 from envbuild.names import normalise
@@ -67,6 +68,12 @@ class Files(Protocol):
     def gpu_code(self, path: str) -> Containers:
         """Return the containers of code for GPUs in an ELF file."""
 
+    def elf(self, path: str) -> Elf | None:
+        """Return the ELF file at `path` with its symbols, None for any other or no file; raises nothing."""
+
+    def library_path(self) -> list[str]:
+        """Return the folders of LD_LIBRARY_PATH that the files themselves set, as images do."""
+
 
 class HostFiles:
     """The files of this host."""
@@ -101,6 +108,14 @@ class HostFiles:
 
         with open_regular(path) as stream:
             return read_gpu_code(stream)
+
+    def elf(self, path: str) -> Elf | None:
+        with suppress(OSError):
+            return read_elf(Path(path), symbols=True) if elf_machine(file_head(path)) else None
+        return None
+
+    def library_path(self) -> list[str]:
+        return []
 
 
 HOST = HostFiles()

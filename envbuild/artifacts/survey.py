@@ -12,12 +12,14 @@ from pathlib import Path
 from envbuild.artifacts.conda_survey import is_conda, survey_conda
 from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
 from envbuild.artifacts.layer_lists import check_layers
-from envbuild.elf import elf_machine, machine_name
+from envbuild.artifacts.linkage import Linkage, link
+from envbuild.elf import Elf, elf_machine, machine_name
 from envbuild.gpu_code import Containers
 from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
 
 # Code for GPUs is in ELF files too (NVIDIA's cubin, AMD's code objects); it is not for the processor.
 _ACCELERATORS = frozenset({190, 224})
+_MAX_METADATA = 1 << 20
 
 
 @dataclass
@@ -25,13 +27,15 @@ class ElfReport:
     """Counts of ELF files by machine name, and the files that are not for the wanted machine.
 
     `torch` has the names of torch's libraries for accelerators and, in the form `cuda=12.6`, the content of
-    torch/version.py; None without torch. `gpu_code` maps each library with code for GPUs to its containers.
+    torch/version.py; None without torch. `gpu_code` maps each library with code for GPUs to its containers, `libraries`
+    are the dynamic files for the wanted machine, by path.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     foreign: list[tuple[str, str]] = field(default_factory=list)
     torch: list[str] | None = None
     gpu_code: dict[str, Containers] = field(default_factory=dict)
+    libraries: dict[str, Elf] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,15 @@ class Survey:
 
     Paths in `elf` are relative to the environment; paths in `files` are relative to site-packages, in a conda
     environment and for source layers to the environment. `layers` maps the name of each source layer to the digest of
-    the files in its list.
+    the files in its list. `requires` are the requirements in the metadata of the installed torch.
     """
 
     distributions: dict[str, Distribution]
     files: FileReport
     elf: ElfReport
     layers: dict[str, str] = field(default_factory=dict)
+    linkage: Linkage = field(default_factory=Linkage)
+    requires: tuple[str, ...] = ()
 
 
 def survey(
@@ -60,13 +66,16 @@ def survey(
     """
     elf = scan_elf(root, elf_machine, files, gpu=gpu)
     elf.gpu_code = {os.path.relpath(path, root): found for path, found in elf.gpu_code.items()}
+    linkage = link(os.fspath(root), elf.libraries, elf_machine, files)
+    elf.libraries.clear()  # their symbols take much memory
     elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
     if is_conda(root, files):
         found, report = survey_conda(root, site_packages, known, files)
     else:
         found = distributions(site_packages, files=files)
         report = known or check_files(site_packages, files=files)
-    return Survey(found, report, elf, check_layers(root, None if known else report, files))
+    layers = check_layers(root, None if known else report, files)
+    return Survey(found, report, elf, layers, linkage, _requires(site_packages, found.get("torch"), files))
 
 
 def scan_elf(folder: Path, wanted: int, files: Files = HOST, *, gpu: bool = False) -> ElfReport:
@@ -86,15 +95,25 @@ def scan_elf(folder: Path, wanted: int, files: Files = HOST, *, gpu: bool = Fals
         report.counts[name] = report.counts.get(name, 0) + 1
         if machine != wanted:
             report.foreign.append((path, name))
-        elif gpu and not files.target(path) and (found := files.gpu_code(path)):
-            report.gpu_code[path] = found
+        elif not files.target(path):
+            if gpu and (found := files.gpu_code(path)):
+                report.gpu_code[path] = found
+            if (elf := files.elf(path)) and elf.dynamic:
+                report.libraries[path] = elf
     if version is not None:
         report.torch = sorted(libraries) + [f"{name}={found}" for name, found in torch_builds(version).items()]
     return report
 
 
-def _read(path: str, files: Files) -> str | None:
+def _requires(site_packages: Path, torch: Distribution | None, files: Files) -> tuple[str, ...]:
+    path = f"{site_packages}/torch-{torch.version}.dist-info/METADATA" if torch else ""
+    text = (_read(path, files, _MAX_METADATA) if path else "") or ""
+    head = text.partition("\n\n")[0].splitlines()
+    return tuple(line.partition(":")[2].strip() for line in head if line.startswith("Requires-Dist:"))
+
+
+def _read(path: str, files: Files, most: int = MAX_VERSION_FILE) -> str | None:
     try:
-        return files.read(path)[:MAX_VERSION_FILE].decode("utf-8", "replace")
+        return files.read(path)[:most].decode("utf-8", "replace")
     except OSError:
         return None

@@ -21,7 +21,7 @@ from envbuild.artifacts.image_manifest import FILE_NAME, PathRow, compare, parse
 from envbuild.artifacts.installed import FileReport
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
-from envbuild.elf import HEAD
+from envbuild.elf import HEAD, Elf, ElfParts, elf_machine, parse_elf
 from envbuild.errors import BuildError, HostError, VerificationError
 from envbuild.gpu_code import Containers, GpuCodeScanner
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
@@ -36,10 +36,14 @@ from envbuild.site.tables import LimitsTable
 from envbuild.verify.model import out_of_time
 
 _CHUNK = 1 << 20
+_VARIABLES = ("etc/environment", ".singularity.d/env/10-docker2singularity.sh")  # enroot's and Apptainer's
+_LIBRARY_PATH = re.compile(r"^(?:export )?LD_LIBRARY_PATH=(.*)$", re.MULTILINE)
+_PATH = re.compile(r"/[^:\"'${}\s]+")
 # The files that say what is installed: their content is kept. Larger ones are not what their names say.
 _TEXTS = re.compile(
-    rf"{re.escape(PREFIX)}/(?:(?:.*/)?(?:[^/]+\.dist-info/RECORD|conda-meta/[^/]+\.json|{re.escape(VERSION_FILE)})"
-    rf"|share/envbuild/layers/[^/]+\.json)|{re.escape(FILE_NAME)}",
+    rf"{re.escape(PREFIX)}/(?:(?:.*/)?(?:[^/]+\.dist-info/RECORD|torch-[^/]+\.dist-info/METADATA|conda-meta/[^/]+\.json"
+    rf"|{re.escape(VERSION_FILE)})|share/envbuild/layers/[^/]+\.json)|{re.escape(FILE_NAME)}"
+    rf"|etc/ld\.so\.conf(?:\.d/[^/]+\.conf)?|{'|'.join(map(re.escape, _VARIABLES))}",
     re.DOTALL,
 )
 _MOST_TEXT = 64 << 20
@@ -50,13 +54,18 @@ Reread = Callable[[str], Iterable[bytes]]
 
 @dataclass
 class ImageFiles:
-    """The files of an image, as `artifacts.installed.Files`: rows and heads by path, the texts of some."""
+    """The files of an image, as `artifacts.installed.Files`: rows, heads and ELF files by path, the texts of some.
+
+    `variables` are lines with those of an image that keeps them in no file.
+    """
 
     reread: Reread
     rows: dict[str, PathRow] = field(default_factory=dict)
     heads: dict[str, bytes] = field(default_factory=dict)
     texts: dict[str, bytes] = field(default_factory=dict)
     codes: dict[str, Containers] = field(default_factory=dict)
+    elfs: dict[str, Elf] = field(default_factory=dict)
+    variables: str = ""
     _folders: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, path: str, row: PathRow, seen: _ReadFile | None = None) -> None:
@@ -68,6 +77,8 @@ class ImageFiles:
                 self.texts[path] = seen.text
             if seen.gpu_code:
                 self.codes[path] = seen.gpu_code
+            if seen.elf is not None:
+                self.elfs[path] = seen.elf
 
     def link(self, path: str, first: str) -> None:
         """Add `path` as another name of the file `first`."""
@@ -79,6 +90,8 @@ class ImageFiles:
         for known in kept:
             if first in known:
                 known[path] = known[first]
+        if first in self.elfs:
+            self.elfs[path] = self.elfs[first]
 
     def names(self, folder: str) -> list[str]:
         if not self._folders:
@@ -87,7 +100,7 @@ class ImageFiles:
                 self._folders.setdefault(parent, []).append(name)
         if not self.is_folder(folder):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder)
-        return self._folders.get(_key(folder), [])
+        return self._folders.get(self._resolved(folder), [])
 
     def walk(self, folder: str) -> Iterator[str]:
         start = f"{_key(folder)}/"
@@ -129,6 +142,13 @@ class ImageFiles:
     def gpu_code(self, path: str) -> Containers:
         return self.codes.get(self._resolved(path), Containers())
 
+    def elf(self, path: str) -> Elf | None:
+        return self.elfs.get(self._resolved(path))
+
+    def library_path(self) -> list[str]:
+        texts = [self.variables, *(self.texts.get(name, b"").decode(errors="replace") for name in _VARIABLES)]
+        return [path for text in texts for value in _LIBRARY_PATH.findall(text) for path in _PATH.findall(value)]
+
     def _file(self, path: str) -> PathRow:
         row = self._row(self._resolved(path))
         if row.kind != FILE:
@@ -168,12 +188,13 @@ def _key(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _ReadFile:
-    """The content of a regular file: its sha256, first bytes, code for GPUs, and all if it says what is installed."""
+    """A regular file: sha256, first bytes, its text if it says what is installed, code for GPUs, the ELF file in it."""
 
     sha256: str
     head: bytes
     text: bytes | None
     gpu_code: Containers
+    elf: Elf | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +210,8 @@ class _Clock:
 
 
 def _seen(path: str, pieces: Iterable[bytes], size: int, clock: _Clock, gpu: bool) -> _ReadFile:
-    digest, head, kept, scanner = hashlib.sha256(), b"", list[bytes](), GpuCodeScanner()
+    digest, head, kept = hashlib.sha256(), b"", list[bytes]()
+    scanner, parts = GpuCodeScanner(), ElfParts(size)
     is_text = size <= _MOST_TEXT and _TEXTS.fullmatch(path) is not None
     for piece in pieces:
         clock.check()
@@ -197,9 +219,12 @@ def _seen(path: str, pieces: Iterable[bytes], size: int, clock: _Clock, gpu: boo
         head = head if len(head) >= HEAD else (head + piece[:HEAD])[:HEAD]
         if is_text:
             kept.append(piece)
-        elif gpu and head.startswith(b"\x7fELF"):
-            scanner.feed(piece)
-    return _ReadFile(digest.hexdigest(), head, b"".join(kept) if is_text else None, scanner.found)
+        elif elf_machine(head) is not None:
+            parts.add(piece)
+            if gpu:
+                scanner.feed(piece)
+    text = b"".join(kept) if is_text else None
+    return _ReadFile(digest.hexdigest(), head, text, scanner.found, parse_elf(parts.read, symbols=True))
 
 
 def read_squashfs(
@@ -242,6 +267,7 @@ def read_container(
     try:
         container = client.containers.create(image, ["true"], entrypoint=[], labels=dict(labels))
         found = ImageFiles(partial(_copied, container))
+        found.variables = "\n".join(client.images.get(image).attrs["Config"].get("Env") or ())
         for member, content in tar_items(cast(BinaryIO, Chunks(container.export(_CHUNK))), image, Quota(limits)):
             clock.check()
             path = os.path.normpath(f"/{member.name}").strip("/")

@@ -22,6 +22,7 @@ from envbuild.site.tables import FabricTable
 from envbuild.verify import training_checks as training
 from envbuild.verify import user_code
 from envbuild.verify.launch import TRAINER, Bench, Outcome, Running
+from envbuild.verify.linkage import check_linkage
 from envbuild.verify.model import FAIL, PASS, Check, Settings, Subject, Verdict, blocked, check_texts, not_tried
 from envbuild.verify.model import judge as judged
 from envbuild.verify.network import network_of
@@ -43,7 +44,7 @@ _SAVED = re.compile(r"Epoch (\d+) \| Training snapshot saved")
 # Read by the trainer (ddp_train/resume.py, ddp_train/probes.py).
 RESUME_AFTER, PROBES = "DDP_TRAIN_RESUME_AFTER", "DDP_TRAIN_PROBES"
 _REQUEST = ".trainer/probes.json"
-_OF_FILES = (check_installed, check_trainer, check_architecture, check_accelerator)
+_OF_FILES = (check_installed, check_trainer, check_architecture, check_accelerator, check_linkage)
 # Seconds for the timed all-reduces. NCCL's go up to 1 GiB; gloo's get the longer time only if a floor judges them.
 _BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.05", "1"
 

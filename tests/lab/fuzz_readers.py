@@ -9,6 +9,7 @@ import functools
 import io
 import json
 import os
+import re
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
@@ -825,7 +826,7 @@ READERS: dict[str, FuzzedReader] = {
         500,
     ),
     "ELF": FuzzedReader(
-        lambda _: _elfs(), file("x.so", lambda path: (read_elf(path), elf_machine(file_head(str(path))))), 700
+        lambda _: _elfs(), file("x.so", lambda path: (_elf(path), elf_machine(file_head(str(path))))), 700
     ),
     "job script": FuzzedReader(
         patterns("lint/*.sh", "lint/*.pbs", "jobs/*.sh", top=DATA, most=4096), file("job.sh", lint_file), 200
@@ -850,6 +851,13 @@ def _conda_records(_: Path) -> Seeds:
 def _layer_lists(_: Path) -> Seeds:
     files = (layer_lists.LayerFile("lib/x.so", 3, "0" * 64), layer_lists.LayerFile("lib/y", target="x.so"))
     return [layer_lists.LayerList("ucx", "1.17", "0" * 64, files).render()]
+
+
+def _elf(path: Path) -> None:
+    found = read_elf(path, symbols=True)
+    if found is not None and found.symbols is not None:
+        list(found.symbols.undefined(re.compile(rb"[a-z]")))
+        found.symbols.has(b"dlopen", "GLIBC_2.34")
 
 
 def _elfs() -> Seeds:

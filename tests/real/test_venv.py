@@ -14,9 +14,9 @@ import jsonschema
 from .conftest import REPOSITORY, Command, link_tree
 
 CHECKS = {
-    "installed", "trainer", "architecture", "accelerator", "launch", "world", "versions", "fabric", "allreduce",
-    "collectives", "bandwidth", "parameters", "sampler", "optimizer", "snapshot", "relaunch", "resume", "reference",
-    "loss", "curve", "imports", "command", "restart",
+    "installed", "trainer", "architecture", "accelerator", "linkage", "launch", "world", "versions", "fabric",
+    "allreduce", "collectives", "bandwidth", "parameters", "sampler", "optimizer", "snapshot", "relaunch", "resume",
+    "reference", "loss", "curve", "imports", "command", "restart",
 }  # fmt: skip
 
 

@@ -1,0 +1,249 @@
+"""Libraries of an environment as the dynamic loader links them: undefined symbols, versions, second copies, stubs.
+
+Nothing is loaded: ELF files are read. Sources: ld.so(8) (DT_RUNPATH, DT_RPATH, order of folders), glibc
+elf/dl-version.c (versions), torch/__init__.py (the libraries that it loads before its extension).
+"""
+
+from __future__ import annotations
+
+import functools
+import posixpath
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from envbuild.artifacts.conda_survey import is_conda
+from envbuild.artifacts.installed import Files, HostFiles
+from envbuild.data import load_table
+from envbuild.elf import Elf, machine_name
+
+# What torch loads before anything else: its own libraries and those of NVIDIA's wheels.
+_PRELOADED = re.compile(r"/site-packages/(?:torch/lib|nvidia/[^/]+/lib)/[^/]+\Z")
+_OF_TORCH = ("libtorch", "libc10")
+_BASE = re.compile(r"(GLIBC|GLIBCXX|CXXABI)_([0-9]+(?:\.[0-9]+)*)")
+_STUB, _CONF = "libcuda.so", "/etc/ld.so.conf"
+
+
+class SymbolFamily(NamedTuple):
+    """Symbols and the libraries that have them: a row of data/linkage.toml."""
+
+    name: str
+    symbols: re.Pattern[bytes]
+    libraries: re.Pattern[str]
+    single: bool
+
+
+@functools.cache
+def symbol_families() -> tuple[SymbolFamily, ...]:
+    """Return the rows of data/linkage.toml."""
+    return tuple(
+        SymbolFamily(row["name"], re.compile(row["symbols"].encode()), re.compile(row["libraries"]), "single" in row)
+        for row in load_table("linkage")["families"]
+    )
+
+
+@dataclass
+class Linkage:
+    """Faults of the libraries as lines of text; `libraries` is how many were read, `symbols` how many looked up.
+
+    `base` is the newest version of each of GLIBC, GLIBCXX and CXXABI that they need, `absent` the libraries that were
+    not found, with the number of files that need them: optional parts of packages, the driver, and those that a program
+    loads by itself.
+    """
+
+    libraries: int = 0
+    symbols: int = 0
+    undefined: list[str] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    copies: list[str] = field(default_factory=list)
+    stubs: list[str] = field(default_factory=list)
+    base: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def faults(self) -> list[str]:
+        return [*self.undefined, *self.versions, *self.copies, *self.stubs]
+
+
+def link(root: str, libraries: Mapping[str, Elf], machine: int, files: Files) -> Linkage:
+    """Link the `libraries` of the environment at `root`, by their paths, for the processor `machine`."""
+    loader, found = _Loader(root, libraries, machine, files), Linkage(len(libraries))
+    _check_symbols(loader, found)
+    _check_versions(loader, found)
+    found.copies = list(_copies(loader))
+    found.stubs = list(_stubs(loader))
+    return found
+
+
+class _Loader:
+    """The dynamic loader's search for libraries, without loading any."""
+
+    def __init__(self, root: str, libraries: Mapping[str, Elf], machine: int, files: Files) -> None:
+        self.root, self.libraries, self.files, self.machine = root, libraries, files, machine
+        self.elf, self.find = functools.cache(self._elf), functools.cache(self._find)
+        self.closure = functools.cache(self._closure)
+        self.configured = [*_configured(files)]
+        own = [f"{root}/lib"] if is_conda(Path(root), files) else []  # python's DT_RPATH, which all libraries inherit
+        usual = [f"{top}/{machine_name(machine)}-linux-gnu" for top in ("/lib", "/usr/lib")]
+        usual += ["/lib64", "/usr/lib64", "/lib", "/usr/lib"]
+        self.folders = [*files.library_path(), *own, *self.configured, *usual]
+        self.preloaded: dict[str, str] = {}
+        self.by_name: dict[str, list[str]] = {}
+        for path, elf in libraries.items():
+            for one in {posixpath.basename(path), elf.soname} - {""}:
+                self.by_name.setdefault(one, []).append(path)
+                if _PRELOADED.search(path):
+                    self.preloaded.setdefault(one, path)
+
+    def _elf(self, path: str) -> Elf | None:
+        """Return the library at `path`, None for none of this processor."""
+        elf = self.libraries.get(path) or self.files.elf(path)
+        return elf if elf and elf.machine == self.machine else None
+
+    def run_path(self, path: str) -> list[str]:
+        """Return the folders of the RUNPATH or RPATH of a library."""
+        elf, origin = self.elf(path), posixpath.dirname(path)
+        folders = elf.runpath.split(":") if elf and elf.runpath else []
+        expanded = (one.replace("${ORIGIN}", "$ORIGIN").replace("$ORIGIN", origin) for one in folders)
+        return [posixpath.normpath(one) for one in expanded if one.startswith("/")]
+
+    def _find(self, path: str, name: str) -> str:
+        """Return the library `name` that the one at `path` loads, "" if the loader finds none."""
+        elf = self.elf(path)
+        with_torch = _PRELOADED.search(path) or (elf and any(one.startswith(_OF_TORCH) for one in elf.needed))
+        for folder in self.run_path(path):
+            if self.elf(f"{folder}/{name}"):
+                return f"{folder}/{name}"
+        # What uses torch is loaded after it, and the loader takes a loaded library with the same name.
+        if with_torch and name in self.preloaded:
+            return self.preloaded[name]
+        for folder in self.folders:
+            if self.elf(f"{folder}/{name}"):
+                return f"{folder}/{name}"
+        return self.preloaded.get(name, "")
+
+    def _closure(self, path: str) -> tuple[list[str], set[str]]:
+        """Return the libraries that are loaded with the one at `path`, in the loader's order, and the absent ones.
+
+        In the place of a library that no folder of the search has are all of this name in the environment: its package
+        may load one of them by its path.
+        """
+        found, absent, todo = dict[str, None](), set[str](), deque([path])
+        while todo:
+            here = todo.popleft()
+            elf = self.elf(here)
+            for name in elf.needed if elf else ():
+                one = self.find(here, name)
+                more = [one] if one else self.by_name.get(name, [])
+                absent |= set() if more else {name}
+                todo += [one for one in more if one not in found and one != path]
+                found |= dict.fromkeys(more)
+        return list(found), absent
+
+    def shown(self, path: str) -> str:
+        """Return a path relative to the environment, if it is inside."""
+        return posixpath.relpath(path, self.root) if path.startswith(f"{self.root}/") else path
+
+
+def _configured(files: Files) -> Iterator[str]:
+    """Yield the folders of /etc/ld.so.conf and of the folder that distributions include there."""
+    names = [_CONF]
+    with suppress(OSError):
+        names += (f"{_CONF}.d/{name}" for name in sorted(files.names(f"{_CONF}.d")) if name.endswith(".conf"))
+    for path in names:
+        with suppress(OSError):
+            lines = files.read(path).decode(errors="replace").splitlines()
+            yield from (line.strip() for line in lines if line.strip().startswith("/"))
+
+
+def _check_symbols(loader: _Loader, found: Linkage) -> None:
+    users: dict[str, list[str]] = {}
+    for path in loader.libraries:
+        together, absent = loader.closure(path)
+        for one in together:
+            users.setdefault(one, []).append(path)
+        for library in absent & set(loader.libraries[path].needed):
+            found.absent[library] = found.absent.get(library, 0) + 1
+    found.absent = dict(sorted(found.absent.items()))
+    for path, elf in loader.libraries.items():
+        for family in symbol_families() if elf.symbols else ():
+            missing = []
+            for name, version in elf.symbols.undefined(family.symbols) if elf.symbols else ():
+                found.symbols += 1
+                near = map(loader.elf, _scope(loader, path, users))
+                if not any(one and one.symbols and one.symbols.has(name, version) for one in near):
+                    missing.append(name.decode(errors="replace") + (f"@{version}" if version else ""))
+            if not missing:
+                continue
+            # Where the library is absent, or the process brings it by other ways, the symbols are not judged.
+            lacking = {one for user in (path, *users.get(path, ())) for one in loader.closure(user)[1]}
+            names = map(posixpath.basename, _scope(loader, path, users))
+            if any(map(family.libraries.fullmatch, names)) and not any(map(family.libraries.fullmatch, lacking)):
+                inside = [one for one in loader.closure(path)[0] if family.libraries.fullmatch(posixpath.basename(one))]
+                named = ", ".join(loader.shown(one) if len(inside) == 1 else posixpath.basename(one) for one in inside)
+                where = f"not defined in {named}" if inside else "defined in no library that it loads"
+                more = f" and {len(missing) - 1} more symbols of {family.name} are" if len(missing) > 1 else " is"
+                found.undefined.append(f"{loader.shown(path)}: {missing[0]}{more} {where}")
+
+
+def _scope(loader: _Loader, path: str, users: Mapping[str, list[str]]) -> Iterator[str]:
+    """Yield the libraries in which the loader looks for symbols of the one at `path`; some twice."""
+    yield from loader.closure(path)[0]
+    yield from loader.preloaded.values()
+    for user in users.get(path, ()):
+        yield user
+        yield from loader.closure(user)[0]
+
+
+def _check_versions(loader: _Loader, found: Linkage) -> None:
+    newest: dict[str, tuple[int, ...]] = {}
+    for path, elf in loader.libraries.items():
+        lacking: dict[str, list[str]] = {}
+        for library, version in elf.needs:
+            if match := _BASE.fullmatch(version):
+                number = tuple(map(int, match[2].split(".")))
+                newest[match[1]] = max(newest.get(match[1], ()), number)
+            place = loader.find(path, library)
+            one = loader.elf(place) if place else None
+            # The loader accepts a library without versions, with a warning.
+            if one is not None and one.defines and version not in one.defines:
+                lacking.setdefault(place, []).append(version)
+        for place, versions in lacking.items():
+            found.versions.append(f"{loader.shown(path)}: needs {', '.join(sorted(versions))} of {loader.shown(place)}")
+    found.base = {name: ".".join(map(str, number)) for name, number in sorted(newest.items())}
+
+
+def _copies(loader: _Loader) -> Iterator[str]:
+    """Yield the families of which libraries of the environment load different files."""
+    for family in (one for one in symbol_families() if one.single):
+        users: dict[str, str] = {}
+        for path, elf in loader.libraries.items():
+            for name in filter(family.libraries.fullmatch, elf.needed):
+                users.setdefault(loader.find(path, name), path)
+        mains: dict[str, list[str]] = {}  # the parts of cuDNN are files of their own
+        for place in sorted(users.keys() - {""}):
+            mains.setdefault(posixpath.basename(place).partition(".so")[0], []).append(place)
+        for places in mains.values():
+            if len(places) > 1 and len(other := {loader.files.digest(one): one for one in places}) > 1:
+                named = (f"{loader.shown(one)} (for {loader.shown(users[one])})" for one in other.values())
+                yield f"{family.name} is there {len(other)} times: {', '.join(named)}"
+
+
+def _stubs(loader: _Loader) -> Iterator[str]:
+    """Yield the stubs of CUDA's driver library that the loader would take for the driver's."""
+    folders = {folder for path in loader.libraries for folder in loader.run_path(path)}
+    for folder in dict.fromkeys([*loader.folders, *sorted(folders)]):
+        # What this host has outside of an environment is not a part of it.
+        if isinstance(loader.files, HostFiles) and not folder.startswith(f"{loader.root}/"):
+            continue
+        # ldconfig lists a library by its own name, libcuda.so.1; in other folders the loader looks for that file.
+        for name in (_STUB, f"{_STUB}.1") if folder in loader.configured else (f"{_STUB}.1",):
+            place = f"{folder}/{name}"
+            with suppress(OSError):
+                if "stubs" in [*folder.split("/"), *loader.files.target(place).split("/")]:
+                    yield f"{loader.shown(place)} is a stub of the driver's library where the loader searches"
+                    break
