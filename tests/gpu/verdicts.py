@@ -98,5 +98,6 @@ def _ptx_alone(containers: Any) -> Any:
     """Return the containers with their PTX alone."""
     found = type(containers)()
     for codes, count in containers.items():
-        found[tuple(code for code in codes if code.startswith("compute_"))] += count
+        # A container without PTX still counts: the reader's rule needs a share of all of them.
+        found[tuple(code for code in codes if code.startswith("compute_")) or ("none",)] += count
     return found
