@@ -124,7 +124,7 @@ def library_runs(containers: Containers, chip: Chip) -> str:
     ways = Counter[str]()
     for codes, count in containers.items():
         here = {runs(code, chip) for code in codes}
-        ways[next(way for way in (NATIVE, PTX, "") if way in here)] += count
+        ways[next((way for way in (NATIVE, PTX) if way in here), "")] += count
     enough = ways.total() / _FEW
     return NATIVE if ways[NATIVE] > enough else PTX if ways[NATIVE] + ways[PTX] > enough else ""
 
