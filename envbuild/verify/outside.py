@@ -9,7 +9,6 @@ import errno
 import hashlib
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,32 +20,22 @@ from envbuild.artifacts.image_manifest import FILE_NAME, PathRow, compare, parse
 from envbuild.artifacts.installed import FileReport
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
-from envbuild.elf import HEAD, Elf, ElfParts, elf_machine, parse_elf
+from envbuild.elf import Elf
 from envbuild.errors import BuildError, HostError, VerificationError
-from envbuild.gpu_code import Containers, GpuCodeScanner
+from envbuild.gpu_code import Containers
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
 from envbuild.image.quota import Quota
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Chunks
 from envbuild.layers.compose import PREFIX
-from envbuild.recipe.accelerators import VERSION_FILE
 from envbuild.recipe.targets import Target
 from envbuild.site.tables import LimitsTable
-from envbuild.verify.model import out_of_time
+from envbuild.verify.read_once import VARIABLES, Clock, ReadFile, read_once
 
 _CHUNK = 1 << 20
-_VARIABLES = ("etc/environment", ".singularity.d/env/10-docker2singularity.sh")  # enroot's and Apptainer's
 _LIBRARY_PATH = re.compile(r"^(?:export )?LD_LIBRARY_PATH=(.*)$", re.MULTILINE)
 _PATH = re.compile(r"/[^:\"'${}\s]+")
-# The files that say what is installed: their content is kept. Larger ones are not what their names say.
-_TEXTS = re.compile(
-    rf"{re.escape(PREFIX)}/(?:(?:.*/)?(?:[^/]+\.dist-info/RECORD|torch-[^/]+\.dist-info/METADATA|conda-meta/[^/]+\.json"
-    rf"|{re.escape(VERSION_FILE)})|share/envbuild/layers/[^/]+\.json)|{re.escape(FILE_NAME)}"
-    rf"|etc/ld\.so\.conf(?:\.d/[^/]+\.conf)?|{'|'.join(map(re.escape, _VARIABLES))}",
-    re.DOTALL,
-)
-_MOST_TEXT = 64 << 20
 _LINKS = 40  # that Linux follows in one path
 # Digests of one file by other algorithms than sha256, which some RECORDs use.
 Reread = Callable[[str], Iterable[bytes]]
@@ -68,7 +57,7 @@ class ImageFiles:
     variables: str = ""
     _folders: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, path: str, row: PathRow, seen: _ReadFile | None = None) -> None:
+    def add(self, path: str, row: PathRow, seen: ReadFile | None = None) -> None:
         """Add a path; `seen` is the content of a regular file."""
         self.rows[path] = row
         if seen is not None:
@@ -146,7 +135,7 @@ class ImageFiles:
         return self.elfs.get(self._resolved(path))
 
     def library_path(self) -> list[str]:
-        texts = [self.variables, *(self.texts.get(name, b"").decode(errors="replace") for name in _VARIABLES)]
+        texts = [self.variables, *(self.texts.get(name, b"").decode(errors="replace") for name in VARIABLES)]
         return [path for text in texts for value in _LIBRARY_PATH.findall(text) for path in _PATH.findall(value)]
 
     def _file(self, path: str) -> PathRow:
@@ -186,47 +175,6 @@ def _key(path: str) -> str:
     return path.strip("/")
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadFile:
-    """A regular file: sha256, first bytes, its text if it says what is installed, code for GPUs, the ELF file in it."""
-
-    sha256: str
-    head: bytes
-    text: bytes | None
-    gpu_code: Containers
-    elf: Elf | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Clock:
-    """The end of the time that reading may take, by time.monotonic()."""
-
-    end: float
-    seconds: float
-
-    def check(self) -> None:
-        if time.monotonic() > self.end:
-            raise out_of_time("the image", self.seconds)
-
-
-def _seen(path: str, pieces: Iterable[bytes], size: int, clock: _Clock, gpu: bool) -> _ReadFile:
-    digest, head, kept = hashlib.sha256(), b"", list[bytes]()
-    scanner, parts = GpuCodeScanner(), ElfParts(size)
-    is_text = size <= _MOST_TEXT and _TEXTS.fullmatch(path) is not None
-    for piece in pieces:
-        clock.check()
-        digest.update(piece)
-        head = head if len(head) >= HEAD else (head + piece[:HEAD])[:HEAD]
-        if is_text:
-            kept.append(piece)
-        elif elf_machine(head) is not None:
-            parts.add(piece)
-            if gpu:
-                scanner.feed(piece)
-    text = b"".join(kept) if is_text else None
-    return _ReadFile(digest.hexdigest(), head, text, scanner.found, parse_elf(parts.read, symbols=True))
-
-
 def read_squashfs(
     stream: BinaryIO, offset: int, where: str, limits: LimitsTable | None, timeout_s: float, *, gpu: bool = False
 ) -> ImageFiles:
@@ -234,7 +182,7 @@ def read_squashfs(
 
     Raises BuildError (damaged), VerificationError (out of time).
     """
-    image, clock = SquashfsImage(stream, offset, where, limits), _Clock(time.monotonic() + timeout_s, timeout_s)
+    image, clock = SquashfsImage(stream, offset, where, limits), Clock.of(timeout_s)
     handles: dict[str, int] = {}
 
     def pieces(handle: int) -> Iterator[bytes]:
@@ -242,7 +190,7 @@ def read_squashfs(
 
     entries = [(entry, handle) for entry, handle in image.entries() if entry.path]
     files = [(entry, handle) for entry, handle in entries if entry.kind == FILE]
-    seen = image.each_file(files, lambda entry, handle: _seen(entry.path, pieces(handle), entry.size, clock, gpu))
+    seen = image.each_file(files, lambda entry, handle: read_once(entry.path, pieces(handle), entry.size, clock, gpu))
     contents = dict(zip((entry.path for entry, _ in files), seen, strict=True))
     found = ImageFiles(lambda path: pieces(handles[path]))
     for entry, handle in entries:
@@ -263,7 +211,7 @@ def read_container(
     import docker.errors
     import requests
 
-    clock, container = _Clock(time.monotonic() + timeout_s, timeout_s), None
+    clock, container = Clock.of(timeout_s), None
     try:
         container = client.containers.create(image, ["true"], entrypoint=[], labels=dict(labels))
         found = ImageFiles(partial(_copied, container))
@@ -276,7 +224,7 @@ def read_container(
             elif path:
                 # An empty file has no content.
                 pieces = iter(partial(content.read, _CHUNK), b"") if content else ()
-                seen = _seen(path, pieces, member.size, clock, gpu) if member.kind == FILE else None
+                seen = read_once(path, pieces, member.size, clock, gpu) if member.kind == FILE else None
                 found.add(path, row_of(member, seen.sha256 if seen else ""), seen)
         return found
     except (docker.errors.DockerException, requests.RequestException) as error:

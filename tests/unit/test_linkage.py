@@ -25,6 +25,7 @@ from envbuild.recipe.targets import Target
 from envbuild.verify import outside
 from envbuild.verify.linkage import check_linkage
 from envbuild.verify.model import Check
+from envbuild.verify.read_once import Clock, read_once
 
 MACHINE = MACHINES[os.uname().machine]
 SITE = "lib/python3.11/site-packages"
@@ -214,7 +215,7 @@ def test_a_stub_of_the_driver(planted: Planted) -> None:
 def image(files: Mapping[str, bytes | str], variables: str = "") -> outside.ImageFiles:
     """Files of an image as its readers collect them; a text is the target of a link."""
     found = outside.ImageFiles(lambda path: iter(()), variables=variables)
-    clock = outside._Clock(float("inf"), 60)
+    clock = Clock(float("inf"), 60)
     for path, content in files.items():
         parents = path.split("/")[:-1]
         for depth in range(1, len(parents) + 1):
@@ -223,7 +224,7 @@ def image(files: Mapping[str, bytes | str], variables: str = "") -> outside.Imag
             found.add(path, PathRow(SYMLINK, 0o777, value=content))
         else:
             pieces = [content[start : start + 1000] for start in range(0, len(content), 1000)]
-            seen = outside._seen(path, pieces, len(content), clock)
+            seen = read_once(path, pieces, len(content), clock, gpu=False)
             found.add(path, PathRow(FILE, 0o644, size=len(content), value=seen.sha256), seen)
     return found
 
