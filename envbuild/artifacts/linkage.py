@@ -108,8 +108,8 @@ class _Loader:
         """Return the folders of the RUNPATH or RPATH of a library."""
         elf, origin = self.elf(path), posixpath.dirname(path)
         folders = elf.runpath.split(":") if elf and elf.runpath else []
-        expanded = (one.replace("${ORIGIN}", "$ORIGIN").replace("$ORIGIN", origin) for one in folders)
-        return [posixpath.normpath(one) for one in expanded if one.startswith("/")]
+        fixed = (one.replace("${ORIGIN}", "$ORIGIN") for one in folders)  # the environment's path may be relative
+        return [posixpath.normpath(one.replace("$ORIGIN", origin)) for one in fixed if one.startswith(("/", "$ORIGIN"))]
 
     def _find(self, path: str, name: str) -> str:
         """Return the library `name` that the one at `path` loads, "" if the loader finds none."""

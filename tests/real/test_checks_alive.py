@@ -274,7 +274,7 @@ def test_packages_that_are_not_the_locked_ones(envbuild: Command, pt_cpu: dict[s
     replace_trainer(tmp_path / "v", packages)
     line = ("verify", "v", "--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
     done = envbuild(*line)
-    assert done.returncode == 5 and "2 of 21 checks failed\n  installed" in done.stderr, done.stderr
+    assert done.returncode == 5 and "2 of 22 checks failed\n  installed" in done.stderr, done.stderr
     assert "\n  trainer (" in done.stderr, done.stderr
     for word in ("site-packages/sympy/abc.py", "tqdm: locked", "installed 0.0.1", "site-packages/startup.pth"):
         assert word in done.stderr, word

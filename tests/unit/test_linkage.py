@@ -89,6 +89,16 @@ def test_libraries_with_all_symbols_pass(planted: Planted) -> None:
     assert loaded(planted.root / TORCH) == ""
 
 
+def test_the_path_of_the_environment_may_be_relative(planted: Planted, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.library("lib/libfabric.so.1", defines="fi_ours")
+    planted.library("bin/user.so", "-Wl,-rpath,$ORIGIN/../lib", calls="fi_ours", wants="lib/libfabric.so.1")
+    monkeypatch.chdir(planted.root.parent)
+    found = Planted(Path("env")).link()
+    assert not found.faults and found.symbols == 1 and found.absent == {}
+    monkeypatch.chdir(planted.root)
+    assert Planted(Path()).link().symbols == 1
+
+
 @pytest.mark.parametrize("style", ["gnu", "sysv", "both"])
 def test_an_older_nccl_lacks_a_symbol_of_torch(planted: Planted, style: str) -> None:
     torch_and_nccl(planted, lacking="ncclCommRegister")
