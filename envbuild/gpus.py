@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from envbuild.data import load_table
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.toml.decode import closest
 
-_FILE = Path(__file__).parent / "data" / "gpus.toml"
 _CUDA_CODE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 GPU_PATTERN = r"^[a-z0-9_:+-]+$"
 _CHIP = re.compile(r"sm_\d{2,3}|gfx[0-9]{1,2}[0-9a-f]{2}((?::[a-z]{1,20}[+-]){0,4})")
@@ -41,14 +40,9 @@ class Chip:
     generic: tuple[str, ...] = ()
 
 
-@functools.cache
-def _tables() -> dict[str, Any]:
-    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
-
-
 def torch_rows() -> list[dict[str, Any]]:
     """Return the rows on the code in torch's wheels."""
-    rows: list[dict[str, Any]] = _tables()["cuda"]["torch"]
+    rows: list[dict[str, Any]] = load_table("gpus")["cuda"]["torch"]
     return rows
 
 
@@ -57,7 +51,7 @@ def load_chips() -> Mapping[str, Chip]:
     """Return all chips by name."""
     chips = {}
     for accelerator in ("cuda", "rocm"):
-        table = _tables()[accelerator]
+        table = load_table("gpus")[accelerator]
         for name, row in table["chips"].items():
             lists = {key: tuple(row.get(key, ())) for key in ("names", "generic")}
             chips[name] = Chip(name, accelerator, row["family"], features=row.get("features", ""), **lists)
@@ -137,7 +131,7 @@ def is_judged(containers: Containers, chip: Chip) -> bool:
 
 def is_optional(path: str) -> bool:
     """Return whether only some functions or versions need the library at `path`, so that others run without it."""
-    return any(Path(path).name.startswith(one["library"]) for one in _tables()["optional"])
+    return any(Path(path).name.startswith(one["library"]) for one in load_table("gpus")["optional"])
 
 
 def gpu_faults(libraries: Mapping[str, Containers], words: Iterable[str], *, optional: bool = False) -> list[str]:

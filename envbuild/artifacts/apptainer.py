@@ -6,14 +6,12 @@ SingularityCE reads the same files. Those that are the same in all images are in
 
 from __future__ import annotations
 
-import functools
 import json
-import tomllib
 from collections.abc import Callable, Mapping
-from importlib import resources
 from typing import Any
 
 from envbuild.artifacts.image_run import NAME, Addition, ProgramConfig, file, folder, link, quoted, run_of
+from envbuild.data import load_table
 from envbuild.image.model import canonical
 from envbuild.site.pip_config import redact
 
@@ -21,13 +19,8 @@ _HOME = ".singularity.d"
 _DOCKER_ENV, _OWN_ENV = "env/10-docker2singularity.sh", "env/90-environment.sh"
 
 
-@functools.cache
-def _data() -> dict[str, Any]:
-    return tomllib.loads(resources.files("envbuild.data").joinpath("apptainer.toml").read_text(encoding="utf-8"))
-
-
 def _scripts(run: ProgramConfig) -> dict[str, str]:
-    return {**_data()["scripts"], _DOCKER_ENV: _environment(run), "runscript": _runscript(run)}
+    return {**load_table("apptainer")["scripts"], _DOCKER_ENV: _environment(run), "runscript": _runscript(run)}
 
 
 def apptainer_files(config: Mapping[str, Any], definition: str, mtime: int) -> list[Addition]:
@@ -40,7 +33,7 @@ def apptainer_files(config: Mapping[str, Any], definition: str, mtime: int) -> l
     added += [file(f"{_HOME}/{path}", text, mtime, 0o755) for path, text in _scripts(run_of(config)).items()]
     labels = json.dumps(all_labels(config, definition), indent="\t", ensure_ascii=False)
     added += [file(f"{_HOME}/labels.json", labels + "\n", mtime), file(f"{_HOME}/Singularity", definition, mtime)]
-    return added + [link(path, f"{_HOME}/{target}", mtime) for path, target in _data()["links"].items()]
+    return added + [link(path, f"{_HOME}/{target}", mtime) for path, target in load_table("apptainer")["links"].items()]
 
 
 def mount_points(has: Callable[[str], bool], mtime: int) -> list[Addition]:
@@ -49,7 +42,7 @@ def mount_points(has: Callable[[str], bool], mtime: int) -> list[Addition]:
     Runtimes cannot create them in a read-only image. `has` says whether the image, with everything else that is added,
     has a path.
     """
-    points = _data()["mount-points"]
+    points = load_table("apptainer")["mount-points"]
     added = [folder(path, mtime, mode) for path, mode in points["folders"].items()]
     added += [file(path, text, mtime) for path, text in points["files"].items()]
     return [item for item in added if not has(item[0].path)]

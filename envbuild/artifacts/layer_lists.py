@@ -6,7 +6,6 @@ sha256 (hexadecimal), for each link its text.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import stat
@@ -18,6 +17,7 @@ from typing import Any
 
 from envbuild.artifacts.installed import HOST, FileReport, Files, file_digest, walk_files
 from envbuild.files import parse_json
+from envbuild.fingerprint import json_digest
 
 LAYER_LISTS = "share/envbuild/layers"
 _FORMAT = 1
@@ -71,7 +71,7 @@ class LayerList:
     def digest(self) -> str:
         """sha256 of the installed files: paths, contents, links, permission to execute."""
         rows = [[f.path, f.sha256 or f"-> {f.target}", f.executable] for f in self.files]
-        return "sha256:" + hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+        return json_digest(sorted(rows))
 
     def render(self) -> bytes:
         """Return the text of the list, the same each time."""

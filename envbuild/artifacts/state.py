@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 from envbuild import __version__
 from envbuild.artifacts.layer_lists import list_path
 from envbuild.errors import BuildError, UsageError
+from envbuild.fingerprint import json_digest
 from envbuild.layers.compose import WheelFile
 from envbuild.plan.plan import Plan
 
@@ -69,7 +69,7 @@ class State:
         content: list[Any] = [self.artifact, self.target, self.python_version, [list(p) for p in self.packages]]
         if self.layers:  # the digest of environments without layers must not change
             content.append([[one.name, one.version, one.files, one.path] for one in self.layers])
-        return "sha256:" + hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        return json_digest(content)
 
     @property
     def has_torch(self) -> bool:

@@ -82,7 +82,7 @@ def attest_command(
         if (about := read_bundle(Path(named))) is not None:
             digest = attest_bundle(Path(named), about, write, resources.workers(os.environ))
             place = Path(named, ATTESTATION)
-            value: dict[str, Any] = {"path": str(place.absolute()), "digest": digest, "key": keyid}
+            value: dict[str, Any] = {"path": str(place.absolute()), "digest": digest}
         else:
             place, value = _attest(named, target, exact, names, write, signer)
     show(as_json, {**value, "key": keyid}, place)

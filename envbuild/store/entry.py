@@ -81,7 +81,7 @@ class ResultCache(Protocol):
     def bring(self, entry: CacheEntry, *, whole: bool = True) -> bool:
         """Fetch `entry` into the store, and return whether the cache had it; the caller checks what it says.
 
-        If not the `whole` entry is needed yet, return before the data of a segment come; `bring` it again for them.
+        Without `whole`, return a segment before its data have come: a second call with `whole` waits for them.
         """
         ...
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
+from envbuild.data import load_table
 from envbuild.errors import VerificationError
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
@@ -131,10 +129,9 @@ def out_of_time(artifact: str, seconds: float) -> VerificationError:
     )
 
 
-@functools.cache
 def check_texts() -> dict[str, dict[str, Any]]:
     """Return data/checks.toml: the title of each check, the usual cause of a failure, and the checks that it needs."""
-    return tomllib.loads((resources.files("envbuild.data") / "checks.toml").read_text(encoding="utf-8"))
+    return load_table("checks")
 
 
 def judge(

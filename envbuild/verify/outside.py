@@ -75,12 +75,10 @@ class ImageFiles:
         if row is None:
             raise BuildError(f"/{path}: a hard link to /{first}, which is not there")
         self.rows[path] = row
-        kept: tuple[dict[str, Any], ...] = (self.heads, self.texts, self.codes)
+        kept: tuple[dict[str, Any], ...] = (self.heads, self.texts, self.codes, self.elfs)
         for known in kept:
             if first in known:
                 known[path] = known[first]
-        if first in self.elfs:
-            self.elfs[path] = self.elfs[first]
 
     def names(self, folder: str) -> list[str]:
         if not self._folders:

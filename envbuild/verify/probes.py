@@ -12,10 +12,10 @@ import math
 import operator
 import secrets
 import struct
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
 from typing import Any
+
+from envbuild.data import load_table
 
 _PERIOD = 251  # a prime: a buffer that is shifted by a power of two differs
 _STEPS, _SAMPLES, _INPUTS = 3, 4, 3
@@ -28,10 +28,9 @@ Request = Mapping[str, Any]
 Case = tuple[str, str, int]
 
 
-@functools.cache
 def probe_table() -> dict[str, Any]:
     """Return data/probes.toml."""
-    return tomllib.loads((resources.files("envbuild.data") / "probes.toml").read_text(encoding="utf-8"))
+    return load_table("probes")
 
 
 def cases_of(check: str, *, gpu: bool = False) -> list[Case]:
