@@ -30,6 +30,8 @@ def check_linkage(subject: Subject, survey: Survey) -> Check:
 
 def _broken_pins(subject: Subject, survey: Survey) -> Iterator[str]:
     """Yield the requirements of torch that other versions than the installed ones fulfil; a newer NCCL is accepted."""
+    if not survey.requires:  # as of a machine's own torch, which is tried by a Python without packages
+        return
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.version import InvalidVersion, Version
 

@@ -20,7 +20,7 @@ from envbuild.verify.run import verify
 from .machine import APART, Context, clean_environment, torch_folder
 
 # Checks on what envbuild built, which a machine's own Python is not.
-_OF_ARTIFACTS = ("installed", "trainer", "imports", "command")
+_OF_ARTIFACTS = ("installed", "linkage", "trainer", "imports", "command")
 
 
 def verify_machine(
