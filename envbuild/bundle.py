@@ -91,7 +91,7 @@ def make_bundle(
         with atomic.staged(path) as staged:
             with atomic.writing(staged):
                 shutil.copytree(loaded.folder, staged / "recipes" / loaded.recipe.name)
-                for source, place in read_by(plans, environment, offline=offline):
+                for source, place in read_by([plan for plan, _ in plans], environment, offline=offline):
                     link_or_copy(source, staged / "store" / place)
                 if tools:
                     log(f"envbuild {envbuild.__version__} and what it imports, for Python {python}")

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 # Files that an installer adds: they describe the installation, not the distribution.
 _INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER|REQUESTED|direct_url\.json)\"?(?:,|$)")
 
+# In a .dist-info folder: what a slim wheel is without (layers/slim_wheel.py).
+SLIM_FILE = "envbuild-slim.json"
 _NO_MODULE = re.compile(r"_|(?:tests?|testing|docs?|examples?|benchmarks?)(?:\.|$)")
 
 

@@ -1,8 +1,9 @@
 """Reader of the code for GPUs in ELF files: CUDA's fatbin containers and Clang's offload bundles (ROCm).
 
-Only headers are read, never the code. Whole files are searched, because cuFFT and cuBLASLt have containers outside of
-the sections for them. NVIDIA does not document the containers; the fields were compared with cuobjdump's output
-(docs/reference/gpus.md). Bundles: the LLVM project's "Clang Offload Bundler".
+Only headers are read, and the first bytes of the code: `[slim]` leaves zeros in place of some. Whole files are
+searched, because cuFFT and cuBLASLt have containers outside of the sections for them. NVIDIA does not document the
+containers; the fields were compared with cuobjdump's output (docs/reference/gpus.md). Bundles: the LLVM project's
+"Clang Offload Bundler".
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 import struct
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import IO
 
 # A container's header: magic number, version, size of the header, size of the entries.
@@ -32,6 +34,11 @@ _WINDOW = 1 << 18  # of compressed data; a block of zstd has at most 128 KiB
 # Bytes that are read at once: where a header is expected, and where a container is searched.
 _SMALL, _LARGE = 1 << 13, 1 << 20
 
+# The payload of an entry begins with a magic number or text, never with so many zeros.
+_BLANK = bytes(8)
+
+# An entry of a container of CUDA: its code, and place and size of its payload in the file.
+CudaEntry = tuple[str, int, int]
 # The codes of each container, such as ("compute_90", "sm_80", "sm_90a") or ("gfx90a:xnack-",) → number of containers.
 Containers = Counter[tuple[str, ...]]
 
@@ -39,7 +46,10 @@ Containers = Counter[tuple[str, ...]]
 class GpuCodeScanner:
     """A scanner of consecutive pieces of a file. The next `skip` bytes are of no interest and may be left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, each: Callable[[Sequence[CudaEntry]], None] | None = None) -> None:
+        """`each` is called with the entries of each container of CUDA."""
+        self._each, self._entries = each, list[CudaEntry]()
+        self._base = 0  # position in the file of the data's first byte
         self.found: Containers = Counter()
         self.skip = 0
         self._rest = b""
@@ -73,6 +83,7 @@ class GpuCodeScanner:
             place = following
         self.skip = max(0, place - len(data))
         self._rest = bytes(data[place:])
+        self._base += place
         self._bundle_start -= place
         self._bundle_end -= place
 
@@ -142,12 +153,20 @@ class GpuCodeScanner:
         if not _ENTRY.size <= header <= _MOST_HEADER or header + payload > self._entries_left:
             # No container: the constant is in the code of programs that read containers, too.
             self._codes, self._entries_left = set(), 0
+            self._entries.clear()
             return place
-        if kind in (_PTX, _ELF):
+        start = place + header
+        if len(data) - start < min(len(_BLANK), payload):
+            return None
+        if kind in (_PTX, _ELF) and data[start : start + min(len(_BLANK), payload)].strip(b"\0"):
             suffix = "".join(letter for bit, letter in _SUFFIXES.items() if flags & bit)
-            self._codes.add(f"{'compute' if kind == _PTX else 'sm'}_{number}{suffix}")
+            code = f"{'compute' if kind == _PTX else 'sm'}_{number}{suffix}"
+            self._codes.add(code)
+            self._entries.append((code, self._base + start, payload))
         self._entries_left -= header + payload
         if not self._entries_left:
+            if self._each is not None:
+                self._each(self._entries)
             self._container_ends()
         return place + header + payload
 
@@ -175,12 +194,15 @@ class GpuCodeScanner:
     def _container_ends(self) -> None:
         if self._codes:
             self.found[tuple(sorted(self._codes))] += 1
-        self._codes = set()
+        self._codes, self._entries = set(), []
 
 
-def read_gpu_code(stream: IO[bytes]) -> Containers:
-    """Return the containers in the file `stream`, without reading the code in them. Raises OSError."""
-    scanner = GpuCodeScanner()
+def read_gpu_code(stream: IO[bytes], each: Callable[[Sequence[CudaEntry]], None] | None = None) -> Containers:
+    """Return the containers in the file `stream`, without reading the code in them. Raises OSError.
+
+    `each` is called with the entries of each container of CUDA.
+    """
+    scanner = GpuCodeScanner(each)
     while piece := stream.read(_LARGE if scanner.searching else _SMALL):
         scanner.feed(piece)
         if scanner.skip:

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from ..chips import UNUSABLE, check_chips
 from ..errors import BAD_INPUT, TrainError
 from ..flight import flight_variables
 from ..stage.disk import TREE
@@ -24,8 +25,6 @@ from .job import Run, cpus, read_run
 from .nodes import Row, meet, own_row, same_host, this_host
 from .strategies import strategy_variables, training
 
-# The exit code for a node that a job cannot use, as envbuild's own.
-UNUSABLE = 5
 STEPS = ("find", "preflight", "training")
 # From the host where the job was submitted, or of another environment than the verified one.
 _FOREIGN = ("XDG_RUNTIME_DIR", "PYTHONHOME", "PYTHONPATH")
@@ -83,6 +82,8 @@ def _number(run: Run, given: str, step: str) -> tuple[int, int]:
 
 def _step(step: str, run: Run, number: int, local: int) -> int:
     job = run.job
+    if job.chips and step != "preflight":
+        check_chips(job.chips)
     rows = meet(run, number, writes=local == 0)
     if step == "find":
         return 0

@@ -32,7 +32,8 @@ class Job:
     `run_files` maps options of it to names of files in the run's folder. `environment` is the folder of an environment
     that must be activated, of conda if `conda` is set. `check` are the preflight's options. `endpoint` is etcd's, ""
     for a rendezvous on the first node. `signalled` means that the launcher sends SIGURG to all processes to end the
-    job, and `exit_codes` that it would end all nodes when one exits with an error.
+    job, and `exit_codes` that it would end all nodes when one exits with an error. `chips` are those that the
+    environment has code for, () for no limit.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Job:
     library_path: str = ""
     interface: str = ""
     gpu: bool = False
+    chips: tuple[str, ...] = ()
     max_restarts: int = 3
     join_timeout_s: int = 900
     read_timeout_s: int = 300

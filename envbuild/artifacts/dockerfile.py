@@ -26,8 +26,8 @@ from envbuild.layers.compose import WheelFile
 from envbuild.layers.source_build import fetch_source
 from envbuild.layers.source_files import patchelf_program
 from envbuild.layers.source_standalone import describe
-from envbuild.layers.wheels import fetch_wheels
-from envbuild.lock.format import lock_file_name, requirements
+from envbuild.layers.wheels import fetch_wheels, pinned
+from envbuild.lock.format import lock_file_name
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
@@ -109,7 +109,7 @@ def build_context(
 ) -> Iterator[Path]:
     """Yield a temporary folder with all that the Dockerfile reads; `sources` are the files that `stage_files` found."""
     plan, package = one.plan, Path(__file__).resolve().parents[1]
-    lock = f"# python: {plan.python}\n{requirements(plan.packages)}"
+    lock = f"# python: {plan.python}\n{pinned(wheels)}"
     files: dict[str, Path | bytes] = {
         "Dockerfile": _dockerfile(plan).encode(),
         f"recipes/{plan.recipe}/recipe.toml": b"",  # its content is in the plan

@@ -20,7 +20,7 @@ from envbuild.errors import BuildError, HostError
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
-from envbuild.lock.format import requirements
+from envbuild.layers.wheels import pinned
 from envbuild.mounts import link_mode
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target, host_arch
@@ -88,9 +88,8 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequen
     """Install the `wheels` of the plan, and those of `own` code, by uv. Raises BuildError."""
     environment, staged = wanted.environment, wanted.staged
     listed = staged / ".requirements.txt"
-    lines = "".join(f"{one.name}=={one.version} --hash=sha256:{one.sha256}\n" for one in own)
     with atomic.writing(staged):
-        listed.write_text(requirements(wanted.plan.packages) + lines)
+        listed.write_text(pinned((*wheels, *own)))
     command: list[str | Path] = [
         environment.uv, "pip", "install", "--no-deps", "--require-hashes", "--no-index", "--offline",
         "--no-config", "--quiet", "--python", interpreter(staged), "--requirements", listed,

@@ -10,6 +10,7 @@ import base64
 import csv
 import hashlib
 import io
+import json
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -17,11 +18,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from envbuild.elf import HEAD, Elf, elf_machine, file_head, read_elf
 from envbuild.files import open_regular, read_regular
-from envbuild.fingerprint import record_digest, top_level
+from envbuild.fingerprint import SLIM_FILE, record_digest, top_level
 from envbuild.names import normalise
 
 if TYPE_CHECKING:
@@ -30,12 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Distribution:
-    """An installed distribution; `record` is the sha256 of its sorted RECORD, `modules` are its top-level ones."""
+    """An installed distribution; `record` is the sha256 of its sorted RECORD, `modules` are its top-level ones.
+
+    `slim` tells what it is without, as its wheel says.
+    """
 
     name: str
     version: str
     record: str
     modules: tuple[str, ...] = ()
+    slim: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 class Files(Protocol):
@@ -146,15 +151,28 @@ def distributions(
             continue
         raw, _, version = folder.rsplit(".", 1)[0].partition("-")
         modules: tuple[str, ...] = ()
+        slim: dict[str, Any] = {}
         try:
             record = files.read(f"{site_packages}/{folder}/RECORD")
             rows = record_rows(record.decode(errors="replace"))
             digest, modules = record_digest(record), top_level(row[0] for row in rows if row)
+            if f"/{SLIM_FILE},".encode() in record:
+                slim = _read_slim(files.read(f"{site_packages}/{folder}/{SLIM_FILE}"))
         except OSError:
             digest = "missing"
         name = normalise(raw)
-        found[f"{name} (second)" if name in found else name] = Distribution(name, version, digest, modules)
+        found[f"{name} (second)" if name in found else name] = Distribution(name, version, digest, modules, slim)
     return found
+
+
+def _read_slim(text: bytes) -> dict[str, Any]:
+    """Return what the receipt keeps of a slim wheel's own account; {} for a malformed one, which RECORD tells."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        did = json.loads(text)
+        blanked = {path: {name: one[name] for name in ("original", "sha256")} for path, one in did["blanked"].items()}
+        kept = {name: did[name] for name in ("rules", "wheel", "bytes")}
+        return {**kept, "removed": len(did["removed"]), "blanked": blanked}
+    return {}
 
 
 def names_and_versions(site_packages: Path) -> dict[str, str]:

@@ -44,6 +44,7 @@ class State:
     the conda packages, with the sha256 of their list of files. `verify` is the recipe's [verify] table at the time of
     the build. `project` is the user's own code: its name, version, commit (`-dirty` if tracked files were changed),
     the digest of its files, and whether the environment only refers to its folder (`editable`); {} without one.
+    `slim` are the rules by which wheels are without something, {} for none.
     """
 
     artifact: str
@@ -62,6 +63,7 @@ class State:
     layers: tuple[BuiltLayer, ...] = ()
     fabric: str = "any"
     project: dict[str, Any] = field(default_factory=dict)
+    slim: dict[str, Any] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -77,14 +79,15 @@ class State:
         return any(name in ("torch", "pytorch") for name, _, _ in self.packages)
 
     def render(self) -> str:
-        """Return the text of the state file, without `layers`, `fabric` and `project` if they have their defaults."""
+        """Return the text of the state file, without those of the newer fields that have their defaults."""
         data = {"format": FORMAT, **asdict(self)}
         if not self.layers:
             del data["layers"]
         if self.fabric == "any":
             del data["fabric"]
-        if not self.project:
-            del data["project"]
+        for name in ("project", "slim"):
+            if not data[name]:
+                del data[name]
         return json.dumps(data, indent=1) + "\n"
 
 
@@ -122,6 +125,7 @@ def state_of(
         layers=(*layers, *hosts),
         fabric=plan.fabric,
         project=project,
+        slim=plan.slim.as_json() if plan.slim else {},
     )
 
 
@@ -154,7 +158,7 @@ def parse_state(text: bytes, where: str) -> State:
             raise ValueError("another format")
         data["packages"] = tuple((str(n), str(v), str(r)) for n, v, r in data["packages"])
         data["layers"] = tuple(_layer(**table) for table in data.get("layers", ()))
-        kinds = {"packages": tuple, "layers": tuple, "verify": dict, "project": dict}
+        kinds = {"packages": tuple, "layers": tuple, "verify": dict, "project": dict, "slim": dict}
         for name, value in data.items():
             if type(value) is not kinds.get(name, str):
                 raise ValueError(f"{name} is {value!r}")

@@ -137,6 +137,7 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch:
         provider=find_fabric(state.fabric).provider,
         verified_at=receipt.get("verified_at", "") if receipt and not changed else "",
         manifest=manifest if not changed else "",
+        chips=tuple(state.slim.get("gpus", ())),
     )
     packages = frozenset(name for name, _, _ in state.packages)
     passed = receipt if not changed else None
@@ -198,6 +199,7 @@ def _image(
         fabric=fabric,
         provider=find_fabric(fabric).provider,
         verified_at=receipt.get("verified_at", "") if receipt and passed else "",
+        chips=tuple((receipt or {}).get("slim", {}).get("gpus", ())),
     )
     _check_target(named, artifact.target, target)
     layers = tuple(

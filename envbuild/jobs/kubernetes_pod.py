@@ -172,6 +172,8 @@ def start(plan: JobPlan, *more: str) -> list[str | YamlScript]:
         before = '"$ENVBUILD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"'
         lines.append(f"export LD_LIBRARY_PATH={before}")
     lines += more
+    if plan.artifact.chips:
+        lines.append(f'"$1" -m ddp_train.chips {",".join(plan.artifact.chips)} -- true || exit 5')
     if plan.preflight:
         lines += _preflight(plan)
     return ["/bin/sh", "-c", YamlScript("\n".join([*lines, *run(plan), ""])), "envbuild"]

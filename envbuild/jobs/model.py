@@ -25,7 +25,7 @@ class JobArtifact:
     `path` is the artifact as nodes find it: a folder, a file, or a reference NAME@sha256:… in a registry.
     `python` is its interpreter as its own processes see it, `digest` is the digest of its content (or
     manifest), `manifest` that of the manifest of a verified environment's files, and `verified_at` is the time of its
-    receipt, "" without a passing one.
+    receipt, "" without a passing one. `chips` are the only ones that a slim artifact has code for, () for no limit.
     """
 
     kind: str
@@ -38,6 +38,7 @@ class JobArtifact:
     provider: str = ""
     verified_at: str = ""
     manifest: str = ""
+    chips: tuple[str, ...] = ()
 
     @property
     def of_kind(self) -> Artifact:

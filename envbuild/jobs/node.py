@@ -68,6 +68,7 @@ def settings(plan: JobPlan, launcher: Launcher) -> str:
         # NCCL's syntax: ^ excludes interfaces, = requires an exact name.
         "interface": "" if interface.startswith("^") else interface.removeprefix("="),
         "gpu": artifact.accelerator.gpu,
+        "chips": artifact.chips,
         "library_path": ":".join(plan.library_path),
         "check": _checks(plan) if plan.preflight else None,
         "python": artifact.python,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
-from envbuild.layers.trainer import Trainer
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.store.archives import KIND as SOURCES
@@ -36,20 +35,18 @@ def recipe_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
 
 
-def read_by(
-    plans: Sequence[tuple[Plan, Trainer]], environment: Environment, *, offline: bool
-) -> Iterator[tuple[Path, str]]:
+def read_by(plans: Sequence[Plan], environment: Environment, *, offline: bool) -> Iterator[tuple[Path, str]]:
     """Yield each file that builds of `plans` read, and its path in a store. Raises BuildError for what is not there."""
     from envbuild.layers.conda_package import locate_conda
     from envbuild.layers.source_build import fetch_source
-    from envbuild.layers.wheels import fetch_wheels, locate
+    from envbuild.layers.wheels import fetch_wheels, published_wheels
 
-    for plan, trainer in plans:
-        for wheel in locate(plan, trainer, environment, offline)[0]:
+    for plan in plans:
+        for wheel in published_wheels(plan, environment, offline):
             yield wheel.path, f"{WHEELS}/{wheel.sha256}/{wheel.path.name}"
         for package, archive in locate_conda(plan.conda, environment, offline=offline):
             yield archive, f"{CONDA}/{package.sha256}/{archive.name}"
-    for layer in {layer.digest: layer for plan, _ in plans for layer in plan.sources}.values():
+    for layer in {layer.digest: layer for plan in plans for layer in plan.sources}.values():
         archive = fetch_source(layer, environment, offline=offline)
         yield archive, f"{SOURCES}/{layer.sha256}/{archive.name}"
         for path in fetch_wheels((*layer.wheels, *layer.build), environment, layer.indexes, offline=offline):

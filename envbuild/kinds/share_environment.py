@@ -59,7 +59,7 @@ def push_environment(
     check_portable(loaded, "a pushed environment")
     target = Target.parse(state.target)
     for compiled in (False, True):
-        plan, trainer = prepare(
+        plan, _ = prepare(
             loaded, target, environment, artifact=kind.name, conda=kind.of_conda, compile_bytecode=compiled,
             locked=True, offline=False, log=log,
         )  # fmt: skip
@@ -75,7 +75,7 @@ def push_environment(
     for file in recipe_files(loaded.folder):
         files[f"{_RECIPE}/{file.relative_to(loaded.folder)}"] = digest = file_digest(file)
         places[digest] = file
-    for file, place in read_by([(plan, trainer)], environment, offline=False):
+    for file, place in read_by([plan], environment, offline=False):
         files[place] = digest = f"sha256:{place.split('/')[-2]}"
         places[digest] = file
     about = EnvironmentInputs(kind.name, loaded.recipe.name, target.name, state.digest, plan.digest, compiled, files)

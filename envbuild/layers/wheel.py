@@ -100,6 +100,12 @@ def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
     return content  # it comes last
 
 
+def recorded_rows(archive: zipfile.ZipFile, name: str) -> tuple[str, dict[str, tuple[str, str]]]:
+    """Return the .dist-info folder of the open wheel called `name`, and the complete rows of its RECORD by path."""
+    opened = _Wheel(archive, name, Scheme("", ""), 0)
+    return opened.info, opened.record()
+
+
 class _Wheel:
     """The conversion of one open wheel to a tree."""
 
@@ -109,29 +115,29 @@ class _Wheel:
         infos = sorted(f for f in folders if f.endswith(".dist-info"))
         if len(infos) != 1:
             raise BuildError(f"{name}: a wheel has one .dist-info folder, this has {len(infos)}")
-        self._info = infos[0]
-        self._name = self._info.removesuffix(".dist-info").rpartition("-")[0]
+        self.info = infos[0]
+        self._name = self.info.removesuffix(".dist-info").rpartition("-")[0]
         # installed path → its row of RECORD
         self._rows: dict[str, tuple[str, str]] = {}
 
     def tree(self) -> Tree:
         self._check_version()
-        record = self._record()
+        record = self.record()
         for path, (info, script) in self.members().items():
             with open_member(self._archive, info) as stream:
                 yield from self._copied(path, info, stream, script, record.get(info.filename))
         for path, data in self.entry_points():
             if path not in self._rows:
                 yield self._whole(path, data, 0o755)
-        folder = f"{self._scheme.site_packages}/{self._info}"
+        folder = f"{self._scheme.site_packages}/{self.info}"
         yield self._whole(f"{folder}/INSTALLER", INSTALLER, 0o644)
         rows = [(self._relative(path), *row) for path, row in self._rows.items()]
-        yield self._whole(f"{folder}/RECORD", render_record(rows, self._info), 0o644)
+        yield self._whole(f"{folder}/RECORD", render_record(rows, self.info), 0o644)
 
     def members(self) -> dict[str, tuple[zipfile.ZipInfo, bool]]:
         """Return path → (member, is a script) of every file that is copied, sorted by path."""
         # Of duplicates, the last member is used, and .data takes precedence: the order in which installers write.
-        ours = (f"{self._info}/RECORD", f"{self._info}/INSTALLER")
+        ours = (f"{self.info}/RECORD", f"{self.info}/INSTALLER")
         found: dict[str, tuple[bool, zipfile.ZipInfo, bool]] = {}
         for info in self._archive.infolist():
             if info.filename.endswith("/") or info.filename in ours:
@@ -203,15 +209,15 @@ class _Wheel:
         text = self._text("WHEEL")
         version = re.search(r"^Wheel-Version:\s*(\S+)", text or "", re.MULTILINE | re.IGNORECASE)
         if version is None:
-            raise BuildError(f"{self._file}: no Wheel-Version in {self._info}/WHEEL")
+            raise BuildError(f"{self._file}: no Wheel-Version in {self.info}/WHEEL")
         if not re.match(r"1(\.|$)", version[1]):
             raise BuildError(f"{self._file}: a wheel of format {version[1]}, only 1 is known")
 
-    def _record(self) -> dict[str, tuple[str, str]]:
+    def record(self) -> dict[str, tuple[str, str]]:
         """Return the complete rows of the wheel's own RECORD: name in the archive → (hash, size)."""
         text = self._text("RECORD", _MAX_RECORD)
         if text is None:
-            raise BuildError(f"{self._file}: no RECORD in {self._info}")
+            raise BuildError(f"{self._file}: no RECORD in {self.info}")
         try:
             rows = csv.reader(io.StringIO(text, newline=""))
             return {row[0]: (row[1], row[2]) for row in rows if len(row) > 2 and _SHA256.fullmatch(row[1])}
@@ -228,7 +234,7 @@ class _Wheel:
 
     def _text(self, name: str, most: int = _MAX_METADATA) -> str | None:
         try:
-            info = self._archive.getinfo(f"{self._info}/{name}")
+            info = self._archive.getinfo(f"{self.info}/{name}")
         except KeyError:
             return None
         if info.file_size > most:

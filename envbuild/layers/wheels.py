@@ -8,6 +8,7 @@ layers, its name, and torch's build.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.project import project_wheel
+from envbuild.layers.slim_wheel import slim_wheel
 from envbuild.layers.trainer import NAME, Trainer
 from envbuild.lock.format import LockedPackage
 from envbuild.plan.plan import Plan
@@ -38,12 +40,34 @@ def locate(
 ) -> tuple[list[WheelFile], list[WheelFile]]:
     """Return the wheels of `plan` in order, and those of own code: the trainer's, and the project's if there is one.
 
-    Raises BuildError for a missing or unsuitable one, RecipeError for a project with the name of another package.
+    They are by the rules of the recipe's [slim]. Raises BuildError for a missing or unsuitable one, RecipeError for a
+    project with the name of another package.
     """
+    wheels = published_wheels(plan, environment, offline)
+    return [_slimmed(one, plan, environment) for one in wheels], own_wheels(plan, trainer, environment, offline)
+
+
+def published_wheels(plan: Plan, environment: Environment, offline: bool) -> list[WheelFile]:
+    """Return the wheels of `plan` in order, as they were published. Raises BuildError as `locate`."""
     found = fetch_wheels(plan.packages, environment, plan.indexes, plan.bound, offline=offline)
     wheels = [_wheel(p.name, p.version, path, environment) for p, path in zip(plan.packages, found, strict=True)]
     check_wheels(Target.parse(plan.target), wheels)
-    return wheels, own_wheels(plan, trainer, environment, offline)
+    return wheels
+
+
+def _slimmed(wheel: WheelFile, plan: Plan, environment: Environment) -> WheelFile:
+    if plan.slim is None:
+        return wheel
+    path, sha256 = slim_wheel(wheel.path, wheel.sha256, wheel.name, plan.slim, environment.store)
+    return replace(wheel, place=path, sha256=sha256, size=path.stat().st_size)
+
+
+def _slimmed_later(wheel: WheelFile, plan: Plan, environment: Environment) -> WheelFile:
+    """Return the wheel with, in place of its sha256, a digest of what it is made of: it is not made yet."""
+    if plan.slim is None:
+        return wheel
+    digest = hashlib.sha256(json.dumps([wheel.sha256, plan.slim.as_json()]).encode()).hexdigest()
+    return replace(wheel, place=lambda: _slimmed(wheel, plan, environment).path, sha256=digest)
 
 
 def known_wheels(plan: Plan, environment: Environment, offline: bool) -> list[WheelFile]:
@@ -69,7 +93,7 @@ def known_wheels(plan: Plan, environment: Environment, offline: bool) -> list[Wh
         note_facts(one.hashes, known[one.name], store)
     wheels = [known[one.name] for one in plan.packages]
     check_wheels(Target.parse(plan.target), wheels)
-    return wheels
+    return [_slimmed_later(one, plan, environment) for one in wheels]
 
 
 def own_wheels(plan: Plan, trainer: Trainer, environment: Environment, offline: bool) -> list[WheelFile]:
@@ -127,6 +151,11 @@ def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
                     f"correct torch's version in {target.table} and lock it again; "
                     "docs/reference/recipe.md tells which index has which build",
                 )
+
+
+def pinned(wheels: Iterable[WheelFile]) -> str:
+    """Return `wheels` as the lines of a requirements file."""
+    return "".join(f"{one.name}=={one.version} --hash=sha256:{one.sha256}\n" for one in wheels)
 
 
 def wheel_arch(name: str) -> str | None:

@@ -19,6 +19,7 @@ from envbuild.recipe.reference import references
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
+from envbuild.slim import SlimRules, slim_rules
 
 FORMAT = 1
 
@@ -29,9 +30,9 @@ class Step:
 
     `kind` is "python" (an interpreter of version `version`), "base" (the base of an image), "bytecode" (the
     interpreter that compiles modules for an image), "conda" (a locked conda package), "wheel" (a locked
-    distribution), "source" (a source layer), "host" (a layer that the nodes provide), "fabric" (the network that
-    must be in use), "trainer" (the bundled ddp_train), "config" (the settings of an image)
-    or "project" (the user's own code, whose version here is its commit).
+    distribution), "source" (a source layer), "host" (a layer that the nodes provide), "slim" (what is left out of
+    wheels), "fabric" (the network that must be in use), "trainer" (the bundled ddp_train), "config" (the settings of an
+    image) or "project" (the user's own code, whose version here is its commit).
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Plan:
     URL of a wheel.
     `direct` are the normalised names of the packages that the recipe itself requires, and of its project.
     `project` is the user's own code, which comes last. `script_text` is that of the script of [verify].
+    `slim` says what the wheels are without.
     """
 
     recipe: str
@@ -79,6 +81,7 @@ class Plan:
     project: OwnCode | None = None
     script_text: str = ""
     gpus: tuple[str, ...] = ()
+    slim: SlimRules | None = None
 
     @property
     def digest(self) -> str:
@@ -152,6 +155,10 @@ def make_plan(
     steps += [_step("wheel", one.name, one.version, one.hashes) for one in wheels.packages]
     steps += [Step("source", one.name, one.version, one.digest) for one in sources]
     steps += [_step("host", one.name, one.version, one.name, one.version, one.path) for one in host_layers]
+    table = recipe.targets[target.name]
+    slim = slim_rules(**asdict(recipe.slim), words=table.gpus)
+    if slim is not None:
+        steps.append(_step("slim", "wheels", f"rules {slim.version}", slim.as_json()))
     if recipe.fabric != "any":  # the artifact records the network that it is for
         steps.append(_step("fabric", recipe.fabric, "", recipe.fabric))
     steps.append(Step("trainer", "ddp-train", trainer_version, trainer_digest))
@@ -168,7 +175,7 @@ def make_plan(
         target=target.name,
         python=wheels.python,
         platform=wheels.platform,
-        indexes=recipe.targets[target.name].indexes,
+        indexes=table.indexes,
         packages=wheels.packages,
         layers=tuple(steps),
         verify=recipe.verify,
@@ -186,7 +193,8 @@ def make_plan(
         direct=tuple(sorted({*loaded.direct(target, bool(conda)), *([project.name] if project else [])} - {""})),
         project=project,
         script_text=loaded.script[1] if loaded.script else "",
-        gpus=recipe.targets[target.name].gpus,
+        gpus=table.gpus,
+        slim=slim,
     )
 
 

@@ -15,6 +15,7 @@ from envbuild.recipe.build import BuildTable, build_mistakes, requirement_entrie
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.layers import kind_of, layer_mistakes
 from envbuild.recipe.project import OwnCode, declared_code, declared_requirements
+from envbuild.recipe.slim_table import SlimTable, slim_mistakes
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.recipe.verify_table import LATER, VerifyTable, script_of, verify_mistakes
 from envbuild.toml import Document, Problem, decode, nearest, read
@@ -50,6 +51,8 @@ class LoadedRecipe:
         data["verify"] = {
             name: value for name, value in data["verify"].items() if name not in LATER or value != defaults[name]
         }
+        if self.recipe.slim == SlimTable():
+            del data["slim"]
         for table in data["targets"].values():
             if not table["gpus"]:
                 del table["gpus"]
@@ -184,6 +187,7 @@ def decode_recipe(document: Document) -> LoadedRecipe:
         model.image_mistakes,
         model.conda_mistakes,
         model.gpu_mistakes,
+        slim_mistakes,
         layer_mistakes,
         verify_mistakes,
         _wrong_folder,

@@ -13,6 +13,7 @@ from envbuild.recipe import checks
 from envbuild.recipe.build import BuildTable, requirement_entries
 from envbuild.recipe.layers import LayerTable, layer_name_problem
 from envbuild.recipe.project import ProjectTable
+from envbuild.recipe.slim_table import SlimTable
 from envbuild.recipe.targets import Target, target_problem
 from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import INDEX_NAME
@@ -165,6 +166,7 @@ class Recipe:
         " aws-ofi-nccl, horovod, or a name of your own.",
         key_check=layer_name_problem,
     )
+    slim: SlimTable = key(SlimTable(), "What artifacts leave out of wheels.")
     image: ImageTable = key(ImageTable(), "What container images are built on.")
     verify: VerifyTable = key(VerifyTable(), "The training, imports and command that prove an artifact.")
     project: ProjectTable | None = key(None, "Your own code, which every artifact gets last.")

@@ -26,6 +26,7 @@ _PARTS = {
     "format?": int, "passed": bool, "verified_at?": str, "artifact.digest": str, "artifact.path?": str,
     "artifact.pushed?": str, "recipe.name?": str, "plan.digest?": str, "target?": str, "fabric?": str,
     "settings?": dict, "project?": dict, "versions.nccl?": str, "packages?": list, "layers?": list,
+    "slim?": dict,
 }  # fmt: skip
 _MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--", "not tried": "--"}
 
@@ -58,6 +59,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
         "fabric": state.fabric,
         "packages": sorted(name for name, _, _ in state.packages),
         **({"project": state.project} if state.project else {}),
+        **({"slim": state.slim} if state.slim else {}),
         "layers": [{"name": one.name, "version": one.version, "path": one.path} for one in state.layers],
         "runtime": subject.runtime,
         "settings": asdict(verdict.settings),

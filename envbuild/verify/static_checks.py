@@ -81,6 +81,7 @@ def check_installed(subject: Subject, survey: Survey) -> Check:
             "packages": {name: one.version for name, one in sorted(found.items())},
             "files": files.files,
             "bytes": files.bytes,
+            **({"slim": slim} if (slim := {name: dict(one.slim) for name, one in found.items() if one.slim}) else {}),
             **{what: getattr(files, what)[:50] for what in _WRONG_FILES},
         },
     )

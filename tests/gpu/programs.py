@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from envbuild.layers.slim_wheel import blank_ranges, blanked_bytes
+from envbuild.slim import SlimRules
+
 from .machine import APART, TOP, Context, clean_environment, torch_folder
 
 # What torch needs of its own packages, in this order: on GPUs cuDNN, cuBLAS; on CPUs its OpenMP.
@@ -91,14 +94,39 @@ def break_library(context: Context, folder: Path) -> str | None:
     chosen = next((path for name in _NEEDED for path in own if os.path.basename(path).startswith(name)), None)
     if chosen is None:
         return None
+    _link_torch(site, folder)
+    broken = folder / os.path.relpath(chosen, site)
+    broken.unlink()
+    with open(chosen, "rb") as stream:
+        broken.write_bytes(stream.read(_LEFT))
+    return str(broken)
+
+
+def slim_torch(context: Context, folder: Path, rules: SlimRules) -> dict[str, int]:
+    """Link the tried torch and NVIDIA's packages into `folder`, with copies of the libraries that `rules` blank.
+
+    Return the blanked bytes of each library, by its path.
+    """
+    site, found = torch_folder(context).parent, dict[str, int]()
+    _link_torch(site, folder)
+    for link in sorted(folder.rglob("*.so*")):
+        path = os.path.relpath(link, folder)
+        if not any(rules.blanks(name, path) for name in ("torch", "nvidia-nccl-cu12")):
+            continue
+        with open(site / path, "rb") as library:
+            ranges = blank_ranges(library, rules)
+            library.seek(0)
+            link.unlink()
+            with link.open("wb") as copy:
+                copy.writelines(blanked_bytes(library, ranges))
+        found[path] = sum(end - start for start, end in ranges)
+    return found
+
+
+def _link_torch(site: Path, folder: Path) -> None:
     for top in ("torch", "torch.libs", "torchgen", "nvidia"):
         for parent, _, names in os.walk(site / top):
             place = folder / os.path.relpath(parent, site)
             place.mkdir(parents=True, exist_ok=True)
             for name in names:
                 os.symlink(os.path.join(parent, name), place / name)
-    broken = folder / os.path.relpath(chosen, site)
-    broken.unlink()
-    with open(chosen, "rb") as stream:
-        broken.write_bytes(stream.read(_LEFT))
-    return str(broken)

@@ -54,7 +54,11 @@ _ALL = (
         expects="exact sums and a table",
     ),
     Step("repeat", repeat, 60, does="python -m ddp_train, twice", expects="bit-equal losses and parameters"),
-    Step("slim", slim, 60, does="ddp_train in a slim artifact and in the full one", expects="bit-equal losses"),
+    Step(
+        "slim", slim, 90,
+        does="python -m ddp_train, with the torch and with a copy without the code for other GPUs ([slim])",
+        expects="bit-equal losses and parameters",
+    ),
     Step(
         "diagnoses", diagnoses, 60, cuda_only=True,
         does="provoke failures of CUDA and NCCL",

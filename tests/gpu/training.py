@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
-from .machine import Context, clean_environment, output
+from envbuild.slim import SlimRules
+
+from .machine import TOP, Context, clean_environment, output
 from .model import Seen, Skipped, Unexpected
-from .programs import Ended, run_all, train_apart, trainer, trainer_environment
+from .programs import Ended, run_all, slim_torch, train_apart, trainer, trainer_environment
 
 _FIELDS = "name,driver_version,memory.total,compute_cap,compute_mode,mig.mode.current,pcie.link.gen.current"
 _PRODUCT = (
@@ -52,24 +55,39 @@ def bandwidth(context: Context) -> Seen:
 
 def repeat(context: Context) -> Seen:
     """Train twice: only if both runs are bit-equal can losses prove that two artifacts are equal."""
-    folder = context.folder("repeat")
+    said, evidence = _both(context, "repeat", str(TOP))
+    return f"{said} in two runs", evidence
+
+
+def slim(context: Context) -> Seen:
+    """Train with the tried torch, and with a copy that lacks the code for other GPUs, as `repeat` trains twice."""
+    chips = tuple(sorted({one["chip"] for one in context.python["gpus"]})) or ("sm_90",)
+    copy = context.folder("slim") / "site-packages"
+    blanked = slim_torch(context, copy, SlimRules(0, chips))
+    left_out = sum(blanked.values())
+    if context.cuda and not left_out:
+        raise Skipped(f"the libraries of this torch have code for {', '.join(chips)} alone")
+    said, evidence = _both(context, "slim", f"{copy}:{TOP}")
+    shutil.rmtree(copy)
+    return f"{said} with and without {left_out >> 20} MiB of code for other GPUs", evidence | {"blanked": blanked}
+
+
+def _both(context: Context, step: str, path: str) -> Seen:
+    """Train with the tried torch, and with `path` as PYTHONPATH. Raises Unexpected if results are not bit-equal."""
+    folder = context.folder(step)
     reports = [folder / f"report{number}.json" for number in range(2)]
     lines = [
         trainer(context, "3", "3", "--model", "cnn", "--report", str(one), "--checkpoint_path", f"{one}.pt")
         for one in reports
     ]
-    made = _reports(run_all([(line, trainer_environment()) for line in lines], folder), reports)
+    own = trainer_environment()
+    made = _reports(run_all(list(zip(lines, (own, {**own, "PYTHONPATH": path}), strict=True)), folder), reports)
     losses = [[entry["loss"] for entry in one["losses"]] for one in made]
     digests = [one["ranks"][0]["parameters_digest"] for one in made]
     evidence = {"losses": losses, "parameters": digests}
     if losses[0] != losses[1] or digests[0] != digests[1]:
         raise Unexpected("two runs of the same training differ", evidence)
-    return f"losses {losses[0]} and all parameters are bit-equal in two runs", evidence
-
-
-def slim(context: Context) -> Seen:
-    """Compare the losses of a slim artifact with those of the full one, as `repeat` compares two runs."""
-    raise Skipped("this envbuild has no [slim], so there is no slim artifact")
+    return f"losses {losses[0]} and all parameters are bit-equal", evidence
 
 
 def _reports(done: list[Ended], reports: list[Path]) -> list[dict[str, Any]]:

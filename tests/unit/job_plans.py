@@ -26,7 +26,9 @@ VENV = JobArtifact(
 CONDA = replace(VENV, kind="conda", path="/fsx/conda/pt", python="/fsx/conda/pt/bin/python")
 SQSH = replace(VENV, kind="enroot", path="/fsx/pt.sqsh", python="/opt/env/bin/python")
 SIF = replace(SQSH, kind="apptainer", path="/fsx/pt.sif")
-EFA_SQSH = replace(SQSH, recipe="pt_efa", target="cu126-x86_64", fabric="efa", provider="efa", verified_at="")
+EFA_SQSH = replace(
+    SQSH, recipe="pt_efa", target="cu126-x86_64", fabric="efa", provider="efa", verified_at="", chips=("sm_90",)
+)  # fmt: skip
 GPU_SIF = replace(SIF, recipe="gh200", target="cu126-aarch64", fabric="slingshot", provider="cxi")
 MOUNTS = (("/fsx", "/fsx"),)
 SITE = Site("lab")

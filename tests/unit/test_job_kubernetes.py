@@ -43,7 +43,7 @@ CPU = JobArtifact(
     target="cpu-x86_64", python="/opt/env/bin/python", verified_at="2026-11-21T10:00:00Z",
 )  # fmt: skip
 EFA = replace(
-    CPU, recipe="pt_efa", target="cu130-aarch64", fabric="efa", provider="efa",
+    CPU, recipe="pt_efa", target="cu130-aarch64", fabric="efa", provider="efa", chips=("sm_90",),
     path=f"registry.example.org/ml/pt_efa@{DIGEST}", verified_at="",
 )  # fmt: skip
 SITE = Site(

@@ -46,7 +46,7 @@ export HTTPS_PROXY=http://proxy.example:3128
 ENVBUILD_JOB='{
   "name": "pt_cpu", "nodes": 2, "nproc_per_node": 8, "max_restarts": 3, "join_timeout_s": 900,
   "read_timeout_s": 300, "launcher": "srun", "number": ["SLURM_NODEID"], "auto_resume": true, "signalled": true,
-  "gpu": true, "python": "/opt/env/bin/python", "command": ["-m", "ddp_train", "10", "1"],
+  "gpu": true, "chips": ["sm_90"], "python": "/opt/env/bin/python", "command": ["-m", "ddp_train", "10", "1"],
   "run_files": {"--checkpoint_path": "snapshot.pt", "--report": "report.json"}
 }'
 SETTINGS
