@@ -157,7 +157,7 @@ def distributions(
             rows = record_rows(record.decode(errors="replace"))
             digest, modules = record_digest(record), top_level(row[0] for row in rows if row)
             if f"/{SLIM_FILE},".encode() in record:
-                slim = _read_slim(files.read(f"{site_packages}/{folder}/{SLIM_FILE}"))
+                slim = _read_slim(f"{site_packages}/{folder}/{SLIM_FILE}", files)
         except OSError:
             digest = "missing"
         name = normalise(raw)
@@ -165,10 +165,10 @@ def distributions(
     return found
 
 
-def _read_slim(text: bytes) -> dict[str, Any]:
-    """Return what the receipt keeps of a slim wheel's own account; {} for a malformed one, which RECORD tells."""
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
-        did = json.loads(text)
+def _read_slim(path: str, files: Files) -> dict[str, Any]:
+    """Return what the receipt keeps of a slim wheel's own account; {} for a bad one, which its RECORD tells."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        did = json.loads(files.read(path))
         blanked = {path: {name: one[name] for name in ("original", "sha256")} for path, one in did["blanked"].items()}
         kept = {name: did[name] for name in ("rules", "wheel", "bytes")}
         return {**kept, "removed": len(did["removed"]), "blanked": blanked}

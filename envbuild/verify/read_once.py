@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from envbuild.artifacts.image_manifest import FILE_NAME
 from envbuild.elf import HEAD, Elf, ElfParts, elf_machine, parse_elf
+from envbuild.fingerprint import SLIM_FILE
 from envbuild.gpu_code import Containers, GpuCodeScanner
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import VERSION_FILE
@@ -18,8 +19,8 @@ from envbuild.verify.model import out_of_time
 VARIABLES = ("etc/environment", ".singularity.d/env/10-docker2singularity.sh")  # enroot's and Apptainer's
 # The files that say what is installed: their content is kept. Larger ones are not what their names say.
 _TEXTS = re.compile(
-    rf"{re.escape(PREFIX)}/(?:(?:.*/)?(?:[^/]+\.dist-info/RECORD|torch-[^/]+\.dist-info/METADATA|conda-meta/[^/]+\.json"
-    rf"|{re.escape(VERSION_FILE)})|share/envbuild/layers/[^/]+\.json)|{re.escape(FILE_NAME)}"
+    rf"{re.escape(PREFIX)}/(?:(?:.*/)?(?:[^/]+\.dist-info/(?:RECORD|{re.escape(SLIM_FILE)})"
+    rf"|torch-[^/]+\.dist-info/METADATA|conda-meta/[^/]+\.json|{re.escape(VERSION_FILE)})|share/envbuild/layers/[^/]+\.json)|{re.escape(FILE_NAME)}"
     rf"|etc/ld\.so\.conf(?:\.d/[^/]+\.conf)?|{'|'.join(map(re.escape, VARIABLES))}",
     re.DOTALL,
 )
