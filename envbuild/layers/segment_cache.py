@@ -99,6 +99,19 @@ class SegmentCache:
                 return made
         return cached(entry, known, write, place, title, self.store, self.log)
 
+    def arrived(self, segment: Segment, end: int) -> Path:
+        """Wait until the first `end` bytes of the data of `segment` have come, and return the file that has them.
+
+        `wait` for the segment before the bytes are used. Raises MissingData if they do not come.
+        """
+        remote, entry = self.store.remote, (self.arriving or {}).get(segment.path)
+        if entry is not None and remote is not None and end < segment.size:
+            coming = self.store.blobs.partial(f"sha256:{segment.sha256}")
+            if remote.bring_part(entry, coming, end):
+                return coming
+        self.wait(segment)
+        return segment.path
+
     def wait(self, segment: Segment) -> None:
         """Wait until the data of `segment` have come. Raises MissingData if they do not, or are others."""
         remote, entry = self.store.remote, (self.arriving or {}).pop(segment.path, None)
