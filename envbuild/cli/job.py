@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import click
 
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import attested_images, check_out, hand_over, log, own_command, show_job
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
@@ -51,13 +51,13 @@ class _WithScript(click.Command):
 
 
 @click.command("job", cls=_WithScript)
-@click.argument("named", metavar="RECIPE|ARTIFACT")
-@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete.any_files)
 @with_options("site")
 @click.option("--nodes", type=_COUNT, help="Nodes. Default: the recipe's [verify] nodes.")
 @click.option("--nproc-per-node", type=_COUNT, help="Ranks of each node. Default: its GPUs, or the recipe's [verify].")
 @click.option(
-    "--script", metavar="TRAIN.py",
+    "--script", metavar="TRAIN.py", shell_complete=complete.python_files,
     help="What to train with, as nodes see it; ARGS are its own. Default: the bundled trainer.",
 )  # fmt: skip
 @click.option("--module", metavar="PKG.TRAIN", help="What to train with: a module in the artifact.")
@@ -152,7 +152,7 @@ def job_command(
 
 
 @click.command("preflight")
-@click.argument("named", metavar="RECIPE|ARTIFACT")
+@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
 @with_options("site")
 @click.option("--host", "hosts", metavar="H1,H2", default="", help="Nodes by ssh, without a scheduler.")
 @click.option("--nproc-per-node", type=_COUNT, help="GPUs wanted of each node.")
