@@ -126,7 +126,9 @@ def _command_line(shell: str, arguments: list[str]) -> tuple[list[str], int]:
         return [*arguments[:-1], _unquoted(arguments[-1])[-1]], 0
     line, replaced = arguments
     words = _unquoted(line)[1:]  # bash's own words end at : and =
-    return words, len(words[-1]) - len(_unquoted(replaced)[-1])
+    if not line.removesuffix(replaced).endswith(('"', "'")):  # inside of an open quote it is without quotes
+        replaced = _unquoted(replaced)[-1]
+    return words, len(words[-1]) - len(replaced)
 
 
 def _unquoted(text: str) -> list[str]:

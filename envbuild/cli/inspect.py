@@ -173,7 +173,7 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> None:
 @click.command("diff")
 @click.argument("a", shell_complete=complete.artifacts)
 @click.argument("b", shell_complete=complete.artifacts)
-@click.option("--target", metavar="TARGET", help="Platform of multi-platform images.")
+@click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Platform of multi-platform images.")
 @click.option("--files/--no-files", default=True, help="Compare every file (default), or packages alone.")
 @click.option("--all", "everything", is_flag=True, help=f"List all files, not the first {_LINES}.")
 @with_options("exact", "json")

@@ -158,7 +158,12 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
 @site_command.command("list")
 @with_options("json")
 def list_command(as_json: bool) -> None:
-    """List the sites that have a name, and where they are."""
+    """List the sites that have a name, and where they are.
+
+    \b
+    Examples:
+      envbuild site list --json
+    """
     from envbuild.site.settings import named_sites
 
     found = named_sites(os.environ)

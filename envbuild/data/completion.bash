@@ -1,7 +1,7 @@
 # Completion of envbuild for bash. Load it with: source <(envbuild completion bash)
 _envbuild() {
-    local kind value help suffix
-    while IFS=$'\t' read -r kind value help; do
+    local kind value suffix
+    while IFS=$'\t' read -r kind value _; do
         case $kind in
             plain)
                 # Inside of an open quote, readline inserts the text as it is.
