@@ -17,7 +17,6 @@ from envbuild.cli.common import attested_images, log, print_json, run_environmen
 from envbuild.cli.options import PATH, Names, with_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError, VerificationError
-from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.kinds import ARTIFACTS
 from envbuild.progress import clean
 
@@ -47,6 +46,7 @@ def verify_command(path: Path, untrusted: bool, runtime: str | None, as_json: bo
       envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
+    from envbuild.jobs.artifact import check_trust, open_artifact
     from envbuild.kinds.commit import verify_artifact
     from envbuild.verify.receipt import check_lines, failures, receipt_path
 
