@@ -17,6 +17,7 @@ from envbuild import __version__
 from envbuild.atomic import write_beside
 from envbuild.cli.common import check_out
 from envbuild.cli.options import PATH
+from envbuild.errors import HostError
 
 # As in docs/reference/commands.md.
 EXIT_CODES = {
@@ -49,9 +50,12 @@ def man_command(out: Path) -> None:
 
     if "man" not in out.parts:  # the user's own folder, which may not exist yet
         check_out(out)
-    out.mkdir(parents=True, exist_ok=True)
-    for path, text in man_pages(cli).items():
-        write_beside(out / path, text)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in man_pages(cli).items():
+            write_beside(out / name, text)
+    except OSError as error:
+        raise HostError(f"{out}: the man pages cannot be written: {error.strerror}", "choose another --out") from error
     click.echo(out)
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 import click
 import pytest
 from click.shell_completion import BashComplete, CompletionItem
+from click.testing import CliRunner
 from lab.commands import TOP
 from lab.shellcheck import shellcheck
 
 from envbuild.cli import complete
 from envbuild.cli.commands import COMMANDS, cli
 from envbuild.cli.man import EXIT_CODES, man_pages
+from envbuild.errors import HostError
 
 HEAVY = ("torch", "docker", "conda_lock", "rich", "rattler", "requests")
 
@@ -201,6 +203,12 @@ def test_a_man_page_for_each_command_has_all_sections(monkeypatch: pytest.Monkey
         assert "\b" not in text and " 1 1970-01-01 " in text and ".SH EXAMPLES\n.nf\n.fi" not in text, name
     venv = pages["envbuild-venv.1"]
     assert "\n.B \\-\\-target TARGET\nACCELERATOR\\-ARCH, such as" in venv and "\nenvbuild venv pt_cpu\n" in venv
+
+
+def test_a_folder_for_man_pages_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "man1").touch()
+    done = CliRunner().invoke(cli, ["man", "--out", str(tmp_path / "man1")])
+    assert isinstance(done.exception, HostError) and "man1: the man pages cannot be written" in done.exception.message
 
 
 def test_exit_codes_of_man_pages_are_those_of_the_docs() -> None:
