@@ -14,13 +14,7 @@ from envbuild.cli import complete, layout
 from envbuild.cli.common import attested_images, check_out, hand_over, log, own_command, show_job
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
-from envbuild.jobs.artifact import check_trust, open_artifact
-from envbuild.jobs.here import no_scheduler_error
 from envbuild.jobs.model import JobRequest, Strategy
-from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
-from envbuild.jobs.plan_checks import check_gpus, possible_faults
-from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
-from envbuild.jobs.render import explained, render
 from envbuild.kinds import kinds_of
 from envbuild.recipe.targets import host_arch
 from envbuild.site.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
@@ -115,6 +109,12 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
       envbuild job pt_cpu --site slurm-modules --nodes 64 --exclude-slow --submit
     """
+    from envbuild.jobs.artifact import check_trust, open_artifact
+    from envbuild.jobs.here import no_scheduler_error
+    from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
+    from envbuild.jobs.plan_checks import check_gpus, possible_faults
+    from envbuild.jobs.render import explained, render
+
     check_out(out)
     where = load_site(os.environ, site)
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), exact=exact, **options)
@@ -184,6 +184,11 @@ def preflight_command(
       envbuild preflight /fsx/pt.sqsh --site aws-parallelcluster --speed
       envbuild preflight build/pt_cpu/cpu-x86_64/venv --host n1,n2
     """
+    from envbuild.jobs.artifact import check_trust, open_artifact
+    from envbuild.jobs.plan import plan_job, wanted_kinds
+    from envbuild.jobs.plan_checks import check_gpus
+    from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
+
     where = load_site(os.environ, site)
     allocation = find_allocation([one for one in hosts.split(",") if one], os.environ)
     request = JobRequest(
