@@ -23,9 +23,14 @@ def main() -> None:
         from envbuild.progress import guard_streams
 
         guard_streams()
-        from envbuild.cli.commands import run
+        if "_ENVBUILD_COMPLETE" in os.environ:  # the scripts of `envbuild completion`
+            from envbuild.cli.complete import answer
 
-        code = run()
+            code = answer()
+        else:
+            from envbuild.cli.commands import run
+
+            code = run()
     except KeyboardInterrupt:
         print("envbuild: interrupted", file=sys.stderr)
         code = 130

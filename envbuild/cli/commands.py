@@ -7,6 +7,7 @@ import os
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 from envbuild import __version__
 from envbuild.errors import EnvbuildError, system_error
@@ -46,6 +47,8 @@ COMMANDS = {
     "store": ("store", "Show, bound and check the store of downloads and layers."),
     "cache": ("cache", "Share the results of builds in a registry."),
     "matrix": ("matrix", "List the builds that a CI should run."),
+    "completion": ("complete", "Print the script that completes commands and names in your shell."),
+    "man": ("man", "Write the man pages of all commands."),
 }
 
 
@@ -62,6 +65,12 @@ class _Commands(click.Group):
         command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # click's own imports every module for its help.
+        found = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)}
+        names = [CompletionItem(name, help=text) for name, text in found.items()]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -7,15 +7,16 @@ from functools import partial
 
 import click
 
+from envbuild.cli import complete
 from envbuild.cli.common import check_out, open_recipe, open_target, plan_lines, run_environment, show
 from envbuild.cli.options import BuildOptions, Names, build_options
 from envbuild.errors import UsageError
 
 
 @click.command("docker")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @click.option(
-    "--target", "targets", multiple=True, metavar="TARGET",
+    "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
     help="ACCELERATOR-ARCH, such as cpu-x86_64; repeatable: one multi-platform image. Default: this host's.",
 )  # fmt: skip
 @click.option("--tag", metavar="REF", help="Name of the image. Default: RECIPE:TARGET.")

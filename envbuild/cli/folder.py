@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from envbuild.cli import complete
 from envbuild.cli.common import check_out, hand_over, log, open_build, own_command, show, show_job, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.environment import Environment
@@ -38,7 +39,7 @@ def _folder_options(*own: Decorator) -> Decorator:
 
 
 @click.command("venv")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @_folder_options(
     click.option(
         "--out", type=PATH, metavar="DIR",
@@ -65,7 +66,7 @@ def venv_command(recipe: str, options: BuildOptions) -> None:
 
 
 @click.command("conda")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @_folder_options(
     click.option(
         "--out", "--prefix", "-p", "out", type=PATH, metavar="DIR",

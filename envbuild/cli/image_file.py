@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
+from envbuild.cli import complete
 from envbuild.cli.common import check_out, log, open_recipe, open_target, print_json, run_environment, show, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.errors import UsageError
@@ -43,7 +44,7 @@ def _file_options(suffix: str, converter: str, *own: Decorator) -> Decorator:
 
 
 @click.command("enroot")
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_file_options("sqsh", "enroot import")
 def enroot_command(recipe: str | None, options: BuildOptions) -> None:
     """Build the squashfs image of RECIPE (default: pt_cpu) for enroot and pyxis, and prove it by training in it.
@@ -63,7 +64,7 @@ def enroot_command(recipe: str | None, options: BuildOptions) -> None:
 
 
 @click.command("apptainer")
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_file_options(
     "sif", "apptainer pull",
     click.option(
@@ -89,7 +90,7 @@ def apptainer_command(recipe: str | None, options: BuildOptions) -> None:
 
 
 @click.command("build")
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_image_options(
     click.option(
         "--artifact", "artifacts", required=True, metavar="KIND,…",

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from envbuild.artifacts.manifest import shown
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import with_options
 from envbuild.describe import describe, receipt_of
@@ -36,8 +36,8 @@ _PARTS = {
 
 
 @click.command("inspect")
-@click.argument("artifact")
-@click.option("--target", metavar="TARGET", help="Platform of a multi-platform image.")
+@click.argument("artifact", shell_complete=complete.artifacts)
+@click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Platform of a multi-platform image.")
 @click.option("--packages", is_flag=True, help="List every package, and nothing else.")
 @click.option("--layers", is_flag=True, help="List an image's layers; nothing in it is read.")
 @click.option("--sbom", type=click.Choice(["cyclonedx"]), help="Write the bill of materials, CycloneDX 1.6.")
@@ -171,9 +171,9 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 @click.command("diff")
-@click.argument("a")
-@click.argument("b")
-@click.option("--target", metavar="TARGET", help="Platform of multi-platform images.")
+@click.argument("a", shell_complete=complete.artifacts)
+@click.argument("b", shell_complete=complete.artifacts)
+@click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Platform of multi-platform images.")
 @click.option("--files/--no-files", default=True, help="Compare every file (default), or packages alone.")
 @click.option("--all", "everything", is_flag=True, help=f"List all files, not the first {_LINES}.")
 @with_options("exact", "json")

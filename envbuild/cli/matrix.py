@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from envbuild import matrix
+from envbuild.cli import complete
 from envbuild.cli.common import log, open_recipe
 from envbuild.cli.options import Names
 from envbuild.data import load_table
@@ -18,12 +19,15 @@ from envbuild.toml import nearest
 
 
 @click.command("matrix")
-@click.argument("recipes", nargs=-1, metavar="[RECIPE]…")
+@click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
 @click.option(
     "--artifact", "artifacts", multiple=True, metavar="KIND",
     help=f"Only this kind ({', '.join(ARTIFACTS)}); repeatable.",
 )  # fmt: skip
-@click.option("--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable.")
+@click.option(
+    "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
+    help="Only this target; repeatable.",
+)  # fmt: skip
 @click.option(
     "--format", "form", type=click.Choice(["github", "gitlab", "json"]), default="json",
     show_default=True, help="A matrix for GitHub, a child pipeline for GitLab, or an array.",

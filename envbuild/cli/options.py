@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from envbuild.cli import complete
 from envbuild.errors import UsageError
 from envbuild.progress import log
 
@@ -30,17 +31,21 @@ _FLAGS = {
     "dry-run": "Print the plan and stop.",
 }
 _VALUES = {
-    "target": ("TARGET", "ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."),
-    "site": ("SITE", "Name or path of a site file. Default: the site.toml in force."),
+    "target": ("TARGET", complete.targets, "ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."),
+    "site": ("SITE", complete.sites, "Name or path of a site file. Default: the site.toml in force."),
     "runtime": (
         "NAME",
+        None,
         "What launches it for verification: enroot, apptainer, or own (user namespaces). Default: the best here.",
     ),
 }
 _SHARED: dict[str, Decorator] = {
     "json": click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     **{name: click.option(f"--{name}", is_flag=True, help=text) for name, text in _FLAGS.items()},
-    **{name: click.option(f"--{name}", metavar=value, help=text) for name, (value, text) in _VALUES.items()},
+    **{
+        name: click.option(f"--{name}", metavar=value, shell_complete=values, help=text)
+        for name, (value, values, text) in _VALUES.items()
+    },
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, print_json, show
 from envbuild.cli.options import with_options
 from envbuild.compat.gpus import gpu_findings
@@ -92,7 +92,7 @@ def _locked_target(name: str, locks: Mapping[str, bool]) -> str:
 
 
 @click.command("show")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @with_options("json")
 def show_command(recipe: str, as_json: bool) -> None:
     """Show RECIPE as it was understood, with defaults filled in and the state of its locks.
@@ -171,8 +171,11 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
 
 
 @click.command("explain")
-@click.argument("recipe")
-@click.option("--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.")
+@click.argument("recipe", shell_complete=complete.recipes)
+@click.option(
+    "--target", metavar="TARGET", shell_complete=complete.targets,
+    help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.",
+)  # fmt: skip
 @click.option("--driver", metavar="VERSION", help="Judge this driver of the nodes, as nvidia-smi prints it.")
 @with_options("json")
 def explain_command(recipe: str, target: str | None, driver: str | None, as_json: bool) -> None:
