@@ -10,10 +10,11 @@ import click
 from click.shell_completion import CompletionItem
 
 from envbuild import __version__
+from envbuild.cli.options import verbosity
 from envbuild.errors import EnvbuildError, system_error
 from envbuild.kinds import ARTIFACTS
 from envbuild.masking import redact
-from envbuild.progress import clean
+from envbuild.terminal import clean
 
 _BUILDERS = {"folder": "folder", "file": "image_file", "registry": "docker"}
 # command → (module, one line for --help). Help must not import the commands' dependencies.
@@ -94,6 +95,7 @@ class _Commands(click.Group):
     epilog="Examples:  envbuild venv pt_cpu   ·   envbuild lock pt_cpu --upgrade=numpy   ·   "
     "envbuild verify build/pt_cpu/cpu-x86_64/venv --faults",
 )
+@verbosity
 @click.version_option(__version__, prog_name="envbuild")
 def cli() -> None:
     """Compile one recipe into PyTorch environments, each proven by distributed training.

@@ -11,6 +11,7 @@ from envbuild.cli import complete
 from envbuild.cli.common import check_out, open_recipe, open_target, plan_lines, run_environment, show
 from envbuild.cli.options import BuildOptions, Names, build_options
 from envbuild.errors import UsageError
+from envbuild.progress import step
 
 
 @click.command("docker")
@@ -59,6 +60,7 @@ def docker_command(
     """
     from envbuild.artifacts.docker import ImageOutput, check_tag
     from envbuild.artifacts.image import PreparedImage
+    from envbuild.cli.summary import summarise
     from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
     from envbuild.kinds.image import ImageOptions, check_options, make_images, prepare_image
     from envbuild.verify.static_checks import check_torch
@@ -87,7 +89,10 @@ def docker_command(
         check_torch(loaded, one.plan, verify=verify)
     if not options.dry_run:
         make = make_images if native else make_by_dockerfile
-        result = make(prepared, wish, environment, offline=options.offline)
+        what = f"docker of {loaded.recipe.name}"
+        with step(f"building {what}", told=True):
+            result = make(prepared, wish, environment, offline=options.offline)
+        summarise(what, {**result, "target": ", ".join(one.target.name for one in prepared)})
         show(options.as_json, result, result["path"])
         return
     if native:

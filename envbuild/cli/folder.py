@@ -13,6 +13,7 @@ from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS, FolderArtifact, plan_of
+from envbuild.progress import step
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
@@ -100,6 +101,7 @@ def conda_command(recipe: str, name: str | None, options: BuildOptions) -> None:
 def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str | None = None) -> None:
     """Build the environment, on this host or in a job, and print its path."""
     from envbuild.artifacts.state import check_place
+    from envbuild.cli.summary import summarise
     from envbuild.kinds.folder import make_environment, prepare_folder
     from envbuild.site.conda_envs import named_prefix
     from envbuild.verify.static_checks import check_torch
@@ -124,12 +126,16 @@ def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str |
         check_place(path)
         show_plan(plan, options.as_json, path)
         return
-    result = make_environment(
-        kind, plan, trainer, environment, path, offline=options.offline, python=options.python,
-        verify=not options.no_verify, faults=options.faults, exact=options.exact,
-    )  # fmt: skip
+    what = f"{kind_name} of {loaded.recipe.name}"
+    with step(f"building {what} for {target.name}", told=True):
+        result = make_environment(
+            kind, plan, trainer, environment, path, offline=options.offline, python=options.python,
+            verify=not options.no_verify, faults=options.faults, exact=options.exact,
+        )  # fmt: skip
     if not result.built and not result.verified:
         log(f"{path}: nothing changed ({result.seconds:.2f} s)")
+    else:
+        summarise(what, result.as_json())
     show(options.as_json, result.as_json(), path)
 
 

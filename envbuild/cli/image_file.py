@@ -11,6 +11,7 @@ from envbuild.cli.common import check_out, log, open_recipe, open_target, print_
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS, kinds_of
+from envbuild.progress import step
 from envbuild.recipe.targets import Target, host_arch
 
 DEFAULT_RECIPE = "pt_cpu"
@@ -121,6 +122,7 @@ def build_command(recipe: str | None, artifacts: str, options: BuildOptions) -> 
 def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> None:
     """Make image files of `kinds` from a recipe or an image, and print them; a dry run prints the plan."""
     from envbuild.artifacts.apptainer_engine import find_engine
+    from envbuild.cli.summary import summarise
     from envbuild.image.reference import parse_source
     from envbuild.image.squashfs.codec import codec_of
     from envbuild.kinds.image import prepare_image
@@ -163,7 +165,9 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
                     log(f"{file.kind}: {image.url} to {file.path}")
             return
         chosen = Target.parse(options.target or f"cpu-{host_arch()}")
-        results = make_from_image(image, chosen, of_image, environment)
+        what = image.url
+        with step(f"converting {what}", told=True):
+            results = make_from_image(image, chosen, of_image, environment)
     else:
         loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
         target = open_target(loaded, options.target, environment)
@@ -175,6 +179,10 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
             check_files(of_recipe)
             show_plan(plan, options.as_json)
             return
-        results = make_from_recipe(one, of_recipe, environment, offline=options.offline)
+        what = plan.recipe
+        with step(f"building {' and '.join(kinds)} of {what} for {plan.target}", told=True):
+            results = make_from_recipe(one, of_recipe, environment, offline=options.offline)
     told = [result.as_json() for result in results]
+    for kind, made in zip(kinds, told, strict=True):
+        summarise(f"{kind} of {what}", made)
     show(options.as_json, told[0] if len(told) == 1 else {"artifacts": told}, *(result.path for result in results))

@@ -134,8 +134,6 @@ def job_command(
     for one in warnings:
         log(f"warning: {one}")
     values = explained(plan)
-    for line in layout.columns(values, most=60) if explain else ():
-        log(line)
     text = render(plan)
     hint = "name another file with --out, or another folder with --work"
     path, number = hand_over(plan, text, out, submit=submit, hint=hint)
@@ -149,6 +147,9 @@ def job_command(
         "warnings": warnings,
     }
     show_job(as_json, about, text, path, number)
+    sys.stdout.flush()  # standard error is below the script, where a terminal shows both
+    for line in layout.columns(values, most=60) if explain else ():
+        log(line)
 
 
 @click.command("preflight")

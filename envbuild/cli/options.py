@@ -12,7 +12,7 @@ import click
 
 from envbuild.cli import complete
 from envbuild.errors import UsageError
-from envbuild.progress import log
+from envbuild.progress import display, log
 
 if TYPE_CHECKING:
     from envbuild.lock.lifecycle import LockUse
@@ -39,6 +39,21 @@ _VALUES = {
         "What launches it for verification: enroot, apptainer, or own (user namespaces). Default: the best here.",
     ),
 }
+
+
+def _say(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        display().verbosity = -1 if parameter.name == "quiet" else 1
+
+
+def verbosity(command: Command) -> Command:
+    """Add the options that say how much is printed to stderr."""
+    settings: dict[str, Any] = {"is_flag": True, "expose_value": False, "is_eager": True, "callback": _say}
+    quiet = click.option("-q", "--quiet", help="Print warnings and errors alone, and the result.", **settings)
+    verbose = click.option("-v", "--verbose", help="Print each program that is started, too.", **settings)
+    return quiet(verbose(command))
+
+
 _SHARED: dict[str, Decorator] = {
     "json": click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     **{name: click.option(f"--{name}", is_flag=True, help=text) for name, text in _FLAGS.items()},
@@ -113,6 +128,6 @@ def build_options(*options: str | Decorator) -> Decorator:
             chosen = {name: given.pop(name) for name in names & given.keys()}
             command(**given, options=BuildOptions(**chosen))
 
-        return with_options(*options)(run)
+        return verbosity(with_options(*options)(run))
 
     return decorate

@@ -14,11 +14,11 @@ import click
 
 from envbuild.cli import complete
 from envbuild.cli.common import attested_images, log, print_json, run_environment
-from envbuild.cli.options import PATH, Names, with_options
+from envbuild.cli.options import PATH, Names, verbosity, with_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.kinds import ARTIFACTS
-from envbuild.progress import clean
+from envbuild.terminal import clean
 
 _COUNT = click.IntRange(1, 64)
 
@@ -31,6 +31,7 @@ _COUNT = click.IntRange(1, 64)
 @click.option("--faults", is_flag=True, help="Kill a rank mid-training; the job must finish from its snapshot.")
 @click.option("--untrusted", is_flag=True, help="Also start what no signer of the site has attested.")
 @with_options("runtime", "json")
+@verbosity
 def verify_command(path: Path, untrusted: bool, runtime: str | None, as_json: bool, **overrides: Any) -> None:
     """Train in the artifact at PATH over several simulated nodes, judge it, write its receipt.
 

@@ -24,7 +24,7 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import CachedSegment, Items, cached, checked_tar, known_part, read_distributions
 from envbuild.layers.recorded import recorded
-from envbuild.progress import Log, log
+from envbuild.progress import Log, log, reuse
 from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry
 from envbuild.store.store import Store
@@ -93,9 +93,11 @@ class SegmentCache:
         known = partial(_known, place, title, key, self.store)
         if self.arriving is not None and remote is not None:
             if (made := known()) is not None:
+                reuse("layers", title, True)
                 return made
             if remote.bring(entry, whole=False) and (made := known(whole=False)) is not None:
                 self.arriving[data] = entry
+                reuse("layers", title, True)
                 return made
         return cached(entry, known, write, place, title, self.store, self.log)
 
