@@ -166,8 +166,9 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> None:
     """Print rows in aligned columns, below their title if there is one."""
     if title and rows:
         click.echo(f"{title}:")
+    indent = max((len(row[0]) for row in rows), default=0) + (4 if title else 2)
     for line in layout.columns(rows):
-        click.echo(layout.printable(f"  {line}" if title else line, "?"))
+        click.echo(layout.fitted(layout.printable(f"  {line}" if title else line, "?"), indent))
 
 
 @click.command("diff")
@@ -237,7 +238,7 @@ def _show_changes(found: Comparison, everything: bool) -> None:
         for change in shown:
             sign, colour = _SIGNS[change.kind]
             line = {"settings": _value, "files": _file}.get(name, _package)(change)
-            click.echo(click.style(f"  {sign} {line}", fg=colour))
+            click.echo(click.style(layout.fitted(f"  {sign} {line}"), fg=colour))
         if len(shown) < len(changes):
             click.echo(f"  … and {len(changes) - len(shown)} more; --all lists them")
     for note in found.notes:

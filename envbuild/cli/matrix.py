@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from envbuild import matrix
-from envbuild.cli import complete
+from envbuild.cli import complete, layout
 from envbuild.cli.common import log, open_recipe
 from envbuild.cli.options import Names
 from envbuild.data import load_table
@@ -29,8 +31,9 @@ from envbuild.toml import nearest
     help="Only this target; repeatable.",
 )  # fmt: skip
 @click.option(
-    "--format", "form", type=click.Choice(["github", "gitlab", "json"]), default="json",
-    show_default=True, help="A matrix for GitHub, a child pipeline for GitLab, or an array.",
+    "--format", "form", type=click.Choice(["github", "gitlab", "json", "table"]),
+    help="A matrix for GitHub, a child pipeline for GitLab, an array, or a table. Default: table on a terminal, else "
+    "json.",
 )  # fmt: skip
 @click.option(
     "--changed-since", metavar="REV",
@@ -42,7 +45,13 @@ from envbuild.toml import nearest
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Exit 3 where a build is left out for want of a current lock.")
 def matrix_command(
-    recipes: Names, artifacts: Names, targets: Names, form: str, changed_since: str | None, runners: Names, strict: bool
+    recipes: Names,
+    artifacts: Names,
+    targets: Names,
+    form: str | None,
+    changed_since: str | None,
+    runners: Names,
+    strict: bool,
 ) -> None:
     """List the builds that a CI should run: RECIPE… × targets × artifacts, each with its runner.
 
@@ -72,7 +81,15 @@ def matrix_command(
             log(str(one))
     if unlocked:
         raise LockError("\n".join(map(str, unlocked)), "leave --strict out to list the others")
-    click.echo({"github": matrix.as_github, "gitlab": matrix.as_gitlab, "json": matrix.as_json}[form](jobs))
+    form = form or ("table" if sys.stdout.isatty() else "json")
+    forms = {"github": matrix.as_github, "gitlab": matrix.as_gitlab, "json": matrix.as_json, "table": _table}
+    click.echo(forms[form](jobs))
+
+
+def _table(jobs: Sequence[matrix.MatrixJob]) -> str:
+    """Return a line for each job: its build, its runner, and whether it is verified there."""
+    rows = [[job.recipe, job.target, job.artifact, job.runner, "verified" if job.verify else "built"] for job in jobs]
+    return "\n".join(map(layout.fitted, layout.columns(rows)))
 
 
 def _choose(names: Names, environment: Environment) -> list[matrix.SelectedRecipe]:

@@ -48,8 +48,9 @@ def _checks(receipt: str | None) -> str:
         return "not verified"
     with suppress(OSError, ValueError, LookupError, TypeError):
         found = read_receipt(Path(receipt))
-        passed = sum(check["status"] == "pass" for check in found["checks"])
-        return f"{passed} passed in {human_time(found['seconds'])}, {found['verified_at']}"
+        states = [check["status"] for check in found["checks"]]
+        skipped = f", {states.count('not tried')} not tried" if "not tried" in states else ""
+        return f"{states.count('pass')} passed{skipped}, {human_time(found['seconds'])}, {found['verified_at']}"
     return ""
 
 

@@ -115,7 +115,7 @@ class Running:
         lines = []
         for node in range(len(self.children[:_SHOWN_NODES])):
             last = deque(_EPOCH.finditer(_read(self.work / f"{self.job.name}-node{node}.log")), maxlen=1)
-            done = f"epoch {int(last[0][1]) + 1}/{self.job.arguments[0]}  loss {last[0][2]}" if last else "starts"
+            done = f"epoch {int(last[0][1]) + 1}/{self.job.arguments[0]}  loss {last[0][2]}" if last else "starting"
             lines.append(f"node {node}: {done}")
         more = len(self.children) - len(lines)
         return "\n".join(lines + ([f"and {more} more nodes"] if more else []))
