@@ -267,8 +267,9 @@ def _show_findings(findings: Sequence[CompatFinding]) -> None:
         for note in notes:
             # The URL of a source stays whole.
             indent = " " * min(len(_INDENT), max(2, columns + len(_INDENT) - max(map(len, note.split()))))
-            for line in wrap(note, columns, break_long_words=False, break_on_hyphens=False):
-                click.echo(_INDENT + click.style(line, dim=True))
+            room = columns + len(_INDENT) - len(indent)
+            for line in wrap(note, room, break_long_words=False, break_on_hyphens=False):
+                click.echo(indent + click.style(line, dim=True))
     if not findings:
         click.echo("  nothing to judge: no CUDA, no layers")
         return
