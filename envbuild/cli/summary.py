@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,16 +22,21 @@ def summarise(what: str, made: Mapping[str, Any], size: int | None = None) -> No
     path = Path(made["path"])
     rows = [
         ("built", f"{what} for {made['target']}"),
-        ("path", made["path"]),
+        ("path", _near(made["path"])),
         ("size", human_size(found) if (found := size or _size(path)) else ""),
         ("digest", made["digest"]),
         ("checks", _checks(made["receipt"])),
-        ("receipt", made["receipt"] or ""),
+        ("receipt", _near(made["receipt"] or "")),
         ("time", human_time(made["seconds"])),
         ("reused", _reused(display().reused)),
     ]
     # A digest begins in column 9, so that it ends in column 80.
     log("\n".join(["", *(f"{name:<7}  {text}" for name, text in rows if text)]))
+
+
+def _near(path: str) -> str:
+    """Return a path from the current folder, if it is below that."""
+    return path.removeprefix(os.path.join(os.getcwd(), ""))
 
 
 def _size(path: Path) -> int | None:
