@@ -80,9 +80,9 @@ def docker_command(
     if native and base:
         raise UsageError("--base is for --builder dockerfile", "otherwise say `base` in the recipe's [image]")
     prepare: Callable[..., PreparedImage] = prepare_image if native else partial(prepare_dockerfile, base=base)
-    prepared = [
-        prepare(loaded, target, environment, bytecode=not options.no_bytecode, **options.lock_use) for target in wanted
-    ]
+    with step(f"planning the image of {loaded.recipe.name}", told=True):
+        use = options.lock_use
+        prepared = [prepare(loaded, target, environment, bytecode=not options.no_bytecode, **use) for target in wanted]
     name = check_tag(tag or f"{loaded.recipe.name}:{wanted[0].name}", push=push)
     wish = ImageOptions(name, place, push, verify=verify, faults=options.faults, form=form)
     for one in prepared:

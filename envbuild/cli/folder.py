@@ -116,17 +116,18 @@ def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str |
     if options.job:
         _build_by_job(kind, options, environment, loaded, target)
         return
-    plan, trainer = prepare_folder(
-        kind, loaded, target, environment, compile_bytecode=options.compile_bytecode, editable=options.editable,
-        **options.lock_use,
-    )  # fmt: skip
-    check_torch(loaded, plan, verify=not options.no_verify)
+    what = f"{kind_name} of {loaded.recipe.name}"
+    with step(f"planning {what} for {target.name}", told=True):
+        plan, trainer = prepare_folder(
+            kind, loaded, target, environment, compile_bytecode=options.compile_bytecode, editable=options.editable,
+            **options.lock_use,
+        )  # fmt: skip
+        check_torch(loaded, plan, verify=not options.no_verify)
     path = options.out or kind.default_path(loaded.recipe.name, target.name)
     if options.dry_run:
         check_place(path)
         show_plan(plan, options.as_json, path)
         return
-    what = f"{kind_name} of {loaded.recipe.name}"
     with step(f"building {what} for {target.name}", told=True):
         result = make_environment(
             kind, plan, trainer, environment, path, offline=options.offline, python=options.python,

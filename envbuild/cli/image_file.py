@@ -171,9 +171,10 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
     else:
         loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
         target = open_target(loaded, options.target, environment)
-        one = prepare_image(loaded, target, environment, bytecode=not options.no_bytecode, **options.lock_use)
-        plan = one.plan
-        check_torch(loaded, plan, verify=verify)
+        with step(f"planning the image of {loaded.recipe.name} for {target.name}", told=True):
+            one = prepare_image(loaded, target, environment, bytecode=not options.no_bytecode, **options.lock_use)
+            plan = one.plan
+            check_torch(loaded, plan, verify=verify)
         of_recipe = wish(lambda kind: OutputFile(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target)))
         if options.dry_run:
             check_files(of_recipe)

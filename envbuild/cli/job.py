@@ -78,7 +78,7 @@ class _WithScript(click.Command):
 @_unverified_option
 @with_options("exact", "target")
 @click.option("--out", type=PATH, metavar="FILE", help="Write it there. Default: print it.")
-@click.option("--explain", is_flag=True, help="Show every value and who decided it, on standard error, below the script.")
+@click.option("--explain", is_flag=True, help="Show each value and its origin, on standard error below the script.")
 @click.option("--submit", is_flag=True, help="Hand it to the scheduler; prints the job's number.")
 @with_options("json")
 def job_command(

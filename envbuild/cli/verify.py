@@ -18,6 +18,7 @@ from envbuild.cli.options import PATH, Names, verbosity, with_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.kinds import ARTIFACTS
+from envbuild.progress import step
 from envbuild.terminal import clean
 
 _COUNT = click.IntRange(1, 64)
@@ -58,7 +59,8 @@ def verify_command(path: Path, untrusted: bool, runtime: str | None, as_json: bo
         kinds = tuple(ARTIFACTS)
         check_trust(open_artifact(f"{path.parent}/{path.name}", kinds, None, unverified=True, fetch=fetch), trust)
         beside = path.with_name(f"{path.name}.here")
-    state, receipt = verify_artifact(path, environment, overrides, runtime, beside)
+    with step(f"verifying {path}", told=True):
+        state, receipt = verify_artifact(path, environment, overrides, runtime, beside)
     for line in check_lines(receipt):
         log(line)
     if as_json:

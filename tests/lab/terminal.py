@@ -30,8 +30,8 @@ class Recording:
 
     @property
     def longest_pause(self) -> float:
-        times = [0.0, *(when for when, _ in self.pieces)]
-        return max(after - before for before, after in pairwise(times))
+        """The longest time, in seconds, without output after the first."""
+        return max(after - before for before, after in pairwise(when for when, _ in self.pieces))
 
     @property
     def output(self) -> bytes:
