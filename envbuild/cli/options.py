@@ -128,6 +128,6 @@ def build_options(*options: str | Decorator) -> Decorator:
             chosen = {name: given.pop(name) for name in names & given.keys()}
             command(**given, options=BuildOptions(**chosen))
 
-        return verbosity(with_options(*options)(run))
+        return with_options(*options)(verbosity(run))
 
     return decorate
