@@ -136,9 +136,9 @@ class Display:
         live = self._moves and self.verbosity >= 0
         if not live and not told:
             self.print(f"{title} ({human_size(total)})" if total else title)
-        self._start(task)
         ended = ""
         try:
+            self._start(task)
             yield task
         except BaseException as fault:
             ended = "interrupted after " if isinstance(fault, KeyboardInterrupt) else "failed after "
@@ -172,7 +172,7 @@ class Display:
 
     def _end(self, task: Task) -> None:
         with self._lock:
-            self._tasks.remove(task)
+            self._tasks = [one for one in self._tasks if one is not task]
             if not self._tasks and self._live is not None:
                 self._live.stop()
                 self._live = None
