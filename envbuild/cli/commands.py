@@ -10,7 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from envbuild import __version__
-from envbuild.cli.options import verbosity
+from envbuild.cli.verbosity import verbosity
 from envbuild.errors import EnvbuildError, system_error
 from envbuild.kinds import ARTIFACTS
 from envbuild.masking import redact

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from envbuild.cli import complete
+from envbuild.cli.verbosity import verbosity
 from envbuild.errors import UsageError
-from envbuild.progress import display, log
+from envbuild.progress import log
 
 if TYPE_CHECKING:
     from envbuild.lock.lifecycle import LockUse
@@ -39,19 +40,6 @@ _VALUES = {
         "What launches it for verification: enroot, apptainer, or own (user namespaces). Default: the best here.",
     ),
 }
-
-
-def _say(context: click.Context, parameter: click.Parameter, value: bool) -> None:
-    if value:
-        display().verbosity = -1 if parameter.name == "quiet" else 1
-
-
-def verbosity(command: Command) -> Command:
-    """Add the options that say how much is printed to stderr."""
-    settings: dict[str, Any] = {"is_flag": True, "expose_value": False, "is_eager": True, "callback": _say}
-    quiet = click.option("-q", "--quiet", help="Print warnings and errors alone, and the result.", **settings)
-    verbose = click.option("-v", "--verbose", help="Print each program that is started, too.", **settings)
-    return quiet(verbose(command))
 
 
 _SHARED: dict[str, Decorator] = {

@@ -14,7 +14,8 @@ import click
 
 from envbuild.cli import complete
 from envbuild.cli.common import attested_images, log, print_json, run_environment
-from envbuild.cli.options import PATH, Names, verbosity, with_options
+from envbuild.cli.options import PATH, Names, with_options
+from envbuild.cli.verbosity import verbosity
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.kinds import ARTIFACTS
