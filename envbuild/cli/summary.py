@@ -45,6 +45,7 @@ def _size(path: Path) -> int | None:
     with suppress(BuildError, OSError):
         if (manifest := read_manifest(path)) is not None:
             return sum(row.size for row in manifest.rows.values())
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())  # an OCI layout
     return None
 
 
