@@ -38,9 +38,14 @@ def detail(message: str) -> None:
         log(message)
 
 
-def reuse(kind: str, name: str, there: bool) -> None:
-    """Note for the closing summary whether a part of the build, such as one of the "layers", was there already."""
-    display().reused.setdefault(kind, {}).setdefault(name, there)
+def reuse(kind: str, name: str, there: bool) -> int:
+    """Note for the closing summary whether a part of the build, such as one of the "layers", was there already.
+
+    Returns how many parts of the kind were not.
+    """
+    parts = display().reused.setdefault(kind, {})
+    parts.setdefault(name, there)
+    return len(parts) - sum(parts.values())
 
 
 @contextmanager

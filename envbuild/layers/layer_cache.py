@@ -29,7 +29,7 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.recorded import hashed, recorded
-from envbuild.progress import Log, reuse, step
+from envbuild.progress import Log, detail, reuse, step
 from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
@@ -39,6 +39,8 @@ Items = Generator[tuple[Member, Readable | None], None, None]
 Distributions = tuple[tuple[str, str, str], ...]
 # Increase it when the tables of members change their form.
 _MEMBERS_FORMAT = 1
+# Layers that a log lists: those of conda and of large recipes would fill it.
+_LISTED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +166,13 @@ def cached(
 
     def make() -> M:
         shown = f"layer: {textwrap.shorten(title, 72, placeholder=' …')}"
-        log(f"  {shown}")
-        reuse("layers", title, False)
+        new = reuse("layers", title, False)
+        if new <= _LISTED:
+            log(f"  {shown}")
+        elif new == _LISTED + 1:
+            log("  and more layers; --verbose lists them")
+        if new > _LISTED:
+            detail(f"  {shown}")
         with step(shown, told=True):
             return write()
 
