@@ -60,7 +60,7 @@ def record(
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     plain = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-    plain = {"TERM": "xterm-256color", **plain}
+    plain |= {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8"}
     begun = time.monotonic()
     child = subprocess.Popen(
         line,
