@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from envbuild.inspect.facts import Description, Inventory, completed
+from envbuild.environment import Environment
+from envbuild.inspect.facts import ArtifactReader, Description, Inventory, completed
 from envbuild.kinds import ARTIFACTS, DOCKER
 from envbuild.masking import masked, masked_text, masked_words
 from envbuild.verify.receipt import read_receipt, receipt_path
@@ -87,6 +88,15 @@ def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | N
         }
     except (OSError, ValueError, KeyError):
         return None
+
+
+def bill_of_materials(opened: ArtifactReader, contents: Inventory, environment: Environment) -> str:
+    """Return the CycloneDX bill of materials of an artifact, with the time of SOURCE_DATE_EPOCH if that is set."""
+    from envbuild.inspect.sbom import cyclonedx
+    from envbuild.kinds.image import source_date
+
+    date = source_date(environment) if "SOURCE_DATE_EPOCH" in environment.variables else None
+    return cyclonedx(opened.about, contents, date)
 
 
 def _base(about: Description, contents: Inventory | None) -> dict[str, Any] | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from envbuild.compat.stack import Stack, stack_of
 from envbuild.errors import LockError
 from envbuild.layers.requested import requested_layers
 from envbuild.lock.base import image_lock
-from envbuild.lock.lifecycle import LockKind
+from envbuild.lock.lifecycle import LockKind, LockState
 from envbuild.lock.wheels import wheel_lock
 from envbuild.progress import Log
 from envbuild.recipe.find import command_word
@@ -77,3 +78,22 @@ def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[s
             for word, found in missing.items()
         ]
         raise LockError("\n".join(faults), f"make them with `{' && '.join(commands)}` and commit the result")
+
+
+def locked_stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
+    """Return the stack of `target`, and a description of its source."""
+    conda = loaded.recipe.environment == "conda"
+    if conda:
+        from envbuild.lock.conda_kind import conda_lock
+
+        kind: LockKind[Any] = conda_lock(loaded, target)
+    else:
+        kind = wheel_lock(loaded, target)
+    try:
+        state: LockState[Any] = kind.inspect()
+    except LockError as error:
+        return stack_of(loaded, target, None), f"as the recipe pins it: {error.message}"
+    if state.fault is not None or state.lock is None:
+        return stack_of(loaded, target, None), f"as the recipe pins it: {state.path.name}: {state.fault}"
+    versions = state.lock.versions if conda else {one.name: one.version for one in state.lock.packages}
+    return stack_of(loaded, target, versions, conda=conda), "as locked"

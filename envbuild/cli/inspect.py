@@ -13,12 +13,11 @@ from envbuild.artifacts.manifest import shown
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import with_options
-from envbuild.describe import describe, receipt_of
-from envbuild.environment import Environment, load_environment
+from envbuild.describe import bill_of_materials, describe, receipt_of
+from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 from envbuild.inspect.compare import Change, Comparison, compare
 from envbuild.inspect.conda_meta import channel_name
-from envbuild.inspect.facts import ArtifactReader, Inventory
 from envbuild.inspect.reader import open_artifact, open_artifacts
 from envbuild.progress import human_size
 
@@ -92,15 +91,6 @@ def inspect_command(
     if packages:
         rows = [[p["name"], p["version"], p["arch"]] for p in found["debian_packages"]]
         _table(f"Debian packages ({len(rows)})", rows)
-
-
-def bill_of_materials(opened: ArtifactReader, contents: Inventory, environment: Environment) -> str:
-    """Return the CycloneDX bill of materials of an artifact, with the time of SOURCE_DATE_EPOCH if that is set."""
-    from envbuild.inspect.sbom import cyclonedx
-    from envbuild.kinds.image import source_date
-
-    date = source_date(environment) if "SOURCE_DATE_EPOCH" in environment.variables else None
-    return cyclonedx(opened.about, contents, date)
 
 
 def _head(found: Mapping[str, Any]) -> None:

@@ -18,15 +18,11 @@ from envbuild.cli.options import with_options
 from envbuild.compat.gpus import gpu_findings
 from envbuild.compat.judge import judge
 from envbuild.compat.rows import CompatFinding
-from envbuild.compat.stack import Stack, stack_of
 from envbuild.environment import load_environment
-from envbuild.errors import LockError
 from envbuild.gpu_code import Containers
 from envbuild.lock.conda import CondaLock
-from envbuild.lock.conda_kind import conda_lock
-from envbuild.lock.lifecycle import LockKind, LockState
-from envbuild.lock.wheels import wheel_lock
-from envbuild.locks import needed_locks
+from envbuild.lock.lifecycle import LockState
+from envbuild.locks import locked_stack, needed_locks
 from envbuild.recipe.find import list_recipes, search_folders
 from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
@@ -204,7 +200,7 @@ def explain_command(recipe: str, target: str | None, driver: str | None, as_json
     told: list[dict[str, Any]] = []
     for name in names:
         wanted = open_target(loaded, name, environment)
-        stack, basis = _stack(loaded, wanted)
+        stack, basis = locked_stack(loaded, wanted)
         stack = replace(stack, driver=driver)
         words = loaded.recipe.targets[wanted.name].gpus
         findings = judge(stack) + gpu_findings(stack, words, _built(loaded.recipe.name, wanted))
@@ -229,20 +225,6 @@ def explain_command(recipe: str, target: str | None, driver: str | None, as_json
         print_json({"recipe": loaded.recipe.name, "targets": told})
     if any(one["verdict"] == "bad" for one in told):
         sys.exit(3)
-
-
-def _stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
-    """Return the stack of `target`, and a description of its source."""
-    conda = loaded.recipe.environment == "conda"
-    kind: LockKind[Any] = conda_lock(loaded, target) if conda else wheel_lock(loaded, target)
-    try:
-        state = kind.inspect()
-    except LockError as error:
-        return stack_of(loaded, target, None), f"as the recipe pins it: {error.message}"
-    if state.fault is not None or state.lock is None:
-        return stack_of(loaded, target, None), f"as the recipe pins it: {state.path.name}: {state.fault}"
-    versions = state.lock.versions if conda else {one.name: one.version for one in state.lock.packages}
-    return stack_of(loaded, target, versions, conda=conda), "as locked"
 
 
 def _built(recipe: str, target: Target) -> dict[str, Containers]:

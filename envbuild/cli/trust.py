@@ -191,7 +191,7 @@ def _predicate(name: str, opened: JobInputs, receipt: dict[str, Any]) -> dict[st
         from envbuild.trust.provenance import provenance
 
         return provenance(receipt, os.environ)
-    from envbuild.cli.inspect import bill_of_materials
+    from envbuild.describe import bill_of_materials
     from envbuild.environment import load_environment
     from envbuild.inspect.reader import open_artifact as open_reader
 

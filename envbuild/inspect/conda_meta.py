@@ -91,7 +91,8 @@ def _read(data: bytes) -> Any:
         # Rows with another original path are left out: their path has a file of another package.
         rows = [row for row in record["paths_data"]["paths"] if not row.get("original_path")]
         (package,) = conda_packages([{**record, "paths_data": {"paths": rows}}])
-        return {**said, "record": package.record, "recorded": dict(_recorded(rows))}
+        size = sum(number for row in rows if isinstance(number := row.get("size_in_bytes"), int))
+        return {**said, "record": package.record, "recorded": dict(_recorded(rows)), "size": size}
     except _SENSELESS:  # from a conda that did not write rows yet
         return {**said, "record": "", "recorded": {}}
 

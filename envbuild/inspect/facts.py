@@ -46,7 +46,8 @@ class PythonPackage:
 
     `record` is the digest of its RECORD (`envbuild.fingerprint`), `content` that of the rows that do not depend on the
     installer; both are "" without a RECORD. `expression` is its SPDX licence expression, `licenses` are the licences in
-    its classifiers or its License field; `info` is its .dist-info folder.
+    its classifiers or its License field; `info` is its .dist-info folder. `size` is the sum of the sizes in
+    RECORD.
     """
 
     name: str
@@ -57,6 +58,7 @@ class PythonPackage:
     expression: str = ""
     licenses: tuple[str, ...] = ()
     info: str = ""
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class CondaRecord:
     `location` is the folder of that environment, relative to the artifact's root. `channel` is a URL without
     credentials, `archive` the format of the package's file (`conda` or `tar.bz2`), `sha256` that file's digest in
     hexadecimal, and `license` the licence that the package names. `record` is the digest of its list of files
-    (`envbuild.fingerprint.conda_digest`). All of these may be "".
+    (`envbuild.fingerprint.conda_digest`), `size` the bytes of those files. All of these may be "", the size 0.
     """
 
     name: str
@@ -79,6 +81,7 @@ class CondaRecord:
     sha256: str = ""
     license: str = ""
     record: str = ""
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

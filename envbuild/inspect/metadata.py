@@ -180,7 +180,10 @@ def portable_digest(record: bytes) -> str:
 def _record(data: bytes) -> Note:
     if data.count(b"\n") + data.count(b"\r") > _MOST_ROWS:
         return None
-    return {"record": record_digest(data), "content": portable_digest(data)}
+    rows = record_rows(data.decode("utf-8", "replace"))
+    # At most 18 digits: more are no size of a file, and Python refuses to convert thousands.
+    size = sum(int(row[2]) for row in rows if len(row) > 2 and re.fullmatch(r"[0-9]{1,18}", row[2]))
+    return {"record": record_digest(data), "content": portable_digest(data), "size": size}
 
 
 def _layer(data: bytes) -> Note:
