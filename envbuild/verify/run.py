@@ -179,6 +179,7 @@ def judge_launches(
     `reference` is one process.
     """
     epochs, half = bench.settings.epochs, bench.settings.first_epochs
+    origin = min(first.started, second.started, reference.started)
     trainer = os.path.realpath((bench.nodes.work / TRAINER).parent / "ddp_train/__init__.py")
 
     def losses() -> list[float]:
@@ -189,7 +190,7 @@ def judge_launches(
         return training.check_curve(losses(), expected, bench.settings.loss_tolerance)
 
     judges: dict[str, Callable[[], Check]] = {
-        "launch": lambda: training.check_launch("launch", first),
+        "launch": lambda: training.check_launch("launch", first, origin),
         "world": lambda: training.check_world(first.job, first.reports),
         "versions": lambda: training.check_versions(bench.subject, first.reports, trainer),
         "fabric": lambda: _fabric(bench, first.reports[0]),
@@ -201,9 +202,9 @@ def judge_launches(
         "sampler": lambda: check_sampler(bench.request, first.reports[0]),
         "optimizer": lambda: check_optimizer(bench.request, first.reports[0]),
         "snapshot": lambda: training.check_snapshot(first.reports[0], bench.work / "train.pt", half),
-        "relaunch": lambda: training.check_launch("relaunch", second),
+        "relaunch": lambda: training.check_launch("relaunch", second, origin),
         "resume": lambda: training.check_resume(second.job, second.reports, half, epochs),
-        "reference": lambda: training.check_launch("reference", reference),
+        "reference": lambda: training.check_launch("reference", reference, origin),
         "loss": lambda: training.check_loss_falls(losses()),
         "curve": curve,
         "imports": lambda: user_code.check_imports(imports, first.reports),

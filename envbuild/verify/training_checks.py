@@ -20,8 +20,11 @@ _LEAST_FALL = 0.05
 _RANK = ("rank", "local_rank", "group_rank", "local_world_size", "host", "pid", "device")
 
 
-def check_launch(name: str, outcome: Outcome) -> Check:
-    """Check that torchrun exited with 0 on every node and rank 0 wrote a report that is JSON."""
+def check_launch(name: str, outcome: Outcome, origin: float | None = None) -> Check:
+    """Check that torchrun exited with 0 on every node and rank 0 wrote a report that is JSON.
+
+    `origin` is when the first launch started, None for this one.
+    """
     unreadable = [f", {report['unreadable']} is not JSON" for report in outcome.reports if "unreadable" in report]
     good = outcome.finished and bool(outcome.reports) and not unreadable
     if good:
@@ -41,6 +44,7 @@ def check_launch(name: str, outcome: Outcome) -> Check:
             "commands": [" ".join(outcome.command)],
             "returncodes": [outcome.returncodes],
             "seconds": [round(outcome.seconds, 3)],
+            "started_s": round(outcome.started - (outcome.started if origin is None else origin), 3),
             **(_times(outcome.reports[0]) if good else {}),
         },
     )
