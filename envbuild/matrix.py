@@ -288,8 +288,8 @@ def as_gitlab(jobs: Sequence[MatrixJob]) -> str:
         pipeline[job.id] = {
             "stage": "build",
             "tags": [job.runner],
-            "script": [job.command],
-            "artifacts": {"when": "always", "paths": ["build/**/*.receipt.json"]},
+            "script": [f"{job.command} --report" if job.verify else job.command],
+            "artifacts": {"when": "always", "paths": ["build/**/*.receipt.json", "build/**/*.report.html"]},
         }
     if not jobs:
         pipeline["nothing-to-build"] = {"stage": "build", "before_script": [], "script": ["echo nothing to build"]}

@@ -41,6 +41,7 @@ COMMANDS = {
     "exec": ("verify", "Run a program in an image without any container runtime."),
     "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
     "diff": ("inspect", "Compare two artifacts of any kinds."),
+    "report": ("report", "Write receipts as one HTML page."),
     "push": ("share", "Push an artifact to a registry, in the parts that artifacts share."),
     "pull": ("share", "Pull an artifact from a registry: the parts that are not here yet."),
     "attest": ("trust", "Sign the receipt of an artifact, so that others can trust it."),

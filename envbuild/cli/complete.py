@@ -79,6 +79,12 @@ def artifacts(context: click.Context, parameter: click.Parameter, text: str) -> 
     return _items(found, text) or _files(*_IMAGES)
 
 
+def artifacts_or_receipts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return artifacts; if none fits, files for a path."""
+    found = [*_built(*kinds_of("folder", "file")), *_here(_IMAGES), *_here((".receipt.json",))]
+    return _items(found, text) or _files(*_IMAGES, ".json")
+
+
 def images(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
     """Return the image files below ./build and here; if none fits, files for a path."""
     return _items([*_built(*kinds_of("file")), *_here(_IMAGES)], text) or _files(*_IMAGES)

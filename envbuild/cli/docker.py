@@ -10,6 +10,7 @@ import click
 from envbuild.cli import complete
 from envbuild.cli.common import check_out, open_recipe, open_target, plan_lines, run_environment, show
 from envbuild.cli.options import BuildOptions, Names, build_options
+from envbuild.cli.report import reported
 from envbuild.errors import UsageError
 from envbuild.progress import step
 
@@ -32,7 +33,7 @@ from envbuild.progress import step
     help="dockerfile: `docker build` of Dockerfile.cpu or Dockerfile.gpu with the locked requirements.",
 )  # fmt: skip
 @click.option("--base", metavar="IMAGE", help="For --builder dockerfile: the image to build on, with Python and venv.")
-@build_options("no-verify", "faults", "no-bytecode", "dry-run", "locked", "offline", "json")
+@build_options("no-verify", "faults", "no-bytecode", "dry-run", "locked", "offline", "report", "json")
 def docker_command(
     recipe: str,
     targets: Names,
@@ -90,7 +91,10 @@ def docker_command(
     if not options.dry_run:
         make = make_images if native else make_by_dockerfile
         what = f"docker of {loaded.recipe.name}"
-        with step(f"building {what}", told=True):
+        with (
+            reported(options.report, [wish.beside(one.plan) for one in prepared], environment),
+            step(f"building {what}", told=True),
+        ):
             result = make(prepared, wish, environment, offline=options.offline)
         summarise(what, {**result, "target": ", ".join(one.target.name for one in prepared)})
         show(options.as_json, result, result["path"])

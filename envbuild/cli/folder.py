@@ -10,6 +10,7 @@ import click
 from envbuild.cli import complete
 from envbuild.cli.common import check_out, hand_over, log, open_build, own_command, show, show_job, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
+from envbuild.cli.report import reported
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS, FolderArtifact, plan_of
@@ -35,7 +36,7 @@ def _folder_options(*own: Decorator) -> Decorator:
         click.option("--script", type=PATH, metavar="FILE", help="Write the job there. Default: print it."),
         "no-verify", "faults", "exact",
         click.option("--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."),
-        "dry-run", "locked", "offline", "json",
+        "dry-run", "locked", "offline", "report", "json",
     )  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str |
         check_place(path)
         show_plan(plan, options.as_json, path)
         return
-    with step(f"building {what} for {target.name}", told=True):
+    with reported(options.report, [path], environment), step(f"building {what} for {target.name}", told=True):
         result = make_environment(
             kind, plan, trainer, environment, path, offline=options.offline, python=options.python,
             verify=not options.no_verify, faults=options.faults, exact=options.exact,

@@ -9,6 +9,7 @@ import click
 from envbuild.cli import complete
 from envbuild.cli.common import check_out, log, open_recipe, open_target, print_json, run_environment, show, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
+from envbuild.cli.report import reported
 from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS, kinds_of
 from envbuild.progress import step
@@ -24,7 +25,7 @@ def _image_options(*own: Decorator) -> Decorator:
             "--compression", default="zstd", show_default=True, metavar="NAME[:LEVEL]",
             help="zstd, gzip, lz4 or xz. gzip for kernels without zstd in squashfs.",
         ),
-        "no-verify", "faults", "runtime", "no-bytecode", "dry-run", "locked", "offline", "json",
+        "no-verify", "faults", "runtime", "no-bytecode", "dry-run", "locked", "offline", "report", "json",
     )  # fmt: skip
 
 
@@ -166,7 +167,10 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
             return
         chosen = Target.parse(options.target or f"cpu-{host_arch()}")
         what = image.url
-        with step(f"converting {what}", told=True):
+        with (
+            reported(options.report, [file.path for file in of_image.files], environment),
+            step(f"converting {what}", told=True),
+        ):
             results = make_from_image(image, chosen, of_image, environment)
     else:
         loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
@@ -181,7 +185,10 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
             show_plan(plan, options.as_json)
             return
         what = plan.recipe
-        with step(f"building {' and '.join(kinds)} of {what} for {plan.target}", told=True):
+        with (
+            reported(options.report, [file.path for file in of_recipe.files], environment),
+            step(f"building {' and '.join(kinds)} of {what} for {plan.target}", told=True),
+        ):
             results = make_from_recipe(one, of_recipe, environment, offline=options.offline)
     told = [result.as_json() for result in results]
     for kind, made in zip(kinds, told, strict=True):

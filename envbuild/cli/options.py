@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 PATH = click.Path(path_type=Path)
 Names = tuple[str, ...]
+# The value of --report without FILE; no name of a file that a user gives.
+BESIDE = ""
 Command = Callable[..., None]
 Decorator = Callable[[Command], Command]
 _FLAGS = {
@@ -44,6 +46,14 @@ _VALUES = {
 
 _SHARED: dict[str, Decorator] = {
     "json": click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    "report": click.option(
+        "--report",
+        is_flag=False,
+        flag_value=BESIDE,
+        metavar="[FILE]",
+        shell_complete=complete.any_files,
+        help="Write the receipt as an HTML page, by default beside it; also if verification fails.",
+    ),
     **{name: click.option(f"--{name}", is_flag=True, help=text) for name, text in _FLAGS.items()},
     **{
         name: click.option(f"--{name}", metavar=value, shell_complete=values, help=text)
@@ -67,7 +77,7 @@ def with_options(*options: str | Decorator) -> Decorator:
 class BuildOptions:
     """Values of the options of commands that build; those that a command lacks have their defaults.
 
-    Raises UsageError for options that need --job.
+    Raises UsageError for options that need --job, and for a report of no receipt.
     """
 
     target: str | None = None
@@ -91,11 +101,17 @@ class BuildOptions:
     dry_run: bool = False
     locked: bool = False
     offline: bool = False
+    report: str | None = None
     as_json: bool = False
 
     def __post_init__(self) -> None:
         if not self.job and (self.site or self.bundle or self.submit or self.script):
             raise UsageError("--site, --bundle, --submit and --script are for --job", "add --job")
+        if self.report is not None and (self.job or self.no_verify):
+            raise UsageError(
+                "--report needs a receipt, and with --job or --no-verify this run writes none",
+                "leave it out, and run `envbuild report` when there is a receipt",
+            )
 
     @property
     def lock_use(self) -> LockUse:

@@ -15,6 +15,7 @@ import click
 from envbuild.cli import complete
 from envbuild.cli.common import attested_images, log, print_json, run_environment
 from envbuild.cli.options import PATH, Names, with_options
+from envbuild.cli.report import reported
 from envbuild.cli.verbosity import verbosity
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError, VerificationError
@@ -32,9 +33,11 @@ _COUNT = click.IntRange(1, 64)
 @click.option("--epochs", type=click.IntRange(2, 10000), help="Epochs to train. Default: the recipe's.")
 @click.option("--faults", is_flag=True, help="Kill a rank mid-training; the job must finish from its snapshot.")
 @click.option("--untrusted", is_flag=True, help="Also start what no signer of the site has attested.")
-@with_options("runtime", "json")
+@with_options("runtime", "report", "json")
 @verbosity
-def verify_command(path: Path, untrusted: bool, runtime: str | None, as_json: bool, **overrides: Any) -> None:
+def verify_command(
+    path: Path, untrusted: bool, runtime: str | None, report: str | None, as_json: bool, **overrides: Any
+) -> None:
     """Train in the artifact at PATH over several simulated nodes, judge it, write its receipt.
 
     Exit code 5 when a check fails; the receipt beside PATH then says so, and the nodes' logs are kept. Where the site
@@ -60,7 +63,7 @@ def verify_command(path: Path, untrusted: bool, runtime: str | None, as_json: bo
         kinds = tuple(ARTIFACTS)
         check_trust(open_artifact(f"{path.parent}/{path.name}", kinds, None, unverified=True, fetch=fetch), trust)
         beside = path.with_name(f"{path.name}.here")
-    with step(f"verifying {path}", told=True):
+    with reported(report, [beside], environment), step(f"verifying {path}", told=True):
         state, receipt = verify_artifact(path, environment, overrides, runtime, beside)
     for line in check_lines(receipt):
         log(line)

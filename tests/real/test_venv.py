@@ -93,12 +93,14 @@ def test_faults_are_survived_in_another_world_through_a_link_and_no_secret_of_th
     (place := tmp_path / "a$$b $local_rank").mkdir()  # torchrun would read that as names
     world = ("--nodes=3", "--nproc-per-node=1", "--epochs=2")
     done, seen = command.on_terminal(
-        "verify", given, "--faults", *world, AWS_SECRET_ACCESS_KEY=secret, PIP_PROXY="", TMPDIR=str(place),
+        "verify", given, "--faults", *world, "--report", AWS_SECRET_ACCESS_KEY=secret, PIP_PROXY="", TMPDIR=str(place),
     )  # fmt: skip
     assert not [line for line in seen.lines() if len(line) > 80 and " " in line.strip()] and seen.longest_pause < 10
     assert any(line.startswith("  node 2: epoch 1/") and " loss " in line for line in seen.lines()), seen.lines()
     assert done["passed"] and done["path"] == str(given)
-    for file in (Path(done["receipt"]), venv / "envbuild.json"):
+    page = tmp_path / "there/venv.report.html"
+    assert "3 simulated nodes × 1 rank" in page.read_text()
+    for file in (Path(done["receipt"]), venv / "envbuild.json", page):
         assert secret not in file.read_text()
     assert secret not in json.dumps(done) + seen.output.decode()
     receipt = json.loads(Path(done["receipt"]).read_text())

@@ -36,7 +36,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sites").mkdir()
     (tmp_path / "sites/mine.toml").write_text("")
     (tmp_path / "build/mine/cpu-x86_64/venv").mkdir(parents=True)
-    for name in ("build/mine/cpu-x86_64/mine.sqsh", "a:b.sif", "my image.sqsh", "notes.txt"):
+    for name in ("build/mine/cpu-x86_64/mine.sqsh", "a:b.sif", "my image.sqsh", "notes.txt", "old.receipt.json"):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -71,6 +71,8 @@ def values(*words: str) -> list[str]:
         (["site", "show", "pbs"], ["pbs-gh200"]),
         (["site", "init", "--from", "hyper"], ["hyperpod"]),
         (["verify", "b"], ["build/mine/cpu-x86_64/venv", "build/mine/cpu-x86_64/mine.sqsh"]),
+        (["report", "o"], ["old.receipt.json"]),
+        (["report", "a:b.sif", "--against", "build/mine/cpu-x86_64/v"], ["build/mine/cpu-x86_64/venv"]),
         (["diff", "a:b.sif", "my"], ["my image.sqsh"]),
         (["exec", ""], ["build/mine/cpu-x86_64/mine.sqsh", "a:b.sif", "my image.sqsh"]),
         (["job", "m"], ["mine", "mistaken", "my recipe", "my image.sqsh"]),
@@ -87,6 +89,7 @@ def test_values_of_each_kind(place: Path, words: list[str], expected: list[str])
         (["venv", "./m"], (".toml",)),
         (["site", "check", "~/"], (".toml",)),
         (["inspect", "/scratch/"], (".sqsh", ".sif")),
+        (["report", "receipts/"], (".sqsh", ".sif", ".json")),
         (["job", "mine", "--script", ""], (".py",)),
         (["diagnose", "logs/"], ()),
         (["venv", "mine", "--out", "b"], None),  # click's own, of a path
@@ -98,7 +101,7 @@ def test_paths_are_left_to_the_shell(place: Path, words: list[str], suffixes: tu
 
 def test_every_parameter_that_names_such_a_thing_is_completed(place: Path) -> None:
     """A new command has completion, too."""
-    wanted = {"RECIPE", "TARGET", "SITE", "ARTIFACT", "RECIPE|ARTIFACT"}
+    wanted = {"RECIPE", "TARGET", "SITE", "ARTIFACT", "RECIPE|ARTIFACT", "ARTIFACT|RECEIPT"}
     missing, seen = [], set()
     for context in contexts(cli, click.Context(cli, info_name="envbuild")):
         for parameter in context.command.params:

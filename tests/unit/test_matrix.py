@@ -47,7 +47,7 @@ def test_all_forms_tell_the_same_jobs() -> None:
     assert json.loads(github) == {"include": jobs} and github.count("\n") == 1
     pipeline = json.loads((GOLDEN / "gitlab.json").read_text())
     scripts = {name: job["script"] for name, job in pipeline.items() if "-" in name}
-    assert scripts == {job["id"]: [job["command"]] for job in jobs}
+    assert scripts == {job["id"]: [job["command"] + " --report" * job["verify"]] for job in jobs}
 
 
 def test_cuda_is_built_on_the_cpu_runner_of_its_architecture_and_verified_only_where_gpus_are(tmp_path: Path) -> None:

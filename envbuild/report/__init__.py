@@ -1,0 +1,1 @@
+"""The report: receipts, and the artifacts beside them, as one HTML page."""

@@ -1,0 +1,188 @@
+"""From the command line's words to the entries of a report: receipts, and what can be read of their artifacts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from envbuild.artifacts.manifest import shown
+from envbuild.compat.gpus import gpu_findings
+from envbuild.compat.judge import judge
+from envbuild.describe import bill_of_materials, receipt_of
+from envbuild.environment import Environment
+from envbuild.errors import EnvbuildError, UsageError
+from envbuild.files import parse_json, read_small
+from envbuild.inspect.compare import compare
+from envbuild.inspect.facts import ArtifactReader, Inventory
+from envbuild.inspect.reader import open_artifact
+from envbuild.kinds import kind_at
+from envbuild.locks import locked_stack
+from envbuild.recipe.find import find_recipe, search_folders
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target
+from envbuild.report.data import Changes, ReportEntry, SizedPackage, moment, text_of
+from envbuild.report.page import is_receipt
+from envbuild.report.since import receipt_changes
+from envbuild.verify.receipt import receipt_path, recorded_gpu_code
+
+_SUFFIX = ".receipt.json"
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+_GROUPS = {"settings": "Settings", "built": "Source layers", "conda": "conda packages", "python": "Python packages",
+           "debian": "Debian packages"}  # fmt: skip
+
+
+def gather(named: Sequence[str], environment: Environment, against: str | None = None) -> list[ReportEntry]:
+    """Return the entries of the artifacts and receipts `named`, each with its changes since the one before it.
+
+    The change is since `against`, an artifact or receipt, or else since the receipt of the same recipe, target and kind
+    that is next older among them. Raises UsageError for a path that is neither, or has no receipt.
+    """
+    found = [read_entry(name, environment) for name in named]
+    if against is not None:
+        return [replace(one, changes=_against(one, name, against, environment))
+                for one, name in zip(found, named, strict=True)]  # fmt: skip
+    return [replace(one, changes=_since(one, found)) for one in found]
+
+
+def read_entry(named: str, environment: Environment, before: Mapping[str, Any] | None = None) -> ReportEntry:
+    """Return the entry of one artifact or receipt; its changes are those since the receipt `before`."""
+    path = Path(named)
+    if not _is_document(path):
+        with open_artifact(named, environment, None) as opened:
+            beside = receipt_of(opened.about)
+            if beside is None:
+                raise UsageError(
+                    f"{named} has no receipt beside it", f"`envbuild verify {named}` verifies it and writes its receipt"
+                )
+            entry = ReportEntry(read_receipt_of(Path(beside["path"])), beside["path"])
+            entry = _with_artifact(entry, opened, beside, environment)
+    else:
+        entry = ReportEntry(read_receipt_of(path), named)
+        artifact = path.with_name(path.name.removesuffix(_SUFFIX))
+        if path.name.endswith(_SUFFIX) and kind_at(artifact) is not None:
+            try:
+                with open_artifact(str(artifact), environment, None) as opened:
+                    entry = _with_artifact(entry, opened, receipt_of(opened.about), environment)
+            except EnvbuildError as error:
+                entry = replace(entry, notes=(f"The artifact beside the receipt cannot be read: {error.message}",))
+    entry = _with_chain(entry, environment)
+    if before is not None and before != entry.receipt:
+        entry = replace(entry, changes=receipt_changes(before, entry.receipt, f"the receipt of {_when(before)}"))
+    return entry
+
+
+def read_receipt_of(path: Path) -> dict[str, Any]:
+    """Return the receipt in a file, complete or not. Raises UsageError for any other file."""
+    advice = f"give an artifact, or the file NAME{_SUFFIX} that a build or `envbuild verify` writes beside it"
+    try:
+        found = parse_json(read_small(path))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", advice) from None
+    except ValueError as error:
+        raise UsageError(f"{path} is no receipt: it is not JSON: {error}", advice) from None
+    if not is_receipt(found):
+        raise UsageError(f"{path} is no receipt: it has no `passed` and `checks`", advice)
+    loaded: dict[str, Any] = found
+    return loaded
+
+
+def _is_document(path: Path) -> bool:
+    return path.name.endswith(".json") and not path.is_dir()
+
+
+def _with_artifact(
+    entry: ReportEntry, opened: ArtifactReader, state: Mapping[str, Any] | None, environment: Environment
+) -> ReportEntry:
+    """Add what can be read of the artifact; `state` says whether the receipt is its."""
+    contents = opened.contents(hashes=False)
+    notes = []
+    if state is not None and state["changed"]:
+        notes.append(f"Changed since it was verified: {shown(state['changed'])}.")
+    elif state is not None and not state["matches"]:
+        notes.append(
+            "The receipt is that of another artifact than the one beside it; sizes and SBOM are the artifact's."
+        )
+    return replace(
+        entry,
+        packages=tuple(_sized(contents)),
+        files=len(contents.files),
+        size=contents.size,
+        sbom=bill_of_materials(opened, contents, environment),
+        notes=tuple(notes),
+    )
+
+
+def _sized(contents: Inventory) -> Iterator[SizedPackage]:
+    conda = {package.name: package for package in contents.conda}
+    yield from (SizedPackage(one.name, one.version, "conda", one.size) for one in contents.conda)
+    for one in contents.python:
+        # conda's packages of Python code are counted there.
+        if one.name not in conda or conda[one.name].version != one.version:
+            yield SizedPackage(one.name, one.version, "Python", one.size)
+    yield from (SizedPackage(one.name, one.version, "source layer") for one in contents.built)
+    yield from (SizedPackage(one.name, one.version, "Debian") for one in contents.debian)
+
+
+def _with_chain(entry: ReportEntry, environment: Environment) -> ReportEntry:
+    """Add the findings of `envbuild explain`, if the recipe is in a search folder of this host."""
+    name = text_of(entry.receipt, "recipe.name")
+    if not _NAME.fullmatch(name):  # never a path: a receipt must not choose files
+        return entry
+    try:
+        loaded = load_recipe(find_recipe(name, search_folders(environment.site.recipe_folders)))
+        target = Target.parse(text_of(entry.receipt, "target"))
+        if target.name not in loaded.recipe.targets:
+            return entry
+        stack, basis = locked_stack(loaded, target)
+        findings = judge(stack) + gpu_findings(
+            stack, loaded.recipe.targets[target.name].gpus, recorded_gpu_code(entry.receipt)
+        )
+    except EnvbuildError:
+        return entry
+    if loaded.digest != text_of(entry.receipt, "recipe.digest"):
+        basis += ", by the recipe on this host, which is another than the receipt's"
+    return replace(entry, chain=tuple(findings), basis=basis)
+
+
+def _since(entry: ReportEntry, others: Sequence[ReportEntry]) -> Changes | None:
+    """Return the changes since the next older receipt of the same recipe, target and kind."""
+    at = moment(entry.receipt)
+    if at is None:
+        return entry.changes
+    older = [
+        (then, number)
+        for number, one in enumerate(others)
+        if _same(one.receipt, entry.receipt) and (then := moment(one.receipt)) is not None and then < at
+    ]
+    if not older:
+        return entry.changes
+    before = others[max(older)[1]].receipt
+    return receipt_changes(before, entry.receipt, f"the receipt of {_when(before)}")
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(text_of(one, place) == text_of(other, place) for place in ("recipe.name", "target", "artifact.kind"))
+
+
+def _when(receipt: Mapping[str, Any]) -> str:
+    at = moment(receipt)
+    return f"{at.day} {at:%b %Y, %H:%M:%S} UTC" if at else "an unknown time"
+
+
+def _against(entry: ReportEntry, named: str, other: str, environment: Environment) -> Changes:
+    """Return the changes since the artifact or receipt `other`: those of artifacts if both are, else of receipts."""
+    if _is_document(Path(other)) or _is_document(Path(named)):
+        before = read_entry(other, environment).receipt
+        return receipt_changes(before, entry.receipt, f"{other}, {_when(before)}")
+    with open_artifact(other, environment, None) as one, open_artifact(named, environment, None) as two:
+        found = compare(one, two, files=False)
+    groups = {title: getattr(found, name) for name, title in _GROUPS.items()}
+    return Changes(other, groups, (*found.notes, "Files were not compared: `envbuild diff` does."))
+
+
+def page_path(artifact: Path) -> Path:
+    """Return the path of the page beside the receipt of `artifact`."""
+    return receipt_path(artifact).with_name(f"{artifact.name}.report.html")

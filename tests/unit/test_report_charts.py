@@ -1,0 +1,87 @@
+"""Charts and treemaps of reports: numbers to places."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envbuild.report.charts import Series, Span, bar_chart, line_chart, short, ticks, timeline
+from envbuild.report.treemap import squarify
+
+SIZES = st.lists(st.floats(1, 1e12), min_size=1, max_size=60).map(lambda sizes: sorted(sizes, reverse=True))
+
+
+@given(SIZES)
+def test_tiles_fill_the_area_by_size_and_do_not_overlap(sizes: list[float]) -> None:
+    tiles = squarify(sizes, 100, 40)
+    total = sum(sizes)
+    assert len(tiles) == len(sizes)
+    for size, (x, y, width, height) in zip(sizes, tiles, strict=True):
+        assert width * height == pytest.approx(4000 * size / total, rel=1e-6)
+        assert x >= 0 and y >= 0 and x + width <= 100 + 1e-6 and y + height <= 40 + 1e-6
+    for number, (x, y, width, height) in enumerate(tiles):
+        for a, b, c, d in tiles[number + 1 :]:
+            across = min(x + width, a + c) - max(x, a)
+            along = min(y + height, b + d) - max(y, b)
+            assert across <= 1e-6 or along <= 1e-6
+
+
+def test_the_example_of_the_paper() -> None:
+    tiles = squarify([6, 6, 4, 3, 2, 2, 1], 6, 4)
+    assert tiles[:2] == [(0, 0, 3, 2), (0, 2, 3, 2)]
+    assert tiles[2] == pytest.approx((3, 0, 12 / 7, 7 / 3)) and tiles[3] == pytest.approx((3 + 12 / 7, 0, 9 / 7, 7 / 3))
+    assert squarify([], 6, 4) == []
+
+
+@given(st.floats(-1e300, 0), st.floats(0, 1e300))
+def test_ticks_are_few_and_cover_the_values(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 2 <= len(found) <= 9 and all(a < b for a, b in pairwise(found))
+    slack = (found[1] - found[0]) * 1e-6
+    assert found[0] <= low + slack and found[-1] >= high - slack
+
+
+def test_ticks_are_round() -> None:
+    assert ticks(0, 1.37) == [0, 0.5, 1, 1.5]
+    assert ticks(0, 0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert [short(value) for value in (0, 0.5, 1234.5, 1e-7, 123456)] == ["0", "0.5", "1.23e+03", "1.0e-07", "1.2e+05"]
+
+
+POINTS = st.lists(st.tuples(st.floats(-1e299, 1e299), st.floats(-1e299, 1e299)), max_size=20)
+
+
+@given(POINTS, POINTS)
+def test_lines_stay_inside_whatever_the_numbers(one: list[tuple[float, float]], two: list[tuple[float, float]]) -> None:
+    drawn = line_chart([Series("a", one, "x"), Series("b", two, "y")], "t", [(x, "label") for x, _ in one], "x", "y")
+    assert drawn.count("<circle") == len(one) + len(two)
+    for place in re.findall(r' c?x[12]?="([^"]+)%"', drawn):
+        assert 0 <= float(place) <= 100
+    for place in re.findall(r' cy="([^"]+)"', drawn):
+        assert 0 <= float(place) <= 240
+
+
+def test_labels_that_would_touch_are_left_out() -> None:
+    points = [(float(number), 1.0) for number in range(40)]
+    drawn = line_chart([Series("a", points, "x")], "t", [(x, f"{x:g}") for x, _ in points], "epoch", "loss")
+    shown = re.findall(r'text-anchor="middle">(\d+)<', drawn)
+    assert shown[0] == "0" and 5 < len(shown) < 20
+
+
+def test_bars_show_the_floor_and_whether_the_last_reaches_it() -> None:
+    rows = [("64 KiB", 1.0), ("1 GiB", 4.0)]
+    assert "bar low" in bar_chart(rows, "t", "GB/s", 5.0) and "floor: 5 GB/s" in bar_chart(rows, "t", "GB/s", 5.0)
+    reached = bar_chart(rows, "t", "GB/s", 2.0)
+    assert "bar low" not in reached and 'width="25.00%"' in reached and 'x1="50.00%"' in reached
+    assert "floor" not in bar_chart(rows, "t", "GB/s")
+    assert bar_chart([], "t", "GB/s") and bar_chart([("x", 0.0)], "t", "GB/s")
+
+
+def test_a_timeline_has_a_row_for_each_label() -> None:
+    spans = [Span("a", 0, 4, "import", "4 s"), Span("a", 4, 10, "launch", "6 s"), Span("b", 0, 0, "launch", "none")]
+    drawn = timeline(spans, "t", [("launch", "distributed")], "note")
+    assert drawn.count("<rect") == 3 and 'x="38.40%"' in drawn and drawn.count('y="6"') == 2
+    assert timeline([], "t", [], "")
