@@ -69,7 +69,10 @@ class TrainingJob:
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a job: exit codes by node, the reports of rank 0 of every world, and the output of all nodes."""
+    """The outcome of a job: exit codes by node, the reports of rank 0 of every world, and the output of all nodes.
+
+    `started` is time.monotonic() at its start.
+    """
 
     job: TrainingJob
     returncodes: list[int | None]
@@ -78,6 +81,7 @@ class Outcome:
     seconds: float
     timed_out: bool
     command: list[str]
+    started: float = 0.0
 
     @property
     def finished(self) -> bool:
@@ -131,6 +135,7 @@ class Running:
             seconds=time.monotonic() - self.started,
             timed_out=timed_out and not failing,
             command=self.command,
+            started=self.started,
         )
 
     def _nccl_faults(self) -> str:
