@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from envbuild.lock.format import BuiltPackage, Lock, LockedPackage
 from envbuild.names import normalise
@@ -60,7 +60,8 @@ def differences(good: Lock, bad: Lock) -> list[Difference]:
 
 
 def _packages(lock: Lock) -> dict[str, LockedPackage | BuiltPackage]:
-    return {one.name: one for one in (*lock.packages, *lock.built)}
+    found: dict[str, LockedPackage | BuiltPackage] = {one.name: one for one in lock.packages}
+    return found | {one.name: one for one in lock.built}
 
 
 def mixed(good: Lock, differing: Iterable[Difference], moved: Collection[str]) -> Lock:
@@ -145,7 +146,11 @@ class _Requirements:
         from packaging.requirements import InvalidRequirement, Requirement
 
         # The host's own, which is where the environments run, with another Python.
-        self._marker = {**default_environment(), "python_version": python, "python_full_version": f"{python}.0"}
+        self._marker: dict[str, str] = {
+            **dict[str, Any](default_environment()),
+            "python_version": python,
+            "python_full_version": f"{python}.0",
+        }
         self._rows: dict[tuple[str, str], list[Requirement]] = {}
         self._extras: dict[str, set[str]] = {}
 

@@ -17,7 +17,7 @@ from envbuild import process
 from envbuild.artifacts.venv import launch_environment
 from envbuild.atomic import remove
 from envbuild.bisect.decision import LEAST, is_faster, spread_of
-from envbuild.bisect.mix import Difference, Group, Metadata, differences, grouped, mixed
+from envbuild.bisect.mix import Difference, Group, differences, grouped, mixed
 from envbuild.bisect.search import Culprits, Mix, State, bound, search
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, UsageError, VerificationError
@@ -106,7 +106,7 @@ class Bisected:
         """Return the object that `--json` prints."""
 
         def row(one: Judgement | None) -> dict[str, Any] | None:
-            return one and {
+            return None if one is None else {
                 "moved": one.moved, "state": one.state.value, "evidence": one.evidence,
                 "seconds": round(one.seconds, 3),
             }  # fmt: skip
@@ -209,7 +209,8 @@ class _Lab:
         """Build the environment with the groups of `mix` as in the bad lock, and judge it. Raises BuildError."""
         started, moved = time.monotonic(), names_of(self.groups, mix)
         whole = len(mix) in (0, len(self.groups))
-        path = self.folder / str(len(self.tests))
+        # A build locks the folder around it, and this run holds a lock on `folder` itself.
+        path = self.folder / str(len(self.tests)) / "venv"
         lock = mixed(self.wanted.good, self.differing, moved)
         named = {0: "the good lock", len(self.groups): "the bad lock"}.get(
             len(mix), f"{len(moved)} of {len(self.differing)} packages of the bad lock"
@@ -259,9 +260,11 @@ class _Lab:
         try:
             output = child.communicate(timeout=timeout_s)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
-            return State.BAD, {"exit": f"none after {timeout_s:g} s"}
-        finally:
             process.stop([child])
+            return State.BAD, {"exit": f"none after {timeout_s:g} s"}
+        except BaseException:
+            process.stop([child])
+            raise
         status = child.returncode
         told = "\n".join(output.splitlines()[-process.TAIL_LINES :])
         if status in _CANNOT_RUN:

@@ -65,7 +65,7 @@ def bisect_command(
     chosen = open_target(loaded, locks[0].target, environment)
     if chosen.arch != host_arch():
         raise UsageError(f"the locks are for {chosen.name}, and this host is {host_arch()}", f"run it on {chosen.arch}")
-    result = bisect(Bisection(loaded, chosen, *locks, metric, rounds, offline), environment, log)
+    result = bisect(Bisection(loaded, chosen, locks[0], locks[1], metric, rounds, offline), environment, log)
     show(as_json, result.as_json(), *(_lines(result) if result.found.reproduced else ()))
     if not result.found.reproduced:
         raise VerificationError(
