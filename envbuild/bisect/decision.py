@@ -17,8 +17,8 @@ from itertools import combinations
 LEAST = 0.10
 _ERROR = 1e-5
 _BOUND = math.log((1 - _ERROR) / _ERROR)
-# The largest contribution of a pair: at least four pairs decide.
-_MOST = _BOUND / 3.5
+# The largest contribution of a pair: at least six pairs decide.
+_MOST = _BOUND / 5.5
 # The least spread of a pair that is believed, of 5 % noise in each measurement: few values may look alike by chance.
 _LEAST_SPREAD = 0.05 * math.sqrt(2)
 # The standard deviation of a normal distribution, by the median distance of two of its values.

@@ -221,7 +221,7 @@ class _Lab:
             make_environment(
                 VENV, plan, trainer, self.environment, path, offline=self.wanted.offline, verify=False
             )  # fmt: skip
-            state, evidence = self._judge(path, plan, mix)
+            state, evidence = self._judge(path, plan)
         except (BuildError, VerificationError) as error:
             if whole:
                 raise
@@ -233,10 +233,10 @@ class _Lab:
         self.log(f"build {len(self.tests)}: {self.tests[-1].text}")
         return state
 
-    def _judge(self, path: Path, plan: Plan, mix: Mix) -> tuple[State, dict[str, Any]]:
+    def _judge(self, path: Path, plan: Plan) -> tuple[State, dict[str, Any]]:
         settings = settings_of(plan.verify_settings(), {})
         if self.wanted.metric == STEP_TIME:
-            return self._compare(open_subject(path, self.environment), settings, mix)
+            return self._compare(open_subject(path, self.environment), settings)
         judge: Callable[[], tuple[State, dict[str, Any]]]
         if self.wanted.metric == PASS:
             subject = open_subject(path, self.environment)
@@ -272,7 +272,7 @@ class _Lab:
         state = {0: State.GOOD, _SKIP: State.UNTESTABLE}.get(status, State.BAD)
         return state, {"exit": status, "output": told}
 
-    def _compare(self, subject: Subject, settings: Settings, mix: Mix) -> tuple[State, dict[str, Any]]:
+    def _compare(self, subject: Subject, settings: Settings) -> tuple[State, dict[str, Any]]:
         """Judge an environment by its step time and that of the bad lock, measured in turn; good is faster."""
 
         def measured(one: Subject) -> float:
@@ -296,7 +296,7 @@ class _Lab:
         }  # fmt: skip
         if faster is None:
             return State.UNTESTABLE, {**evidence, "unclear after": f"{len(ratios)} measurements"}
-        if faster and not mix:
+        if faster:  # the slow-down to look for is known from now on
             self.gap = max(self.gap, middle)
         return (State.GOOD if faster else State.BAD), evidence
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from .conftest import Command
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.recipe.targets import host_arch
+
+from .conftest import Command
 
 NAMES = ("left", "pinned", "pins", "planted", "right", "slow", "steady")
 BROKEN, SLEEPY = b"raise RuntimeError('planted')\n", b"import time\ntime.sleep(0.5)\n"

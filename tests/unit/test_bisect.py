@@ -48,9 +48,7 @@ def test_versions_that_require_each_other_move_together() -> None:
     assert names == [("new",), ("scipy",), ("numpy",), ("nvidia-nccl-cu12", "torch"), ("old",)]
     assert [sorted(group.needs) for group in groups] == [[], [], [1], [0], [0, 3]]
     both = mixed(good, found, {"torch", "nvidia-nccl-cu12", "new", "old"})
-    assert both.versions == {**good.versions, **{"torch": "2.8", "nvidia-nccl-cu12": "2.27", "new": "1"}} - {"old"} if (
-        False
-    ) else both.versions.get("old") is None
+    assert "old" not in both.versions and both.versions["scipy"] == "1.11"
     assert (both.versions["torch"], both.versions["new"], both.versions["numpy"]) == ("2.8", "1", "1.26")
     assert mixed(good, found, {one.name for one in found}).digest == replace(bad, packages=tuple(
         sorted(bad.packages, key=lambda one: one.name))).digest  # fmt: skip
@@ -121,18 +119,20 @@ def test_untestable_mixes_widen_the_result_and_lead_to_no_wrong_one() -> None:
     assert alone.groups == (Mix(range(4)),) and alone.alone is True  # only the two locks can be judged
 
 
-def simulated(chance: random.Random, count: int, planted: int | None, slow: float, noise: float) -> tuple[Culprits, int]:
-    """Search with measurements that have the recorded noise, scaled to the spread `noise`."""
+def simulated(
+    chance: random.Random, count: int, planted: int | None, slow: float, noise: float
+) -> tuple[Culprits, int]:
+    """Search with measurements that have the recorded noise, outliers included, scaled to a deviation of `noise`."""
     logs = [math.log(step / statistics.median(STEPS)) for step in STEPS]
-    scale = noise / (1.4826 * statistics.median(map(abs, logs)))
+    scale = noise / statistics.pstdev(logs)
     series: list[list[float]] = []
-    tests = 0
+    gap, tests = math.log(1 + LEAST), 0
 
     def measure(mix: Mix) -> float:
         return (slow if planted in mix else 1.0) * math.exp(chance.choice(logs) * scale)
 
     def test(mix: Mix) -> State:
-        nonlocal tests
+        nonlocal gap, tests
         tests += 1
         if len(mix) == count:
             return State.BAD
@@ -140,32 +140,31 @@ def simulated(chance: random.Random, count: int, planted: int | None, slow: floa
         series.append(ratios)
         while len(ratios) < 40:
             ratios.append(math.log(measure(Mix(range(count))) / measure(mix)))
-            faster = is_faster(ratios, math.log(1 + LEAST), spread_of(series))
+            faster = is_faster(ratios, gap, spread_of(series))
             if faster is not None:
+                gap = max(gap, statistics.median(ratios)) if faster else gap
                 return State.GOOD if faster else State.BAD
         return State.UNTESTABLE
 
     return search([()] * count, count, test), tests
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(0, 1 << 30))
-def test_no_package_is_blamed_for_noise(seed: int) -> None:
-    """50 runs with 5 % noise: none blames a package without a slow one, and none another than the slow one."""
-    chance = random.Random(seed)
-    for _ in range(50 // 20 + 1):
+@pytest.mark.parametrize("slow", [None, 1.12, 1.3, 2.0])
+def test_no_package_is_blamed_for_noise(slow: float | None) -> None:
+    """Fifty runs with 5 % noise: the slow package is found in each, within the bound, and no other is blamed."""
+    for seed in range(50):
+        chance = random.Random(seed)
         count = chance.randint(1, 24)
-        assert not simulated(chance, count, None, 1.0, 0.05)[0].reproduced
-        planted = chance.randrange(count)
-        found, tests = simulated(chance, count, planted, chance.choice([1.15, 1.3, 2.0]), 0.05)
-        assert found.reproduced and planted in found.groups[0] and len(found.groups) == 1
-        assert len(found.groups[0]) > 1 or tests <= bound(count) + 1  # + 1: an unclear test
+        planted = None if slow is None else chance.randrange(count)
+        found, tests = simulated(chance, count, planted, slow or 1.0, 0.05)
+        assert tests <= bound(count)
+        assert found.groups == (() if planted is None else (Mix({planted}),)), (seed, found)
 
 
 def test_a_decision_needs_several_pairs() -> None:
     gap = math.log(1 + LEAST)
-    assert is_faster([5.0] * 3, gap, spread_of([])) is None and is_faster([5.0] * 4, gap, spread_of([])) is True
-    assert is_faster([-5.0] * 4, gap, spread_of([])) is False
+    assert is_faster([5.0] * 5, gap, spread_of([])) is None and is_faster([5.0] * 6, gap, spread_of([])) is True
+    assert is_faster([-5.0] * 6, gap, spread_of([])) is False
     assert is_faster([gap / 2] * 1000, gap, spread_of([])) is None
     assert is_faster([], gap, spread_of([])) is None
     assert spread_of([[0.0, 0.4, 0.8], [1.0, 1.4, 1.8]]) == pytest.approx(0.4 * 1.0483)
