@@ -36,3 +36,8 @@ def is_faster(ratios: Sequence[float], gap: float, spread: float) -> bool | None
     steps = (gap * (ratio - gap / 2) / spread**2 for ratio in ratios)
     score = sum(max(-_MOST, min(_MOST, step)) for step in steps)
     return None if abs(score) < _BOUND else score > 0
+
+
+def known_gap(ratios: Sequence[float], spread: float) -> float:
+    """Return the gap that decided `ratios` show: the lower end of what their median may be."""
+    return statistics.median(ratios) - 2 * math.sqrt(math.pi / 2 / len(ratios)) * spread

@@ -16,7 +16,7 @@ from typing import Any
 from envbuild import process
 from envbuild.artifacts.venv import launch_environment
 from envbuild.atomic import remove
-from envbuild.bisect.decision import LEAST, is_faster, spread_of
+from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
 from envbuild.bisect.mix import Difference, Group, differences, grouped, mixed
 from envbuild.bisect.search import Culprits, Mix, State, bound, search
 from envbuild.environment import Environment
@@ -297,7 +297,7 @@ class _Lab:
         if faster is None:
             return State.UNTESTABLE, {**evidence, "unclear after": f"{len(ratios)} measurements"}
         if faster:  # the slow-down to look for is known from now on
-            self.gap = max(self.gap, middle)
+            self.gap = max(self.gap, known_gap(ratios, spread_of(self.ratios)))
         return (State.GOOD if faster else State.BAD), evidence
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envbuild.bisect.decision import LEAST, is_faster, spread_of
+from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
 from envbuild.bisect.mix import differences, grouped, mixed
 from envbuild.bisect.search import Culprits, Mix, State, bound, search
 from envbuild.lock.format import Lock, LockedPackage
@@ -142,7 +142,7 @@ def simulated(
             ratios.append(math.log(measure(Mix(range(count))) / measure(mix)))
             faster = is_faster(ratios, gap, spread_of(series))
             if faster is not None:
-                gap = max(gap, statistics.median(ratios)) if faster else gap
+                gap = max(gap, known_gap(ratios, spread_of(series))) if faster else gap
                 return State.GOOD if faster else State.BAD
         return State.UNTESTABLE
 
