@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
-import statistics
-import subprocess
 import time
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild import process
-from envbuild.artifacts.venv import launch_environment
 from envbuild.atomic import remove
-from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
+from envbuild.bisect.judge import STEP_TIME, Judge
 from envbuild.bisect.mix import Difference, Group, differences, grouped, mixed
-from envbuild.bisect.search import Culprits, Mix, State, bound, search
+from envbuild.bisect.search import Culprits, Mix, MixState, bound, search
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, UsageError, VerificationError
 from envbuild.kinds import VENV
-from envbuild.kinds.commit import open_subject, settings_of
 from envbuild.kinds.folder import make_environment
 from envbuild.kinds.prepare import prepare
 from envbuild.layers.trainer import Trainer
@@ -32,13 +26,7 @@ from envbuild.plan.plan import Plan
 from envbuild.progress import Log, clean
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.model import FAIL, Settings, Subject
-from envbuild.verify.performance import measure_step
-from envbuild.verify.run import verify
 
-STEP_TIME, PASS = "step_time", "pass"
-# Exit codes of a command with a meaning of their own, as for `git bisect run`.
-_SKIP, _CANNOT_RUN = 125, (126, 127)
 _MOST_METADATA = 4 << 20
 # Measurements of each environment, at most.
 _ROUNDS = {STEP_TIME: 40}
@@ -71,7 +59,7 @@ class Judgement:
     """The result of one test: the packages that were those of the bad lock, the state, and the measurements."""
 
     moved: tuple[str, ...]
-    state: State
+    state: MixState
     evidence: Mapping[str, Any]
     seconds: float
 
@@ -141,7 +129,8 @@ def bisect(wanted: Bisection, environment: Environment, log: Log) -> Bisected:
     if not differing:
         raise UsageError("the locks have the same packages", "compare an older lock, from version control")
     with environment.store.working("bisect") as folder:
-        lab = _Lab(wanted, environment, folder, log, differing)
+        judge = Judge(wanted.metric, wanted.most, environment, log)
+        lab = _Lab(wanted, environment, folder, log, differing, judge)
         plan, _ = lab.plan(wanted.good)
         direct = wanted.loaded.requirements(wanted.target, conda=False)
         metadata = _metadata(differing, plan, environment, wanted.offline)
@@ -188,11 +177,9 @@ class _Lab:
     folder: Path
     log: Log
     differing: Sequence[Difference]
+    judge: Judge
     groups: list[Group] = field(default_factory=list)
     tests: list[Judgement] = field(default_factory=list)
-    slow: Subject | None = None  # the environment of the bad lock, to which others are compared
-    gap: float = math.log(1 + LEAST)
-    ratios: list[list[float]] = field(default_factory=list)
 
     @property
     def bound(self) -> int:
@@ -205,7 +192,7 @@ class _Lab:
             locked=True, offline=self.wanted.offline, log=self.log,
         )  # fmt: skip
 
-    def test(self, mix: Mix) -> State:
+    def test(self, mix: Mix) -> MixState:
         """Build the environment with the groups of `mix` as in the bad lock, and judge it. Raises BuildError."""
         started, moved = time.monotonic(), names_of(self.groups, mix)
         whole = len(mix) in (0, len(self.groups))
@@ -221,84 +208,17 @@ class _Lab:
             make_environment(
                 VENV, plan, trainer, self.environment, path, offline=self.wanted.offline, verify=False
             )  # fmt: skip
-            state, evidence = self._judge(path, plan)
+            state, evidence = self.judge.of(path, plan)
         except (BuildError, VerificationError) as error:
             if whole:
                 raise
-            state, evidence = State.UNTESTABLE, {"error": error.message}
+            state, evidence = MixState.UNTESTABLE, {"error": error.message}
         finally:
-            if self.slow is None or self.slow.root != path:
+            if not self.judge.keeps(path):
                 remove(path)
         self.tests.append(Judgement(moved, state, evidence, time.monotonic() - started))
         self.log(f"build {len(self.tests)}: {self.tests[-1].text}")
         return state
-
-    def _judge(self, path: Path, plan: Plan) -> tuple[State, dict[str, Any]]:
-        settings = settings_of(plan.verify_settings(), {})
-        if self.wanted.metric == STEP_TIME:
-            return self._compare(open_subject(path, self.environment), settings)
-        judge: Callable[[], tuple[State, dict[str, Any]]]
-        if self.wanted.metric == PASS:
-            subject = open_subject(path, self.environment)
-            judge = lambda: self._verify(subject, settings)  # noqa: E731
-        else:
-            judge = lambda: self._command(path, settings.timeout_s)  # noqa: E731
-        for _ in range(self.wanted.most):  # one failure of many is enough
-            state, evidence = judge()
-            if state is not State.GOOD:
-                break
-        return state, evidence
-
-    def _verify(self, subject: Subject, settings: Settings) -> tuple[State, dict[str, Any]]:
-        verdict = verify(subject, settings, self.environment.variables, self.log)
-        failed = {check.name: check.seen for check in verdict.checks if check.status == FAIL}
-        return (State.GOOD if verdict.passed else State.BAD), {**failed}
-
-    def _command(self, path: Path, timeout_s: float) -> tuple[State, dict[str, Any]]:
-        variables = launch_environment(path, self.environment.variables)
-        child = process.start(["/bin/sh", "-c", self.wanted.metric], env=variables, stderr=subprocess.STDOUT)
-        try:
-            output = child.communicate(timeout=timeout_s)[0].decode(errors="replace")
-        except subprocess.TimeoutExpired:
-            process.stop([child])
-            return State.BAD, {"exit": f"none after {timeout_s:g} s"}
-        except BaseException:
-            process.stop([child])
-            raise
-        status = child.returncode
-        told = "\n".join(output.splitlines()[-process.TAIL_LINES :])
-        if status in _CANNOT_RUN:
-            raise UsageError(f"the command cannot be run (exit {status}): {clean(told)}", "correct --metric")
-        state = {0: State.GOOD, _SKIP: State.UNTESTABLE}.get(status, State.BAD)
-        return state, {"exit": status, "output": told}
-
-    def _compare(self, subject: Subject, settings: Settings) -> tuple[State, dict[str, Any]]:
-        """Judge an environment by its step time and that of the bad lock, measured in turn; good is faster."""
-
-        def measured(one: Subject) -> float:
-            return measure_step(one, settings, self.environment.variables, self.environment.site.fabric)
-
-        if self.slow is None:
-            self.slow = subject
-            return State.BAD, {"step_s": [measured(subject)]}
-        tested, reference, ratios = list[float](), list[float](), list[float]()
-        self.ratios.append(ratios)
-        faster = None
-        while faster is None and len(ratios) < self.wanted.most:
-            reference.append(measured(self.slow))
-            tested.append(measured(subject))
-            ratios.append(math.log(reference[-1] / tested[-1]))
-            faster = is_faster(ratios, self.gap, spread_of(self.ratios))
-        middle = statistics.median(ratios)
-        evidence = {
-            "step_s": tested, "bad_step_s": reference, "pairs": len(ratios),
-            "bad lock / this one": f"{math.exp(middle):.3f}",
-        }  # fmt: skip
-        if faster is None:
-            return State.UNTESTABLE, {**evidence, "unclear after": f"{len(ratios)} measurements"}
-        if faster:  # the slow-down to look for is known from now on
-            self.gap = max(self.gap, known_gap(ratios, spread_of(self.ratios)))
-        return (State.GOOD if faster else State.BAD), evidence
 
 
 def find_lock(place: Path, target: str) -> Path:

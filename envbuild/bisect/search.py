@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
-class State(Enum):
+class MixState(Enum):
     """The result of a test; an environment that cannot be built or judged is untestable."""
 
     GOOD = "good"
@@ -27,7 +27,7 @@ class State(Enum):
 
 
 Mix = frozenset[int]
-Test = Callable[[Mix], State]
+Test = Callable[[Mix], MixState]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class _Tests:
 
     test: Test
     needs: Sequence[Iterable[int]]
-    known: dict[Mix, State] = field(default_factory=dict)
+    known: dict[Mix, MixState] = field(default_factory=dict)
 
-    def of(self, groups: Iterable[int]) -> State:
+    def of(self, groups: Iterable[int]) -> MixState:
         mix = self.closed(groups)
         if mix not in self.known:
             self.known[mix] = self.test(mix)
@@ -76,11 +76,11 @@ class _Tests:
             middle = (low + high) // 2
             for tried in sorted(range(low + 1, high), key=lambda count: abs(count - middle)):
                 state = self.of(with_.union(order[:tried]))
-                if state is not State.UNTESTABLE:
+                if state is not MixState.UNTESTABLE:
                     break
             else:
                 break
-            low, high = (low, tried) if state is State.BAD else (tried, high)
+            low, high = (low, tried) if state is MixState.BAD else (tried, high)
         return low, high
 
 
@@ -92,22 +92,22 @@ def search(needs: Sequence[Iterable[int]], packages: int, test: Test) -> Culprit
     """
     tests, count = _Tests(test, needs), len(needs)
     everything, nothing = tests.closed(range(count)), Mix()
-    if tests.of(everything) is not State.BAD:
+    if tests.of(everything) is not MixState.BAD:
         return Culprits(False, "the second lock is not bad")
     first_is_bad = Culprits(False, "the first lock is not good")
-    if _steps(count) < _steps(packages) and tests.of(nothing) is not State.GOOD:
+    if _steps(count) < _steps(packages) and tests.of(nothing) is not MixState.GOOD:
         return first_is_bad
     low, high = tests.first_bad(range(count))
-    if low == 0 and tests.of(nothing) is not State.GOOD:
+    if low == 0 and tests.of(nothing) is not MixState.GOOD:
         return first_is_bad
     shown = tests.closed(range(low)), tests.closed(range(high))
     groups, before = [Mix(range(low, high))], low
-    while (state := tests.of(Mix().union(*groups))) is State.GOOD and before > 0:
+    while (state := tests.of(Mix().union(*groups))) is MixState.GOOD and before > 0:
         # These alone are good, and with all of those before them they are bad.
         low, high = tests.first_bad(range(before), Mix().union(*groups))
         groups.append(Mix(range(low, high)))
         before = low
-    alone = None if state is State.UNTESTABLE else state is State.BAD
+    alone = None if state is MixState.UNTESTABLE else state is MixState.BAD
     return Culprits(True, "", tuple(groups), alone, *shown)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
 from envbuild.bisect.mix import differences, grouped, mixed
-from envbuild.bisect.search import Culprits, Mix, State, bound, search
+from envbuild.bisect.search import Culprits, Mix, MixState, bound, search
 from envbuild.lock.format import Lock, LockedPackage
 
 # Step times of launches of the trainer, one after the other, on a machine that others use, too.
@@ -83,10 +83,10 @@ def test_the_groups_are_found_within_the_bound(case: tuple[list[set[int]], set[i
     needs, planted = case
     asked: list[Mix] = []
 
-    def test(mix: Mix) -> State:
+    def test(mix: Mix) -> MixState:
         assert all(needs[one] <= mix for one in mix), "no environment that cannot be installed"
         asked.append(mix)
-        return State.BAD if planted <= mix else State.GOOD
+        return MixState.BAD if planted <= mix else MixState.GOOD
 
     found, packages = search(needs, len(needs) * (1 + more), test), len(needs) * (1 + more)
     assert found.reproduced and found.alone
@@ -97,19 +97,19 @@ def test_the_groups_are_found_within_the_bound(case: tuple[list[set[int]], set[i
     assert len(asked) <= bound(packages) + (len(found.groups) - 1) * (bound(packages) - 1)
 
 
-@pytest.mark.parametrize(("whole", "nothing"), [(State.GOOD, State.GOOD), (State.BAD, State.BAD)])
+@pytest.mark.parametrize(("whole", "nothing"), [(MixState.GOOD, MixState.GOOD), (MixState.BAD, MixState.BAD)])
 @pytest.mark.parametrize("count", [1, 2, 7, 8])
-def test_locks_that_do_not_differ_by_the_metric(whole: State, nothing: State, count: int) -> None:
+def test_locks_that_do_not_differ_by_the_metric(whole: MixState, nothing: MixState, count: int) -> None:
     found = search([()] * count, count, lambda mix: whole if mix else nothing)
     assert not found.reproduced and "lock is not" in found.why and not found.groups
 
 
 def test_untestable_mixes_widen_the_result_and_lead_to_no_wrong_one() -> None:
     def found(count: int, planted: int, untestable: range) -> Culprits:
-        def test(mix: Mix) -> State:
+        def test(mix: Mix) -> MixState:
             if 0 < len(mix) < count and max(mix) in untestable:
-                return State.UNTESTABLE
-            return State.BAD if planted in mix else State.GOOD
+                return MixState.UNTESTABLE
+            return MixState.BAD if planted in mix else MixState.GOOD
 
         return search([()] * count, count, test)
 
@@ -131,11 +131,11 @@ def simulated(
     def measure(mix: Mix) -> float:
         return (slow if planted in mix else 1.0) * math.exp(chance.choice(logs) * scale)
 
-    def test(mix: Mix) -> State:
+    def test(mix: Mix) -> MixState:
         nonlocal gap, tests
         tests += 1
         if len(mix) == count:
-            return State.BAD
+            return MixState.BAD
         ratios: list[float] = []
         series.append(ratios)
         while len(ratios) < 40:
@@ -143,8 +143,8 @@ def simulated(
             faster = is_faster(ratios, gap, spread_of(series))
             if faster is not None:
                 gap = max(gap, known_gap(ratios, spread_of(series))) if faster else gap
-                return State.GOOD if faster else State.BAD
-        return State.UNTESTABLE
+                return MixState.GOOD if faster else MixState.BAD
+        return MixState.UNTESTABLE
 
     return search([()] * count, count, test), tests
 
