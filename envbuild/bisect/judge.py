@@ -107,6 +107,7 @@ class Judge:
             reference.append(measured(self.slow))
             tested.append(measured(subject))
             ratios.append(math.log(reference[-1] / tested[-1]))
+            self.log(f"  step: {1000 * reference[-1]:.2f} ms by the bad lock, {1000 * tested[-1]:.2f} ms by this one")
             faster = is_faster(ratios, self.gap, spread_of(self.ratios))
         middle = statistics.median(ratios)
         evidence = {

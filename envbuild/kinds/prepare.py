@@ -44,13 +44,11 @@ def prepare(
     those that this host builds. An environment refers to an `editable` project. `lock` takes the place of the recipe's.
     """
     layers = layers or for_host(loaded, target, environment)
-    if lock is not None:
-        pass
-    elif conda:
+    if lock is None and conda:
         from envbuild.lock.conda_kind import conda_lock
 
         lock = ensure(conda_lock(loaded, target), environment, **use)
-    else:
+    elif lock is None:
         lock = ensure(wheel_lock(loaded, target), environment, **use)
     layers = bind_to_lock(layers, lock)
     trainer = load_trainer()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,13 @@ def locks(envbuild: Command) -> tuple[Path, Path]:
     return found[0], found[1]
 
 
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
 def test_planted_wheels_are_found(envbuild: Command, locks: tuple[Path, Path]) -> None:
     def found(metric: str, *more: str) -> dict[str, Any]:
         told = envbuild.json("bisect", *locks, "--metric", metric, "--offline", *more)
@@ -58,6 +67,12 @@ def test_planted_wheels_are_found(envbuild: Command, locks: tuple[Path, Path]) -
     told = found("python -c 'import right'")
     assert {one["name"] for group in told["culprits"] for one in group} == {"left", "right"} and told["alone"] is True
     assert not list((Path(envbuild.env["ENVBUILD_STORE"]) / "bisect").iterdir())
+    # Ctrl-C leaves nothing.
+    child = envbuild.start("bisect", *locks, "--metric", "echo begun > begun; sleep 60", "--offline")
+    wait_for(envbuild.folder / "begun")
+    child.send_signal(signal.SIGINT)
+    assert child.wait(20) == 130 and not list((Path(envbuild.env["ENVBUILD_STORE"]) / "bisect").iterdir())
+    child.communicate()
     # Locks that do not differ by the metric, and a metric that is none.
     done = envbuild("bisect", locks[0].parent, locks[1].parent, "--metric", "python -c 'import pins'", "--offline")
     assert done.returncode == 5 and "do not differ" in done.stderr and not done.stdout
