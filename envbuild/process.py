@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -13,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from envbuild.errors import BuildError, EnvbuildError, HostError
-from envbuild.masking import redact
-from envbuild.progress import clean
+from envbuild.masking import masked_words, redact
+from envbuild.progress import detail
+from envbuild.terminal import clean
 
 # The hint for a child that a signal ended.
 KILLED = "run it again; if the system had no memory left (dmesg), with more memory or fewer CPUs"
@@ -43,6 +45,7 @@ def start(
 
     Raises HostError when the program does not exist or may not be executed.
     """
+    detail(f"$ {shlex.join(masked_words([str(part) for part in command]))}")
     try:
         return subprocess.Popen(
             [str(part) for part in command],

@@ -22,7 +22,7 @@ from envbuild.disk_space import check_disk_space
 from envbuild.errors import BuildError
 from envbuild.lock.conda import CondaPackage
 from envbuild.mounts import link_mode
-from envbuild.progress import OnProgress, log, transfer
+from envbuild.progress import OnProgress, log, reuse, transfer
 from envbuild.store.store import Store, remove_tree
 from envbuild.workers import Answer, Workers
 
@@ -109,6 +109,8 @@ class _Work:
 def _prepared(packages: Sequence[CondaPackage], prefix: Prefix, store: Store, locate: Locate) -> _Work:
     found = {package: conda_cache.known(store, package) for package in packages}
     missing = [package for package, row in found.items() if row is None]
+    for package in found.keys() - set(missing):
+        reuse("conda packages", package.file_name, True)
     new = conda_cache.archives(store, missing, locate) if missing else {}
     known = {
         package: row or conda_cache.metadata(store, package) or conda_cache.read_metadata(store, package, new[package])

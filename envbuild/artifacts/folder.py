@@ -23,6 +23,7 @@ from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
 from envbuild.layers.wheels import pinned
 from envbuild.mounts import link_mode
 from envbuild.plan.plan import Plan
+from envbuild.progress import step
 from envbuild.recipe.targets import Target, host_arch
 
 # Variables of a caller that would change the Python of an environment.
@@ -97,7 +98,8 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequen
     ]  # fmt: skip
     for source in dict.fromkeys(wheel.path.parent.absolute().as_uri() for wheel in (*wheels, *own)):
         command += ["--find-links", source]  # of a path, uv would split "," and cut off "#"
-    done = process.run(command, env=environment.uv_environment(), check=False)
+    with step(f"installing {len(wheels) + len(own)} wheels"):
+        done = process.run(command, env=environment.uv_environment(), check=False)
     if done.returncode != 0:
         raise BuildError(
             f"{wanted.final}: uv could not install the locked wheels ({process.ending(done.returncode)}):\n"

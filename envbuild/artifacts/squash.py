@@ -217,7 +217,7 @@ def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress, 
 
         size = write_image(
             root.entries, root.segments, out, base, maker.codec, root.mtime, maker.workers, on_progress, root.choice,
-            arrived=maker.wait, framed=framed,
+            arrived=maker.arrived, framed=framed,
         )  # fmt: skip
         for segment in root.segments:
             maker.wait(segment)

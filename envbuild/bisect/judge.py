@@ -18,7 +18,8 @@ from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.kinds.commit import open_subject, settings_of
 from envbuild.plan.plan import Plan
-from envbuild.progress import Log, clean
+from envbuild.progress import Log
+from envbuild.terminal import clean
 from envbuild.verify.model import FAIL, Settings, Subject
 from envbuild.verify.performance import measure_step
 from envbuild.verify.run import verify

@@ -23,9 +23,10 @@ from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan
-from envbuild.progress import Log, clean
+from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
+from envbuild.terminal import clean
 
 _MOST_METADATA = 4 << 20
 # Measurements of each environment, at most.

@@ -20,12 +20,17 @@ def main() -> None:
     # Trees of 100,000 paths are built once and kept: garbage collection over them costs a tenth of the run time.
     gc.set_threshold(100_000, 50, 100)
     try:
-        from envbuild.progress import guard_streams
+        from envbuild.terminal import guard_streams
 
         guard_streams()
-        from envbuild.cli.commands import run
+        if "_ENVBUILD_COMPLETE" in os.environ:  # the scripts of `envbuild completion`
+            from envbuild.cli.complete import answer
 
-        code = run()
+            code = answer()
+        else:
+            from envbuild.cli.commands import run
+
+            code = run()
     except KeyboardInterrupt:
         print("envbuild: interrupted", file=sys.stderr)
         code = 130

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import PATH, Names, with_options
 from envbuild.errors import LockError, UsageError, VerificationError
@@ -18,8 +18,11 @@ from envbuild.locks import needed_locks
 
 
 @click.command("audit")
-@click.argument("recipes", nargs=-1, metavar="RECIPE…")
-@click.option("--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable.")
+@click.argument("recipes", nargs=-1, metavar="RECIPE…", shell_complete=complete.recipes)
+@click.option(
+    "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
+    help="Only this target; repeatable.",
+)  # fmt: skip
 @click.option("--database", type=PATH, metavar="DIR", help="OSV's exports. Default: database in [audit] of the site.")
 @click.option("--ignore", multiple=True, metavar="ID", help="A vulnerability that does not concern you; repeatable.")
 @with_options("json")

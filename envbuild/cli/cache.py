@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import with_options
 from envbuild.environment import Environment
@@ -56,7 +56,7 @@ def status_command(as_json: bool) -> None:
 
 
 @cache_command.command("push")
-@click.argument("recipes", metavar="RECIPE…", nargs=-1, required=True)
+@click.argument("recipes", metavar="RECIPE…", nargs=-1, required=True, shell_complete=complete.recipes)
 @with_options("json")
 def push_command(recipes: tuple[str, ...], as_json: bool) -> None:
     """Upload what builds of each RECIPE in this store have used.
@@ -81,7 +81,7 @@ def push_command(recipes: tuple[str, ...], as_json: bool) -> None:
 
 
 @cache_command.command("pull")
-@click.argument("recipes", metavar="RECIPE…", nargs=-1, required=True)
+@click.argument("recipes", metavar="RECIPE…", nargs=-1, required=True, shell_complete=complete.recipes)
 @with_options("json")
 def pull_command(recipes: tuple[str, ...], as_json: bool) -> None:
     """Fetch what `cache push` or `cache warm` uploaded of each RECIPE, for later work without a network.
@@ -102,7 +102,7 @@ def pull_command(recipes: tuple[str, ...], as_json: bool) -> None:
 
 
 @cache_command.command("warm")
-@click.argument("recipes", metavar="RECIPE…", nargs=-1, required=True)
+@click.argument("recipes", metavar="RECIPE…", nargs=-1, required=True, shell_complete=complete.recipes)
 @with_options("target", "locked", "json")
 def warm_command(recipes: tuple[str, ...], target: str | None, locked: bool, as_json: bool) -> None:
     """Fetch or make every layer of the images of each RECIPE, and upload those that the cache lacks.

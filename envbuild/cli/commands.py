@@ -7,12 +7,14 @@ import os
 import sys
 
 import click
+from click.shell_completion import CompletionItem
 
 from envbuild import __version__
+from envbuild.cli.verbosity import verbosity
 from envbuild.errors import EnvbuildError, system_error
 from envbuild.kinds import ARTIFACTS
 from envbuild.masking import redact
-from envbuild.progress import clean
+from envbuild.terminal import clean
 
 _BUILDERS = {"folder": "folder", "file": "image_file", "registry": "docker"}
 # command → (module, one line for --help). Help must not import the commands' dependencies.
@@ -48,6 +50,8 @@ COMMANDS = {
     "store": ("store", "Show, bound and check the store of downloads and layers."),
     "cache": ("cache", "Share the results of builds in a registry."),
     "matrix": ("matrix", "List the builds that a CI should run."),
+    "completion": ("complete", "Print the script that completes commands and names in your shell."),
+    "man": ("man", "Write the man pages of all commands."),
 }
 
 
@@ -64,6 +68,12 @@ class _Commands(click.Group):
         command = getattr(module, f"{cmd_name.replace('-', '_')}_command")
         assert isinstance(command, click.Command)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # click's own imports every module for its help.
+        found = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)}
+        names = [CompletionItem(name, help=text) for name, text in found.items()]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -87,6 +97,7 @@ class _Commands(click.Group):
     epilog="Examples:  envbuild venv pt_cpu   ·   envbuild lock pt_cpu --upgrade=numpy   ·   "
     "envbuild verify build/pt_cpu/cpu-x86_64/venv --faults",
 )
+@verbosity
 @click.version_option(__version__, prog_name="envbuild")
 def cli() -> None:
     """Compile one recipe into PyTorch environments, each proven by distributed training.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from envbuild.cli import layout
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.progress import log as log
@@ -138,10 +139,10 @@ def show_plan(plan: Plan, as_json: bool, path: Path | None = None) -> None:
 def plan_lines(plan: Plan) -> list[str]:
     """Return a plan as text."""
     layers = [
-        f"{number:3}. {layer.kind:8} {layer.name} {layer.version}  {layer.digest[:19]}…"
+        layout.fitted(f"{number:3}. {layer.kind:8} {layer.name} {layer.version}  {layer.digest[:19]}…", 14)
         for number, layer in enumerate(plan.layers, start=1)
     ]
-    return [f"{plan.artifact} of {plan.recipe} for {plan.target}, {plan.digest}", *layers]
+    return [layout.fitted(f"{plan.artifact} of {plan.recipe} for {plan.target}, {plan.digest}", 4), *layers]
 
 
 def hand_over(

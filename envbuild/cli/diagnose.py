@@ -7,6 +7,7 @@ from pathlib import Path, PurePath
 
 import click
 
+from envbuild.cli import complete
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import PATH, with_options
 from envbuild.diagnose.engine import Diagnosis, Evidence, diagnose
@@ -18,7 +19,7 @@ _EVIDENCE = 6
 
 
 @click.command("diagnose")
-@click.argument("logs", metavar="LOG...", nargs=-1, required=True)
+@click.argument("logs", metavar="LOG...", nargs=-1, required=True, shell_complete=complete.any_files)
 @click.option("--all", "everything", is_flag=True, help="Show what follows from a cause, too.")
 @with_options("json")
 def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> None:

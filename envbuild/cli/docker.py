@@ -7,15 +7,17 @@ from functools import partial
 
 import click
 
+from envbuild.cli import complete
 from envbuild.cli.common import check_out, open_recipe, open_target, plan_lines, run_environment, show
 from envbuild.cli.options import BuildOptions, Names, build_options
 from envbuild.errors import UsageError
+from envbuild.progress import step
 
 
 @click.command("docker")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @click.option(
-    "--target", "targets", multiple=True, metavar="TARGET",
+    "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
     help="ACCELERATOR-ARCH, such as cpu-x86_64; repeatable: one multi-platform image. Default: this host's.",
 )  # fmt: skip
 @click.option("--tag", metavar="REF", help="Name of the image. Default: RECIPE:TARGET.")
@@ -58,6 +60,7 @@ def docker_command(
     """
     from envbuild.artifacts.docker import ImageOutput, check_tag
     from envbuild.artifacts.image import PreparedImage
+    from envbuild.cli.summary import summarise
     from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
     from envbuild.kinds.image import ImageOptions, check_options, make_images, prepare_image
     from envbuild.verify.static_checks import check_torch
@@ -77,16 +80,19 @@ def docker_command(
     if native and base:
         raise UsageError("--base is for --builder dockerfile", "otherwise say `base` in the recipe's [image]")
     prepare: Callable[..., PreparedImage] = prepare_image if native else partial(prepare_dockerfile, base=base)
-    prepared = [
-        prepare(loaded, target, environment, bytecode=not options.no_bytecode, **options.lock_use) for target in wanted
-    ]
+    with step(f"planning the image of {loaded.recipe.name}", told=True):
+        use = options.lock_use
+        prepared = [prepare(loaded, target, environment, bytecode=not options.no_bytecode, **use) for target in wanted]
     name = check_tag(tag or f"{loaded.recipe.name}:{wanted[0].name}", push=push)
     wish = ImageOptions(name, place, push, verify=verify, faults=options.faults, form=form)
     for one in prepared:
         check_torch(loaded, one.plan, verify=verify)
     if not options.dry_run:
         make = make_images if native else make_by_dockerfile
-        result = make(prepared, wish, environment, offline=options.offline)
+        what = f"docker of {loaded.recipe.name}"
+        with step(f"building {what}", told=True):
+            result = make(prepared, wish, environment, offline=options.offline)
+        summarise(what, {**result, "target": ", ".join(one.target.name for one in prepared)})
         show(options.as_json, result, result["path"])
         return
     if native:

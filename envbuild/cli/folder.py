@@ -7,11 +7,13 @@ from pathlib import Path
 
 import click
 
+from envbuild.cli import complete
 from envbuild.cli.common import check_out, hand_over, log, open_build, own_command, show, show_job, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS, FolderArtifact, plan_of
+from envbuild.progress import step
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
@@ -38,7 +40,7 @@ def _folder_options(*own: Decorator) -> Decorator:
 
 
 @click.command("venv")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @_folder_options(
     click.option(
         "--out", type=PATH, metavar="DIR",
@@ -65,7 +67,7 @@ def venv_command(recipe: str, options: BuildOptions) -> None:
 
 
 @click.command("conda")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @_folder_options(
     click.option(
         "--out", "--prefix", "-p", "out", type=PATH, metavar="DIR",
@@ -99,6 +101,7 @@ def conda_command(recipe: str, name: str | None, options: BuildOptions) -> None:
 def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str | None = None) -> None:
     """Build the environment, on this host or in a job, and print its path."""
     from envbuild.artifacts.state import check_place
+    from envbuild.cli.summary import summarise
     from envbuild.kinds.folder import make_environment, prepare_folder
     from envbuild.site.conda_envs import named_prefix
     from envbuild.verify.static_checks import check_torch
@@ -113,22 +116,27 @@ def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str |
     if options.job:
         _build_by_job(kind, options, environment, loaded, target)
         return
-    plan, trainer = prepare_folder(
-        kind, loaded, target, environment, compile_bytecode=options.compile_bytecode, editable=options.editable,
-        **options.lock_use,
-    )  # fmt: skip
-    check_torch(loaded, plan, verify=not options.no_verify)
+    what = f"{kind_name} of {loaded.recipe.name}"
+    with step(f"planning {what} for {target.name}", told=True):
+        plan, trainer = prepare_folder(
+            kind, loaded, target, environment, compile_bytecode=options.compile_bytecode, editable=options.editable,
+            **options.lock_use,
+        )  # fmt: skip
+        check_torch(loaded, plan, verify=not options.no_verify)
     path = options.out or kind.default_path(loaded.recipe.name, target.name)
     if options.dry_run:
         check_place(path)
         show_plan(plan, options.as_json, path)
         return
-    result = make_environment(
-        kind, plan, trainer, environment, path, offline=options.offline, python=options.python,
-        verify=not options.no_verify, faults=options.faults, exact=options.exact,
-    )  # fmt: skip
+    with step(f"building {what} for {target.name}", told=True):
+        result = make_environment(
+            kind, plan, trainer, environment, path, offline=options.offline, python=options.python,
+            verify=not options.no_verify, faults=options.faults, exact=options.exact,
+        )  # fmt: skip
     if not result.built and not result.verified:
         log(f"{path}: nothing changed ({result.seconds:.2f} s)")
+    else:
+        summarise(what, result.as_json())
     show(options.as_json, result.as_json(), path)
 
 

@@ -61,7 +61,8 @@ def history_command(
     for row in rows:
         series.setdefault(_series(name, row), []).append(row)
     for title, those in series.items():
-        click.echo("\n".join([title, *_lines(those, metrics or tuple(METRICS)), ""]))
+        for line in [title, *_lines(those, metrics or tuple(METRICS)), ""]:
+            click.echo(layout.fitted(line))
 
 
 def _receipts(place: Path, recipe: str) -> Iterator[Mapping[str, Any]]:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 import click
 
+from envbuild.cli import complete
 from envbuild.cli.common import check_out, log, open_recipe, open_target, print_json, run_environment, show, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS, kinds_of
+from envbuild.progress import step
 from envbuild.recipe.targets import Target, host_arch
 
 DEFAULT_RECIPE = "pt_cpu"
@@ -43,7 +45,7 @@ def _file_options(suffix: str, converter: str, *own: Decorator) -> Decorator:
 
 
 @click.command("enroot")
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_file_options("sqsh", "enroot import")
 def enroot_command(recipe: str | None, options: BuildOptions) -> None:
     """Build the squashfs image of RECIPE (default: pt_cpu) for enroot and pyxis, and prove it by training in it.
@@ -63,7 +65,7 @@ def enroot_command(recipe: str | None, options: BuildOptions) -> None:
 
 
 @click.command("apptainer")
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_file_options(
     "sif", "apptainer pull",
     click.option(
@@ -89,7 +91,7 @@ def apptainer_command(recipe: str | None, options: BuildOptions) -> None:
 
 
 @click.command("build")
-@click.argument("recipe", required=False)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_image_options(
     click.option(
         "--artifact", "artifacts", required=True, metavar="KIND,…",
@@ -120,6 +122,7 @@ def build_command(recipe: str | None, artifacts: str, options: BuildOptions) -> 
 def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> None:
     """Make image files of `kinds` from a recipe or an image, and print them; a dry run prints the plan."""
     from envbuild.artifacts.apptainer_engine import find_engine
+    from envbuild.cli.summary import summarise
     from envbuild.image.reference import parse_source
     from envbuild.image.squashfs.codec import codec_of
     from envbuild.kinds.image import prepare_image
@@ -162,18 +165,25 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
                     log(f"{file.kind}: {image.url} to {file.path}")
             return
         chosen = Target.parse(options.target or f"cpu-{host_arch()}")
-        results = make_from_image(image, chosen, of_image, environment)
+        what = image.url
+        with step(f"converting {what}", told=True):
+            results = make_from_image(image, chosen, of_image, environment)
     else:
         loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
         target = open_target(loaded, options.target, environment)
-        one = prepare_image(loaded, target, environment, bytecode=not options.no_bytecode, **options.lock_use)
-        plan = one.plan
-        check_torch(loaded, plan, verify=verify)
+        with step(f"planning the image of {loaded.recipe.name} for {target.name}", told=True):
+            one = prepare_image(loaded, target, environment, bytecode=not options.no_bytecode, **options.lock_use)
+            plan = one.plan
+            check_torch(loaded, plan, verify=verify)
         of_recipe = wish(lambda kind: OutputFile(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target)))
         if options.dry_run:
             check_files(of_recipe)
             show_plan(plan, options.as_json)
             return
-        results = make_from_recipe(one, of_recipe, environment, offline=options.offline)
+        what = plan.recipe
+        with step(f"building {' and '.join(kinds)} of {what} for {plan.target}", told=True):
+            results = make_from_recipe(one, of_recipe, environment, offline=options.offline)
     told = [result.as_json() for result in results]
+    for kind, made in zip(kinds, told, strict=True):
+        summarise(f"{kind} of {what}", made)
     show(options.as_json, told[0] if len(told) == 1 else {"artifacts": told}, *(result.path for result in results))

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from envbuild.artifacts.manifest import shown
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import with_options
 from envbuild.describe import describe, receipt_of
@@ -36,8 +36,8 @@ _PARTS = {
 
 
 @click.command("inspect")
-@click.argument("artifact")
-@click.option("--target", metavar="TARGET", help="Platform of a multi-platform image.")
+@click.argument("artifact", shell_complete=complete.artifacts)
+@click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Platform of a multi-platform image.")
 @click.option("--packages", is_flag=True, help="List every package, and nothing else.")
 @click.option("--layers", is_flag=True, help="List an image's layers; nothing in it is read.")
 @click.option("--sbom", type=click.Choice(["cyclonedx"]), help="Write the bill of materials, CycloneDX 1.6.")
@@ -166,14 +166,15 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> None:
     """Print rows in aligned columns, below their title if there is one."""
     if title and rows:
         click.echo(f"{title}:")
+    indent = max((len(row[0]) for row in rows), default=0) + (4 if title else 2)
     for line in layout.columns(rows):
-        click.echo(layout.printable(f"  {line}" if title else line, "?"))
+        click.echo(layout.fitted(layout.printable(f"  {line}" if title else line, "?"), indent))
 
 
 @click.command("diff")
-@click.argument("a")
-@click.argument("b")
-@click.option("--target", metavar="TARGET", help="Platform of multi-platform images.")
+@click.argument("a", shell_complete=complete.artifacts)
+@click.argument("b", shell_complete=complete.artifacts)
+@click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Platform of multi-platform images.")
 @click.option("--files/--no-files", default=True, help="Compare every file (default), or packages alone.")
 @click.option("--all", "everything", is_flag=True, help=f"List all files, not the first {_LINES}.")
 @with_options("exact", "json")
@@ -237,7 +238,7 @@ def _show_changes(found: Comparison, everything: bool) -> None:
         for change in shown:
             sign, colour = _SIGNS[change.kind]
             line = {"settings": _value, "files": _file}.get(name, _package)(change)
-            click.echo(click.style(f"  {sign} {line}", fg=colour))
+            click.echo(click.style(layout.fitted(f"  {sign} {line}"), fg=colour))
         if len(shown) < len(changes):
             click.echo(f"  … and {len(changes) - len(shown)} more; --all lists them")
     for note in found.notes:

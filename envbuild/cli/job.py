@@ -10,17 +10,11 @@ from typing import Any, get_args
 
 import click
 
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import attested_images, check_out, hand_over, log, own_command, show_job
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
-from envbuild.jobs.artifact import check_trust, open_artifact
-from envbuild.jobs.here import no_scheduler_error
 from envbuild.jobs.model import JobRequest, Strategy
-from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
-from envbuild.jobs.plan_checks import check_gpus, possible_faults
-from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
-from envbuild.jobs.render import explained, render
 from envbuild.kinds import kinds_of
 from envbuild.recipe.targets import host_arch
 from envbuild.site.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
@@ -51,13 +45,13 @@ class _WithScript(click.Command):
 
 
 @click.command("job", cls=_WithScript)
-@click.argument("named", metavar="RECIPE|ARTIFACT")
-@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
+@click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete.any_files)
 @with_options("site")
 @click.option("--nodes", type=_COUNT, help="Nodes. Default: the recipe's [verify] nodes.")
 @click.option("--nproc-per-node", type=_COUNT, help="Ranks of each node. Default: its GPUs, or the recipe's [verify].")
 @click.option(
-    "--script", metavar="TRAIN.py",
+    "--script", metavar="TRAIN.py", shell_complete=complete.python_files,
     help="What to train with, as nodes see it; ARGS are its own. Default: the bundled trainer.",
 )  # fmt: skip
 @click.option("--module", metavar="PKG.TRAIN", help="What to train with: a module in the artifact.")
@@ -84,7 +78,7 @@ class _WithScript(click.Command):
 @_unverified_option
 @with_options("exact", "target")
 @click.option("--out", type=PATH, metavar="FILE", help="Write it there. Default: print it.")
-@click.option("--explain", is_flag=True, help="Show every value and who decided it, on standard error.")
+@click.option("--explain", is_flag=True, help="Show each value and its origin, on standard error below the script.")
 @click.option("--submit", is_flag=True, help="Hand it to the scheduler; prints the job's number.")
 @with_options("json")
 def job_command(
@@ -115,6 +109,12 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
       envbuild job pt_cpu --site slurm-modules --nodes 64 --exclude-slow --submit
     """
+    from envbuild.jobs.artifact import check_trust, open_artifact
+    from envbuild.jobs.here import no_scheduler_error
+    from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
+    from envbuild.jobs.plan_checks import check_gpus, possible_faults
+    from envbuild.jobs.render import explained, render
+
     check_out(out)
     where = load_site(os.environ, site)
     request = JobRequest(arguments=arguments, current=Path.cwd(), envbuild=own_command(), exact=exact, **options)
@@ -134,8 +134,6 @@ def job_command(
     for one in warnings:
         log(f"warning: {one}")
     values = explained(plan)
-    for line in layout.columns(values, most=60) if explain else ():
-        log(line)
     text = render(plan)
     hint = "name another file with --out, or another folder with --work"
     path, number = hand_over(plan, text, out, submit=submit, hint=hint)
@@ -149,10 +147,13 @@ def job_command(
         "warnings": warnings,
     }
     show_job(as_json, about, text, path, number)
+    sys.stdout.flush()  # standard error is below the script, where a terminal shows both
+    for line in layout.columns(values, most=60) if explain else ():
+        log(line)
 
 
 @click.command("preflight")
-@click.argument("named", metavar="RECIPE|ARTIFACT")
+@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
 @with_options("site")
 @click.option("--host", "hosts", metavar="H1,H2", default="", help="Nodes by ssh, without a scheduler.")
 @click.option("--nproc-per-node", type=_COUNT, help="GPUs wanted of each node.")
@@ -184,6 +185,11 @@ def preflight_command(
       envbuild preflight /fsx/pt.sqsh --site aws-parallelcluster --speed
       envbuild preflight build/pt_cpu/cpu-x86_64/venv --host n1,n2
     """
+    from envbuild.jobs.artifact import check_trust, open_artifact
+    from envbuild.jobs.plan import plan_job, wanted_kinds
+    from envbuild.jobs.plan_checks import check_gpus
+    from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
+
     where = load_site(os.environ, site)
     allocation = find_allocation([one for one in hosts.split(",") if one], os.environ)
     request = JobRequest(

@@ -33,6 +33,23 @@ def entry(name: str, cells: Sequence[str], column: int, width: int) -> str:
     return "\n".join(f"{n:<{column}}  {part}" for n, part in zip(names, parts, strict=True))
 
 
+def fitted(line: str, indent: int = 6) -> str:
+    """Return `line`, on several lines if it is wider than the terminal: all but the first are indented.
+
+    Words are never broken: one that would be too wide with the indentation gets less of it.
+    """
+    limit = width()
+    if len(line) <= limit:
+        return line
+    start = min(indent, max(2, limit - max(map(len, line.split()))))
+    return "\n".join(
+        textwrap.wrap(
+            line, limit, subsequent_indent=" " * start,
+            break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
+        )
+    )  # fmt: skip
+
+
 def columns(rows: Sequence[Sequence[str]], most: int = NO_LIMIT) -> list[str]:
     """Return `rows` in aligned columns, one line each; a column is at most `most` wide, unless a cell is longer."""
     widths = [min(most, max(map(len, column))) for column in zip(*rows, strict=True)]

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from envbuild.atomic import write_beside, writing
+from envbuild.cli import complete
 from envbuild.cli.common import log, open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options
 from envbuild.environment import Environment
@@ -34,8 +35,11 @@ _ALL = "*"
 
 
 @click.command("lock")
-@click.argument("recipes", nargs=-1, metavar="RECIPE…")
-@click.option("--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable.")
+@click.argument("recipes", nargs=-1, metavar="RECIPE…", shell_complete=complete.recipes)
+@click.option(
+    "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
+    help="Only this target; repeatable.",
+)  # fmt: skip
 @click.option(
     "--upgrade", "upgrades", multiple=True, is_flag=False, flag_value=_ALL, metavar="[PKG]",
     help="Let every package move, or only PKG (repeatable). Otherwise locked versions stay.",

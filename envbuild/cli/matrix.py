@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
 
 from envbuild import matrix
+from envbuild.cli import complete, layout
 from envbuild.cli.common import log, open_recipe
 from envbuild.cli.options import Names
 from envbuild.data import load_table
@@ -18,15 +21,19 @@ from envbuild.toml import nearest
 
 
 @click.command("matrix")
-@click.argument("recipes", nargs=-1, metavar="[RECIPE]…")
+@click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
 @click.option(
     "--artifact", "artifacts", multiple=True, metavar="KIND",
     help=f"Only this kind ({', '.join(ARTIFACTS)}); repeatable.",
 )  # fmt: skip
-@click.option("--target", "targets", multiple=True, metavar="TARGET", help="Only this target; repeatable.")
 @click.option(
-    "--format", "form", type=click.Choice(["github", "gitlab", "json"]), default="json",
-    show_default=True, help="A matrix for GitHub, a child pipeline for GitLab, or an array.",
+    "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
+    help="Only this target; repeatable.",
+)  # fmt: skip
+@click.option(
+    "--format", "form", type=click.Choice(["github", "gitlab", "json", "table"]),
+    help="A matrix for GitHub, a child pipeline for GitLab, an array, or a table. Default: table on a terminal, else "
+    "json.",
 )  # fmt: skip
 @click.option(
     "--changed-since", metavar="REV",
@@ -38,7 +45,13 @@ from envbuild.toml import nearest
 )  # fmt: skip
 @click.option("--strict", is_flag=True, help="Exit 3 where a build is left out for want of a current lock.")
 def matrix_command(
-    recipes: Names, artifacts: Names, targets: Names, form: str, changed_since: str | None, runners: Names, strict: bool
+    recipes: Names,
+    artifacts: Names,
+    targets: Names,
+    form: str | None,
+    changed_since: str | None,
+    runners: Names,
+    strict: bool,
 ) -> None:
     """List the builds that a CI should run: RECIPE… × targets × artifacts, each with its runner.
 
@@ -68,7 +81,15 @@ def matrix_command(
             log(str(one))
     if unlocked:
         raise LockError("\n".join(map(str, unlocked)), "leave --strict out to list the others")
-    click.echo({"github": matrix.as_github, "gitlab": matrix.as_gitlab, "json": matrix.as_json}[form](jobs))
+    form = form or ("table" if sys.stdout.isatty() else "json")
+    forms = {"github": matrix.as_github, "gitlab": matrix.as_gitlab, "json": matrix.as_json, "table": _table}
+    click.echo(forms[form](jobs))
+
+
+def _table(jobs: Sequence[matrix.MatrixJob]) -> str:
+    """Return a line for each job: its build, its runner, and whether it is verified there."""
+    rows = [[job.recipe, job.target, job.artifact, job.runner, "verified" if job.verify else "built"] for job in jobs]
+    return "\n".join(map(layout.fitted, layout.columns(rows)))
 
 
 def _choose(names: Names, environment: Environment) -> list[matrix.SelectedRecipe]:

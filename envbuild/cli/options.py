@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from envbuild.cli import complete
+from envbuild.cli.verbosity import verbosity
 from envbuild.errors import UsageError
 from envbuild.progress import log
 
@@ -30,17 +32,23 @@ _FLAGS = {
     "dry-run": "Print the plan and stop.",
 }
 _VALUES = {
-    "target": ("TARGET", "ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."),
-    "site": ("SITE", "Name or path of a site file. Default: the site.toml in force."),
+    "target": ("TARGET", complete.targets, "ACCELERATOR-ARCH, such as cpu-x86_64. Default: this host's."),
+    "site": ("SITE", complete.sites, "Name or path of a site file. Default: the site.toml in force."),
     "runtime": (
         "NAME",
+        None,
         "What launches it for verification: enroot, apptainer, or own (user namespaces). Default: the best here.",
     ),
 }
+
+
 _SHARED: dict[str, Decorator] = {
     "json": click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     **{name: click.option(f"--{name}", is_flag=True, help=text) for name, text in _FLAGS.items()},
-    **{name: click.option(f"--{name}", metavar=value, help=text) for name, (value, text) in _VALUES.items()},
+    **{
+        name: click.option(f"--{name}", metavar=value, shell_complete=values, help=text)
+        for name, (value, values, text) in _VALUES.items()
+    },
 }
 
 
@@ -108,6 +116,6 @@ def build_options(*options: str | Decorator) -> Decorator:
             chosen = {name: given.pop(name) for name in names & given.keys()}
             command(**given, options=BuildOptions(**chosen))
 
-        return with_options(*options)(run)
+        return with_options(*options)(verbosity(run))
 
     return decorate

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from envbuild.bundle import make_bundle
+from envbuild.cli import complete
 from envbuild.cli.common import check_out, log, open_build, show, show_plan
 from envbuild.cli.options import PATH, BuildOptions, build_options
 from envbuild.kinds import ARTIFACTS, kinds_of, plan_of
@@ -16,7 +17,7 @@ from envbuild.layers.requested import before_environment, for_host
 
 
 @click.command("plan")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @build_options(
     "target",
     click.option("--artifact", type=click.Choice(list(ARTIFACTS)), default="venv", show_default=True),
@@ -48,7 +49,7 @@ def plan_command(recipe: str, artifact: str, elsewhere: bool, options: BuildOpti
 
 
 @click.command("layers")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @build_options(
     "target",
     click.option(
@@ -97,7 +98,7 @@ def layers_command(recipe: str, place: str, options: BuildOptions) -> None:
 
 
 @click.command("bundle")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @build_options(
     "target",
     click.option(

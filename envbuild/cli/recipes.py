@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, print_json, show
 from envbuild.cli.options import with_options
 from envbuild.compat.gpus import gpu_findings
@@ -92,7 +92,7 @@ def _locked_target(name: str, locks: Mapping[str, bool]) -> str:
 
 
 @click.command("show")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=complete.recipes)
 @with_options("json")
 def show_command(recipe: str, as_json: bool) -> None:
     """Show RECIPE as it was understood, with defaults filled in and the state of its locks.
@@ -120,37 +120,44 @@ def show_command(recipe: str, as_json: bool) -> None:
         print_json({**asdict(loaded.recipe), "path": str(loaded.path), "digest": loaded.digest, **about})
         return
     table = loaded.recipe
-    click.echo(f"{table.name}: {table.description}\n  from {loaded.path}\n  digest {loaded.digest}")
-    click.echo(f"  python {table.python}\n  requirements {', '.join(table.requirements) or 'none'}")
+
+    def say(line: str) -> None:
+        click.echo(layout.fitted(line))
+
+    say(f"{table.name}: {table.description}")
+    say(f"  from {loaded.path}")
+    say(f"  digest {loaded.digest}")
+    say(f"  python {table.python}")
+    say(f"  requirements {', '.join(table.requirements) or 'none'}")
     for project, index in table.indexes.items():
-        click.echo(f"  {project} from the index {index} alone")
-    click.echo(f"  images hold a {'conda environment' if table.environment == 'conda' else 'venv'}")
+        say(f"  {project} from the index {index} alone")
+    say(f"  images hold a {'conda environment' if table.environment == 'conda' else 'venv'}")
     if conda:
-        click.echo(f"  conda channels {', '.join(table.conda.channels)}")
-        click.echo(f"  conda dependencies {', '.join(table.conda.dependencies)}")
+        say(f"  conda channels {', '.join(table.conda.channels)}")
+        say(f"  conda dependencies {', '.join(table.conda.dependencies)}")
         if table.conda.requirements:
-            click.echo(f"  with pip {', '.join(table.conda.requirements)}")
+            say(f"  with pip {', '.join(table.conda.requirements)}")
     if table.fabric != "any":
-        click.echo(f"  fabric {table.fabric}")
+        say(f"  fabric {table.fabric}")
     for name, layer in table.layers.items():
-        click.echo(f"  layer {name} {layer.version}: {_layer(name, layer)}")
+        say(f"  layer {name} {layer.version}: {_layer(name, layer)}")
     for name, target in table.targets.items():
-        click.echo(f"  target {name}: {', '.join(target.requirements) or 'nothing more'}")
+        say(f"  target {name}: {', '.join(target.requirements) or 'nothing more'}")
         for index in target.indexes:
-            click.echo(f"    index {index}")
+            say(f"    index {index}")
         if target.conda:
-            click.echo(f"    conda {', '.join(target.conda)}")
+            say(f"    conda {', '.join(target.conda)}")
         if name in locks:
             state = locks[name]
             packages = f"{len(state.lock.packages)} packages" if state.lock else "none"
-            click.echo(f"    lock {state.path}: {packages}, {state.fault or 'current'}")
+            say(f"    lock {state.path}: {packages}, {state.fault or 'current'}")
         for kind in ("image", "builder"):
             if found := states.get(kind, {}).get(name):
-                click.echo(f"    {kind} lock {found.path}: {found.fault or 'current'}")
+                say(f"    {kind} lock {found.path}: {found.fault or 'current'}")
         if name in conda:
-            click.echo(f"    conda lock {conda[name].path}: {_conda_lock(conda[name])}")
+            say(f"    conda lock {conda[name].path}: {_conda_lock(conda[name])}")
     verify = table.verify
-    click.echo(
+    say(
         f"  verified on {verify.nodes} nodes × {verify.nproc_per_node} ranks, {verify.epochs} epochs, "
         f"model {verify.model}"
     )
@@ -171,8 +178,11 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
 
 
 @click.command("explain")
-@click.argument("recipe")
-@click.option("--target", metavar="TARGET", help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.")
+@click.argument("recipe", shell_complete=complete.recipes)
+@click.option(
+    "--target", metavar="TARGET", shell_complete=complete.targets,
+    help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.",
+)  # fmt: skip
 @click.option("--driver", metavar="VERSION", help="Judge this driver of the nodes, as nvidia-smi prints it.")
 @with_options("json")
 def explain_command(recipe: str, target: str | None, driver: str | None, as_json: bool) -> None:
@@ -245,17 +255,21 @@ def _built(recipe: str, target: Target) -> dict[str, Containers]:
 
 
 def _show_findings(findings: Sequence[CompatFinding]) -> None:
+    columns = max(20, min(_WIDTH, layout.width()) - len(_INDENT))
     for finding in findings:
         status = click.style(f"{finding.status:7}", fg=_COLOURS[finding.status])
-        lines = wrap(finding.text, _WIDTH - len(_INDENT), break_on_hyphens=False)
+        lines = wrap(finding.text, columns, break_on_hyphens=False)
         click.echo(f"  {status}  {finding.subject:10}{lines[0] if lines else ''}")
         for line in lines[1:]:
             click.echo(_INDENT + line)
         notes = [f"fix: {finding.fix}"] if finding.fix and finding.status != "good" else []
         notes += [f"source: {finding.source} ({finding.date})"] if finding.source else []
         for note in notes:
-            for line in wrap(note, _WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False):
-                click.echo(_INDENT + click.style(line, dim=True))
+            # The URL of a source stays whole.
+            indent = " " * min(len(_INDENT), max(2, columns + len(_INDENT) - max(map(len, note.split()))))
+            room = columns + len(_INDENT) - len(indent)
+            for line in wrap(note, room, break_long_words=False, break_on_hyphens=False):
+                click.echo(indent + click.style(line, dim=True))
     if not findings:
         click.echo("  nothing to judge: no CUDA, no layers")
         return

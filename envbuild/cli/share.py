@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from envbuild.cli import complete
 from envbuild.cli.common import check_out, log, open_recipe, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.environment import Environment
@@ -18,7 +19,7 @@ from envbuild.progress import human_size, transfer
 
 
 @click.command("push")
-@click.argument("named", metavar="ARTIFACT")
+@click.argument("named", metavar="ARTIFACT", shell_complete=complete.artifacts)
 @click.argument("reference", metavar="REF")
 @with_options("json")
 def push_command(named: str, reference: str, as_json: bool) -> None:

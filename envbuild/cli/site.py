@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from envbuild.atomic import write_beside
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import check_out, log, print_json, show
 from envbuild.cli.options import with_options
 from envbuild.errors import HostError, RecipeError, UsageError
@@ -35,7 +35,10 @@ def site_command() -> None:
 
 @site_command.command("init")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: site.toml.")
-@click.option("--from", "origin", metavar="SITE", help="Copy this site's file, with its comments.")
+@click.option(
+    "--from", "origin", metavar="SITE", shell_complete=complete.sites,
+    help="Copy this site's file, with its comments.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Write over a file that exists.")
 def init_command(out: Path | None, origin: str | None, force: bool) -> None:
     """Write a commented site file for this host, or a copy of another site's to change.
@@ -75,7 +78,7 @@ def _file_of(site: str) -> str:
 
 
 @site_command.command("show")
-@click.argument("site", required=False)
+@click.argument("site", required=False, shell_complete=complete.sites)
 @click.option("--all", "everything", is_flag=True, help="Defaults, too.")
 @click.option("--file", "as_file", is_flag=True, help="Print SITE's file as it is, with comments and {user}.")
 @with_options("json")
@@ -119,7 +122,7 @@ def _setting(row: EffectiveSetting) -> str:
 
 
 @site_command.command("check")
-@click.argument("site", required=False)
+@click.argument("site", required=False, shell_complete=complete.sites)
 @click.option("--offline", is_flag=True, help="Ask nothing over a network.")
 @with_options("json")
 def check_command(site: str | None, offline: bool, as_json: bool) -> None:
@@ -155,13 +158,15 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
 @site_command.command("list")
 @with_options("json")
 def list_command(as_json: bool) -> None:
-    """List the sites that have a name, and where they are."""
-    from envbuild.site.settings import site_folders
+    """List the sites that have a name, and where they are.
 
-    found: dict[str, Path] = {}
-    for folder in site_folders(dict(os.environ)):
-        for path in sorted(folder.glob("*.toml")):
-            found.setdefault(path.stem, path)
+    \b
+    Examples:
+      envbuild site list --json
+    """
+    from envbuild.site.settings import named_sites
+
+    found = named_sites(os.environ)
     column, width = max(map(len, found), default=0), layout.width()
     sites = [{"name": name, "path": str(path)} for name, path in found.items()]
     entries = (layout.entry(name, [_about(path), f"({path})"], column, width) for name, path in found.items())

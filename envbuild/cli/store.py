@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from envbuild import resources, units
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import log, print_json, show
 from envbuild.cli.options import with_options
 from envbuild.environment import load_environment
@@ -105,7 +105,9 @@ def status_command(as_json: bool) -> None:
 @store_command.command("prune")
 @click.option("--older-than", metavar="AGE", help="What was not used for AGE, such as 12h, 30d or 8w.")
 @click.option("--keep", metavar="SIZE", help="What was not used for longest, until SIZE, such as 50G, remains.")
-@click.option("--recipe", metavar="NAME", help="Only what no other recipe than NAME used.")
+@click.option(
+    "--recipe", metavar="NAME", shell_complete=complete.recipes, help="Only what no other recipe than NAME used."
+)
 @click.option("--dry-run", is_flag=True, help="Remove nothing; list what would be removed.")
 @with_options("json")
 def prune_command(older_than: str | None, keep: str | None, recipe: str | None, dry_run: bool, as_json: bool) -> None:

@@ -16,6 +16,7 @@ import click
 from envbuild import resources
 from envbuild.atomic import replacing, write_beside, writing
 from envbuild.bundle import ATTESTATION, attest_bundle, judge_bundle, read_bundle
+from envbuild.cli import complete
 from envbuild.cli.common import attested_images, log, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
@@ -31,7 +32,7 @@ _PASSPHRASE = "ENVBUILD_KEY_PASSPHRASE"
 
 
 @click.command("attest")
-@click.argument("named", metavar="ARTIFACT")
+@click.argument("named", metavar="ARTIFACT", shell_complete=complete.artifacts)
 @click.option(
     "--key",
     "key",
@@ -121,7 +122,7 @@ def _attest(
 
 
 @click.command("trust")
-@click.argument("named", metavar="ARTIFACT")
+@click.argument("named", metavar="ARTIFACT", shell_complete=complete.artifacts)
 @with_options("site", "target", "exact", "json")
 def trust_command(named: str, site: str | None, target: str | None, exact: bool, as_json: bool) -> None:
     """Say whether ARTIFACT is trusted by the [trust] table of the site; exit code 5 if it is not.

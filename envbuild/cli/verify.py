@@ -12,25 +12,28 @@ from typing import Any
 
 import click
 
+from envbuild.cli import complete
 from envbuild.cli.common import attested_images, log, print_json, run_environment
 from envbuild.cli.options import PATH, Names, with_options
+from envbuild.cli.verbosity import verbosity
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError, VerificationError
-from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.kinds import ARTIFACTS
-from envbuild.progress import clean
+from envbuild.progress import step
+from envbuild.terminal import clean
 
 _COUNT = click.IntRange(1, 64)
 
 
 @click.command("verify")
-@click.argument("path", type=PATH)
+@click.argument("path", type=PATH, shell_complete=complete.artifacts)
 @click.option("--nodes", type=_COUNT, help="Simulated nodes. Default: the recipe's.")
 @click.option("--nproc-per-node", type=_COUNT, help="Ranks of each node. Default: the recipe's.")
 @click.option("--epochs", type=click.IntRange(2, 10000), help="Epochs to train. Default: the recipe's.")
 @click.option("--faults", is_flag=True, help="Kill a rank mid-training; the job must finish from its snapshot.")
 @click.option("--untrusted", is_flag=True, help="Also start what no signer of the site has attested.")
 @with_options("runtime", "json")
+@verbosity
 def verify_command(path: Path, untrusted: bool, runtime: str | None, as_json: bool, **overrides: Any) -> None:
     """Train in the artifact at PATH over several simulated nodes, judge it, write its receipt.
 
@@ -46,6 +49,7 @@ def verify_command(path: Path, untrusted: bool, runtime: str | None, as_json: bo
       envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
+    from envbuild.jobs.artifact import check_trust, open_artifact
     from envbuild.kinds.commit import verify_artifact
     from envbuild.verify.receipt import check_lines, failures, receipt_path
 
@@ -56,7 +60,8 @@ def verify_command(path: Path, untrusted: bool, runtime: str | None, as_json: bo
         kinds = tuple(ARTIFACTS)
         check_trust(open_artifact(f"{path.parent}/{path.name}", kinds, None, unverified=True, fetch=fetch), trust)
         beside = path.with_name(f"{path.name}.here")
-    state, receipt = verify_artifact(path, environment, overrides, runtime, beside)
+    with step(f"verifying {path}", told=True):
+        state, receipt = verify_artifact(path, environment, overrides, runtime, beside)
     for line in check_lines(receipt):
         log(line)
     if as_json:
@@ -78,8 +83,8 @@ def verify_command(path: Path, untrusted: bool, runtime: str | None, as_json: bo
 
 
 @click.command("exec", context_settings={"allow_interspersed_args": False})
-@click.argument("image", type=PATH)
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("image", type=PATH, shell_complete=complete.images)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete.any_files)
 @click.option(
     "--bind", "binds", multiple=True, metavar="HOST[:PLACE][:ro]",
     help="Show a folder or file of this host in the image, by default at the same path. Repeatable.",
@@ -145,11 +150,16 @@ def _end_by(number: int) -> None:
 
 
 @click.command("run")
-@click.argument("named", metavar="RECIPE|ARTIFACT")
-@click.argument("words", metavar="[ARGS]...|COMMAND", nargs=-1, type=click.UNPROCESSED)
+@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
+@click.argument(
+    "words", metavar="[ARGS]...|COMMAND", nargs=-1, type=click.UNPROCESSED, shell_complete=complete.any_files
+)
 @click.option("--nodes", type=_COUNT, default=1, show_default=True, help="Simulated nodes.")
 @click.option("--nproc-per-node", type=_COUNT, default=1, show_default=True, help="Ranks of each node.")
-@click.option("--script", metavar="TRAIN.py", help="A Python script, relative to this folder; ARGS are its own.")
+@click.option(
+    "--script", metavar="TRAIN.py", shell_complete=complete.python_files,
+    help="A Python script, relative to this folder; ARGS are its own.",
+)  # fmt: skip
 @click.option("--module", metavar="PKG.MODULE", help="A module of the artifact; ARGS are its own.")
 @click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
 @with_options("target", "runtime")

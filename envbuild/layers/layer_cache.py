@@ -7,6 +7,7 @@ inputs determine the content of both, so other modules use `LayerCache`, the int
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +29,7 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.recorded import hashed, recorded
-from envbuild.progress import Log
+from envbuild.progress import Log, detail, reuse, step
 from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
@@ -38,6 +39,8 @@ Items = Generator[tuple[Member, Readable | None], None, None]
 Distributions = tuple[tuple[str, str, str], ...]
 # Increase it when the tables of members change their form.
 _MEMBERS_FORMAT = 1
+# Layers that a log lists: those of conda and of large recipes would fill it.
+_LISTED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +158,29 @@ def cached(
     """
     found = known()
     if found is not None:
+        reuse("layers", title, True)
         return found
 
     def blobs(made: M) -> list[str]:
         return [made.layer.blob.digest] if isinstance(made, CachedLayer) else []
 
     def make() -> M:
-        log(f"  layer: {title if len(title) < 90 else title[:88] + ' …'}")
-        return write()
+        shown = f"layer: {textwrap.shorten(title, 72, placeholder=' …')}"
+        new = reuse("layers", title, False)
+        if new <= _LISTED:
+            log(f"  {shown}")
+        elif new == _LISTED + 1:
+            log("  and more layers; --verbose lists them")
+        if new > _LISTED:
+            detail(f"  {shown}")
+        with step(shown, told=True):
+            return write()
 
     try:
         with file_lock(place.with_suffix(".lock"), remove=True):
-            return shared(entry, store.remote, known, make, blobs)  # another process may have written it
+            found = shared(entry, store.remote, known, make, blobs)  # another process may have written it
+            reuse("layers", title, True)
+            return found
     except OSError as error:
         raise store.unwritable(error) from error
 

@@ -24,7 +24,7 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import CachedSegment, Items, cached, checked_tar, known_part, read_distributions
 from envbuild.layers.recorded import recorded
-from envbuild.progress import Log, log
+from envbuild.progress import Log, log, reuse
 from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry
 from envbuild.store.store import Store
@@ -93,11 +93,26 @@ class SegmentCache:
         known = partial(_known, place, title, key, self.store)
         if self.arriving is not None and remote is not None:
             if (made := known()) is not None:
+                reuse("layers", title, True)
                 return made
             if remote.bring(entry, whole=False) and (made := known(whole=False)) is not None:
                 self.arriving[data] = entry
+                reuse("layers", title, True)
                 return made
         return cached(entry, known, write, place, title, self.store, self.log)
+
+    def arrived(self, segment: Segment, end: int) -> Path:
+        """Wait until the first `end` bytes of the data of `segment` have come, and return the file that has them.
+
+        `wait` for the segment before the bytes are used. Raises MissingData if they do not come.
+        """
+        remote, entry = self.store.remote, (self.arriving or {}).get(segment.path)
+        if entry is not None and remote is not None and end < segment.size:
+            coming = self.store.blobs.partial(f"sha256:{segment.sha256}")
+            if remote.bring_part(entry, coming, end):
+                return coming
+        self.wait(segment)
+        return segment.path
 
     def wait(self, segment: Segment) -> None:
         """Wait until the data of `segment` have come. Raises MissingData if they do not, or are others."""

@@ -29,7 +29,7 @@ from envbuild.layers.source_files import SourceManifest, list_files, patchelf_pr
 from envbuild.layers.source_job import BuildHost, BuildPython, SourceBuild, StepError
 from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
 from envbuild.layers.wheels import fetch_wheels
-from envbuild.progress import Log
+from envbuild.progress import Log, reuse
 from envbuild.recipe.sources import SourceLayer
 from envbuild.resources import workers
 from envbuild.store.archives import WantedArchive, locate_archive
@@ -66,6 +66,7 @@ def build_layer(
     tree = _tree(store, layer, requires, hosts)
     digest = store.digests.of
     if read_manifest(tree, digest) is not None:
+        reuse("source layers", layer.name, True)
         return tree
     with file_lock(store.folder("partial") / f"built-{tree.parent.name}.lock", remove=True):
         if read_manifest(tree, digest) is None and not _fetched(store, tree):
@@ -75,8 +76,10 @@ def build_layer(
                 _put(store, made, tree.parent)
             seconds = time.monotonic() - begun
             log(f"{layer.name} {layer.version}: built in {seconds:.0f} s")
+            reuse("source layers", layer.name, False)
             if store.remote is not None:
                 store.remote.offer(pack_built(store, tree.parent), seconds)
+    reuse("source layers", layer.name, True)
     return tree
 
 

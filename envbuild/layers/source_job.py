@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Protocol
 
+from envbuild import progress
 from envbuild.recipe.sources import SourceLayer
 
 # Every layer is configured for this prefix: paths that are compiled in must not depend on the build folder.
@@ -133,7 +134,8 @@ class SourceBuild:
         if step not in _QUIET:
             self.log(f"{self.title}: {step}")
         folder = self.build_host.inside / "source"
-        status = self.build_host.run(command, folder, {**self.variables(), **(variables or {})}, self.log_file)
+        with progress.step(f"{self.title}: {step}", told=True):
+            status = self.build_host.run(command, folder, {**self.variables(), **(variables or {})}, self.log_file)
         if status:
             logs = [self.source / name for name in more if (self.source / name).is_file()]
             raise StepError(step, status, self.log_file, logs)

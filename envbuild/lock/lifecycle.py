@@ -13,7 +13,7 @@ from envbuild.atomic import write_beside
 from envbuild.environment import Environment
 from envbuild.errors import LockError
 from envbuild.files import read_small
-from envbuild.progress import Log
+from envbuild.progress import Log, step
 from envbuild.recipe.find import command_word, shipped_folder
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -178,7 +178,8 @@ def update(
     base. Raises LockError when the recipe cannot be resolved, or when the result is known not to work.
     """
     old = kind.inspect().lock
-    new = kind.resolve(environment, old, upgrade, offline, log)
+    with step(f"{_KINDS[kind.name][3]} {kind.target.name}", told=True):
+        new = kind.resolve(environment, old, upgrade, offline, log)
     for warning in kind.warnings(new.lock):
         log(f"warning: {kind.target.name}: {warning}")
     path = lock_folders(kind.recipe, kind.target)[-1] / kind.file

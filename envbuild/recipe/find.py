@@ -73,7 +73,7 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
         if os.path.isfile(file):
             return file
     raise UsageError(
-        f"there is no recipe {name_or_path!r}{nearest(name_or_path, sorted(_by_name(folders)))}",
+        f"there is no recipe {name_or_path!r}{nearest(name_or_path, recipe_files(folders))}",
         hint="Searched: " + ", ".join(f"{one}" if _may_enter(one) else f"{one} (permission denied)" for one in folders),
     )
 
@@ -109,7 +109,7 @@ def _is_path(text: str) -> bool:
 def list_recipes(folders: Sequence[Path]) -> list[ListedRecipe]:
     """Return every recipe in `folders`, sorted by name; of two with the same name, the first folder's wins."""
     found = []
-    for name, path in sorted(_by_name(folders).items()):
+    for name, path in recipe_files(folders).items():
         try:
             found.append(ListedRecipe(name, path, load_recipe(path), None))
         except EnvbuildError as problem:
@@ -117,7 +117,8 @@ def list_recipes(folders: Sequence[Path]) -> list[ListedRecipe]:
     return found
 
 
-def _by_name(folders: Sequence[Path]) -> dict[str, Path]:
+def recipe_files(folders: Sequence[Path]) -> dict[str, Path]:
+    """Return the file of every recipe in `folders` by its name, sorted; of two with one name, the first folder's."""
     names: dict[str, Path] = {}
     for folder in folders:
         try:
@@ -127,7 +128,7 @@ def _by_name(folders: Sequence[Path]) -> dict[str, Path]:
         for name in entries:
             if os.path.isfile(folder / name / FILE_NAME):
                 names.setdefault(name, folder / name / FILE_NAME)
-    return names
+    return dict(sorted(names.items()))
 
 
 def _check_readable(file: Path) -> None:

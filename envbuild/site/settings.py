@@ -160,6 +160,15 @@ def site_folders(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Pa
     return [Path("sites"), _user_folder(env) / "sites", etc / "envbuild" / "sites", shipped("sites")]
 
 
+def named_sites(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> dict[str, Path]:
+    """Return the file of every site that has a name; of two with one name, the first folder's."""
+    found: dict[str, Path] = {}
+    for folder in site_folders(env, etc=etc):
+        for path in sorted(folder.glob("*.toml")):
+            found.setdefault(path.stem, path)
+    return found
+
+
 def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) -> Path:
     """Return the site file `name`: a path with / or .toml, else a name to search for. Raises UsageError without one."""
     if "/" in name or name.endswith(".toml"):
@@ -171,7 +180,7 @@ def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) ->
         # Not Path.is_file, which raises for a name that is too long and for an unreadable folder.
         if name and os.path.isfile(folder / f"{name}.toml"):
             return folder / f"{name}.toml"
-    known = sorted({path.stem for folder in folders for path in folder.glob("*.toml")})
+    known = sorted(named_sites(env, etc=etc))
     raise UsageError(
         f"there is no site {name!r}{nearest(name, known)}",
         f"there are {', '.join(known)}; searched: {', '.join(map(str, folders))}",

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from envbuild.files import parse_json
@@ -82,6 +83,13 @@ class ResultCache(Protocol):
         """Fetch `entry` into the store, and return whether the cache had it; the caller checks what it says.
 
         Without `whole`, return a segment before its data have come: a second call with `whole` waits for them.
+        """
+        ...
+
+    def bring_part(self, entry: CacheEntry, place: Path, end: int) -> bool:
+        """Wait until the file `place` has the first `end` bytes of the last file of `entry` that is fetched.
+
+        Returns False if `bring` must be waited for. That tells later whether these bytes were those of the entry.
         """
         ...
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
-from envbuild.progress import OnProgress
+from envbuild.progress import OnProgress, reuse
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of
@@ -149,6 +149,8 @@ def _located(
     """
     answers: dict[Item, list[str]] = {item: [] for item in wanted}
     found = {item: path for item in answers if (path := on_disk(item, answers[item])) is not None}
+    for item in answers:
+        reuse("wheels" if isinstance(item, WantedWheel) else "conda packages", str(item), item in found)
     if missing := [item for item in answers if item not in found]:
         found |= remote(missing, answers)
     lines = []

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from envbuild.image.model import EMPTY, OCI_MANIFEST, Descriptor, digest_of
 from envbuild.image.registry import Registry, manifest_of
 from envbuild.progress import human_size, log
 from envbuild.store.entry import FILE_TYPE, CacheEntry, EntryFile, read_entry, render_entry
+from envbuild.store.transfer import SLOWEST, Transfer
 from envbuild.workers import Answer, Workers
 
 if TYPE_CHECKING:
@@ -33,8 +35,6 @@ _INLINE = 4096
 _DOWNLOADS, _UPLOADS = 6, 2
 # Requests that may fail before the cache is left out of the run.
 _FAILURES = 3
-# Transfers with fewer bytes per second, after the first seconds, are not waited for.
-_SLOWEST, _PATIENCE_S = 100_000, 10.0
 _POLL_S = 0.005
 
 
@@ -76,9 +76,9 @@ class RemoteCache:
 
     def __post_init__(self) -> None:
         self._stop, self._lock, self._failures = threading.Event(), threading.Lock(), 0
-        self._expected: dict[str, tuple[_Transfer, Answer[bool]]] = {}
+        self._expected: dict[str, tuple[Transfer, Answer[bool]]] = {}
         self._uploads: list[Answer[None]] = []
-        self._downloading, self._uploading, self._sent = Workers(_DOWNLOADS), Workers(_UPLOADS), _Transfer()
+        self._downloading, self._uploading, self._sent = Workers(_DOWNLOADS), Workers(_UPLOADS), Transfer()
 
     def expect(self, entries: Sequence[CacheEntry]) -> None:
         """See `ResultCache`, as of the methods that follow."""
@@ -99,14 +99,27 @@ class RemoteCache:
             if transfer.is_slow():
                 with self._lock:
                     transfer.given_up = True
-                why = f"{entry.tag} comes slower than {human_size(_SLOWEST)} a second"
+                why = f"{entry.tag} comes slower than {human_size(SLOWEST)} a second"
                 self._failed(RequestFailed(why, answered=True))
                 return False
             time.sleep(_POLL_S)
+        if transfer.shown and transfer.taken_back:  # what was shown may be of another file
+            return False
         return answer.result() if whole else transfer.described
 
-    def _begun(self, entry: CacheEntry) -> tuple[_Transfer, Answer[bool]]:
-        transfer = _Transfer()
+    def bring_part(self, entry: CacheEntry, place: Path, end: int) -> bool:
+        transfer, answer = self._expected[entry.tag]
+        while transfer.last < end and not (answer.ready() or transfer.given_up or transfer.is_slow()):
+            time.sleep(_POLL_S)
+        with suppress(OSError):
+            # What is counted may be in a buffer still, or come by the download of another process.
+            if not answer.ready() and transfer.last >= end and place.stat().st_size >= end:
+                transfer.shown = True
+                return True
+        return False
+
+    def _begun(self, entry: CacheEntry) -> tuple[Transfer, Answer[bool]]:
+        transfer = Transfer()
         return transfer, self._downloading.submit(self._fetch, entry, transfer)
 
     def refuse(self, entry: CacheEntry, why: str = "its files are damaged or those of another entry") -> None:
@@ -136,7 +149,7 @@ class RemoteCache:
         self._sent.start()
         while not all(one.ready() for one in self._uploads):
             if self._sent.is_slow():
-                self._failed(RequestFailed(f"uploads are slower than {human_size(_SLOWEST)} a second"))
+                self._failed(RequestFailed(f"uploads are slower than {human_size(SLOWEST)} a second"))
                 return
             time.sleep(_POLL_S)
 
@@ -158,7 +171,7 @@ class RemoteCache:
         except NotFound:
             return None
 
-    def _fetch(self, entry: CacheEntry, transfer: _Transfer) -> bool:
+    def _fetch(self, entry: CacheEntry, transfer: Transfer) -> bool:
         if self._failures >= _FAILURES or self._stop.is_set():
             return False
         transfer.start()
@@ -170,6 +183,7 @@ class RemoteCache:
             files, seconds = read_entry(raw, entry, self.signers)
             # The data of a segment come last: what describes them is used meanwhile.
             for part in (files[1:], files[:1]) if entry.kind == "segment" else (files,):
+                transfer.last = 0
                 places = [(file, self._received(file, transfer)) for file in part]
                 with self._lock:
                     if transfer.given_up:  # it is made meanwhile
@@ -188,7 +202,7 @@ class RemoteCache:
         self._count(hits=1, fetched_bytes=sum(file.size for file in files), saved_s=seconds)
         return True
 
-    def _received(self, file: EntryFile, transfer: _Transfer) -> Path | None:
+    def _received(self, file: EntryFile, transfer: Transfer) -> Path | None:
         """Download a file to the blobs of the store, and return its path there; None if its content is known."""
         if file.content is not None:
             return None
@@ -255,30 +269,6 @@ class RemoteCache:
         if said:
             name, why = self.registry.reference.name, str(error).partition("\n")[0]
             log(f"the cache {name} is left out of this run, and what is missing is made here: {why}")
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """The speed of a download or of all uploads; `begun` is 0 before it starts, `given_up` if nobody waits for it.
-
-    `described` is whether all files of an entry are in place but the data of a segment.
-    """
-
-    begun: float = 0.0
-    moved: int = 0
-    given_up: bool = False
-    described: bool = False
-
-    def start(self) -> None:
-        self.begun, self.moved = time.monotonic(), 0
-
-    def count(self, moved: int) -> None:
-        self.moved += moved
-
-    def is_slow(self) -> bool:
-        """Return whether it is too slow to wait for; a server that sends a byte now and then never times out."""
-        late = time.monotonic() - self.begun - _PATIENCE_S
-        return self.begun > 0 and late > 0 and self.moved < late * _SLOWEST
 
 
 def _entry_file(name: str, path: Path, store: Store) -> EntryFile:

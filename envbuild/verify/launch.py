@@ -7,8 +7,10 @@ whatever /etc/hosts contains.
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from typing import Any
 from envbuild import torchrun
 from envbuild.diagnose.nccl_log import parse_nccl_log
 from envbuild.files import parse_json
+from envbuild.progress import step
 from envbuild.verify.model import Agent, Nodes, Settings, Subject
 from envbuild.verify.network import Network
 from envbuild.verify.probes import Request
@@ -28,6 +31,14 @@ _STEPS = 16
 _POLL_S = 0.05
 _GRACE_S = 10.0
 _NCCL_LINES = 8
+# A line of the trainer (ddp_train/loop.py), and the nodes that are shown of a job.
+_EPOCH = re.compile(r"^\[RANK \d+\] Epoch (\d+) \|.*\| Loss: (\S+)$", re.MULTILINE)
+_SHOWN_NODES = 8
+_TITLES = {
+    "reference": "training in one process, as reference", "train": "training on simulated nodes",
+    "resume": "resuming from the snapshot", "faults": "training with a rank that is killed",
+    "step": "training, to measure the time of a step",
+}  # fmt: skip
 # Node 0 starts torchrun's script. The other nodes, and all of a `lean` job, start its module with garbage collection
 # off during the import: it takes a quarter of the start-up time.
 _LEAN = "import gc; gc.disable(); from torch.distributed.run import main; gc.freeze(); gc.enable(); main()"
@@ -103,6 +114,16 @@ class Running:
     def log(self) -> str:
         """Return the output of all nodes so far."""
         return "\n".join(_read(self.work / f"{self.job.name}-node{n}.log") for n in range(len(self.children)))
+
+    def epochs(self) -> str:
+        """Return a line for each node: the epoch that it finished last, and its loss."""
+        lines = []
+        for node in range(len(self.children[:_SHOWN_NODES])):
+            last = deque(_EPOCH.finditer(_read(self.work / f"{self.job.name}-node{node}.log")), maxlen=1)
+            done = f"epoch {int(last[0][1]) + 1}/{self.job.arguments[0]}  loss {last[0][2]}" if last else "starting"
+            lines.append(f"node {node}: {done}")
+        more = len(self.children) - len(lines)
+        return "\n".join(lines + ([f"and {more} more nodes"] if more else []))
 
     def wait_for_output(self) -> None:
         """Wait until a node has printed something, all nodes have ended, or the job's time limit is reached."""
@@ -191,7 +212,7 @@ class Bench:
         job = TrainingJob(
             name, options, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean=snapshot is not None
         )
-        with self.launch(job, extra or {}) as running:
+        with self.launch(job, extra or {}) as running, step(_TITLES[name], told=True, note=running.epochs):
             yield running
 
     @contextmanager

@@ -92,7 +92,7 @@ def _checks(bench: Bench, log: Log) -> tuple[list[Check], dict[str, Any]]:
     subject, settings, gpu = bench.subject, bench.settings, bench.network.accelerator.gpu
     if not settings.trainer:
         survey = subject.survey(settings.timeout_s)
-        return [*_file_checks(bench, survey), *user_code.check_without_training(bench, survey, log)], {}
+        return [*_file_checks(bench, survey), *user_code.check_without_training(bench, survey)], {}
     log(
         f"training on {settings.nodes} simulated nodes × {settings.nproc_per_node} "
         f"ranks, {settings.epochs} epochs, beside one process as reference …"
@@ -131,7 +131,7 @@ def _checks(bench: Bench, log: Log) -> tuple[list[Check], dict[str, Any]]:
             second = again.wait()
         reference = reference or alone.wait()
     checks += judge_launches(bench, first, second, reference, imports)
-    checks.append(user_code.check_command(bench, survey, checks, log))
+    checks.append(user_code.check_command(bench, survey, checks))
     if settings.faults and first.finished:
         log("killing a rank in the middle of training …")
         checks.append(_fault_check(bench, reference, reference_epochs))

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from envbuild.artifacts.survey import Survey
 from envbuild.diagnose.engine import explain
 from envbuild.masking import masked_forms
-from envbuild.progress import Log
+from envbuild.progress import step
 from envbuild.recipe.verify_table import BOUND, ExpectTable
 from envbuild.verify.launch import TRAINER, Bench, Outcome, TrainingJob, run_program
 from envbuild.verify.model import FAIL, Check, Report, Settings, blocked, judge, not_tried
@@ -51,22 +51,22 @@ def modules_to_import(settings: Settings, survey: Survey) -> list[str]:
     return sorted(name for name in found if name not in settings.imports_except or name in settings.imports)
 
 
-def check_without_training(bench: Bench, survey: Survey, log: Log) -> list[Check]:
+def check_without_training(bench: Bench, survey: Survey) -> list[Check]:
     """Return the checks `imports` and `command` of an artifact in which nothing is trained."""
     wanted = modules_to_import(bench.settings, survey)
     checks = [check_imports(wanted, _import_alone(bench, wanted).reports if wanted else [])]
-    return [*checks, check_command(bench, survey, checks, log)]
+    return [*checks, check_command(bench, survey, checks)]
 
 
-def check_command(bench: Bench, survey: Survey, checks: Sequence[Check], log: Log) -> Check:
+def check_command(bench: Bench, survey: Survey, checks: Sequence[Check]) -> Check:
     """Run the command or script of [verify] and judge it, unless an import failed, by the `checks` so far."""
     spoken = bench.settings.command or bench.settings.script
     if not spoken:
         return not_tried("command", "give `command` or `script` in [verify] of the recipe")
     if any(check.name == "imports" and check.status == FAIL for check in checks):
         return blocked("command", "imports")
-    log(f"running {textwrap.shorten(spoken, 100)} …")
-    return run_command(bench, torchrun=survey.elf.torch is not None or bench.settings.trainer)
+    with step(f"running {textwrap.shorten(spoken, 100)} …"):
+        return run_command(bench, torchrun=survey.elf.torch is not None or bench.settings.trainer)
 
 
 def _import_alone(bench: Bench, modules: Sequence[str]) -> Outcome:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from lab import sources as lab_sources
 from lab.conda_channel import Channel
 from lab.conda_server import Server, serve
 from lab.dockerd import Lab, dockerd, missing
+from lab.terminal import Recording, record
 
 from envbuild.artifacts.survey import Survey
 from envbuild.environment import load_environment
@@ -64,6 +66,15 @@ class Command:
 
     def variables(self, env: dict[str, str]) -> dict[str, str]:
         return {**os.environ, **self.env, **env}
+
+    def on_terminal(self, *arguments: str | Path, **env: str) -> tuple[dict[str, Any], Recording]:
+        """What `--json` printed to a file, and what a terminal got meanwhile."""
+        with TemporaryFile() as stdout:
+            line = self.line(*arguments, "--json")
+            seen = record(line, folder=self.folder, env=self.variables(env), stdout=stdout)
+            assert seen.returncode == 0, seen.output.decode()
+            stdout.seek(0)
+            return json.load(stdout), seen
 
     def json(self, *arguments: str | Path, **env: str) -> dict[str, Any]:
         done = self(*arguments, "--json", **env)
@@ -127,10 +138,15 @@ def compiled_once(venv: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def pt_cpu(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dict[str, Any]:
-    """`envbuild venv pt_cpu`, built and verified once; what `--json` printed, and the command's folder."""
+    """`envbuild venv pt_cpu`, built and verified once: what `--json` printed, its log, and the command's folder."""
     env = {"ENVBUILD_STORE": str(session_store)}
-    line = ("venv", "pt_cpu", "--locked")
-    folder, made = shared(tmp_path_factory, "pt_cpu", lambda place: Command(place, env).json(*line))
+
+    def make(place: Path) -> dict[str, Any]:
+        done = Command(place, env)("venv", "pt_cpu", "--locked", "--json")
+        assert done.returncode == 0, done.stderr
+        return {**json.loads(done.stdout), "log": done.stderr.splitlines()}
+
+    folder, made = shared(tmp_path_factory, "pt_cpu", make)
     return {**made, "command": Command(folder, env)}
 
 

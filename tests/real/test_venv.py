@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -44,8 +45,19 @@ def test_a_second_call_changes_nothing(pt_cpu: dict[str, Any]) -> None:
     assert before[0].st_ino == after[0].st_ino and before[1] == after[1]
 
 
-def test_two_builds_have_one_digest(envbuild: Command, pt_cpu: dict[str, Any]) -> None:
-    other = envbuild.json("venv", "pt_cpu", "--no-verify", "--out", "elsewhere with späce/venv", "--offline")
+def test_the_log_of_a_build_is_short_and_ends_with_a_summary(pt_cpu: dict[str, Any]) -> None:
+    log = pt_cpu["log"]
+    assert len(log) < 40
+    summary = dict(line.split(maxsplit=1) for line in log[log.index("") + 1 :])
+    assert summary["built"] == "venv of pt_cpu for " + pt_cpu["target"] and summary["digest"] == pt_cpu["digest"]
+    assert summary["checks"].startswith("22 passed, 2 not tried") and " wheels" in summary["reused"]
+
+
+def test_two_builds_have_one_digest_and_a_terminal_shows_the_build(envbuild: Command, pt_cpu: dict[str, Any]) -> None:
+    words = ("venv", "pt_cpu", "--no-verify", "--out", "elsewhere with späce/venv", "--offline")
+    other, seen = envbuild.on_terminal(*words)
+    assert max(map(len, seen.lines())) <= 80 and seen.longest_pause < 10
+    assert any(re.search(r" installing \d+ wheels +\d:\d\d", line) for line in seen.lines()), seen.lines()
     assert other["digest"] == pt_cpu["digest"] and other["receipt"] is None
     assert other["built"] and not other["verified"]
 
@@ -80,15 +92,15 @@ def test_faults_are_survived_in_another_world_through_a_link_and_no_secret_of_th
     secret = "s3cr3t-t0ken"
     (place := tmp_path / "a$$b $local_rank").mkdir()  # torchrun would read that as names
     world = ("--nodes=3", "--nproc-per-node=1", "--epochs=2")
-    said = command(
-        "verify", given, "--faults", *world, "--json", AWS_SECRET_ACCESS_KEY=secret, PIP_PROXY="", TMPDIR=str(place)
-    )
-    assert said.returncode == 0, said.stderr
-    done = json.loads(said.stdout)
+    done, seen = command.on_terminal(
+        "verify", given, "--faults", *world, AWS_SECRET_ACCESS_KEY=secret, PIP_PROXY="", TMPDIR=str(place),
+    )  # fmt: skip
+    assert not [line for line in seen.lines() if len(line) > 80 and " " in line.strip()] and seen.longest_pause < 10
+    assert any(line.startswith("  node 2: epoch 1/") and " loss " in line for line in seen.lines()), seen.lines()
     assert done["passed"] and done["path"] == str(given)
     for file in (Path(done["receipt"]), venv / "envbuild.json"):
         assert secret not in file.read_text()
-    assert secret not in said.stdout + said.stderr
+    assert secret not in json.dumps(done) + seen.output.decode()
     receipt = json.loads(Path(done["receipt"]).read_text())
     restart = next(check for check in receipt["checks"] if check["name"] == "restart")
     assert restart["evidence"]["killed"]["pid"] and restart["evidence"]["start_epoch"] > 0

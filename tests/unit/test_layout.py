@@ -26,7 +26,8 @@ def on_terminal(columns: int, *arguments: str) -> list[str]:
             fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
             os.environ.pop("COLUMNS", None)
             os.environ["TERM"] = "xterm"
-            os.execv(sys.executable, [sys.executable, *arguments])
+            # readline, which pytest imports, sets COLUMNS for children where os.environ does not see it.
+            os.execve(sys.executable, [sys.executable, *arguments], dict(os.environ))
         finally:
             os._exit(127)
     said = b""
@@ -45,6 +46,15 @@ def test_the_list_of_recipes_fits_a_terminal_and_keeps_one_line_an_entry_in_a_pi
     assert max(map(len, lines)) <= 80 and len(lines) > 8
     names = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert "pt_cpu" in names and names == sorted(names)
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+@pytest.mark.parametrize("command", ["plan pt_efa --artifact docker --target cu130-x86_64 --locked --elsewhere",
+                                     "matrix pt_cpu pytorch_hub", "explain pt_efa", "show pt_efa"])  # fmt: skip
+def test_tables_fit_a_terminal_and_break_no_word(command: str, columns: int) -> None:
+    lines = on_terminal(columns, "-m", "envbuild", *command.split())
+    wide = [line for line in lines if len(line) > columns]
+    assert len(lines) > 5 and all(len(line.split()) == 1 for line in wide), wide
 
 
 @pytest.mark.parametrize("columns", [80, 300])

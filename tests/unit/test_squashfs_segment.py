@@ -20,12 +20,15 @@ from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable
 from envbuild.image.layer import header
+from envbuild.image.quota import Quota
+from envbuild.image.squashfs import write
 from envbuild.image.squashfs.codec import codec_of, decompressor
 from envbuild.image.squashfs.model import BLOCK_SIZE, NO_FRAGMENT, SIZE_MASK, UNCOMPRESSED
 from envbuild.image.squashfs.packing import CHUNK, unpack
 from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
 from envbuild.image.squashfs.write import copy_span
 from envbuild.image.tar_stream import Member
+from envbuild.image.tree import MergedTree
 
 ZSTD = codec_of("zstd:1")
 EDGES = (0, 1, 511, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, CHUNK + 5)
@@ -274,6 +277,33 @@ def test_an_index_gives_back_its_members_or_nothing(found: list[Member], data: s
         assert load(index, segment.path, NOTHING_KNOWN) is None
         segment.path.unlink()
         assert load(index, segment.path, NOTHING_KNOWN) is None
+
+
+@pytest.mark.parametrize("vanishes", [False, True])
+def test_an_image_is_the_same_if_data_come_while_it_is_written(
+    vanishes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "_MOST", 70_000)
+    segment = made(items(files(noise(300_000), noise(9), noise(500_000, 2))), tmp_path)
+    merging = MergedTree(Quota(None))
+    merging.add("one", segment.members)
+    tree, coming, asked = list(merging.entries().values()), tmp_path / "coming", list[int]()
+
+    def arrived(one: Segment, end: int) -> Path:
+        asked.append(end)
+        coming.write_bytes(one.path.read_bytes()[:end])
+        if vanishes:  # it gets its name just now
+            coming.unlink()
+        return coming if end < one.size else one.path
+
+    images = []
+    for number, way in enumerate((arrived, lambda one, _end: one.path)):
+        with (tmp_path / f"image{number}").open("x+b") as out:
+            write.write_image(tree, [segment], out, 0, ZSTD, 0, 2, arrived=way)
+            out.seek(0)
+            images.append(out.read())
+    assert images[0] == images[1]
+    assert len(asked) > 10 and [one for one in asked if one < segment.size] == sorted(set(asked) - {segment.size})
 
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.ENOSYS, 0, None])

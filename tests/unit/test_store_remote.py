@@ -14,7 +14,7 @@ from lab.fake_registry import Call, Fake, fake_registry
 from envbuild.cache.http import Transport
 from envbuild.image.model import digest_of
 from envbuild.image.registry import open_registry
-from envbuild.store import remote
+from envbuild.store import transfer
 from envbuild.store.entry import CacheEntry, EntryFile, render_entry, shared
 from envbuild.store.remote import RemoteCache
 from envbuild.store.store import Store
@@ -77,11 +77,45 @@ def test_a_segment_is_described_before_its_data_come(
         assert len(fake.asked("GET", "segment-b")) == 1
 
 
+def test_data_are_shown_while_they_come_and_are_refused_if_they_came_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the data is here from an earlier run; the server sends the rest, or all of it if that half is wrong."""
+    data = next(iter(DATA.values()))
+    for right in (True, False):
+        released = threading.Event()
+
+        def late(call: Call, released: threading.Event = released, right: bool = right) -> None:
+            if digest_of(data) not in call.path:
+                return served(call)
+            assert released.wait(20)
+            if not right:
+                return served(call)
+            call.send_response(206)
+            call.send_header("Content-Range", "bytes 50000-99999/100000")
+            call.send_header("Content-Length", "50000")
+            call.end_headers()
+            call.wfile.write(data[50_000:])
+
+        with cache(tmp_path / str(right), late) as (one, _):
+            place = one.store.blobs.partial(digest_of(data))
+            place.write_bytes(data[:50_000] if right else b"other" * 10_000)
+            assert one.bring(ENTRY, whole=False)
+            assert one.bring_part(ENTRY, place, 50_000)
+            with place.open("rb") as stream:
+                released.set()
+                assert not one.bring_part(ENTRY, place, 100_001)  # there are no more
+                assert one.bring(ENTRY) is right
+                stream.seek(0)
+                assert stream.read() == data  # the file is the same under its name
+            assert (one.store.root / ENTRY.files[0]).read_bytes() == data
+
+
 def test_an_entry_that_comes_too_slowly_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(remote, "_SLOWEST", 1_000_000)
+    monkeypatch.setattr(transfer, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(transfer, "SLOWEST", 1_000_000)
 
     def dribbled(call: Call) -> None:
         if "/manifests/" in call.path:

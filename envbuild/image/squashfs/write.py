@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from itertools import groupby
+from pathlib import Path
 from typing import BinaryIO
 
 from envbuild.errors import BuildError
@@ -29,6 +30,8 @@ from envbuild.progress import OnProgress
 _EACH, _ALL = 160, 1 << 17
 # Maximum bytes copied per call, so that progress is reported and Ctrl-C is handled in time.
 _MOST, _CHUNK = 16 << 20, 4 << 20
+# Waits until the data of a segment have come up to an offset in bytes, and returns the file that has them.
+Arrived = Callable[[Segment, int], Path]
 # Errors for two file systems, an old kernel, a container's seccomp filter, or a file system without support.
 _UNABLE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
@@ -44,7 +47,7 @@ def write_image(
     on_progress: OnProgress = lambda _count: None,
     choice: Choice | None = None,
     *,
-    arrived: Callable[[Segment], None] = lambda _segment: None,
+    arrived: Arrived = lambda segment, _end: segment.path,
     framed: Callable[[int], Callable[[int], None]] = lambda _size: lambda _end: None,
 ) -> int:
     """Write the image of a merged tree at offset `base` of `out`, and return its length in bytes.
@@ -52,10 +55,10 @@ def write_image(
     `segments` are those of the tree's layers, all written with `codec`; `choice` is what `choose` selects of them, if
     it is known. `out` is open for reading and writing. `on_progress` is called with the number of written bytes.
 
-    The data are copied last, in their order: `arrived` is called before a segment's data are read, which may wait for
-    them; `framed` is called with the image's length when all else is written, and returns a function that is called
-    with the offset in `out` up to which the data are copied. Raises BuildError when a segment is truncated or damaged,
-    or `out` cannot be written.
+    The data are copied last, in their order: `arrived` is called before data of a segment are read; the caller checks
+    at the end that the data of a file which was not complete are the segment's. `framed` is called with the image's
+    length when all else is written, and returns a function that is called with the offset in `out` up to which the data
+    are copied. Raises BuildError when a segment is truncated or damaged, or `out` cannot be written.
     """
     tree = list(entries)
     choice = choice or choose(tree, segments)
@@ -86,8 +89,13 @@ def write_image(
             copied(end)
 
         for layer, spans in groupby(choice.spans, key=lambda span: span[0]):
-            with _opened(segments[layer], arrived) as stream:
-                for _, first, size in spans:
+            with ExitStack() as stack:
+                stream: BinaryIO | None = None
+                for first, size in _pieces(spans):
+                    if stream is None:
+                        stream = stack.enter_context(_arriving(segments[layer], first + size, arrived))
+                    else:
+                        arrived(segments[layer], first + size)
                     try:
                         copy_span(stream.fileno(), out.fileno(), first, end, size, moved)
                     except EOFError:
@@ -117,7 +125,7 @@ def estimate(entries: Iterable[MergedEntry], choice: Choice) -> int:
 
 
 def _repack(
-    choice: Choice, segments: Sequence[Segment], packer: Packer, expand: Decompress, arrived: Callable[[Segment], None]
+    choice: Choice, segments: Sequence[Segment], packer: Packer, expand: Decompress, arrived: Arrived
 ) -> tuple[dict[str, Data], list[Fragment]]:
     """Write the needed files of blocks that are not copied to new blocks.
 
@@ -126,7 +134,8 @@ def _repack(
     homes: dict[str, Data] = {}
     tails = Tails(packer, len(choice.fragments))
     for layer, repacks in groupby(choice.repacks, key=lambda repack: repack[0]):
-        with _opened(segments[layer], arrived) as stream:
+        segment = segments[layer]
+        with _opened(segment, arrived(segment, segment.size)) as stream:
             for _, fragment, needed in repacks:
                 stored = os.pread(stream.fileno(), fragment.word & SIZE_MASK, fragment.start)
                 try:
@@ -144,11 +153,27 @@ def _repack(
     return homes, tails.fragments
 
 
-def _opened(segment: Segment, arrived: Callable[[Segment], None]) -> BinaryIO:
-    """Open the segment's data file. Raises BuildError when it is missing or its size has changed."""
-    arrived(segment)
+def _pieces(spans: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield (offset in the segment, bytes) of the spans of a layer, in parts that are copied at once."""
+    for _, first, size in spans:
+        for begin in range(first, first + size, _MOST):
+            yield begin, min(_MOST, first + size - begin)
+
+
+def _arriving(segment: Segment, end: int, arrived: Arrived) -> BinaryIO:
+    """Open the file with the first `end` bytes of a segment's data, which stays open when the file gets its name."""
+    path = arrived(segment, end)
+    if path != segment.path:
+        with suppress(FileNotFoundError):
+            return path.open("rb", buffering=0)
+        path = arrived(segment, segment.size)
+    return _opened(segment, path)
+
+
+def _opened(segment: Segment, path: Path) -> BinaryIO:
+    """Open the complete data of a segment. Raises BuildError when the file is missing or its size has changed."""
     try:
-        stream = segment.path.open("rb", buffering=0)
+        stream = path.open("rb", buffering=0)
     except OSError as error:
         raise damaged(segment, f"it cannot be read: {error.strerror}") from error
     if os.fstat(stream.fileno()).st_size != segment.size:

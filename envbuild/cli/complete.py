@@ -1,0 +1,179 @@
+"""Shell completion: the values that a shell offers, and the scripts that ask for them.
+
+Every command imports this module, so it imports little.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem, ShellComplete, split_arg_string
+
+from envbuild.kinds import ARTIFACTS, kinds_of
+
+SHELLS = ("bash", "zsh", "fish")
+# Set by the scripts, to the name of the shell; cli/__init__.py looks for it.
+VARIABLE = "_ENVBUILD_COMPLETE"
+_IMAGES = (".sqsh", ".sif")
+_CURSOR = "x"
+
+Item = CompletionItem[Any]
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion_command(shell: str) -> None:
+    """Print the script by which SHELL completes commands, options, recipes, targets, sites and artifacts.
+
+    Put the line for your shell into its start-up file. A folder from which the shell loads completions may have the
+    script as a file, too: envbuild, _envbuild or envbuild.fish.
+
+    \b
+    Examples:
+      source <(envbuild completion bash)
+      source <(envbuild completion zsh)
+      envbuild completion fish | source
+    """
+    click.echo((Path(__file__).parents[1] / "data" / f"completion.{shell}").read_text(encoding="utf-8"), nl=False)
+
+
+def recipes(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return the recipes that have a name, or files for a path."""
+    from envbuild.recipe.find import recipe_files
+
+    return _files(".toml") if _is_path(text) else _items(recipe_files(_folders()), text)
+
+
+def targets(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return the targets of the recipes on the command line; without one, of all recipes."""
+    from envbuild.errors import UsageError
+    from envbuild.recipe.find import find_recipe, list_recipes
+    from envbuild.recipe.load import load_recipe
+
+    folders, loaded = _folders(), []
+    # Arguments before an option without its value are left unparsed.
+    for name in [*_words(context.params, "recipe", "named", "recipes"), *context.args]:
+        try:
+            loaded.append(load_recipe(find_recipe(name, folders)))
+        except UsageError:
+            continue
+    loaded = loaded or [one.loaded for one in list_recipes(folders) if one.loaded]
+    return _items(sorted({target for one in loaded for target in one.recipe.targets}), text)
+
+
+def sites(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return the sites that have a name, or files for a path."""
+    from envbuild.site.settings import named_sites
+
+    return _files(".toml") if _is_path(text) else _items(sorted(named_sites(os.environ)), text)
+
+
+def artifacts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return the environments and image files below ./build, and image files here; if none fits, files for a path."""
+    found = [*_built(*kinds_of("folder", "file")), *_here(_IMAGES)]
+    return _items(found, text) or _files(*_IMAGES)
+
+
+def images(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return the image files below ./build and here; if none fits, files for a path."""
+    return _items([*_built(*kinds_of("file")), *_here(_IMAGES)], text) or _files(*_IMAGES)
+
+
+def recipes_or_artifacts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return recipes and artifacts."""
+    names = [] if _is_path(text) else recipes(context, parameter, text)
+    return [*names, *(item for item in artifacts(context, parameter, text) if item.type == "plain" or not names)]
+
+
+def python_files(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return the request for Python files."""
+    return _files(".py")
+
+
+def any_files(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return the request for files."""
+    return _files()
+
+
+def answer() -> int:
+    """Print what may stand at the cursor, as the shell's script reads it; nothing after an error. Return 0.
+
+    A line is a type of click's, a value and its help, with tabs between. `file` and `dir` ask the shell for its own
+    files, of the suffixes in the value if there are any.
+    """
+    from envbuild.cli.commands import cli
+
+    try:
+        words, inserted = _command_line(os.environ[VARIABLE], sys.argv[1:])
+        found = ShellComplete(cli, {}, "envbuild", VARIABLE).get_completions(words[:-1], words[-1])
+        lines = list(_lines(found, words[-1], inserted))
+    except Exception:  # noqa: BLE001 - a message would stand in the user's prompt
+        return 0
+    sys.stdout.writelines(lines)
+    return 0
+
+
+def _command_line(shell: str, arguments: list[str]) -> tuple[list[str], int]:
+    """Return the words up to the cursor, and how many characters of the last one the shell does not replace."""
+    if shell == "zsh":
+        return arguments, 0
+    if shell == "fish":  # the last word as it was typed, with its quotes
+        return [*arguments[:-1], _unquoted(arguments[-1])[-1]], 0
+    line, replaced = arguments
+    words = _unquoted(line)[1:]  # bash's own words end at : and =
+    if not line.removesuffix(replaced).endswith(('"', "'")):  # inside of an open quote it is without quotes
+        replaced = _unquoted(replaced)[-1]
+    return words, len(words[-1]) - len(replaced)
+
+
+def _unquoted(text: str) -> list[str]:
+    *words, last = split_arg_string(text + _CURSOR)
+    return [*words, last.removesuffix(_CURSOR)]
+
+
+def _lines(items: Iterable[Item], word: str, kept: int) -> Iterator[str]:
+    option = word[: word.index("=") + 1] if word.startswith("--") and "=" in word else ""
+    for item in items:
+        value = f"{option}{item.value}"[kept:] if item.type == "plain" else " ".join(item.suffixes or ())
+        text = " ".join((item.help or "").split())
+        if value.isprintable():
+            yield f"{item.type}\t{value}\t{text}\n"
+
+
+def _items(values: Iterable[str], text: str) -> list[Item]:
+    return [CompletionItem(value) for value in values if value.startswith(text)]
+
+
+def _files(*suffixes: str) -> list[Item]:
+    return [CompletionItem("", "file", suffixes=suffixes)]
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or text.startswith((".", "~"))
+
+
+def _words(values: dict[str, Any], *names: str) -> list[str]:
+    found = [values[name] for name in names if values.get(name)]
+    return [word for one in found for word in ([one] if isinstance(one, str) else one)]
+
+
+def _folders() -> list[Path]:
+    from envbuild.recipe.find import search_folders
+    from envbuild.site.settings import load_site
+
+    return search_folders(load_site(os.environ).recipe_folders)
+
+
+def _built(*kinds: str) -> Iterator[str]:
+    for folder in sorted(Path("build").glob("*/*")):
+        paths = [ARTIFACTS[kind].default_path(folder.parent.name, folder.name) for kind in kinds]
+        yield from (os.fspath(path) for path in paths if path.exists())
+
+
+def _here(suffixes: tuple[str, ...]) -> list[str]:
+    return sorted(name for name in os.listdir() if name.endswith(suffixes))
