@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from envbuild.cli import complete
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     help="What is bad: a slower step of training, a failed verification, or a command that a shell runs in the "
     "environment and that does not exit with 0 (125: cannot be judged).",
 )  # fmt: skip
-@click.option("--recipe", metavar="RECIPE", help="Name or path. Default: beside LOCK_B or LOCK_A, else by its name.")
+@click.option(
+    "--recipe", metavar="RECIPE", shell_complete=complete.recipes,
+    help="Name or path. Default: beside LOCK_B or LOCK_A, else by its name.",
+)  # fmt: skip
 @click.option(
     "--rounds", type=click.IntRange(1, 1000), metavar="N",
     help="Measure each environment at most N times. Default: 40 for step_time, else 1; one failure of N is bad.",

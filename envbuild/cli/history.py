@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from envbuild.cli import layout
+from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, print_json
 from envbuild.cli.options import PATH, with_options
 from envbuild.environment import load_environment
@@ -20,8 +20,10 @@ _SHORT = len("sha256:") + 8
 
 
 @click.command("history")
-@click.argument("recipe")
-@click.option("--target", metavar="TARGET", help="Only this target. Default: all of them.")
+@click.argument("recipe", shell_complete=complete.recipes)
+@click.option(
+    "--target", metavar="TARGET", shell_complete=complete.targets, help="Only this target. Default: all of them."
+)  # fmt: skip
 @click.option(
     "--metric", "metrics", multiple=True, type=click.Choice(list(METRICS)), help="Only this metric; repeatable."
 )  # fmt: skip
