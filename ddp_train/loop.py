@@ -8,7 +8,7 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from .models import batch_loss, build_model
 from .output import log, print_error
 from .place import find_rank_info
 from .probes import PROBES, run_probes
-from .report import FORMAT, describe_network, describe_rank, rank_table, write_report
+from .report import FORMAT, describe_network, describe_rank, memory_use, rank_table, write_report
 from .resume import RESUME_AFTER, resume, wait_for_turn
 from .selfcheck import check_allreduce, require_exact
 from .snapshot import SnapshotFile, make_snapshot
@@ -38,12 +38,13 @@ JUDGED_LATER = "DDP_TRAIN_JUDGED_LATER"
 
 @dataclass
 class Clock:
-    """Durations in seconds; `started` is time.perf_counter() at the start of the program."""
+    """Durations in seconds, also of each epoch; `started` is time.perf_counter() at the start of the program."""
 
     started: float
     import_torch: float
     rendezvous: float = 0.0
     train: float = 0.0
+    epochs: list[float] = field(default_factory=list)
 
     def as_report(self) -> dict[str, float]:
         """Return the report's `seconds`, rounded to milliseconds."""
@@ -177,13 +178,17 @@ def _prepare_files(arguments: Arguments, store: SnapshotFile) -> None:
         require_writable(Path(arguments.report), "report")
 
 
-def _train(trainer: Trainer, store: SnapshotFile, start: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _train(
+    trainer: Trainer, store: SnapshotFile, start: int, clock: Clock
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train from epoch `start` to the last; return the report's `losses` and `snapshots`."""
     arguments, group = trainer.arguments, trainer.group
     losses: list[dict[str, Any]] = []
     saved: list[dict[str, Any]] = []
     for epoch in range(start, arguments.total_epochs):
+        began = time.perf_counter()
         loss = trainer.run_epoch(epoch)
+        clock.epochs.append(round(time.perf_counter() - began, 6))
         with group.agreement():
             if not math.isfinite(loss):
                 raise TrainError(f"the loss is {loss} in epoch {epoch}: training diverged, try a smaller --lr")
@@ -232,8 +237,9 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
     gc.freeze()  # the imports of the optimizer and DDP live until exit, too
     gc.enable()  # __main__.py disabled it
     began = time.perf_counter()
-    losses, saved = _train(trainer, store, start)
+    losses, saved = _train(trainer, store, start, clock)
     clock.train = time.perf_counter() - began
+    entry.update(memory_use(group.device))  # before the bandwidth is measured, which takes more
     entry["parameters_digest"] = model_digest(model)
     bandwidth = _bandwidth(arguments, group)
     entry["probes"] = run_probes(group, environ)
@@ -263,6 +269,8 @@ def _work(arguments: Arguments, environ: Mapping[str, str], clock: Clock) -> Gro
         "snapshots": saved,
         "bandwidth": bandwidth,
         "seconds": clock.as_report(),
+        "epoch_seconds": clock.epochs,
+        "started": clock.started,
     }
     if arguments.report is not None:
         target = arguments.report

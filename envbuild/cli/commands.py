@@ -31,6 +31,8 @@ COMMANDS = {
     "build": ("image_file", "Build several artifacts of one recipe in one go."),
     "bundle": ("plan", "Collect all that a build reads, for nodes without a network."),
     "verify": ("verify", "Train in an artifact and judge it again."),
+    "history": ("history", "Show what the verifications of a recipe measured, over time."),
+    "bisect": ("bisect", "Find the package that broke or slowed an environment."),
     "run": ("verify", "Run your program in an artifact on this host."),
     "job": ("job", "Render, and submit, the job that trains with an artifact on a cluster."),
     "preflight": ("job", "Check nodes and network of an allocation before training."),

@@ -27,7 +27,7 @@ EXIT_CODES = {
     3: "a lock is missing, stale or impossible; versions do not go together",
     4: "the build failed",
     5: "verification failed; an artifact has no passing receipt; preflight or lint-job found an error; store check "
-    "found damage",
+    "found damage; the locks of bisect do not differ",
     6: "this host lacks a tool, an interpreter, an architecture or a permission",
     70: "a fault of envbuild itself",
     130: "interrupted",

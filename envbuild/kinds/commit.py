@@ -15,6 +15,7 @@ from envbuild.kinds import kind_at
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
 from envbuild.recipe.verify_table import expect_of
+from envbuild.store.history import record
 from envbuild.verify.model import Settings, Subject, Verdict
 from envbuild.verify.receipt import failures, make_receipt, passing_receipt, receipt_path, write_receipt
 from envbuild.verify.static_checks import check_built_torch
@@ -66,6 +67,7 @@ def verify_staged(
     failed = final if verdict.passed or staged == final else failed_path(final)
     receipt = make_receipt(subject, verdict, failed)
     receipt["artifact"] |= more
+    record(environment.store, receipt)
     if verdict.passed:
         log(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
         return receipt
@@ -114,6 +116,7 @@ def verify_artifact(
     verdict = _verdict(subject, settings_of(subject.state.verify, overrides), environment, path)
     receipt = make_receipt(subject, verdict, path)
     receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
+    record(environment.store, receipt)
     with atomic.writing(path.parent):
         write_receipt(receipt, beside)
     from envbuild.trust.bundle import bundle_path

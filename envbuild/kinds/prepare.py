@@ -35,20 +35,20 @@ _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
 def prepare(
     loaded: LoadedRecipe, target: Target, environment: Environment, *,
     artifact: str, compile_bytecode: bool = False, image: ImageInputs | None = None, conda: bool = False,
-    layers: RequestedLayers | None = None, editable: bool = False, **use: Unpack[LockUse],
+    layers: RequestedLayers | None = None, editable: bool = False, lock: Lock | CondaLock | None = None,
+    **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:  # fmt: skip
     """Return the plan of `artifact` and its trainer; a missing or stale lock is updated first.
 
     `conda` says that the artifact consists of the recipe's conda packages. `layers` are its source layers, None for
-    those that this host builds. An environment refers to an `editable` project.
+    those that this host builds. An environment refers to an `editable` project. `lock` takes the place of the recipe's.
     """
     layers = layers or for_host(loaded, target, environment)
-    lock: Lock | CondaLock
-    if conda:
+    if lock is None and conda:
         from envbuild.lock.conda_kind import conda_lock
 
         lock = ensure(conda_lock(loaded, target), environment, **use)
-    else:
+    elif lock is None:
         lock = ensure(wheel_lock(loaded, target), environment, **use)
     layers = bind_to_lock(layers, lock)
     trainer = load_trainer()

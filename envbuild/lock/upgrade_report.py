@@ -14,6 +14,7 @@ from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
 from envbuild.progress import human_size
 from envbuild.site.tables import AuditTable
+from envbuild.store.history import METRICS
 from envbuild.store.store import Store
 
 
@@ -124,15 +125,17 @@ def sizes_of(lock: object, store: Store) -> dict[str, int]:
 def _verified(one: VerifiedUpgrade) -> list[str]:
     rows: dict[str, Callable[[Mapping[str, Any], int], str]] = {
         "verification": lambda receipt, _: _outcome(receipt),
-        "loss by epoch": lambda receipt, _: ", ".join(f"{loss:.6g}" for loss in _evidence(receipt, "curve", "losses")),
-        "one step": lambda receipt, _: _milliseconds(receipt, "step_s"),
-        "import of torch": lambda receipt, _: _milliseconds(receipt, "import_s"),
+        "loss by epoch": lambda receipt, _: ", ".join(f"{loss:.6g}" for loss in _losses(receipt)),
         "size of all files": lambda _, size: human_size(size),
     }
     text = [f"## {one.recipe}, {one.target}: verified", "", "| | before | after |", "| --- | --- | --- |"]
     for title, show in rows.items():
         cells = ["" if each is None else show(*each) for each in (one.before, one.after)]
         text.append(f"| {title} | {' | '.join(cells)} |")
+    figures = [each[0].get("performance", {}) if each else {} for each in (one.before, one.after)]
+    for name, metric in METRICS.items():
+        cells = [metric.show(each[name]) if name in each else "" for each in figures]
+        text += [f"| {metric.title} | {' | '.join(cells)} |"] if any(cells) else []
     return [*text, ""]
 
 
@@ -141,14 +144,9 @@ def _outcome(receipt: Mapping[str, Any]) -> str:
     return f"**failed**: {', '.join(failed)}" if failed or not receipt["passed"] else "passed"
 
 
-def _evidence(receipt: Mapping[str, Any], check: str, name: str) -> Any:
-    found = next((one["evidence"] for one in receipt["checks"] if one["name"] == check), None) or {}
-    return found.get(name) or ()
-
-
-def _milliseconds(receipt: Mapping[str, Any], name: str) -> str:
-    value = _evidence(receipt, "launch", name)
-    return f"{1000 * value:.1f} ms" if value else ""
+def _losses(receipt: Mapping[str, Any]) -> Sequence[float]:
+    found = next((one["evidence"] for one in receipt["checks"] if one["name"] == "curve"), None) or {}
+    return found.get("losses") or ()
 
 
 def _said(one: Advisory) -> str:

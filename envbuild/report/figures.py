@@ -126,6 +126,8 @@ def launches(entry: ReportEntry) -> Html | None:
         if took is None or took < 0:
             continue
         start, imported = number_of(found, "started_s"), number_of(found, "import_s")
+        if imported is None and name == "launch":
+            imported = number_of(entry.receipt, "performance.import_s")
         known = known and start is not None
         start, codes = max(0.0, start or 0.0), found.get("returncodes")
         step = step_seconds(entry.receipt) if name == "launch" else number_of(found, "step_s")

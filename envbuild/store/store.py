@@ -15,6 +15,7 @@ maps/                          which parts of image files are those of segments
 facts/                         what builds need to know of wheels whose layers exist
 digests/                       sha256 of files since the boot, by path and stat
 recipes/                       what the builds of each recipe have used
+history/                       what the verifications of each recipe measured
 seals/                         stat of the files of verified environments
 uv/                            uv's cache: unpacked wheels, from which environments are linked
 """
@@ -44,11 +45,14 @@ if TYPE_CHECKING:
 _STALE_S = 7 * 86400
 # The folders in which `replacing`, blobs and `file_lock` write; a kill leaves files called .new-* or *.lock there.
 _WRITTEN = (
-    "bases", "blobs/sha256", "conda/images", "conda/info", "conda/stamps", "digests", "facts", "layers", "listings",
-    "maps", "projects", "pythons", "recipes", "seals", "segments", "trainer/*",
+    "bases", "blobs/sha256", "conda/images", "conda/info", "conda/stamps", "digests", "facts", "history", "layers",
+    "listings", "maps", "projects", "pythons", "recipes", "seals", "segments", "trainer/*",
 )  # fmt: skip
 # The folders that `working` is called for.
-_WORKING = ("building", "builders/new", "conda/linked", "docker", "launched", "layouts", "opened", "pruned", "running")
+_WORKING = (
+    "bisect", "building", "builders/new", "conda/linked", "docker", "launched", "layouts", "opened", "pruned",
+    "running",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

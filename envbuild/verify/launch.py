@@ -37,6 +37,7 @@ _SHOWN_NODES = 8
 _TITLES = {
     "reference": "training in one process, as reference", "train": "training on simulated nodes",
     "resume": "resuming from the snapshot", "faults": "training with a rank that is killed",
+    "step": "training, to measure the time of a step",
 }  # fmt: skip
 # Node 0 starts torchrun's script. The other nodes, and all of a `lean` job, start its module with garbage collection
 # off during the import: it takes a quarter of the start-up time.
@@ -81,7 +82,7 @@ class TrainingJob:
 class Outcome:
     """The outcome of a job: exit codes by node, the reports of rank 0 of every world, and the output of all nodes.
 
-    `started` is on the monotonic clock.
+    `started` is time.monotonic() at its start.
     """
 
     job: TrainingJob

@@ -175,12 +175,16 @@ class Settings(VerifyTable):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The results of all checks, in order. `logs` is the folder of the nodes' logs, kept only after a failure."""
+    """The results of all checks, in order, and the figures of `performance`.
+
+    `logs` is the folder of the nodes' logs, kept only after a failure.
+    """
 
     checks: tuple[Check, ...]
     settings: Settings
     seconds: float
     logs: Path | None
+    performance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:

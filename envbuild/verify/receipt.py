@@ -26,7 +26,7 @@ _PARTS = {
     "format?": int, "passed": bool, "verified_at?": str, "artifact.digest": str, "artifact.path?": str,
     "artifact.pushed?": str, "recipe.name?": str, "plan.digest?": str, "target?": str, "fabric?": str,
     "settings?": dict, "project?": dict, "versions.nccl?": str, "packages?": list, "layers?": list,
-    "slim?": dict,
+    "slim?": dict, "performance?": dict,
 }  # fmt: skip
 _MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--", "not tried": "--"}
 
@@ -74,11 +74,20 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
             "arch": uname.machine,
             "libc": " ".join(platform.libc_ver()).strip(),
             "cpus": len(os.sched_getaffinity(0)),
+            **({"processor": processor} if (processor := _processor()) else {}),
         },
+        **({"performance": dict(verdict.performance)} if verdict.performance else {}),
         "verified_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(verdict.seconds, 3),
         "checks": [asdict(check) for check in verdict.checks],
     }
+
+
+def _processor(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the model of the host's processor; "" if the kernel does not name it, as on most ARM machines."""
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as stream:
+        return next((line.partition(":")[2].strip() for line in stream if line.startswith("model name")), "")
+    return ""
 
 
 def write_receipt(receipt: dict[str, Any], path: Path) -> None:

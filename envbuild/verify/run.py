@@ -28,6 +28,7 @@ from envbuild.verify.model import judge as judged
 from envbuild.verify.network import network_of
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs
 from envbuild.verify.own_trainer import check_trainer, trainer_files
+from envbuild.verify.performance import performance_of
 from envbuild.verify.probe_checks import check_allreduce, check_collectives, check_optimizer, check_sampler
 from envbuild.verify.probes import make_request
 from envbuild.verify.static_checks import (
@@ -65,10 +66,10 @@ def verify(
             request = make_request(settings.nodes * settings.nproc_per_node, gpu=network.accelerator.gpu)
             nodes.share({**trainer_files(), _REQUEST: json.dumps(request).encode()})
             bench = Bench(nodes, work, settings, subject, network, request, *_floor(subject, settings, site))
-            checks = _checks(bench, log)
+            checks, figures = _checks(bench, log)
         failed = any(check.status == FAIL for check in checks)
         kept = _keep(work, logs) if failed and logs else None
-    return Verdict(tuple(checks), settings, time.monotonic() - started, kept)
+    return Verdict(tuple(checks), settings, time.monotonic() - started, kept, figures)
 
 
 def _floor(subject: Subject, settings: Settings, site: FabricTable) -> tuple[float, str]:
@@ -86,11 +87,12 @@ def _keep(work: Path, logs: Path) -> Path:
     return logs
 
 
-def _checks(bench: Bench, log: Log) -> list[Check]:
+def _checks(bench: Bench, log: Log) -> tuple[list[Check], dict[str, Any]]:
+    """Return the results of all checks, and the performance that the launches showed."""
     subject, settings, gpu = bench.subject, bench.settings, bench.network.accelerator.gpu
     if not settings.trainer:
         survey = subject.survey(settings.timeout_s)
-        return [*_file_checks(bench, survey), *user_code.check_without_training(bench, survey)]
+        return [*_file_checks(bench, survey), *user_code.check_without_training(bench, survey)], {}
     log(
         f"training on {settings.nodes} simulated nodes × {settings.nproc_per_node} "
         f"ranks, {settings.epochs} epochs, beside one process as reference …"
@@ -137,7 +139,7 @@ def _checks(bench: Bench, log: Log) -> list[Check]:
         checks.append(blocked("restart", "launch"))
     else:
         checks.append(not_tried("restart", "give --faults to kill a rank"))
-    return checks
+    return checks, performance_of(first, reference)
 
 
 def _file_checks(bench: Bench, survey: Survey) -> list[Check]:

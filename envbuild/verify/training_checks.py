@@ -45,17 +45,8 @@ def check_launch(name: str, outcome: Outcome, origin: float | None = None) -> Ch
             "returncodes": [outcome.returncodes],
             "seconds": [round(outcome.seconds, 3)],
             "started_s": round(outcome.started - (outcome.started if origin is None else origin), 3),
-            **(_times(outcome.reports[0]) if good else {}),
         },
     )
-
-
-def _times(report: Report) -> dict[str, float]:
-    """Return what rank 0 took, in seconds: for the import of torch, and for a step of the training on average."""
-    seconds, steps = report.get("seconds"), report.get("steps_per_epoch", 0) * len(report.get("losses", ()))
-    if not seconds or not steps:
-        return {}
-    return {"import_s": float(seconds["import_torch"]), "step_s": round(float(seconds["train"]) / steps, 6)}
 
 
 def check_world(job: TrainingJob, reports: Sequence[Report]) -> Check:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ RANK_KEYS = {
     "rank", "local_rank", "group_rank", "local_world_size", "world_size", "host", "pid", "device",
     "allreduce", "parameters_digest", "restart_count", "sys_executable", "sys_prefix",
     "python_version", "torch_version", "torch_file", "torch_cuda", "ddp_train_file", "gloo_ifname", "probes", "imports",
-    "libraries", "sockets", "interfaces", "store", "nccl", "nccl_log",
+    "libraries", "sockets", "interfaces", "store", "nccl", "nccl_log", "peak_memory",
 }  # fmt: skip
 REPORT_KEYS = {
     "format", "status", "world_size", "backend", "ranks", "model", "data", "seed", "batch_size",
     "dataset_size", "steps_per_epoch", "start_epoch", "resumed_from", "rejected_snapshots",
-    "total_epochs", "losses", "snapshots", "bandwidth", "seconds", "strategy", "variables",
+    "total_epochs", "losses", "snapshots", "bandwidth", "seconds", "epoch_seconds", "started", "strategy", "variables",
 }  # fmt: skip
 
 
@@ -66,6 +67,8 @@ def test_report_of_one_process(folder: Path, capsys: pytest.CaptureFixture[str])
     assert report["losses"][-1]["loss"] < report["losses"][0]["loss"]
     assert [entry["epoch"] for entry in report["snapshots"]] == [0, 2, 3]
     assert set(report["seconds"]) == {"import_torch", "rendezvous", "train", "total"}
+    assert len(report["epoch_seconds"]) == 4 and sum(report["epoch_seconds"]) <= report["seconds"]["train"]
+    assert report["ranks"][0]["peak_memory"] > 1 << 20 and 0 < report["started"] <= time.perf_counter()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == [
         "LOCAL_RANK", "RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "host", "device",

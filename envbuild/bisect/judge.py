@@ -1,0 +1,122 @@
+"""Judge an environment by a metric: its verification, the step time of a training, or a command of the user."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from envbuild import process
+from envbuild.artifacts.venv import launch_environment
+from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
+from envbuild.bisect.search import MixState
+from envbuild.environment import Environment
+from envbuild.errors import UsageError
+from envbuild.kinds.commit import open_subject, settings_of
+from envbuild.plan.plan import Plan
+from envbuild.progress import Log
+from envbuild.terminal import clean
+from envbuild.verify.model import FAIL, Settings, Subject
+from envbuild.verify.performance import measure_step
+from envbuild.verify.run import verify
+
+STEP_TIME, PASS = "step_time", "pass"
+# Exit codes of a command with a meaning of their own, as for `git bisect run`.
+_SKIP, _CANNOT_RUN = 125, (126, 127)
+
+
+@dataclass(slots=True)
+class Judge:
+    """Judges environments by `metric`, with at most `most` measurements of each.
+
+    `slow` is the environment of the bad lock, to which others are compared by their step time; it is the first that is
+    judged. `gap` is the log of the slow-down to look for.
+    """
+
+    metric: str
+    most: int
+    environment: Environment
+    log: Log
+    slow: Subject | None = None
+    gap: float = math.log(1 + LEAST)
+    ratios: list[list[float]] = field(default_factory=list)
+
+    def keeps(self, path: Path) -> bool:
+        """Return whether the environment at `path` is needed for the tests that follow."""
+        return self.slow is not None and self.slow.root == path
+
+    def of(self, path: Path, plan: Plan) -> tuple[MixState, dict[str, Any]]:
+        """Return the state of the environment at `path`, and the measurements.
+
+        Raises VerificationError if it cannot be measured, UsageError for a command that cannot be run.
+        """
+        settings = settings_of(plan.verify_settings(), {})
+        if self.metric == STEP_TIME:
+            return self._compare(open_subject(path, self.environment), settings)
+        judge: Callable[[], tuple[MixState, dict[str, Any]]]
+        if self.metric == PASS:
+            subject = open_subject(path, self.environment)
+            judge = lambda: self._verify(subject, settings)  # noqa: E731
+        else:
+            judge = lambda: self._command(path, settings.timeout_s)  # noqa: E731
+        for _ in range(self.most):  # one failure of many is enough
+            state, evidence = judge()
+            if state is not MixState.GOOD:
+                break
+        return state, evidence
+
+    def _verify(self, subject: Subject, settings: Settings) -> tuple[MixState, dict[str, Any]]:
+        verdict = verify(subject, settings, self.environment.variables, self.log)
+        failed = {check.name: check.seen for check in verdict.checks if check.status == FAIL}
+        return (MixState.GOOD if verdict.passed else MixState.BAD), {**failed}
+
+    def _command(self, path: Path, timeout_s: float) -> tuple[MixState, dict[str, Any]]:
+        variables = launch_environment(path, self.environment.variables)
+        child = process.start(["/bin/sh", "-c", self.metric], env=variables, stderr=subprocess.STDOUT)
+        try:
+            output = child.communicate(timeout=timeout_s)[0].decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            process.stop([child])
+            return MixState.BAD, {"exit": f"none after {timeout_s:g} s"}
+        except BaseException:
+            process.stop([child])
+            raise
+        status = child.returncode
+        told = "\n".join(output.splitlines()[-process.TAIL_LINES :])
+        if status in _CANNOT_RUN:
+            raise UsageError(f"the command cannot be run (exit {status}): {clean(told)}", "correct --metric")
+        state = {0: MixState.GOOD, _SKIP: MixState.UNTESTABLE}.get(status, MixState.BAD)
+        return state, {"exit": status, "output": told}
+
+    def _compare(self, subject: Subject, settings: Settings) -> tuple[MixState, dict[str, Any]]:
+        """Judge an environment by its step time and that of the bad lock, measured in turn; good is faster."""
+
+        def measured(one: Subject) -> float:
+            return measure_step(one, settings, self.environment.variables, self.environment.site.fabric)
+
+        if self.slow is None:
+            self.slow = subject
+            return MixState.BAD, {"step_s": [measured(subject)]}
+        tested, reference, ratios = list[float](), list[float](), list[float]()
+        self.ratios.append(ratios)
+        faster = None
+        while faster is None and len(ratios) < self.most:
+            reference.append(measured(self.slow))
+            tested.append(measured(subject))
+            ratios.append(math.log(reference[-1] / tested[-1]))
+            self.log(f"  step: {1000 * reference[-1]:.2f} ms by the bad lock, {1000 * tested[-1]:.2f} ms by this one")
+            faster = is_faster(ratios, self.gap, spread_of(self.ratios))
+        middle = statistics.median(ratios)
+        evidence = {
+            "step_s": tested, "bad_step_s": reference, "pairs": len(ratios),
+            "bad lock / this one": f"{math.exp(middle):.3f}",
+        }  # fmt: skip
+        if faster is None:
+            return MixState.UNTESTABLE, {**evidence, "unclear after": f"{len(ratios)} measurements"}
+        if faster:  # the slow-down to look for is known from now on
+            self.gap = max(self.gap, known_gap(ratios, spread_of(self.ratios)))
+        return (MixState.GOOD if faster else MixState.BAD), evidence
