@@ -24,8 +24,8 @@ from envbuild.recipe.sources import SourceLayer
 
 # The modules that this one needs, relative to the package's folder.
 MODULES = (
-    "__init__.py", "elf.py", "elf_symbols.py", "errors.py", "files.py", "fingerprint.py", "masking.py", "names.py",
-    "process.py", "progress.py", "unpack.py",
+    "__init__.py", "display.py", "elf.py", "elf_symbols.py", "errors.py", "files.py", "fingerprint.py", "masking.py",
+    "names.py", "process.py", "progress.py", "terminal.py", "unpack.py",
     "artifacts/__init__.py", "artifacts/installed.py", "artifacts/layer_lists.py", "artifacts/layers_stage.py",
     "data/__init__.py", "data/diagnoses.toml", "data/nccl_log.toml", "data/secrets.toml",
     "diagnose/__init__.py", "diagnose/engine.py", "diagnose/exception.py",

@@ -54,7 +54,7 @@ def unwrapped(text: str) -> str:
     lines: list[str] = []
     source = False
     for line in text.splitlines():
-        if not line.startswith(" " * 21):
+        if re.match(r"\S|  [a-z]+ {2,}\S| +\d+ known |$", line):
             lines.append(line)
             source = False
         elif line.strip().startswith("source:"):
