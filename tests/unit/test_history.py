@@ -101,6 +101,7 @@ def test_a_sparkline() -> None:
 
 def test_the_command_shows_series_and_receipts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENVBUILD_STORE", str(tmp_path / "store"))
+    monkeypatch.setenv("COLUMNS", "120")
     done = CliRunner().invoke(cli, ["history", "pt_cpu"])
     assert isinstance(done.exception, UsageError) and "no verification of pt_cpu is recorded" in done.exception.message
     store = Store(tmp_path / "store")
