@@ -48,14 +48,14 @@ def slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, store: Sto
     """
     key = hashlib.sha256(json.dumps([sha256, name, rules.as_json()]).encode()).hexdigest()
     note = store.folder("facts") / f"slim-{key}.json"
-    with file_lock(note.with_suffix(".lock"), remove=True):
-        with suppress(OSError, ValueError, KeyError):
-            made = str(read_note(note)["sha256"])
-            if made == sha256:
-                return wheel, sha256
-            if (found := store.find_wheel(made)) is not None:
-                return found, made
-        try:
+    try:
+        with file_lock(note.with_suffix(".lock"), remove=True):
+            with suppress(OSError, ValueError, KeyError):
+                made = str(read_note(note)["sha256"])
+                if made == sha256:
+                    return wheel, sha256
+                if (found := store.find_wheel(made)) is not None:
+                    return found, made
             with new_file(store.folder("partial"), "slim-") as (_, temporary):
                 did = write_slim_wheel(wheel, sha256, name, rules, temporary)
                 if did:
@@ -64,8 +64,8 @@ def slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, store: Sto
                     wheel, sha256 = store.adopt(temporary, made, wheel.name), made
                     log(f"  slim: {wheel.name}: {human_size(did['bytes'])} left out")
             write_note(note, {"sha256": sha256})
-        except OSError as error:
-            raise store.unwritable(error) from error
+    except OSError as error:
+        raise store.unwritable(error) from error
     return wheel, sha256
 
 
