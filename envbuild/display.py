@@ -79,7 +79,7 @@ class Task:
         return human_size(self.done) + (f" of {human_size(self.total)}" if self.total else "")
 
     def figures(self, now: float, columns: int) -> str:
-        """Return the amount, the time left and the rate, without the last ones if they do not fit into `columns`."""
+        """Return the amount, the time left and the rate; leave out the time or the rate if `columns` are too few."""
         rate, shown = self.rate(now), self.amount()
         left = f"{human_time((self.total - self.done) / rate)} left" if self.total and rate else ""
         for more in (left, f"{human_size(rate)}/s" if rate else ""):

@@ -48,7 +48,9 @@ def has_colours() -> bool:
 
 
 def guard_streams() -> None:
-    """Clean all text for stderr, and that for stdout on a terminal; let no character fail in the locale's encoding.
+    """Remove commands to a terminal from text for stderr, and for stdout on a terminal.
+
+    Characters that the locale's encoding lacks are escaped instead of raising an error.
 
     Scripts get the bytes of results unchanged: a path may contain any.
     """

@@ -20,6 +20,7 @@ from envbuild.kinds import VENV
 from envbuild.kinds.folder import make_environment
 from envbuild.kinds.prepare import prepare
 from envbuild.layers.trainer import Trainer
+from envbuild.layers.wheel import required_by
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan
@@ -28,7 +29,6 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.terminal import clean
 
-_MOST_METADATA = 4 << 20
 # Measurements of each environment, at most.
 _ROUNDS = {STEP_TIME: 40}
 
@@ -155,18 +155,14 @@ def _metadata(
 
 
 def _required_by(wheel: Path) -> list[str]:
-    from email.parser import HeaderParser
-
     try:
         with zipfile.ZipFile(wheel) as archive:
             name = next(
                 one for one in archive.namelist() if one.endswith(".dist-info/METADATA") and one.count("/") == 1
             )
-            with archive.open(name) as stream:
-                text = stream.read(_MOST_METADATA).decode("utf-8", "replace")
+            return required_by(archive, name.partition("/")[0])
     except (OSError, zipfile.BadZipFile, RuntimeError, StopIteration) as error:
         raise BuildError(f"{wheel} is not a wheel that can be read: {error}") from error
-    return [str(line) for line in HeaderParser().parsestr(text).get_all("Requires-Dist", [])]
 
 
 @dataclass(slots=True)

@@ -85,7 +85,7 @@ class _Tests:
 
 
 def search(needs: Sequence[Iterable[int]], packages: int, test: Test) -> Culprits:
-    """Find the groups that make an environment bad; `needs` has, for each group in order, all groups that it needs.
+    """Find the groups that make an environment bad; `needs[i]` are the groups that group i requires.
 
     `packages` is the number n of the bound: that of the packages that differ, at least that of the groups. `test`
     gets the groups that are those of the bad lock.

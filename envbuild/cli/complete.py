@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +75,17 @@ def sites(context: click.Context, parameter: click.Parameter, text: str) -> list
 
 def artifacts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
     """Return the environments and image files below ./build, and image files here; if none fits, files for a path."""
-    found = [*_built(*kinds_of("folder", "file")), *_here(_IMAGES)]
-    return _items(found, text) or _files(*_IMAGES)
+    return _artifacts(text, ("folder", "file"))
 
 
 def artifacts_or_receipts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
-    """Return artifacts; if none fits, files for a path."""
-    found = [*_built(*kinds_of("folder", "file")), *_here(_IMAGES), *_here((".receipt.json",))]
-    return _items(found, text) or _files(*_IMAGES, ".json")
+    """Return artifacts, and receipts here; if none fits, files for a path."""
+    return _artifacts(text, ("folder", "file"), _here((".receipt.json",)), (".json",))
 
 
 def images(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
     """Return the image files below ./build and here; if none fits, files for a path."""
-    return _items([*_built(*kinds_of("file")), *_here(_IMAGES)], text) or _files(*_IMAGES)
+    return _artifacts(text, ("file",))
 
 
 def recipes_or_artifacts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
@@ -161,6 +159,11 @@ def _files(*suffixes: str) -> list[Item]:
 
 def _is_path(text: str) -> bool:
     return "/" in text or text.startswith((".", "~"))
+
+
+def _artifacts(text: str, forms: Sequence[str], more: Iterable[str] = (), suffixes: Sequence[str] = ()) -> list[Item]:
+    found = [*_built(*kinds_of(*forms)), *_here(_IMAGES), *more]
+    return _items(found, text) or _files(*_IMAGES, *suffixes)
 
 
 def _words(values: dict[str, Any], *names: str) -> list[str]:

@@ -15,7 +15,6 @@ from envbuild.cli.common import check_out, log
 from envbuild.cli.options import BESIDE, PATH, Names
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError, VerificationError
-from envbuild.files import parse_json, read_small
 
 if TYPE_CHECKING:
     from envbuild.report.data import ReportEntry
@@ -111,7 +110,8 @@ def _state(path: Path) -> tuple[int, int] | None:
 
 
 def _loaded(path: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        found = parse_json(read_small(path))
-        return found if isinstance(found, dict) else None
+    from envbuild.report.gather import read_receipt_of
+
+    with suppress(UsageError):
+        return read_receipt_of(path)
     return None

@@ -39,7 +39,7 @@ Items = Generator[tuple[Member, Readable | None], None, None]
 Distributions = tuple[tuple[str, str, str], ...]
 # Increase it when the tables of members change their form.
 _MEMBERS_FORMAT = 1
-# Layers that a log lists: those of conda and of large recipes would fill it.
+# The log names this many new layers at most: conda images and large recipes have more than fit on a screen.
 _LISTED = 16
 
 

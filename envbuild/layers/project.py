@@ -14,7 +14,6 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from email.parser import HeaderParser
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from envbuild.errors import BuildError, HostError, RecipeError
 from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.contents import reading
 from envbuild.layers.trainer import NAME
+from envbuild.layers.wheel import required_by
 from envbuild.lock.offers import applicable
 from envbuild.names import normalise
 from envbuild.plan.plan import Plan
@@ -203,8 +203,7 @@ def _checked(code: OwnCode, wheel: Path, plan: Plan) -> tuple[str, str]:
     whole = plan.image is None or plan.image.base == "debian" or plan.conda
     with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
         info, names = _info(archive), archive.namelist()
-        about = HeaderParser().parsestr(archive.read(f"{info}/METADATA").decode("utf-8", "replace"))
-        lines = [str(line) for line in about.get_all("Requires-Dist", []) if whole]
+        lines = required_by(archive, info) if whole else []
         wanted = [applicable(lines, plan.python, plan.platform, extra) for extra in ("", *code.extras)]
     stem, _, version = info.removesuffix(".dist-info").rpartition("-")
     name, where = normalise(stem), f"{code.where}: [project]: {wheel.name}"

@@ -27,6 +27,7 @@ from envbuild.file_lock import file_lock
 from envbuild.fingerprint import SLIM_FILE
 from envbuild.gpu_code import CudaEntry, read_gpu_code
 from envbuild.gpus import all_chips
+from envbuild.layers.compose import key_of
 from envbuild.layers.contents import open_member, reading
 from envbuild.layers.wheel import recorded_rows, render_record
 from envbuild.progress import human_size, log
@@ -46,8 +47,7 @@ def slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, store: Sto
     `sha256` is that of `wheel`, `name` its normalised distribution. What the store has is not made again. Raises
     BuildError for a file that is not a wheel.
     """
-    key = hashlib.sha256(json.dumps([sha256, name, rules.as_json()]).encode()).hexdigest()
-    note = store.folder("facts") / f"slim-{key}.json"
+    note = store.folder("facts") / f"slim-{key_of('slim', [sha256, name, rules.as_json()])}.json"
     try:
         with file_lock(note.with_suffix(".lock"), remove=True):
             with suppress(OSError, ValueError, KeyError):

@@ -15,6 +15,7 @@ import stat
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from email.parser import HeaderParser
 from pathlib import Path
 from typing import IO
 
@@ -37,6 +38,8 @@ if __name__ == "__main__":
 """
 # Metadata is read as a whole; no real file comes near these sizes.
 _MAX_METADATA, _MAX_RECORD = 1 << 20, 16 << 20
+# The headers of METADATA come first; a description of any length may follow.
+_MOST_REQUIRED = 4 << 20
 _STEP = 1 << 18
 _SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
 # Line ends in a name would break RECORD; the other characters cannot be typed.
@@ -98,6 +101,13 @@ def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
         if stream is not None and entry.path.endswith(".dist-info/RECORD"):
             content = stream.read(entry.size)
     return content  # it comes last
+
+
+def required_by(archive: zipfile.ZipFile, info: str) -> list[str]:
+    """Return the lines of Requires-Dist in the folder `info` of an open wheel. Raises KeyError without METADATA."""
+    with archive.open(f"{info}/METADATA") as stream:
+        text = stream.read(_MOST_REQUIRED).decode("utf-8", "replace")
+    return [str(line) for line in HeaderParser().parsestr(text).get_all("Requires-Dist", [])]
 
 
 def recorded_rows(archive: zipfile.ZipFile, name: str) -> tuple[str, dict[str, tuple[str, str]]]:

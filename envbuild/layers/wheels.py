@@ -8,7 +8,6 @@ layers, its name, and torch's build.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from pathlib import Path
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
-from envbuild.layers.compose import WheelFile
+from envbuild.layers.compose import WheelFile, key_of
 from envbuild.layers.project import project_wheel
 from envbuild.layers.slim_wheel import slim_wheel
 from envbuild.layers.trainer import NAME, Trainer
@@ -66,7 +65,7 @@ def _slimmed_later(wheel: WheelFile, plan: Plan, environment: Environment) -> Wh
     """Return the wheel with, in place of its sha256, a digest of what it is made of: it is not made yet."""
     if plan.slim is None:
         return wheel
-    digest = hashlib.sha256(json.dumps([wheel.sha256, plan.slim.as_json()]).encode()).hexdigest()
+    digest = key_of("slim", [wheel.sha256, wheel.name, plan.slim.as_json()])
     return replace(wheel, place=lambda: _slimmed(wheel, plan, environment).path, sha256=digest)
 
 

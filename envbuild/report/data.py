@@ -94,6 +94,13 @@ def objects(value: Any) -> list[Mapping[str, Any]]:
     return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
 
 
+def is_receipt(value: object) -> bool:
+    """Return whether a JSON document is a receipt, whole or not."""
+    return (
+        isinstance(value, Mapping) and isinstance(value.get("passed"), bool) and isinstance(value.get("checks"), list)
+    )
+
+
 def checks_of(receipt: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the checks of a receipt."""
     return objects(receipt.get("checks"))
@@ -138,5 +145,5 @@ def packages_of(receipt: Mapping[str, Any]) -> dict[str, str]:
 
 def step_seconds(receipt: Mapping[str, Any]) -> float | None:
     """Return the average seconds of a training step, None if it was not measured."""
-    measured = number_of(receipt, "performance.step_s")
+    measured = number_of(receipt, "performance.step_s")  # of receipts before `performance`, evidence of the launch
     return measured if measured is not None else number_of(evidence(receipt, "launch"), "step_s")

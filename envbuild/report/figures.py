@@ -125,6 +125,7 @@ def launches(entry: ReportEntry) -> Html | None:
         took = next(iter(numbers_of(found.get("seconds"))), None)
         if took is None or took < 0:
             continue
+        # Receipts before `performance` have the import and the step of each launch in its evidence.
         start, imported = number_of(found, "started_s"), number_of(found, "import_s")
         if imported is None and name == "launch":
             imported = number_of(entry.receipt, "performance.import_s")

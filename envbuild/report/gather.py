@@ -23,8 +23,7 @@ from envbuild.locks import locked_stack
 from envbuild.recipe.find import find_recipe, search_folders
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.report.data import Changes, ReportEntry, SizedPackage, moment, text_of
-from envbuild.report.page import is_receipt
+from envbuild.report.data import Changes, ReportEntry, SizedPackage, is_receipt, moment, text_of
 from envbuild.report.since import receipt_changes
 from envbuild.verify.receipt import receipt_path, recorded_gpu_code
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -146,10 +146,3 @@ def _step_times(entries: Sequence[ReportEntry]) -> list[tuple[str, Html]]:
         title = f"Training step of {name} over {len(times)} verifications; the last took {short(last[1] * 1000)} ms."
         drawn.append((name, line_chart(series, title, labels, "time of verification", "Milliseconds of a step")))
     return drawn
-
-
-def is_receipt(value: object) -> bool:
-    """Return whether a JSON document is a receipt, whole or not."""
-    return (
-        isinstance(value, Mapping) and isinstance(value.get("passed"), bool) and isinstance(value.get("checks"), list)
-    )

@@ -1,4 +1,4 @@
-"""Performance of an artifact: figures from the launches that its verification makes anyway, and the step time alone."""
+"""Performance figures of an artifact, read from the launches of its verification; and a launch for the step time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def performance_of(first: Outcome, reference: Outcome) -> dict[str, Any]:
 
 
 def measure_step(subject: Subject, settings: Settings, env: Mapping[str, str], site: FabricTable) -> float:
-    """Train on one node for a moment, and return the step time in seconds. Raises VerificationError if that fails."""
+    """Run a short training on one node and return its step time in seconds. Raises VerificationError if it fails."""
     settings = replace(settings, nodes=1)
     with ExitStack() as stack:
         made = tempfile.TemporaryDirectory(prefix="step-", dir=env.get("TMPDIR"), ignore_cleanup_errors=True)

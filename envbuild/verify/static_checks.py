@@ -70,6 +70,7 @@ def check_installed(subject: Subject, survey: Survey) -> Check:
     """Check that every distribution is the locked one, and every file has its recorded digest."""
     found, files, layers = survey.distributions, survey.files, len(survey.layers)
     wrong = list(_installed_problems(subject.state, survey))
+    slim = {name: dict(one.slim) for name, one in found.items() if one.slim}
     built = f", {layers} source-built layer{'s' if layers > 1 else ''}" if layers else ""
     return judge(
         "installed",
@@ -81,7 +82,7 @@ def check_installed(subject: Subject, survey: Survey) -> Check:
             "packages": {name: one.version for name, one in sorted(found.items())},
             "files": files.files,
             "bytes": files.bytes,
-            **({"slim": slim} if (slim := {name: dict(one.slim) for name, one in found.items() if one.slim}) else {}),
+            **({"slim": slim} if slim else {}),
             **{what: getattr(files, what)[:50] for what in _WRONG_FILES},
         },
     )
