@@ -133,11 +133,21 @@ class Registry:
         """
         url, digest, headers = self.endpoint.url(f"manifests/{pointer}"), digest_of(raw), {"Content-Type": media_type}
         ok, stop = (201, 200, 202, 204), threading.Event()
-        try:
-            with self.endpoint.request("PUT", url, stop, push=True, ok=ok, headers=headers, body=raw) as answer:
+
+        def put() -> bool:
+            try:
+                answer = self.endpoint.request("PUT", url, stop, push=True, ok=ok, headers=headers, body=raw, retries=0)
+            except RequestFailed as error:
+                # Docker's registry reads its link to a blob half written while another client uploads the same blob.
+                error.transient |= "DIGEST_INVALID" in str(error)
+                raise
+            with answer:
                 if answer.headers.get("Docker-Content-Digest", digest) != digest:
                     raise RequestFailed(f"it took the manifest {digest} for another one", status=200)
                 return "OCI-Subject" in answer.headers
+
+        try:
+            return with_retries(put, self.endpoint.retries, stop)
         except RequestFailed as error:
             raise complain(f"publishing {self._named(pointer)}", [(self.endpoint, error)]) from None
 

@@ -556,6 +556,26 @@ def test_a_missing_file_is_named_before_a_fake_registry_has_the_manifest(tmp_pat
         assert not fake.asked("PUT")
 
 
+def test_a_fake_registry_that_reads_its_half_written_link_gets_the_manifest_again() -> None:
+    """Docker's registry answered 40 of 900 manifests so while six clients uploaded the blob that these name."""
+    body = b'{"errors":[{"code":"DIGEST_INVALID","message":"provided digest did not match uploaded content"}]}'
+    races = 1
+
+    def script(call: Call) -> None:
+        nonlocal races
+        races -= 1
+        call.content()
+        call.reply(*((400, body) if races >= 0 else (201, b"")))
+
+    with fake_registry(script) as fake:
+        reach(fake).put_manifest(MANIFEST, OCI_MANIFEST, "1")
+        assert len(fake.asked("PUT")) == 2
+        races = 99
+        with pytest.raises(BuildError, match="DIGEST_INVALID"):
+            reach(fake).put_manifest(MANIFEST, OCI_MANIFEST, "1")
+        assert len(fake.asked("PUT")) == 5
+
+
 def test_a_fake_proxy_is_used_unless_no_proxy_names_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_registry(lambda call: call.reply(200, MANIFEST)) as fake:
         proxies = {"http": f"http://ada:hunter2@{fake.address}"}
