@@ -17,7 +17,7 @@ from typing import Any
 from envbuild.errors import UsageError
 from envbuild.image.squashfs.model import BLOCK_SIZE
 
-Compress = Callable[[bytes], bytes]
+Compress = Callable[[bytes | memoryview], bytes]
 Decompress = Callable[[bytes, int], bytes]
 
 NAMES = {1: "gzip", 2: "lzma", 3: "lzo", 4: "xz", 5: "lz4", 6: "zstd"}
@@ -130,7 +130,7 @@ def _zstd(level: int) -> tuple[str, bytes, Compress]:
 
     local = threading.local()  # a compressor serves one thread at a time
 
-    def compress(data: bytes) -> bytes:
+    def compress(data: bytes | memoryview) -> bytes:
         if not hasattr(local, "one"):
             local.one = zstandard.ZstdCompressor(level=level)
         return bytes(local.one.compress(data))

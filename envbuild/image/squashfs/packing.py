@@ -11,22 +11,22 @@ from envbuild.image.squashfs.codec import Codec, Compress
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, UNCOMPRESSED, Fragment
 from envbuild.workers import Answer, Behind, Workers
 
-# The input of one task of a thread: large enough that the handover costs nothing.
+# The least input of one task of a thread: large enough that the handover costs nothing.
 CHUNK = 8 * BLOCK_SIZE
 _ZEROS = bytes(BLOCK_SIZE)
 _BEHIND = 8  # chunks
-_MORE = 4  # chunks for the workers while the caller reads many small files
+_MORE = 4  # tasks for the workers while the caller reads many small files
 
 # A written chunk: its offset in bytes, and the size word of each of its blocks.
 Packed = tuple[int, Sequence[int]]
 Done = Callable[[Packed], object]
-_Blocks = Sequence[tuple[int, bytes]]  # (size word, bytes)
+_Blocks = Sequence[tuple[int, bytes | memoryview]]  # (size word, bytes)
 
 
 class Packer:
     """A writer that compresses chunks in threads and writes them to `out`, whose position is `position`.
 
-    It holds at most four chunks more than there are workers, and those that a thread of its own writes. The output
+    It holds at most four tasks more than there are workers, and those that a thread of its own writes. The output
     does not depend on the order in which threads finish.
     """
 
@@ -35,7 +35,10 @@ class Packer:
         self._out, self._compress = out, codec.compress
         self._pool = Workers(workers)
         self._most = workers + _MORE
-        self._pending: deque[tuple[Answer[_Blocks], Done]] = deque()
+        self._task: list[tuple[bytes, bool]] = []
+        self._dones: list[Done] = []
+        self._size = 0
+        self._pending: deque[tuple[Answer[list[_Blocks]], list[Done]]] = deque()
         self._written, self._sha256 = Behind(_BEHIND), hashlib.sha256()
 
     def put(self, chunk: bytes, done: Done, *, holes: bool = True) -> None:
@@ -44,12 +47,15 @@ class Packer:
         It consists of whole blocks, of which the last may be shorter. With `holes`, a block of zeros gets the size word
         0 and is not stored.
         """
-        while self._pending and (len(self._pending) >= self._most or self._pending[0][0].ready()):
-            self._drain()
-        self._pending.append((self._pool.submit(_pack, chunk, self._compress, holes), done))
+        self._task.append((chunk, holes))
+        self._dones.append(done)
+        self._size += len(chunk)
+        if self._size >= CHUNK:
+            self._hand_over()
 
     def finish(self) -> str:
         """Write all submitted chunks, and return the sha256 (hexadecimal) of what was written."""
+        self._hand_over()
         while self._pending:
             self._drain()
         self._written.finish()
@@ -60,19 +66,26 @@ class Packer:
         self._pool.close()
         self._written.close()
 
-    def _drain(self) -> None:
-        answer, done = self._pending.popleft()
-        blocks = answer.result()
-        start = self.position
-        words, parts = zip(*blocks, strict=True)
-        self.position += sum(map(len, parts))
-        self._written.submit(self._write, parts)
-        done((start, words))
+    def _hand_over(self) -> None:
+        while self._pending and (len(self._pending) >= self._most or self._pending[0][0].ready()):
+            self._drain()
+        if self._task:
+            self._pending.append((self._pool.submit(_pack_all, self._task, self._compress), self._dones))
+            self._task, self._dones, self._size = [], [], 0
 
-    def _write(self, parts: Sequence[bytes]) -> None:
-        for data in parts:
-            self._out.write(data)
-            self._sha256.update(data)
+    def _drain(self) -> None:
+        answer, dones = self._pending.popleft()
+        chunks = answer.result()
+        self._written.submit(self._write, chunks)
+        for blocks, done in zip(chunks, dones, strict=True):
+            start = self.position
+            self.position += sum(len(data) for _, data in blocks)
+            done((start, [word for word, _ in blocks]))
+
+    def _write(self, chunks: Sequence[_Blocks]) -> None:
+        data = b"".join(data for blocks in chunks for _, data in blocks)
+        self._out.write(data)
+        self._sha256.update(data)
 
 
 class Tails:
@@ -107,19 +120,21 @@ class Tails:
         self.fragments.append(Fragment(start, words[0]))
 
 
+def _pack_all(chunks: Sequence[tuple[bytes, bool]], compress: Compress) -> list[_Blocks]:
+    return [_pack(chunk, compress, holes) for chunk, holes in chunks]
+
+
 def _pack(chunk: bytes, compress: Compress, holes: bool) -> _Blocks:
-    blocks: list[tuple[int, bytes]] = []
+    blocks: list[tuple[int, bytes | memoryview]] = []
+    view = memoryview(chunk)
     for start in range(0, len(chunk), BLOCK_SIZE):
-        size = min(BLOCK_SIZE, len(chunk) - start)
-        if holes and chunk.startswith(_ZEROS[:size], start):
+        block = view[start : start + BLOCK_SIZE]
+        if holes and chunk.startswith(_ZEROS[: len(block)], start):
             blocks.append((0, b""))
             continue
-        block = chunk[start : start + size]
         packed = compress(block)
-        word = len(packed)
-        if word >= size:
-            packed, word = block, size | UNCOMPRESSED
-        blocks.append((word, packed))
+        good = len(packed) < len(block)
+        blocks.append((len(packed), packed) if good else (len(block) | UNCOMPRESSED, block))
     return blocks
 
 
