@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import gc
 import os
 import signal
@@ -13,8 +12,8 @@ from typing import Any
 
 def main() -> None:
     """Run the `envbuild` command. Every failure is one message and its exit code."""
-    interrupted: list[int] = []
-    atexit.register(_leave, interrupted)  # registered first, so that it runs last
+    codes: list[int] = []
+    atexit.register(_leave, codes)  # registered first, so that it runs last
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.unraisablehook = _unraisable
     # Trees of 100,000 paths are built once and kept: garbage collection over them costs a tenth of the run time.
@@ -42,23 +41,26 @@ def main() -> None:
         code = report(fault)
     # The work is done and reported: a Ctrl-C during Python's shutdown must not turn it into a failure.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if code == 130:
-        interrupted.append(code)
+    codes.append(code)
     sys.exit(code)
 
 
-def _leave(interrupted: list[int]) -> None:
-    """Exit with the code in `interrupted`, if any, after all other exit handlers have run.
+def _leave(codes: list[int]) -> None:
+    """Exit with the code in `codes`, if any, after all other exit handlers have run, without Python's own end.
 
-    If a Ctrl-C arrives in code that Python compiled from text (that of a dataclass or a named tuple, during an import),
-    Python kills itself with SIGINT at its end although the exception was handled (CPython, run_eval_code_obj in
-    pythonrun.c).
+    That would free large trees object by object. And if a Ctrl-C arrives in code that Python compiled from text (that
+    of a dataclass or a named tuple, during an import), Python kills itself with SIGINT at its end although the
+    exception was handled (CPython, run_eval_code_obj in pythonrun.c).
     """
-    if interrupted:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
+    if codes:
+        flushed = True
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by who started it
+            try:
                 stream.flush()
-        os._exit(interrupted[0])
+            except (OSError, ValueError):
+                flushed = False
+        if flushed or codes[0] == 130:
+            os._exit(codes[0])  # else Python says what was lost, and exits with another code
 
 
 def _unraisable(found: Any) -> None:

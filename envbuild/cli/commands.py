@@ -116,7 +116,8 @@ def run() -> int:
     try:
         # Commands return None; click returns the code of an Exit that they raise.
         ended = cli.main(standalone_mode=False)
-        sys.stdout.flush()  # a full disk is an error here, and ignored when Python ends
+        if sys.stdout is not None:  # it was closed by who started us
+            sys.stdout.flush()  # a full disk is an error here, and ignored when Python ends
         return ended if isinstance(ended, int) else 0
     except click.exceptions.Exit as done:
         return done.exit_code

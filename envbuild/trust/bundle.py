@@ -11,13 +11,12 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from securesystemslib.dsse import Envelope
-from securesystemslib.exceptions import Error
-from securesystemslib.signer import Key, Signature, Signer
+from typing import TYPE_CHECKING, Any
 
 from envbuild.files import open_regular, parse_json
+
+if TYPE_CHECKING:
+    from securesystemslib.signer import Key, Signer
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PAYLOAD = "application/vnd.in-toto+json"
@@ -56,6 +55,8 @@ def sign(payload: bytes, signer: Signer) -> bytes:
 
 def envelope(payload: bytes, kind: str, signer: Signer, keyid: str = "") -> dict[str, Any]:
     """Return the DSSE envelope of a `payload` of the type `kind`, signed. `keyid` is a hint to the key."""
+    from securesystemslib.dsse import Envelope  # with cryptography, which builds without keys need not load
+
     signature = bytes.fromhex(Envelope(payload, kind, {}).sign(signer).signature)
     return {
         "payload": base64.b64encode(payload).decode(),
@@ -78,6 +79,8 @@ def opened(bundle: bytes, keys: Sequence[Key]) -> tuple[dict[str, Any], Key | No
 
     What a bundle says of its key is not believed: every key is tried. Raises ValueError for what is no such bundle.
     """
+    from securesystemslib.dsse import Envelope
+
     try:
         envelope = parse_json(bundle)["dsseEnvelope"]
         payload = base64.b64decode(envelope["payload"], validate=True)
@@ -101,6 +104,9 @@ def opened(bundle: bytes, keys: Sequence[Key]) -> tuple[dict[str, Any], Key | No
 
 
 def _signed(key: Key, signature: str, told: bytes) -> bool:
+    from securesystemslib.exceptions import Error
+    from securesystemslib.signer import Signature
+
     try:
         key.verify_signature(Signature(key.keyid, signature), told)
     except Error:

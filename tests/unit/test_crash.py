@@ -120,6 +120,12 @@ def test_a_full_standard_output_is_one_clear_message() -> None:
     assert done.returncode == 4 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+def test_closed_standard_streams_are_no_fault(closed: str) -> None:
+    done = subprocess.run(["sh", "-c", f"{sys.executable} -m envbuild list {closed}"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("out", ["/tmp/" + "a" * 300, "/tmp/" + "a/" * 2500 + "x"])
 def test_a_path_that_is_too_long_is_one_short_message(out: str) -> None:
     done = command("venv", "pt_cpu", "--locked", "--dry-run", "--out", out)
