@@ -32,6 +32,7 @@ from .selfcheck import check_allreduce, require_exact
 from .snapshot import SnapshotFile, make_snapshot
 from .tensors import model_digest
 
+_POINTS = 200  # of the loss in the report of one epoch
 # `envbuild verify` sets it to get the complete report of a run whose checks fail.
 JUDGED_LATER = "DDP_TRAIN_JUDGED_LATER"
 
@@ -86,27 +87,32 @@ class Trainer:
         """Steps per epoch, the same on every rank."""
         return math.ceil(len(self.sampler) / self.arguments.batch_size)
 
-    def run_epoch(self, epoch: int) -> float:
-        """Train for one epoch; return the mean loss over the samples of all ranks."""
+    def run_epoch(self, epoch: int) -> tuple[float, list[float]]:
+        """Train for one epoch; return the mean loss of all ranks' samples: of the epoch, and of each of its steps.
+
+        Above _POINTS steps, several give one mean.
+        """
         self.sampler.set_epoch(epoch)
         order = list(self.sampler)
         size = self.arguments.batch_size
         # float64, and summed on the device: a .item() in each step would wait for the GPU.
-        totals = torch.zeros(2, dtype=torch.float64, device=self.group.device)
-        for start in range(0, len(order), size):
+        together = max(1, math.ceil(self.steps / _POINTS))
+        totals = torch.zeros((math.ceil(self.steps / together), 2), dtype=torch.float64, device=self.group.device)
+        for step, start in enumerate(range(0, len(order), size)):
             inputs, targets = self.data.batch(order[start : start + size], self.group.device)
             self.optimizer.zero_grad()
             loss = batch_loss(self.step_model(inputs), targets, self.data.classes)
             loss.backward()
             self.optimizer.step()
-            totals[0] += loss.detach().to(torch.float64) * len(targets)
-            totals[1] += len(targets)
-        loss_sum, count = self.group.sum_over_ranks(totals).tolist()
+            totals[step // together, 0] += loss.detach().to(torch.float64) * len(targets)
+            totals[step // together, 1] += len(targets)
+        self.group.sum_over_ranks(totals)
+        loss_sum, count = totals.sum(dim=0).tolist()
         log(
             f"[RANK {self.group.place.rank}] Epoch {epoch} | Batchsize: {min(size, len(order))}"
             f" | Steps: {self.steps} | Loss: {loss_sum / count:.6f}"
         )
-        return float(loss_sum / count)
+        return float(loss_sum / count), (totals[:, 0] / totals[:, 1]).tolist()
 
 
 def _connect(arguments: Arguments, environ: Mapping[str, str]) -> Group:
@@ -187,12 +193,12 @@ def _train(
     saved: list[dict[str, Any]] = []
     for epoch in range(start, arguments.total_epochs):
         began = time.perf_counter()
-        loss = trainer.run_epoch(epoch)
+        loss, steps = trainer.run_epoch(epoch)
         clock.epochs.append(round(time.perf_counter() - began, 6))
         with group.agreement():
             if not math.isfinite(loss):
                 raise TrainError(f"the loss is {loss} in epoch {epoch}: training diverged, try a smaller --lr")
-        losses.append({"epoch": epoch, "loss": loss})
+        losses.append({"epoch": epoch, "loss": loss, "steps": steps})
         if epoch % arguments.save_every == 0 or epoch == arguments.total_epochs - 1:
             group.on_rank0(_saver(trainer, store, epoch))
             saved.append({"epoch": epoch, "path": arguments.checkpoint_path})

@@ -11,6 +11,7 @@ from envbuild.report.markup import Html, h, joined
 _HEIGHT, _TOP, _BOTTOM = 240, 12, 30
 _TICKS = 5
 _ROW, _BAR, _TALL = 30, 16, 44
+_DENSE = 30  # points of a line, whose dots are then small
 # Below this, floats have too few digits for an axis.
 _LEAST = 1e-290
 
@@ -74,6 +75,7 @@ def line_chart(
         h("text", text, x=across(x), y=_HEIGHT - 8, text_anchor="middle")
         for x, text in _thinned(x_labels, right - left)
     ]
+    dense = " dense" if any(len(one.points) > _DENSE for one in series) else ""
     for one in series:
         ways = zip(one.points, one.points[1:], strict=False)
         lines = [h("line", x1=across(a), y1=up(b), x2=across(c), y2=up(d), class_="line") for (a, b), (c, d) in ways]
@@ -81,7 +83,7 @@ def line_chart(
             h("circle", h("title", f"{one.name}, {x_name} {short(x)}: {short(y)}"), cx=across(x), cy=up(y), r="4")
             for x, y in one.points
         ]
-        parts.append(h("g", lines, dots, class_=one.look))
+        parts.append(h("g", lines, dots, class_=one.look + dense))
     legend = [(one.look, one.name) for one in series if one.points]
     return _figure(title, _HEIGHT, 56, names, parts, legend, f"{y_name} over {x_name}")
 

@@ -34,7 +34,7 @@ _MOST_TILES, _WIDE, _HIGH, _FEW = 40, 100.0, 42.0, 15
 
 
 def training(entry: ReportEntry) -> Html | None:
-    """Return the loss of the distributed, the resumed and the one-process run over epochs."""
+    """Return the loss of the distributed, the resumed and the one-process run over their steps."""
     curve = evidence(entry.receipt, "curve")
     losses = numbers_of(curve.get("losses")) or numbers_of(evidence(entry.receipt, "loss").get("losses"))
     alone, tolerance = numbers_of(curve.get("one_process")), number_of(curve, "tolerance")
@@ -42,24 +42,25 @@ def training(entry: ReportEntry) -> Html | None:
         return None
     resumed = number_of(evidence(entry.receipt, "resume"), "start_epoch")
     half = int(resumed) if resumed is not None and 0 < resumed <= len(losses) else len(losses)
-    points = list(enumerate(losses))
+    points, single = _points(losses, curve.get("steps")), _points(alone, curve.get("one_process_steps"))
     killed = evidence(entry.receipt, "restart")
     start = int(min(1e6, max(0.0, number_of(killed, "start_epoch") or 0)))
     # That job runs longer than the others, so that it can be killed in the middle: only their epochs are drawn.
     end = max(len(losses), len(alone))
-    after = [point for point in enumerate(numbers_of(killed.get("losses")), start) if point[0] < end]
+    after = _points(numbers_of(killed.get("losses")), killed.get("steps"), start)
+    before = sum(place <= half for place, _ in points)
     series = [
-        Series("one process (reference)", list(enumerate(alone)), "alone"),
-        Series("after a killed rank", after, "killed"),
-        Series("distributed", points[:half], "spread"),
-        Series("resumed from the snapshot", points[max(0, half - 1) :] if half < len(points) else [], "resumed"),
+        Series("one process (reference)", single, "alone"),
+        Series("after a killed rank", [point for point in after if point[0] <= end], "killed"),
+        Series("distributed", points[:before], "spread"),
+        Series("resumed from the snapshot", points[max(0, before - 1) :] if before < len(points) else [], "resumed"),
     ]
     worst = max((_relative(a, b) for a, b in zip(losses, alone, strict=False)), default=None)
     told = "" if worst is None else f" The largest relative difference to one process is {short(worst)}."
     told += f" At most {short(tolerance)} is allowed." if worst is not None and tolerance is not None else ""
     first, last = (losses or alone)[0], (losses or alone)[-1]
     title = f"Loss over {end} epochs: from {short(first)} to {short(last)}.{told}"
-    labels = [(float(epoch), str(epoch)) for epoch in range(min(end, 1000))]
+    labels = [(float(epoch), str(epoch)) for epoch in range(1, min(end, 1000) + 1)]
     rows = [
         (
             epoch,
@@ -68,14 +69,24 @@ def training(entry: ReportEntry) -> Html | None:
             f"{alone[epoch]:.9g}" if epoch < len(alone) else "—",
             short(_relative(loss, alone[epoch])) if epoch < len(alone) else "—",
         )
-        for epoch, loss in points[:200]
+        for epoch, loss in enumerate(losses[:200])
     ]
     columns = ("Epoch", "Run", "Loss", "One process", "Relative difference")
     return joined(
-        line_chart(series, title, labels, "epoch", "Mean loss"),
+        line_chart(series, title, labels, "epochs", "Mean loss of a step" if curve.get("steps") else "Mean loss"),
         h("p", told.strip()) if told else None,
         folded("Figures", table("Loss of each epoch", columns, rows, numbers=(2, 3, 4))) if rows else None,
     )
+
+
+def _points(losses: Sequence[float], steps: object, first: int = 0) -> list[tuple[float, float]]:
+    """Return (epochs until then, loss) of each step, or of each epoch in receipts without steps."""
+    rows = [numbers_of(row) for row in steps] if isinstance(steps, list) else []
+    if len(rows) != len(losses) or not all(rows):
+        rows = [[loss] for loss in losses]
+    return [
+        (first + epoch + (at + 1) / len(row), loss) for epoch, row in enumerate(rows) for at, loss in enumerate(row)
+    ]
 
 
 def _relative(one: float, other: float) -> float:

@@ -189,7 +189,9 @@ def judge_launches(
 
     def curve() -> Check:
         expected = training.losses_of(reference.reports[0])[:epochs]
-        return training.check_curve(losses(), expected, bench.settings.loss_tolerance)
+        steps = training.steps_of(first.reports[0]) + training.steps_of(second.reports[0])
+        alone = training.steps_of(reference.reports[0])[:epochs]
+        return training.check_curve(losses(), expected, bench.settings.loss_tolerance, steps, alone)
 
     judges: dict[str, Callable[[], Check]] = {
         "launch": lambda: training.check_launch("launch", first, origin),

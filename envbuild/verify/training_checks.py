@@ -102,8 +102,14 @@ def check_loss_falls(losses: Sequence[float]) -> Check:
     )
 
 
-def check_curve(losses: Sequence[float], reference: Sequence[float], tolerance: float) -> Check:
-    """Check that each epoch's loss equals one process's on the same global batches, within `tolerance` (relative)."""
+def check_curve(
+    losses: Sequence[float], reference: Sequence[float], tolerance: float,
+    steps: Sequence[Sequence[float]] = (), reference_steps: Sequence[Sequence[float]] = (),
+) -> Check:  # fmt: skip
+    """Check that each epoch's loss equals one process's on the same global batches, within `tolerance` (relative).
+
+    `steps` and `reference_steps` have the losses of each epoch's steps, for the report.
+    """
     differences = _differences(losses, reference)
     worst = max(differences, default=float("inf"))
     return judge(
@@ -111,7 +117,13 @@ def check_curve(losses: Sequence[float], reference: Sequence[float], tolerance: 
         bool(losses) and len(losses) == len(reference) and all(each <= tolerance for each in differences),
         seen=f"largest relative difference {worst:.3g} over {len(losses)} of {len(reference)} epochs",
         expected=f"at most {tolerance:g} in each epoch",
-        evidence={"losses": list(losses), "one_process": list(reference), "tolerance": tolerance},
+        evidence={
+            "losses": list(losses),
+            "one_process": list(reference),
+            "tolerance": tolerance,
+            "steps": list(steps),
+            "one_process_steps": list(reference_steps),
+        },
     )
 
 
@@ -184,6 +196,7 @@ def check_restart(outcome: Outcome, killed: Mapping[str, Any], reference: Sequen
             "killed": dict(killed),
             "start_epoch": start,
             "losses": losses,
+            "steps": steps_of(report),
             "returncodes": outcome.returncodes,
             "max_restarts": outcome.job.max_restarts,
             "seconds": round(outcome.seconds, 3),
@@ -242,6 +255,11 @@ def _wrong_build(where: str, rank: Mapping[str, Any], target: Target, locked: bo
 def losses_of(report: Report) -> list[float]:
     """Return the global mean loss of each epoch in a report, in order."""
     return [float(entry["loss"]) for entry in report.get("losses", ())]
+
+
+def steps_of(report: Report) -> list[list[float]]:
+    """Return the global mean loss of the steps of each epoch in a report, in order, with seven digits."""
+    return [[float(f"{loss:.7g}") for loss in entry.get("steps", ())] for entry in report.get("losses", ())]
 
 
 def log_tail(log: str) -> str:

@@ -114,6 +114,21 @@ def test_the_page_of_a_real_receipt_has_its_verdict_and_sections() -> None:
     assert report_page([entry()]) == report_page([entry()])
 
 
+def test_the_loss_is_drawn_by_step_and_in_older_receipts_by_epoch() -> None:
+    def forget(receipt: dict[str, Any]) -> None:
+        for check in receipt["checks"]:
+            check["evidence"] = {k: v for k, v in check["evidence"].items() if not k.endswith("steps")}
+
+    evidence = {check["name"]: check["evidence"] for check in REAL["checks"]}
+    epochs, steps = len(evidence["curve"]["losses"]), sum(map(len, evidence["curve"]["steps"]))
+    assert steps == 16 * epochs == sum(map(len, evidence["curve"]["one_process_steps"]))
+    # One point is of both the distributed and the resumed run; the killed one begins later.
+    killed = epochs - evidence["restart"]["start_epoch"]
+    page, old = report_page([entry()]), report_page([entry(changed(forget))])
+    assert page.count("<circle") == 2 * steps + 1 + 16 * killed and "Mean loss of a step over epochs" in page
+    assert old.count("<circle") == 2 * epochs + 1 + killed and "Mean loss over epochs" in old
+
+
 def test_the_receipt_and_the_sbom_are_in_the_page_byte_for_byte() -> None:
     links = [link for link in read(report_page([entry(sbom='{"a": "</a>"}')])).links if link.startswith("data:")]
     data = [json.loads(base64.b64decode(link.partition(",")[2])) for link in links]
@@ -192,6 +207,8 @@ KEPT = {
     *REAL["checks"][0],
     "losses",
     "one_process",
+    "steps",
+    "one_process_steps",
     "table",
     "worlds",
     "ranks",

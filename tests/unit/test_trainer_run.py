@@ -6,6 +6,7 @@ import glob
 import json
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ def test_report_of_one_process(folder: Path, capsys: pytest.CaptureFixture[str])
     assert (report["steps_per_epoch"], report["dataset_size"]) == (8, 256)
     assert [entry["epoch"] for entry in report["losses"]] == [0, 1, 2, 3]
     assert report["losses"][-1]["loss"] < report["losses"][0]["loss"]
+    assert all(len(one["steps"]) == 8 and fmean(one["steps"]) == pytest.approx(one["loss"]) for one in report["losses"])
     assert [entry["epoch"] for entry in report["snapshots"]] == [0, 2, 3]
     assert set(report["seconds"]) == {"import_torch", "rendezvous", "train", "total"}
     assert len(report["epoch_seconds"]) == 4 and sum(report["epoch_seconds"]) <= report["seconds"]["train"]
