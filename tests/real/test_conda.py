@@ -88,7 +88,7 @@ def pt_conda(tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, s
         command = Command(folder, {"ENVBUILD_STORE": str(session_store), **site(folder, server.url)})
         done = command("lock", "pt_cpu", "--conda")
         assert done.returncode == 0, done.stderr
-        yield Site(command, server, command.json("conda", "pt_cpu", "--locked"))
+        yield Site(command, server, command.json("conda", "pt_cpu", "--locked", "--report=page.html"))
 
 
 @pytest.fixture(scope="session")
@@ -105,6 +105,8 @@ def test_the_environment_is_verified(pt_conda: Site) -> None:
     receipt = json.loads(Path(pt_conda.made["receipt"]).read_text())
     assert receipt["passed"] and receipt["artifact"]["kind"] == "conda"
     assert {check["name"] for check in receipt["checks"] if check["status"] != "pass"} == {"command", "restart"}
+    page = (pt_conda.command.folder / "page.html").read_text()
+    assert "2 not tried" in page and "numpy" in page and "Mean loss of a step" in page
     again = pt_conda.command.json("conda", "pt_cpu", "--locked")
     assert not again["built"] and not again["verified"]
     assert again["digest"] == pt_conda.made["digest"]

@@ -39,7 +39,7 @@ def pt_docker(tmp_path_factory: pytest.TempPathFactory, session_store: Path, doc
     command = Command(folder, env)
     recipe = own_copy(command, "pt_cpu") / "recipe.toml"
     recipe.write_text(recipe.read_text().replace("\nnodes = 1\n", "\nnodes = 2\n"))
-    return {**command.json("docker", "pt_cpu", "--locked", "--faults"), "command": command}
+    return {**command.json("docker", "pt_cpu", "--locked", "--faults", "--report=page.html"), "command": command}
 
 
 def test_the_receipt_passed_and_names_what_ran(pt_docker: dict[str, Any]) -> None:
@@ -57,6 +57,8 @@ def test_the_receipt_passed_and_names_what_ran(pt_docker: dict[str, Any]) -> Non
     seen = [c.rpartition(": ")[2] for c in checks["fabric"]["evidence"]["connections"]]
     assert seen and not [address for address in seen if address.startswith("127.")]
     assert checks["installed"]["evidence"]["files"] > 10_000
+    page = (pt_docker["command"].folder / "page.html").read_text()
+    assert "24 passed" in page and "after a killed rank" in page and "Mean loss of a step" in page
 
 
 def test_docker_run_trains(pt_docker: dict[str, Any], docker_daemon: Lab) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import os
 import random
 import subprocess
 import sys
@@ -340,6 +341,21 @@ def test_changes_are_since_the_next_older_receipt_of_the_same_artifact(tmp_path:
     ]  # fmt: skip
     (one,) = gather([str(tmp_path / "0.json")], load_environment(), str(tmp_path / "3.json"))
     assert one.changes and one.changes.before.startswith(str(tmp_path / "3.json"))
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_open_starts_the_users_browser_and_says_when_there_is_none(tmp_path: Path, works: bool) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f"#!/bin/sh\nprintf %s \"$1\" > {tmp_path}/opened\nexit {int(not works)}\n")
+    browser.chmod(0o755)
+    (tmp_path / "a.json").write_text(json.dumps(REAL))
+    line = [sys.executable, "-m", "envbuild", "report", "a.json", "--open"]
+    none = {"PATH": str(tmp_path), "DISPLAY": "", "WAYLAND_DISPLAY": ""}  # no other browser
+    env = {**os.environ, **none, "BROWSER": f"{browser} %s", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "report.html\n")
+    assert (tmp_path / "opened").read_text() == (tmp_path / "report.html").as_uri()
+    assert ("no browser could be started" in done.stderr) is not works
 
 
 def test_a_receipt_cannot_name_a_file_as_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
