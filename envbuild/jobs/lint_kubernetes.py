@@ -154,10 +154,6 @@ def _words(container: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def _trains(container: Mapping[str, Any]) -> bool:
-    return any("torch" in word or "ddp_train" in word for word in _words(container))
-
-
 def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     image = container.get("image")
     if isinstance(image, str):

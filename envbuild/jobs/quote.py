@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import textwrap
 from collections.abc import Iterable, Sequence
 
 from envbuild.errors import UsageError
@@ -56,11 +55,6 @@ def array(name: str, values: Sequence[str], what: str) -> str:
 def fill(template: str, **values: str | int) -> str:
     """Return `template` with each @NAME@ replaced. Inserted values are not searched again."""
     return re.sub(r"@([A-Z]+)@", lambda found: str(values[found[1].lower()]), template)
-
-
-def indented(text: str) -> str:
-    """Return `text` with four spaces before each line. Only for script text: a value may have several lines."""
-    return textwrap.indent(text, "    ")
 
 
 def heredoc(command: str, text: str, end: str) -> str:
