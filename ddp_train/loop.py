@@ -24,7 +24,7 @@ from .flight import record_hangs, write_record
 from .imports import IMPORTS, import_modules
 from .models import batch_loss, build_model
 from .output import log, print_error
-from .place import find_rank_info
+from .place import JUDGED_LATER, find_rank_info
 from .probes import PROBES, run_probes
 from .report import FORMAT, describe_network, describe_rank, memory_use, rank_table, write_report
 from .resume import RESUME_AFTER, resume, wait_for_turn
@@ -33,8 +33,6 @@ from .snapshot import SnapshotFile, make_snapshot
 from .tensors import model_digest
 
 _POINTS = 200  # of the loss in the report of one epoch
-# `envbuild verify` sets it to get the complete report of a run whose checks fail.
-JUDGED_LATER = "DDP_TRAIN_JUDGED_LATER"
 
 
 @dataclass

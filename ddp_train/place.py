@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import BAD_INPUT, TrainError
 
+# `envbuild verify` sets it to get the complete report of a run whose checks fail.
+JUDGED_LATER = "DDP_TRAIN_JUDGED_LATER"
 _PR_SET_PDEATHSIG = 1
 _TOGETHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
@@ -92,12 +96,17 @@ def die_with_parent(environ: Mapping[str, str]) -> None:
     """Under torchrun on Linux, request that the kernel kill this rank when torchrun dies.
 
     torchrun stops its ranks itself unless it was killed with SIGKILL (out of memory, or by a batch system); the
-    ranks would then occupy their node. The lack of this kernel feature is not an error.
+    ranks would then occupy their node. The lack of this kernel feature is not an error. A torchrun that died before
+    is noticed in verification alone, which sets a variable for torchrun that no other parent has.
     """
     if "TORCHELASTIC_RUN_ID" not in environ or not sys.platform.startswith("linux"):
         return
     try:
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        ours = os.readlink("/proc/self") == str(os.getpid())  # else /proc is that of another PID namespace
+        given = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
     except (OSError, AttributeError):
         return
+    if ours and environ.get(JUDGED_LATER) == "1" and f"{JUDGED_LATER}=1".encode() not in given:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -346,7 +346,7 @@ def test_changes_are_since_the_next_older_receipt_of_the_same_artifact(tmp_path:
 @pytest.mark.parametrize("works", [True, False])
 def test_open_starts_the_users_browser_and_says_when_there_is_none(tmp_path: Path, works: bool) -> None:
     browser = tmp_path / "browser"
-    browser.write_text(f"#!/bin/sh\nprintf %s \"$1\" > {tmp_path}/opened\nexit {int(not works)}\n")
+    browser.write_text(f'#!/bin/sh\nprintf %s "$1" > {tmp_path}/opened\nexit {int(not works)}\n')
     browser.chmod(0o755)
     (tmp_path / "a.json").write_text(json.dumps(REAL))
     line = [sys.executable, "-m", "envbuild", "report", "a.json", "--open"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import ddp_train
 from ddp_train.args import parse_arguments
 from ddp_train.errors import TrainError, one_line
-from ddp_train.place import find_rank_info
+from ddp_train.place import JUDGED_LATER, find_rank_info
 
 PACKAGE = Path(ddp_train.__file__).parent
 
@@ -136,3 +137,17 @@ def test_wrong_arguments_do_not_wait_for_torch(tmp_path: Path) -> None:
     assert broken.stderr.startswith("ddp_train: error: torch cannot be imported")
     assert "libcudart" in broken.stderr
     assert broken.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("parent_has", "own", "code"), [("1", "1", 0), ("0", "1", -9), ("0", "0", 0)])
+def test_a_rank_of_a_verification_ends_whose_torchrun_has_died_before_it(parent_has: str, own: str, code: int) -> None:
+    """A parent without the variable that verification gives to torchrun has adopted the rank."""
+    rank = "import os; from ddp_train.place import die_with_parent; die_with_parent(os.environ)"
+    parent = f"""if True:
+        import os, subprocess
+        os.environ[{JUDGED_LATER!r}] = {own!r}
+        print(subprocess.run([{sys.executable!r}, "-c", {rank!r}]).returncode)
+    """
+    env = {**os.environ, "TORCHELASTIC_RUN_ID": "x", JUDGED_LATER: parent_has}
+    done = subprocess.run([sys.executable, "-c", parent], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == str(code), done.stderr
