@@ -68,7 +68,8 @@ def lint_file(path: Path) -> list[Problem]:
 def lint(text: str, name: str) -> list[Problem]:
     """Return the problems of a script or manifest, sorted by line."""
     lines = text.splitlines()
-    script = None if is_manifest(text, name) else read_script(text)
+    # The carriage returns are one fault, and not one of each rule that sees them.
+    script = None if is_manifest(text, name) else read_script(text.replace("\r\n", "\n"))
     found = _manifest(text, name) if script is None else _rules(script)
     if script is not None and "\r\n" in text:
         found = [Found("dos-lines", 1), *found]

@@ -21,7 +21,7 @@ _READS = frozenset(["read", "mapfile", "readarray", "source", ".", "eval"])
 _ENVIRONMENT = re.compile(r"bin/activate$|^activate$|conda\.sh$|etc/profile|bashrc$|modules\.sh$")
 _MOST_LINES = 100  # of one command
 # Variables of schedulers and of users' environments.
-_GIVEN = re.compile(r"(?:SLURM|SALLOC)\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|HOME|USER|PWD|RANDOM|PET_\w+")
+GIVEN = re.compile(r"(?:SLURM|SALLOC)\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|HOME|USER|PWD|RANDOM|PET_\w+")
 # A list of nodes, whole or in Slurm's short form, and what takes one name out of it.
 _LIST = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b|\bPBS_NODEFILE\b|scontrol show hostnames?\b")
 _SHORT = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b")
@@ -46,7 +46,7 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
             continue
         for name in ("rdzv-endpoint", "master-addr"):
             for variable in _NAME.findall(launch.options.get(name, "")):
-                told = variable in set_here or _GIVEN.fullmatch(variable)
+                told = variable in set_here or GIVEN.fullmatch(variable)
                 if variable.isupper() and not told:  # others are of a script that is left out here
                     yield Found("endpoint-unset", launch.command.line, variable)
 
@@ -66,6 +66,10 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
         given = one.options.keys() & {"rdzv-endpoint", "master-addr", "standalone", "config-file", "rdzv-conf"}
         if one.waits and number > 1 and not given and one.complete:
             yield Found("endpoint-missing", one.command.line, nodes=script.several, program=one.program)
+        numbered = one.options.keys() & {"node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"}
+        static = "master-addr" in one.options and one.program == "torchrun" and one.launcher
+        if one.waits and number > 1 and static and one.complete and not numbered:
+            yield Found("node-rank-missing", script.where("nnodes", one.command.line), nodes=script.several)
     for command in script.commands if script.several else ():
         for name, words in command.assignments:
             value = words[0] if len(words) == 1 else ""

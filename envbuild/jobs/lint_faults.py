@@ -20,6 +20,9 @@ _TABLE = resources.files("envbuild.data") / "job_faults.toml"
 _SHOWN = 60
 _OF_TRAININGS = ("install-in-job",)  # elsewhere it is the purpose of the script, and one finding is enough
 _OF_INFINIBAND = ("NCCL_IB_DISABLE",)  # Slingshot has none
+_OF_ADDRESSES = ("first-address", "own-address")
+# GPUs whose driver offers no peer-to-peer access.
+_CONSUMER = re.compile(r"RTX|(?<![0-9])[2345]0[6-9]0(?:ti)?\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,8 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
                 yield Found(fault.id, line)
         for command in script.commands if fault.command else ():
             if fault.command and fault.command.search(text := command_text(command)):
+                if fault.id in _OF_ADDRESSES and _printed(command, script.lines[command.line - 1]):
+                    continue
                 level: Literal["", "hint"] = "" if fault.id not in _OF_TRAININGS or script.trains else "hint"
                 yield Found(fault.id, command.line, text[:_SHOWN], level=level)
                 if fault.id in _OF_TRAININGS:
@@ -78,7 +83,17 @@ def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:
     if fault == "nccl-library-path":
         return "torch" not in script.text or re.search(r"LD_PRELOAD=\S*nccl", script.text) is not None
     meant = re.search("NCCL_NSOCKS_PERTHREAD|NCCL_SOCKET_NTHREADS", script.text)  # sockets that are tuned
-    return variable in _OF_INFINIBAND and (script.is_cray or meant is not None)
+    if variable == "NCCL_P2P_DISABLE":
+        return any(_CONSUMER.search(" ".join(words)) for _, words in script.directives)
+    one_node = not (script.several or script.everywhere) and (script.nodes or script.launches)
+    return variable in _OF_INFINIBAND and (script.is_cray or meant is not None or bool(one_node))
+
+
+def _printed(command: Command, line: str) -> bool:
+    """Return whether the output of a command in this line is only printed."""
+    text = line.strip()
+    prints = text.startswith(("echo ", "printf ")) or text == " ".join(command.words)
+    return prints and not command.function and not re.search(r">\s*[^\s&]", text)
 
 
 def command_text(command: Command) -> str:

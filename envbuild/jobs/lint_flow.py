@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from envbuild.jobs.lint_addresses import sets_elsewhere
+from envbuild.jobs.lint_addresses import GIVEN, sets_elsewhere
 from envbuild.jobs.lint_script import Found, ParsedScript
 
 _WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
@@ -13,8 +13,8 @@ _OFTEN = {"".join(sorted(name)): name for name in (
     "source", "export", "module", "srun", "torchrun", "mpirun", "conda", "python", "mkdir", "accelerate", "unset",
 )}  # fmt: skip
 _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal")
-# Lower-case names: others come from the environment.
-_READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*)\b|\{([a-z][a-z0-9_]*)\})")
+# Names in other letters: those in upper case come from the environment, unless only underscores differ.
+_READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\b|\{([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\})")
 _TOLD = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
 _QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst", "xargs", "find", "trap", "python"])
 
@@ -42,6 +42,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
     elsewhere = sets_elsewhere(script)
     told = set(_TOLD.findall("\n".join(line for line in script.lines if not line.lstrip().startswith("#"))))
     others = {name.lower() for name in script.values} - script.values.keys() - told
+    squeezed = {name.replace("_", ""): name for name in script.values if name.isupper()}
     seen: set[str] = set()
     for one in script.commands:
         if one.file or one.per_node:
@@ -55,6 +56,12 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
         texts = [("", one.words if name not in _QUOTES else ()), *one.assignments]  # LR=$lr takes a parameter of sbatch
         for own, match in ((own, match) for own, row in texts for match in _READ.finditer(" ".join(row))):
             read = match[1] or match[2]
+            meant = squeezed.get(read.replace("_", ""), read)
+            if read.isupper() and meant != read and own != read and len(read) > 4:
+                if not elsewhere and read not in script.values and read not in seen and not GIVEN.fullmatch(read):
+                    seen.add(read)
+                    yield Found("variable-case", script.where(match[0], one.line), read)
+                continue
             if read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
                 yield Found("variable-case", script.where(match[0], one.line), read)

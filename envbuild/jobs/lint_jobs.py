@@ -11,8 +11,10 @@ from envbuild.jobs.lint_addresses import of_addresses, of_endpoints, of_numbers,
 from envbuild.jobs.lint_flow import of_environment, of_names, of_signals
 from envbuild.jobs.lint_launch import TRAINS, starts_training
 from envbuild.jobs.lint_resources import of_cpus, of_idle_nodes, of_optional_variables, of_ranks, of_requests, of_steps
-from envbuild.jobs.lint_script import Found, ParsedScript
+from envbuild.jobs.lint_script import Found, ParsedScript, option_set
 from envbuild.jobs.lint_shell import LAUNCHERS
+from envbuild.jobs.lint_slips import of_comments, of_default_ports, of_literal_hosts, of_placeholders
+from envbuild.jobs.lint_status import of_status
 from envbuild.jobs.schedulers.base import option_values
 from envbuild.masking import looks_secret
 from envbuild.site.jobs import job_variable_problem
@@ -23,12 +25,6 @@ _INTERPRETER = re.compile(r"#! ?/[ -~]+")
 # The script's own path: where a scheduler runs a copy of it, that of the copy.
 _OWN_PATH = re.compile(
     r"(?:dirname|realpath|readlink)\b[^|;)]{0,40}\$\{?(?:0|BASH_SOURCE)\b|\$\{(?:0|BASH_SOURCE(?:\[0\])?)%/"
-)
-_MESSAGES = frozenset(["echo", "printf", "date", "hostname"])
-_FAILED = re.compile(
-    r"^echo (?:-e )?(?:no (?:gpu|cuda|device|data|config|arg)|error|fatal|cannot|missing)"
-    r"|\berror:|\b(?:not found|failed)\b",
-    re.IGNORECASE,
 )
 _FETCHES = frozenset(["curl", "wget"])
 _SHELLS = frozenset(["bash", "sh", "zsh", "source", "."])
@@ -56,9 +52,16 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
             numbered = folder[0] in "/~<" and re.search(r"%\d*[jA]", folder)
             if folder in seen or folder == "." or (late and folder in makes):
                 continue
-            if numbered or (folder[0] not in "/$~<" and folder not in told):
+            if numbered or (folder[0] not in "/$~<" and folder not in told and not _has_files(script, folder)):
                 seen.add(folder)
                 yield Found("output-folder", line, folder)
+
+
+def _has_files(script: ParsedScript, folder: str) -> bool:
+    """Return whether the script uses files of the folder that come with it: programs and configurations."""
+    words = [word for one in script.commands for word in (*one.words, *(w for _, row in one.assignments for w in row))]
+    uses = re.compile(rf"(?:^|[/=]){re.escape(folder)}/[\w./-]{{1,200}}\.(?:py|sh|toml|ya?ml)$")
+    return any(uses.search(word) for word in script.variables.expanded(words))
 
 
 def of_folder(script: ParsedScript) -> Iterator[Found]:
@@ -124,50 +127,6 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
             yield Found("export-none", none[0])
 
 
-def of_status(script: ParsedScript) -> Iterator[Found]:
-    """Find scripts whose exit code is not that of the training, and those that end before it."""
-    stops, pipes = _option_set(script, r"-[a-z]*e|errexit"), _option_set(script, "pipefail")
-    top = [one for one in script.commands if not (one.started_by or one.function or one.file or one.per_node)]
-    at = max((number for number, one in enumerate(top) if starts_training(one)), default=-1)
-    if at < 0 or (script.kind == "shell" and not (script.launches or script.everywhere)):
-        return
-    for one, two in pairwise(top[:at]):
-        if one.program == "echo" and _FAILED.search(" ".join(one.words)) and two.words in (("exit",), ("exit", "0")):
-            yield Found("status-lost", two.line, "exit 0 after an error")
-            return
-    end = top[at].line
-    while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
-        end += 1
-    # Commands in $(…) on the training's own lines follow it in the list, too.
-    after = [one for one in top[at + 1 :] if one.words and one.line > end]
-    quiet = all(one.program in _MESSAGES or one.program in ("conda", "deactivate", "exit") for one in after)
-    if script.kind != "shell" and top[at].background and quiet and "wait" not in script.text:
-        yield Found("ends-early", top[at].line)
-        return
-    while after and after[-1].words == ("exit",):
-        after.pop()
-    then = top[at + 1] if at + 1 < len(top) else top[at]
-    hidden = top[at].end == "||" and then.program in (_MESSAGES | {"true", ":"})
-    told = [one.program in _MESSAGES for one in top[at + 1 : at + 3]] == [True, True]  # && echo … || echo …
-    hidden = hidden or (told and (top[at].end, then.end) == ("&&", "||"))
-    piped = then if hidden or (top[at].end in ("|", "|&") and not pipes) else None
-    ends = [one for one in after if one.line == after[-1].line and not stops]
-    last = piped or (ends[0] if ends else None)
-    if last is None or (last.program == "wait" and last.words[1:]):
-        return
-    asked = any("PIPESTATUS" in line or "$?" in line for line in script.lines[end - 1 :])
-    fails = any(one.program in ("exit", "return") and (one.words[1:2] or ("0",)) != ("0",) for one in top[at + 1 :])
-    if not (fails and (asked or not piped)) and not any(one.program == "trap" for one in top):
-        said = script.kind == "shell" and not (piped or script.everywhere) and last.program in _MESSAGES
-        yield Found("status-lost", last.line, last.program, level="hint" if said else "")
-
-
-def _option_set(script: ParsedScript, pattern: str) -> bool:
-    words = [word for one in script.commands if one.words[:1] == ("set",) for word in one.words[1:]]
-    words += script.lines[0].split()[1:] if script.lines and script.lines[0].startswith("#!") else []
-    return any(re.fullmatch(rf"(?:{pattern})\w*", word) for word in words)
-
-
 def of_shell(script: ParsedScript) -> Iterator[Found]:
     """Find lines that are not continued, options behind the program, and unset variables under set -u."""
     for before, one in pairwise(script.commands):
@@ -188,7 +147,10 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
         late = [word for word in launch.rest[1:] if _TORCHRUNS.fullmatch(word)]
         if late and launch.rest[0].endswith(".py") and launch.program == "torchrun":
             yield Found("options-late", script.where(late[0], launch.command.line), late[0])
-    if not _option_set(script, r"-[a-z]*u|nounset"):
+        module = {"no-python", "m", "module"} & launch.options.keys()
+        if re.fullmatch(r"python[\d.]*", "".join(launch.rest[:1])) and not module and launch.program == "torchrun":
+            yield Found("python-twice", launch.command.line, launch.rest[0])
+    if not option_set(script, r"-[a-z]*u|nounset"):
         return
     known = set()
     for one in script.commands:
@@ -247,4 +209,5 @@ JOB_RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
     of_steps, of_cpus, of_ranks, of_requests, of_optional_variables, of_idle_nodes,
     of_addresses, of_endpoints, of_numbers, of_order,
     of_signals, of_names, of_environment,
+    of_comments, of_placeholders, of_default_ports, of_literal_hosts,
 )  # fmt: skip

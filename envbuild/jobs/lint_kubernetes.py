@@ -13,10 +13,11 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.fabrics import adapter_of
-from envbuild.jobs.lint_jobs import of_secrets, of_status
+from envbuild.jobs.lint_jobs import of_secrets
 from envbuild.jobs.lint_resources import explained, of_ranks
 from envbuild.jobs.lint_rules import RULES, judged_image
 from envbuild.jobs.lint_script import Found, read_script
+from envbuild.jobs.lint_status import of_status
 from envbuild.jobs.schedulers.base import whole
 from envbuild.yaml_reader import parse_yaml
 
@@ -26,6 +27,8 @@ _OF_HOSTS = frozenset(["fixed-port", "error-ignored", "threads", "local-address"
 
 _OF_JOBS = frozenset(["status-lost", "one-process"])  # servers do not end, and spread their model themselves
 _STARTS_RANKS = re.compile(r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|horovodrun|lightning")
+
+_SERVES = re.compile(r"exporter|fluent-?(?:bit|d)|promtail|envoy|filebeat|tensorboard", re.IGNORECASE)
 
 # Real manifests have few.
 _ALIASES = 256
@@ -44,6 +47,7 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
             yield from (one for one in found if ends or one.id not in _OF_JOBS)
             if document.get("kind") == "Job":
                 yield from _names(document)
+                yield from _sidecars(document)
             if document.get("kind") == "PyTorchJob":
                 yield from _replicas(document)
 
@@ -128,8 +132,29 @@ def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
             # One rank without workers uses none.
             text = " ".join(_words(container))
             lone = _gpus(container) == 1 and re.search(r"workers[= ]0\b|^(?:\S*sh -\w*c )?(?:sleep|nvidia-smi)\b", text)
-            if key == "containers" and _gpus(container) and not shared and not lone:
+            loads = _gpus(container) or re.search(r"\bnum[-_]workers[= ][1-9]", text)
+            if key == "containers" and loads and not shared and not lone:
                 yield Found("shared-memory", _line(container, "image"))
+            yield from _memory_lock(container)
+
+
+def _memory_lock(container: Mapping[str, Any]) -> Iterator[Found]:
+    """Find containers with InfiniBand's devices that may not register memory."""
+    mounts = [one for one in _rows(container, "volumeMounts") if one.get("mountPath") == "/dev/infiniband"]
+    rights = _inner(container, "securityContext")
+    added = _inner(rights, "capabilities", "add") or ()
+    named = isinstance(added, list) and {"IPC_LOCK", "CAP_IPC_LOCK", "ALL"} & {str(one) for one in added}
+    if mounts and not named and _inner(rights, "privileged") is not True:
+        yield Found("memory-lock", _line(mounts[0], "mountPath"))
+
+
+def _sidecars(document: Mapping[str, Any]) -> Iterator[Found]:
+    """Find containers beside the training that keep a Job from its end."""
+    rows = _rows(_inner(document, "spec", "template", "spec"), "containers")
+    for one in rows if len(rows) > 1 else ():
+        text = " ".join((str(one.get("name")), str(one.get("image"))))
+        if _SERVES.search(text) and not _gpus(one):
+            yield Found("sidecar", _line(one, "name"), str(one.get("name")))
 
 
 def _limits(container: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -21,7 +21,7 @@ _IN_SHELL = re.compile(
     r"\b(?:python|torchrun|accelerate|deepspeed)|\.(?:py|sh)\b|^\$|\$\{?\w{0,40}(?:CMD|LAUNCH|RUN|SCRIPT)"
 )
 # Programs of steps before the training.
-_ASKS = frozenset([
+ASKS = frozenset([
     "hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date", "ray", "jupyter",
 ])  # fmt: skip
 _PREPARES = re.compile(r"(?:copy|set_?up|install|download|stage|clean|extract|config|create|prepare)[\w.-]{0,60}\.sh")
@@ -144,7 +144,7 @@ def starts_training(command: Command) -> bool:
     if name.startswith("$") and re.search("torchrun|launcher", name, re.IGNORECASE):
         return True
     if name in LAUNCHERS or name in ("apptainer", "singularity", "docker"):
-        if set(command.words) & _ASKS or re.search(r"\b(?:pip3?|conda) install\b", " ".join(command.words)):
+        if set(command.words) & ASKS or re.search(r"\b(?:pip3?|conda) install\b", " ".join(command.words)):
             return False
         texts = [text for flag, text in pairwise(command.words) if re.fullmatch(r"-\w*c", flag) and " " in text]
         if texts:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import dropwhile, takewhile
 from typing import Literal
 
-from envbuild.jobs.lint_launch import STARTS, TRAINS, Launch, is_plain_training, starts_training
-from envbuild.jobs.lint_script import PER_NODE, Found, ParsedScript
+from envbuild.jobs.lint_launch import ASKS, STARTS, TRAINS, Launch, is_plain_training, starts_training
+from envbuild.jobs.lint_script import PER_NODE, Found, ParsedScript, option_set
 from envbuild.jobs.lint_shell import LAUNCHERS, Command
 from envbuild.jobs.schedulers.base import option_values, whole
 
@@ -44,18 +44,30 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
         yield from _one_core(script)
         return
     steps: list[Command] = []
+    others: list[Command] = []
     for one in script.commands:
         if one.program.startswith("$") and len(one.words) == 1:  # eval $CMD
             one = replace(one, words=tuple(script.variables.expanded(one.words)) or one.words)
         serves = {"ray", "start"} <= set(one.words)
         step = one.program == "srun" and not (one.started_by or one.file) and (serves or starts_training(one))
-        options = takewhile(lambda word: not STARTS.fullmatch(posixpath.basename(word)), one.words[1:])
+        words = script.variables.expanded(one.words[1:])
+        options = takewhile(lambda word: not STARTS.fullmatch(posixpath.basename(word)), words)
+        step = step and "docker" not in words  # its daemon starts the program, outside of the step
         if step and "[@]}" not in "".join(one.words[:2]) and not _BOUND.search(" ".join(options)):
             steps.append(one)
+        # Other programs on GPUs, whose names tell nothing.
+        elif one.program == "srun" and script.gpus and _is_step(one) and not _BOUND.search(" ".join(words)):
+            others.append(one)
     # Steps before the training often need one core.
     trainings = [one for one in steps if any(TRAINS.fullmatch(posixpath.basename(word)) for word in one.words)]
-    for one in (trainings or steps)[-1:]:
+    for one in (trainings or steps or others)[-1:]:
         yield Found("cpus-not-passed", one.line)
+
+
+def _is_step(one: Command) -> bool:
+    """Return whether srun starts a program that is known neither as a training nor as a step before it."""
+    asks = {posixpath.basename(word) for word in one.words} & (ASKS | {"--pty", "-c", "-lc", "docker", "bash", "sh"})
+    return not (asks or one.started_by or one.file or one.words[-1].startswith("-") or "[@]}" in one.words[1])
 
 
 def _one_core(script: ParsedScript) -> Iterator[Found]:
@@ -139,8 +151,10 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         others = any(one.program in ("deepspeed", "horovodrun", *LAUNCHERS) for one in script.commands)
         if script.tasks == 1 == len(tasks) and not (script.several or own.search(" ".join(tasks[0].words))):
             plain, others = [one for one in tasks if is_plain_training(_stepped(one))], False
+        # As many tasks as GPUs, which only srun would start.
+        level = "" if script.tasks == gpus and not tasks else explained(script.text, gpus)
         if plain and not others:
-            yield Found("one-process", plain[0].line, str(gpus), level=explained(script.text, gpus))
+            yield Found("one-process", plain[0].line, str(gpus), level=level)
 
 
 def _stepped(one: Command) -> Command:
@@ -193,11 +207,13 @@ def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
     """Find variables of the scheduler that are not set, because the directive that sets them is missing."""
     optional = script.facts.optional if script.facts else {}
     unset = {name for name, own in optional.items() if name not in script.values and not script.directive(*own)}
+    strict = option_set(script, r"-[a-z]*u|nounset")
     for one in script.commands if unset else ():
         if one.per_node or one.file or one.program in ("echo", "printf", "[", "[[", "test"):
             continue
-        # OMP_NUM_THREADS and the like are then as if they were not set.
-        words = [*one.words, *(word for name, row in one.assignments if not name.endswith("_THREADS") for word in row)]
+        # OMP_NUM_THREADS and the like are then as if they were not set, unless set -u ends the job.
+        rows = [row for name, row in one.assignments if strict or not name.endswith("_THREADS")]
+        words = [*one.words, *(word for row in rows for word in row)]
         for match in _EMPTY.finditer(" ".join(words)):
             name = match[1] or match[2]
             if name in unset:

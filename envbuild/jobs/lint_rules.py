@@ -17,6 +17,8 @@ _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOS
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
 _LITERAL_PORT = re.compile(r":(\d{2,5})$")
 _KEYS = re.compile(r"(?:key|token|secret)s?(?:\.sh)?$")
+# A name in a guide that each reader replaces.
+_PLACEHOLDER = re.compile(r"(?:[\w.-]+/)*(?:<[\w -]+>|your(?:[-_]|registry|org|repo|user|name))", re.IGNORECASE)
 _IMAGE = re.compile(r"^(?:docker|dockerd|podman|oras)://(.+)$")
 
 
@@ -212,7 +214,9 @@ def judged_image(image: str, line: int) -> Iterator[Found]:
     tag = image.rpartition("/")[2].partition(":")[2]
     if "@sha256:" in image or not image or (image.startswith("$") and tag != "latest"):
         return
-    if tag in ("", "latest"):
+    if _PLACEHOLDER.match(image):
+        yield Found("placeholder", line, image)
+    elif tag in ("", "latest"):
         yield Found("image-unpinned", line, image)
     elif not re.match(r"v?\d+\.\d+\.\d+", tag) and "$" not in tag:  # full versions rarely move
         yield Found("image-tag", line, image)

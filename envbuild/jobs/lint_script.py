@@ -215,6 +215,13 @@ class ParsedScript:
                     yield command, match[1]
 
 
+def option_set(script: ParsedScript, pattern: str) -> bool:
+    """Return whether the shell has an option that matches `pattern`."""
+    words = [word for one in script.commands if one.words[:1] == ("set",) for word in one.words[1:]]
+    words += script.lines[0].split()[1:] if script.lines and script.lines[0].startswith("#!") else []
+    return any(re.fullmatch(rf"(?:{pattern})\w*", word) for word in words)
+
+
 def read_script(text: str) -> ParsedScript:
     """Parse a script as far as the rules need it."""
     lines = text.splitlines()

@@ -38,6 +38,8 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
     given = any("master-port" in one.options for one in script.launches)
     for variable in read:
         for command, value in script.exported(variable):
+            default = re.fullmatch(r"\$\{MASTER_PORT:?-(\d+)\}", value)
+            value = default[1] if default and len(script.values.get(variable, ())) == 1 else value
             if value.isdecimal() and not (given or script.whole_nodes) and (command.words or read[variable]):
                 yield Found("fixed-port", command.line, value, level=script.doubtful)
     seen: dict[str, Command] = {}

@@ -98,6 +98,10 @@ spec:
           image: r.example.org/pt:1.2.3
           env: [{name: MASTER_ADDR, value: ddp-0}]
 """
+SIDECAR = INDEXED.replace("ddp-0", "head") + "        - {name: exporter, image: r.example.org/node:1.2.3}\n"
+INFINIBAND = on_pods("command: [torchrun, t.py]").replace(
+    "volumeMounts: [", "volumeMounts: [{name: ib, mountPath: /dev/infiniband}, "
+)
 
 
 def test_a_script_without_faults_has_none() -> None:
@@ -109,7 +113,7 @@ def test_a_script_without_faults_has_none() -> None:
 # fault: (scripts that have it, in the line that the text stands in; scripts that are like them and do not)
 CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "output-folder": (
-        [
+        [(SLURM.replace("set -e", "#SBATCH -o logs/%j.out\nset -e") + f"srun {RUN} x --log logs/x.txt", "logs/"),
             (SLURM.replace("set -e", "#SBATCH --output=logs/%j.out\nset -e") + f"srun {RUN} x", "logs/"),
             (SLURM.replace("set -e", "#SBATCH -e logs/%j.err\nset -e") + f"srun {RUN} x", "logs/"),
             (PBS.replace("set -e", "#PBS -o logs/\nset -e") + "mpiexec python x.py", "logs/"),
@@ -120,7 +124,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             SLURM.replace("set -e", "#SBATCH --output=/data/me/logs/%j.out\nset -e") + f"srun {RUN} x",
             SLURM.replace("set -e", "#SBATCH --output=logs/%j.out\n# mkdir -p logs before\nset -e") + f"srun {RUN} x",
             PBS.replace("set -e", "#PBS -o logs/\nset -e") + "mkdir -p logs\nmpiexec python /x.py",
-],
+SLURM.replace("set -e", "#SBATCH -o runs/a/%j.out\nset -e") + f'A=a D=/data/runs/$A\nsrun {RUN} x --config "$D/x.toml"'],
     ),
     "directive-variable": (
         [(SLURM.replace("nodes=2", "nodes=$NODES") + f"srun {RUN} x", "nodes="),
@@ -163,7 +167,10 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         ],
     ),
     "status-lost": (
-        [
+        [(f"{SLURM}srun apptainer exec x.sif bash -c '{RUN} x | tee log'", "tee"),
+            (f"{SLURM}srun bash -c '{RUN} x\necho end'", "echo end"),
+            (NO_E + f"for lr in 1 2; do\n srun {RUN} x $lr\ndone", "srun"),
+            (NO_E.replace("set -", "#SBATCH --gpus-per-node=4\nset -").replace("export", "#SBATCH --gres=gpu:4\nexport") + "bash run.sh\necho end", "echo"),
             (NO_E + f"srun {RUN} x\necho done", "echo"),
             (NO_E + f"srun {RUN} x | tee log", "tee"),
             (NO_E + "set -e\n" + f"srun {RUN} x | tee log", "tee"),
@@ -192,10 +199,17 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             "#!/bin/bash\npython prepare.py\necho done",
             NO_E + f'if [ -f done ]; then\n echo "all done"\n exit 0\nfi\nsrun {RUN} x',
             f"{NO_E}test -d data || echo 'Error: no data' && exit 1\nsrun {RUN} x",
-],
+f"{SLURM}srun bash -c 'set -o pipefail; {RUN} x | tee log'",
+            f"{SLURM}srun bash -o pipefail -c '{RUN} x | tee log'",
+            f"{SLURM}srun bash -c 'set -e\n{RUN} x\necho end'",
+            f"{SLURM}srun bash -c '{RUN} x && echo end'",
+            f"{SLURM}for lr in 1 2; do\n srun {RUN} x $lr\ndone",
+            NO_E + f"for lr in 1 2; do\n srun {RUN} x $lr || exit 1\ndone",
+            NO_E + f"for lr in 1 2; do\n echo $lr\ndone\nsrun {RUN} x",
+            GPUS + "bash run.sh\necho end"],
     ),
     "cpus-not-passed": (
-        [
+        [(CPUS + f"ARGS='--label'\nsrun $ARGS {RUN} x", "srun"), (CPUS.replace("set -e", "#SBATCH --gres=gpu:2\nset -e") + "srun papermill a.ipynb b.ipynb", "srun"),
             (CPUS + f"srun {RUN} x", "srun"),
             (CPUS + "srun bash -c 'torchrun --nnodes=2 x'", "srun"),
             (CPUS + "srun singularity run x.sif python train.py", "srun"),
@@ -219,7 +233,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             CPUS + "srun bash -c 'mkdir -p /tmp/a && ln -s /data /tmp/a/'",
             CPUS + 'CMD="srun -c 8 python train.py"\neval $CMD',
             CPUS + 'CMD="python prepare.py"\neval $CMD',
-],
+CPUS + f"ARGS='--label --cpus-per-task=8'\nsrun $ARGS {RUN} x", CPUS + "srun docker compose run dev python train.py",
+            CPUS.replace("set -e", "#SBATCH --gres=gpu:2\nset -e") + "srun nvidia-smi", CPUS + "srun papermill a.ipynb b.ipynb"],
     ),
     "node-rank": (
         [
@@ -272,12 +287,12 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [GPUS + f"export CUDA_VISIBLE_DEVICES=0,1,2,3\nsrun {RUN} --nproc-per-node=4 x"],
     ),
     "one-process": (
-        [(GPUS + "python train.py", "python"),
+        [(ONE.replace("gpus-per-node", "ntasks=4\n#SBATCH --gpus-per-node") + "python train.py --deepspeed", "python"), (GPUS + "python train.py", "python"),
             (GPUS.replace("nodes=2", "nodes=1") + "srun python train.py", "srun"),
 ],
         [GPUS + "python evaluate.py --data /train", GPUS + "srun python train.py", GPUS + "deepspeed train.py\npython train.py", SLURM + "python train.py",
             GPUS + "srun -N 2 -n 8 python train.py",
-],
+ONE + "python evaluate.py --deepspeed"],
     ),
     "endpoint-unset": (
         [(SLURM + f"srun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun"),
@@ -357,7 +372,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             "#!/bin/bash\n#PBS -l select=1:ncpus=16:ngpus=4\ntorchrun --standalone --nproc-per-node=4 /x.py",
             SLURM + "srun -n 16 -c 7 --gpus-per-task=1 --cpu-bind=cores python train.py",
             CPUS + "srun -n 16 --gpus-per-task=1 --cpu-bind=cores python train.py",
-],
+ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py"],
     ),
     "slots-missing": (
         [(ONE + "mpirun -np 4 python x.py", "mpirun"), (SLURM + "N=16\nmpirun -n $N python x.py", "mpirun")],
@@ -394,14 +409,14 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         ],
     ),
     "option-variable": (
-        [
+        [(SLURM + f"export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK\nsrun {RUN} x", "OMP_NUM_THREADS=$"),
             (SLURM + f"srun --cpus-per-task=$SLURM_CPUS_PER_TASK {RUN} x", "srun"),
             (SLURM + f"srun {RUN} --nproc-per-node=${{SLURM_GPUS_PER_NODE}} x", "srun"),
         ],
         [
             CPUS + f"srun --cpus-per-task=$SLURM_CPUS_PER_TASK {RUN} x",
             SLURM + f"srun --cpus-per-task=${{SLURM_CPUS_PER_TASK:-8}} {RUN} x",
-            SLURM + f"export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK\nsrun {RUN} x",
+            NO_E + f"export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK\nsrun {RUN} x",
             SLURM + f"echo $SLURM_GPUS\nsrun {RUN} x",
         ],
     ),
@@ -485,6 +500,58 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [SLURM + f"srun {RUN} train.py --nproc 4", SLURM + "srun torchrun $ARGS --nproc_per_node=4 train.py"],
     ),
     "dos-lines": ([(CLEAN.replace("\n", "\r\n"), "#!")], [CLEAN]),
+    "directive-comment": (
+        [
+            ("#!/bin/bash\n# SBATCH --nodes=1\n# SBATCH --gres=gpu:4\npython train.py", "--nodes"),
+            (SLURM.replace("#SBATCH --requeue", "#--gres=gpu:4\n#SBATCH --requeue") + "srun python train.py", "#--gres"),
+        ],
+        [
+            SLURM.replace("#SBATCH --requeue", "# SBATCH --mem=80G\n#SBATCH --requeue") + "srun python train.py",
+            GPUS.replace("#SBATCH --requeue", "#--gres=gpu:4\n#SBATCH --requeue") + "srun python train.py",
+            SLURM.replace("#SBATCH --requeue", "##SBATCH --gres=gpu:4\n#SBATCH --requeue") + "srun python train.py",
+            "#!/bin/bash\n# submit with # SBATCH --nodes=2\npython train.py",
+        ],
+    ),
+    "placeholder": (
+        [
+            (SLURM.replace("set -e", "#SBATCH --account=<project>\nset -e") + f"srun {RUN} x", "<project>"),
+            (SLURM.replace("set -e", "#SBATCH -A abxxxxxx\nset -e") + f"srun {RUN} x", "xxx"),
+            (f"{SLURM}cd /path/to/project\nsrun {RUN} x", "cd"),
+            (f"{SLURM}wd=path_to_data\nsrun {RUN} x $wd", "path_to"),
+            (f"{SLURM}docker pull your-registry/pt:1.0.0", "docker"),
+        ],
+        [
+            SLURM.replace("set -e", "#SBATCH --account=ab1234\nset -e") + f"srun {RUN} x",
+            f'{SLURM}: "${{DATA:?set it, as /path/to/data}}"\necho "see /path/to/x"\nsrun {RUN} x',
+            f"{SLURM}D=${{DATA:-/path/to/data}}\nsrun {RUN} x --path_to_data=$D",
+        ],
+    ),
+    "node-rank-missing": (
+        [(SLURM + "srun torchrun --nnodes=2 --nproc-per-node=4 --master-addr=$h x.py", "torchrun")],
+        [
+            CLEAN,
+            SLURM + "srun bash -c 'torchrun --nnodes=2 --node-rank=$SLURM_NODEID --master-addr=$h x.py'",
+            SLURM + "srun torchrun --nnodes=2 --rdzv-backend=c10d --master-addr=$h x.py",
+            SLURM + "srun torchrun --nnodes=2 --master-addr=$h $ARGS x.py",
+            ONE + "torchrun --nnodes=1 --master-addr=$h x.py",
+        ],
+    ),
+    "python-twice": (
+        [(srun("python"), "torchrun"), (SLURM + f'C=(python3 -m a.b)\nsrun {RUN} "${{C[@]}}"', "torchrun")],
+        [CLEAN, srun("--no-python python"), srun("-m python.train")],
+    ),
+    "endpoint-fixed": (
+        [(SLURM + "h=$(scontrol show hostnames | head -n 1)\nsrun torchrun --nnodes=2 --rdzv-endpoint=node01:$p x", "node01")],
+        [
+            SLURM + "h=$(scontrol show hostnames | head -n 1)\nsrun torchrun --nnodes=2 --rdzv-endpoint=$h:$p x",
+            SLURM + "srun torchrun --nnodes=2 --rdzv-endpoint=etcd.example.org:2379 --rdzv-backend=etcd x",
+            ONE + "h=$(scontrol show hostnames)\ntorchrun --nnodes=1 --rdzv-endpoint=localhost:0 x",
+        ],
+    ),
+    "launch-blocking": (
+        [(f"{CLEAN}export CUDA_LAUNCH_BLOCKING=1", "BLOCKING")],
+        [f"{CLEAN}export CUDA_LAUNCH_BLOCKING=0", f"{CLEAN}# export CUDA_LAUNCH_BLOCKING=1"],
+    ),
     "directive-malformed": (
         [
             (SLURM.replace("--nodes=2", "\u2013nodes=2") + f"srun {RUN} x", "nodes"),
@@ -618,8 +685,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
 ],
     ),
     "first-address": (
-        [(f"{CLEAN}ip=$(hostname -I | awk '{{print $1}}')", "hostname")],
-        [f"{CLEAN}name=$(hostname -s)", f"{CLEAN}ip=$(hostname -i)"],
+        [(f"{CLEAN}ip() {{\n hostname -I\n}}", "hostname -I"), (f"{CLEAN}echo $(hostname -I) > hosts", "hosts"), (f"{CLEAN}ip=$(hostname -I | awk '{{print $1}}')", "hostname")],
+        [f"{CLEAN}name=$(hostname -s)", f"{CLEAN}ip=$(hostname -i)", f"{CLEAN}echo \"on $(hostname -I | cut -d' ' -f1)\"", f"{CLEAN}hostname -I"],
     ),
     "own-address": (
         [(f"{CLEAN}ip=$(hostname -i)", "hostname"), (f"{CLEAN}ip=$(srun -N1 hostname --ip-address)", "hostname")],
@@ -670,13 +737,13 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         ],
     ),
     "variable-case": (
-        [(f"{SLURM}SCALE=4\nsrun {RUN} x --name=$scale", "$scale")],
+        [(f"{SLURM}OUT_DIR=/data\nsrun {RUN} x --out=$OUTDIR", "$OUTDIR"), (f"{SLURM}SCALE=4\nsrun {RUN} x --name=$scale", "$scale")],
         [
             f"{SLURM}SCALE=$scale\nsrun {RUN} x --name=$SCALE",
             f"{SLURM}HTTP_PROXY=x\ncurl -x $http_proxy y\nsrun {RUN} x",
             f"{SLURM}NODE=1\nfor node in a b; do echo $node; done\nsrun {RUN} x",
             f"{SLURM}N=1\nawk '{{ print $n }}' log\nsrun {RUN} x",
-        ],
+        f"{SLURM}OUT_DIR=$OUTDIR\nOUTDIR=/data\nsrun {RUN} x $OUT_DIR", f"{SLURM}source env.sh\nOUT_DIR=/data\nsrun {RUN} x $OUTDIR"],
     ),
     "mpi-environment": (
         [("LR=1 mpirun --hostfile h -bind-to none -n 8 python x.py", "mpirun")],
@@ -695,7 +762,9 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [CLEAN],
     ),
     "fixed-port": (
-        [
+        [(ONE.replace("node=4", "node=2") + "accelerate launch --multi_gpu x.py", "accelerate"),
+            (ONE.replace("node=4", "node=2") + "deepspeed x.py", "deepspeed"),
+            (ONE.replace("node=4", "node=2") + "export MASTER_PORT=${MASTER_PORT:-29500}\npython x.py", "29500"),
             (srun("--rdzv_endpoint=$head:29500"), "29500"),
             (f"{SLURM}port=29400\nsrun torchrun --nnodes=2 --rdzv_endpoint=$head:$port x", "29400"),
             (f"{SLURM}export MASTER_PORT=12355\nsrun python t.py", "12355"),
@@ -707,7 +776,10 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             ONE.replace("node=4", "node=2") + "torchrun --standalone --nproc-per-node=2 x",
             ONE.replace("node=4", "node=2") + "torchrun --nproc-per-node=2 --master-port=$port x",
             ONE.replace("node=4", "node=2") + "torchrun $ARGS x",
-],
+ONE.replace("node=4", "node=2") + "accelerate launch --main_process_port $port x.py",
+            ONE.replace("node=4", "node=1") + "accelerate launch x.py",
+            ONE.replace("node=4", "node=2") + "deepspeed --master_port=$port x.py",
+            ONE.replace("node=4", "node=2") + "export MASTER_PORT=${MASTER_PORT:-$port}\npython x.py"],
     ),
     "nodes-differ": (
         [(srun("--nnodes=4"), "nnodes"), (f"{PBS}mpiexec torchrun --nnodes 1:4 x", "nnodes")],
@@ -803,10 +875,11 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         ],
     ),
     "network-disabled": (
-        [(f"{CLEAN}export NCCL_IB_DISABLE=1\n", "IB_D"), (f"{CLEAN}srun --export=ALL,NCCL_P2P_DISABLE=1 x\n", "P2P")],
+        [(GPUS + f"export NCCL_P2P_DISABLE=1\nsrun {RUN} x", "P2P"), (ONE + "export NCCL_P2P_DISABLE=1\ntorchrun --standalone x", "P2P"), (f"{CLEAN}export NCCL_IB_DISABLE=1\n", "IB_D"), (f"{CLEAN}srun --export=ALL,NCCL_P2P_DISABLE=1 x\n", "P2P")],
         [f"{CLEAN}export NCCL_IB_DISABLE=0\n",
             f"{CLEAN}export NCCL_IB_DISABLE=1 NCCL_NSOCKS_PERTHREAD=8\n",
-],
+ONE + "export NCCL_IB_DISABLE=1\ntorchrun --standalone x", ONE.replace("per-node=4", "per-node=rtx4090:4") + "export NCCL_P2P_DISABLE=1\ntorchrun --standalone x",
+            "#!/bin/bash\nexport NCCL_IB_DISABLE=1\ntorchrun --standalone x"],
     ),
     "image-unpinned": (
         [
@@ -823,7 +896,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             f"{SLURM}docker pull example.org:5000/pt:2.7.1-cu126",
             SLURM.replace("set -e", "#SBATCH --container-image=/fsx/x.sqsh\nset -e") + f"srun {RUN} x",
             f"{SLURM}docker pull ${{REGISTRY}}pt:$TAG",
-],
+f"{SLURM}docker pull your-registry/pt:latest", f"{SLURM}apptainer pull 'docker://<user>/pt'"],
     ),
     "image-tag": (
         [(f"{SLURM}docker pull example.org:5000/pt:stable", "stable")],
@@ -873,6 +946,26 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     ),
 }  # fmt: skip
 PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
+    "placeholder": (
+        [(on_pods("command: [torchrun, t.py]", "your-registry/pt:latest"), "image:"), (on_pods("command: [torchrun, t.py]", "r.example.org/<user>/pt:1.0.0"), "image:")],
+        [on_pods("command: [torchrun, t.py]", "r.example.org/yours/pt:1.0.0")],
+    ),
+    "memory-lock": (
+        [(INFINIBAND, "/dev/infiniband")],
+        [
+            INFINIBAND.replace("image:", "securityContext: {capabilities: {add: [IPC_LOCK]}}\n              image:"),
+            INFINIBAND.replace("image:", "securityContext: {privileged: true}\n              image:"),
+            on_pods("command: [torchrun, t.py]"),
+        ],
+    ),
+    "sidecar": (
+        [(SIDECAR, "name: exporter")],
+        [
+            SIDECAR.replace("kind: Job", "kind: Pod"),
+            SIDECAR.replace("exporter", "second"),
+            SIDECAR.replace("        - {name: exporter", "      initContainers:\n        - {restartPolicy: Always, name: exporter"),
+        ],
+    ),
     "secret": (
         [(on_pods("env: [{name: WANDB_API_KEY, value: 0123456789abcdef0123456789abcdef01234567}]"), "WANDB")],
         [on_pods("env: [{name: WANDB_API_KEY, valueFrom: {secretKeyRef: {name: wandb, key: key}}}]")],
@@ -882,11 +975,11 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [on_pods("command: [torchrun, --nproc-per-node=4, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}")],
     ),
     "shared-memory": (
-        [(on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace("/dev/shm", "/data"), "image:")],
+        [(on_pods("command: [python, t.py, --num-workers=2]").replace("/dev/shm", "/data"), "image:"), (on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace("/dev/shm", "/data"), "image:")],
         [on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data"),
             on_pods("command: [torchrun, t.py, --workers=0]\n              resources: {limits: {nvidia.com/gpu: 1}}").replace("/dev/shm", "/data"),
             on_pods("command: [sleep, infinity]\n              resources: {limits: {nvidia.com/gpu: 1}}").replace("/dev/shm", "/data"),
-],
+on_pods("command: [python, t.py, --num-workers=0]").replace("/dev/shm", "/data")],
     ),
     "container-name": (
         [(on_pods("command: [torchrun, t.py]").replace("name: pytorch", "name: trainer"), "name: trainer")],
@@ -979,6 +1072,12 @@ def test_scripts_that_have_a_fault_are_shell_scripts() -> None:
         for text in [text for text, _ in bad] + good:
             done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
             assert done.returncode == 0, text + done.stderr
+
+
+def test_carriage_returns_are_one_fault() -> None:
+    text = f"{SLURM}srun {RUN} \\\n  --max-restarts=0 x"
+    assert ids(text) == []
+    assert ids(text.replace("\n", "\r\n")) == ["dos-lines"]
 
 
 def test_every_fault_is_tested_and_documented() -> None:

@@ -177,7 +177,8 @@ _OPTIONAL = {
 def _cpus(directives: Sequence[Directive]) -> int | None:
     words = [word for _, line in directives for word in line]
     tasks = [*option_values(words, ("--ntasks", "-n", "--ntasks-per-node", "--tasks-per-node"))]
-    if any(word.startswith(("--exclusive", "--cpus-per-gpu", "--mem=0")) for word in words) or set(tasks) - {"1"}:
+    others = ("--exclusive", "--cpus-per-gpu", "--mem=0", "--mincpus")
+    if any(word.startswith(others) for word in words) or set(tasks) - {"1"}:
         return None
     return next((whole(value) for value in option_values(words, _OPTIONAL["SLURM_CPUS_PER_TASK"])), 1)
 

@@ -1,0 +1,71 @@
+"""The rules of `envbuild lint-job` for slips: commented directives, placeholders, default ports, wrong endpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from envbuild.jobs.lint_launch import starts_training
+from envbuild.jobs.lint_script import Found, ParsedScript
+from envbuild.jobs.schedulers.base import option_values, whole
+
+_SPACED = re.compile(r"#\s+(?:SBATCH|PBS)\s+(-\S+)")
+_WITHOUT_NAME = re.compile(r"#(--(?:gres|gpus|gpus-per-node|gpus-per-task)=\S+)")
+_ANGLES = re.compile(r"<[A-Za-z][\w -]{0,60}>")
+_ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}")
+_PATH = re.compile(r"(?:^|[^-])/path/to/|^path/to/|^path_to_\w")
+_PRINTS = frozenset(["echo", "printf", ":", "cat"])
+_PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
+_LITERAL_HOST = re.compile(r"[a-z][\w.-]*[a-z][\w.-]*(?::.*)?", re.DOTALL)
+
+
+def of_comments(script: ParsedScript) -> Iterator[Found]:
+    """Find directives that are comments, although nothing else asks for what they ask."""
+    if not script.directives:
+        spaced = [(number, match[1]) for number, line in enumerate(script.lines, 1) if (match := _SPACED.match(line))]
+        if len(spaced) > 1:
+            yield Found("directive-comment", *spaced[0])
+        return
+    asked = any(word.startswith(("--gres", "--gpu", "-G")) for _, words in script.directives for word in words)
+    asked |= "python" not in script.text
+    for number in range(script.directives[0][0], 0 if asked else script.directives[-1][0]):
+        if match := _WITHOUT_NAME.match(script.lines[number - 1]):
+            yield Found("directive-comment", number, match[1])
+
+
+def of_placeholders(script: ParsedScript) -> Iterator[Found]:
+    """Find the names of a guide that the user has to replace."""
+    for line, words in script.directives:
+        accounts = [*option_values(words, ("--account", "-A", "--partition", "-p"))]
+        found = [word for word in words if _ANGLES.search(word)] + [one for one in accounts if _ACCOUNT.fullmatch(one)]
+        yield from (Found("placeholder", line, word) for word in found[:1])
+    for one in script.commands:
+        # A default that the user's own value replaces is none.
+        texts = (*one.words, *(word for _, row in one.assignments for word in row))
+        paths = [word for word in texts if _PATH.search(word) and ":-" not in word]
+        if paths and not one.file and one.program not in _PRINTS:
+            yield Found("placeholder", one.line, paths[0])
+            return
+
+
+def of_default_ports(script: ParsedScript) -> Iterator[Found]:
+    """Find launchers that take the same port in each job, on a part of a node."""
+    if script.kind == "shell" or script.several or script.whole_nodes or script.gpus < 2 or script.sets_options:
+        return
+    for one in script.commands:
+        launches = one.program == "deepspeed" or (one.program == "accelerate" and one.words[1:2] == ("launch",))
+        words = script.variables.expanded(one.words)
+        ranks = next(option_values(words, ("--num_processes", "--num-processes", "--num_gpus")), "")
+        told = _PORTS.search(" ".join(words)) or "MASTER_PORT" in script.text
+        if launches and not (one.file or told or whole(ranks) == 1) and starts_training(one):
+            yield Found("fixed-port", one.line, f"29500 ({one.program}'s default)", level=script.doubtful)
+            return
+
+
+def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:
+    """Find endpoints at a fixed host in jobs that look the head up and do not use it."""
+    for one in script.launches if script.several and "scontrol show hostname" in script.text else ():
+        for name in ("rdzv-endpoint", "master-addr"):
+            host = one.options.get(name, "")
+            if _LITERAL_HOST.fullmatch(host) and not host.startswith("localhost"):
+                yield Found("endpoint-fixed", script.where(host[:20], one.command.line), host.partition(":")[0])

@@ -1,0 +1,98 @@
+"""The rules of `envbuild lint-job` for a job's exit code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import groupby, pairwise
+
+from envbuild.jobs.lint_launch import starts_training
+from envbuild.jobs.lint_script import Found, ParsedScript, option_set
+from envbuild.jobs.lint_shell import LAUNCHERS
+
+_MESSAGES = frozenset(["echo", "printf", "date", "hostname"])
+_FAILED = re.compile(
+    r"^echo (?:-e )?(?:no (?:gpu|cuda|device|data|config|arg)|error|fatal|cannot|missing)"
+    r"|\berror:|\b(?:not found|failed)\b",
+    re.IGNORECASE,
+)
+_CHECKS = re.compile(r"\$\?|\|\||&&|\b(?:exit|break|wait|trap|PIPESTATUS)\b|&$", re.MULTILINE)
+
+
+def of_status(script: ParsedScript) -> Iterator[Found]:
+    """Find scripts whose exit code is not that of the training, and those that end before it."""
+    yield from list(_outer_status(script)) or list(_inner_status(script)) or _loop_status(script)
+
+
+def _outer_status(script: ParsedScript) -> Iterator[Found]:
+    stops, pipes = option_set(script, r"-[a-z]*e|errexit"), option_set(script, "pipefail")
+    top = [one for one in script.commands if not (one.started_by or one.function or one.file or one.per_node)]
+    at = max((number for number, one in enumerate(top) if starts_training(one)), default=-1)
+    if at < 0 and script.gpus:  # a script of an unknown name, and messages behind it
+        scripts = (n for n, one in enumerate(top) if one.program in ("bash", "sh") and one.words[1:])
+        at = max((n for n in scripts if all(one.program in _MESSAGES for one in top[n + 1 :])), default=-1)
+    if at < 0 or (script.kind == "shell" and not (script.launches or script.everywhere)):
+        return
+    for one, two in pairwise(top[:at]):
+        if one.program == "echo" and _FAILED.search(" ".join(one.words)) and two.words in (("exit",), ("exit", "0")):
+            yield Found("status-lost", two.line, "exit 0 after an error")
+            return
+    end = top[at].line
+    while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
+        end += 1
+    # Commands in $(…) on the training's own lines follow it in the list, too.
+    after = [one for one in top[at + 1 :] if one.words and one.line > end]
+    quiet = all(one.program in _MESSAGES or one.program in ("conda", "deactivate", "exit") for one in after)
+    if script.kind != "shell" and top[at].background and quiet and "wait" not in script.text:
+        yield Found("ends-early", top[at].line)
+        return
+    while after and after[-1].words == ("exit",):
+        after.pop()
+    then = top[at + 1] if at + 1 < len(top) else top[at]
+    hidden = top[at].end == "||" and then.program in (_MESSAGES | {"true", ":"})
+    told = [one.program in _MESSAGES for one in top[at + 1 : at + 3]] == [True, True]  # && echo … || echo …
+    hidden = hidden or (told and (top[at].end, then.end) == ("&&", "||"))
+    piped = then if hidden or (top[at].end in ("|", "|&") and not pipes) else None
+    ends = [one for one in after if one.line == after[-1].line and not stops]
+    last = piped or (ends[0] if ends else None)
+    if last is None or (last.program == "wait" and last.words[1:]):
+        return
+    asked = any("PIPESTATUS" in line or "$?" in line for line in script.lines[end - 1 :])
+    fails = any(one.program in ("exit", "return") and (one.words[1:2] or ("0",)) != ("0",) for one in top[at + 1 :])
+    if not (fails and (asked or not piped)) and not any(one.program == "trap" for one in top):
+        said = script.kind == "shell" and not (piped or script.everywhere) and last.program in _MESSAGES
+        yield Found("status-lost", last.line, last.program, level="hint" if said else "")
+
+
+def _inner_status(script: ParsedScript) -> Iterator[Found]:
+    """Find the exit codes of trainings that a shell of `bash -c` loses."""
+    inner = [one for one in script.commands if one.around and not (one.file or one.function)]
+    for around, group in groupby(inner, key=lambda one: one.around):
+        row = list(group)
+        at = max((number for number, one in enumerate(row) if starts_training(one)), default=-1)
+        after = row[at + 1 :]
+        options = [word for one in row if one.program == "set" for word in one.words[1:]]
+        stops = any(re.match(r"-\w*e|errexit|pipefail", word) for word in (*options, *around))
+        # The commands of $(…) in the training's own words follow it in the list.
+        if at < 0 or not after or stops or "$(" in " ".join(row[at].words):
+            continue
+        said = row[at].end in (";", "\n") and all(one.program in _MESSAGES for one in after)
+        if row[at].end in ("|", "|&") or said:
+            last = after[-1] if said else after[0]
+            whole_text = " ".join(last.words)
+            text = whole_text if script.where(whole_text, 0) else last.words[-1]  # its quotes can be lost
+            yield Found("status-lost", script.where(text, row[at].line), last.program)
+            return
+
+
+def _loop_status(script: ParsedScript) -> Iterator[Found]:
+    """Find loops over trainings that go on after one that failed, and nothing behind them that could tell."""
+    steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one) and not one.file]
+    if not steps or script.kind == "shell" or steps[-1].background or option_set(script, r"-[a-z]*e|errexit"):
+        return
+    line = steps[-1].line
+    loops = [number for number, text in enumerate(script.lines[:line], 1) if re.match(r"\s*for\b", text)]
+    before, rest = "\n".join(script.lines[(loops or [line])[-1] : line - 1]), "\n".join(script.lines[line - 1 :])
+    inside = re.search(r"\bdone\b", before) is None and re.search(r"^\s*done\b", rest, re.MULTILINE) is not None
+    if loops and inside and not _CHECKS.search(f"{before}\n{rest}"):
+        yield Found("status-lost", line, "the loop's last run")
