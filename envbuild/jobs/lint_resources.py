@@ -89,9 +89,13 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
     started = [(one.command, 0 if one.option(*own) else _ranks(script, one)) for one in script.launches]
     # Without options they start a rank for each GPU.
     alone = {("accelerate", "launch"), ("deepspeed",)}
-    others = [one for one in script.commands if {(one.program, *one.words[1:2]), (one.program,)} & alone]
     known = {id(command) for command, _ in started}
-    for one in others:
+    for one in script.commands:
+        names = [posixpath.basename(word) for word in one.words]
+        at = next((n for n in range(len(names)) if {tuple(names[n : n + 2]), (names[n],)} & alone), -1)
+        begins = at == 0 or (names[:1] == ["srun"] and not _BOUND.search(" ".join(one.words[:at])))
+        if at < 0 or not begins:
+            continue
         asked = next(option_values(one.words, ("--num_processes", "--num-processes", "--num_gpus")), "")
         started += [(one, whole(asked) or script.gpus)] * (id(one) not in known)
     for command, ranks in started:
@@ -127,7 +131,7 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         most = min(filter(None, (gpus, seen)), default=0)
         if not most:
             continue
-        alone = len(script.launches) == 1 and script.tasks <= 1 and one.launcher not in _MPIRUN
+        alone = len(script.launches) == 1 and (script.tasks <= 1 or not one.launcher) and one.launcher not in _MPIRUN
         if ranks > most:
             yield Found("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {most} GPUs")
         elif 0 < ranks < gpus and not seen and alone and one.complete:

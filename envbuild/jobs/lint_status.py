@@ -72,12 +72,13 @@ def _inner_status(script: ParsedScript) -> Iterator[Found]:
         at = max((number for number, one in enumerate(row) if starts_training(one)), default=-1)
         after = row[at + 1 :]
         options = [word for one in row if one.program == "set" for word in one.words[1:]]
-        stops = any(re.match(r"-\w*e|errexit|pipefail", word) for word in (*options, *around))
+        stops = any(re.match(r"-[a-z]*e|errexit", word) for word in options) or "-ec" in around
+        pipes = "pipefail" in (*options, *around)
         # The commands of $(…) in the training's own words follow it in the list.
-        if at < 0 or not after or stops or "$(" in " ".join(row[at].words):
+        if at < 0 or not after or "$(" in " ".join(row[at].words):
             continue
-        said = row[at].end in (";", "\n") and all(one.program in _MESSAGES for one in after)
-        if row[at].end in ("|", "|&") or said:
+        said = not stops and row[at].end in (";", "\n") and all(one.program in _MESSAGES for one in after)
+        if (row[at].end in ("|", "|&") and not pipes) or said:
             last = after[-1] if said else after[0]
             whole_text = " ".join(last.words)
             text = whole_text if script.where(whole_text, 0) else last.words[-1]  # its quotes can be lost
