@@ -148,7 +148,9 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
         if late and launch.rest[0].endswith(".py") and launch.program == "torchrun":
             yield Found("options-late", script.where(late[0], launch.command.line), late[0])
         module = {"no-python", "m", "module"} & launch.options.keys()
-        if re.fullmatch(r"python[\d.]*", "".join(launch.rest[:1])) and not module and launch.program == "torchrun":
+        # A variable may hold torchrun in one branch of an `if`, and python in the other.
+        plain = launch.program == "torchrun" and re.search(r"torchrun|torch\.dist", " ".join(launch.command.words))
+        if re.fullmatch(r"python[\d.]*", "".join(launch.rest[:1])) and plain and not module:
             yield Found("python-twice", launch.command.line, launch.rest[0])
     if not option_set(script, r"-[a-z]*u|nounset"):
         return

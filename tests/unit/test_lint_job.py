@@ -541,7 +541,10 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
     ),
     "python-twice": (
         [(srun("python"), "torchrun"), (SLURM + f'C=(python3 -m a.b)\nsrun {RUN} "${{C[@]}}"', "torchrun")],
-        [CLEAN, srun("--no-python python"), srun("-m python.train")],
+        [
+            CLEAN, srun("--no-python python"), srun("-m python.train"),
+            ONE + 'if [ "$n" -gt 1 ]; then L="torchrun --standalone"; else L=python; fi\n$L train.py',
+        ],
     ),
     "endpoint-fixed": (
         [(SLURM + "h=$(scontrol show hostnames | head -n 1)\nsrun torchrun --nnodes=2 --rdzv-endpoint=node01:$p x", "node01")],
