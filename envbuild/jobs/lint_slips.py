@@ -16,7 +16,7 @@ _ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}")
 _PATH = re.compile(r"(?:^|[^-])/path/to/|^path/to/|^path_to_\w")
 _PRINTS = frozenset(["echo", "printf", ":", "cat"])
 _PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
-_LITERAL_HOST = re.compile(r"[a-z][\w.-]*[a-z][\w.-]*(?::.*)?", re.DOTALL)
+_LITERAL_HOST = re.compile(r"[a-z][\w.-]+(?::.*)?", re.DOTALL)
 
 
 def of_comments(script: ParsedScript) -> Iterator[Found]:
