@@ -25,6 +25,7 @@ from envbuild.report.data import (
 )  # fmt: skip
 from envbuild.report.evidence import dumped, evidence_html
 from envbuild.report.markup import Html, folded, h, joined, pairs, prose, table
+from envbuild.store.history import METRICS
 
 _LOOKS = {PASSED: "good", FAILED: "bad", BLOCKED: "warn", OPEN: "none", "good": "good", "bad": "bad", "unknown": "warn"}
 _PATHS = {
@@ -173,7 +174,12 @@ def provenance(entry: ReportEntry) -> Html:
 def performance(entry: ReportEntry) -> Html | None:
     """Return the measurements of the receipt, if it has some."""
     found = entry.receipt.get("performance")
-    return evidence_html(found) if isinstance(found, Mapping) and found else None
+    if not isinstance(found, Mapping) or not found:
+        return None
+    numbers = {name: number_of(found, name) for name in METRICS}
+    known = [(METRICS[name].title, METRICS[name].show(value)) for name, value in numbers.items() if value is not None]
+    others = {name: value for name, value in found.items() if numbers.get(name) is None}
+    return joined(pairs(known), evidence_html(others) if others else None)
 
 
 def slim(entry: ReportEntry) -> Html | None:

@@ -130,6 +130,14 @@ def test_the_loss_is_drawn_by_step_and_in_older_receipts_by_epoch() -> None:
     assert old.count("<circle") == 2 * epochs + 1 + killed and "Mean loss over epochs" in old
 
 
+def test_measurements_have_names_and_units() -> None:
+    measured = {"step_s": 0.004648, "import_s": 1.724, "peak_memory_bytes": 406097920, "gpu": "H100", "busbw_gbs": "?"}
+    text = " ".join(read(report_page([entry({**REAL, "performance": measured})])).text)
+    for said in ("one step", "4.6 ms", "import of torch", "1.72 s", "peak memory", "406.1 MB", "H100", "busbw gbs"):
+        assert said in text, said
+    assert "0.004648" not in text
+
+
 def test_the_receipt_and_the_sbom_are_in_the_page_byte_for_byte() -> None:
     links = [link for link in read(report_page([entry(sbom='{"a": "</a>"}')])).links if link.startswith("data:")]
     data = [json.loads(base64.b64decode(link.partition(",")[2])) for link in links]
