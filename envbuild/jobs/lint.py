@@ -68,7 +68,7 @@ def lint_file(path: Path) -> list[Problem]:
 def lint(text: str, name: str) -> list[Problem]:
     """Return the problems of a script or manifest, sorted by line."""
     lines = text.splitlines()
-    # The carriage returns are one fault, and not one of each rule that sees them.
+    # Carriage returns are reported once, as dos-lines, and not by each rule that meets them.
     script = None if is_manifest(text, name) else read_script(text.replace("\r\n", "\n"))
     found = _manifest(text, name) if script is None else _rules(script)
     if script is not None and "\r\n" in text:

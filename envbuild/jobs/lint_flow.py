@@ -13,7 +13,8 @@ _OFTEN = {"".join(sorted(name)): name for name in (
     "source", "export", "module", "srun", "torchrun", "mpirun", "conda", "python", "mkdir", "accelerate", "unset",
 )}  # fmt: skip
 _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal")
-# Names in other letters: those in upper case come from the environment, unless only underscores differ.
+# Variables that are read. Those in upper case may come from the environment: they are compared only with names that
+# differ in underscores.
 _READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\b|\{([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\})")
 _TOLD = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
 _QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst", "xargs", "find", "trap", "python"])
@@ -56,13 +57,12 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
         texts = [("", one.words if name not in _QUOTES else ()), *one.assignments]  # LR=$lr takes a parameter of sbatch
         for own, match in ((own, match) for own, row in texts for match in _READ.finditer(" ".join(row))):
             read = match[1] or match[2]
-            meant = squeezed.get(read.replace("_", ""), read)
-            if read.isupper() and meant != read and own != read and len(read) > 4:
-                if not elsewhere and read not in script.values and read not in seen and not GIVEN.fullmatch(read):
-                    seen.add(read)
-                    yield Found("variable-case", script.where(match[0], one.line), read)
-                continue
-            if read in others and own.lower() != read and not read.endswith("_proxy"):
+            similar = squeezed.get(read.replace("_", ""), read)
+            unset = not (elsewhere or read in script.values or read in seen or GIVEN.fullmatch(read))
+            if unset and read.isupper() and read not in (own, similar) and len(read) > 4:
+                seen.add(read)
+                yield Found("variable-case", script.where(match[0], one.line), read)
+            elif read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
                 yield Found("variable-case", script.where(match[0], one.line), read)
 

@@ -11,7 +11,7 @@ from envbuild.jobs.lint_addresses import of_addresses, of_endpoints, of_numbers,
 from envbuild.jobs.lint_flow import of_environment, of_names, of_signals
 from envbuild.jobs.lint_launch import TRAINS, starts_training
 from envbuild.jobs.lint_resources import of_cpus, of_idle_nodes, of_optional_variables, of_ranks, of_requests, of_steps
-from envbuild.jobs.lint_script import Found, ParsedScript, option_set
+from envbuild.jobs.lint_script import NOUNSET, Found, ParsedScript, option_set
 from envbuild.jobs.lint_shell import LAUNCHERS
 from envbuild.jobs.lint_slips import of_comments, of_default_ports, of_literal_hosts, of_placeholders
 from envbuild.jobs.lint_status import of_status
@@ -59,7 +59,7 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
 
 def _has_files(script: ParsedScript, folder: str) -> bool:
     """Return whether the script uses files of the folder that come with it: programs and configurations."""
-    words = [word for one in script.commands for word in (*one.words, *(w for _, row in one.assignments for w in row))]
+    words = [word for one in script.commands for word in one.texts]
     uses = re.compile(rf"(?:^|[/=]){re.escape(folder)}/[\w./-]{{1,200}}\.(?:py|sh|toml|ya?ml)$")
     return any(uses.search(word) for word in script.variables.expanded(words))
 
@@ -74,11 +74,10 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
     if not options or moved or script.directive(*options):
         return
     for one in here if inside else script.commands:
-        texts = [*one.words, *(word for _, words in one.assignments for word in words)]
         words = one.words[1:] if starts_training(one) else ()
         programs = [word for word in words if word.endswith((".py", ".sh")) and " " not in word]
         relative = any(word[0] not in "/$~" for word in programs[:1])
-        if any(_HERE.search(text) for text in texts) or relative or one.words[:2] == ("cd", ".."):
+        if any(_HERE.search(text) for text in one.texts) or relative or one.words[:2] == ("cd", ".."):
             yield Found("home-folder", one.line)
             return
 
@@ -152,14 +151,13 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
         plain = launch.program == "torchrun" and re.search(r"torchrun|torch\.dist", " ".join(launch.command.words))
         if re.fullmatch(r"python[\d.]*", "".join(launch.rest[:1])) and plain and not module:
             yield Found("python-twice", launch.command.line, launch.rest[0])
-    if not option_set(script, r"-[a-z]*u|nounset"):
+    if not option_set(script, NOUNSET):
         return
     known = set()
     for one in script.commands:
         if one.program in ("module", "ml", "source", "."):
             known.add("LD_LIBRARY_PATH")
-        texts = (*one.words, *(word for _, words in one.assignments for word in words))
-        for match in () if one.file else _BARE.finditer(" ".join(texts)):
+        for match in () if one.file else _BARE.finditer(" ".join(one.texts)):
             name = match[1] or match[2]
             if name not in known:
                 known.add(name)

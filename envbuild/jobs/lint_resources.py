@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import dropwhile, takewhile
 from typing import Literal
 
-from envbuild.jobs.lint_launch import ASKS, STARTS, TRAINS, Launch, is_plain_training, starts_training
-from envbuild.jobs.lint_script import PER_NODE, Found, ParsedScript, option_set
+from envbuild.jobs.lint_launch import ASKS, RANK_OPTIONS, STARTS, TRAINS, Launch, is_plain_training, starts_training
+from envbuild.jobs.lint_script import NOUNSET, PER_NODE, Found, ParsedScript, option_set
 from envbuild.jobs.lint_shell import LAUNCHERS, Command
 from envbuild.jobs.schedulers.base import option_values, whole
 
@@ -52,10 +52,10 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
         step = one.program == "srun" and not (one.started_by or one.file) and (serves or starts_training(one))
         words = script.variables.expanded(one.words[1:])
         options = takewhile(lambda word: not STARTS.fullmatch(posixpath.basename(word)), words)
-        step = step and "docker" not in words  # its daemon starts the program, outside of the step
+        step = step and "docker" not in words  # its daemon starts the container, which srun's options do not reach
         if step and "[@]}" not in "".join(one.words[:2]) and not _BOUND.search(" ".join(options)):
             steps.append(one)
-        # Other programs on GPUs, whose names tell nothing.
+        # In jobs with GPUs, a program of any other name may be the training.
         elif one.program == "srun" and script.gpus and _is_step(one) and not _BOUND.search(" ".join(words)):
             others.append(one)
     # Steps before the training often need one core.
@@ -65,7 +65,7 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
 
 
 def _is_step(one: Command) -> bool:
-    """Return whether srun starts a program that is known neither as a training nor as a step before it."""
+    """Return whether srun starts a program that is not known as a step before the training."""
     asks = {posixpath.basename(word) for word in one.words} & (ASKS | {"--pty", "-c", "-lc", "docker", "bash", "sh"})
     return not (asks or one.started_by or one.file or one.words[-1].startswith("-") or "[@]}" in one.words[1])
 
@@ -96,7 +96,7 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
         begins = at == 0 or (names[:1] == ["srun"] and not _BOUND.search(" ".join(one.words[:at])))
         if at < 0 or not begins:
             continue
-        asked = next(option_values(one.words, ("--num_processes", "--num-processes", "--num_gpus")), "")
+        asked = next(option_values(one.words, RANK_OPTIONS), "")
         started += [(one, whole(asked) or script.gpus)] * (id(one) not in known)
     for command, ranks in started:
         if ranks >= 2 * max(cpus, 1) and not command.file:
@@ -155,7 +155,7 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         others = any(one.program in ("deepspeed", "horovodrun", *LAUNCHERS) for one in script.commands)
         if script.tasks == 1 == len(tasks) and not (script.several or own.search(" ".join(tasks[0].words))):
             plain, others = [one for one in tasks if is_plain_training(_stepped(one))], False
-        # As many tasks as GPUs, which only srun would start.
+        # With as many tasks as GPUs, a rank for each was meant; only srun would start them.
         level = "" if script.tasks == gpus and not tasks else explained(script.text, gpus)
         if plain and not others:
             yield Found("one-process", plain[0].line, str(gpus), level=level)
@@ -211,7 +211,7 @@ def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
     """Find variables of the scheduler that are not set, because the directive that sets them is missing."""
     optional = script.facts.optional if script.facts else {}
     unset = {name for name, own in optional.items() if name not in script.values and not script.directive(*own)}
-    strict = option_set(script, r"-[a-z]*u|nounset")
+    strict = option_set(script, NOUNSET)
     for one in script.commands if unset else ():
         if one.per_node or one.file or one.program in ("echo", "printf", "[", "[[", "test"):
             continue

@@ -17,7 +17,7 @@ _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOS
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
 _LITERAL_PORT = re.compile(r":(\d{2,5})$")
 _KEYS = re.compile(r"(?:key|token|secret)s?(?:\.sh)?$")
-# A name in a guide that each reader replaces.
+# A name that users of a guide replace with their own.
 _PLACEHOLDER = re.compile(r"(?:[\w.-]+/)*(?:<[\w -]+>|your(?:[-_]|registry|org|repo|user|name))", re.IGNORECASE)
 _IMAGE = re.compile(r"^(?:docker|dockerd|podman|oras)://(.+)$")
 

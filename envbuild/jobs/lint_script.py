@@ -215,8 +215,12 @@ class ParsedScript:
                     yield command, match[1]
 
 
+# Options of the shell, as `set` and the first line give them.
+ERREXIT, NOUNSET, PIPEFAIL = r"-[a-z]*e|errexit", r"-[a-z]*u|nounset", "pipefail"
+
+
 def option_set(script: ParsedScript, pattern: str) -> bool:
-    """Return whether the shell has an option that matches `pattern`."""
+    """Return whether the script sets an option of the shell: ERREXIT, NOUNSET or PIPEFAIL."""
     words = [word for one in script.commands if one.words[:1] == ("set",) for word in one.words[1:]]
     words += script.lines[0].split()[1:] if script.lines and script.lines[0].startswith("#!") else []
     return any(re.fullmatch(rf"(?:{pattern})\w*", word) for word in words)

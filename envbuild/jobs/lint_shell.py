@@ -57,6 +57,11 @@ class Command:
         """The name of its program, without a folder; "" for assignments alone."""
         return posixpath.basename(self.words[0]) if self.words else ""
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Its words, and those of the values that it assigns."""
+        return (*self.words, *(word for _, words in self.assignments for word in words))
+
 
 @dataclass(frozen=True, slots=True)
 class _CommandPlace:

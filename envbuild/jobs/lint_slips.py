@@ -1,11 +1,14 @@
-"""The rules of `envbuild lint-job` for slips: commented directives, placeholders, default ports, wrong endpoints."""
+"""The rules of `envbuild lint-job` for what an author overlooked.
+
+Directives that are comments, placeholders, default ports, and endpoints that are not the head node.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from envbuild.jobs.lint_launch import starts_training
+from envbuild.jobs.lint_launch import RANK_OPTIONS, starts_training
 from envbuild.jobs.lint_script import Found, ParsedScript
 from envbuild.jobs.schedulers.base import option_values, whole
 
@@ -34,28 +37,27 @@ def of_comments(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_placeholders(script: ParsedScript) -> Iterator[Found]:
-    """Find the names of a guide that the user has to replace."""
+    """Find names in a script copied from a guide that its user has not replaced."""
     for line, words in script.directives:
         accounts = [*option_values(words, ("--account", "-A", "--partition", "-p"))]
         found = [word for word in words if _ANGLES.search(word)] + [one for one in accounts if _ACCOUNT.fullmatch(one)]
         yield from (Found("placeholder", line, word) for word in found[:1])
     for one in script.commands:
-        # A default that the user's own value replaces is none.
-        texts = (*one.words, *(word for _, row in one.assignments for word in row))
-        paths = [word for word in texts if _PATH.search(word) and ":-" not in word]
+        # The default in ${DATA:-/path/to/data} is no fault: users set DATA.
+        paths = [word for word in one.texts if _PATH.search(word) and ":-" not in word]
         if paths and not one.file and one.program not in _PRINTS:
             yield Found("placeholder", one.line, paths[0])
             return
 
 
 def of_default_ports(script: ParsedScript) -> Iterator[Found]:
-    """Find launchers that take the same port in each job, on a part of a node."""
+    """Find launchers that take the same port in each job, in jobs that may share their node."""
     if script.kind == "shell" or script.several or script.whole_nodes or script.gpus < 2 or script.sets_options:
         return
     for one in script.commands:
         launches = one.program == "deepspeed" or (one.program == "accelerate" and one.words[1:2] == ("launch",))
         words = script.variables.expanded(one.words)
-        ranks = next(option_values(words, ("--num_processes", "--num-processes", "--num_gpus")), "")
+        ranks = next(option_values(words, RANK_OPTIONS), "")
         told = _PORTS.search(" ".join(words)) or "MASTER_PORT" in script.text
         if launches and not (one.file or told or whole(ranks) == 1) and starts_training(one):
             yield Found("fixed-port", one.line, f"29500 ({one.program}'s default)", level=script.doubtful)

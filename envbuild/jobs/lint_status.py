@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby, pairwise
 
 from envbuild.jobs.lint_launch import starts_training
-from envbuild.jobs.lint_script import Found, ParsedScript, option_set
+from envbuild.jobs.lint_script import ERREXIT, PIPEFAIL, Found, ParsedScript, option_set
 from envbuild.jobs.lint_shell import LAUNCHERS
 
 _MESSAGES = frozenset(["echo", "printf", "date", "hostname"])
@@ -25,10 +25,10 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
 
 
 def _outer_status(script: ParsedScript) -> Iterator[Found]:
-    stops, pipes = option_set(script, r"-[a-z]*e|errexit"), option_set(script, "pipefail")
+    stops, pipes = option_set(script, ERREXIT), option_set(script, PIPEFAIL)
     top = [one for one in script.commands if not (one.started_by or one.function or one.file or one.per_node)]
     at = max((number for number, one in enumerate(top) if starts_training(one)), default=-1)
-    if at < 0 and script.gpus:  # a script of an unknown name, and messages behind it
+    if at < 0 and script.gpus:  # what only messages follow is the training, whatever its name
         scripts = (n for n, one in enumerate(top) if one.program in ("bash", "sh") and one.words[1:])
         at = max((n for n in scripts if all(one.program in _MESSAGES for one in top[n + 1 :])), default=-1)
     if at < 0 or (script.kind == "shell" and not (script.launches or script.everywhere)):
@@ -65,7 +65,7 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
 
 
 def _inner_status(script: ParsedScript) -> Iterator[Found]:
-    """Find the exit codes of trainings that a shell of `bash -c` loses."""
+    """Find trainings in `bash -c "…"` whose exit code that shell loses."""
     inner = [one for one in script.commands if one.around and not (one.file or one.function)]
     for around, group in groupby(inner, key=lambda one: one.around):
         row = list(group)
@@ -87,9 +87,9 @@ def _inner_status(script: ParsedScript) -> Iterator[Found]:
 
 
 def _loop_status(script: ParsedScript) -> Iterator[Found]:
-    """Find loops over trainings that go on after one that failed, and nothing behind them that could tell."""
+    """Find loops that go on after a failed training, in scripts that do not check its exit code."""
     steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one) and not one.file]
-    if not steps or script.kind == "shell" or steps[-1].background or option_set(script, r"-[a-z]*e|errexit"):
+    if not steps or script.kind == "shell" or steps[-1].background or option_set(script, ERREXIT):
         return
     line = steps[-1].line
     loops = [number for number, text in enumerate(script.lines[:line], 1) if re.match(r"\s*for\b", text)]

@@ -35,9 +35,7 @@ class Packer:
         self._out, self._compress = out, codec.compress
         self._pool = Workers(workers)
         self._most = workers + _MORE
-        self._task: list[tuple[bytes, bool]] = []
-        self._dones: list[Done] = []
-        self._size = 0
+        self._task: list[tuple[bytes, bool, Done]] = []
         self._pending: deque[tuple[Answer[list[_Blocks]], list[Done]]] = deque()
         self._written, self._sha256 = Behind(_BEHIND), hashlib.sha256()
 
@@ -47,10 +45,8 @@ class Packer:
         It consists of whole blocks, of which the last may be shorter. With `holes`, a block of zeros gets the size word
         0 and is not stored.
         """
-        self._task.append((chunk, holes))
-        self._dones.append(done)
-        self._size += len(chunk)
-        if self._size >= CHUNK:
+        self._task.append((chunk, holes, done))
+        if sum(len(one) for one, *_ in self._task) >= CHUNK:
             self._hand_over()
 
     def finish(self) -> str:
@@ -70,8 +66,10 @@ class Packer:
         while self._pending and (len(self._pending) >= self._most or self._pending[0][0].ready()):
             self._drain()
         if self._task:
-            self._pending.append((self._pool.submit(_pack_all, self._task, self._compress), self._dones))
-            self._task, self._dones, self._size = [], [], 0
+            chunks = [(chunk, holes) for chunk, holes, _ in self._task]
+            dones = [done for *_, done in self._task]
+            self._pending.append((self._pool.submit(_pack_all, chunks, self._compress), dones))
+            self._task = []
 
     def _drain(self) -> None:
         answer, dones = self._pending.popleft()
