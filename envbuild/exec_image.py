@@ -22,7 +22,7 @@ from envbuild.environment import RUN, Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.progress import Log
 from envbuild.recipe.accelerators import CPU, gpu_families
-from envbuild.store.store import remove_tree, working_folder
+from envbuild.store.store import working_folder
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
 from envbuild.verify.own_runtime import EXTRACT, START, WAYS, WayUnavailable, extract, forbidden, spec_of
@@ -142,7 +142,7 @@ def _start(image: ImageFile, way: str, told: Mapping[str, Any], environment: Env
     """Run the program and return its wait status. Raises WayUnavailable when `way` cannot open the image here."""
     # On the node's own disk: the store may be on a file system that all nodes share.
     with working_folder(Path(tempfile.gettempdir()), RUN, shared=True) as folder:
-        spec = {**spec_of(image, way, folder, None, environment), **told, "unpacked": ""}
+        spec = {**spec_of(image, way, folder, None, environment), **told}
         if way == EXTRACT:
             size = image.path.stat().st_size >> 20
             log(
@@ -150,17 +150,13 @@ def _start(image: ImageFile, way: str, told: Mapping[str, Any], environment: Env
                 "with squashfuse and /dev/fuse it would be mounted instead"
             )
             extract(image, folder / "image", environment.site.limits)
-            spec["unpacked"] = str(folder)
         for name in ("image", "root"):
             (folder / name).mkdir(exist_ok=True)
-        return _supervised(spec, environment, None if way == EXTRACT else folder)
+        return _supervised(spec, environment)
 
 
-def _supervised(spec: Mapping[str, Any], environment: Environment, removable: Path | None) -> int:
-    """Start the keeper, which holds the image open and runs the program, and wait for the program.
-
-    `removable` is a folder that is no longer needed once the image is open.
-    """
+def _supervised(spec: Mapping[str, Any], environment: Environment) -> int:
+    """Start the keeper, which holds the image open and runs the program, and wait for the program."""
     spare = supervise.descendants()  # children of a shell that `exec`ed envbuild
     supervise.inherit_orphans()
     held = supervise.hold_signals()
@@ -179,8 +175,6 @@ def _supervised(spec: Mapping[str, Any], environment: Environment, removable: Pa
             ours.shutdown(socket.SHUT_WR)
         with ours.makefile("rb") as answers:
             _judge(answers.readline())
-            if removable is not None:
-                remove_tree(removable)
             supervise.launcher_waits(keeper.pid, held)
             keeper.returncode = 0  # waited for above
             status = answers.readline()

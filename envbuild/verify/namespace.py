@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -72,16 +73,15 @@ def run(launcher: socket.socket) -> NoReturn:
     held = supervise.hold_signals()
     with launcher.makefile("rb") as stream:
         spec = json.load(stream)
-    unpacked = Path(spec["unpacked"]) if spec["unpacked"] else None
-    if unpacked:
-        import shutil  # an import fails once the host's root is replaced
-
-        above = os.open(unpacked.parent, os.O_RDONLY | os.O_DIRECTORY)
-        # After a kill of the launcher, which shares this lock, no other run removes the folder of a running program.
-        with contextlib.suppress(OSError):
-            fcntl.flock(os.open(unpacked, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH | fcntl.LOCK_NB)
+    folder = Path(spec["folder"])
+    above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY)
+    # After a kill of the launcher, which shares this lock, no other run removes the folder of a running program.
+    with contextlib.suppress(OSError):
+        fcntl.flock(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), fcntl.LOCK_SH | fcntl.LOCK_NB)
     fault = _make(spec, parent, signal.SIGTERM)
     if not fault:
+        if spec["way"] != "extract":  # it is needed no longer, and after a kill of the launcher nobody else is left
+            _remove(folder.name, above)
         try:
             os.chdir(spec["folder_inside"])
         except OSError as error:
@@ -100,13 +100,21 @@ def run(launcher: socket.socket) -> NoReturn:
             launcher.sendall(f"{status}\n".encode())
 
     supervise.keep_program(become, held, parent, ended)
-    if unpacked and os.getppid() != parent:  # otherwise the launcher removes the folder
-        # A folder cannot be removed while a mount point lies in it in this namespace.
-        for point in reversed(mounting.mounts_below("/")):
+    if spec["way"] == "extract" and os.getppid() != parent:  # otherwise the launcher removes the folder
+        _remove(folder.name, above, ended=True)
+    os._exit(0)
+
+
+def _remove(name: str, above: int, ended: bool = False) -> None:
+    """Remove the folder `name` in the open folder `above`, which a bind may show in the image, too.
+
+    It cannot be removed while a mount point lies in it in this namespace; after the program `ended`, none is needed.
+    """
+    for point in reversed(mounting.mounts_below("/")):
+        if ended or f"/{name}/" in point:
             with contextlib.suppress(OSError):
                 call("umount2", os.fsencode(point), mounting.DETACH)
-        shutil.rmtree(unpacked.name, ignore_errors=True, dir_fd=above)
-    os._exit(0)
+    shutil.rmtree(name, ignore_errors=True, dir_fd=above)
 
 
 def _make(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict[str, str]:
