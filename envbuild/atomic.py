@@ -140,13 +140,17 @@ def new_file(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
             os.close(handle)
 
 
-def write_atomically(path: Path, text: str, mode: int = 0o644, prefix: str = ".new-") -> None:
-    """Write `text` to `path` with an atomic replace; missing parent folders are created. Raises OSError."""
+def write_atomically(path: Path, text: str, mode: int = 0o644, prefix: str = ".new-", *, durable: bool = True) -> None:
+    """Write `text` to `path` with an atomic replace; missing parent folders are created. Raises OSError.
+
+    If not `durable`, a crash of the host may leave an empty file: for what can be made again.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, mode, prefix) as temporary, temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
-        os.fsync(stream.fileno())
+        if durable:
+            os.fsync(stream.fileno())
 
 
 def write_beside(path: Path, text: str, mode: int = 0o644) -> None:

@@ -105,7 +105,7 @@ class Digests:
     def _write(self, note: Path, row: list[object]) -> None:
         with suppress(OSError):  # a read-only store only costs time
             self.root.mkdir(parents=True, exist_ok=True)
-            write_atomically(note, json.dumps(row))
+            write_atomically(note, json.dumps(row), durable=False)
 
     def _private(self) -> bool:
         with suppress(OSError):
@@ -119,9 +119,9 @@ def _key(real: str) -> list[object]:
     return [real, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino, this_boot()]
 
 
-def write_note(path: Path, fields: Mapping[str, Any]) -> None:
-    """Write a note, atomically. Raises OSError."""
-    write_atomically(path, json.dumps({**fields, _SEAL: _sealed(path, fields)}))
+def write_note(path: Path, fields: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Write a note, atomically; see `write_atomically`. Raises OSError."""
+    write_atomically(path, json.dumps({**fields, _SEAL: _sealed(path, fields)}), durable=durable)
 
 
 def read_note(path: Path) -> dict[str, Any]:

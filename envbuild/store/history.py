@@ -90,7 +90,8 @@ def record(store: Store, receipt: Mapping[str, Any]) -> None:
             rows = [*recorded(store, recipe), row]
             series = [one for one in rows if (one["target"], one["kind"]) == (row["target"], row["kind"])]
             gone = {id(one) for one in series[:-KEPT]}
-            write_note(folder / f"{recipe}.json", {"rows": [one for one in rows if id(one) not in gone]})
+            kept = [one for one in rows if id(one) not in gone]
+            write_note(folder / f"{recipe}.json", {"rows": kept}, durable=True)
 
 
 def recorded(store: Store, recipe: str) -> list[dict[str, Any]]:
