@@ -71,13 +71,21 @@ def keep_program(become: Callable[[], NoReturn], held: set[int], launcher: int, 
     inherit_orphans()
     spare = descendants()
     keeper = os.getpid()
+    waits, go = os.pipe()
     program = os.fork()
     if program == 0:
         die_with(keeper, signal.SIGKILL)
+        os.close(go)
+        os.read(waits, 1)  # until the keeper closes its end
         for number in (*held & set(PASSED_ON), signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
         become()
+    # Signals that came before there was a program. It still holds its own, so one that came to both counts once.
+    for number in signal.sigpending() & held & set(PASSED_ON):
+        os.kill(program, number)
+    os.close(waits)
+    os.close(go)
     status = _wait_for(program, held, launcher)
     if status is not None:
         ended(status)
