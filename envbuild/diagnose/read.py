@@ -104,11 +104,11 @@ def _lines(path: str) -> Iterator[str]:
     try:
         with nullcontext(sys.stdin.buffer) if path == STDIN else _opened(Path(path)) as file:
             while piece := file.readline(_LONGEST):
-                line = piece
+                begin, end = piece, b""
                 while not piece.endswith(b"\n") and (piece := file.readline(_LONGEST)):
-                    # The final state of a progress bar is at the end.
-                    line = line[:_LONGEST] + piece
-                yield line.decode("utf-8", "replace").rstrip("\r\n")
+                    # The final state of a progress bar is at the end, and what a program says behind it.
+                    end = (end + piece)[-_LONGEST:]
+                yield (begin + end).decode("utf-8", "replace").rstrip("\r\n")
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read the log {path}: {reason}") from None

@@ -409,6 +409,13 @@ def test_an_endless_line_is_searched_at_its_end_and_does_not_fill_memory(tmp_pat
     assert len(found.findings[0].evidence[0].text) < 300
 
 
+@pytest.mark.parametrize("more", [-1, -20, -39])
+def test_the_end_of_an_endless_line_is_whole_wherever_it_is_cut(more: int, tmp_path: Path) -> None:
+    path = tmp_path / "bar.log"
+    path.write_bytes(b"#" * (3 * (1 << 14) + more) + b"\rRuntimeError: No CUDA GPUs are available\n")
+    assert [one.id for one in of(path).findings] == ["no-gpu"]
+
+
 def test_a_large_log_takes_seconds(tmp_path: Path) -> None:
     path = tmp_path / "big.log"
     line = "[RANK 3] Epoch 49 | Batchsize: 32 | Steps: 8 | Loss: 0.615954\n"
