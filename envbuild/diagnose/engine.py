@@ -29,7 +29,8 @@ _GOES_ON = 10  # lines of training that show that a program continues
 _ROOT = 45  # up to this rank, a cause does not explain its own cause
 _EITHER = re.compile(r"\[\[(.*?)\]\]")
 _GROUP = re.compile(r"\{(\w+)\}")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# What a terminal does not show: colours, and moves of the cursor. Source: ECMA-48, 5.4.
+_COLOUR = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _FAILURE = re.compile(r"\b(?:\w*Error|error|ERROR|FATAL|fatal|\w*Exception|FAILED|failed|panic|Killed|killed)\b")
 
 
@@ -122,8 +123,8 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
         here: dict[LinePattern, _Seen] = {}
         for number, text in enumerate(lines, start=1):
             total += 1
-            course.see(text, total)
             plain = _COLOUR.sub("", text) if "\x1b" in text else text
+            course.see(plain, total)
             exceptions.read(name, number, plain, total)
             if exceptions.first and course.long_passed(exceptions.order):
                 exceptions = Exceptions()
@@ -138,7 +139,7 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
                         _keep(one, match, Evidence(name, number, _shown(text, start)))
                         if pattern in counted:
                             _count(here.setdefault(pattern, _Seen()), match.groupdict())
-            if _FAILURE.search(text):
+            if _FAILURE.search(plain):
                 last.append(Evidence(name, number, _shown(text)))
         for pattern, counts in here.items():
             seen[pattern].count += counts.count

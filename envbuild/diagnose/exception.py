@@ -65,7 +65,16 @@ class Exceptions:
                 self._go_on((file, number, text), plain, order)
         self._before = text
 
+    def _without_bar(self, plain: str) -> None:
+        """Correct the prefix of a traceback that began behind a progress bar in the line before, by its first frame."""
+        bar, begun, _ = _TIME.sub("", self._before).partition(_BEGIN)
+        prefix, frame, _ = plain.partition('  File "')
+        known = not begun or not frame or prefix in self._open
+        if not known and bar in self._open and (bar.startswith(prefix) or bar.endswith(prefix)):
+            self._open[prefix] = self._open.pop(bar)
+
     def _go_on(self, line: Line, plain: str, order: int) -> None:
+        self._without_bar(plain)
         prefix = max((one for one in self._open if plain.startswith(one)), key=len, default=None)
         if prefix is None:
             return

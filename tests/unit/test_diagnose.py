@@ -349,6 +349,29 @@ def test_the_first_exception_of_the_program_is_shown_where_no_cause_is_known() -
     assert exception(*_TRACEBACK, *[_EPOCH] * 12, *_TRACEBACK[:-1], "KeyError: 'x'")[-1] == "KeyError: 'x'"  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("bar", "prefix"),
+    [
+        ("\r 10%|█         | 1/10 [00:00<00:05,  1.9it/s]", ""),
+        ("\r 10%|█         | 1/10 [00:00<00:05,  1.9it/s]", "[rank0]: "),
+        ("0: \r 10%|█         | 1/10 [00:00<00:05,  1.9it/s]", "0: "),
+    ],
+)
+def test_an_exception_is_found_behind_a_progress_bar_that_did_not_end_its_line(bar: str, prefix: str) -> None:
+    first, *rest = _TRACEBACK
+    behind = bar + first if bar.startswith(prefix) else bar + prefix + first
+    found = exception(behind, *(prefix + line for line in rest), *_KILLED)
+    assert found == [(prefix + _TRACEBACK[n]).strip() for n in (1, 2, 4, 5, -1)]
+
+
+def test_what_moves_the_cursor_or_colours_a_line_does_not_hide_it() -> None:
+    erase = "\x1b[2K\x1b[1A"
+    assert exception(erase + _TRACEBACK[0], *_TRACEBACK[1:], *_KILLED)[-1] == _TRACEBACK[-1]
+    assert told("foo.sh: line 3: module: command not found", "loss: \x1b[32m2.31\x1b[0m") == []
+    last = diagnose([("log", ["\x1b[31mKilled\x1b[0m"])], load_rules()).last
+    assert [one.text for one in last] == ["Killed"]
+
+
 def test_a_job_that_trained_on_has_no_exception_to_show() -> None:
     assert exception(*_TRACEBACK, _EPOCH) == []
 
