@@ -76,6 +76,20 @@ def test_every_value_names_who_decided_it(tmp_path: Path) -> None:
     assert rows["artifact"][1] == "receipt of 2026-11-21T00:00:00+00:00"
 
 
+def test_a_container_sees_the_folder_of_a_script_beside_the_working_folder(tmp_path: Path) -> None:
+    site = _site(tmp_path, SLURM + '[container]\nruntime = "apptainer"\n')
+    run, scripts, deep = tmp_path / "run", tmp_path / "scripts", tmp_path / "a" / "b"
+    for folder in (run, scripts, deep):
+        folder.mkdir(parents=True)
+    (scripts / "train.py").touch()
+    (run / "link").symlink_to(deep)
+    for script in ("../scripts/train.py", "link/../../scripts/train.py", f"{run}/../scripts/train.py"):
+        plan = plan_job(JobRequest(script=script, current=run), _opened("apptainer"), site)
+        assert plan.command == (f"{scripts}/train.py",)
+        assert plan.mounts == ((str(run), str(run)), (str(scripts), str(scripts)))
+    assert plan_job(JobRequest(work="../w", current=run), _opened("apptainer"), site).work == f"{tmp_path}/w"
+
+
 @pytest.mark.parametrize(
     ("text", "cpus", "origin"),
     [
