@@ -28,6 +28,7 @@ _OF_HOSTS = frozenset(["fixed-port", "error-ignored", "threads", "local-address"
 _OF_JOBS = frozenset(["status-lost", "one-process"])  # servers do not end, and spread their model themselves
 _STARTS_RANKS = re.compile(r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|horovodrun|lightning")
 
+_TORCHRUN = re.compile(r"(?:\btorchrun|-m torch\.distributed\.(?:run|launch)) ")
 _SERVES = re.compile(r"exporter|fluent-?(?:bit|d)|promtail|envoy|filebeat|tensorboard", re.IGNORECASE)
 
 # Real manifests have few.
@@ -43,7 +44,7 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
     for document in parse_yaml(text, name, UsageError, _HINT, typ="rt", aliases=_ALIASES):
         if isinstance(document, Mapping):
             ends = str(document.get("kind")).endswith("Job")
-            found = _walk(document, _nodes(document), set())
+            found = _walk(document, _nodes(document), _ranks(document), set())
             yield from (one for one in found if ends or one.id not in _OF_JOBS)
             if document.get("kind") == "Job":
                 yield from _names(document)
@@ -69,22 +70,38 @@ def _nodes(document: Mapping[str, Any]) -> int:
     return max(1, sum(one if isinstance(one, int) else 2 for one in counts))
 
 
-def _walk(value: Any, nodes: int, seen: set[int]) -> Iterator[Found]:
-    """Find the faults below `value`; `seen` are the objects that were searched, which aliases repeat."""
+def _ranks(document: Mapping[str, Any]) -> str:
+    """Return the number of ranks that an operator tells torchrun in each pod, by default one for each GPU; "" for none.
+
+    Source: kubeflow/training-operator v1.9.3, pkg/apis/kubeflow.org/v1/pytorch_defaults.go, and Trainer v2.
+    """
+    places = {
+        "PyTorchJob": (("nprocPerNode",), ("elasticPolicy", "nProcPerNode")),
+        "TrainJob": (("trainer", "numProcPerNode"),),
+    }.get(str(document.get("kind")), ())
+    told = (_inner(document, "spec", *keys) for keys in places)
+    return str(next(filter(None, told), "auto")) if places else ""
+
+
+def _walk(value: Any, nodes: int, ranks: str, seen: set[int]) -> Iterator[Found]:
+    """Find the faults below `value`, in a job of `nodes` pods, to which the operator gives `ranks`.
+
+    `seen` are the objects that were searched, which aliases repeat.
+    """
     if id(value) in seen or not isinstance(value, Mapping | list):
         return
     seen.add(id(value))
     if isinstance(value, Mapping):
         containers = value.get("containers")
         if isinstance(containers, Sequence) and not isinstance(containers, str):
-            yield from _pod(value, nodes)
+            yield from _pod(value, nodes, ranks)
         if isinstance(value.get("trainer"), Mapping):
-            yield from _container(value["trainer"], nodes)
+            yield from _container(value["trainer"], nodes, ranks)
         for inner in value.values():
-            yield from _walk(inner, nodes, seen)
+            yield from _walk(inner, nodes, ranks, seen)
     else:
         for inner in value:
-            yield from _walk(inner, nodes, seen)
+            yield from _walk(inner, nodes, ranks, seen)
 
 
 def _names(document: Mapping[str, Any]) -> Iterator[Found]:
@@ -120,11 +137,11 @@ def _replicas(document: Mapping[str, Any]) -> Iterator[Found]:
             yield Found("container-name", _line(named[0], "name"), named[0]["name"])
 
 
-def _pod(spec: Mapping[str, Any], nodes: int) -> Iterator[Found]:
+def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
     volumes = {str(one.get("name")) for one in _rows(spec, "volumes")}
     for key in ("initContainers", "containers"):
         for container in _rows(spec, key):
-            yield from _container(container, nodes)
+            yield from _container(container, nodes, ranks)
             shared = any(
                 str(one.get("mountPath")).rstrip("/") == "/dev/shm" and str(one.get("name")) in volumes
                 for one in _rows(container, "volumeMounts")
@@ -179,7 +196,7 @@ def _words(container: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
+def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
     image = container.get("image")
     if isinstance(image, str):
         yield from judged_image(image, _line(container, "image"))
@@ -196,6 +213,8 @@ def _container(container: Mapping[str, Any], nodes: int) -> Iterator[Found]:
     begun = _line(container, "command" if "command" in container else "args")
     if nodes > 1 and "nnodes" not in body:  # the operator sets it in PET_NNODES
         body = body.replace("torchrun ", f"torchrun --nnodes={nodes} ", 1)
+    if ranks and "nproc" not in body:  # the operator sets it in PET_NPROC_PER_NODE
+        body = _TORCHRUN.sub(lambda found: f"{found[0]}--nproc-per-node={_quoted(ranks)} ", body)
     gpus = _gpus(container) or 0
     script = replace(read_script("\n".join([*exports, body])), everywhere=True, pod_gpus=gpus)
     lines = [line for _, (value, line) in variables.items() if value is not None]

@@ -1203,6 +1203,23 @@ def test_no_script_is_too_strange(text: str) -> None:
     lint(text, "job.sh")
 
 
+@pytest.mark.parametrize(
+    "command", ["[torchrun, t.py]", "[python, -m, torch.distributed.run, t.py]", '[sh, -c, "torchrun t.py"]']
+)
+@pytest.mark.parametrize(
+    ("told", "fault"),
+    [("", ""), ('nprocPerNode: "4"', ""), ("elasticPolicy: {nProcPerNode: 4}", ""), ('nprocPerNode: "1"', "one-rank"),
+     ('nprocPerNode: "8"', "ranks-exceed-gpus")],
+)  # fmt: skip
+def test_the_operator_tells_torchrun_the_ranks_of_a_pod(command: str, told: str, fault: str) -> None:
+    text = on_pods(f"command: {command}\n              resources: {{limits: {{nvidia.com/gpu: 4}}}}")
+    text = text.replace("spec:\n", f"spec:\n  {told}\n", 1)
+    assert ids(text, "job.yaml") == [fault] * bool(fault)
+    assert ids(text.replace("PyTorchJob", "MyJob"), "job.yaml") == ["one-rank"]
+    given = text.replace("torchrun", "torchrun --nproc-per-node=1").replace("run, t", "run, --nproc-per-node=1, t")
+    assert "torchrun, t" in text or ids(given, "job.yaml") == ["one-rank"]
+
+
 @settings(deadline=None)
 @given(st.text(max_size=80))
 def test_no_manifest_is_too_strange(text: str) -> None:
