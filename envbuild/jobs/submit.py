@@ -26,6 +26,9 @@ _OF_A_JOB = re.compile(
     + r"|OMPI_COMM_WORLD_.*|PMIX_RANK|PMI_(RANK|SIZE|FD)|PALS_RANKID"
 )
 
+# The line of every script and manifest that tells what made it.
+_OWN = re.compile(r"^# envbuild [^\s:]+: ", re.MULTILINE)
+
 
 def default_script(plan: JobPlan, folder: Path) -> Path:
     """Return the path of a submitted job's script without --out."""
@@ -67,12 +70,17 @@ def submit_script(
     """Write `script` and submit it, like `write_script` and `submit`.
 
     If the job is refused, the previous state is restored, except for a manifest that kubectl got and a script
-    that the caller `named`.
+    that the caller `named`. Raises UsageError for a script that somebody else wrote, unless the caller `named` it.
     """
     _check_command(plan, variables)
     logs = Path(plan.work) / plan.logs
     missing = [one for one in (logs, *logs.parents) if not one.exists()]
-    before = script.read_text(encoding="utf-8") if script.is_file() else None
+    before = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else None
+    if before is not None and not named and not _OWN.search(before):
+        raise UsageError(
+            f"{script} is not a script that envbuild wrote, and is not overwritten",
+            "say --out with the name of another file, or another --name",
+        )
     write_script(text, script, hint, pending_path(plan, script))
     try:
         return submit(plan, script, variables)

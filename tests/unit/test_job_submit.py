@@ -14,6 +14,7 @@ from unit.job_plans import PLAN, executable
 from envbuild.cli import folder
 from envbuild.cli.folder import venv_command
 from envbuild.errors import EnvbuildError, HostError, UsageError
+from envbuild.jobs.render import render
 from envbuild.jobs.submit import submit, submit_script, write_script
 
 # As in a step of a job that runs; values do not matter.
@@ -75,12 +76,26 @@ def test_a_job_that_was_not_submitted_leaves_nothing_behind(tmp_path: Path, sche
 
 def test_a_script_that_was_there_is_there_again_and_a_named_one_stays(tmp_path: Path) -> None:
     (tmp_path / "fsx/me").mkdir(parents=True)
-    (tmp_path / "fsx/me/pt_cpu.job").write_text("of the job before")
+    before = "# envbuild 1.0: the job before\n"
+    (tmp_path / "fsx/me/pt_cpu.job").write_text(before)
     refused(tmp_path, "slurm", REFUSED)
-    assert (tmp_path / "fsx/me/pt_cpu.job").read_text() == "of the job before"
+    assert (tmp_path / "fsx/me/pt_cpu.job").read_text() == before
     assert os.listdir(tmp_path / "fsx/me") == ["pt_cpu.job"]
     refused(tmp_path, "slurm", REFUSED, named=True)
     assert (tmp_path / "job.sh").read_text() == "text"
+
+
+def test_a_script_that_somebody_wrote_is_not_overwritten_and_one_of_envbuild_is(tmp_path: Path) -> None:
+    executable(tmp_path / "bin/sbatch", "#!/bin/sh\necho 7\n")
+    plan, script, env = replace(PLAN, work=str(tmp_path)), tmp_path / "pt_cpu.sbatch", {"PATH": f"{tmp_path}/bin:/bin"}
+    for text in (b"#!/bin/bash\nsrun python train.py\n", b"#!/bin/bash\n# caf\xe9\n"):
+        script.write_bytes(text)
+        with pytest.raises(UsageError, match="is not a script that envbuild wrote"):
+            submit_script(plan, render(plan), script, env, "", named=False)
+        assert script.read_bytes() == text
+    for named in (True, False):
+        assert submit_script(plan, render(plan), script, env, "", named=named) == "7"
+        assert script.read_text() == render(plan)
 
 
 @pytest.mark.parametrize(("scheduler", "said"), [*NO_SERVER, ("slurm", "")])
