@@ -24,7 +24,7 @@ from envbuild.jobs.render import render
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import minutes
 from envbuild.jobs.submit import default_script, submit
-from envbuild.site.jobs import NodeTable, SchedulerTable
+from envbuild.site.jobs import NodeTable, PathsTable, SchedulerTable
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.site.settings import Site
 
@@ -53,6 +53,15 @@ def test_what_lint_job_knows_of_a_scheduler_is_true_of_its_own_scripts(name: str
     options = [" ".join(row) for _, row in words if row[0] not in ("-j", "-r", "-R")]
     own = [one for one in options if chosen.own_option(one)]
     assert len(own) > len(options) // 2
+
+
+@pytest.mark.parametrize("name", [name for name, one in SCHEDULERS.items() if not one.pods])
+def test_the_scheduler_writes_its_output_into_the_folder_of_the_logs_where_that_is_absolute(name: str) -> None:
+    site = Site("lab", paths=PathsTable(shared="/fsx", logs="/var/logs"))
+    text = render(replace(PLAN, scheduler=name, launcher=LAUNCHERS[name][0], site=site))
+    (output,) = [line for line in text.splitlines() if line.startswith("#") and "/var/logs/" in line]
+    assert output.partition("/var/logs/")[0].endswith((" ", "="))
+    assert "\nlog=/var/logs/pt_cpu_$job.out\n" in text
 
 
 def test_only_the_table_names_schedulers() -> None:

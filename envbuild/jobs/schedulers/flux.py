@@ -6,6 +6,7 @@ flux-core; RFC 36 (directives), RFC 23 (durations).
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterable
 
@@ -79,7 +80,7 @@ def _directives(plan: JobPlan) -> list[str]:
         ("--requires=", scheduler.constraint, "[scheduler] constraint"),
         ("--time-limit=", f"{minutes(plan.time)}m", "--time"),
         ("--cwd=", plan.work, work_key(plan)),
-        ("--output=", f"{plan.work}/{plan.logs}/{plan.name}_{{{{id.dec}}}}.out", "[paths] logs"),
+        ("--output=", posixpath.join(plan.work, plan.logs, f"{plan.name}_{{{{id.dec}}}}.out"), "[paths] logs"),
     ]
     # All have one form, and only comment lines stand between them: RFC 36.
     lines = [f"#flux: {directive(option, value, key)}" for option, value, key in said if value]

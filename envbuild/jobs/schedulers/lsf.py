@@ -7,6 +7,7 @@ resource requirements; configuration reference, "Environment variables set for j
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -84,7 +85,7 @@ def _directives(plan: JobPlan) -> list[str]:
         ("-q ", scheduler.partition, "[scheduler] partition"),
         ("-P ", scheduler.account, "[scheduler] account"),
         ("-cwd ", plan.work, work_key(plan)),
-        ("-o ", f"{plan.work}/{plan.logs}/{plan.name}.lsf", "[paths] logs"),
+        ("-o ", posixpath.join(plan.work, plan.logs, f"{plan.name}.lsf"), "[paths] logs"),
     ]
     lines = [f"#BSUB {directive(option, value, key)}" for option, value, key in said if value]
     lines += [f'#BSUB -R "{need}"' for need in needs]
