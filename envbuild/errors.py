@@ -104,9 +104,19 @@ def system_error(error: OSError | UnicodeEncodeError) -> EnvbuildError | None:
         )
     if str(error.strerror).startswith("No usable temporary directory"):  # of Python's tempfile, for any reason
         return HostError(f"no folder for temporary files can be written: {error.strerror}", _FULL)
+    if error.errno == errno.ENOENT and error.filename is None and not _has_current_folder():
+        return UsageError("the current folder does not exist any more", "change into another folder")
     if error.errno not in _SYSTEM:
         return None
     kind, hint = _SYSTEM[error.errno]
     paths = [os.fsdecode(path) for path in (error.filename, error.filename2) if isinstance(path, (str, bytes))]
     shown = [path if len(path) <= _LONGEST else f"{path[:_LONGEST]}… ({len(path)} characters)" for path in paths]
     return kind(f"{' -> '.join(shown) or 'a file cannot be read or written'}: {error.strerror}", hint)
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True

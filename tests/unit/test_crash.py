@@ -114,6 +114,13 @@ def test_no_folder_for_temporary_files_is_one_clear_message() -> None:
     assert done.returncode == 6 and "no folder for temporary files" in done.stderr and "TMPDIR" in done.stderr
 
 
+def test_a_current_folder_that_was_removed_is_one_clear_message(tmp_path: Path) -> None:
+    line = f"cd {tmp_path} && rmdir {tmp_path} && {sys.executable} -m envbuild list"
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and "the current folder does not exist any more" in done.stderr
+
+
 def test_a_full_standard_output_is_one_clear_message() -> None:
     with open("/dev/full", "w") as full:
         done = command("list", stdout=full.fileno())
