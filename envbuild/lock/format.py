@@ -195,14 +195,17 @@ def _good(key: str, value: object) -> bool:
 
 
 def logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield lines joined at trailing backslashes, with the number of the first line; blank lines are left out."""
+    """Yield lines joined at trailing backslashes, with the number of the first line; blank lines are left out.
+
+    As for pip, the backslash at the end of a comment joins nothing.
+    """
     start, parts = 0, list[str]()
     for number, raw in enumerate(text.splitlines(), start=1):
         line = raw.strip()
         start = start if parts else number
         if parts or line:
             parts.append(line.removesuffix("\\").rstrip())
-        if parts and not line.endswith("\\"):
+        if parts and (not line.endswith("\\") or line.startswith("#")):
             yield start, " ".join(parts)
             parts.clear()
     if parts:
