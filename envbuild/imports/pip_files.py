@@ -73,11 +73,11 @@ def pip_line(
 
 
 def _named(text: str) -> str:
-    """Return a URL with pip's old `egg=NAME` as `NAME @ URL`, any other text unchanged."""
+    """Return a URL with pip's old `egg=NAME` as `NAME @ URL`, any other text, such as `NAME @ URL`, unchanged."""
     address, _, fragment = text.partition("#")
     pairs = {key: value for key, _, value in (one.partition("=") for one in fragment.split("&"))}
     name = pairs.pop("egg", "")
-    if not name or "://" not in address:
+    if not name or "://" not in address or re.match(r"[\w.-]+\s*(\[[^]]*\]\s*)?@", address):
         return text
     rest = "&".join(f"{key}={value}" for key, value in pairs.items())
     return f"{name} @ {address}" + (f"#{rest}" if rest else "")

@@ -11,3 +11,15 @@ def test_a_comment_that_ends_with_a_backslash_takes_no_requirement_with_it(tmp_p
     (tmp_path / "requirements.txt").write_text("a==1\n# b==2 \\\nc==3\nd==4 \\\n# why\ne==5\n")
     _, recipe = draft_of(tmp_path / "requirements.txt")
     assert recipe.requirements == ("a==1", "c==3", "d==4", "e==5")
+
+
+def test_a_requirement_with_its_name_and_egg(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text(
+        "a[x] @ git+https://host.example/a@v1#egg=a\ngit+ssh://git@host.example/b#egg=b\n"
+        "c@git+https://host.example/c#egg=c&subdirectory=py\n"
+    )
+    draft, recipe = draft_of(tmp_path / "requirements.txt")
+    assert [text.partition("#")[0] for text in recipe.requirements] == [
+        "a[x] @ git+https://host.example/a@v1", "b @ git+ssh://git@host.example/b", "c @ git+https://host.example/c",
+    ]  # fmt: skip
+    assert draft.lost == ()
