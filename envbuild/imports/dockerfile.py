@@ -22,7 +22,7 @@ _BASES = (
     re.compile(r"(?:docker\.io/)?nvidia/cuda:(?P<major>\d+)\.(?P<minor>\d)\S*"),
 )
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
-_HEREDOC = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)")
+_HEREDOC = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)[\"']?")
 _INSTALL = {
     "pip": re.compile(r"(?:(?:\S*/)?python[\d.]* -m |uv )?(?:\S*/)?pip[\d.]* install"),
     "conda": re.compile(r"(?:\S*/)?(?:conda|mamba|micromamba) (?:install|create)"),
@@ -31,6 +31,7 @@ _INSTALL = {
 # They change neither packages nor versions.
 _WITHOUT_EFFECT = ("-y", "-q", "-qq", "--yes", "--quiet", "--no-install-recommends", "--assume-yes")
 _SHELL = "a command of the shell"
+_NEWLINE = ";;"  # which no command of a RUN outside of `case` has
 _REASONS = dict.fromkeys(("COPY", "ADD"), "copies files: own code belongs to [project]") | {
     "FROM": "a recipe builds on Debian, or names base and python in [image]",
     "ARG": "its default is used where the file names it",
@@ -78,8 +79,11 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
     for number, line in lines:
         whole = "" if line.lstrip().startswith("#") else line.strip()
         while whole.endswith("\\"):
-            following = next(lines, (0, ""))[1].strip()
-            whole = whole[:-1] + ("\\" if following.startswith("#") else f" {following}")
+            at, following = next(lines, (0, ""))
+            following = following.strip()
+            # Comments and blank lines do not end an instruction.
+            skipped = following.startswith("#") or (at and not following)
+            whole = whole[:-1] + ("\\" if skipped else f" {following}")
         name, _, rest = whole.partition(" ")
         for end in _HEREDOC.findall(rest) if name.upper() in ("RUN", "COPY", "ADD") else ():
             for _, inner in lines:
@@ -128,9 +132,13 @@ def _run(text: str, place: str, folder: Path) -> Iterator[Statement]:
         if body.startswith("["):
             commands = [[str(one) for one in parse_json(body)]]
         else:
-            lexer = shlex.shlex(body.replace("\n", " ; "), posix=True, punctuation_chars=";&|<>()")
-            lexer.whitespace_split, lexer.commenters = True, ""
+            lines, comment = body.replace("\\\n", " ").replace("\n", f" {_NEWLINE} "), False
+            lexer = shlex.shlex(lines, posix=True, punctuation_chars=";&|<>()")
+            lexer.whitespace_split, lexer.commenters = True, ""  # a # inside a word, as in a URL, is no comment
             for word in lexer:
+                comment = word != _NEWLINE and (comment or word.startswith("#"))
+                if comment:
+                    continue
                 commands.append([]) if re.fullmatch(r"[;&|()]+", word) else commands[-1].append(word)
     except (ValueError, TypeError):
         yield lost(text, place, _SHELL)

@@ -23,3 +23,25 @@ def test_a_requirement_with_its_name_and_egg(tmp_path: Path) -> None:
         "a[x] @ git+https://host.example/a@v1", "b @ git+ssh://git@host.example/b", "c @ git+https://host.example/c",
     ]  # fmt: skip
     assert draft.lost == ()
+
+
+def test_a_run_of_a_dockerfile_with_comments_and_here_documents(tmp_path: Path) -> None:
+    text = r"""FROM python:3.11
+RUN pip install a # why not b
+RUN <<"EOF" bash -e
+apt-get install -y git \
+    vim  # an editor
+# pip install c
+pip install d git+https://host.example/e#egg=e && pip install f
+EOF
+RUN pip install g \
+
+    # a comment
+    h \
+    && pip install i
+"""
+    (tmp_path / "Dockerfile").write_text(text)
+    draft, recipe = draft_of(tmp_path / "Dockerfile")
+    assert recipe.requirements == ("a", "d", "e @ git+https://host.example/e", "f", "g", "h", "i")
+    assert recipe.image.packages == ("git", "vim")
+    assert [entry.text for entry in draft.lost] == ["bash -e"]
