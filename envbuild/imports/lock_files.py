@@ -16,7 +16,8 @@ from envbuild.errors import UsageError
 from envbuild.files import parse_json
 from envbuild.imports.pip_files import HASHES
 from envbuild.imports.poetry import poetry_specifier
-from envbuild.imports.statement import INDEX, SOURCE, Statement, check_version, git_address, lost, text_of
+from envbuild.imports.statement import INDEX, OWN, SOURCE, Statement, check_version, git_address, lost, text_of
+from envbuild.names import normalise
 from envbuild.toml import list_at, read, table_at, value_at
 
 # Format → key of its version, accepted versions, key of its packages.
@@ -74,8 +75,12 @@ def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
             text = f"{one.get('name')}{f'[{extras}]' if extras else ''}{one.get('specifier', '')}"
             text = f"{text} ; {rest}" if rest else text
             own = group or " ".join(re.findall(_EXTRA, marker))
-            elsewhere = _ELSEWHERE & one.keys() - _REMOTE  # what is remote has its address in its own row
-            yield lost(one, place, SOURCE) if elsewhere else Statement("requirement", text, place, own)
+            if normalise(str(one.get("name"))) == normalise(str(row.get("name"))):
+                yield lost(text, place, OWN)
+            elif _ELSEWHERE & one.keys() - _REMOTE:  # what is remote has its address in its own row
+                yield lost(one, place, SOURCE)
+            else:
+                yield Statement("requirement", text, place, own)
 
 
 def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ specification"; docs.astral.sh/uv; conda-lock's documentation, "pyproject.toml".
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,16 @@ from pathlib import Path
 from envbuild.errors import UsageError
 from envbuild.imports.conda_files import KINDS, conda_entries, pixi_entries
 from envbuild.imports.poetry import poetry_requirement, poetry_specifier
-from envbuild.imports.statement import SOURCE, TOOL, Statement, git_address, lost, texts
+from envbuild.imports.statement import OWN, SOURCE, TOOL, Statement, git_address, lost, texts
 from envbuild.names import normalise
 from envbuild.recipe.checks import requirement_parts
 from envbuild.toml import Document, list_at, read, table_at, value_at
 
+_EXTRAS = ("project", "optional-dependencies")
 # Arrays of requirements, and the group that they form; for tables of such arrays, None: their keys are the groups.
 _ARRAYS: dict[tuple[str, ...], str | None] = {
     ("project", "dependencies"): "",
-    ("project", "optional-dependencies"): None,
+    _EXTRAS: None,
     ("dependency-groups",): None,
     ("tool", "flit", "metadata", "requires"): "",
     ("tool", "flit", "metadata", "requires-extra"): None,
@@ -49,7 +51,8 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
     for array, group in _ARRAYS.items():
         for name in table_at(data, *array) if group is None else array[-1:]:
             place = (*array, name) if group is None else array
-            yield from texts(document, place, "requirement", name if group is None else group)
+            found = texts(document, place, "requirement", name if group is None else group)
+            yield from _without_own(document, found)
     yield from texts(document, ("tool", "uv", "constraint-dependencies"), "constraint")
     if "dependencies" in list_at(data, "project", "dynamic"):
         yield lost("dependencies", document.where("project", "dynamic"), "dynamic: name the file that has them")
@@ -75,6 +78,25 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
         else:
             yield lost(f"{name} = {one}", document.where(*keys), TOOL)
     yield from pixi_entries(document, ("tool", "pixi"))
+
+
+def _without_own(
+    document: Document, found: Iterator[Statement], seen: frozenset[str] = frozenset()
+) -> Iterator[Statement]:
+    """Yield the statements `found`; "pkg[a,b]" of the project pkg itself becomes what its extras a and b have."""
+    own = value_at(document.data, "project", "name")
+    extras = {normalise(name): name for name in table_at(document.data, *_EXTRAS)}
+    for one in found:
+        if one.reason or not isinstance(own, str) or requirement_parts(one.text)[0] != normalise(own):
+            yield one
+            continue
+        named = re.match(r"[^\[;@]*\[([^]]*)\]", one.text)
+        asked = {normalise(name.strip()) for name in named[1].split(",")} if named else set()
+        if not asked or not asked <= extras.keys():
+            yield replace(one, reason=OWN)
+        for name in [extras[name] for name in extras if name in asked - seen]:
+            inner = texts(document, (*_EXTRAS, name), one.kind, one.group)
+            yield from _without_own(document, inner, seen | asked)
 
 
 def _poetry(document: Document) -> Iterator[Statement]:

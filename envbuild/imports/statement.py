@@ -15,6 +15,7 @@ from envbuild.toml import Document, list_at, table_at, value_at
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
 TOOL = "a setting of that tool, not a package"
+OWN = "the project itself: name its extras with --extra; own code belongs to [project]"
 SOURCE = "a source other than an index or git; give its wheel to an index or a find-links folder of the site"
 
 

@@ -45,3 +45,40 @@ RUN pip install g \
     assert recipe.requirements == ("a", "d", "e @ git+https://host.example/e", "f", "g", "h", "i")
     assert recipe.image.packages == ("git", "vim")
     assert [entry.text for entry in draft.lost] == ["bash -e"]
+
+
+def test_a_project_whose_extras_name_its_own_extras(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("""\
+[project]
+name = "My.Train"
+dependencies = ["numpy"]
+[project.optional-dependencies]
+gpu = ["triton", "my-train[all]"]
+Log_It = ["rich"]
+all = ["my_train [gpu, log-it]", "my-train[gone]"]
+[dependency-groups]
+dev = ["pytest", "My.Train[log-it]", "my-train"]
+""")
+    assert draft_of(tmp_path / "pyproject.toml", groups=("all",))[1].requirements == ("numpy", "triton", "rich")
+    draft, recipe = draft_of(tmp_path / "pyproject.toml", groups=("dev",))
+    assert recipe.requirements == ("numpy", "pytest", "rich")
+    said = {entry.text for entry in draft.lost if entry.reason.startswith("the project itself")}
+    assert said == {"my-train[gone]", "my-train"}
+
+
+def test_a_uv_lock_whose_project_requires_its_own_extras(tmp_path: Path) -> None:
+    (tmp_path / "uv.lock").write_text("""\
+version = 1
+[[package]]
+name = "my-train"
+source = { editable = "." }
+[package.metadata]
+requires-dist = [
+    { name = "numpy" },
+    { name = "my-train", extras = ["gpu"], marker = "extra == 'all'" },
+    { name = "triton", marker = "extra == 'gpu'" },
+]
+""")
+    draft, recipe = draft_of(tmp_path / "uv.lock", groups=("all", "gpu"))
+    assert recipe.requirements == ("numpy", "triton")
+    assert [entry.text for entry in draft.lost][:1] == ["my-train[gpu]"]
