@@ -69,10 +69,12 @@ def read_environment(path: Path) -> Iterator[Statement]:
 def _spec(kind: str, text: str, place: str, group: str = "", platform: str = "") -> Statement:
     """Return the statement of a conda match spec; python without a build is a specifier of the recipe's Python."""
     plain = re.sub(r"\s*([<>=!~,|])\s*", r"\1", text.strip())
+    if built := re.fullmatch(r"python={1,2}([\d.]+)=([^=\s]+)", plain):  # of `conda env export`
+        return Statement(kind, f"python {built[1]} {built[2]}", place, group, platform)
     found = re.fullmatch(r"python(?:\s+|(?=[<>=!~])|$)([^\s\[|]*)", plain)
     if kind != "conda" or not found:
         return Statement(kind, text, place, group, platform)
-    exact = re.fullmatch(r"={0,2}(\d+\.\d+)(?:[.*][.*\d]*)?", found[1])
+    exact = re.fullmatch(r"={0,2}(\d+(?:\.\d+)?)(?:[.*][.*\d]*)?", found[1])
     return Statement("python", f"=={exact[1]}.*" if exact else found[1] or ">=3", place, group, platform)
 
 

@@ -82,3 +82,18 @@ requires-dist = [
     draft, recipe = draft_of(tmp_path / "uv.lock", groups=("all", "gpu"))
     assert recipe.requirements == ("numpy", "triton")
     assert [entry.text for entry in draft.lost][:1] == ["my-train[gpu]"]
+
+
+def test_the_python_of_an_exported_conda_environment(tmp_path: Path) -> None:
+    (tmp_path / "environment.yml").write_text(
+        "dependencies:\n- numpy=1.26.4=py310hb13e2d6_0\n- python=3.10.14=hd12c33a_0_cpython\n"
+    )
+    draft, recipe = draft_of(tmp_path / "environment.yml")
+    assert recipe.python == "3.10" and draft.lost == ()
+    assert recipe.conda.dependencies == ("numpy=1.26.4=py310hb13e2d6_0", "python 3.10.14 hd12c33a_0_cpython")
+
+
+def test_a_python_of_conda_by_its_major_version(tmp_path: Path) -> None:
+    (tmp_path / "environment.yml").write_text("dependencies:\n- python=3\n- x\n")
+    draft, recipe = draft_of(tmp_path / "environment.yml")
+    assert recipe.python == "3.11" and draft.lost == ()
