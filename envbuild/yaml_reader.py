@@ -10,26 +10,38 @@ from envbuild.errors import EnvbuildError
 _DEEPEST, _EVENTS = 64, 300_000
 
 
-def parse_yaml(text: str, name: str, error: type[EnvbuildError], hint: str, *, typ: str, aliases: int) -> list[Any]:
+def parse_yaml(
+    text: str, name: str, error: type[EnvbuildError], hint: str, *, typ: str, aliases: int, expanded: bool = False
+) -> list[Any]:
     """Return the documents in `text`; `typ` is that of ruamel.yaml.
 
     Raises `error` with `hint`, naming `name` and the line, for text that is not YAML. Text that is nested more than 64
-    levels deep, has more `aliases`, each of which can stand for all that is before it, or is very large, is refused.
+    levels deep, has more `aliases`, each of which can stand for all that is before it, or is very large, is refused;
+    with `expanded`, which a caller needs that writes its values, what aliases stand for counts each time.
     """
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
     from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
     yaml = YAML(typ=typ, pure=True)
-    depth = found = events = 0
+    found = events = 0
+    around: list[tuple[Any, int]] = []  # the anchor of each collection that is open, and the events before it
+    sizes: dict[Any, int] = {}  # events of a collection, by its anchor
 
     class Bounded(yaml.Parser):  # type: ignore[name-defined, misc]
         def get_event(self) -> Any:
-            nonlocal depth, found, events
+            nonlocal found, events
             event = super().get_event()
+            if isinstance(event, CollectionStartEvent):
+                around.append((event.anchor, events))
+            elif isinstance(event, CollectionEndEvent):
+                anchor, before = around.pop()
+                sizes[anchor] = events - before + 1
+            elif isinstance(event, AliasEvent):
+                found += 1
+                events += sizes.get(event.anchor, 0) if expanded else 0
             events += 1
-            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-            found += isinstance(event, AliasEvent)
+            depth = len(around)
             if depth > _DEEPEST or found > aliases or events > _EVENTS:
                 what = f"{_DEEPEST} levels" if depth > _DEEPEST else f"{aliases} aliases"
                 what = what if events <= _EVENTS else f"{_EVENTS} values, keys and lists"

@@ -32,7 +32,8 @@ KINDS = {"channels": "channel", "platforms": "platform", "dependencies": "conda"
 def _yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the table in a YAML file, and the file's lines. Raises UsageError."""
     text = text_of(path)
-    documents = parse_yaml(text, str(path), UsageError, "name another file with --from", typ="rt", aliases=100)
+    hint = "name another file with --from"
+    documents = parse_yaml(text, str(path), UsageError, hint, typ="rt", aliases=100, expanded=True)
     return table_at(documents[0] if documents else None), text.split("\n")
 
 

@@ -21,6 +21,7 @@ from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Chunks, Member
 from envbuild.image.tree import MergedTree
+from envbuild.imports import read_source
 from envbuild.inspect.metadata import interest
 from envbuild.jobs.lint import lint
 from envbuild.layers.wheel import Scheme, wheel_tree
@@ -317,6 +318,16 @@ def test_a_yaml_document_of_very_many_values_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr("envbuild.yaml_reader._EVENTS", 1000)
     with pytest.raises(LockError, match=r"lab:.*more than 1000 values"):
         conda_format.parse("a: [" + "x, " * 2000 + "]", "lab")
+
+
+def test_aliases_that_double_are_refused_in_an_environment(tmp_path: Path) -> None:
+    """40 lines would stand for 2**40 values, which a message about them would print."""
+    rows = "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+    (tmp_path / "environment.yml").write_text(f"a0: &a0 [x, x]\n{rows}dependencies: [x]\n")
+    with pytest.raises(UsageError, match=r"environment.yml:1\d: more than 300000 values"):
+        list(read_source(tmp_path / "environment.yml"))
+    (tmp_path / "environment.yml").write_text("a: &a [b, &c d]\ndependencies: [x, *c]\nother: [*a, *a, &e [*e]]\n")
+    assert [one.text for one in read_source(tmp_path / "environment.yml") if one.kind == "conda"] == ["x", "d"]
 
 
 def test_a_wheel_whose_record_is_of_empty_rows_takes_little_memory(tmp_path: Path) -> None:
