@@ -40,18 +40,27 @@ def _yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
 def _placed(path: Path, listed: Any) -> Iterator[tuple[Any, int, str]]:
     """Yield the values of a list, each with its line and place."""
     for index, one in enumerate(list_at(listed)):
-        line = listed.lc.item(index)[0]
+        line = _line(listed, index)
         yield one, line, f"{path}:{line + 1}"
+
+
+def _line(around: Any, key: Any) -> int:
+    """Return the line of an entry; that of the list or table for one that came by `<<`, or has a tag around it."""
+    known = around.lc.data or {}
+    return int(known[key][0] if key in known else around.lc.line or 0)
 
 
 def read_environment(path: Path) -> Iterator[Statement]:
     """Yield the statements of an environment.yml; selectors such as `# [linux64]` count. Raises UsageError."""
     data, lines = _yaml(path)
     for key, value in data.items():
-        place = f"{path}:{data.lc.key(key)[0] + 1}"  # type: ignore[attr-defined]
+        place = f"{path}:{_line(data, key) + 1}"
         if key in KINDS:
+            if value is not None and not isinstance(value, list):
+                yield lost(f"{key}: {value}", place, "not a list")
             for one, line, at in _placed(path, value):
-                inner = _placed(path, one["pip"]) if list(table_at(one)) == ["pip"] else [(one, line, at)]
+                is_pip = list(table_at(one)) == ["pip"] and isinstance(one["pip"], list)
+                inner = _placed(path, one["pip"]) if is_pip else [(one, line, at)]
                 for text, number, where in inner:
                     selector = next(iter(_SELECTOR.findall(lines[number])), "linux")
                     if not isinstance(text, str) or selector not in _SELECTED:

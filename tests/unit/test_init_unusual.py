@@ -97,3 +97,20 @@ def test_a_python_of_conda_by_its_major_version(tmp_path: Path) -> None:
     (tmp_path / "environment.yml").write_text("dependencies:\n- python=3\n- x\n")
     draft, recipe = draft_of(tmp_path / "environment.yml")
     assert recipe.python == "3.11" and draft.lost == ()
+
+
+def test_a_conda_environment_with_a_merged_table_tags_and_texts_in_the_place_of_lists(tmp_path: Path) -> None:
+    (tmp_path / "environment.yml").write_text("""\
+base: &base {channels: [bioconda], variables: {A: "1"}}
+<<: *base
+dependencies: !packages
+- tqdm
+- pip: einops
+- pip: !more [rich]
+platforms: linux-64
+""")
+    draft, recipe = draft_of(tmp_path / "environment.yml")
+    assert recipe.conda.channels == ("bioconda",) and recipe.image.env == {"A": "1"}
+    assert recipe.conda.dependencies == ("tqdm",) and recipe.conda.requirements == ("rich",)
+    lost = {entry.text.partition(":")[0]: (entry.place.rpartition(":")[2], entry.reason) for entry in draft.lost}
+    assert lost["{'pip'"] == ("3", "not a string") and lost["platforms"] == ("7", "not a list")
