@@ -7,6 +7,8 @@ import io
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 # Commands to a terminal (ECMA-48): control sequences, strings such as a window's title, and single characters. The
@@ -31,15 +33,31 @@ def clean(text: str, *, colours: bool = False) -> str:
 class CleanStream(io.TextIOWrapper):
     """A stream that cleans all text: the one place through which envbuild's text reaches a terminal.
 
-    `beneath` is the stream that cleans nothing, for those who move the cursor.
+    `beneath` is the stream that cleans nothing, for those who move the cursor. Messages that cannot be written, such as
+    those to a log on a full disk, are lost (`is_lossy`): they decide neither the work nor its exit code. Somebody who
+    stops to read them does.
     """
 
     beneath: TextIO
     coloured: bool
+    is_lossy: bool
 
     def write(self, text: str, /) -> int:
-        super().write(clean(text, colours=self.coloured))
+        with self._losing():
+            super().write(clean(text, colours=self.coloured))
         return len(text)
+
+    def flush(self) -> None:
+        with self._losing():
+            super().flush()
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) or not self.is_lossy:
+                raise
 
 
 def has_colours() -> bool:
@@ -65,7 +83,7 @@ def guard_streams() -> None:
             stream.reconfigure(encoding=encoding, errors="envbuild")
         else:  # the buffer is shared with the first stream, which stays open as sys.__stderr__
             cleaning = CleanStream(stream.buffer, encoding, "envbuild", line_buffering=True)
-            cleaning.beneath, cleaning.coloured = stream, has_colours()
+            cleaning.beneath, cleaning.coloured, cleaning.is_lossy = stream, has_colours(), name == "stderr"
             setattr(sys, name, cleaning)
 
 

@@ -127,6 +127,14 @@ def test_a_full_standard_output_is_one_clear_message() -> None:
     assert done.returncode == 4 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(("arguments", "code"), [("lock pt_minimal --check", 0), ("show nowhere", 2), ("shwo", 2)])
+def test_messages_that_nobody_can_keep_decide_no_exit_code(arguments: str, code: int) -> None:
+    """Exit code 1 would say of `envbuild diff` that the artifacts differ."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "envbuild", *arguments.split()], stderr=full)
+    assert done.returncode == code
+
+
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_closed_standard_streams_are_no_fault(closed: str) -> None:
     done = subprocess.run(["sh", "-c", f"{sys.executable} -m envbuild list {closed}"], capture_output=True, text=True)
