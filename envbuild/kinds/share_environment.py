@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from envbuild.artifacts.state import State
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, UsageError
+from envbuild.errors import BuildError, UsageError, VerificationError
 from envbuild.files import link_or_copy, parse_json
 from envbuild.image.blobs import file_digest
 from envbuild.image.model import Descriptor, is_digest
@@ -23,6 +24,7 @@ from envbuild.kinds.folder import make_environment, prepare_folder
 from envbuild.kinds.inputs import BY_DIGEST, check_portable, read_by, recipe_files
 from envbuild.kinds.prepare import prepare
 from envbuild.kinds.share import MOST, PulledArtifact, attested_receipt, push_blobs
+from envbuild.plan.plan import Plan
 from envbuild.progress import log, transfer
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
@@ -100,7 +102,7 @@ def pull_environment(
     if not isinstance(kind, FolderArtifact):
         raise BuildError(f"{where}: {about.kind!r:.40} is no kind of environment")
     with store.working("opened") as folder:
-        attested_receipt(blobs, folder / "environment", about.digest, out, environment)
+        receipt = attested_receipt(blobs, folder / "environment", about.digest, out, environment)
         sizes = {blob.digest: blob for blob in blobs}
         wanted = [
             sizes[digest] for place, digest in about.files.items()
@@ -129,11 +131,26 @@ def pull_environment(
                 f"{where} was pushed from the plan {about.plan[:19]}, and here it is {plan.digest[:19]}",
                 "use the version of envbuild that pushed it, or build it from its recipe",
             )
+        if environment.site.trust.restricts and receipt is not None:
+            _check_attested(receipt, plan, where)
         made = make_environment(kind, plan, trainer, environment, out, offline=True, verify=verify)
     if made.digest != about.digest:
         raise BuildError(f"{where}: it is {made.digest} here, and {about.digest} where it was built")
     size = sum(sizes[digest].size for digest in set(about.files.values()))
     return PulledArtifact(made.path, made.digest, made.target, size, fetched, made.receipt)
+
+
+def _check_attested(receipt: Mapping[str, Any], plan: Plan, where: str) -> None:
+    """Raise VerificationError unless the attested `receipt` is of what is built: by `plan`, which covers its packages.
+
+    Whether the built environment is the attested one is known only after its code has run.
+    """
+    for part, digest in (("recipe", plan.recipe_digest), ("plan", plan.digest)):
+        if (told := receipt.get(part, {}).get("digest")) != digest:
+            raise VerificationError(
+                f"{where} is not trusted: its {part} is {digest[:19]}, and that of its receipt {told!s:.19}",
+                "let a signer of the site attest what it was built from, and push that",
+            )
 
 
 def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> EnvironmentInputs:
