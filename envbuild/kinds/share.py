@@ -38,6 +38,7 @@ from envbuild.store.pieces import (
 from envbuild.store.store import Store
 from envbuild.trust.bundle import bundle_path
 from envbuild.trust.policy import judge
+from envbuild.verify.image_file import check_image_place
 from envbuild.verify.receipt import read_receipt, receipt_path
 
 MOST = 16 << 20  # bytes of a configuration, a receipt and an attestation
@@ -122,14 +123,15 @@ def pull_file(
 ) -> PulledArtifact:
     """Write the image file that a configuration describes to `out`, with its receipt and attestations.
 
-    What the store has of its segments is not fetched. Raises BuildError, UsageError for `out` of another kind, and
-    VerificationError when the site trusts only what signers attested, and this is not.
+    What the store has of its segments is not fetched. Raises BuildError, UsageError for `out` of another kind or with
+    other content, and VerificationError when the site trusts only what signers attested, and this is not.
     """
     where, store = str(registry.reference), environment.store
     pieces = [blob for blob in blobs if blob.media_type == PIECE]
     file = read_pieces(data, pieces, where)
     if out.suffix != Path(file.name).suffix:
         raise UsageError(f"{where} is {file.name!r:.80}", f"give a path that ends in {Path(file.name).suffix!r:.20}")
+    check_image_place(out)
     places, wanted = _here(pieces, store)
     fetched = sum(blob.size for blob in wanted)
     if wanted:

@@ -40,7 +40,7 @@ from envbuild.plan.plan import Plan
 from envbuild.progress import human_size, log, transfer
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.store.pieces import Span, note_spans
-from envbuild.verify.image_file import ENROOT, image_kind, image_state, open_image_file
+from envbuild.verify.image_file import ENROOT, check_image_place, image_state, open_image_file
 from envbuild.verify.receipt import passing_receipt, receipt_path
 from envbuild.verify.runtimes import file_subject
 from envbuild.verify.static_checks import check_unverified_gpus
@@ -91,14 +91,8 @@ def imported_file(kind: str, source: ImageSource) -> OutputFile:
 
 def check_files(options: ImageFileOptions) -> None:
     """Raise UsageError when the path of a file holds something that must not be replaced."""
-    for path in (file.path for file in options.files):
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder", "name a file with --out")
-        if path.exists() and path.stat().st_size and image_kind(path) is None:
-            raise UsageError(
-                f"{path} exists and is neither a squashfs nor a SIF; it is left as it is",
-                "remove it, or choose another path with --out",
-            )
+    for file in options.files:
+        check_image_place(file.path)
 
 
 @contextmanager

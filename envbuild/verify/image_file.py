@@ -68,6 +68,17 @@ def image_kind(path: Path) -> str | None:
     return ENROOT if is_squashfs(head) else None
 
 
+def check_image_place(path: Path) -> None:
+    """Raise UsageError when `path`, of an image file to write, holds something that must not be replaced."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder", "name a file with --out")
+    if path.exists() and path.stat().st_size and image_kind(path) is None:
+        raise UsageError(
+            f"{path} exists and is neither a squashfs nor a SIF; it is left as it is",
+            "remove it, or choose another path with --out",
+        )
+
+
 def open_image_file(path: Path, kind: str | None = None, *, accelerator: Accelerator = CPU) -> ImageFile:
     """Open the image of `kind` (any, if None) in `path`. Raises UsageError for another file, BuildError if damaged."""
     try:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.errors import BuildError
+from envbuild.environment import load_environment
+from envbuild.errors import BuildError, UsageError
 from envbuild.image.model import Descriptor, digest_of
+from envbuild.image.registry import Registry
+from envbuild.kinds.share import pull_file
 from envbuild.store.pieces import (
     ARTIFACT,
     CONFIG,
@@ -108,3 +113,14 @@ def test_a_manifest_says_what_it_is() -> None:
     with pytest.raises(BuildError, match="no artifact") as failed:
         read_manifest(json.dumps(image).encode(), "registry/x:1")
     assert "enroot --from docker://registry/x:1" in str(failed.value.hint)
+
+
+@pytest.mark.parametrize(("content", "expected"), [(b"precious", "is left as it is"), (None, "is a folder")])
+def test_a_pull_replaces_no_file_of_the_user(tmp_path: Path, content: bytes | None, expected: str) -> None:
+    place = tmp_path / "mine.sqsh"
+    place.mkdir() if content is None else place.write_bytes(content)
+    environment = load_environment({"ENVBUILD_STORE": str(tmp_path / "store"), "PATH": os.environ["PATH"]})
+    registry = cast(Registry, SimpleNamespace(reference="registry/x:1"))  # nothing is asked of it
+    with pytest.raises(UsageError, match=expected):
+        pull_file(json.dumps(FILE.as_json()).encode(), [BLOB, OTHER], registry, place, environment)
+    assert place.is_dir() if content is None else place.read_bytes() == content
