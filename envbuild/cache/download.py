@@ -146,7 +146,7 @@ class Download:
             if size is not None and total is not None and (total > size or (self.exact and total < size)):
                 self._rewind()
                 raise RequestFailed(f"its file has {total} bytes, not {size}", status=200)
-            for block in blocks(answer, self.stop):
+            for block in blocks(answer, self.stop, as_stored=True):
                 if size is not None and self.received + len(block) > size:
                     self._rewind()
                     raise RequestFailed(f"it sent more than {size} bytes", status=200)

@@ -138,7 +138,8 @@ class HttpClient:
             )
             length = response.headers.get("Content-Length", "")
             small = response.status_code == 204 or (length.isdecimal() and int(length) <= _SMALL)
-            if small or method == "HEAD":
+            # How an encoded body is read, its reader says: see `blocks`.
+            if method == "HEAD" or (small and "Content-Encoding" not in response.headers):
                 response.content  # noqa: B018 - this reads it
         except (OSError, ValueError) as error:  # requests' are OSErrors, bad URLs ValueErrors
             transient = _passing(error, parts.netloc in self._alive)
@@ -193,10 +194,16 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
     return session
 
 
-def blocks(response: requests.Response, stop: threading.Event) -> Iterator[bytes]:
-    """Yield the response's body in blocks. Raises RequestFailed when it is cut off, Stopped when `stop` is set."""
+def blocks(response: requests.Response, stop: threading.Event, *, as_stored: bool = False) -> Iterator[bytes]:
+    """Yield the response's body in blocks. Raises RequestFailed when it is cut off, Stopped when `stop` is set.
+
+    A file is read `as_stored`: servers send a .tar.gz with `Content-Encoding: gzip`, although nobody asked for one, and
+    mean the file itself.
+    """
     import requests
 
+    if as_stored:
+        response.raw.headers.pop("Content-Encoding", None)  # by which urllib3 would unpack it
     stream = response.iter_content(BLOCK)
     while True:
         if stop.is_set():

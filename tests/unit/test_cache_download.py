@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +57,22 @@ def test_more_bytes_than_locked_are_not_taken(tmp_path: Path, script: object) ->
 def test_fewer_bytes_than_locked_are_other_content(tmp_path: Path) -> None:
     with fake_registry(lambda call: serve(call, b"short")) as fake, pytest.raises(Mismatch):
         client().download(f"http://{fake.address}/f", tmp_path / "f", HASHES, lambda _: None, size=len(CONTENT))
+
+
+@pytest.mark.parametrize("size", [1000, 100_000])  # a short answer, which is read at once, and a long one
+@pytest.mark.parametrize("encoding", ["gzip", "x-gzip"])
+def test_a_file_that_a_server_calls_encoded_is_taken_as_it_is(tmp_path: Path, size: int, encoding: str) -> None:
+    packed = gzip.compress(random.Random(size).randbytes(size))
+    digest = hashlib.sha256(packed).hexdigest()
+
+    def script(call: Call) -> None:
+        call.reply(200, packed, Content_Encoding=encoding)
+
+    with fake_registry(script) as fake:
+        url, partial = f"http://{fake.address}/x-1.0.tar.gz", tmp_path / "partial"
+        assert client().download(url, partial, frozenset({digest}), lambda _: None) == digest
+        assert client().page(url).content == gzip.decompress(packed)  # a page was asked for in any encoding
+    assert partial.read_bytes() == packed
 
 
 def test_content_that_changes_between_two_parts_is_loaded_again(tmp_path: Path) -> None:
