@@ -196,7 +196,8 @@ class RemoteCache:
             return False
         except (RequestFailed, BuildError, OSError, Stopped) as error:
             self._failed(error)
-            if transfer.described:  # without its data, it is none
+            # Without its data, it is none; these are there if it was made meanwhile.
+            if transfer.described and not (self.store.root / entry.files[0]).exists():
                 (self.store.root / entry.files[-1]).unlink(missing_ok=True)
             return False
         self._count(hits=1, fetched_bytes=sum(file.size for file in files), saved_s=seconds)

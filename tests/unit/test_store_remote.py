@@ -136,6 +136,37 @@ def test_an_entry_that_comes_too_slowly_is_made(
     assert not list((one.store.root / "segments").glob("*"))
 
 
+@pytest.mark.parametrize("made", [True, False])
+def test_the_end_of_a_slow_transfer_takes_nothing_that_was_made_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool
+) -> None:
+    data = DATA[ENTRY.files[0]]
+    ended = threading.Event()
+
+    def dribbled(call: Call) -> None:  # the data of a segment, which come after what describes them
+        if digest_of(data) not in call.path:
+            return served(call)
+        call.send_response(200)
+        call.send_header("Content-Length", str(len(data)))
+        call.end_headers()
+        call.wfile.write(data[:1000])
+        ended.wait(5)
+        call.cut()
+
+    with cache(tmp_path, dribbled) as (one, _):
+        assert one.bring(ENTRY, whole=False)
+        answer = one._expected[ENTRY.tag][1]
+        monkeypatch.setattr(transfer, "_PATIENCE_S", 0.0)
+        monkeypatch.setattr(transfer, "SLOWEST", 1 << 40)
+        assert not one.bring(ENTRY)
+        for name in ENTRY.files if made else ():
+            (one.store.root / name).write_bytes(b"made here")
+        ended.set()
+        assert answer.result() is False
+    left = [name for name in (ENTRY.files[0], ENTRY.files[-1]) if (one.store.root / name).exists()]
+    assert left == ([ENTRY.files[0], ENTRY.files[-1]] if made else [])
+
+
 @pytest.mark.parametrize("status", [None, 401])
 def test_one_that_cannot_be_used_is_asked_once(
     tmp_path: Path, status: int | None, capsys: pytest.CaptureFixture[str]
