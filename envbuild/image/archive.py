@@ -61,9 +61,11 @@ def read_archive(path: Path, blobs: Blobs, tag: str | None, arch: str | None) ->
 def archive_at(path: Path, arch: str) -> ImageAt | None:
     """Return the only image of a `docker save` archive, which must be for `arch`.
 
-    Returns None for an archive that is compressed as a whole or has no manifest.json: its layers cannot be read in
-    place. Raises BuildError for a malformed archive.
+    Returns None for an archive that is a pipe, is compressed as a whole or has no manifest.json: its layers cannot be
+    read in place. Raises BuildError for a malformed archive.
     """
+    if path.is_fifo():  # to open it twice would end its writer
+        return None
     try:
         with path.open("rb") as stream:
             if kind_of(stream.read(4)) != "none":

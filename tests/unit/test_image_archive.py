@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -215,6 +216,17 @@ def test_an_archive_that_cannot_be_read_in_place_is_left_to_the_other_reader(dat
     path = tmp_path / "image.tar"
     path.write_bytes(data)
     assert archive_at(path, "x86_64") is None
+
+
+def test_an_archive_from_a_pipe_is_left_to_the_other_reader_whole() -> None:
+    reader, writer = os.pipe()  # as of <(docker save IMAGE), and of /dev/stdin
+    try:
+        os.write(writer, b"some")
+        assert archive_at(Path(f"/dev/fd/{reader}"), "x86_64") is None
+        assert os.read(reader, 10) == b"some"
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 @pytest.mark.parametrize(
