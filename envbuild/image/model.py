@@ -39,6 +39,8 @@ COMPRESSION = {kind: name for table in (OCI_LAYERS, _DOCKER_LAYERS) for name, ki
 _DOCKERS = {OCI_CONFIG: DOCKER_CONFIG} | {kind: _DOCKER_LAYERS[name] for name, kind in OCI_LAYERS.items()}
 # architecture in targets → in images (GOARCH)
 GOARCH = {"x86_64": "amd64", "aarch64": "arm64"}
+# Variants that every processor of its architecture has, x86_64 and aarch64.
+_EVERY = ("", "v1", "v8")
 # The limit protects our memory from a hostile registry; no manifest of a real image is larger.
 MAX_MANIFEST = 8 << 20
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
@@ -46,7 +48,10 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """A reference to a blob in a manifest or index. `size` is in bytes; `arch` is a GOARCH, "" if not given."""
+    """A reference to a blob in a manifest or index. `size` is in bytes; `arch` is a GOARCH, "" if not given.
+
+    `variant` is the least processor of `arch` that the image needs, such as v3 of amd64, "" if not given.
+    """
 
     media_type: str
     digest: str
@@ -54,6 +59,7 @@ class Descriptor:
     arch: str = ""
     os: str = ""
     annotations: dict[str, str] = field(default_factory=dict, hash=False, compare=False)
+    variant: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the descriptor as JSON for an OCI manifest or index."""
@@ -62,6 +68,7 @@ class Descriptor:
             data["annotations"] = self.annotations
         if self.arch:
             data["platform"] = {"architecture": self.arch, "os": self.os or "linux"}
+            data["platform"] |= {"variant": self.variant} if self.variant else {}
         return data
 
 
@@ -159,6 +166,7 @@ def docker_manifest(manifest: ImageManifest) -> ImageManifest:
 def choose(index: ImageIndex, arch: str | None, where: str) -> Descriptor:
     """Return the manifest in `index` for linux on `arch` (x86_64, aarch64), with None the only one.
 
+    Of several, it is the one that runs on the most processors, as in Docker: not all nodes have those of this host.
     Raises BuildError when there is none, or more than one for None.
     """
     # Attestations are listed beside images, with the platform "unknown/unknown".
@@ -168,9 +176,9 @@ def choose(index: ImageIndex, arch: str | None, where: str) -> Descriptor:
             return images[0]
         raise BuildError(f"{where}: images for {len(images)} platforms, where one is needed")
     wanted = GOARCH[arch]
-    for item in images:
-        if item.arch == wanted and item.os in ("linux", ""):
-            return item
+    fitting = [item for item in images if item.arch == wanted and item.os in ("linux", "")]
+    if fitting:  # the first of equals
+        return min(fitting, key=lambda item: "" if item.variant in _EVERY else item.variant)
     has = sorted({f"{item.os or 'linux'}/{item.arch}" for item in images if item.arch})
     raise BuildError(
         f"{where} has no image for linux/{wanted}; it has {', '.join(has) or 'none'}",
@@ -241,4 +249,5 @@ def _descriptor(data: Any, where: str) -> Descriptor:
     platform, notes = data.get("platform"), data.get("annotations")
     platform, notes = platform if isinstance(platform, dict) else {}, notes if isinstance(notes, dict) else {}
     arch, system = str(platform.get("architecture", "")), str(platform.get("os", ""))
-    return Descriptor(media_type, digest, size, arch, system, {str(k): str(v) for k, v in notes.items()})
+    variant, notes = str(platform.get("variant") or ""), {str(k): str(v) for k, v in notes.items()}
+    return Descriptor(media_type, digest, size, arch, system, notes, variant)

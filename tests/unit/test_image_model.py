@@ -84,6 +84,18 @@ def test_the_first_linux_image_of_the_architecture_is_chosen() -> None:
     assert choose(index, "aarch64", "lab").digest == digest_of(b"linux/arm64")
 
 
+@pytest.mark.parametrize(
+    ("variants", "chosen"), [(("v3", ""), ""), (("v2", "v1", "v3"), "v1"), (("v9", "v8"), "v8"), (("v4", "v3"), "v3")]
+)
+def test_of_several_variants_the_one_for_the_most_processors_is_chosen(
+    variants: tuple[str, ...], chosen: str
+) -> None:  # fmt: skip
+    rows = [Descriptor(OCI_MANIFEST, digest_of(one.encode()), 5, "amd64", "linux", variant=one) for one in variants]
+    parsed = parse(canonical({"schemaVersion": 2, "manifests": [row.as_json() for row in rows]}), "lab", OCI_INDEX)
+    assert isinstance(parsed, ImageIndex) and [item.variant for item in parsed.manifests] == list(variants)
+    assert choose(parsed, "x86_64", "lab").digest == digest_of(chosen.encode())
+
+
 def test_an_architecture_that_is_missing_is_named_with_those_there_are() -> None:
     index = read_index(("windows", "amd64"), ("linux", "s390x"), ("unknown", "unknown"), ("", ""))
     with pytest.raises(BuildError) as caught:
