@@ -25,7 +25,7 @@ _USERINFO = re.compile(
     r"(?<=://)(?:"
     r"[^/\s?#@:\[]+:(?!\d{1,5}[/?#])[^\s\"<>]{0,1024}@(?!sha\d+:)"
     r"|(?!localhost:)[^/\s?#@:.\[]+:\d{1,5}[/?#][^\s\"<>]{0,1024}@(?!sha\d+:)"
-    r"|[^/\s?#]*@)"
+    r"|(?!\[USER@\])[^/\s?#]*@)"
 )
 # Tokens of conda channels: https://host/t/TOKEN/channel. Below /v2/ are the repositories of registries.
 _TOKEN = re.compile(r"((?i:https?)://[^/\s]*(?!/v2/)(?:/[^/\s]+)*?/t/)[^/\s]+")

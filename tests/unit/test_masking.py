@@ -46,6 +46,7 @@ def test_no_password_of_a_url_remains(text: str, shown: str) -> None:
         "http://[::1]:80/a@b",
         "https://host:8080/",
         "mail me@host.org",
+        "write docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE[:TAG]",
     ],
 )
 def test_urls_without_a_password_stay_as_they_are(text: str) -> None:
