@@ -179,6 +179,8 @@ def choose(index: ImageIndex, arch: str | None, where: str) -> Descriptor:
     fitting = [item for item in images if item.arch == wanted and item.os in ("linux", "")]
     if fitting:  # the first of equals
         return min(fitting, key=lambda item: "" if item.variant in _EVERY else item.variant)
+    if len(images) == 1 and not images[0].arch:  # a platform is optional; the image's configuration is checked later
+        return images[0]
     has = sorted({f"{item.os or 'linux'}/{item.arch}" for item in images if item.arch})
     raise BuildError(
         f"{where} has no image for linux/{wanted}; it has {', '.join(has) or 'none'}",

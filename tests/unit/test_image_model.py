@@ -84,6 +84,13 @@ def test_the_first_linux_image_of_the_architecture_is_chosen() -> None:
     assert choose(index, "aarch64", "lab").digest == digest_of(b"linux/arm64")
 
 
+def test_the_only_image_of_an_index_may_have_no_platform() -> None:
+    one = Descriptor(OCI_MANIFEST, digest_of(b"one"), 5)
+    assert choose(ImageIndex(b"", OCI_INDEX, (one,)), "x86_64", "lab") == one
+    with pytest.raises(BuildError, match="no image for linux/amd64"):
+        choose(ImageIndex(b"", OCI_INDEX, (one, one)), "x86_64", "lab")
+
+
 @pytest.mark.parametrize(
     ("variants", "chosen"), [(("v3", ""), ""), (("v2", "v1", "v3"), "v1"), (("v9", "v8"), "v8"), (("v4", "v3"), "v3")]
 )
