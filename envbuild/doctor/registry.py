@@ -98,7 +98,7 @@ def _build(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     if current is not None and current.status == "fail":
         return StepVerdict("warn", f"not in the current folder: {current.what}", "use --out")
     remote = {name: _facts(found, name) for name in kind.sources if not _facts(found, name).get("local")}
-    if lost := [name for name, facts in remote.items() if facts.get("asked") and not facts.get("reached")]:
+    if lost := [name for name, facts in remote.items() if _is_lost(facts)]:
         what = f"only from what the store holds: {' and '.join(lost)} cannot be reached"
         return StepVerdict("warn", what, found[lost[0]].hint)
     if unasked := [name for name, facts in remote.items() if facts.get("asked") is False]:
@@ -108,6 +108,11 @@ def _build(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
     if kind.form == "folder" and current is not None and current.status == "warn":
         return StepVerdict("warn", f"current folder: {current.what}", current.hint)
     return StepVerdict("ok", "yes")
+
+
+def _is_lost(facts: Mapping[str, Any]) -> bool:
+    """Return whether a source was asked and did not answer, or the check of it did not end in time."""
+    return bool(facts.get("timeout") or (facts.get("asked") and not facts.get("reached")))
 
 
 def _from_the_store(unasked: Sequence[str], found: Mapping[str, HostFinding]) -> StepVerdict:

@@ -343,6 +343,7 @@ LOST = HostFinding("", "warn", "no answer", "a mirror", {"asked": True, "reached
         ({"conda-forge": LOST}, {"conda": "woo"}),
         ({"package_index": LOST}, {"venv": "woo", "docker": "woo", "enroot": "woo", "apptainer": "woo"}),
         ({"package_index": replace(LOST, facts={**LOST.facts, "local": 1})}, {}),
+        ({"conda-forge": HostFinding("", "warn", "late", "", {"timeout": True})}, {"conda": "woo"}),
         ({"docker_daemon": HostFinding("", "info", "", "", {"answers": False})}, {"docker": "oww"}),
         ({"own_launch": HostFinding("", "warn", "no", "", {"ways": []})}, {"enroot": "oww", "apptainer": "oww"}),
         ({"packages": HostFinding("", "fail", "", "", {"missing": ["rattler"]})}, {"conda": "foo"}),
