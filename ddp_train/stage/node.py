@@ -109,25 +109,27 @@ class Node:
 
     def receive(self) -> None:
         """As another node, get the image from the nearest ancestor that lives. Raises OSError, Lost."""
-        why = "no node towards node 0 answers"
+        why, listens = "no node towards node 0 answers", False
         for connection, session, size in self.ancestors():
-            if self.copy.file is None:
-                self.begin(size)
+            if not listens:
                 self.listen(connection.getsockname()[0], size)
+                listens = True
             try:
-                return self.follow(connection, session)
+                return self.follow(connection, session, size)
             except (Lost, socket.timeout, ConnectionError, struct.error) as error:
                 why = str(error)
         raise Lost(why)
 
-    def follow(self, connection: socket.socket, session: bytes) -> None:
-        """Get from a parent what is missing. Raises Lost, OSError."""
+    def follow(self, connection: socket.socket, session: bytes, size: int) -> None:
+        """Get from a parent what is missing of an image with `size` bytes. Raises Lost, OSError."""
         news = time.time()
         while time.time() - news < STUCK_S:
             first = len(self.copy.pieces)
             key, end, listed = ask_pieces(connection, session, first)
             if key and not first and self.use(key):
                 return
+            if self.copy.file is None:  # not before: an image that is here needs no room, and must not make any
+                self.begin(size)
             self.copy.say(key=key)
             if end:
                 if self.end() != key:

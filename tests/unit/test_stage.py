@@ -324,6 +324,17 @@ def test_what_is_there_stays_and_a_changed_image_moves_only_what_changed(job: Jo
     assert mb(said[0], "other nodes") <= 3 * 5 and mb(said[0], "earlier images") >= 3 * 8
 
 
+def test_an_image_that_is_there_needs_no_room_for_a_second_copy(job: Job) -> None:
+    """Neither is it removed to make that room."""
+    job.keep = 20 << 20  # one image of 12 MiB, but not two
+    job.run()
+    for number in range(4):
+        for path in job.disk(number).glob("*.list"):
+            os.utime(path, (time.time() - 7200,) * 2)
+    job.restarts = 1
+    assert "4 had it; 0 MB from the shared file system, 0 MB from other nodes" in job.run()[0]
+
+
 def test_a_file_that_was_changed_on_the_disk_is_fetched_again(job: Job) -> None:
     job.nodes = 2
     job.run()
