@@ -91,7 +91,8 @@ class Node:
         Raises OSError, Lost.
         """
         sealed, measure, read = opened(source, manifest)
-        found = hashlib.sha256("{}\n{}".format(source, sealed).encode()).hexdigest() + ".source"
+        about = "{}\n{}".format(source, sealed).encode("utf-8", "surrogateescape")
+        found = hashlib.sha256(about).hexdigest() + ".source"
         try:
             with open(self.folder.at(found)) as key:
                 had = self.use(key.read())

@@ -47,7 +47,7 @@ class Packed:
         self.stream: Iterator[bytes] = iter(())
 
     def _at(self, path: str) -> str:
-        return os.path.join(self.root, path)
+        return os.path.join(self.root, _native(path))
 
     def size(self) -> int:
         """Begin the stream, and return its size. Raises OSError, and Lost for other files than the manifest's."""
@@ -83,7 +83,7 @@ class Packed:
         found = []
         for name in names:
             if name.endswith(".pyc"):
-                path = os.path.join(place, name)
+                path = os.path.join(place, os.fsencode(name).decode("utf-8", "surrogateescape"))
                 info = os.lstat(self._at(path))
                 if stat.S_ISREG(info.st_mode):
                     found.append((path, stat.S_IMODE(info.st_mode), info.st_size, int(info.st_mtime), ""))
@@ -102,6 +102,11 @@ class Packed:
     def _file(self, row: Row) -> Iterator[bytes]:
         with open(self._at(row[0]), "rb", 0) as file:
             yield from _checked(file, row)
+
+
+def _native(path: str) -> str:
+    """Return a path as this Python names it: 3.6 reads file names as ASCII where LC_ALL is C or POSIX."""
+    return os.fsdecode(path.encode("utf-8", "surrogateescape"))
 
 
 def _groups(rows: List[Row]) -> Iterator[List[Row]]:
@@ -157,14 +162,14 @@ def unpack(stream: IO[bytes], root: str, digest: str) -> None:
             os.fchmod(file.fileno(), row[1])
         os.utime(path, (row[3], row[3]))
     for path, target in (one for one in listed if len(one) == 2):  # last, lest a file is written through a link
-        os.symlink(target, _inside(root, path, made))
+        os.symlink(_native(target), _inside(root, path, made))
 
 
 def _inside(root: str, path: str, made: Set[str]) -> str:
     """Return the path of a new file below `root`, whose folder is made unless it is in `made`. Raises Lost, OSError."""
     if os.path.normpath(path) != path or path.startswith(("/", "..")):
         raise Lost("{} is not a path in an environment".format(path))
-    whole = os.path.join(root, path)
+    whole = os.path.join(root, _native(path))
     folder = os.path.dirname(whole)
     if folder not in made:
         os.makedirs(folder, exist_ok=True)

@@ -81,7 +81,7 @@ class Job:
             "-B",
             "-c",
             program,
-            json.dumps(about),
+            json.dumps(about, ensure_ascii=False),  # as in the script of a job
             "stage",
             f"{self.top}/run_7/settings-{self.restarts}.sh",
         ]
@@ -171,6 +171,24 @@ def test_an_environment_is_on_every_disk_as_it_is_with_its_bytecode(venv: Job) -
     before = venv.link(1).with_name("run_7-0").resolve()
     assert "3 had it; 0 MB from the shared file system, 0 MB" in venv.run()[0]
     assert venv.link(1).resolve() == before, "it is not unpacked again"
+
+
+def test_file_names_may_have_any_letters_where_python_knows_ascii_alone(
+    venv: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python 3.6 does where LC_ALL is C; later ones need two variables for it."""
+    venv.source = venv.source.rename(venv.top / "Umgebung für x")
+    package = venv.source / TORCH
+    (package / "größe.py").write_text("x = 1\n")
+    (package / "__pycache__/größe.cpython-311.pyc").write_bytes(b"its bytecode")
+    (package / "größe").symlink_to("größe.py")
+    (venv.source / "envbuild.manifest").unlink()
+    venv.manifest = write_manifest(venv.source, 1)[0].digest
+    for name, value in (("LC_ALL", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
+        monkeypatch.setenv(name, value)
+    said = venv.run()
+    assert "the environment is on the disks of 3 of 3 nodes" in said[0], said
+    assert all(files(venv.link(number)) == files(venv.source) for number in range(3))
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_not_passed_on(venv: Job) -> None:
