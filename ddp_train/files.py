@@ -79,18 +79,18 @@ def require_writable(path: Path, what: str) -> None:
     Called before training, so that hours of training are not lost.
     """
     problem = None
-    if path.is_dir():
-        problem = "is a folder"
-    elif path.exists() and not path.is_file():
-        # A rename onto /dev/null would replace the device.
-        problem = "is not a regular file"
-    elif not path.parent.is_dir():
-        problem = f"the folder {path.parent} does not exist"
-    else:
-        try:
+    try:  # also of the questions, for a folder that may not be searched, or a name that is too long
+        if path.is_dir():
+            problem = "is a folder"
+        elif path.exists() and not path.is_file():
+            # A rename onto /dev/null would replace the device.
+            problem = "is not a regular file"
+        elif not path.parent.is_dir():
+            problem = f"the folder {path.parent} does not exist"
+        else:
             write_temporary(path, b"").unlink()
-        except OSError as error:
-            problem = os_reason(error)
+    except OSError as error:
+        problem = os_reason(error)
     if problem is not None:
         raise TrainError(f"cannot write {what} {path}: {problem}")
 

@@ -72,10 +72,13 @@ def _find(folder: Path, name: str) -> Path:
 
 def read_training_set(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images, uint8, shape (N, 28, 28), and labels 0 to 9, uint8, shape (N,), of a folder. Raises TrainError."""
-    if not folder.is_dir():
-        raise _bad(folder, "is not a folder")
-    images_path = _find(folder, "train-images-idx3-ubyte")
-    labels_path = _find(folder, "train-labels-idx1-ubyte")
+    try:
+        if not folder.is_dir():
+            raise _bad(folder, "is not a folder")
+        images_path = _find(folder, "train-images-idx3-ubyte")
+        labels_path = _find(folder, "train-labels-idx1-ubyte")
+    except OSError as error:  # a folder that may not be searched
+        raise _bad(folder, f"cannot be read: {os_reason(error)}") from None
     images = read_idx(images_path, 3)
     labels = read_idx(labels_path, 1)
     if tuple(images.shape[1:]) != (28, 28):

@@ -203,9 +203,10 @@ class SnapshotFile:
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
-        if self.path.is_symlink():
-            # A rename onto a link would replace the link instead of its target.
-            self.path = self.path.resolve()
+        with contextlib.suppress(OSError, RuntimeError):  # prepare() says why; RuntimeError: links in a circle
+            if self.path.is_symlink():
+                # A rename onto a link would replace the link instead of its target.
+                self.path = self.path.resolve()
         self.previous = Path(f"{self.path}.prev")
         self._path_refused = False
 

@@ -189,3 +189,8 @@ def test_digest_sees_every_byte() -> None:
 def test_bytes_of_a_strided_view_are_in_row_order() -> None:
     view = torch.arange(6, dtype=torch.uint8).reshape(2, 3).t()
     assert tensor_bytes(view) == bytes((0, 3, 1, 4, 2, 5))
+
+
+def test_a_folder_of_data_that_cannot_be_searched_is_one_message() -> None:
+    with pytest.raises(TrainError, match=r"cannot be read|is not a folder"):
+        read_training_set(Path("a" * 300))

@@ -290,6 +290,8 @@ def test_prepare_cleans_up_after_a_killed_run_only(tmp_path: Path) -> None:
         (".", "is a folder"),
         ("/dev/null", "not a regular file"),
         ("/proc/snapshot.pt", "cannot write snapshot /proc/snapshot.pt: "),
+        ("a" * 300, "File name too long"),
+        (f"{'a' * 300}/snapshot.pt", "cannot write snapshot"),
     ],
 )
 def test_unwritable_paths_are_known_before_training(
@@ -300,6 +302,14 @@ def test_unwritable_paths_are_known_before_training(
     with pytest.raises(TrainError, match=word) as caught:
         SnapshotFile(path).prepare()
     assert caught.value.exit_code == 1
+
+
+def test_links_in_a_circle_are_no_traceback(tmp_path: Path) -> None:
+    for one, other in ("ab", "ba"):
+        (tmp_path / one).symlink_to(other)
+    SnapshotFile(str(tmp_path / "a"))
+    with pytest.raises(TrainError, match="cannot write snapshot"):
+        SnapshotFile(str(tmp_path / "a/snapshot.pt")).prepare()
 
 
 def test_a_link_leads_to_the_snapshot(tmp_path: Path) -> None:
