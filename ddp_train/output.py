@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 
 def log(line: str) -> None:
@@ -11,11 +13,19 @@ def log(line: str) -> None:
     Text and newline are one write: print() makes two when Python is unbuffered, and lines of different ranks
     would mix.
     """
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    _write(sys.stdout, line)
 
 
 def print_error(message: str) -> None:
     """Print `message` as this program's error line on standard error."""
-    sys.stderr.write(f"ddp_train: error: {message}\n")
-    sys.stderr.flush()
+    _write(sys.stderr, f"ddp_train: error: {message}")
+
+
+def _write(stream: TextIO, line: str) -> None:
+    """Write a line; letters that the stream lacks are escaped, and a full disk ends no training."""
+    with suppress(OSError):
+        try:
+            stream.write(line + "\n")
+        except UnicodeEncodeError:
+            stream.write(line.encode("ascii", "backslashreplace").decode() + "\n")
+        stream.flush()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import glob
 import json
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -267,3 +269,15 @@ def test_wrong_sums_are_noticed(fault: str, wrong: int) -> None:
     json.dumps(results, allow_nan=False)
     with pytest.raises(TrainError, match="wrong sum on node"):
         selfcheck.require_exact(results, "node")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_log_ends_no_training(folder: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
+    """Neither a letter that its encoding lacks, in the path of the snapshot, nor a full disk below it."""
+    with open("/dev/full" if full else "log", "w", encoding="latin-1") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        train("2", "1", "--checkpoint_path", "größe→.pt")
+        assert (folder / "größe→.pt.prev").exists()
+        with suppress(OSError):
+            stream.close()
+    assert full or "saved at gr\\xf6\\xdfe\\u2192.pt" in Path("log").read_text(encoding="latin-1")
