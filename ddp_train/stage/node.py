@@ -2,6 +2,7 @@
 
 # ruff: noqa: SIM115, B905, UP006, UP032, UP035, UP041 - Python 3.6
 
+import errno
 import hashlib
 import json
 import os
@@ -169,8 +170,13 @@ class Node:
     def add(self, data: bytes, piece: Piece, counter: str) -> None:
         """Append a piece to the copy. Raises OSError."""
         assert self.copy.file is not None
-        if self.copy.file.write(data) != len(data):
-            raise Lost("{} is full".format(self.folder.path))
+        try:
+            if self.copy.file.write(data) != len(data):
+                # Not Lost: what comes from another node would be written behind the part of this piece.
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.folder.path)
+        except OSError:
+            os.unlink(self.copy.file.name)  # it would fill the disk, which the job may need
+            raise
         self.told[counter] += len(data)
         self.copy.say([piece])
 

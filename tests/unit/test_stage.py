@@ -63,8 +63,8 @@ class Job:
         """The folder of a node's images."""
         return self.top / f"disk{number}" / f"envbuild-{os.getuid()}"
 
-    def start(self, number: int, *, slow: float = 0) -> subprocess.Popen[str]:
-        """Start a node; `slow` makes it read so much slower, in seconds for each piece."""
+    def start(self, number: int, *, slow: float = 0, patch: str = "") -> subprocess.Popen[str]:
+        """Start a node; `slow` makes it read so much slower, in seconds for each piece; `patch` is run before it."""
         about = {
             "source": str(self.source),
             "folder": str(self.disk(number).parent),
@@ -75,6 +75,7 @@ class Job:
         }
         program = "import runpy, time, stage.node as n; old = n.Node.add; n.ORPHANS_S = 3\n"
         program += f"def add(self, *more): time.sleep({slow}); old(self, *more)\nn.Node.add = add\n"
+        program += patch
         program += "runpy.run_module('stage', run_name='__main__', alter_sys=True)"
         line = [
             sys.executable,
@@ -403,6 +404,28 @@ def test_a_node_without_room_reads_the_shared_file_and_so_do_all_where_node_0_ha
         one.communicate(timeout=100)
         assert one.returncode == 0
     assert job.link(2).resolve().parent == job.disk(2).resolve()
+
+
+def test_a_disk_that_is_full_for_a_moment_damages_no_copy_and_is_not_left_full(job: Job) -> None:
+    """Node 3 writes half of its second piece, and could then write again, from node 0 instead of node 1."""
+    full = """
+class Full(__import__('io').FileIO):
+    def write(self, data):
+        self.times = getattr(self, "times", 0) + 1
+        return super().write(data[: len(data) // 2] if self.times == 2 else data)
+def begin(self, size, old=n.Node.begin):
+    old(self, size)
+    there = self.copy.file
+    self.copy.file = Full(there.name, "r+")
+    self.kept = there
+n.Node.begin = begin
+"""
+    job.prepare()
+    started = [job.start(one, patch=full if one == 3 else "") for one in range(4)]
+    said = [one.communicate(timeout=100)[1] for one in started]
+    assert job.staged() == [True, True, True, False], said
+    assert "reads the image from the shared file system" in said[3] and "No space left" in said[3]
+    assert not list(job.disk(3).glob("*.part")), "the job may need the disk, too"
 
 
 def test_the_shared_file_is_the_fallback_when_node_0_cannot_read_it(job: Job) -> None:
