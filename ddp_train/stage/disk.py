@@ -133,7 +133,7 @@ class Folder:
             stem, _, kind = name.rpartition(".")
             pieces = (self.listed(stem) or []) if kind == "image" else []
             if kind == "part":
-                with open(self.at(name), "rb") as file:
+                with suppress(FileNotFoundError), open(self.at(name), "rb") as file:
                     pieces = [piece_of(data) for data in split(file.read)] if locked(file) else []
             offset = 0
             for one in pieces:
@@ -160,7 +160,7 @@ class Folder:
         found, total = [], needed
         for name in os.listdir(self.path):
             path = self.at(name)
-            with suppress(FileNotFoundError):  # here and below: another job on this node removed it
+            with suppress(FileNotFoundError):  # here and elsewhere: another job on this node removed it
                 if os.path.islink(path) and not os.path.exists(path):
                     os.unlink(path)  # of an earlier job, whose image is gone
                 elif name.endswith((".image", ".part", TREE)):
@@ -170,8 +170,9 @@ class Folder:
         free = there.f_bavail * there.f_frsize
         for _, name in sorted(found):
             if total > self.keep or free < needed:
-                size = self._remove(name)
-                total, free = total - size, free + size
+                with suppress(FileNotFoundError):
+                    size = self._remove(name)
+                    total, free = total - size, free + size
         if free < needed:
             raise Lost("{} has no room for {} MB".format(self.path, needed >> 20))
 

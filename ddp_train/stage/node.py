@@ -163,9 +163,11 @@ class Node:
         """Start a copy of an image with `size` bytes. Raises OSError, Lost."""
         self.folder.room(size)
         self.folder.learn()
-        name = "{}-{}.part".format(self.number, os.urandom(8).hex())
-        self.copy.file = open(self.folder.at(name), "w+b", 0)
-        lock(self.copy.file)
+        path = self.folder.at("{}-{}.part".format(self.number, os.urandom(8).hex()))
+        handle = os.open(path + ".new", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        lock(handle)  # as long as this process runs
+        os.rename(path + ".new", path)  # now that no other job can take it for a killed job's
+        self.copy.file = open(path, "r+b", 0)
 
     def add(self, data: bytes, piece: Piece, counter: str) -> None:
         """Append a piece to the copy. Raises OSError."""

@@ -19,13 +19,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ddp_train.stage.disk as disk
+import ddp_train.stage.node as node
 from ddp_train.stage.disk import LEAST, MOST, Folder, Lost, piece_of, split
+from ddp_train.stage.node import Node
 from ddp_train.stage.tree import Packed, unpack
 from envbuild.artifacts.manifest import write_manifest
 
@@ -455,6 +458,36 @@ def test_a_stranger_gets_nothing_and_disturbs_nobody(job: Job) -> None:
     second = job.start(1)
     assert second.wait(60) == 0 and first.wait(60) == 0
     assert job.staged() == [True, True]
+
+
+def test_jobs_of_one_node_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One ends its copy, or removes an image, while another one looks at it; and one tidies up while another begins."""
+    folder = Folder(str(tmp_path / "d"), 10**9)
+    folder.make()
+    there = os.listdir
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", lambda path: [*there(path), "1-ended.part"])
+        folder.learn()
+    for kind in ("image", "list"):
+        path = Path(folder.at(f"old.{kind}"))
+        path.write_bytes(b"x")
+        os.utime(path, (time.time() - 86400,) * 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "locked", lambda handle: not os.unlink(folder.at("old.image")))
+        Folder(folder.path, 0).room(0)
+
+    other, before = Node(1, 2, "", Folder(folder.path, 10**9), b""), iter([True])
+
+    def lock(handle: IO[bytes] | int) -> bool:
+        if next(before, False):
+            folder.tidy()
+        return disk.locked(handle)
+
+    monkeypatch.setattr(node, "lock", lock)
+    other.begin(3)
+    folder.tidy()
+    other.add(b"abc", piece_of(b"abc"), "network")
+    assert Path(folder.at(other.end() + ".image")).read_bytes() == b"abc"
 
 
 def test_images_that_were_not_used_lately_make_room(tmp_path: Path) -> None:
