@@ -118,7 +118,10 @@ def packages(prefix: Path) -> dict[str, str]:
     """Return name → version of the installed packages; conda packages as `conda:NAME`."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
-        name = one.metadata["Name"]
+        try:
+            name = one.metadata["Name"]
+        except (OSError, UnicodeDecodeError):  # metadata in another encoding: pip installs it, too
+            continue
         # Of two distributions, the first one is imported.
         if isinstance(name, str):
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), str(one.version))

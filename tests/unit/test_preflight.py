@@ -138,6 +138,16 @@ def test_the_digest_is_the_one_that_envbuild_computes(layers: tuple[BuiltLayer, 
     assert state_digest({}) == state_digest({"packages": 1}) == ""
 
 
+def test_a_package_whose_metadata_are_in_another_encoding_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("odd", "Author: Jos\u00e9".encode("latin-1")), ("plain", b"Author: A")):
+        (tmp_path / f"{name}-1.dist-info").mkdir()
+        (tmp_path / f"{name}-1.dist-info/METADATA").write_bytes(b"Name: %s\nVersion: 1\n%s\n" % (name.encode(), text))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert packages(tmp_path) == {"plain": "1"}
+
+
 def test_lines_of_hosts_packages_and_drivers_are_read(tmp_path: Path) -> None:
     text = "127.0.0.1 localhost # n1\n\n127.0.1.1\tn1.example n1\n10.0.0.1 n1\n"
     assert hosts_lines(text, ["n1", "n9"]) == {"n1": "line 3: 127.0.1.1 n1.example n1"}
