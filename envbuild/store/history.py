@@ -25,6 +25,8 @@ _SETTINGS = ("nodes", "nproc_per_node", "model", "batch_size")
 # A change below this part of the largest value is not drawn as one.
 _FLAT = 0.2
 _BLOCKS = "▁▂▃▄▅▆▇█"
+# No figure is as large: the others in a receipt of another origin are none.
+_MOST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ METRICS = {
 }
 
 
+def _is_figure(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < _MOST
+
+
 def row_of(receipt: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts of a receipt that are compared over time."""
 
@@ -60,9 +66,10 @@ def row_of(receipt: Mapping[str, Any]) -> dict[str, Any]:
         return str((receipt.get(part) or {}).get("digest", ""))
 
     artifact, settings = receipt["artifact"], receipt.get("settings") or {}
-    checks = [check for check in receipt.get("checks", ()) if isinstance(check, dict)]
+    checks = [check for check in receipt.get("checks") or () if isinstance(check, dict)]
+    figures = {k: v for k, v in (receipt.get("performance") or {}).items() if k not in METRICS or _is_figure(v)}
     return {
-        "verified_at": receipt.get("verified_at", ""),
+        "verified_at": receipt.get("verified_at") or "",
         "passed": receipt["passed"],
         "failed": [check.get("name") for check in checks if check.get("status") == "fail"],
         "target": receipt.get("target", ""),
@@ -75,7 +82,7 @@ def row_of(receipt: Mapping[str, Any]) -> dict[str, Any]:
         "host": receipt.get("host") or {},
         "versions": receipt.get("versions") or {},
         "settings": {name: settings.get(name) for name in _SETTINGS},
-        "performance": receipt.get("performance") or {},
+        "performance": figures,
     }
 
 

@@ -26,7 +26,7 @@ _PARTS = {
     "format?": int, "passed": bool, "verified_at?": str, "artifact.digest": str, "artifact.path?": str,
     "artifact.pushed?": str, "recipe.name?": str, "plan.digest?": str, "target?": str, "fabric?": str,
     "settings?": dict, "project?": dict, "versions.nccl?": str, "packages?": list, "layers?": list,
-    "slim?": dict, "performance?": dict,
+    "slim?": dict, "performance?": dict, "artifact.kind?": str, "lock?": dict, "host?": dict, "checks?": list,
 }  # fmt: skip
 _MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--", "not tried": "--"}
 

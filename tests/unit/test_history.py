@@ -121,3 +121,27 @@ def test_the_command_shows_series_and_receipts(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "bad.receipt.json").write_text("{}")
     done = CliRunner().invoke(cli, ["history", "pt_cpu", "--receipts", str(tmp_path)])
     assert isinstance(done.exception, UsageError) and "bad.receipt.json is not a receipt" in done.exception.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"lock": ["x"]}, "`lock`"),
+        ({"host": "x"}, "`host`"),
+        ({"checks": 5}, "`checks`"),
+        ({"artifact": {"kind": [], "digest": "sha256:1"}}, "`artifact.kind`"),
+    ],
+)
+def test_a_receipt_with_parts_of_other_types_is_none(tmp_path: Path, changes: dict[str, Any], where: str) -> None:
+    path = tmp_path / "venv.receipt.json"
+    path.write_text(json.dumps(receipt(1, **changes)))
+    done = CliRunner().invoke(cli, ["history", "pt_cpu", "--receipts", str(path)])
+    assert isinstance(done.exception, UsageError) and where in done.exception.message
+
+
+@pytest.mark.parametrize("value", [None, "1", [], float("nan"), float("inf"), 10**400])
+def test_a_figure_that_is_no_number_is_left_out(tmp_path: Path, value: object) -> None:
+    path = tmp_path / "venv.receipt.json"
+    path.write_text(json.dumps(receipt(1, verified_at=None, checks=None, performance={"step_s": value, "gpu": "G"})))
+    done = CliRunner().invoke(cli, ["history", "pt_cpu", "--receipts", str(path)])
+    assert done.exit_code == 0 and "on node1, 2 processors, Some CPU, G;" in done.stdout
