@@ -8,7 +8,7 @@ import re
 import textwrap
 import time
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import click
@@ -17,7 +17,7 @@ from envbuild import __version__
 from envbuild.atomic import write_beside
 from envbuild.cli.common import check_out
 from envbuild.cli.options import PATH
-from envbuild.errors import HostError
+from envbuild.errors import HostError, UsageError
 
 # As in docs/reference/commands.md.
 EXIT_CODES = {
@@ -85,8 +85,7 @@ def _page(context: click.Context, names: list[str]) -> Iterator[str]:
     examples = examples or "\n".join((command.epilog or "").removeprefix("Examples:").split("·"))
     first, *_ = text.partition("\n\n")
     options = [one for one in command.get_params(context) if isinstance(one, click.Option)]
-    day = datetime.fromtimestamp(int(os.environ.get("SOURCE_DATE_EPOCH", time.time())), UTC).date()
-    yield f'.TH {_roff(name.upper())} 1 {day} "envbuild {__version__}" "envbuild"\n'
+    yield f'.TH {_roff(name.upper())} 1 {_day()} "envbuild {__version__}" "envbuild"\n'
     yield f".SH NAME\n{_filled(f'{name} - {first}').rstrip('.')}\n"
     pieces = " ".join(command.collect_usage_pieces(context))
     yield f".SH SYNOPSIS\n.B {_roff(context.command_path)}\n{_filled(pieces)}\n"
@@ -100,6 +99,14 @@ def _page(context: click.Context, names: list[str]) -> Iterator[str]:
     yield from _list("EXIT STATUS", ((str(code), text) for code, text in EXIT_CODES.items()))
     related = [one for one in names if one != name and (name.startswith(f"{one}-") or one.startswith(f"{name}-"))]
     yield ".SH SEE ALSO\n" + " ,\n".join(f".BR {_roff(one)} (1)" for one in related).replace(") ,", "),") + "\n"
+
+
+def _day() -> date:
+    """Return the day of SOURCE_DATE_EPOCH, else today. Raises UsageError for another value than seconds."""
+    text = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if text and not re.fullmatch("[0-9]{1,11}", text):  # until the year 5138
+        raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}", "give seconds since 1970, or unset it")
+    return datetime.fromtimestamp(int(text or time.time()), UTC).date()
 
 
 def _paragraph(text: str) -> str:

@@ -19,7 +19,7 @@ from lab.shellcheck import shellcheck
 from envbuild.cli import complete
 from envbuild.cli.commands import COMMANDS, cli
 from envbuild.cli.man import EXIT_CODES, man_pages
-from envbuild.errors import HostError
+from envbuild.errors import HostError, UsageError
 
 HEAVY = ("torch", "docker", "conda_lock", "rich", "rattler", "requests")
 
@@ -212,6 +212,15 @@ def test_a_folder_for_man_pages_that_cannot_be_made_is_one_message(tmp_path: Pat
     (tmp_path / "man1").touch()
     done = CliRunner().invoke(cli, ["man", "--out", str(tmp_path / "man1")])
     assert isinstance(done.exception, HostError) and "man1: the man pages cannot be written" in done.exception.message
+
+
+@pytest.mark.parametrize("value", ["abc", "-1", "1.5", "1" * 12])
+def test_a_source_date_that_is_none_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", value)
+    done = CliRunner().invoke(cli, ["man", "--out", str(tmp_path / "man1")])
+    assert isinstance(done.exception, UsageError) and f"SOURCE_DATE_EPOCH is '{value}'" in done.exception.message
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "")  # as if it were not set
+    assert CliRunner().invoke(cli, ["man", "--out", str(tmp_path / "man1")]).exit_code == 0
 
 
 def test_exit_codes_of_man_pages_are_those_of_the_docs() -> None:
