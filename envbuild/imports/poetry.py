@@ -49,12 +49,12 @@ def poetry_specifier(text: str) -> str | None:
 
 def _translated(part: str) -> str:
     operator, version = re.fullmatch(r"(\^|~(?!=)|[<>=!~]*)\s*(.*)", part, re.S).groups()  # type: ignore[union-attr]
-    numbers = re.match(r"\d{1,9}(?:\.\d{1,9})*", version)
+    numbers = re.match(r"v?(\d{1,9}!)?(\d{1,9}(?:\.\d{1,9})*)", version)
     if version in ("", "*"):
         return ""
     if operator not in ("^", "~") or not numbers:
         return f"{operator or '=='}{version}".replace("====", "===")
-    found = [int(one) for one in numbers[0].split(".")]
+    found = [int(one) for one in numbers[2].split(".")]
     first = next((index for index, one in enumerate(found) if one), len(found) - 1)
     last = first if operator == "^" else min(1, len(found) - 1)
-    return f">={version},<{'.'.join(map(str, [*found[:last], found[last] + 1]))}"
+    return f">={version},<{numbers[1] or ''}{'.'.join(map(str, [*found[:last], found[last] + 1]))}"
