@@ -20,6 +20,7 @@ from envbuild.recipe.accelerators import accelerator_of, torch_index
 from envbuild.recipe.model import PYTHONS
 from envbuild.recipe.reference import reference_of
 from envbuild.recipe.targets import ARCHES, Target, host_arch
+from envbuild.toml import nearest
 
 Lose = Callable[[Statement, str], None]
 _PLATFORMS = {"linux-64": "x86_64", "linux-aarch64": "aarch64"}
@@ -56,9 +57,9 @@ def compose(
 ) -> Draft:
     """Return the recipe called `name` with `statements`.
 
-    Those of extras, groups, features or categories are carried if `groups` names one. The targets are `target`, or
-    those of the accelerators and platforms in the statements, else this host's with CPUs. Raises UsageError for a
-    `target` that is none.
+    Those of extras, groups, features or categories are carried if `groups` names one; a name in `groups` that no
+    statement has is among the lost. The targets are `target`, or those of the accelerators and platforms in the
+    statements, else this host's with CPUs. Raises UsageError for a `target` that is none.
     """
     kept: dict[Statement, None] = {}
     gone: list[Statement] = []
@@ -71,8 +72,15 @@ def compose(
     def of(*kinds: str, arch: str = "") -> list[str]:
         return list(dict.fromkeys(e.text for e in kept if e.kind in kinds and _PLATFORMS.get(e.platform, "") == arch))
 
-    for statement in dict.fromkeys(statements):
-        problem = statement.reason or _problem(statement, groups)
+    given = list(dict.fromkeys(statements))
+    chosen = {normalise(group) for group in groups}
+    known = {normalise(group): group for statement in given for group in statement.group.split()}
+    for group in dict.fromkeys(groups):
+        if normalise(group) not in known:
+            tail = nearest(group, sorted(known.values())) if known else ""
+            gone.append(Statement("extra", group, "--extra", reason=f"no statement belongs to it{tail}"))
+    for statement in given:
+        problem = statement.reason or _problem(statement, chosen)
         lose(statement, problem) if problem else kept.setdefault(statement)
     targets = [Target.parse(target)] if target else _targets(kept)
     tags, arches = {one.accelerator for one in targets}, {one.arch for one in targets}
@@ -128,10 +136,10 @@ def _filled(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value}
 
 
-def _problem(statement: Statement, groups: Collection[str]) -> str | None:
-    """Return why a statement cannot be carried, or None."""
+def _problem(statement: Statement, groups: set[str]) -> str | None:
+    """Return why a statement cannot be carried, or None; `groups` are normalised names (PEP 685)."""
     own = statement.group.split()
-    if own and not set(own) & set(groups):
+    if own and groups.isdisjoint(map(normalise, own)):
         return f"belongs to {' and '.join(own)}: carry it with --extra {own[0]}"
     if statement.kind == "channel" and statement.text == "nodefaults":
         return "envbuild adds no default channels"

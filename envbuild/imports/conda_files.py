@@ -95,12 +95,12 @@ def conda_entries(
     for name, spec in table_at(document.data, *keys).items():
         place, about = document.where(*keys, name), spec if isinstance(spec, dict) else {"version": spec}
         if platform not in _LINUX:
-            yield lost(f"{name} {spec}", place, OTHER_SYSTEM)
+            yield lost(f"{name} {spec}", place, OTHER_SYSTEM, group)
         elif about.get("source") == "pypi" or keys[-1] == "pypi-dependencies":
             pip = {key: value for key, value in about.items() if key != "source"}
             yield from (replace(one, platform=platform) for one in poetry_requirement(name, pip, place, group))
         elif about.keys() - {"version", "build"}:
-            yield lost(f"{name} = {spec}", place, SOURCE)
+            yield lost(f"{name} = {spec}", place, SOURCE, group)
         else:
             version, build = about.get("version") or "*", about.get("build", "")
             text = name if version == "*" and not build else f"{name} {version} {build}".strip()
@@ -134,7 +134,7 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                         known = Statement("name", str(text), document.where(*keys))
                         yield known if key == "name" else lost(f"{key} = {text}", known.place, TOOL)
             elif name not in ("target", "feature"):
-                yield lost(f"{name} = {value}", document.where(*place, name), TOOL)
+                yield lost(f"{name} = {value}", document.where(*place, name), TOOL, group)
 
 
 def read_conda_lock(path: Path) -> Iterator[Statement]:
@@ -182,4 +182,4 @@ def _pin(pip: bool, url: str, row: dict[str, Any], place: str, group: str, platf
         text = ""
     if text and platform in _LINUX:
         return Statement("pin" if pip else "conda-pin", text, place, group, platform)
-    return lost(f"{text or url} ({platform})", place, SOURCE if platform in _LINUX else OTHER_SYSTEM)
+    return lost(f"{text or url} ({platform})", place, SOURCE if platform in _LINUX else OTHER_SYSTEM, group)

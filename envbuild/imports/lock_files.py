@@ -53,7 +53,7 @@ def read_toml_lock(path: Path) -> Iterator[Statement]:
         if address := _address(row, source):
             yield _pin(row.get("name"), f" @ {address}", _markers(row), at, group)
         elif ({kind, *row} if name == "pylock.toml" else {kind}) & _ELSEWHERE:
-            yield lost(f"{row.get('name')} {row.get('version', '')} {source or ''}", at, SOURCE)
+            yield lost(f"{row.get('name')} {row.get('version', '')} {source or ''}", at, SOURCE, group)
         else:
             yield _pin(row.get("name"), row.get("version"), _markers(row), at, group)
             registry = str(source.get("registry") or source.get("url") or row.get("index") or "")
@@ -76,9 +76,9 @@ def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
             text = f"{text} ; {rest}" if rest else text
             own = group or " ".join(re.findall(_EXTRA, marker))
             if normalise(str(one.get("name"))) == normalise(str(row.get("name"))):
-                yield lost(text, place, OWN)
+                yield lost(text, place, OWN, own)
             elif _ELSEWHERE & one.keys() - _REMOTE:  # what is remote has its address in its own row
-                yield lost(one, place, SOURCE)
+                yield lost(one, place, SOURCE, own)
             else:
                 yield Statement("requirement", text, place, own)
 
@@ -117,7 +117,7 @@ def _markers(row: Mapping[str, Any]) -> str:
 
 def _pin(name: object, version: object, marker: str, place: str, group: str) -> Statement:
     if not isinstance(name, str) or not isinstance(version, str):
-        return lost(f"{name} {version}", place, "no name and version")
+        return lost(f"{name} {version}", place, "no name and version", group)
     text = name + (version if " @ " in version else f"=={version}")
     return Statement("pin", f"{text}{f' ; {marker}' if marker else ''}", place, group)
 

@@ -22,9 +22,9 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
     if address := git_address(about):
         version = f" @ {address}"
     if {"path", "url", "file"} & about.keys():
-        yield lost(f"{name} = {about}", place, SOURCE)
+        yield lost(f"{name} = {about}", place, SOURCE, group)
     elif version is None:
-        yield lost(f"{name} {about['version']}", place, "alternatives of versions, which PEP 440 does not know")
+        yield lost(f"{name} {about['version']}", place, "alternatives of versions, which PEP 440 does not know", group)
     else:
         extras = ",".join(str(one) for one in list_at(about, "extras"))
         python = (poetry_specifier(str(about.get("python", ""))) or "").split(",")

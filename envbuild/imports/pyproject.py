@@ -103,9 +103,8 @@ def _poetry(document: Document) -> Iterator[Statement]:
     poetry = table_at(document.data, *_POETRY)
     extras: dict[str, list[str]] = {}
     for name, found in table_at(poetry, "extras").items():
-        yield lost(
-            f"{name} = {found}", document.where(*_POETRY, "extras", name), f"an extra: carry it with --extra {name}"
-        )
+        at = document.where(*_POETRY, "extras", name)
+        yield lost(f"{name} = {found}", at, f"an extra: carry it with --extra {name}", name)
         for one in list_at(found):
             extras.setdefault(normalise(str(one)), []).append(name)
     tables: dict[tuple[str, ...], str] = {(*_POETRY, "dependencies"): "", (*_POETRY, "dev-dependencies"): "dev"}

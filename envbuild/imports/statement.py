@@ -37,9 +37,9 @@ class Statement:
     reason: str = ""
 
 
-def lost(text: object, place: str, reason: str) -> Statement:
+def lost(text: object, place: str, reason: str, group: str = "") -> Statement:
     """Return a statement that is not carried."""
-    return Statement("lost", " ".join(str(text).split()), place, reason=reason)
+    return Statement("lost", " ".join(str(text).split()), place, group, reason=reason)
 
 
 def git_address(about: Mapping[str, Any]) -> str:
@@ -76,10 +76,12 @@ def texts(
     """Yield a statement for each string in the array at `keys` and in the groups that it includes (PEP 735)."""
     found = table_at(document.data, *keys[:-1]).get(keys[-1], [])
     if not isinstance(found, list):
-        yield lost(found, document.where(*keys), "not an array of strings")
+        yield lost(found, document.where(*keys), "not an array of strings", group)
     for index, one in enumerate(list_at(found)):
         place, inner = document.where(*keys, index), value_at(one, "include-group")
         if isinstance(inner, str) and inner not in (*seen, keys[-1]):
             yield from texts(document, (*keys[:-1], inner), kind, group, (*seen, keys[-1]))
         else:
-            yield Statement(kind, one, place, group) if isinstance(one, str) else lost(one, place, "not a string")
+            yield (
+                Statement(kind, one, place, group) if isinstance(one, str) else lost(one, place, "not a string", group)
+            )

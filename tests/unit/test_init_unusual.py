@@ -66,6 +66,25 @@ dev = ["pytest", "My.Train[log-it]", "my-train"]
     assert said == {"my-train[gone]", "my-train"}
 
 
+def test_an_extra_that_is_spelled_otherwise_and_one_that_there_is_not(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("""\
+[project]
+name = "a"
+[project.optional-dependencies]
+Dev_Tools = ["rich"]
+docs = ["sphinx"]
+[tool.poetry.extras]
+none = ["numpy"]
+""")
+    draft, recipe = draft_of(tmp_path / "pyproject.toml", groups=("dev-tools", "doc", "none"))
+    assert recipe.requirements == ("rich",)
+    said = {entry.text: entry.reason for entry in draft.lost if entry.place == "--extra"}
+    assert said == {"doc": "no statement belongs to it; did you mean 'docs'? Accepted: Dev_Tools, docs, none"}
+    (tmp_path / "requirements.txt").write_text("numpy\n")
+    draft, _ = draft_of(tmp_path / "requirements.txt", groups=("gpu",))
+    assert [(entry.text, entry.reason) for entry in draft.lost] == [("gpu", "no statement belongs to it")]
+
+
 def test_a_uv_lock_whose_project_requires_its_own_extras(tmp_path: Path) -> None:
     (tmp_path / "uv.lock").write_text("""\
 version = 1
