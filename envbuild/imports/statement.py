@@ -10,6 +10,7 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.files import read_small
+from envbuild.names import normalise
 from envbuild.toml import Document, list_at, table_at, value_at
 
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
@@ -74,14 +75,16 @@ def texts(
     document: Document, keys: tuple[str, ...], kind: str, group: str = "", seen: tuple[str, ...] = ()
 ) -> Iterator[Statement]:
     """Yield a statement for each string in the array at `keys` and in the groups that it includes (PEP 735)."""
-    found = table_at(document.data, *keys[:-1]).get(keys[-1], [])
+    table = table_at(document.data, *keys[:-1])
+    found, names = table.get(keys[-1], []), {normalise(name): name for name in table}
     if not isinstance(found, list):
         yield lost(found, document.where(*keys), "not an array of strings", group)
     for index, one in enumerate(list_at(found)):
         place, inner = document.where(*keys, index), value_at(one, "include-group")
-        if isinstance(inner, str) and inner not in (*seen, keys[-1]):
-            yield from texts(document, (*keys[:-1], inner), kind, group, (*seen, keys[-1]))
+        name = names.get(normalise(inner), "") if isinstance(inner, str) else ""
+        if name and name not in (*seen, keys[-1]):
+            yield from texts(document, (*keys[:-1], name), kind, group, (*seen, keys[-1]))
+        elif isinstance(one, str):
+            yield Statement(kind, one, place, group)
         else:
-            yield (
-                Statement(kind, one, place, group) if isinstance(one, str) else lost(one, place, "not a string", group)
-            )
+            yield lost(one, place, "not a string" if inner is None else "no other group has this name", group)

@@ -85,6 +85,18 @@ none = ["numpy"]
     assert [(entry.text, entry.reason) for entry in draft.lost] == [("gpu", "no statement belongs to it")]
 
 
+def test_a_group_that_is_included_by_another_spelling_and_one_that_there_is_not(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("""\
+[dependency-groups]
+Test_Tools = ["pytest"]
+dev = [{include-group = "test.tools"}, "ruff", {include-group = "gone"}, {include-group = "dev"}]
+""")
+    draft, recipe = draft_of(tmp_path / "pyproject.toml", groups=("dev",))
+    assert recipe.requirements == ("pytest", "ruff")
+    said = {entry.text for entry in draft.lost if entry.reason == "no other group has this name"}
+    assert said == {"{'include-group': 'gone'}", "{'include-group': 'dev'}"}
+
+
 def test_a_uv_lock_whose_project_requires_its_own_extras(tmp_path: Path) -> None:
     (tmp_path / "uv.lock").write_text("""\
 version = 1
