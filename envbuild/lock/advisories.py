@@ -106,7 +106,7 @@ def read_database(folder: Path, wanted: Collection[AuditedPackage]) -> AdvisoryD
         try:
             for record in _records(path):
                 latest = max(latest, datetime.fromisoformat(record["modified"]).astimezone(UTC))
-                for place in {(_ecosystem(row), _name(row)) for row in record.get("affected", ())} & names:
+                for place in {(_ecosystem(row), _name(row)) for row in record.get("affected") or ()} & names:
                     records.setdefault(place, []).append(record)
         except FileNotFoundError:
             raise VerificationError(f"{path} does not exist", _hint(kind)) from None
@@ -130,35 +130,48 @@ def _records(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _ecosystem(row: Mapping[str, Any]) -> str:
-    return str(row.get("package", {}).get("ecosystem", ""))
+    return str((row.get("package") or {}).get("ecosystem", ""))
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    name = str(row.get("package", {}).get("name", ""))
+    name = str((row.get("package") or {}).get("name", ""))
     return normalise(name) if _ecosystem(row) == PYPI else name
 
 
 def advisories(packages: Iterable[AuditedPackage], database: AdvisoryDatabase) -> list[Advisory]:
-    """Return the vulnerabilities of `packages`, in their order; records that were withdrawn are left out."""
+    """Return the vulnerabilities of `packages`, in their order; records that were withdrawn are left out.
+
+    Raises VerificationError for a record that cannot be read.
+    """
     found = []
     for package in packages:
         for record in database.records.get((package.ecosystem, package.name), ()):
-            rows = [
-                row for row in record["affected"] if (_ecosystem(row), _name(row)) == (package.ecosystem, package.name)
-            ]
-            hit = [row for row in rows if _affects(row, package)]
-            if record.get("withdrawn") or not hit:
-                continue
-            text = str(record.get("summary") or record.get("details") or "").strip().partition("\n")[0]
-            aliases = tuple(map(str, record.get("aliases") or record.get("upstream") or ()))
-            fixed = sorted({event["fixed"] for row in hit for event in _events(row, package) if "fixed" in event})
-            found.append(Advisory(package, str(record["id"]), aliases, text[:200], tuple(fixed)))
+            try:
+                advisory = _advisory(package, record)
+            except (LookupError, TypeError, AttributeError, ValueError) as error:
+                raise VerificationError(
+                    f"the record {str(record.get('id'))[:80]} of {package.name} cannot be read: {error!r:.100}",
+                    _hint(package.ecosystem.partition(":")[0]),
+                ) from error
+            found += [advisory] if advisory else []
     return found
 
 
-def _events(row: Mapping[str, Any], package: AuditedPackage) -> list[Mapping[str, str]]:
-    ranges = [one for one in row.get("ranges", ()) if one.get("type") == "ECOSYSTEM"]
-    return [event for one in ranges for event in one.get("events", ())]
+def _advisory(package: AuditedPackage, record: Mapping[str, Any]) -> Advisory | None:
+    """Return the vulnerability of `record` if `package` has it. Raises the errors of a malformed record."""
+    rows = [row for row in record["affected"] if (_ecosystem(row), _name(row)) == (package.ecosystem, package.name)]
+    hit = [row for row in rows if _affects(row, package)]
+    if record.get("withdrawn") or not hit:
+        return None
+    text = str(record.get("summary") or record.get("details") or "").strip().partition("\n")[0]
+    aliases = tuple(map(str, record.get("aliases") or record.get("upstream") or ()))
+    fixed = sorted({str(event["fixed"]) for row in hit for event in _events(row) if "fixed" in event})
+    return Advisory(package, str(record["id"]), aliases, text[:200], tuple(fixed))
+
+
+def _events(row: Mapping[str, Any]) -> list[Mapping[str, str]]:
+    ranges = [one for one in row.get("ranges") or () if one.get("type") == "ECOSYSTEM"]
+    return [event for one in ranges for event in one.get("events") or ()]
 
 
 def _affects(row: Mapping[str, Any], package: AuditedPackage) -> bool:
@@ -167,16 +180,15 @@ def _affects(row: Mapping[str, Any], package: AuditedPackage) -> bool:
     A version that cannot be understood ends no range: what is not known to be mended counts as affected.
     """
     mine = _place(package, package.version)
-    if package.version in row.get("versions", ()):
+    versions = row.get("versions") or ()
+    if package.version in versions or any(_place(package, one) == mine for one in versions):
         return True
-    if any(_place(package, one) == mine for one in row.get("versions", ())):
-        return True
-    for one in row.get("ranges", ()):
+    for one in row.get("ranges") or ():
         if one.get("type") != "ECOSYSTEM":
             continue
         events = [
             (_place(package, str(version)) or (_FIRST if name == "introduced" else None), name)
-            for event in one.get("events", ()) for name, version in event.items()
+            for event in one.get("events") or () for name, version in event.items()
         ]  # fmt: skip
         affected = False
         for place, name in sorted((place, name) for place, name in events if place is not None):

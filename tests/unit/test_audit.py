@@ -117,11 +117,28 @@ def test_what_cannot_be_looked_up_is_not_said_to_be_good(database: AuditTable, t
         {"id": "x", "modified": "yesterday"},
         {"id": "x", "modified": DAY, "affected": [1]},
         {"id": "x", "modified": 5},
+        *(
+            {"id": "x", "modified": DAY, "affected": [{"package": {"ecosystem": "PyPI", "name": "jinja2"}, **rest}]}
+            for rest in ({"versions": 5}, {"ranges": [1]}, {"ranges": [{"type": "ECOSYSTEM", "events": [None]}]})
+        ),
+        {**JINJA, "modified": DAY, "aliases": 5, "affected": [{**JINJA["affected"][0], "versions": ["3.1.3"]}]},
     ],
 )
 def test_a_record_of_another_form_fails_closed(record: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(VerificationError, match="cannot be read"):
         audit([wheels(jinja2="3.1.3")], AuditTable(str(export(tmp_path, "PyPI", record))), NOW)
+
+
+def test_null_is_what_is_not_there(tmp_path: Path) -> None:
+    # In OSV's JSON Schema, `affected` and `aliases` may be null.
+    [row] = JINJA["affected"]
+    records = {
+        "a": {"affected": None}, "b": {"affected": [{**row, "package": None}]},
+        "c": {"affected": [{**row, "versions": None}], "aliases": None}, "d": {"affected": [{**row, "ranges": None}]},
+    }  # fmt: skip
+    rows = [{**JINJA, "id": name, "modified": DAY, **changes} for name, changes in records.items()]
+    found = audit([wheels(jinja2="3.1.2")], AuditTable(str(export(tmp_path, "PyPI", *rows))), NOW).found
+    assert [(one.id, one.fixed) for one in found] == [("c", ("3.1.3",)), ("d", ())]
 
 
 VERSIONS = st.builds(
