@@ -166,6 +166,8 @@ def lock_command(
             f"{', '.join(failed)}: the upgraded locks do not pass verification, see {report}",
             "take the locks before back from version control, or upgrade fewer packages: --upgrade=PKG",
         )
+    if run.report.faults:
+        raise run.report.faults[0]
 
 
 def _verified(

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from envbuild.debian.lock import DebianLock
+from envbuild.errors import VerificationError
 from envbuild.lock.advisories import Advisory, judge_locks, open_database
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
@@ -42,15 +43,17 @@ class VerifiedUpgrade:
 
 @dataclass(frozen=True, slots=True)
 class UpgradeReport:
-    """What a run of `envbuild lock` changed, for people who review it."""
+    """What a run of `envbuild lock` changed, for people who review it; `faults` are those of the database."""
 
     changes: list[LockChange] = field(default_factory=list)
     verified: list[VerifiedUpgrade] = field(default_factory=list)
+    faults: list[VerificationError] = field(default_factory=list)
 
     def render(self, table: AuditTable, store: Store) -> str:
         """Return the report in Markdown; with a database, the vulnerabilities before and after.
 
-        Sizes of wheels and conda packages are those of the files in `store`. Raises as `audit`.
+        Sizes of wheels and conda packages are those of the files in `store`. A database that cannot be used is among
+        the `faults`: the locks have changed already, and nothing else says how.
         """
         text = ["# Upgraded locks", ""]
         changed = [one for one in self.changes if one.lines]
@@ -69,7 +72,11 @@ class UpgradeReport:
         for verified in self.verified:
             text += _verified(verified)
         if table.database:
-            text += self._vulnerabilities(table)
+            try:
+                text += self._vulnerabilities(table)
+            except VerificationError as error:
+                self.faults.append(error)
+                text += [f"**Known vulnerabilities could not be looked up: {error.message}**", ""]
         else:
             text += ["Known vulnerabilities were not looked up: [audit] of the site names no database.", ""]
         return "\n".join(text)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from envbuild.cli.commands import cli
+from envbuild.cli.lock import LockRun
 from envbuild.debian.control import compare_versions
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.errors import UsageError, VerificationError
@@ -223,6 +224,24 @@ def test_a_report_says_what_changed_and_what_that_mends(
     assert "**Mended: 1**\n\n- jinja2 3.1.2: GHSA-h5c8-rqwp-cp95 (CVE-2024-22195)" in text
     assert "**New: 0**" in text and "**Left: 1**\n\n- glibc" in text
     assert "not looked up" in UpgradeReport([]).render(AuditTable(), store)
+
+
+def test_a_report_is_written_without_a_database_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, report = tmp_path / "site.toml", tmp_path / "upgrade.md"
+    site.write_text(f'[audit]\ndatabase = "{tmp_path}/gone"\n')
+    monkeypatch.setenv("ENVBUILD_SITE", str(site))
+    monkeypatch.setenv("ENVBUILD_STORE", str(tmp_path / "store"))
+    new, old = wheels(jinja2="3.1.3"), wheels(jinja2="3.1.2")
+
+    def upgraded(run: LockRun, *_: object) -> None:
+        run.report.changes.append(LockChange("pt", "cpu-x86_64", "wheels", ["~ jinja2 3.1.2 -> 3.1.3"], old, new))
+
+    monkeypatch.setattr(LockRun, "lock_wheels", upgraded)
+    options = ["--target", "cpu-x86_64", "--wheels", "--report", str(report), "--upgrade"]
+    done = CliRunner().invoke(cli, ["lock", "pt_minimal", *options])
+    assert isinstance(done.exception, VerificationError) and "all.zip does not exist" in done.exception.message
+    assert "| jinja2 | 3.1.2 | 3.1.3 |" in report.read_text()
+    assert "could not be looked up: " in report.read_text()
 
 
 def test_a_report_compares_receipts(tmp_path: Path) -> None:
