@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import subprocess
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,8 @@ from envbuild.verify.run import verify
 STEP_TIME, PASS = "step_time", "pass"
 # Exit codes of a command with a meaning of their own, as for `git bisect run`.
 _SKIP, _CANNOT_RUN = 125, (126, 127)
+# Bytes of a command's output, from its end, of which the last lines are told.
+_MOST_TOLD = 1 << 16
 
 
 @dataclass(slots=True)
@@ -76,16 +80,19 @@ class Judge:
 
     def _command(self, path: Path, timeout_s: float) -> tuple[MixState, dict[str, Any]]:
         variables = launch_environment(path, self.environment.variables)
-        child = process.start(["/bin/sh", "-c", self.metric], env=variables, stderr=subprocess.STDOUT)
-        try:
-            output = child.communicate(timeout=timeout_s)[0].decode(errors="replace")
-        except subprocess.TimeoutExpired:
-            process.stop([child])
-            return MixState.BAD, {"exit": f"none after {timeout_s:g} s"}
-        except BaseException:
-            process.stop([child])
-            raise
-        status = child.returncode
+        # No pipe: a process that the command left in the background would hold it open.
+        with tempfile.TemporaryFile() as written:
+            child = process.start(
+                ["/bin/sh", "-c", self.metric], env=variables, stdout=written.fileno(), stderr=subprocess.STDOUT
+            )
+            try:
+                status = child.wait(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                return MixState.BAD, {"exit": f"none after {timeout_s:g} s"}
+            finally:
+                process.stop([child])
+            written.seek(max(0, written.seek(0, os.SEEK_END) - _MOST_TOLD))
+            output = written.read().decode(errors="replace")
         told = "\n".join(output.splitlines()[-process.TAIL_LINES :])
         if status in _CANNOT_RUN:
             raise UsageError(f"the command cannot be run (exit {status}): {clean(told)}", "correct --metric")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import statistics
 from dataclasses import replace
@@ -14,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
+from envbuild.bisect.judge import Judge
 from envbuild.bisect.mix import differences, grouped, mixed
 from envbuild.bisect.search import Culprits, Mix, MixState, bound, search
+from envbuild.environment import load_environment
 from envbuild.lock.format import Lock, LockedPackage
 
 # Step times of launches of the trainer, one after the other, on a machine that others use, too.
@@ -168,3 +171,20 @@ def test_a_decision_needs_several_pairs() -> None:
     assert is_faster([gap / 2] * 1000, gap, spread_of([])) is None
     assert is_faster([], gap, spread_of([])) is None
     assert spread_of([[0.0, 0.4, 0.8], [1.0, 1.4, 1.8]]) == pytest.approx(0.4 * 1.0483)
+
+
+@pytest.mark.parametrize(
+    ("command", "state", "told"),
+    [
+        ("sleep 60 & echo done", MixState.GOOD, {"exit": 0, "output": "done"}),
+        ("sleep 60 & exit 3", MixState.BAD, {"exit": 3, "output": ""}),
+        ("exit 125", MixState.UNTESTABLE, {"exit": 125, "output": ""}),
+        ("sleep 60", MixState.BAD, {"exit": "none after 1 s"}),
+    ],
+)
+def test_a_command_is_judged_by_its_exit_whatever_it_left_running(
+    command: str, state: MixState, told: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("envbuild.bisect.judge.launch_environment", lambda *_: dict(os.environ))
+    judge = Judge(command, 1, load_environment(), lambda _: None)
+    assert judge._command(tmp_path, 1.0) == (state, told)
