@@ -27,7 +27,8 @@ EXIT_CODES = {
     3: "a lock is missing, stale or impossible; versions do not go together",
     4: "the build failed",
     5: "verification failed; an artifact has no passing receipt; preflight or lint-job found an error; store check "
-    "found damage; the locks of bisect do not differ",
+    "found damage; the locks of bisect do not differ; a site does not trust it; audit found a vulnerability, or has no "
+    "usable database",
     6: "this host lacks a tool, an interpreter, an architecture or a permission",
     70: "a fault of envbuild itself",
     130: "interrupted",
