@@ -18,20 +18,24 @@ from envbuild.toml import nearest
 
 
 def reachable(indexes: Sequence[str], environment: Environment, offline: bool) -> tuple[list[str], list[str]]:
-    """Return the URLs of the indexes (their first mirror) that answer, and a note for each index that does not."""
-    if offline:
-        return [], [f"--offline: index {index} was not asked" for index in indexes]
+    """Return the URLs of the indexes (their first mirror) that answer, and a note for each index that does not.
+
+    With `offline` only folders are asked.
+    """
     answering, notes = list[str](), list[str]()
     for index in indexes:
         refusals: list[str] = []
         for candidate in environment.site.mirrored(index):
+            if offline and not candidate.startswith("file:"):
+                continue
             refusal = environment.probe(candidate)
             if refusal is None:
                 answering.append(candidate)
                 break
             refusals.append(refusal)
         else:
-            notes.append(f"index {index} cannot be reached: {'; '.join(refusals)}")
+            unasked = f"--offline: index {index} was not asked"
+            notes.append(f"index {index} cannot be reached: {'; '.join(refusals)}" if refusals else unasked)
     return answering, notes
 
 
@@ -52,7 +56,9 @@ def bound_indexes(
                 f"{recipe.where('indexes', project)}: this site has no index {index!r}{nearest(index, known)}",
                 f'name its URL in site.toml, [indexes] {index} = "https://…"; named are {", ".join(known) or "none"}',
             )
-        urls, reasons = ([known[index]], []) if offline else reachable([known[index]], environment, offline)
+        urls, reasons = reachable([known[index]], environment, offline)
+        if offline and not urls:  # uv says what it lacks
+            urls = [known[index]]
         if not urls:
             raise LockError(
                 f"{recipe.where('indexes', project)}: {project} comes from {index!r} alone: {reasons[0]}",

@@ -13,6 +13,7 @@ import pytest
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import LockError
 from envbuild.lock.format import Lock, LockedPackage, parse, render
+from envbuild.lock.indexes import reachable
 from envbuild.lock.offers import Offers, releases_of, skipped_warnings
 from envbuild.lock.uv_compile import UvCompile, without_wheel
 from envbuild.store.client import Client
@@ -242,3 +243,14 @@ def test_an_index_that_was_left_out_is_named_for_what_it_would_serve(
 def test_what_has_no_wheel_is_read_from_uv() -> None:
     assert without_wheel(OF_DEPENDENCY) == "inner>=1.0,<=1.4"
     assert without_wheel(NO_WHEEL) == "demo==1.0" and without_wheel(CONFLICT) is None
+
+
+def test_offline_asks_indexes_that_are_folders_and_no_others(tmp_path: Path) -> None:
+    (tmp_path / "simple").mkdir()
+    folder, site = (tmp_path / "simple").as_uri(), tmp_path / "site.toml"
+    site.write_text(f'[mirrors]\n"https://far.example/simple" = ["https://near.example/simple", "{folder}"]\n')
+    environment = load_environment({"ENVBUILD_SITE": str(site), "HOME": str(tmp_path), "PIP_CONFIG_FILE": "/dev/null"})
+    assert reachable([folder, "https://far.example/simple"], environment, offline=True) == ([folder, folder], [])
+    found, notes = reachable(["https://other.example/simple", f"{folder}/none"], environment, offline=True)
+    assert found == [] and notes[0] == "--offline: index https://other.example/simple was not asked"
+    assert notes[1] == f"index {folder}/none cannot be reached: no such folder"
