@@ -13,6 +13,8 @@ from envbuild.cli.common import open_recipe, print_json
 from envbuild.cli.options import PATH, with_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
+from envbuild.recipe.find import command_word
+from envbuild.recipe.targets import Target
 from envbuild.store.history import METRICS, merged, recorded, row_of, sparkline
 from envbuild.verify.receipt import read_receipt, receipt_path
 
@@ -47,17 +49,22 @@ def history_command(
       envbuild history pt_cpu --receipts /srv/receipts --json
     """
     environment = load_environment()
-    name = open_recipe(recipe, environment).recipe.name
+    loaded = open_recipe(recipe, environment)
+    name = loaded.recipe.name
     given = [row_of(one) for place in places for one in _receipts(place, name)]
     rows = [row for row in merged(recorded(environment.store, name), given) if target in (None, row["target"])]
     if as_json:
         print_json({"recipe": name, "verifications": rows})
         return
     if not rows:
+        from envbuild.locks import has_wheels
+
         of = f" for {target}" if target else ""
+        has_venv = any(has_wheels(loaded, Target.parse(one)) for one in loaded.recipe.targets)
+        kind = "venv" if has_venv else "conda"
         raise UsageError(
             f"no verification of {name}{of} is recorded in {environment.store.root}",
-            f"build it: envbuild venv {recipe}; or name receipts with --receipts",
+            f"build it: envbuild {kind} {command_word(loaded)}; or name receipts with --receipts",
         )
     series: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:

@@ -145,3 +145,15 @@ def test_a_figure_that_is_no_number_is_left_out(tmp_path: Path, value: object) -
     path.write_text(json.dumps(receipt(1, verified_at=None, checks=None, performance={"step_s": value, "gpu": "G"})))
     done = CliRunner().invoke(cli, ["history", "pt_cpu", "--receipts", str(path)])
     assert done.exit_code == 0 and "on node1, 2 processors, Some CPU, G;" in done.stdout
+
+
+def test_the_hint_names_a_command_that_builds_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENVBUILD_STORE", str(tmp_path / "store"))
+    folder = tmp_path / "only_conda"
+    folder.mkdir()
+    (folder / "recipe.toml").write_text(
+        'name = "only_conda"\ndescription = "x"\npython = "3.11"\nrequirements = []\nenvironment = "conda"\n'
+        '[conda]\ndependencies = ["pytorch"]\n[targets.cpu-x86_64]\n'
+    )
+    done = CliRunner().invoke(cli, ["history", str(folder)])
+    assert isinstance(done.exception, UsageError) and f"envbuild conda {folder}; or" in str(done.exception.hint)
