@@ -10,7 +10,7 @@ import click
 from envbuild.cli import complete
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import PATH, with_options
-from envbuild.errors import UsageError, VerificationError
+from envbuild.errors import LockError, UsageError, VerificationError
 from envbuild.recipe.targets import host_arch
 
 if TYPE_CHECKING:
@@ -56,7 +56,12 @@ def bisect_command(
     environment = run_environment()
     name = target or f"cpu-{host_arch()}"
     files = [find_lock(place, name) for place in (good, bad)]
-    locks = [found for file in files if (found := read(file))]
+    try:
+        locks = [found for file in files if (found := read(file))]
+    except LockError as error:  # its hint is for the lock of a recipe: to remove it and make it again
+        raise UsageError(
+            error.message, "give two locks of wheels, TARGET.requirements.txt, of different times"
+        ) from error
     if len(locks) < 2 or any(
         getattr(locks[0], key) != getattr(locks[1], key) for key in ("recipe", "target", "python")
     ):

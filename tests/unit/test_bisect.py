@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,9 @@ from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
 from envbuild.bisect.judge import Judge
 from envbuild.bisect.mix import differences, grouped, mixed
 from envbuild.bisect.search import Culprits, Mix, MixState, bound, search
+from envbuild.cli.commands import cli
 from envbuild.environment import load_environment
+from envbuild.errors import UsageError
 from envbuild.lock.format import Lock, LockedPackage
 
 # Step times of launches of the trainer, one after the other, on a machine that others use, too.
@@ -188,3 +191,10 @@ def test_a_command_is_judged_by_its_exit_whatever_it_left_running(
     monkeypatch.setattr("envbuild.bisect.judge.launch_environment", lambda *_: dict(os.environ))
     judge = Judge(command, 1, load_environment(), lambda _: None)
     assert judge._command(tmp_path, 1.0) == (state, told)
+
+
+def test_bisect_advises_nobody_to_delete_a_lock() -> None:
+    folder = Path(__file__).parents[2] / "recipes" / "pt_minimal"
+    done = CliRunner().invoke(cli, ["bisect", str(folder / "cpu-x86_64.image.toml"), str(folder)])
+    assert isinstance(done.exception, UsageError) and "not an envbuild lock" in done.exception.message
+    assert done.exception.hint == "give two locks of wheels, TARGET.requirements.txt, of different times"
