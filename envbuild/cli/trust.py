@@ -151,7 +151,7 @@ def trust_command(named: str, site: str | None, target: str | None, exact: bool,
         show(as_json, {"path": named, "digest": digest, "signer": by}, f"{named}: trusted: attested by {by}")
         return
     opened, receipt = _opened(named, target, exact, attested_images(where))
-    verdict = judge(opened.place, receipt, trust, datetime.now(UTC))
+    verdict = judge(opened.place, receipt, trust, datetime.now(UTC), opened.artifact.digest)
     others = f", with its {' and its '.join(verdict.others)}" if verdict.others else ""
     value = {
         "path": opened.artifact.path,

@@ -251,7 +251,7 @@ def check_trust(opened: JobInputs, trust: TrustTable) -> None:
             )
         from envbuild.trust.policy import judge
 
-        judge(opened.place, opened.receipt, trust, datetime.now(UTC))
+        judge(opened.place, opened.receipt, trust, datetime.now(UTC), opened.artifact.digest)
 
 
 def _check_target(what: object, found: str, wanted: str | None) -> None:

@@ -74,12 +74,16 @@ class Signers:
         return found, signed_by(bundle, found, self.identities, self.config)
 
 
-def judge(artifact: Path, receipt: Mapping[str, Any], trust: TrustTable, now: datetime) -> TrustVerdict:
+def judge(
+    artifact: Path, receipt: Mapping[str, Any], trust: TrustTable, now: datetime, digest: str = ""
+) -> TrustVerdict:  # fmt: skip
     """Return why `receipt`, which is of the content of `artifact`, is trusted at the time `now`.
+
+    `digest` is that of the image in a registry, "" for the artifact's own: `pushed` in a receipt is nobody's word.
 
     Raises VerificationError, which says why it is not, and UsageError for a faulty key of the site.
     """
-    signers, digest, others = Signers.of(trust), receipt["artifact"]["digest"], []
+    signers, digest, others = Signers.of(trust), digest or receipt["artifact"]["digest"], []
     told, signer = signed(artifact, bundle_path(artifact), RECEIPT, "attestation", digest, signers)
     for name in PREDICATES:
         place = bundle_path(artifact, name)

@@ -297,6 +297,31 @@ def test_a_pushed_or_copied_artifact_stays_trusted(place: Place) -> None:
     assert told["subject"][-1] == {"name": "registry.example.org/a", "digest": {"sha256": "1" * 64}}
 
 
+def test_a_pushed_image_is_trusted_by_the_digest_that_nodes_pull(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place.folder)
+    built = Path("build/lab/cpu-x86_64/docker")
+    built.parent.mkdir(parents=True)
+
+    def push(digit: str) -> str:
+        """Write the receipt of an image that was pushed with this digest, and return its reference."""
+        image = f"registry.example.org/lab@sha256:{digit * 64}"
+        artifact = {"kind": "docker", "path": "lab", "digest": "sha256:" + "1" * 64, "pushed": image}
+        place.receipt |= {"artifact": artifact, "settings": {}}
+        write_receipt(place.receipt, built)
+        return image
+
+    for digit in "12":  # the image's own manifest, and the one of `--format docker`
+        image = push(digit)
+        bundle_path(built).write_bytes(sign(attested(place.receipt), load_signer(str(place.key), None, no_passphrase)))
+        assert all("trusted: attested by" in place.run("trust", named).stdout for named in ("lab", image))
+    image = push("e")
+    for named in ("lab", image):
+        with pytest.raises(VerificationError, match="is of another artifact"):
+            place.run("trust", named)
+        with pytest.raises(VerificationError, match="is of another artifact"):
+            check_trust(open_artifact(named, ("docker",), None), place.trust)
+
+
 def test_the_sites_checks_and_age(place: Place) -> None:
     place.attest()
     assert place.judged(checks=("launch", "allreduce"), max_age="90d")
