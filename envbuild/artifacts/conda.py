@@ -217,7 +217,10 @@ def _runs(file: Path, root: Path) -> bool:
 
 
 def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` as after `conda activate`, whose scripts bash runs, without Python settings. Raises HostError."""
+    """Return `env` as after `conda activate`, whose scripts bash runs, without Python settings. Raises HostError.
+
+    As in jobs, packages in the user's ~/.local, which conda's Python would take first, are left out.
+    """
     root = path.absolute()
     result = {name: value for name, value in env.items() if name not in _DROPPED}
     result |= {
@@ -225,6 +228,7 @@ def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
         # conda calls an environment in an envs folder by its name, any other by its path.
         "CONDA_DEFAULT_ENV": root.name if root.parent.name == "envs" else os.fspath(root),
         "CONDA_SHLVL": "1",
+        "PYTHONNOUSERSITE": "1",
         "PATH": f"{root / 'bin'}{os.pathsep}{env.get('PATH') or os.defpath}",
     }
     result |= set_variables(root)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.artifacts import conda_cache
-from envbuild.artifacts.conda import launch_environment
+from envbuild.artifacts.conda import command, launch_environment
 from envbuild.artifacts.conda_survey import conda_packages, owned_dist_infos, quick_names, survey_conda
 from envbuild.errors import BuildError, HostError
 from envbuild.fingerprint import conda_digest
@@ -107,6 +107,17 @@ def test_variables_that_packages_and_users_set_are_set(tmp_path: Path) -> None:
     assert env["A"] == "1" and env["B"] == "user" and env["HOME"] == "/h"
     assert "PYTHONPATH" not in env and env["CONDA_DEFAULT_ENV"] == "mine"
     assert env["PATH"] == f"{root}/bin:{os.defpath}"
+
+
+def test_packages_of_the_users_home_are_not_found(tmp_path: Path) -> None:
+    root, home = tmp_path / "conda", tmp_path / "home"
+    (root / "bin").mkdir(parents=True)
+    (root / "bin/python").symlink_to(os.path.realpath(sys.executable))  # one outside of a venv, as conda's
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    put(home / f".local/lib/python{version}/site-packages/stray.py", b"")
+    env = launch_environment(root, {"PATH": os.environ["PATH"], "HOME": str(home)})
+    done = subprocess.run(command(root, "python", "-c", "import stray"), env=env, capture_output=True, text=True)
+    assert "No module named 'stray'" in done.stderr
 
 
 def test_an_activation_that_cannot_end_is_an_error(tmp_path: Path) -> None:
