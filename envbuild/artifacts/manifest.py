@@ -155,8 +155,10 @@ def check(
     if interpreter and not (report.missing or report.altered or report.unowned):
         rows = dict(zip(sorted(bytecode), _rows(root, [(p, found[p]) for p in sorted(bytecode)], workers), strict=True))
         compiled = _compiled(manifest, store)
-        new = [path for path, row in rows.items() if row.sha256 not in compiled.get(path, ())]
-        report.altered = sorted(other_code(root, new, interpreter, workers))
+        # Python writes regular files alone: what a link leads to may change later, and a pipe may never be read.
+        strange = [path for path, row in rows.items() if not row.sha256]
+        new = [path for path, row in rows.items() if row.sha256 and row.sha256 not in compiled.get(path, ())]
+        report.altered = sorted([*strange, *other_code(root, new, interpreter, workers)])
         bytecode = set()
     good = found.keys() - bytecode.union(report.altered, report.unowned)
     return report, {path: found[path] for path in sorted(good)}

@@ -140,6 +140,16 @@ def test_what_python_and_users_write_is_no_change(root: Path, tmp_path: Path) ->
     assert shown(changes(root, STATE, known.digest, store, 2)).startswith(f"{SITE}/pkg/__pycache__/mod.")
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_bytecode_that_is_no_file_is_a_change(root: Path, tmp_path: Path, kind: str) -> None:
+    path = compiled(root)
+    path.rename(tmp_path / "elsewhere.pyc")
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(tmp_path / "elsewhere.pyc")
+    known = read_manifest(root)
+    assert known is not None
+    assert changes(root, STATE, known.digest, Store(tmp_path / "store"), 2) == [str(path.relative_to(root))]
+
+
 def test_files_are_read_again_only_when_their_stat_changed(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
