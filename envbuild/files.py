@@ -78,3 +78,8 @@ def walk_stats(root: Path) -> Iterator[tuple[str, os.stat_result]]:
                     folders.append(entry.path)
                 else:
                     yield entry.path[start:], entry.stat(follow_symlinks=False)
+
+
+def named_path(path: Path) -> Path:
+    """Return `path`, made absolute if it has no name of its own, as "." and ".."; files lie beside an artifact's."""
+    return path if path.name not in ("", "..") else Path(os.path.abspath(path))

@@ -13,12 +13,22 @@ import click
 from envbuild.cli import complete
 from envbuild.cli.verbosity import verbosity
 from envbuild.errors import UsageError
+from envbuild.files import named_path
 from envbuild.progress import log
 
 if TYPE_CHECKING:
     from envbuild.lock.lifecycle import LockUse
 
-PATH = click.Path(path_type=Path)
+
+class _Named(click.Path):
+    """A path with a name, beside which a receipt can lie: "." and ".." are the folders that they stand for."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path: Any = super().convert(value, param, ctx)
+        return named_path(path)
+
+
+PATH = _Named(path_type=Path)
 Names = tuple[str, ...]
 # The value of --report without FILE; no name of a file that a user gives.
 BESIDE = ""

@@ -12,6 +12,7 @@ from envbuild.artifacts.manifest import shown
 from envbuild.artifacts.state import BuiltLayer, read_state
 from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import find_fabric
+from envbuild.files import named_path
 from envbuild.jobs.model import JobArtifact
 from envbuild.kinds import ARTIFACTS, DOCKER, kind_at
 from envbuild.layers.compose import PREFIX
@@ -54,7 +55,7 @@ def open_artifact(
 
     Raises UsageError when there is none, VerificationError when no passing receipt exists, unless `unverified`.
     """
-    path = Path(named)
+    path = named_path(Path(named))
     if "@sha256:" in named:
         return _image(named, target, unverified, fetch=fetch)
     if (path / "recipe.toml").is_file():

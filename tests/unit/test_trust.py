@@ -357,6 +357,20 @@ def test_jobs_take_what_the_site_trusts_alone(place: Place) -> None:
     check_trust(opened_, TrustTable())  # a site without signers
 
 
+@pytest.mark.parametrize("named", [".", "./", "lib/.."])
+def test_the_current_folder_is_an_artifact_with_a_receipt_beside_it(
+    place: Place, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place.venv / "lib").mkdir(exist_ok=True)
+    monkeypatch.chdir(place.venv)
+    place.run("attest", named, "--key", str(place.key))
+    assert place.bundle.exists()
+    assert "trusted: attested by" in place.run("trust", named).stdout
+    with pytest.raises(EnvbuildError) as caught:  # it is trusted, and no environment that could be started
+        place.run("verify", named)
+    assert "trusted" not in caught.value.message
+
+
 def make_bundle(folder: Path) -> Path:
     """A folder with the parts of a bundle."""
     files = {"recipes/lab/recipe.toml": "name", "store/wheels/0/x.whl": "zip", "envbuild/envbuild/__init__.py": ""}
