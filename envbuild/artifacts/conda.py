@@ -34,6 +34,7 @@ from envbuild.artifacts.folder import (
     install_wheels,
     interpreter,
     locked_files,
+    program_file,
     site_packages,
 )
 from envbuild.artifacts.installed import names_and_versions
@@ -200,9 +201,13 @@ def command(path: Path, program: str, *arguments: str) -> list[str]:
     Before the environment is moved to its final path, its scripts name an interpreter that does not exist yet: they are
     then run by the interpreter at `path`.
     """
-    file = path.absolute() / "bin" / program
-    line = [os.fspath(file), *arguments]
-    return line if _runs(file, path.absolute()) else [os.fspath(interpreter(path.absolute())), *line]
+    file = program_file(path, program)
+    line = [file, *arguments]
+    return (
+        line
+        if not os.path.isabs(file) or _runs(Path(file), path.absolute())
+        else [os.fspath(interpreter(path.absolute())), *line]
+    )
 
 
 def _runs(file: Path, root: Path) -> bool:

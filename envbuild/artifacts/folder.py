@@ -80,6 +80,13 @@ def interpreter(path: Path) -> Path:
     return path / "bin" / "python"
 
 
+def program_file(path: Path, program: str) -> str:
+    """Return the path of `program` in the environment at `path`; other programs of the host are found on PATH."""
+    file = path.absolute() / "bin" / program
+    own = program in ("python", "torchrun") or os.path.lexists(file)
+    return os.fspath(file) if own else program
+
+
 def site_packages(path: Path, python: str) -> Path:
     """Return the site-packages folder of the environment at `path` with Python `python` ("3.11")."""
     return path / "lib" / f"python{python}" / "site-packages"

@@ -72,7 +72,7 @@ def build(wanted: FolderBuild) -> State:
 
 def command(path: Path, program: str, *arguments: str) -> list[str]:
     """Return the command line that runs `program` (torchrun, python) in the venv at `path`."""
-    return [os.fspath(path.absolute() / "bin" / program), *arguments]
+    return [folder.program_file(path, program), *arguments]
 
 
 def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:

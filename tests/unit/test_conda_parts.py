@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.artifacts import conda_cache
+from envbuild.artifacts import conda, conda_cache, venv
 from envbuild.artifacts.conda import command, launch_environment
 from envbuild.artifacts.conda_survey import conda_packages, owned_dist_infos, quick_names, survey_conda
 from envbuild.errors import BuildError, HostError
@@ -118,6 +118,16 @@ def test_packages_of_the_users_home_are_not_found(tmp_path: Path) -> None:
     env = launch_environment(root, {"PATH": os.environ["PATH"], "HOME": str(home)})
     done = subprocess.run(command(root, "python", "-c", "import stray"), env=env, capture_output=True, text=True)
     assert "No module named 'stray'" in done.stderr
+
+
+@pytest.mark.parametrize("kind", [venv, conda])
+def test_a_command_of_verify_is_a_program_of_the_environment_or_of_the_host(kind: Any, tmp_path: Path) -> None:
+    put(tmp_path / "bin/tool", b"")
+    for own in ("tool", "python", "torchrun"):  # the last two are never those of the host
+        assert kind.command(tmp_path, own, "-x") == [f"{tmp_path}/bin/{own}", "-x"]
+    for other in ("sh", "/bin/sh"):
+        line, env = kind.command(tmp_path, other, "-c", "exit 3"), {"PATH": os.environ["PATH"]}
+        assert subprocess.run(line, env=kind.launch_environment(tmp_path, env)).returncode == 3
 
 
 def test_an_activation_that_cannot_end_is_an_error(tmp_path: Path) -> None:
