@@ -90,6 +90,9 @@ def make_environment(
             log(f"{path}: building {plan.recipe} for {plan.target}, {count} packages")
         elif state.plan_digest != plan.digest:
             log(f"{path}: the plan changed since it was built; building again")
+        elif state.verify != plan.verify_settings():
+            # Else `envbuild verify`, which has the artifact's own, would judge by the old ones.
+            log(f"{path}: [verify] of its recipe changed since it was built; building again")
         elif not module.is_current(path, state, python):
             log(f"{path}: its packages or its interpreter changed since the build; building again")
         elif changed := changes(path, state, manifest_of(path), environment.store, workers, exact=exact):

@@ -72,9 +72,9 @@ def site_of(folder: Path, text: str) -> Site:
 
 def built(
     kind: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch, *,
-    status: str = PASS,
+    status: str = PASS, **table: Any,
 ) -> Result:  # fmt: skip
-    """Build a toy of pt_cpu; its verification ends with `status` without a training."""
+    """Build a toy of pt_cpu with `table` in its [verify]; its verification ends with `status` without a training."""
 
     def verify(_subject: Any, settings: Settings, *_: Any, **__: Any) -> Verdict:
         return Verdict((Check("toy", "toy", status, "", ""),), settings, 0.1, Path("logs"))
@@ -82,7 +82,7 @@ def built(
     monkeypatch.setattr("envbuild.verify.run.verify", verify)
     loaded, target = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml"), Target.parse(HERE)
     plan, trainer = prepare(loaded, target, environment, artifact=kind.name, locked=True, offline=True, log=print)
-    path = kind.default_path("pt_cpu", HERE)
+    plan, path = replace(plan, verify=replace(plan.verify, **table)), kind.default_path("pt_cpu", HERE)
     return make_environment(kind, plan, trainer, environment, path, offline=True)
 
 
@@ -124,6 +124,20 @@ def test_an_artifact_kind_that_fails_leaves_the_one_before_it(
     assert passing_receipt(good.path, good.digest) is not None
     assert failed.value.hint and f"the failed artifact is {kept}" in failed.value.hint
     assert not [one for one in good.path.parent.iterdir() if one.name.startswith(".")]
+
+
+def test_an_environment_has_the_verification_of_its_recipe(
+    toy: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else `envbuild verify`, which knows no recipe, would judge by a [verify] that is no more."""
+    good = built(toy, environment, monkeypatch)
+    with pytest.raises(VerificationError):
+        built(toy, environment, monkeypatch, status="fail", command="false")
+    again = open_subject(failed_path(good.path), environment)
+    assert again.state.verify["command"] == "false" and again.digest == good.digest
+    assert built(toy, environment, monkeypatch, command="true").built
+    assert open_subject(good.path, environment).state.verify["command"] == "true"
+    assert not built(toy, environment, monkeypatch, command="true").built
 
 
 def test_an_artifact_kind_runs_in_jobs(
