@@ -26,8 +26,8 @@ from envbuild.names import normalise
 from envbuild.pure_wheel import record_row as record_row
 
 INSTALLER = b"envbuild\n"
-# Files in a .dist-info that each installer writes in its own way, relative to site-packages.
-INSTALLER_NOTES = re.compile(r"[^/]*\.dist-info/(INSTALLER|REQUESTED|RECORD|direct_url\.json)", re.DOTALL)
+# Files in a .dist-info that each installer writes, or lists (signatures), in its own way, relative to site-packages.
+INSTALLER_NOTES = re.compile(r"[^/]*\.dist-info/(INSTALLER|REQUESTED|RECORD(\.jws|\.p7s)?|direct_url\.json)", re.DOTALL)
 _VALUE = re.compile(r"([\w.]+)\s*:\s*([\w.]+)\s*(?:\[.*\]\s*)?")
 _FORBIDDEN = re.compile(r"[\x00-\x1f\x7f/\\]")
 _SCRIPT = """#!{python}

@@ -1,0 +1,48 @@
+"""Valid wheels that are rare: what an environment of them is compared with."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from lab.wheels import make_wheel
+
+from envbuild.artifacts.folder import locked_files
+from envbuild.artifacts.pip_records import record_differences
+from envbuild.layers.compose import WheelFile
+from envbuild.layers.wheel import Scheme, wheel_record
+
+SITE = "lib/python3.11/site-packages"
+
+
+def installed(root: Path, record: bytes, info: str) -> Path:
+    """A venv's folder with one RECORD."""
+    place = root / SITE / info
+    place.mkdir(parents=True)
+    (place / "RECORD").write_bytes(record)
+    (root / "lib64").symlink_to("lib")
+    return root
+
+
+def rows(record: bytes) -> list[list[str]]:
+    return list(csv.reader(io.StringIO(record.decode())))
+
+
+def rendered(lines: Sequence[Sequence[str]]) -> bytes:
+    return "".join(",".join(line) + "\n" for line in lines).encode()
+
+
+def test_a_signed_wheel_is_as_installers_record_it(tmp_path: Path) -> None:
+    """No RECORD lists its signatures: uv leaves them out, pip has no digest of them."""
+    info = "demo-1.0.dist-info"
+    signed = {f"{info}/RECORD.jws": b"{}", f"{info}/RECORD.p7s": b"\0"}
+    wheel = make_wheel(tmp_path, "demo", files=signed)
+    whole = rows(wheel_record(wheel, Scheme("prefix", "3.11")))
+    assert {path for path, *_ in whole} >= signed.keys()
+    by_uv = rendered([row for row in whole if row[0] not in signed])
+    by_pip = rendered([[row[0], "", ""] if row[0] in signed else row for row in whole])
+    found = locked_files([WheelFile("demo", "1.0", wheel, "", 0)], "3.11", installed(tmp_path / "venv", by_uv, info))
+    assert f"{SITE}/demo/__init__.py" in found
+    assert record_differences(rendered(whole), by_pip) == []
