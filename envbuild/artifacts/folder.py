@@ -185,6 +185,9 @@ def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path) -> dict
             listed |= {os.path.normpath(packages / row[0]) for row in _rows(file.read_bytes()) if row}
     if missing := sorted(found.keys() - listed):
         raise BuildError(f"{staged}: uv wrote no complete RECORD: {shown(missing)} not listed", "run it again")
+    if (staged / "lib64").is_symlink():  # to lib, in a venv
+        for place in [place for place in found if place.startswith("lib64/")]:
+            found.setdefault(place.replace("lib64", "lib", 1), set()).update(found.pop(place))
     return found
 
 

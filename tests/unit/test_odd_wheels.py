@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,3 +47,15 @@ def test_a_signed_wheel_is_as_installers_record_it(tmp_path: Path) -> None:
     found = locked_files([WheelFile("demo", "1.0", wheel, "", 0)], "3.11", installed(tmp_path / "venv", by_uv, info))
     assert f"{SITE}/demo/__init__.py" in found
     assert record_differences(rendered(whole), by_pip) == []
+
+
+def test_files_of_a_wheel_in_lib64_are_those_in_lib(tmp_path: Path) -> None:
+    """lib64 of a venv is a link."""
+    files = {"demo-1.0.data/data/lib64/a.so": b"a", "demo-1.0.data/data/lib/b.so": b"b"}
+    wheel = make_wheel(tmp_path, "demo", files=files)
+    record = wheel_record(wheel, Scheme("prefix", "3.11"))
+    venv = installed(tmp_path / "venv", record, "demo-1.0.dist-info")
+    found = locked_files([WheelFile("demo", "1.0", wheel, "", 0)], "3.11", venv)
+    assert found["lib/a.so"] == {hashlib.sha256(b"a").hexdigest()}
+    assert found["lib/b.so"] == {hashlib.sha256(b"b").hexdigest()}
+    assert not any(path.startswith("lib64") for path in found)
