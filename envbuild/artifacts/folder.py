@@ -22,6 +22,7 @@ from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
 from envbuild.layers.wheels import pinned
 from envbuild.mounts import link_mode
+from envbuild.names import normalise_version
 from envbuild.plan.plan import Plan
 from envbuild.progress import step
 from envbuild.recipe.targets import Target, host_arch
@@ -201,10 +202,11 @@ def _check_installed(
     locked = {package.name: package.version for package in wanted.plan.packages}
     locked |= {wheel.name: wheel.version for wheel in own}
     locked |= {name: version for layer in layers for name, version in layer.distributions}
+    # The folder of a distribution may spell its version in another way: 2020.01.01.
+    same = {name for name in locked.keys() & found if normalise_version(locked[name]) == normalise_version(found[name])}
     wrong = sorted(
         f"{name}: locked {locked.get(name, 'nothing')}, installed {found.get(name, 'nothing')}"
-        for name in locked.keys() | found.keys()
-        if locked.get(name) != found.get(name)
+        for name in (locked.keys() | found.keys()) - same
     )
     if wrong:
         raise BuildError("the installed packages differ from the lock:\n  " + "\n  ".join(wrong))

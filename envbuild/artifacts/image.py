@@ -34,6 +34,7 @@ from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import known_wheels, own_wheels
 from envbuild.lock.image import ImageLock
+from envbuild.names import normalise_version
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
 from envbuild.recipe.targets import Target
@@ -209,6 +210,9 @@ def _environment_layer(
     wanted = {(conda.name, conda.version) for conda in plan.conda}
     wanted |= {(package.name, package.version) for package in plan.packages}
     wanted |= {distribution for layer in layers for distribution in layer.distributions}
+    # The folder of a distribution may spell its version in another way: 2020.01.01.
+    spelled = {(name, normalise_version(version)): version for name, version, _ in found}
+    wanted = {(name, spelled.get((name, normalise_version(version)), version)) for name, version in wanted}
     if differing := wanted ^ {(name, version) for name, version, _ in found}:
         names = sorted(f"{name} {version}" for name, version in differing)
         raise BuildError(f"the packages differ from the lock: {', '.join(names)}")

@@ -20,7 +20,7 @@ from envbuild.files import parse_json
 from envbuild.fingerprint import record_digest
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
-from envbuild.names import normalise
+from envbuild.names import normalise, normalise_version
 from envbuild.plan.plan import Plan
 
 _SCRIPTS = "../../../bin/"
@@ -85,10 +85,12 @@ def check_installed(installed: PipEnvironment, wheels: Sequence[WheelFile], pyth
     """Return (name, version, digest of RECORD) of each distribution. Raises BuildError if they are not `wheels`."""
     scheme = Scheme(PREFIX, python)
     found: dict[tuple[str, str], bytes] = {}
+    spelled: dict[tuple[str, str], str] = {}  # the folder of a distribution may have another: 2020.01.01
     for folder, record in installed.records.items():
         name, _, version = folder.removesuffix(".dist-info").partition("-")
-        found[normalise(name), version] = record
-    wanted = {(wheel.name, wheel.version): wheel for wheel in wheels}
+        key = normalise(name), normalise_version(version)
+        found[key], spelled[key] = record, version
+    wanted = {(wheel.name, normalise_version(wheel.version)): wheel for wheel in wheels}
     wrong = [f"{name} {version} is missing" for name, version in sorted(wanted.keys() - found)]
     wrong += [f"{name} {version} is not locked" for name, version in sorted(found.keys() - wanted)]
     for key in sorted(wanted.keys() & found):
@@ -100,7 +102,7 @@ def check_installed(installed: PipEnvironment, wheels: Sequence[WheelFile], pyth
             "its base image may install packages into /opt/env, or change what pip does (PIP_* "
             "variables, pip.conf): choose another base",
         )
-    return sorted((*key, record_digest(record)) for key, record in found.items())
+    return sorted((key[0], spelled[key], record_digest(record)) for key, record in found.items())
 
 
 def built_layers(plan: Plan, lists: Mapping[str, bytes]) -> list[BuiltLayer]:

@@ -7,11 +7,16 @@ import hashlib
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 from lab.wheels import make_wheel
 
-from envbuild.artifacts.folder import locked_files
-from envbuild.artifacts.pip_records import record_differences
+from envbuild.artifacts.folder import _check_installed, locked_files
+from envbuild.artifacts.image import _environment_layer
+from envbuild.artifacts.pip_records import PipEnvironment, check_installed, record_differences
+from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.wheel import Scheme, wheel_record
 
@@ -59,3 +64,22 @@ def test_files_of_a_wheel_in_lib64_are_those_in_lib(tmp_path: Path) -> None:
     assert found["lib/a.so"] == {hashlib.sha256(b"a").hexdigest()}
     assert found["lib/b.so"] == {hashlib.sha256(b"b").hexdigest()}
     assert not any(path.startswith("lib64") for path in found)
+
+
+def test_a_wheel_may_spell_its_version_in_another_way_than_the_lock(tmp_path: Path) -> None:
+    plan = SimpleNamespace(packages=[SimpleNamespace(name="demo", version="2020.1.1")], conda=())
+    wanted = cast(Any, SimpleNamespace(plan=plan))
+    _check_installed(wanted, [], [], {"demo": "2020.01.01"})
+    with pytest.raises(BuildError, match=r"locked 2020.1.1, installed 2020.01.02"):
+        _check_installed(wanted, [], [], {"demo": "2020.01.02"})
+    wheel = WheelFile("demo", "2020.1.1", make_wheel(tmp_path, "demo", "2020.01.01"), "", 0)
+    record = wheel_record(wheel.path, Scheme("opt/env", "3.11"))
+    by_pip = PipEnvironment("3.11.2", "/usr/bin/python3.11", {"demo-2020.01.01.dist-info": record})
+    ((name, version, _),) = check_installed(by_pip, [wheel], "3.11")
+    assert (name, version) == ("demo", "2020.01.01")  # as every later survey finds it
+    made = SimpleNamespace(distributions=[("demo", "2020.01.02", "")])
+    with pytest.raises(BuildError, match=r"demo 2020.01.02, demo 2020.1.1"):
+        _environment_layer(cast(Any, wanted), cast(Any, None), [], cast(Any, [made]), [])
+    made.distributions = [("demo", "2020.01.01", "")]
+    with pytest.raises(AttributeError, match="python"):  # beyond the comparison
+        _environment_layer(cast(Any, wanted), cast(Any, None), [], cast(Any, [made]), [])
