@@ -81,7 +81,7 @@ def make_environment(
         return Result(path, state.digest, state.target, receipt, seconds, built, verified, plan.warnings)
 
     if path.is_symlink():  # replace the folder that the link names, not the link
-        path = path.resolve()
+        path = Path(os.path.realpath(path))  # of a loop, too
     check_place(path)
     with atomic.exclusive(path, log):
         state = check_place(path)

@@ -16,7 +16,10 @@ from lab.wheels import make_wheel
 from envbuild.artifacts.folder import _check_installed, locked_files
 from envbuild.artifacts.image import _environment_layer
 from envbuild.artifacts.pip_records import PipEnvironment, check_installed, record_differences
+from envbuild.environment import load_environment
 from envbuild.errors import BuildError
+from envbuild.kinds import VENV
+from envbuild.kinds.folder import make_environment
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.wheel import Scheme, wheel_record
 
@@ -83,3 +86,12 @@ def test_a_wheel_may_spell_its_version_in_another_way_than_the_lock(tmp_path: Pa
     made.distributions = [("demo", "2020.01.01", "")]
     with pytest.raises(AttributeError, match="python"):  # beyond the comparison
         _environment_layer(cast(Any, wanted), cast(Any, None), [], cast(Any, [made]), [])
+
+
+def test_an_environment_s_path_that_is_a_link_to_itself_is_an_error(tmp_path: Path) -> None:
+    place = tmp_path / "venv"
+    place.symlink_to(place)
+    environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "store")})
+    nothing = cast(Any, None)
+    with pytest.raises(BuildError, match="symbolic links"):
+        make_environment(VENV, nothing, nothing, environment, place, offline=True)
