@@ -104,7 +104,7 @@ def build(wanted: FolderBuild) -> State:
     with atomic.writing(staged):
         records = read_records(staged)
     owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
-    locked = {**recorded_files(records), **locked_files([*wheels, *own], plan.python, staged)}
+    locked = {**recorded_files(records), **locked_files([*wheels, *own], plan.python, staged, conda=True)}
     python = os.fspath(interpreter(final))
     return finish(wanted, own, version, python, locked, conda_packages(records), owned, read)
 
@@ -140,7 +140,7 @@ def _refuse_over(wheel: WheelFile, python: str, before: dict[str, str], staged: 
             f"{wheel.path.name}: conda packages bring {wheel.name} {before[wheel.name]}, pip would replace it",
             "remove it from `requirements` of [conda], or the conda package from `dependencies`; then lock again",
         )
-    for path in wheel_paths(wheel.path, Scheme("prefix", python)):
+    for path in wheel_paths(wheel.path, Scheme("prefix", python, conda=True)):
         relative = path.removeprefix("prefix/")
         if os.path.lexists(staged / relative):
             found = (one for one in read_records(staged) if relative in one["files"])

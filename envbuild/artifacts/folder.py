@@ -168,13 +168,13 @@ def finish(
     return state
 
 
-def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path) -> dict[str, set[str]]:
+def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path, *, conda: bool = False) -> dict[str, set[str]]:
     """Return the sha256 that the files of `wheels` may have, by path in the environment, without generated files.
 
     When several wheels have a path, installers keep any of them. Raises BuildError when no RECORD in `staged` lists a
     file: uv 0.13 ignores errors of writing it.
     """
-    scheme, found, listed = Scheme("prefix", python), dict[str, set[str]](), set[str]()
+    scheme, found, listed = Scheme("prefix", python, conda), dict[str, set[str]](), set[str]()
     packages = site_packages(Path(), python)
     for wheel in wheels:
         for path, digest, _ in _rows(wheel_record(wheel.path, scheme)):

@@ -148,7 +148,7 @@ def fill(
     Give `with_manifest` as False for layers of which a tree with a manifest of its own is composed.
     """
     plan, compiler = one.plan, one.compiler
-    scheme = Scheme(PREFIX, plan.python)
+    scheme = Scheme(PREFIX, plan.python, conda=bool(plan.conda))
     base = base_image(plan, compiler, environment, maker, offline=offline)
     wheels, own = known_wheels(plan, environment, offline), own_wheels(plan, one.trainer, environment, offline)
     with ExitStack() as stack:
@@ -216,7 +216,7 @@ def _environment_layer(
     if differing := wanted ^ {(name, version) for name, version, _ in found}:
         names = sorted(f"{name} {version}" for name, version in differing)
         raise BuildError(f"the packages differ from the lock: {', '.join(names)}")
-    scheme = Scheme(PREFIX, plan.python)
+    scheme = Scheme(PREFIX, plan.python, conda=bool(plan.conda))
     found += [(one.name, one.version, record_digest(wheel_record(one.path, scheme))) for one in own]
     built = [layer.built for layer in layers]
     state = state_of(plan, base.python_version, base.interpreter, found, built, own)

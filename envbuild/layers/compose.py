@@ -110,6 +110,7 @@ def _wheel_part(group: list[WheelFile], scheme: Scheme, compiler: Compiler | Non
     title = title_of([(wheel.name, wheel.version) for wheel in group])
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     key += [[w.name, w.version, w.sha256] for w in group]
+    key += ["conda"] if scheme.conda else []
 
     def tree() -> Tree:
         files = _without_overwritten(group, scheme, mtime)

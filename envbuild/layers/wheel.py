@@ -48,10 +48,14 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The installation folders of a wheel's parts. Paths are relative to the root; `python` is "3.11"."""
+    """The installation folders of a wheel's parts. Paths are relative to the root; `python` is "3.11".
+
+    `conda`: the prefix has a Python of its own, and headers lie beside its own, as those of pip and uv do there.
+    """
 
     prefix: str
     python: str
+    conda: bool = False
 
     @property
     def site_packages(self) -> str:
@@ -73,7 +77,7 @@ class Scheme:
             "platlib": self.site_packages,
             "scripts": self.scripts,
             "data": self.prefix,
-            "headers": f"{self.prefix}/include/site/python{self.python}/{name}",
+            "headers": f"{self.prefix}/include/{'' if self.conda else 'site/'}python{self.python}/{name}",
         }.get(part)
 
 

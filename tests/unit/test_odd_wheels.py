@@ -69,6 +69,17 @@ def test_files_of_a_wheel_in_lib64_are_those_in_lib(tmp_path: Path) -> None:
     assert not any(path.startswith("lib64") for path in found)
 
 
+@pytest.mark.parametrize(("is_conda", "folder"), [(False, "include/site/python3.11"), (True, "include/python3.11")])
+def test_headers_are_where_installers_put_them(tmp_path: Path, is_conda: bool, folder: str) -> None:
+    """uv and pip: beside Python's own headers if the environment has its own Python."""
+    wheel = make_wheel(tmp_path, "demo", files={"demo-1.0.data/headers/demo.h": b"a"})
+    record = wheel_record(wheel, Scheme("prefix", "3.11", is_conda))
+    assert f"../../../{folder}/demo/demo.h" in {path for path, *_ in rows(record)}
+    env = installed(tmp_path / "env", record, "demo-1.0.dist-info")
+    found = locked_files([WheelFile("demo", "1.0", wheel, "", 0)], "3.11", env, conda=is_conda)
+    assert f"{folder}/demo/demo.h" in found
+
+
 def test_a_wheel_may_spell_its_version_in_another_way_than_the_lock(tmp_path: Path) -> None:
     plan = SimpleNamespace(packages=[SimpleNamespace(name="demo", version="2020.1.1")], conda=())
     wanted = cast(Any, SimpleNamespace(plan=plan))
