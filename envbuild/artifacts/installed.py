@@ -220,6 +220,7 @@ def check_files(
     for name in sorted(files.names(root)):
         if name in without or not name.endswith(".dist-info"):
             continue
+        owned |= {os.path.join(site_packages, name, sign) for sign in ("RECORD.jws", "RECORD.p7s")}  # in no RECORD
         for relative, expected, size in _record_entries(f"{root}/{name}/RECORD", files):
             path = os.path.normpath(os.path.join(site_packages, relative))
             owned.add(path)

@@ -15,6 +15,7 @@ from lab.wheels import make_wheel
 
 from envbuild.artifacts.folder import _check_installed, locked_files
 from envbuild.artifacts.image import _environment_layer
+from envbuild.artifacts.installed import check_files
 from envbuild.artifacts.pip_records import PipEnvironment, check_installed, record_differences
 from envbuild.environment import load_environment
 from envbuild.errors import BuildError
@@ -55,6 +56,9 @@ def test_a_signed_wheel_is_as_installers_record_it(tmp_path: Path) -> None:
     found = locked_files([WheelFile("demo", "1.0", wheel, "", 0)], "3.11", installed(tmp_path / "venv", by_uv, info))
     assert f"{SITE}/demo/__init__.py" in found
     assert record_differences(rendered(whole), by_pip) == []
+    for path in signed:
+        (tmp_path / "venv" / SITE / path).write_bytes(b"")
+    assert check_files(tmp_path / "venv" / SITE).unowned == []
 
 
 def test_files_of_a_wheel_in_lib64_are_those_in_lib(tmp_path: Path) -> None:
