@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import errno
 import os
+import shutil
+import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from envbuild.artifacts.manifest import Stat, seal, shown, write_manifest
 from envbuild.artifacts.state import FILE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
+from envbuild.files import walk_stats
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
@@ -114,8 +117,27 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequen
             f"{process.tail(done)}",
             tool_hint(done.stderr, done.returncode),
         )
-    listed.unlink()
+    with atomic.writing(staged):
+        _apply_umask(staged, site_packages(staged, wanted.plan.python), stat.S_IMODE(listed.stat().st_mode))
+        listed.unlink()
     (staged / ".lock").unlink(missing_ok=True)  # uv's; it is there or not, as uv could write it
+
+
+def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
+    """Give the files that uv installed the permissions `wanted`, of a file made now, and keep the right to execute.
+
+    uv's cache, which they are linked to, has them by the umask of the run that filled it. Raises OSError.
+    """
+    owned: set[str] = set()
+    for installer in packages.glob("*.dist-info/INSTALLER"):
+        if installer.read_text(encoding="utf-8").strip() == "uv":
+            rows = _rows(installer.with_name("RECORD").read_bytes())
+            owned |= {os.path.normpath(os.path.join(packages, row[0])) for row in rows if row}
+    for name, info in walk_stats(staged):  # a RECORD may name files outside
+        path, mode = staged / name, info.st_mode
+        if stat.S_ISREG(mode) and mode & 0o666 != wanted & 0o666 and os.fspath(path) in owned:
+            with atomic.replacing(path, wanted & 0o666 | mode & 0o111) as copy:
+                shutil.copyfile(path, copy)
 
 
 def tool_hint(said: str, status: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 from lab.wheels import make_wheel
 
-from envbuild.artifacts.folder import _check_installed, locked_files
+from envbuild.artifacts.folder import _apply_umask, _check_installed, locked_files
 from envbuild.artifacts.image import _environment_layer
 from envbuild.artifacts.installed import check_files
 from envbuild.artifacts.pip_records import PipEnvironment, check_installed, record_differences
@@ -110,3 +110,27 @@ def test_an_environment_s_path_that_is_a_link_to_itself_is_an_error(tmp_path: Pa
     nothing = cast(Any, None)
     with pytest.raises(BuildError, match="symbolic links"):
         make_environment(VENV, nothing, nothing, environment, place, offline=True)
+
+
+def test_files_from_uv_s_cache_have_the_permissions_of_this_run(tmp_path: Path) -> None:
+    """The cache has them by the umask of the run that filled it; files that no RECORD of uv names are left."""
+    root, cached, outside = tmp_path / "venv", tmp_path / "cached", tmp_path / "outside"
+    record = b"demo.py,,\ndemo.sh,,\n../../../../outside,,\ndemo-1.dist-info/RECORD,,\n"
+    packages = installed(root, record, "demo-1.dist-info") / SITE
+    (packages / "demo-1.dist-info" / "INSTALLER").write_text("uv")
+    for path, mode in (
+        (cached, 0o600),
+        (packages / "demo.sh", 0o711),
+        (packages / "other.py", 0o666),
+        (outside, 0o600),
+    ):
+        path.write_text(path.name)
+        path.chmod(mode)
+    (packages / "demo.py").hardlink_to(cached)
+    _apply_umask(root, packages, 0o644)
+    found = {path.name: path.stat().st_mode & 0o777 for path in packages.iterdir() if path.is_file()}
+    assert found == {"demo.py": 0o644, "demo.sh": 0o755, "other.py": 0o666}
+    assert (packages / "demo.py").read_text() == "cached"
+    assert cached.stat().st_mode & 0o777 == outside.stat().st_mode & 0o777 == 0o600
+    _apply_umask(root, packages, 0o600)  # as uv itself does with a umask of 077: whoever may enter may execute
+    assert (packages / "demo.sh").stat().st_mode & 0o777 == 0o711
