@@ -227,6 +227,7 @@ def _clean_records(work: _Work) -> None:
         if package in work.new:
             url = b'\n  "url": ' + json.dumps(package.url).encode()
             data = _URL.sub(lambda _, url=url: url, data, count=1)  # type: ignore[misc]
+        path.unlink()  # rattler lets only its owner read it
         path.write_bytes(data)
     # This file makes backup tools skip the folder; conda's own environments have none.
     (work.staged / "CACHEDIR.TAG").unlink(missing_ok=True)

@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 
 from envbuild.artifacts import conda, conda_cache, venv
 from envbuild.artifacts.conda import command, launch_environment
-from envbuild.artifacts.conda_survey import conda_packages, owned_dist_infos, quick_names, survey_conda
+from envbuild.artifacts.conda_install import _clean_records
+from envbuild.artifacts.conda_survey import META, conda_packages, owned_dist_infos, quick_names, survey_conda
 from envbuild.errors import BuildError, HostError
 from envbuild.fingerprint import conda_digest
+from envbuild.lock.conda import CondaPackage
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.fetch import CondaArchive, fetch_archives
@@ -215,3 +218,17 @@ def test_threads_of_the_linking_child_print_whole_lines() -> None:
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, text=True).stdout
     assert Counter(said.splitlines()) == {f"failed {letter * 50}": 2000 for letter in "abcdefgh"}
+
+
+def test_everybody_may_read_which_packages_are_installed(tmp_path: Path) -> None:
+    """rattler writes the records for their owner alone; `conda list` of a colleague needs them."""
+    one = CondaPackage("lab", "1.0", "0", "noarch", "https://lab.example/noarch/lab-1.0-0.conda", "", "")
+    record = tmp_path / "env" / META / "lab-1.0-0.json"
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    record.chmod(0o600)
+    work = SimpleNamespace(known={one: None}, new={}, staged=tmp_path / "env", store=Store(tmp_path / "store"))
+    _clean_records(cast(Any, work))
+    (tmp_path / "new").touch()
+    assert record.read_text() == "{}"
+    assert record.stat().st_mode == (tmp_path / "new").stat().st_mode
