@@ -57,7 +57,7 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
     names = _all_files(code.root) if tracked is None else tracked.split("\0")[:-1]
     if left := tracked and (git("ls-files", "-z", "-o", "--exclude-standard", "*.py") or "").split("\0")[:-1]:
         log(f"note: [project]: {len(left)} files are left out, as git does not track them: {', '.join(left[:5])}")
-    files = []
+    files, links = [], []
     for name in sorted({one for one in names if table.takes(one)}):
         path = code.root / name
         if not name.isprintable() or "\ufffd" in name:
@@ -66,8 +66,12 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
             if path.is_file():
                 mode = 0o755 if path.stat().st_mode & 0o100 else 0o644
                 files.append((name, mode, environment.store.file_digest(path)))
+            elif path.is_symlink():
+                links.append(name)
         except OSError as error:
             raise RecipeError(f"{where} {path}: {error.strerror}") from error
+    if links:
+        log(f"note: [project]: links that lead to no file are left out, as to folders: {', '.join(links[:5])}")
     if not any(name.endswith(".py") for name, _, _ in files):
         hint = "correct `path` or `include`" if tracked is None else "`git add` it, or say `include` in [project]"
         raise RecipeError(f"{where} no Python package found: no .py among {len(files)} files of {code.root}", hint)
@@ -95,6 +99,7 @@ def _all_files(root: Path) -> Iterator[str]:
             name for name in folders
             if not _SKIPPED.fullmatch(name) and not any((Path(here, name) / one).exists() for one in _ENVIRONMENTS)
         ]  # fmt: skip
+        files += [name for name in folders if os.path.islink(os.path.join(here, name))]
         yield from (os.path.relpath(os.path.join(here, name), root) for name in files if not _SKIPPED.fullmatch(name))
 
 

@@ -197,7 +197,7 @@ def test_git_tells_the_files_changed_ones_count_and_untracked_ones_are_named(
     assert code is not None and code.commit == git(top, "rev-parse", "HEAD")
     assert [name for name, _, _ in code.files] == sorted([*files, "link.py"])
     assert {name: mode for name, mode, _ in code.files}["pkg/run.sh"] == 0o755
-    assert "left out" not in capfd.readouterr().err  # the recipe is no Python file
+    assert "files are left out" not in capfd.readouterr().err  # the recipe is no Python file
     put(top, {"pkg/__init__.py": "2\n", "new.py": "", "new.txt": ""})
     (top / "gone.py").unlink()
     changed = collect(loaded, environment)
@@ -207,6 +207,21 @@ def test_git_tells_the_files_changed_ones_count_and_untracked_ones_are_named(
     assert changed.digest != code.digest
     put(top, {"pkg/__init__.py": "1\n", "gone.py": ""})
     assert collect(loaded, environment) == code
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_links_to_folders_are_named(
+    tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str], tracked: bool
+) -> None:
+    put(tmp_path, {"shared/s.py": "", "one.py": "", "pkg/__init__.py": ""})
+    loaded = recipe_of(tmp_path, 'path = "../../pkg"')
+    (tmp_path / "pkg" / "shared").symlink_to("../shared")
+    (tmp_path / "pkg" / "one.py").symlink_to("../one.py")
+    if tracked:
+        git(tmp_path, "init", "-q")
+        git(tmp_path, "add", "-A")
+    assert names(loaded, environment) == ["__init__.py", "one.py"]
+    assert capfd.readouterr().err.endswith("to folders: shared\n")
 
 
 def test_outside_of_git_all_files_but_environments_and_outputs(tmp_path: Path, environment: Environment) -> None:
