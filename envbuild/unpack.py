@@ -15,9 +15,14 @@ from pathlib import Path, PurePosixPath
 
 from envbuild.errors import BuildError
 
+try:  # like zipfile itself: a Python may lack it
+    from lzma import LZMAError
+except ImportError:  # pragma: no cover
+    LZMAError = zipfile.BadZipFile  # type: ignore[misc,assignment]
+
 # The exceptions of tarfile and zipfile for damaged archives: KeyError for a hard link to a missing member,
-# RecursionError for a folder that is a link to itself.
-_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, ValueError, KeyError, RecursionError)
+# RuntimeError for a folder that is a link to itself, an encrypted member, and an unknown method such as Deflate64.
+_DAMAGE = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, LZMAError, ValueError, KeyError, RuntimeError)
 
 
 def unpack(archive: Path, folder: Path) -> None:

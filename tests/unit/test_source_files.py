@@ -139,6 +139,27 @@ def test_a_zip_file_that_leads_outside_is_refused(tmp_path: Path, name: str) -> 
         unpack(_zip(tmp_path / "bad.zip", {name: "x"}), tmp_path / "source")
 
 
+@pytest.mark.parametrize("kind", ["encrypted", "deflate64", "xz"])
+def test_an_archive_that_python_cannot_unpack_is_said(tmp_path: Path, kind: str) -> None:
+    archive = tmp_path / ("lib.tar.xz" if kind == "xz" else "lib.zip")
+    if kind == "xz":
+        (tmp_path / "a").write_bytes(os.urandom(1 << 18))
+        with tarfile.open(archive, "w:xz") as tar:
+            tar.add(tmp_path / "a", "lib/a")
+        data = bytearray(archive.read_bytes())
+        data[len(data) // 2] ^= 255
+    else:
+        with zipfile.ZipFile(archive, "w") as file:
+            file.writestr("lib/a", "x")
+        data = bytearray(archive.read_bytes())
+        central = data.index(b"PK\1\2")
+        for place in (6, central + 8) if kind == "encrypted" else (8, central + 10):  # flags, method
+            data[place] = 1 if kind == "encrypted" else 9
+    archive.write_bytes(data)
+    with pytest.raises(BuildError, match="cannot be unpacked"):
+        unpack(archive, tmp_path / "source")
+
+
 def test_what_is_no_archive_or_is_cut_is_said(tmp_path: Path) -> None:
     page = tmp_path / "foo.tar.gz"
     page.write_text("<html>Not found</html>")
