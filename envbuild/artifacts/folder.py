@@ -135,7 +135,8 @@ def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
             owned |= {os.path.normpath(os.path.join(packages, row[0])) for row in rows if row}
     for name, info in walk_stats(staged):  # a RECORD may name files outside
         path, mode = staged / name, info.st_mode
-        if stat.S_ISREG(mode) and mode & 0o666 != wanted & 0o666 and os.fspath(path) in owned:
+        wrong = wanted & ~mode & 0o666 or mode & ~wanted & 0o222  # the folders tell who may read at all
+        if stat.S_ISREG(mode) and wrong and os.fspath(path) in owned:
             with atomic.replacing(path, wanted & 0o666 | mode & 0o111) as copy:
                 shutil.copyfile(path, copy)
 
