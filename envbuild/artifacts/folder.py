@@ -128,15 +128,22 @@ def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
 
     uv's cache, which they are linked to, has them by the umask of the run that filled it. Raises OSError.
     """
+    # A right to write that is lacking is no reason for a copy; the folders tell who may read at all.
+    wrong = [
+        (name, info.st_mode)
+        for name, info in walk_stats(staged)
+        if stat.S_ISREG(info.st_mode) and (wanted & ~info.st_mode & 0o444 or info.st_mode & ~wanted & 0o222)
+    ]
+    if not wrong:
+        return
     owned: set[str] = set()
     for installer in packages.glob("*.dist-info/INSTALLER"):
         if installer.read_text(encoding="utf-8").strip() == "uv":
             rows = _rows(installer.with_name("RECORD").read_bytes())
             owned |= {os.path.normpath(os.path.join(packages, row[0])) for row in rows if row}
-    for name, info in walk_stats(staged):  # a RECORD may name files outside
-        path, mode = staged / name, info.st_mode
-        wrong = wanted & ~mode & 0o666 or mode & ~wanted & 0o222  # the folders tell who may read at all
-        if stat.S_ISREG(mode) and wrong and os.fspath(path) in owned:
+    for name, mode in wrong:
+        path = staged / name
+        if os.fspath(path) in owned:  # a RECORD may name files outside
             with atomic.replacing(path, wanted & 0o666 | mode & 0o111) as copy:
                 shutil.copyfile(path, copy)
 

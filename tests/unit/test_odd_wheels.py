@@ -132,6 +132,9 @@ def test_files_from_uv_s_cache_have_the_permissions_of_this_run(tmp_path: Path) 
     assert found == {"demo.py": 0o644, "demo.sh": 0o755, "other.py": 0o666}
     assert (packages / "demo.py").read_text() == "cached"
     assert cached.stat().st_mode & 0o777 == outside.stat().st_mode & 0o777 == 0o600
+    same = (packages / "demo.py").stat().st_ino
+    _apply_umask(root, packages, 0o664)
+    assert (packages / "demo.py").stat().st_ino == same
     (packages / "demo.sh").chmod(0o777)
     _apply_umask(root, packages, 0o600)  # nobody else may write; the folders, which are 0700 then, may not be entered
     assert [(packages / name).stat().st_mode & 0o777 for name in ("demo.py", "demo.sh")] == [0o644, 0o711]
