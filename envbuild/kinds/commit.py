@@ -165,8 +165,15 @@ def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
     receipt = passing_receipt(path, digest)
     if receipt is None:
         return False
-    had, wanted = receipt["settings"], plan.verify_settings()
-    return (
+    try:
+        return _as_thorough(receipt["settings"], plan.verify_settings(), faults)
+    except (LookupError, TypeError):  # settings of another form do not say how thorough it was
+        return False
+
+
+def _as_thorough(had: Mapping[str, Any], wanted: Mapping[str, Any], faults: bool) -> bool:
+    """Return whether a verification by the settings `had` shows what one by `wanted` would. Raises as for a dict."""
+    return bool(
         all(had.get(name) == wanted[name] for name in _EQUAL)
         and all(had.get(name, "") == wanted.get(name, "") for name in _SCRIPT)
         and set(had.get("gpus", ())) >= set(wanted.get("gpus", ()))

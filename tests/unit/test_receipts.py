@@ -124,6 +124,24 @@ def test_a_receipt_counts_when_it_is_no_less_thorough(
     assert commit.has_receipt(tmp_path / "venv", state.digest, the_plan(), faults) is counts
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"nodes": "two"}, {"epochs": None}, {"loss_tolerance": []}, {"gpus": 5}, {"gpus": [{}]}, {"busbw_floor": "x"},
+        None, "nodes", "nproc_per_node", "epochs", "loss_tolerance", "model", "faults", "trainer",
+    ],
+)  # fmt: skip
+def test_a_receipt_with_settings_of_another_form_counts_as_none(settings: Any, tmp_path: Path) -> None:
+    state = make_state()
+    write_receipt(tmp_path / "venv", state.digest, settings=settings if isinstance(settings, dict) else {})
+    path = receipt_path(tmp_path / "venv")
+    receipt = json.loads(path.read_text())
+    if not isinstance(settings, dict):
+        del (receipt["settings"] if settings else receipt)[settings or "settings"]
+    path.write_text(json.dumps(receipt))
+    assert not commit.has_receipt(tmp_path / "venv", state.digest, the_plan(), False)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 1}', "\0", "[" * 100_000, '{"format": ' + "9" * 5000])
 def test_a_damaged_receipt_counts_as_none(text: str, tmp_path: Path) -> None:
     receipt_path(tmp_path / "venv").write_text(text)
