@@ -1,7 +1,8 @@
 """The files of this node's environment, compared with its manifest, envbuild.manifest.
 
 The manifest is a line of JSON for each file, [path, mode, size, sha256], and for each link, [path, target], of
-envbuild/artifacts/manifest.py. It does not list the bytecode that Python writes later.
+envbuild/artifacts/manifest.py. It does not list the bytecode that Python writes later; bytecode that it lists may be
+written again by Python, as after a change of the source's time: it is then compared with its source.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import compress
@@ -22,6 +26,27 @@ MANIFEST = "envbuild.manifest"
 _THREADS = 16
 _SHOWN = 5
 _BLOCK = 1 << 20
+_BYTECODE = re.compile(r"(.*/)__pycache__/([^/]+?)\.[^./]+(?:\.opt-[^./]+)?\.pyc", re.DOTALL)
+# As in envbuild/artifacts/compiled.py; a process of its own, because marshal may crash on what is no bytecode.
+_COMPARE = r"""
+import json, marshal, re, sys
+from importlib.util import MAGIC_NUMBER
+for pyc, source in json.load(sys.stdin):
+    tag, level = re.fullmatch(r".*/[^/]+?\.([^./]+)(?:\.opt-([^./]+))?\.pyc", pyc, re.DOTALL).groups()
+    if tag != sys.implementation.cache_tag or level not in (None, "1", "2"):
+        continue  # this interpreter never loads it
+    try:
+        with open(pyc, "rb") as stream:
+            data = stream.read()
+        with open(source, "rb") as stream:
+            text = stream.read()
+        if data[:4] == MAGIC_NUMBER:
+            code = marshal.loads(data[16:])
+            if code != compile(text, code.co_filename, "exec", dont_inherit=True, optimize=int(level or 0)):
+                raise ValueError
+    except Exception:
+        print(json.dumps(pyc))
+"""
 
 
 class FileCheck(NamedTuple):
@@ -52,6 +77,10 @@ def changed_files(root: Path, wanted: FileCheck) -> str:
             files = [path for path in rows.keys() - set(changed) if len(rows[path]) > 1]
             same = pool.map(lambda path: _sha256(os.path.join(root, path)) == rows[path][2], files)
             changed += compress(files, map(not_, same))
+    regular = {path for path in changed if path in rows and path in found and stat.S_ISREG(found[path].st_mode)}
+    again = sorted(path for path in regular if _BYTECODE.fullmatch(path))
+    if again:
+        changed = sorted(set(changed).difference(again).union(_other_code(root, again)))
     more = f" and {len(changed) - _SHOWN} more files" if len(changed) > _SHOWN else ""
     return ", ".join(sorted(changed)[:_SHOWN]) + more
 
@@ -91,6 +120,21 @@ def _like(root: Path, path: str, info: os.stat_result, row: list[object]) -> boo
 def _later(path: str) -> bool:
     """Return whether Python or users write the file at `path` into a finished environment."""
     return "/__pycache__/" in path or path in (MANIFEST, "conda-meta/state")
+
+
+def _other_code(root: Path, paths: list[str]) -> list[str]:
+    """Return those of the bytecode files `paths` that are not the compiled form of their source."""
+    asked = {os.path.join(root, path): path for path in paths}
+    sources = {pyc: os.path.join(root, _BYTECODE.sub(r"\1\2.py", path)) for pyc, path in asked.items()}
+    pairs = [(pyc, source) for pyc, source in sources.items() if os.path.isfile(source)]  # without one never loaded
+    # Nothing in the environment's own __pycache__ is run.
+    options = ["-I", "-S", "-B", "-X", f"pycache_prefix={os.path.join(root, MANIFEST)}"]
+    command, text = [sys.executable, *options, "-c", _COMPARE], json.dumps(pairs).encode()
+    try:
+        done = subprocess.run(command, input=text, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+        return [asked[json.loads(line)] for line in done.stdout.splitlines()]
+    except (OSError, ValueError, LookupError, subprocess.CalledProcessError):
+        return paths
 
 
 def _sha256(path: str) -> str:

@@ -212,6 +212,24 @@ def test_a_node_reads_files_only_for_an_exact_comparison(root: Path) -> None:
     assert changed_files(root, wanted) == FILE
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_node_compares_bytecode_that_was_written_again_with_its_source(root: Path, exact: bool) -> None:
+    bytecode = compiled(root)
+    named = str(bytecode.relative_to(root))
+    wanted = FileCheck(write_manifest(root, 2)[0].digest, exact, 9.0)
+    os.utime(root / MODULE, (1, 1))
+    compiled(root)  # another time of the source in its header
+    bytecode.chmod(0o600)  # Python uses the umask of who runs it
+    assert changed_files(root, wanted) == ""
+    compiled(root, "answer = 41 + 2\n").chmod(0o600)
+    assert changed_files(root, wanted) == named
+    bytecode.write_bytes(bytecode.read_bytes()[:20])
+    assert changed_files(root, wanted) == named
+    bytecode.unlink()
+    bytecode.symlink_to(root / MODULE)
+    assert changed_files(root, wanted) == named
+
+
 def test_bytecode_that_was_compared_is_known_in_copies(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
