@@ -34,7 +34,10 @@ def older(version: str, than: str) -> bool | None:
 
 
 def matches(version: str, specifier: str) -> bool | None:
-    """Return whether `version` satisfies `specifier` (">=1.14,<1.15"), or None if one of them is malformed."""
+    """Return whether `version` satisfies `specifier` (">=1.14,<1.15"), or None if one of them is malformed.
+
+    As by PEP 440, "<1.15" has no pre-release of 1.15: that is more like 1.15 than like what precedes it.
+    """
     found = key(version)
     if found is None:
         return None
@@ -45,7 +48,7 @@ def matches(version: str, specifier: str) -> bool | None:
             return None
         holds = {
             "==": found == limit, "!=": found != limit, ">=": found >= limit,
-            "<=": found <= limit, ">": found > limit, "<": found < limit,
+            "<=": found <= limit, ">": found > limit, "<": found < limit and found != (limit[0], 0),
         }[parts[1]]  # fmt: skip
         if not holds:
             return False

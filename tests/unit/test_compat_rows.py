@@ -297,6 +297,15 @@ def test_what_is_not_of_the_release_does_not_count(one: str, same: str) -> None:
     assert key(one) == key(same) and matches(same, f"=={one}")
 
 
+@pytest.mark.parametrize("version", ["2.9.0rc1", "2.9.0.dev20250801+cu130", "2.9.0a0+git12"])
+def test_a_pre_release_is_none_of_the_release_before(version: str) -> None:
+    assert older(version, "2.9") and matches(version, ">=2.8") and not matches(version, "<2.9")
+    assert not matches(version, ">=2.9") and matches("2.8.1rc1", ">=2.8,<2.9")
+    locked = replace(BARE, python="3.14", cuda="13.0", torch=version, torch_origin="lock")
+    assert not [one for one in judge(locked) if one.status == "bad"]
+    assert [one.status for one in judge(locked) if one.subject == "torch"] == ["unknown"]
+
+
 NUMBERS = st.lists(st.integers(0, 999), min_size=1, max_size=4).map(lambda numbers: ".".join(map(str, numbers)))
 ANY = st.one_of(NUMBERS, NUMBERS.flatmap(lambda v: st.text(max_size=6).map(v.__add__)), st.text(max_size=12))
 
