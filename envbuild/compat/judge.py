@@ -273,8 +273,8 @@ def _said(name: str, stack: Stack) -> str:
         "provider": f"provider {stack.provider}",
         "plugin_aws": "built for AWS",
         "libfabric_origin": f"libfabric from {stack.libfabric_origin}",
-        "nccl_origin": "NCCL from the recipe's wheel",
-        "nccl_in": f"torch's NCCL is {stack.nccl_in}",
+        "nccl_origin": f"NCCL is {_NCCL_IS.get(stack.nccl_origin, stack.nccl_origin)}",
+        "nccl_in": "torch's NCCL is " + ("inside its wheel" if stack.nccl_in == "inside" else "a wheel of its own"),
         "fabric": f"fabric {stack.fabric}",
         "arch": stack.arch,
     }
