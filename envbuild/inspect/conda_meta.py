@@ -16,6 +16,7 @@ from envbuild.inspect.facts import CondaRecord
 from envbuild.recipe.model import CHANNEL_ALIAS
 from envbuild.site.pip_config import redact
 
+_DIST_INFO = re.compile(r"/site-packages/[^/]+\.(?:dist-info/METADATA|egg-info(?:/PKG-INFO)?)$")
 _META = re.compile(r"(?:^|/)conda-meta/(?:[^/]+\.json|history)$")
 # conda calls channels on these hosts by the rest of their URL.
 _ALIASES = (f"{CHANNEL_ALIAS}/", "https://repo.anaconda.com/")
@@ -114,5 +115,5 @@ def _recorded(rows: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, list[str
             continue
         elif row.get("prefix_placeholder") and here:
             yield str(row["_path"]), [str(here), str(sha256)]
-        elif str(row["_path"]).startswith("bin/"):
+        elif str(row["_path"]).startswith("bin/") or _DIST_INFO.search(str(row["_path"])):
             yield str(row["_path"]), [str(sha256), str(sha256)]

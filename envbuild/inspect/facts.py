@@ -166,9 +166,10 @@ class Inventory:
 
     `prefix` is the environment's folder ("" for a venv or conda environment, None for an image without one) and
     `environment` its kind, VENV or CONDA, "" without one. `os` is os-release(5), `config` the environment's pyvenv.cfg,
-    `state` its envbuild.json; each is empty if missing. `recorded` has, by path, the files of conda packages in `bin`
-    and those into which conda wrote the path of their environment: the sha256 in the environment and the one in the
-    package, "" for a file that is not in it, such as the script of an entry point. `built` are the source layers.
+    `state` its envbuild.json; each is empty if missing. `recorded` has, by path, the files of conda packages in `bin`,
+    those that describe a Python package, and those into which conda wrote the path of their environment: the sha256 in
+    the environment and the one in the package, "" for a file that is not in it, such as the script of an entry point.
+    `built` are the source layers.
     """
 
     files: Mapping[str, Item]

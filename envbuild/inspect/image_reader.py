@@ -30,7 +30,7 @@ from envbuild.store.store import Store
 Bring = Callable[[Mapping[str, Descriptor]], Mapping[str, Path]]
 
 # Increase it when the cached data changes its form or meaning.
-FORMAT = 4
+FORMAT = 5
 _CHUNK = 1 << 20
 _ROW = 256  # bytes of memory for a Debian package
 

@@ -106,7 +106,7 @@ def _with_artifact(
         )
     return replace(
         entry,
-        packages=tuple(_sized(contents)),
+        packages=tuple(sized_packages(contents)),
         files=len(contents.files),
         size=contents.size,
         sbom=bill_of_materials(opened, contents, environment),
@@ -114,12 +114,16 @@ def _with_artifact(
     )
 
 
-def _sized(contents: Inventory) -> Iterator[SizedPackage]:
+def sized_packages(contents: Inventory) -> Iterator[SizedPackage]:
+    """Yield the packages of an artifact, each once."""
     conda = {package.name: package for package in contents.conda}
     yield from (SizedPackage(one.name, one.version, "conda", one.size) for one in contents.conda)
     for one in contents.python:
-        # conda's packages of Python code are counted there.
-        if one.name not in conda or conda[one.name].version != one.version:
+        # conda's packages of Python code are counted there, under conda's names (pytorch, typing_extensions).
+        stem = one.info.removesuffix(".dist-info")
+        paths = (f"{stem}.dist-info/METADATA", f"{stem}.egg-info/PKG-INFO", f"{stem}.egg-info")
+        same = one.name in conda and conda[one.name].version == one.version
+        if not same and not any(path in contents.recorded for path in paths):
             yield SizedPackage(one.name, one.version, "Python", one.size)
     yield from (SizedPackage(one.name, one.version, "source layer") for one in contents.built)
     yield from (SizedPackage(one.name, one.version, "Debian") for one in contents.debian)

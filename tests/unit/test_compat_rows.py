@@ -306,9 +306,7 @@ def test_a_pre_release_is_none_of_the_release_before(version: str) -> None:
     assert [one.status for one in judge(locked) if one.subject == "torch"] == ["unknown"]
 
 
-@pytest.mark.parametrize(
-    ("origin", "said"), [("source", "NCCL is built from source"), ("host", "NCCL is the host's")]
-)
+@pytest.mark.parametrize(("origin", "said"), [("source", "NCCL is built from source"), ("host", "NCCL is the host's")])
 def test_a_rule_names_the_nccl_that_the_recipe_has(origin: str, said: str) -> None:
     stack = replace(BARE, cuda="12.6", torch="2.7.0", torch_origin="lock", nccl="2.27.5", nccl_in="wheel")
     (found,) = [one for one in judge(replace(stack, nccl_origin=origin)) if "RPATH" in one.text]

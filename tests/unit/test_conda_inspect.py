@@ -24,6 +24,7 @@ from envbuild.inspect.conda_meta import channel_name, reader_of
 from envbuild.inspect.facts import CondaRecord, Inventory
 from envbuild.inspect.reader import open_artifact
 from envbuild.inspect.sbom import cyclonedx
+from envbuild.report.gather import sized_packages
 
 SIX = f"{lab.SITE}/six.py"
 FORGE = "https://conda.anaconda.org/conda-forge"
@@ -156,6 +157,17 @@ def test_a_channel_is_told_without_its_credentials(
     with open_artifact(str(place), environment, None) as opened:
         contents = opened.contents(hashes=False)
         assert "hunter2" not in repr(contents) + cyclonedx(opened.about, contents, None)
+
+
+@pytest.mark.parametrize("kind", ["folder", "image"])
+def test_a_report_counts_a_python_package_of_conda_once_whatever_conda_calls_it(
+    kind: str, tmp_path: Path, blobs: Blobs, environment: Environment
+) -> None:
+    files = conda("/opt/env") | lab.conda_package("pytorch", "2.5", lab.package("torch", "2.5", {"torch/a": "1"}), "/")
+    place = folder(tmp_path / "env", files) if kind == "folder" else image(tmp_path / "image", blobs, files)
+    with open_artifact(str(place), environment, None) as opened:
+        found = {(one.name, one.kind) for one in sized_packages(opened.contents(hashes=False))}
+    assert found == {("python", "conda"), ("six", "conda"), ("pytorch", "conda"), ("tqdm", "Python")}
 
 
 def test_channels_have_the_names_that_conda_gives_them() -> None:
