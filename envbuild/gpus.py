@@ -53,9 +53,14 @@ def load_chips() -> Mapping[str, Chip]:
     for accelerator in ("cuda", "rocm"):
         table = load_table("gpus")[accelerator]
         for name, row in table["chips"].items():
-            lists = {key: tuple(row.get(key, ())) for key in ("names", "generic")}
-            chips[name] = Chip(name, accelerator, row["family"], features=row.get("features", ""), **lists)
+            names, features = tuple(row["names"]), row.get("features", "")
+            chips[name] = Chip(name, accelerator, row["family"], names, features, _generic(name))
     return chips
+
+
+def _generic(name: str) -> tuple[str, ...]:
+    """Return the code for several chips that runs on the chip `name`."""
+    return tuple(code for code, chips in load_table("gpus")["rocm"]["generic"].items() if name in chips)
 
 
 def chips_named(word: str) -> list[Chip]:
@@ -63,8 +68,10 @@ def chips_named(word: str) -> list[Chip]:
     chips = load_chips()
     if _CHIP.fullmatch(word):
         name, _, features = word.partition(":")
-        known = chips.get(name) or Chip(name, "cuda" if name.startswith("sm_") else "rocm")
-        return [replace(known, features=features or known.features)]
+        known = chips.get(name)
+        known = known or Chip(name, "cuda" if name.startswith("sm_") else "rocm", generic=_generic(name))
+        modes = {one[:-1]: one for one in f"{known.features}:{features}".split(":") if one}
+        return [replace(known, features=":".join(modes.values()))]
     return [one for one in chips.values() if word in (one.family, *one.names)]
 
 

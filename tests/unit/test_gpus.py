@@ -60,6 +60,10 @@ PLANTED = [
     (bundle("gfx90a:xnack+"), "gfx90a:xnack+", NATIVE),
     (bundle("gfx942", "gfx1100"), "mi250x", ""),
     (bundle("gfx9-4-generic"), "mi300x", NATIVE),
+    (bundle("gfx11-generic"), "gfx1101", NATIVE),  # a chip without a row
+    (bundle("gfx12-generic"), "gfx1101", ""),
+    (bundle("gfx90a:sramecc-:xnack+"), "gfx90a:xnack+", ""),  # the mode that is not named is the driver's
+    (bundle("gfx90a:sramecc-:xnack+"), "gfx90a:sramecc-:xnack+", NATIVE),
 ]
 
 
