@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -156,8 +157,8 @@ def _properties(**values: str) -> list[Property]:
 def _time(about: Description, source_date: int | None) -> datetime:
     if source_date is not None:
         return datetime.fromtimestamp(source_date, UTC)
-    # Docker writes nanoseconds: only whole seconds are read.
-    try:
-        return datetime.fromisoformat(about.created[:19]).replace(tzinfo=UTC)
-    except ValueError:
-        return datetime.fromtimestamp(FIXED_TIME, UTC)
+    for text in (about.created, about.created[:19]):  # the time zone may be told in other ways than in RFC 3339
+        with suppress(ValueError, OverflowError):
+            found = datetime.fromisoformat(text).replace(microsecond=0)
+            return found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+    return datetime.fromtimestamp(FIXED_TIME, UTC)

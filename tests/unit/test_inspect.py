@@ -388,6 +388,22 @@ def test_the_bill_of_materials_is_valid_and_the_same_each_time(source_date: int 
     assert other["serialNumber"] != bom["serialNumber"]
 
 
+@pytest.mark.parametrize(
+    ("created", "expected"),
+    [
+        ("2026-01-02T01:04:05.123456789+02:00", "2026-01-01T23:04:05+00:00"),
+        ("2026-01-02T01:04:05-05:30", "2026-01-02T06:34:05+00:00"),
+        ("2026-01-02 01:04:05", "2026-01-02T01:04:05+00:00"),
+        ("2026-01-02 01:04:05 +0000 UTC", "2026-01-02T01:04:05+00:00"),
+        ("0001-01-01T00:00:00+02:00", "0001-01-01T00:00:00+00:00"),
+        ("yesterday", "2020-01-01T00:00:00+00:00"),
+    ],
+)
+def test_the_bill_of_materials_has_the_time_of_an_image_in_any_zone(created: str, expected: str) -> None:
+    bom = json.loads(cyclonedx(Description("image", "x", created=created), Inventory({}), None))
+    assert bom["metadata"]["timestamp"] == expected
+
+
 def test_the_bill_of_materials_of_a_venv_does_not_depend_on_its_place(tmp_path: Path, environment: Environment) -> None:
     files = {**lab.frame(), **lab.package("a", "1", {}, extra="License-Expression: MIT\n")}
     texts = []
