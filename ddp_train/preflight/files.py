@@ -80,7 +80,7 @@ def changed_files(root: Path, wanted: FileCheck) -> str:
     regular = {path for path in changed if path in rows and path in found and stat.S_ISREG(found[path].st_mode)}
     again = sorted(path for path in regular if _BYTECODE.fullmatch(path))
     if again:
-        changed = sorted(set(changed).difference(again).union(_other_code(root, again)))
+        changed = sorted(set(changed).difference(again).union(_other_code(root, again, wanted.limit_s)))
     more = f" and {len(changed) - _SHOWN} more files" if len(changed) > _SHOWN else ""
     return ", ".join(sorted(changed)[:_SHOWN]) + more
 
@@ -122,7 +122,7 @@ def _later(path: str) -> bool:
     return "/__pycache__/" in path or path in (MANIFEST, "conda-meta/state")
 
 
-def _other_code(root: Path, paths: list[str]) -> list[str]:
+def _other_code(root: Path, paths: list[str], limit_s: float) -> list[str]:
     """Return those of the bytecode files `paths` that are not the compiled form of their source."""
     asked = {os.path.join(root, path): path for path in paths}
     sources = {pyc: os.path.join(root, _BYTECODE.sub(r"\1\2.py", path)) for pyc, path in asked.items()}
@@ -131,9 +131,11 @@ def _other_code(root: Path, paths: list[str]) -> list[str]:
     options = ["-I", "-S", "-B", "-X", f"pycache_prefix={os.path.join(root, MANIFEST)}"]
     command, text = [sys.executable, *options, "-c", _COMPARE], json.dumps(pairs).encode()
     try:
-        done = subprocess.run(command, input=text, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+        done = subprocess.run(
+            command, input=text, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=limit_s
+        )
         return [asked[json.loads(line)] for line in done.stdout.splitlines()]
-    except (OSError, ValueError, LookupError, subprocess.CalledProcessError):
+    except (OSError, ValueError, LookupError, subprocess.SubprocessError):
         return paths
 
 
