@@ -33,6 +33,7 @@ from envbuild.layers.requested import RequestedLayers
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import known_wheels, own_wheels
+from envbuild.layers.workdir import missing_folder
 from envbuild.lock.image import ImageLock
 from envbuild.names import normalise_version
 from envbuild.plan.plan import Plan
@@ -168,7 +169,12 @@ def fill(
         parts += [layer_part(layer, scheme, compiler, plan.mtime) for layer in layers]
         maker.expect(parts)
         made = [*base.layers, *(maker.part(part) for part in parts)]
-    frame, state = _environment_layer(one, base, own, made, layers)
+    folders = [plan.image.workdir] if plan.image else []
+    parents: list[Entry] = []
+    if plan.image and plan.image.base != "debian":  # which may have the folder, as another user's
+        below = [*map(maker.members, base.layers)]
+        folders, parents = missing_folder(plan.image.workdir, below, environment.site.limits, plan.mtime)
+    frame, state = _environment_layer(one, base, own, made, layers, folders, parents)
     if not with_manifest:
         return Filled((*made, maker.part(_with_place(frame, plan.mtime))), state, base, "")
     last = maker.part(_with_manifest(frame, made, maker, plan.mtime, environment))
@@ -202,7 +208,13 @@ def _with_manifest(
 
 
 def _environment_layer(
-    one: PreparedImage, base: BaseImage[M], own: Sequence[WheelFile], made: list[M], layers: Sequence[LayerFolder]
+    one: PreparedImage,
+    base: BaseImage[M],
+    own: Sequence[WheelFile],
+    made: list[M],
+    layers: Sequence[LayerFolder],
+    folders: Sequence[str],
+    parents: Sequence[Entry],
 ) -> tuple[LayerRequest, State]:
     """Return the last layer, and the state of the whole environment, which that layer contains."""
     plan = one.plan
@@ -220,10 +232,9 @@ def _environment_layer(
     found += [(one.name, one.version, record_digest(wheel_record(one.path, scheme))) for one in own]
     built = [layer.built for layer in layers]
     state = state_of(plan, base.python_version, base.interpreter, found, built, own)
-    assert plan.image is not None
     part = environment_part(
         own, scheme, base.interpreter, base.python_version, state.render(), one.compiler, plan.mtime,
-        system_packages=base.system_packages, conda=bool(plan.conda), folders=[plan.image.workdir],
+        system_packages=base.system_packages, conda=bool(plan.conda), folders=folders, parents=parents,
     )  # fmt: skip
     return part, state
 

@@ -135,13 +135,14 @@ def _without_overwritten(group: Sequence[WheelFile], scheme: Scheme, mtime: int)
 def environment_part(
     own: Sequence[WheelFile], scheme: Scheme, interpreter: str, python_version: str, state: str,
     compiler: Compiler | None, mtime: int, *, system_packages: bool, conda: bool = False, folders: Sequence[str] = (),
+    parents: Sequence[Entry] = (),
 ) -> LayerRequest:  # fmt: skip
     """Return the last layer: the environment's frame, own code (the trainer's wheel, then the project's if there is
     one), and envbuild.json with the content `state`.
 
     `interpreter` is an absolute path. The frame is that of a virtual environment (PEP 405) on the base's Python; a
-    `conda` environment contains its own Python and needs only conda's marker file. `folders` are created if the base
-    lacks them.
+    `conda` environment contains its own Python and needs only conda's marker file. `folders` are created; `parents` are
+    folders around them as the layers below have them.
     """
     # conda, mamba and pixi treat a folder with this file as an environment.
     marker: Frame = [(Entry(f"{scheme.prefix}/conda-meta/history", mtime=mtime), None)]
@@ -150,6 +151,7 @@ def environment_part(
     def content() -> Tree:
         yield from frame
         yield from _without_overwritten(own, scheme, mtime)
+        yield from ((parent, None) for parent in parents)
         for folder in folders:
             yield Entry(posixpath.normpath(f"/{folder}").strip("/"), DIR, 0o755, mtime=mtime), None
         yield _file(f"{scheme.prefix}/envbuild.json", state, mtime)
@@ -158,13 +160,15 @@ def environment_part(
         modules = with_bytecode(content(), compiler, [scheme.site_packages], mtime)
         with closing(with_parents(modules, mtime)) as files:
             for entry, stream in files:
-                mode = _MODES.get(entry.path, entry.mode) if entry.kind == DIR else entry.mode
+                known = entry.kind != DIR or entry in parents
+                mode = entry.mode if known else _MODES.get(entry.path, entry.mode)
                 yield replace(entry, mode=mode), stream
 
     key: list[object] = [scheme.prefix, scheme.python, compiler and compiler.identity, mtime]
     key += [interpreter, python_version, system_packages, own[0].sha256, list(folders), state]
     key += ["conda"] if conda else []
     key += [wheel.sha256 for wheel in own[1:]]
+    key += [[one.path, one.mode, one.uid, one.gid, repr(one.xattrs)] for one in parents]
     title = ", ".join(f"{wheel.name} {wheel.version}" for wheel in own)
     return LayerRequest(f"{title} and envbuild.json", key_of("environment", key), tree)
 

@@ -24,7 +24,7 @@ from envbuild.artifacts.installed import check_files
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest
-from envbuild.image.entry import FILE, Entry, Tree
+from envbuild.image.entry import DIR, FILE, Entry, Tree
 from envbuild.layers.bytecode import Compiler, find_compiler
 from envbuild.layers.compose import (
     FIXED_TIME,
@@ -205,6 +205,16 @@ def test_a_workdir_that_every_base_has_keeps_its_mode(folder: str, expected: dic
     without = content(environment(trainer, folders=[]).tree())
     made = content(environment(trainer, folders=[folder]).tree())
     assert {path: made[path][0].mode for path in made.keys() - without.keys()} == expected
+
+
+def test_the_last_layer_has_the_folders_around_as_they_were(tmp_path: Path) -> None:
+    trainer = located(make_wheel(tmp_path, "ddp-train"))
+    around = [Entry("root", DIR, 0o755), Entry("root/a", DIR, 0o700, uid=1000)]
+    one = environment(trainer, folders=["/root/a/b"], parents=around)
+    made = content(one.tree())
+    assert [made[path][0] for path in ("root", "root/a")] == around
+    assert made["root/a/b"][0].mode == 0o755
+    assert one.key != environment(trainer, folders=["/root/a/b"]).key
 
 
 def test_the_environments_key_covers_all_that_decides_it(tmp_path: Path) -> None:
