@@ -38,7 +38,7 @@ from envbuild.store.store import Store, remove_tree
 from envbuild.unpack import unpack
 
 # Increase it when the same inputs would result in other files: layers from older versions are then not used.
-_ENGINE = 1
+_ENGINE = 2
 _KEPT_LOGS = 20
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES})
 BuildHosts = Callable[[Path], AbstractContextManager[BuildHost]]

@@ -50,7 +50,7 @@ def make_layer(job: SourceBuild) -> tuple[tuple[int, int], list[str]]:
             "install into",
         )
     _licences(job)
-    tidy(job.staged)
+    tidy(job.staged, (f"{job.stage}{PREFIX}",))
     if libraries := [host.inside / path.relative_to(host.work) for path in job.staged.rglob("*") if is_elf(path)]:
         # Debugging information is most of a library's size.
         job.run("strip", ["strip", "--strip-debug", *sorted(map(str, libraries))])
@@ -125,19 +125,21 @@ def _licences(job: SourceBuild) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def tidy(tree: Path) -> None:
+def tidy(tree: Path, roots: Sequence[str] = ()) -> None:
     """Normalize an installed tree.
 
     Documentation, static libraries, libtool files and empty folders are removed, modes become independent of the umask,
-    and links into the prefix become relative.
+    and links into the prefix, or into `roots`, other paths of `tree`, become relative.
     """
     for name in _UNWANTED:
         shutil.rmtree(tree / name, ignore_errors=True)
     for path in sorted(tree.rglob("*"), reverse=True):  # the content of a folder before the folder
         if path.is_symlink():
             target = os.readlink(path)
-            if target.startswith(PREFIX + "/"):
-                inner = os.path.relpath(target, PREFIX / path.parent.relative_to(tree))
+            # Makefiles without DESTDIR, and some with it, link to the folder that they install into.
+            root = next((one for one in (PREFIX, *roots) if target.startswith(one + "/")), None)
+            if root is not None:
+                inner = os.path.relpath(target, root / path.parent.relative_to(tree))
                 path.unlink()
                 path.symlink_to(inner)
         elif path.is_dir():

@@ -232,11 +232,12 @@ def test_tidy_drops_what_only_builders_need_and_keeps_links_inside(tmp_path: Pat
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_text("x")
     (tree / "lib/libfoo.so").symlink_to("/opt/env/lib/libfoo.so.1")
+    (tree / "lib/libbar.so").symlink_to("/build/stage/opt/env/lib/libfoo.so.1")
     (tree / "lib/libfoo.so.1").chmod(0o2700)
-    tidy(tree)
+    tidy(tree, ("/build/stage/opt/env",))
     found = sorted(path.relative_to(tree).as_posix() for path in tree.rglob("*") if not path.is_dir())
-    assert found == ["lib/libfoo.so", "lib/libfoo.so.1", "lib/pkgconfig/foo.pc"]
-    assert (tree / "lib/libfoo.so").readlink() == Path("libfoo.so.1")
+    assert found == ["lib/libbar.so", "lib/libfoo.so", "lib/libfoo.so.1", "lib/pkgconfig/foo.pc"]
+    assert (tree / "lib/libfoo.so").readlink() == (tree / "lib/libbar.so").readlink() == Path("libfoo.so.1")
     assert (tree / "lib/libfoo.so.1").stat().st_mode & 0o7777 == 0o755
     assert not (tree / "share").exists()
 
