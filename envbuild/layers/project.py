@@ -97,10 +97,16 @@ def _all_files(root: Path) -> Iterator[str]:
     for here, folders, files in os.walk(root):
         folders[:] = [
             name for name in folders
-            if not _SKIPPED.fullmatch(name) and not any((Path(here, name) / one).exists() for one in _ENVIRONMENTS)
+            if _is_source(here, name) and not any((Path(here, name) / one).exists() for one in _ENVIRONMENTS)
         ]  # fmt: skip
         files += [name for name in folders if os.path.islink(os.path.join(here, name))]
         yield from (os.path.relpath(os.path.join(here, name), root) for name in files if not _SKIPPED.fullmatch(name))
+
+
+def _is_source(here: str, name: str) -> bool:
+    # Outputs of a build are in no package of this name.
+    package = name in ("build", "dist") and os.path.isfile(os.path.join(here, name, "__init__.py"))
+    return package or not _SKIPPED.fullmatch(name)
 
 
 def project_wheel(plan: Plan, environment: Environment, *, offline: bool) -> tuple[str, str, Path] | None:

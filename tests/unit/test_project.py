@@ -225,10 +225,10 @@ def test_links_to_folders_are_named(
 
 
 def test_outside_of_git_all_files_but_environments_and_outputs(tmp_path: Path, environment: Environment) -> None:
-    taken = {"a.py": "", "pkg/b.py": "", "pkg/builder/c.txt": ""}
+    taken = {"a.py": "", "pkg/b.py": "", "pkg/builder/c.txt": "", "pkg/dist/__init__.py": "", "pkg/dist/x/y.py": ""}
     left = {
         ".git/x.py": "", "pkg/__pycache__/b.pyc": "", ".venv/x.py": "", "env/pyvenv.cfg": "", "env/x.py": "",
-        "build/x.py": "", "dist/x.whl": "", "p.egg-info/PKG-INFO": "",
+        "build/x.py": "", "dist/x.whl": "", "pkg/build/c.o": "", "p.egg-info/PKG-INFO": "",
         "own.sqsh": "", "own.sif.failed": "", "own.sqsh.receipt.json": "",
     }  # fmt: skip
     top = put(tmp_path / "top", {**taken, **left})
