@@ -32,6 +32,7 @@ from envbuild.progress import log
 from envbuild.pure_wheel import described, pack, with_record
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.project import OwnCode
+from envbuild.recipe.targets import host_arch
 
 # Increase it when the wheel changes although the files do not.
 _FORMAT = 1
@@ -118,7 +119,10 @@ def project_wheel(plan: Plan, environment: Environment, *, offline: bool) -> tup
     code, store = plan.project, environment.store
     if code is None:
         return None
-    content = json.dumps([_FORMAT, plan.python, code.module, str(code.root) if code.editable else "", code.files])
+    # Hosts with one store may have other processors, for which a compiled wheel is none.
+    content = json.dumps(
+        [_FORMAT, host_arch(), plan.python, code.module, str(code.root) if code.editable else "", code.files]
+    )
     note = store.folder("projects") / f"{hashlib.sha256(content.encode()).hexdigest()}.json"
     path: Path | None = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -400,6 +400,17 @@ def test_a_wheel_that_suits_is_taken(tmp_path: Path, environment: Environment, m
     project_wheel(based, environment, offline=True)
 
 
+def test_a_wheel_of_another_processor_is_not_taken(
+    tmp_path: Path, environment: Environment, made: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(built(tmp_path), environment)
+    for machine in ("x86_64", "aarch64"):  # a login node and a compute node with one store
+        monkeypatch.setattr(project, "host_arch", lambda machine=machine: machine)
+        made(tag=f"cp311-cp311-linux_{machine}")
+        path = (project_wheel(plan, environment, offline=True) or pytest.fail())[2]
+        assert path.name == f"own-1.0-cp311-cp311-linux_{machine}.whl"
+
+
 def test_a_failing_back_end_is_an_error_with_a_position(tmp_path: Path, environment: Environment) -> None:
     text = '[build-system]\nrequires = []\nbuild-backend = "no_such"\nbackend-path = ["."]\n'
     loaded = recipe_of(put(tmp_path / "top", {"pyproject.toml": text, "p.py": ""}))
