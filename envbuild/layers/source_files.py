@@ -44,10 +44,12 @@ def relocate(
     libraries = [folder for folder in folders if os.path.isdir(folder)]
     newest, named = (0, 0), []
     stand_ins = [str(place) for place in places.values()]
+    roots = [PREFIX, *(str(places[name]) for name in places if name != "cuda")]
+    roots += [f"{trace}/stage{PREFIX}" for trace in traces]
     for path in sorted(path for path in tree.rglob("*") if path.is_file() and not path.is_symlink()):
         name = path.relative_to(tree).as_posix()
         if is_elf(path):
-            newest = max(newest, _move_elf(path, name, arch, [*traces, *stand_ins], libraries))
+            newest = max(newest, _move_elf(path, name, arch, [*traces, *stand_ins], libraries, roots))
         elif _move_text(path, name, traces, stand_ins):
             named.append(name)
     return newest, named
@@ -62,13 +64,28 @@ def patchelf_program() -> str:
     return found
 
 
-def run_path(name: str, hosts: Sequence[str] = ()) -> str:
-    """Return the RUNPATH of the file `name` (relative to the root): the root's lib folder, then the host's folders."""
-    inner = os.path.relpath("lib", os.path.dirname(name) or ".")
-    return ":".join(["$ORIGIN" if inner == "." else f"$ORIGIN/{inner}", *hosts])
+def run_path(name: str, hosts: Sequence[str] = (), before: str = "", roots: Sequence[str] = (PREFIX,)) -> str:
+    """Return the RUNPATH of the file `name` (relative to the root): the root's lib folder, then the host's folders.
+
+    First come the folders of its RUNPATH `before` that are below the root, which is also at `roots`: a package may have
+    libraries in a folder of its own.
+    """
+    here, found = os.path.dirname(name), list[str]()
+    for entry in before.split(":"):
+        first, _, rest = entry.partition("/")
+        folder = os.path.normpath(os.path.join(here, rest)) if first in ("$ORIGIN", "${ORIGIN}") else ".."
+        for root in roots:
+            if f"{entry}/".startswith(f"{root}/"):
+                folder = os.path.normpath(entry[len(root) :].strip("/"))
+        if folder.partition("/")[0] != "..":
+            found.append(folder)
+    inner = (os.path.relpath(folder, here or ".") for folder in (*found, "lib"))
+    return ":".join(dict.fromkeys([*("$ORIGIN" if one == "." else f"$ORIGIN/{one}" for one in inner), *hosts]))
 
 
-def _move_elf(path: Path, name: str, arch: str, traces: Sequence[str], hosts: Sequence[str]) -> tuple[int, int]:
+def _move_elf(
+    path: Path, name: str, arch: str, traces: Sequence[str], hosts: Sequence[str], roots: Sequence[str]
+) -> tuple[int, int]:
     elf = read_elf(path)
     if elf is None:
         raise BuildError(f"{name} is a damaged ELF file, or not a 64-bit one")
@@ -79,7 +96,7 @@ def _move_elf(path: Path, name: str, arch: str, traces: Sequence[str], hosts: Se
         )
     if elf.dynamic and elf.needed:
         # This overwrites the old path, and turns DT_RPATH into DT_RUNPATH, over which LD_LIBRARY_PATH has precedence.
-        command = [patchelf_program(), "--set-rpath", run_path(name, hosts), str(path)]
+        command = [patchelf_program(), "--set-rpath", run_path(name, hosts, elf.runpath, roots), str(path)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise BuildError(f"patchelf failed on {name}: {done.stderr.strip()}")

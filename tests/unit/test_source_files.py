@@ -251,6 +251,21 @@ def test_libraries_are_found_from_where_a_file_is(name: str, path: str) -> None:
     assert run_path(name, ["/opt/host/lib"]) == f"{path}:/opt/host/lib"
 
 
+@pytest.mark.parametrize(
+    ("name", "before", "path"),
+    [
+        ("lib/liba.so", "/opt/env/lib", "$ORIGIN"),
+        ("lib/a/libb.so", "$ORIGIN", "$ORIGIN:$ORIGIN/.."),
+        ("lib/a/libb.so", "${ORIGIN}/../c/:/usr/lib:", "$ORIGIN/../c:$ORIGIN/.."),
+        ("bin/a", "/opt/env/lib/a:/opt/environment/lib", "$ORIGIN/../lib/a:$ORIGIN/../lib"),
+        ("bin/a", "/w/stage/opt/env/lib/a/:/w/source/.libs", "$ORIGIN/../lib/a:$ORIGIN/../lib"),
+        ("a", "$ORIGIN/../x:$ORIGIN/y", "$ORIGIN/y:$ORIGIN/lib"),
+    ],
+)
+def test_a_package_s_own_folders_of_libraries_stay(name: str, before: str, path: str) -> None:
+    assert run_path(name, ["/opt/host/lib"], before, ["/opt/env", "/w/stage/opt/env"]) == f"{path}:/opt/host/lib"
+
+
 def _an_elf() -> Path:
     """A shared library that any Python has, or Python itself."""
     extensions = sorted((Path(sysconfig.get_path("platstdlib")) / "lib-dynload").glob("_[a-z]*.so"))
