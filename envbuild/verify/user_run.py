@@ -19,6 +19,8 @@ from envbuild.verify.network import network_of
 _TMP = ".envbuild-run-"
 _NAME = "run"
 _OF_RANK = re.compile(r"\[\d+\.\d+\]:")
+# Those before which torchrun writes the rank; str.splitlines has more, such as U+2028 and the form feed.
+_LINE_END = re.compile("\r\n?|\n")
 # A run has no time limit of its own.
 _ENDLESS_S = 10.0 * 365 * 86400
 
@@ -76,7 +78,8 @@ class _Follower:
                 new = stream.read()
             whole = new if ended else new[: new.rfind(b"\n") + 1]
             self.read[node] += len(whole)
-            for line in whole.decode(errors="replace").splitlines():
+            lines = _LINE_END.split(whole.decode(errors="replace"))
+            for line in lines if lines[-1] else lines[:-1]:
                 if running.job.bare:
                     self.echo(f"[{node}]: {line}")
                 elif _OF_RANK.match(line):
