@@ -42,7 +42,7 @@ everywhere() {
     exec "$mpirun" "${options[@]}" "${launch[@]}" "$1" "$settings" </dev/null
 }"""
 
-_HOSTFILE = r"""hostfile=$ENVBUILD_RUN/hosts-$restarts
+_HOSTFILE = r"""hostfile=$ENVBUILD_RUN/slots-$restarts
     for host in "${hosts[@]}"; do echo "$host slots=@EACH@"; done >"$hostfile"
     """
 

@@ -105,6 +105,25 @@ def test_a_job_that_pbs_starts_again_meets_under_another_name(stage: Stage) -> N
     assert log.read_text().count("node 0 is") == 2
 
 
+@pytest.mark.parametrize(("strategy", "each"), [("ddp", 1), ("horovod", 4)])
+@pytest.mark.parametrize(("scheduler", "launcher"), [("pbs", "mpiexec"), ("pbs", "mpirun"), ("lsf", "mpirun")])
+def test_open_mpi_reads_the_nodes_and_their_slots_and_nothing_else(
+    stage: Stage, scheduler: str, launcher: str, strategy: str, each: int
+) -> None:
+    (stage.folder / "hosts").write_text("n0\nn1\n")
+    executable(stage.bin / "getent", "#!/bin/sh\necho 192.0.2.8 STREAM n1\n")
+    # A launcher that shows the hostfile and starts nothing.
+    text = '#!/bin/sh\n[ "$1" != --version ] || exec echo "$MPI"\nwhile [ "$1" != --hostfile ]; do shift; done\n'
+    executable(stage.bin / launcher, f'{text}cat "$2" >"$RECORDED.slots"\n')
+    row = "n0 192.0.2.7 eth0 20077\n"
+    plan = replace(_plan(stage), scheduler=scheduler, launcher=launcher, strategy=strategy, nproc_per_node=4)  # type: ignore[arg-type]
+    script = render(plan).replace(
+        "everywhere training &", f"echo '{row}' >\"$ENVBUILD_RUN/at-0.0\"\neverywhere training &"
+    )
+    stage.run(script)
+    assert (stage.folder / "recorded.slots").read_text() == f"n0 slots={each}\nn1 slots={each}\n"
+
+
 @pytest.mark.parametrize("launcher", ["ssh", "pbsdsh"])
 def test_when_one_node_gives_up_the_others_are_ended_and_its_code_is_the_jobs(stage: Stage, launcher: str) -> None:
     plan = replace(_plan(stage), launcher=launcher)  # type: ignore[arg-type]

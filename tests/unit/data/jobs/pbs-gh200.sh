@@ -61,7 +61,7 @@ mpirun=$(command -v mpiexec) ||
     stop 'there is no mpiexec here; say its module in [modules] run of the site' 6
 case $("$mpirun" --version 2>&1 || true) in
 *'Open MPI'* | *OpenRTE* | *PRTE*)
-    hostfile=$ENVBUILD_RUN/hosts-$restarts
+    hostfile=$ENVBUILD_RUN/slots-$restarts
     for host in "${hosts[@]}"; do echo "$host slots=1"; done >"$hostfile"
     mpi=openmpi
     ;;
