@@ -78,9 +78,10 @@ class Run:
 
     @property
     def first_port(self) -> int:
-        """The port where the search for a free one begins, from the job's number."""
-        number = re.search("[0-9]+", self.folder.name[len(self.job.name) + 1 :])
-        return 20000 + int(number[0] if number else 0) % 10000
+        """The port where the search for a free one begins, from the job's number, and that in its array: 12_3_.head."""
+        found = re.search("([0-9]+)(?:_([0-9]+)_)?", self.folder.name[len(self.job.name) + 1 :])
+        number, element = (int(one or 0) for one in found.groups()) if found else (0, 0)
+        return 20000 + (number + 7919 * element) % 10000
 
     def file(self, name: str) -> Path:
         """Return the path of this start's file `name`: NAME-RESTARTS, or NAME-RESTARTS.NUMBER for NAME.NUMBER."""

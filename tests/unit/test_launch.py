@@ -165,8 +165,17 @@ def _write(folder: Path, variables: str = "", **fields: Any) -> Path:
 def test_a_start_has_a_name_and_files_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "pt_cpu_12_3_.head").mkdir()
     run = replace(_run(tmp_path / "pt_cpu_12_3_.head"), restarts="4")
-    assert run.id == "pt_cpu-12_3_.head-4" and run.first_port == 20012
+    assert run.id == "pt_cpu-12_3_.head-4" and run.first_port == 20000 + (12 + 3 * 7919) % 10000
     assert run.file("at.7").name == "at-4.7" and run.file("told").name == "told-4"
+
+
+def test_the_elements_of_an_array_of_pbs_that_start_together_on_one_node_do_not_take_one_port(tmp_path: Path) -> None:
+    numbers = ["12.head", "13.head", *(f"12_{element}_.head" for element in range(1, 1000))]
+    ports = set()
+    for number in numbers:
+        _write(tmp_path / f"pt_cpu_{number}")
+        ports.add(read_run(tmp_path / f"pt_cpu_{number}" / "settings-0.sh").first_port)
+    assert len(ports) == len(numbers) and min(ports) >= 20000 and max(ports) < 30000
 
 
 @pytest.mark.parametrize("text", ["", "ENVBUILD_JOB='{}'", "ENVBUILD_JOB='['", """ENVBUILD_JOB='{"newer": 1}'"""])
