@@ -12,6 +12,7 @@ from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.kubernetes_log import lost_log
 from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.masking import looks_secret
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
 from envbuild.verify.receipt import recorded_gpu_code
@@ -130,6 +131,11 @@ def check_gpus(opened: JobInputs, site: Site) -> None:
 def possible_faults(plan: JobPlan, host: str) -> Iterator[str]:
     """Yield a sentence for each possible fault that cannot be checked on this host; `host` is its architecture."""
     artifact, site = plan.artifact, plan.site
+    if any(looks_secret(one) for one in plan.command):
+        yield (
+            "an argument of the training looks like a secret: others can read job scripts and the command lines of "
+            "processes; let the program read it from a file that only you may read"
+        )
     if SCHEDULERS[plan.scheduler].pods:  # Kubernetes selects nodes of the artifact's architecture
         if lost := lost_log(plan):
             yield lost

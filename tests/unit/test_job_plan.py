@@ -238,6 +238,17 @@ def test_what_does_not_go_together_is_refused_with_what_to_change(
     assert words in f"{caught.value.message} {caught.value.hint}"
 
 
+@pytest.mark.parametrize(("site", "opened"), [(SLURM, _opened()), (PODS, IN_PODS)])
+def test_an_argument_that_looks_like_a_token_is_a_doubt_that_does_not_repeat_it(
+    tmp_path: Path, site: str, opened: JobInputs
+) -> None:
+    token = "hf_" + "aB3" * 10
+    for arguments, doubts in (((f"--hf-token={token}",), 1), (("--hf-token", token), 1), (("--hf-token-file", "t"), 0)):
+        request = JobRequest(module="pkg.train", arguments=arguments, current=tmp_path)
+        said = list(possible_faults(plan_job(request, opened, _site(tmp_path, site)), "x86_64"))
+        assert sum("looks like a secret" in one for one in said) == doubts and token not in "".join(said)
+
+
 FSX = SLURM + '[paths]\nshared = "/fsx/{user}"\nscratch = "/local"\n[container]\nmounts = ["/data:/d"]\n'
 
 
