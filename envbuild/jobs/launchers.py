@@ -82,7 +82,7 @@ everywhere() {
 }"""
 
 # ssh's standard input ends with this script: node-RESTARTS.sh then ends its process.
-_SSH_BEFORE = r"""alive=$(mktemp -u)
+_SSH_BEFORE = r"""alive=$(mktemp -u -p /tmp) # the scratch folder of nodes need not be here
 mkfifo -m 600 "$alive"
 exec 9<>"$alive"
 trap 'rm -f "$alive"' EXIT

@@ -159,6 +159,14 @@ def test_what_ssh_started_ends_with_the_batch_script_however_that_ends(stage: St
                 _end(int(path.read_text()))
 
 
+def test_the_host_from_which_ssh_starts_a_preflight_need_not_have_the_nodes_scratch_folder(stage: Stage) -> None:
+    _name_the_nodes(stage)
+    plan = replace(_plan(stage), variables=(("TMPDIR", "/nodes/own/disk"),))
+    done, recorded = stage.run(render(plan))
+    assert done.returncode == 0, (stage.folder / "logs" / "pt_cpu_77.head.out").read_text()
+    assert [one[2]["TMPDIR"] for one in recorded if one[0] == "python"] == ["/nodes/own/disk"] * 2
+
+
 def _kill_all_but_what_ssh_started(batch: int) -> None:
     """The script and the shell in which it launches."""
     children = Path(f"/proc/{batch}/task/{batch}/children").read_text().split()

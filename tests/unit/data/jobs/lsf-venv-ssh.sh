@@ -79,7 +79,7 @@ unset XDG_RUNTIME_DIR
 launch=(sh "$ENVBUILD_RUN/node-$restarts.sh")
 settings=$ENVBUILD_RUN/settings-$restarts.sh
 
-alive=$(mktemp -u)
+alive=$(mktemp -u -p /tmp) # the scratch folder of nodes need not be here
 mkfifo -m 600 "$alive"
 exec 9<>"$alive"
 trap 'rm -f "$alive"' EXIT

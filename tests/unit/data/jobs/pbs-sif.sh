@@ -100,7 +100,7 @@ unset XDG_RUNTIME_DIR
 launch=(bash "$ENVBUILD_RUN/node-$restarts.sh")
 settings=/fsx/me/${ENVBUILD_RUN##*/}/settings-$restarts.sh
 
-alive=$(mktemp -u)
+alive=$(mktemp -u -p /tmp) # the scratch folder of nodes need not be here
 mkfifo -m 600 "$alive"
 exec 9<>"$alive"
 trap 'rm -f "$alive"' EXIT

@@ -100,7 +100,7 @@ image='/local disk'/envbuild-"$(id -u)"/"${ENVBUILD_RUN##*/}-$restarts"
 launch=(bash "$ENVBUILD_RUN/node-$restarts.sh")
 settings=$ENVBUILD_RUN/settings-$restarts.sh
 
-alive=$(mktemp -u)
+alive=$(mktemp -u -p /tmp) # the scratch folder of nodes need not be here
 mkfifo -m 600 "$alive"
 exec 9<>"$alive"
 trap 'rm -f "$alive"' EXIT

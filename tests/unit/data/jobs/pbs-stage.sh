@@ -84,7 +84,7 @@ image=/local/envbuild-"$(id -u)"/"${ENVBUILD_RUN##*/}-$restarts".sif
 launch=(sh "$ENVBUILD_RUN/node-$restarts.sh")
 settings=/fsx/me/${ENVBUILD_RUN##*/}/settings-$restarts.sh
 
-alive=$(mktemp -u)
+alive=$(mktemp -u -p /tmp) # the scratch folder of nodes need not be here
 mkfifo -m 600 "$alive"
 exec 9<>"$alive"
 trap 'rm -f "$alive"' EXIT
