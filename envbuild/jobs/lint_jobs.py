@@ -38,8 +38,8 @@ _GPUS_IN_DOCKER = re.compile(r"--gpus|--runtime|--device|--privileged|nvidia|roc
 def of_output(script: ParsedScript) -> Iterator[Found]:
     """Find relative folders of the job's output, which no scheduler creates."""
     names = script.facts.output if script.facts else ()
-    if any(re.match(r"# envbuild \S+: .*; site ", line) for line in script.lines):
-        return  # `envbuild job --submit` makes it
+    if any(re.match(r"# envbuild \S+: .*(?:;| of) site ", line) for line in script.lines):
+        return  # --submit makes it
     told = "\n".join(line for line in script.lines if line.startswith("#") and "mkdir" in line)
     seen = set()
     makes = {posixpath.normpath(word) for one in script.commands if one.program == "mkdir" for word in one.words}

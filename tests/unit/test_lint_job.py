@@ -20,7 +20,10 @@ from envbuild.jobs.lint_shell import parse
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"
 RENDERED = sorted(
-    path for path in (DATA / "jobs").glob("*") if path.suffix in (".sh", ".sbatch", ".pbs", ".yaml", ".yml")
+    path
+    for kind in ("jobs", "builds")
+    for path in (DATA / kind).glob("*")
+    if path.suffix in (".sh", ".sbatch", ".pbs", ".yaml", ".yml")
 )
 # Its site says purge = false: the modules of login nodes are meant, and a warning is right.
 MEANT = {("slurm-login-modules.sh", "modules-not-purged")}
