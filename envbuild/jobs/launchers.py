@@ -59,7 +59,7 @@ _HOROVOD = r"""    if [ "$1" = training ]; then
 _EACH = r"""@ABOUT@
 everywhere() {
     local number pids=() left last code=0 signalled=
-    trap 'signalled=yes; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
+@OPEN@    trap 'signalled=yes; @TELL@' TERM
     for number in "${!hosts[@]}"; do
 @START@        pids+=($!)
     done
@@ -81,10 +81,10 @@ everywhere() {
 @END@    exit "$code"
 }"""
 
-# ssh's standard input ends with this script: node-RESTARTS.sh then ends its process.
+# ssh's standard input ends with this script, or on SIGTERM: node-RESTARTS.sh then ends its process. An ssh that was
+# killed could not carry what a rank prints while it saves its state, and the rank would end with a broken pipe.
 _SSH_BEFORE = r"""alive=$(mktemp -u -p /tmp) # the scratch folder of nodes need not be here
 mkfifo -m 600 "$alive"
-exec 9<>"$alive"
 trap 'rm -f "$alive"' EXIT
 
 quoted() { printf "'%s' " "${@//\'/\'\\\'\'}"; }
@@ -92,7 +92,7 @@ quoted() { printf "'%s' " "${@//\'/\'\\\'\'}"; }
 """
 
 _SSH_START = r"""        ssh -o BatchMode=yes -o ConnectTimeout=20 "${hosts[number]}" \
-            "$(quoted "${launch[@]}" "$1" "$settings" "$number")" <"$alive" 9>&- &
+            "$(quoted "${launch[@]}" "$1" "$settings" "$number")" <&8 8<&- 9>&- &
 """
 
 
@@ -112,17 +112,24 @@ exec 3<&-
 """
 
 
-def each(start: str, check: str = "", end: str = "") -> str:
+def each(
+    start: str,
+    check: str = "",
+    end: str = "",
+    begin: str = "",
+    tell: str = 'kill -TERM "${pids[@]}" 2>/dev/null || true',
+) -> str:
     """Return `everywhere` as a loop over the nodes.
 
-    `start` are the lines that start a process on node $number, `check` those that correct $last, the exit code
-    of an ended process, `end` those that run after all processes have ended.
+    `begin` are its first lines, `tell` tells the nodes to end when the script is told to. `start` are the lines that
+    start a process on node $number, `check` those that correct $last, the exit code of an ended process, `end` those
+    that run after all processes have ended.
     """
-    return fill(_EACH, about=ABOUT, start=start, check=check, end=end)
+    return fill(_EACH, about=ABOUT, open=begin, tell=tell, start=start, check=check, end=end)
 
 
 def _ssh(_: JobPlan) -> str:
-    return _SSH_BEFORE + each(_SSH_START)
+    return _SSH_BEFORE + each(_SSH_START, begin='    exec 9<>"$alive"\n    exec 8<"$alive"\n', tell="exec 9>&-")
 
 
 def mpi(*, hostfile: bool = False) -> Launcher:

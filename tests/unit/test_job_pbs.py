@@ -159,6 +159,39 @@ def test_what_ssh_started_ends_with_the_batch_script_however_that_ends(stage: St
                 _end(int(path.read_text()))
 
 
+def test_a_rank_that_ssh_started_saves_its_state_and_what_it_prints_meanwhile_arrives(stage: Stage) -> None:
+    plan = _plan(stage)
+    _name_the_nodes(stage)
+    # As the real one: it carries the output as long as it lives, and SIGTERM ends it alone.
+    text = (stage.bin / "ssh").read_text()
+    carried = """proc = subprocess.Popen(["sh", "-c", arguments[-1]], stdout=subprocess.PIPE, start_new_session=True)
+    for line in proc.stdout:
+        os.write(1, line)
+    sys.exit(proc.wait())"""
+    executable(
+        stage.bin / "ssh", text.replace('sys.exit(subprocess.run(["sh", "-c", arguments[-1]]).returncode)', carried)
+    )
+    saver = """trap 'sleep 1; echo "saving $ENVBUILD_NODE" && echo >"$ENVBUILD_RUN/saved-$ENVBUILD_NODE"; exit 0' TERM
+    echo $$ >"$ENVBUILD_RUN/pid-$ENVBUILD_NODE"
+    while :; do sleep 0.1; done"""
+    recorder(Path(plan.artifact.python), saver)
+    script = stage.folder / "job.sh"
+    script.write_text(render(plan))
+    process = subprocess.Popen(["bash", script], env=stage.environment({}), start_new_session=True)
+    run = stage.folder / "pt_cpu_77.head"
+    try:
+        _until(lambda: all((run / f"pid-{node}").exists() for node in range(2)))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 143
+        assert all((run / f"saved-{node}").exists() for node in range(2))
+        log = (stage.folder / "logs" / "pt_cpu_77.head.out").read_text()
+        assert "saving 0" in log and "saving 1" in log
+    finally:
+        for path in run.glob("pid-*"):
+            if path.read_text().strip():
+                _end(int(path.read_text()))
+
+
 def test_the_host_from_which_ssh_starts_a_preflight_need_not_have_the_nodes_scratch_folder(stage: Stage) -> None:
     _name_the_nodes(stage)
     plan = replace(_plan(stage), variables=(("TMPDIR", "/nodes/own/disk"),))

@@ -81,7 +81,6 @@ settings=$ENVBUILD_RUN/settings-$restarts.sh
 
 alive=$(mktemp -u -p /tmp) # the scratch folder of nodes need not be here
 mkfifo -m 600 "$alive"
-exec 9<>"$alive"
 trap 'rm -f "$alive"' EXIT
 
 quoted() { printf "'%s' " "${@//\'/\'\\\'\'}"; }
@@ -89,10 +88,12 @@ quoted() { printf "'%s' " "${@//\'/\'\\\'\'}"; }
 # everywhere STEP: runs a step once on every node and becomes its launcher, so call it in a subshell.
 everywhere() {
     local number pids=() left last code=0 signalled=
-    trap 'signalled=yes; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM
+    exec 9<>"$alive"
+    exec 8<"$alive"
+    trap 'signalled=yes; exec 9>&-' TERM
     for number in "${!hosts[@]}"; do
         ssh -o BatchMode=yes -o ConnectTimeout=20 "${hosts[number]}" \
-            "$(quoted "${launch[@]}" "$1" "$settings" "$number")" <"$alive" 9>&- &
+            "$(quoted "${launch[@]}" "$1" "$settings" "$number")" <&8 8<&- 9>&- &
         pids+=($!)
     done
     # When one node gives up, the others would only wait for it.
