@@ -97,10 +97,10 @@ def test_a_wheel_may_spell_its_version_in_another_way_than_the_lock(tmp_path: Pa
     assert (name, version) == ("demo", "2020.01.01")  # as every later survey finds it
     made = SimpleNamespace(distributions=[("demo", "2020.01.02", "")])
     with pytest.raises(BuildError, match=r"demo 2020.01.02, demo 2020.1.1"):
-        _environment_layer(cast(Any, wanted), cast(Any, None), [], cast(Any, [made]), [])
+        _environment_layer(cast(Any, wanted), cast(Any, None), [], cast(Any, [made]), [], [], [])
     made.distributions = [("demo", "2020.01.01", "")]
     with pytest.raises(AttributeError, match="python"):  # beyond the comparison
-        _environment_layer(cast(Any, wanted), cast(Any, None), [], cast(Any, [made]), [])
+        _environment_layer(cast(Any, wanted), cast(Any, None), [], cast(Any, [made]), [], [], [])
 
 
 def test_an_environment_s_path_that_is_a_link_to_itself_is_an_error(tmp_path: Path) -> None:
