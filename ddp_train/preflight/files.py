@@ -21,32 +21,14 @@ from operator import not_
 from pathlib import Path
 from typing import NamedTuple
 
+from . import bytecode
+
 MANIFEST = "envbuild.manifest"
 # A network file system answers many questions at once as fast as one.
 _THREADS = 16
 _SHOWN = 5
 _BLOCK = 1 << 20
 _BYTECODE = re.compile(r"(.*/)__pycache__/([^/]+?)\.[^./]+(?:\.opt-[^./]+)?\.pyc", re.DOTALL)
-# As in envbuild/artifacts/compiled.py; a process of its own, because marshal may crash on what is no bytecode.
-_COMPARE = r"""
-import json, marshal, re, sys
-from importlib.util import MAGIC_NUMBER
-for pyc, source in json.load(sys.stdin):
-    tag, level = re.fullmatch(r".*/[^/]+?\.([^./]+)(?:\.opt-([^./]+))?\.pyc", pyc, re.DOTALL).groups()
-    if tag != sys.implementation.cache_tag or level not in (None, "1", "2"):
-        continue  # this interpreter never loads it
-    try:
-        with open(pyc, "rb") as stream:
-            data = stream.read()
-        with open(source, "rb") as stream:
-            text = stream.read()
-        if data[:4] == MAGIC_NUMBER:
-            code = marshal.loads(data[16:])
-            if code != compile(text, code.co_filename, "exec", dont_inherit=True, optimize=int(level or 0)):
-                raise ValueError
-    except Exception:
-        print(json.dumps(pyc))
-"""
 
 
 class FileCheck(NamedTuple):
@@ -129,11 +111,12 @@ def _other_code(root: Path, paths: list[str], limit_s: float) -> list[str]:
     pairs = [(pyc, source) for pyc, source in sources.items() if os.path.isfile(source)]  # without one never loaded
     # Nothing in the environment's own __pycache__ is run.
     options = ["-I", "-S", "-B", "-X", f"pycache_prefix={os.path.join(root, MANIFEST)}"]
-    command, text = [sys.executable, *options, "-c", _COMPARE], json.dumps(pairs).encode()
+    command = [sys.executable, *options, bytecode.__file__, "/dev/stdin"]
     try:
         done = subprocess.run(
-            command, input=text, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=limit_s
-        )
+            command, input=json.dumps(pairs).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            check=True, timeout=limit_s,
+        )  # fmt: skip
         return [asked[json.loads(line)] for line in done.stdout.splitlines()]
     except (OSError, ValueError, LookupError, subprocess.SubprocessError):
         return paths

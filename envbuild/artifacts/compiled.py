@@ -13,33 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from envbuild import process
+from envbuild.files import shipped
 from envbuild.store.store import working_folder
 from envbuild.workers import each
 
 _SHARE = 400
 _BYTECODE = re.compile(r"(?P<folder>.*/)__pycache__/(?P<name>[^/]+?)\.(?P<tag>[^./]+)(?:\.opt-[^./]+)?\.pyc", re.DOTALL)
-# Run by the environment's interpreter, which alone knows the format of its bytecode.
-_COMPARE = r"""
-import json, marshal, re, sys
-from importlib.util import MAGIC_NUMBER
-with open(sys.argv[1], encoding="ascii") as stream:
-    asked = json.load(stream)
-for pyc, source in asked:
-    tag, level = re.fullmatch(r".*/[^/]+?\.([^./]+)(?:\.opt-([^./]+))?\.pyc", pyc, re.DOTALL).groups()
-    if tag != sys.implementation.cache_tag or level not in (None, "1", "2"):
-        continue  # this interpreter never loads it
-    try:
-        with open(pyc, "rb") as stream:
-            data = stream.read()
-        with open(source, "rb") as stream:
-            text = stream.read()
-        if data[:4] == MAGIC_NUMBER:
-            code = marshal.loads(data[16:])
-            if code != compile(text, code.co_filename, "exec", dont_inherit=True, optimize=int(level or 0)):
-                raise ValueError
-    except Exception:
-        print(json.dumps(pyc))
-"""
 
 
 def is_bytecode(path: str) -> bool:
@@ -63,7 +42,7 @@ def other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int)
             json.dump([pair for pair in asked if os.path.isfile(pair[1])], stream)  # without a source never loaded
         # Nothing in the environment's own __pycache__ is run.
         options = ["-I", "-S", "-B", "-X", f"pycache_prefix={folder}/none"]
-        done = process.run([interpreter, *options, "-c", _COMPARE, job], check=False)
+        done = process.run([interpreter, *options, shipped("ddp_train") / "preflight/bytecode.py", job], check=False)
         if done.returncode != 0:  # marshal may crash on what is no bytecode
             return list(share) if len(share) == 1 else [path for one in share for path in compare([one], folder)]
         return [os.path.relpath(json.loads(line), root) for line in done.stdout.splitlines()]
