@@ -114,11 +114,15 @@ class MergedTree:
 
     def is_file(self, path: str) -> bool:
         """Return whether `path` leads to a regular file; symbolic links are resolved within the root."""
-        try:
-            node = self._at(self._resolve(path.split("/")))
-        except _Refused:
-            return False
+        node = self._at(self.resolved(path.split("/")))
         return node is not None and node.kind == FILE
+
+    def resolved(self, parts: list[str]) -> list[str]:
+        """Return `parts` of a path with symbolic links resolved within the root, unchanged if these are too many."""
+        try:
+            return self._resolve(parts)
+        except _Refused:
+            return parts
 
     def walk(self) -> list[tuple[str, Node]]:
         """Return the paths with their nodes, sorted by path; the root, "", comes first. Raises BuildError."""
@@ -215,16 +219,14 @@ class MergedTree:
         """Resolve symbolic links in `parts` within the root; parts that do not exist are kept."""
         nodes = [self.node]  # the nodes of `done` as far as they exist, the root first
         done: list[str] = []
-        todo = parts[::-1]
-        links = 0
+        todo, links = parts[::-1], 0
         while todo:
             part = todo.pop()
             if part in ("", "."):
                 continue
             if part == "..":
-                if done:
-                    done.pop()
-                    del nodes[len(done) + 1 :]
+                del done[-1:]
+                del nodes[len(done) + 1 :]
                 continue
             node = nodes[-1].children.get(part) if len(nodes) == len(done) + 1 else None
             if node is None or node.member is None or node.member.kind != SYMLINK:
