@@ -201,13 +201,9 @@ def command(path: Path, program: str, *arguments: str) -> list[str]:
     Before the environment is moved to its final path, its scripts name an interpreter that does not exist yet: they are
     then run by the interpreter at `path`.
     """
-    file = program_file(path, program)
-    line = [file, *arguments]
-    return (
-        line
-        if not os.path.isabs(file) or _runs(Path(file), path.absolute())
-        else [os.fspath(interpreter(path.absolute())), *line]
-    )
+    root, file = path.absolute(), program_file(path, program)
+    runs = not os.path.isabs(file) or _runs(Path(file), root)
+    return [*([] if runs else [os.fspath(interpreter(root))]), file, *arguments]
 
 
 def _runs(file: Path, root: Path) -> bool:

@@ -29,8 +29,8 @@ _GOES_ON = 10  # lines of training that show that a program continues
 _ROOT = 45  # up to this rank, a cause does not explain its own cause
 _EITHER = re.compile(r"\[\[(.*?)\]\]")
 _GROUP = re.compile(r"\{(\w+)\}")
-# What a terminal does not show: colours, and moves of the cursor. Source: ECMA-48, 5.4.
-_COLOUR = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+# Colours, moves of the cursor and the like. Source: ECMA-48, 5.4 "Control sequences".
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _FAILURE = re.compile(r"\b(?:\w*Error|error|ERROR|FATAL|fatal|\w*Exception|FAILED|failed|panic|Killed|killed)\b")
 
 
@@ -123,7 +123,7 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
         here: dict[LinePattern, _Seen] = {}
         for number, text in enumerate(lines, start=1):
             total += 1
-            plain = _COLOUR.sub("", text) if "\x1b" in text else text
+            plain = _CONTROL.sub("", text) if "\x1b" in text else text
             course.see(plain, total)
             exceptions.read(name, number, plain, total)
             if exceptions.first and course.long_passed(exceptions.order):
@@ -189,7 +189,7 @@ def _keep(one: _Seen, match: re.Match[str], where: Evidence) -> None:
 
 
 def _shown(text: str, around: int = 0) -> str:
-    text = redact("".join(c if c.isprintable() else " " for c in _COLOUR.sub("", text)))
+    text = redact("".join(c if c.isprintable() else " " for c in _CONTROL.sub("", text)))
     start = max(0, min(around - _SHOWN // 4, len(text) - _SHOWN))
     return ("…" if start else "") + text.strip()[start : start + _SHOWN]
 

@@ -45,7 +45,7 @@ def _placed(path: Path, listed: Any) -> Iterator[tuple[Any, int, str]]:
 
 
 def _line(around: Any, key: Any) -> int:
-    """Return the line of an entry; that of the list or table for one that came by `<<`, or has a tag around it."""
+    """Return the line of the entry `key`, or of `around` if none is known: it was merged by `<<`, or has a tag."""
     known = around.lc.data or {}
     return int(known[key][0] if key in known else around.lc.line or 0)
 
