@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,27 +136,34 @@ def test_when_one_node_gives_up_the_others_are_ended_and_its_code_is_the_jobs(st
     _until((stage.folder / "pt_cpu_77.head" / "ended-0").exists)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
-def test_what_ssh_started_ends_with_the_batch_script_however_that_ends(stage: Stage, number: signal.Signals) -> None:
-    plan = _plan(stage)
-    _name_the_nodes(stage)
-    recorder(Path(plan.artifact.python), SLEEPER)
+@contextlib.contextmanager
+def _on_two_nodes(stage: Stage, plan: JobPlan) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Start the job's script; yield it and the run's folder once both nodes have started, and end these at last."""
     script = stage.folder / "job.sh"
     script.write_text(render(plan))
     process = subprocess.Popen(["bash", script], env=stage.environment({}), start_new_session=True)
     run = stage.folder / "pt_cpu_77.head"
     try:
         _until(lambda: all((run / f"pid-{node}").exists() for node in range(2)))
+        yield process, run
+    finally:
+        for path in run.glob("pid-*"):
+            if path.read_text().strip():
+                _end(int(path.read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
+def test_what_ssh_started_ends_with_the_batch_script_however_that_ends(stage: Stage, number: signal.Signals) -> None:
+    plan = _plan(stage)
+    _name_the_nodes(stage)
+    recorder(Path(plan.artifact.python), SLEEPER)
+    with _on_two_nodes(stage, plan) as (process, run):
         if number == signal.SIGKILL:  # as PBS does to all that it knows of; what sshd started is not
             _kill_all_but_what_ssh_started(process.pid)
         else:
             process.send_signal(number)
         _until(lambda: all((run / f"ended-{node}").exists() for node in range(2)))
         assert process.wait(20) in (3, 143, -signal.SIGKILL)
-    finally:
-        for path in run.glob("pid-*"):
-            if path.read_text().strip():
-                _end(int(path.read_text()))
 
 
 def test_a_rank_that_ssh_started_saves_its_state_and_what_it_prints_meanwhile_arrives(stage: Stage) -> None:
@@ -175,21 +182,12 @@ def test_a_rank_that_ssh_started_saves_its_state_and_what_it_prints_meanwhile_ar
     echo $$ >"$ENVBUILD_RUN/pid-$ENVBUILD_NODE"
     while :; do sleep 0.1; done"""
     recorder(Path(plan.artifact.python), saver)
-    script = stage.folder / "job.sh"
-    script.write_text(render(plan))
-    process = subprocess.Popen(["bash", script], env=stage.environment({}), start_new_session=True)
-    run = stage.folder / "pt_cpu_77.head"
-    try:
-        _until(lambda: all((run / f"pid-{node}").exists() for node in range(2)))
+    with _on_two_nodes(stage, plan) as (process, run):
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 143
         assert all((run / f"saved-{node}").exists() for node in range(2))
         log = (stage.folder / "logs" / "pt_cpu_77.head.out").read_text()
         assert "saving 0" in log and "saving 1" in log
-    finally:
-        for path in run.glob("pid-*"):
-            if path.read_text().strip():
-                _end(int(path.read_text()))
 
 
 def test_the_host_from_which_ssh_starts_a_preflight_need_not_have_the_nodes_scratch_folder(stage: Stage) -> None:
