@@ -170,6 +170,8 @@ def connect(place: RankInfo, wanted: str) -> Group:
     """Join the job's process group, or run as one process when `place` is not distributed. Raises TrainError."""
     backend = choose_backend(wanted, place)
     if backend == "nccl":
+        # By default cuDNN may add in another order in each run: the same training then ends with other parameters.
+        torch.backends.cudnn.deterministic = True
         torch.cuda.set_device(place.local_rank)
         device = torch.device("cuda", place.local_rank)
     else:

@@ -8,6 +8,7 @@ new attempt. If no cause is known, the diagnosis shows the program's own excepti
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -180,7 +181,9 @@ def _forms(text: str) -> Iterator[str]:
 
 def _keep(one: _Seen, match: re.Match[str], where: Evidence) -> None:
     for group, value in match.groupdict().items():
-        one.groups.setdefault(group, (value or "")[:_LONGEST])
+        # Loaders print paths by way of $ORIGIN: /env/torch/lib/../../nvidia/cudnn/lib/libcudnn.so.9
+        plain = os.path.normpath(value) if value and value.startswith("/") and "/../" in value else value
+        one.groups.setdefault(group, (plain or "")[:_LONGEST])
     if len(one.kept) < _KEPT:
         # Lines that differ only in numbers (times, process IDs) count as the same.
         alike = {re.sub(r"\d+", "0", kept.text) for kept in one.kept if kept.file == where.file}

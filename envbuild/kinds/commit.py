@@ -17,6 +17,7 @@ from envbuild.progress import log
 from envbuild.recipe.verify_table import expect_of
 from envbuild.store.history import record
 from envbuild.verify.model import Settings, Subject, Verdict
+from envbuild.verify.network import fit_to_gpus
 from envbuild.verify.receipt import failures, make_receipt, passing_receipt, receipt_path, write_receipt
 from envbuild.verify.static_checks import check_built_torch
 
@@ -63,6 +64,7 @@ def verify_staged(
     VerificationError; an artifact that is already at `final` stays there. `held` says where a failed artifact is that
     has no path.
     """
+    settings = fit_to_gpus(settings, environment.variables, subject.target.family, log)
     verdict = _verdict(subject, settings, environment, final)
     failed = final if verdict.passed or staged == final else failed_path(final)
     receipt = make_receipt(subject, verdict, failed)
@@ -113,7 +115,10 @@ def verify_artifact(
     """
     subject = open_subject(path, environment, runtime)
     check_built_torch(subject.state, path)
-    verdict = _verdict(subject, settings_of(subject.state.verify, overrides), environment, path)
+    settings = settings_of(subject.state.verify, overrides)
+    if overrides.get("nproc_per_node") is None:
+        settings = fit_to_gpus(settings, environment.variables, subject.target.family, log)
+    verdict = _verdict(subject, settings, environment, path)
     receipt = make_receipt(subject, verdict, path)
     receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
     record(environment.store, receipt)
@@ -173,12 +178,14 @@ def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
 
 def _as_thorough(had: Mapping[str, Any], wanted: Mapping[str, Any], faults: bool) -> bool:
     """Return whether a verification by the settings `had` shows what one by `wanted` would. Raises as for a dict."""
+    # On a host with fewer GPUs than the recipe has ranks, the next verification would have as few.
+    ranks = had["nodes"] * max(had["nproc_per_node"], had.get("wanted_nproc_per_node", 0))
     return bool(
         all(had.get(name) == wanted[name] for name in _EQUAL)
         and all(had.get(name, "") == wanted.get(name, "") for name in _SCRIPT)
         and set(had.get("gpus", ())) >= set(wanted.get("gpus", ()))
         and had["nodes"] >= wanted["nodes"]
-        and had["nodes"] * had["nproc_per_node"] >= wanted["nodes"] * wanted["nproc_per_node"]
+        and ranks >= wanted["nodes"] * wanted["nproc_per_node"]
         and had["epochs"] >= wanted["epochs"]
         and had["loss_tolerance"] <= wanted["loss_tolerance"]
         and had["model"] == wanted["model"]

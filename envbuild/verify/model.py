@@ -159,13 +159,15 @@ class Settings(VerifyTable):
     """Settings of a verification: the recipe's [verify] table, overridden by command-line options.
 
     `direct` are the normalised names of the packages that the recipe itself requires, `script_text` is the text of its
-    `script`, and `gpus` are the GPUs of the target, or else the site's.
+    `script`, and `gpus` are the GPUs of the target, or else the site's. `wanted_nproc_per_node` is the recipe's number
+    where this host has fewer GPUs than that, else 0.
     """
 
     faults: bool = False
     direct: tuple[str, ...] = ()
     script_text: str = ""
     gpus: tuple[str, ...] = ()
+    wanted_nproc_per_node: int = 0
 
     @property
     def first_epochs(self) -> int:

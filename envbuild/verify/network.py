@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.fabrics import Fabric, find_fabric
+from envbuild.progress import Log
 from envbuild.recipe.accelerators import CUDA, Accelerator
 from envbuild.site.tables import FabricTable
-from envbuild.verify.model import Nodes, Subject
+from envbuild.verify.model import Nodes, Settings, Subject
 
 PLUGIN = "aws-ofi-nccl"
 # NCCL stores a plugin's name in 255 bytes, including the NUL.
@@ -84,6 +85,16 @@ def visible_gpus(env: Mapping[str, str], accelerator: Accelerator, dev: Path = P
     if given is not None:
         return [part.strip() for part in given.split(",") if part.strip()]
     return [str(number) for number, _ in enumerate(dev.glob(accelerator.devices))]
+
+
+def fit_to_gpus(settings: Settings, env: Mapping[str, str], accelerator: Accelerator, log: Log) -> Settings:
+    """Return `settings` with no more ranks per node than this host has GPUs. Simulated nodes share them."""
+    gpus = len(visible_gpus(env, accelerator)) if accelerator.gpu else 0
+    wanted = settings.nproc_per_node
+    if not 0 < gpus < wanted:
+        return settings
+    log(f"{wanted} ranks per node were asked for, and this host has fewer GPUs: training with {gpus} per node")
+    return replace(settings, nproc_per_node=gpus, wanted_nproc_per_node=wanted)
 
 
 def fabric_variables(fabric: Fabric, site: FabricTable) -> dict[str, str]:

@@ -60,7 +60,7 @@ _ALL = (
         expects="bit-equal losses and parameters",
     ),
     Step(
-        "diagnoses", diagnoses, 60, cuda_only=True,
+        "diagnoses", diagnoses, 75, cuda_only=True,
         does="provoke failures of CUDA and NCCL",
         expects="envbuild diagnose names the cause of each",
     ),

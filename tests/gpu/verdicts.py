@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from .machine import Context, clean_environment
+from .machine import APART, Context, clean_environment
 from .model import Seen, Skipped, Unexpected
 from .programs import run_all
 
@@ -17,16 +17,38 @@ d.init_process_group("nccl", init_method="file://" + sys.argv[2], rank=int(sys.a
 d.all_reduce(torch.ones(1, device="cuda"))
 torch.cuda.synchronize()
 """
-# The rule that must name the cause, with a remark; the program and its variables. _PAIR is started as two ranks.
+# Rank 1 does not come to the second sum, and NCCL's watchdog ends rank 0.
+_LATE = """
+import datetime, sys, time, torch, torch.distributed as d
+rank, file = int(sys.argv[1]), sys.argv[2]
+torch.cuda.set_device(0)
+d.init_process_group(
+    "nccl", init_method="file://" + file, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=6)
+)
+d.all_reduce(torch.ones(1, device="cuda"))
+torch.cuda.synchronize()
+if rank == 1:
+    time.sleep(14)
+d.all_reduce(torch.ones(8, 4, device="cuda"))
+torch.cuda.synchronize()
+time.sleep(20)
+"""
+_PAIRS = (_PAIR, _LATE)
+_APART = {"NCCL_HOSTID": "node{rank}", "NCCL_SOCKET_IFNAME": "=lo", **APART}
+# The rule that must name the cause, with a remark; the program and its variables. _PAIRS are started as two ranks, of
+# which {rank} in a variable is the number.
 _FAILURES: dict[str, tuple[str, dict[str, str]]] = {
     "no-gpu": ("import torch; torch.zeros(1).cuda()", {"CUDA_VISIBLE_DEVICES": ""}),
     "gpu-ordinal": ("import torch; torch.cuda.set_device(63); torch.zeros(1).cuda()", {}),
     "gpu-memory": ("import torch; torch.empty(1 << 44, dtype=torch.uint8, device='cuda')", {}),
     "gpu-ordinal (two ranks on one GPU)": (_PAIR, {"NCCL_DEBUG": "WARN"}),
     "nccl-interface": (_PAIR, {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "=nosuch0"}),
+    "nccl-timeout": (_LATE, {"NCCL_DEBUG": "WARN", **_APART}),
+    "network-missing": (_PAIR, {"NCCL_DEBUG": "INFO", "NCCL_NET": "AWS Libfabric", **_APART}),
 }
+_OTHER_NCCL = {"NCCL_DEBUG": "INFO", "LD_PRELOAD": "{other}", **_APART}
 # Ranks that do not end by themselves must not take the others' results with them.
-_FAILURES_S = 40.0
+_FAILURES_S = 35.0
 # A kernel of torch's own, and one of cuBLAS.
 _KERNELS = {
     "libtorch_cuda.so": "import torch; a = torch.arange(8, device='cuda'); assert (a + a).sum().item() == 56",
@@ -36,26 +58,40 @@ _KERNELS = {
 
 def diagnoses(context: Context) -> Seen:
     """Provoke failures at the same time, and diagnose their output."""
+    from ddp_train.flight import flight_variables
     from envbuild.diagnose.engine import diagnose
+    from envbuild.diagnose.read import read_logs
     from envbuild.diagnose.rules import load_rules
 
     folder, python = context.folder("diagnoses"), context.python["executable"]
+    flight = folder / "flight"
+    flight.mkdir(parents=True)
+    failures = dict(_FAILURES)
+    if context.nccl:
+        failures["nccl-versions"] = (_PAIR, _OTHER_NCCL)
     commands, owners = [], []
-    for number, (name, (program, env)) in enumerate(_FAILURES.items()):
-        for rank in range(2 if program is _PAIR else 1):
-            meeting = folder / f"meeting{number}"
-            commands.append(([python, "-c", program, str(rank), str(meeting)], clean_environment(**env)))
+    for number, (name, (program, env)) in enumerate(failures.items()):
+        for rank in range(2 if program in _PAIRS else 1):
+            own = {key: value.format(rank=rank, other=context.nccl * rank) for key, value in env.items()}
+            if program is _LATE:
+                own |= flight_variables(f"{flight}/rank-", gpu=True)
+            line = [python, "-c", program, str(rank), str(folder / f"meeting{number}")]
+            commands.append((line, clean_environment(**own)))
             owners.append(name)
     done = run_all(commands, folder, _FAILURES_S)
     evidence: dict[str, Any] = {}
-    for name in _FAILURES:
+    for name in failures:
         text = "\n".join(one.text for one, owner in zip(done, owners, strict=True) if owner == name)
         found = [one.id for one in diagnose([("log", text.splitlines())], load_rules()).findings]
         evidence[name] = {"found": found, "output": text[-2000:]}
-    missed = [name for name in _FAILURES if name.split()[0] not in evidence[name]["found"]]
+    # Which collective the late rank had not entered: the watchdog of the other one wrote its record.
+    late = diagnose(read_logs([str(one) for one in flight.iterdir()]), load_rules()).findings
+    evidence["flight"] = {"found": [one.id for one in late], "output": "\n".join(one.cause for one in late)}
+    wanted = [*failures, "flight"]
+    missed = [name for name in wanted if not any(one.startswith(name.split()[0]) for one in evidence[name]["found"])]
     if missed:
         raise Unexpected(f"`envbuild diagnose` did not name {', '.join(missed)}", evidence)
-    return f"{len(_FAILURES)} failures were named", evidence
+    return f"{len(wanted)} failures were named", evidence
 
 
 def gpu_code(context: Context) -> Seen:

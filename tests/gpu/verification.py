@@ -143,7 +143,7 @@ def plant_plugin(context: Context) -> Seen:
     found, evidence = _verify(context, "plant-plugin", 2, fabric="efa", variables=missing)
     seen = _expect(found, ["launch"], evidence)
     cause = evidence["checks"]["launch"]["cause"]
-    if "NCCL does not have the network that the job asks for" not in cause:
+    if "NCCL did not find its network plugin" not in cause:
         raise Unexpected(f"the cause that envbuild names is another one: {cause}", evidence)
     return seen
 

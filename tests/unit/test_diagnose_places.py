@@ -25,6 +25,7 @@ _GONE = "n1:1:1 [0] net.cc:1 NCCL WARN Error: network AWS Libfabric not found."
 VERIFICATION = {
     "nccl-plugin-fatal": f"{_NET}\n{_GONE}",
     "nccl-fatal": "n1:1:1 [0] bootstrap.cc:3 NCCL WARN Bootstrap : no socket interface found",
+    "symbol-missing": "ImportError: /venv/lib/libtorch_cuda.so: undefined symbol: ncclDevCommDestroy",
     "library-cut": "OSError: /venv/lib/python3.11/site-packages/torch/lib/libgomp.so.1: file too short",
     "disk-full": "OSError: [Errno 28] No space left on device",
     "no-module": "ModuleNotFoundError: No module named 'apex.amp'",

@@ -22,15 +22,22 @@ from envbuild.fabrics import find_fabric, load_fabrics, preflight_devices
 from envbuild.jobs.lint_kubernetes import lint_manifest
 from envbuild.kinds import commit
 from envbuild.layers.source_known import source_layers
-from envbuild.recipe.accelerators import CUDA
+from envbuild.recipe.accelerators import CPU, CUDA
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import Recipe, VerifyTable
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import load_site
 from envbuild.site.tables import FabricTable
 from envbuild.toml import json_schema
-from envbuild.verify.model import Subject
-from envbuild.verify.network import fabric_variables, nccl_version, network_of, plugin_variables, visible_gpus
+from envbuild.verify.model import Settings, Subject
+from envbuild.verify.network import (
+    fabric_variables,
+    fit_to_gpus,
+    nccl_version,
+    network_of,
+    plugin_variables,
+    visible_gpus,
+)
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries
 
 TREE = Path(__file__).resolve().parents[2]
@@ -151,6 +158,17 @@ def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
     assert visible_gpus({}, CUDA, tmp_path) == ["0", "1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}, CUDA, tmp_path) == ["GPU-a", "GPU-b"]
     assert visible_gpus({}, CUDA, tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "said"), [("0", 1, 1), ("0,1", 2, 0), ("0,1,2", 2, 0), ("", 2, 0)]
+)  # fmt: skip
+def test_a_host_with_fewer_gpus_than_ranks_trains_with_as_many(visible: str, ranks: int, said: int) -> None:
+    lines: list[str] = []
+    found = fit_to_gpus(Settings(), {"CUDA_VISIBLE_DEVICES": visible}, CUDA, lines.append)
+    assert (found.nproc_per_node, len(lines)) == (ranks, said)
+    assert found.wanted_nproc_per_node == (2 if said else 0)
+    assert fit_to_gpus(Settings(), {"CUDA_VISIBLE_DEVICES": visible}, CPU, lines.append) == Settings()
 
 
 def gloo_report(address: str = "127.0.0.1", *, links: int = 1, **changes: Any) -> dict[str, Any]:

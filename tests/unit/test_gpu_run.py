@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -326,7 +327,7 @@ def test_a_planted_fault_passes_only_if_exactly_its_checks_fail(
 @pytest.mark.parametrize(
     ("plant", "cause"),
     [
-        ("plant_plugin", "NCCL does not have the network that the job asks for: …"),
+        ("plant_plugin", "NCCL did not find its network plugin: …"),
         ("plant_library", "the shared library {library} is cut off or damaged"),
     ],
 )
@@ -364,15 +365,26 @@ SAID = {
     "two ranks": ["n1:1:2 [0] init.cc:9 NCCL WARN Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"]
     * 2,
     "nccl-interface": ["n1:1:2 [0] bootstrap.cc:4 NCCL WARN Bootstrap : no socket interface found", ""],
+    "nccl-timeout": ["[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=X)", ""],
+    "network-missing": ["n1:1:2 [0] net.cc:6 NCCL WARN Error: network AWS Libfabric not found.", ""],
 }
 
 
 def test_every_provoked_failure_must_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     texts = [text for several in SAID.values() for text in several]
-    monkeypatch.setattr(verdicts, "run_all", lambda *_: [Ended(1, text) for text in texts])
-    assert verdicts.diagnoses(cuda_context(tmp_path))[0] == "5 failures were named"
+    records = Path(__file__).parent / "data/flight/behind"
+
+    def run(*_: Any) -> list[Ended]:
+        shutil.copytree(records, tmp_path / "diagnoses/flight", dirs_exist_ok=True)
+        return [Ended(1, text) for text in texts]
+
+    monkeypatch.setattr(verdicts, "run_all", run)
+    assert verdicts.diagnoses(cuda_context(tmp_path))[0] == "8 failures were named"
+    shutil.rmtree(tmp_path / "diagnoses")
     texts[2] = "torch.OutOfMemoryError: something new"
-    with pytest.raises(Unexpected, match=r"did not name gpu-memory$"):
+    records = tmp_path / "none"
+    records.mkdir()
+    with pytest.raises(Unexpected, match=r"did not name gpu-memory, flight$"):
         verdicts.diagnoses(cuda_context(tmp_path))
 
 

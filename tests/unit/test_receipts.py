@@ -109,6 +109,7 @@ def write_receipt(path: Path, digest: str, **changes: Any) -> None:
         ({"settings": {"nodes": 4}}, False, True),
         ({"settings": {"nodes": 1, "nproc_per_node": 4}}, False, False),
         ({"settings": {"nodes": 3, "nproc_per_node": 1}}, False, False),
+        ({"settings": {"nproc_per_node": 1, "wanted_nproc_per_node": 2}}, False, True),
         ({"settings": {"model": "linear"}}, False, False),
         ({"settings": {"busbw_floor": 40.0}}, False, True),
         ({"passed": False}, False, False),
