@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 from .errors import BAD_INPUT, TrainError
 
+# What `envbuild verify` sets for such an environment: its chips.
+CHIPS = "DDP_TRAIN_CHIPS"
 _DRIVER = "libcuda.so.1"
 _MAJOR, _MINOR = 75, 76
 # The exit code for a node that a job cannot use, as envbuild's own.

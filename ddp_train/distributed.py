@@ -6,12 +6,14 @@ import contextlib
 import gc
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from .chips import CHIPS, check_chips
 from .collectives import Collectives, TorchCollectives
 from .errors import BAD_INPUT, TrainError, one_line
 from .output import print_error
@@ -170,6 +172,8 @@ def connect(place: RankInfo, wanted: str) -> Group:
     """Join the job's process group, or run as one process when `place` is not distributed. Raises TrainError."""
     backend = choose_backend(wanted, place)
     if backend == "nccl":
+        if chips := os.environ.get(CHIPS):
+            check_chips(chips.split(","))
         # By default cuDNN may add in another order in each run: the same training then ends with other parameters.
         torch.backends.cudnn.deterministic = True
         torch.cuda.set_device(place.local_rank)

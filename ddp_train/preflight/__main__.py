@@ -139,7 +139,7 @@ def _lines(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) -
     facts = nodes[0].known
     what = [f"{len(there)} of {len(nodes)} nodes"]
     what += [f"torch {torch_version(facts)}"] if torch_version(facts) else []
-    what += [f"{facts.gpus} GPUs a node"] if facts.gpus else []
+    what += [f"{facts.gpus} GPU{'s' * (facts.gpus > 1)} a node"] if facts.gpus else []
     what += [f"{warnings} warning{'s' if warnings > 1 else ''}"] if warnings else []
     what += [f"{failures} failure{'s' if failures > 1 else ''}"] if failures else []
     verdict = "failed" if failures else "ok"

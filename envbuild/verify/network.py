@@ -28,6 +28,8 @@ PLUGIN = "aws-ofi-nccl"
 # NCCL stores a plugin's name in 255 bytes, including the NUL.
 _LONGEST_NAME = 254
 _NCCL_WHEEL = re.compile(r"nvidia-nccl-cu\d+|nccl")
+# Read by the trainer (ddp_train/chips.py).
+_CHIPS = "DDP_TRAIN_CHIPS"
 _DEBUG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET"}
 
 
@@ -67,6 +69,8 @@ def network_of(
         variables["NCCL_SOCKET_IFNAME"] = f"={nodes.interface}"
     path = "" if subject.isolated else env.get("LD_LIBRARY_PATH", "")
     root, nccl = PurePath(subject.roots[0]), nccl_version(state)
+    if chips := state.slim.get("gpus"):
+        variables[_CHIPS] = ",".join(chips)
     variables |= plugin_variables(state.layers, root, nccl, path, accelerator=accelerator)
     gpus, (count, each) = visible_gpus(env, accelerator), shape
     split = tuple(tuple(gpus[node * each : (node + 1) * each]) for node in range(count))

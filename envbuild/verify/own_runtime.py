@@ -4,8 +4,8 @@ One keeper process holds the namespace for all processes of a verification. The 
 outside and disappears with the keeper, however that ends. The image is made available in one of three ways, the
 first that works: the kernel mounts it (root only), squashfuse mounts it, or it is unpacked into the store.
 
-The libraries of the GPU driver, which images do not contain, are shown in the image; this was not run on a host
-with a GPU yet. Source: the driver's README, "Installed components"; nvidia-container-cli(1).
+The libraries of the GPU driver, which images do not contain, are shown in the image.
+Source: the driver's README, "Installed components"; nvidia-container-cli(1).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import process
-from envbuild.diagnose.engine import explain
+from envbuild.diagnose.engine import diagnose, explain
 from envbuild.recipe.accelerators import CPU, gpu_families
 from envbuild.recipe.targets import Target
 from envbuild.verify.launch import Outcome, TrainingJob
@@ -263,8 +263,15 @@ def steps_of(report: Report) -> list[list[float]]:
 
 
 def log_tail(log: str) -> str:
-    """Return the trainer's own error lines, which torchrun's summary may push out of the tail, and the last lines."""
+    """Return the trainer's own error lines and the first exception of a rank, which torchrun's summary may push out of
+    the tail, and the last lines.
+    """
     lines = [line for line in log.splitlines() if line.strip()]
     tail = lines[-process.TAIL_LINES :]
-    first = [line for line in dict.fromkeys(lines) if "ddp_train: error" in line and line not in tail]
+    raised = {one.text for one in diagnose([("log", lines)], ()).exception}
+    first = [
+        line
+        for line in dict.fromkeys(lines)
+        if ("ddp_train: error" in line or line.strip() in raised) and line not in tail
+    ]
     return "\n".join("    " + line for line in [*first, *tail])

@@ -1,6 +1,6 @@
 """The steps of `tests/gpu/run`, in their order: what proves most comes first, because the time is limited.
 
-Nothing of this was ever run on a GPU. tests/unit/test_gpu_run.py runs the steps that can run on CPUs.
+tests/unit/test_gpu_run.py runs the steps that can run on CPUs.
 """
 
 from __future__ import annotations

@@ -2,15 +2,17 @@
 
 import copy
 import dataclasses
+import shutil
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from envbuild.diagnose.engine import explain
 from envbuild.verify import training_checks as training
-from envbuild.verify.launch import Outcome, TrainingJob
+from envbuild.verify.launch import Outcome, Running, TrainingJob
+from envbuild.verify.model import Nodes
 
 JOB = TrainingJob("train", (), nodes=2, nproc_per_node=2, timeout_s=60)
 
@@ -167,3 +169,25 @@ def test_known_failures_get_their_usual_cause(log: str, cause: str) -> None:
     check = training.check_launch("launch", make_outcome(returncodes=[1, 1], log=log))
     assert cause in check.cause
     assert explain(log, "verification") == ("" if "see the log" in cause else check.cause)
+
+
+def test_a_failed_launch_shows_the_rank_s_own_exception_before_torchrun_s_summary() -> None:
+    own = [
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "/work/.trainer/loop.py", line 7, in train',
+        "[rank1]: torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device",
+    ]
+    summary = [f"torchrun's line {number}" for number in range(40)]
+    check = training.check_launch("launch", make_outcome(returncodes=[1, 1], log="\n".join([*own, *summary])))
+    assert own[2].split(": ", 1)[1] in check.seen and "loop.py" in check.seen
+    assert check.cause.startswith("the artifact has no code for this host's GPU")
+
+
+@pytest.mark.parametrize(("name", "shown"), [("h200_two_ranks", 0), ("h200_no_plugin", 2), ("efa_no_device", 4)])
+def test_the_log_of_a_job_has_nccl_s_faults_unless_it_went_on_after_all_of_them(
+    name: str, shown: int, tmp_path: Path
+) -> None:
+    shutil.copy(Path(__file__).parent / f"data/nccl/{name}.log", tmp_path / "train-nccl0.n1.7.txt")
+    running = Running(TrainingJob("train", (), 1, 1, 60), "id", tmp_path, 0.0, cast(Nodes, None))
+    lines = running._nccl_faults().splitlines()
+    assert len(lines) == shown and all(line.startswith("NCCL WARN ") for line in lines)

@@ -25,6 +25,8 @@ _GONE = "n1:1:1 [0] net.cc:1 NCCL WARN Error: network AWS Libfabric not found."
 VERIFICATION = {
     "nccl-plugin-fatal": f"{_NET}\n{_GONE}",
     "nccl-fatal": "n1:1:1 [0] bootstrap.cc:3 NCCL WARN Bootstrap : no socket interface found",
+    "driver-too-old": "RuntimeError: The NVIDIA driver on your system is too old (found version 12020).",
+    "gpu-architecture": "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device",
     "symbol-missing": "ImportError: /venv/lib/libtorch_cuda.so: undefined symbol: ncclDevCommDestroy",
     "library-cut": "OSError: /venv/lib/python3.11/site-packages/torch/lib/libgomp.so.1: file too short",
     "disk-full": "OSError: [Errno 28] No space left on device",

@@ -152,6 +152,14 @@ def test_containers_have_an_interface_of_their_own_and_cpu_targets_no_nccl() -> 
     assert plain.of_node(0, "train", "/w") == {}
 
 
+def test_ranks_of_a_slim_artifact_are_told_its_chips() -> None:
+    nodes: Any = Nodes("lo")
+    slim = state(slim={"rules": 1, "gpus": ["sm_80", "sm_90"]})
+    network = network_of(subject(slim), nodes, (2, 1), {}, FabricTable())
+    assert network.of_node(0, "train", "/w")["DDP_TRAIN_CHIPS"] == "sm_80,sm_90"
+    assert "DDP_TRAIN_CHIPS" not in network_of(subject(state()), nodes, (2, 1), {}, FabricTable()).variables
+
+
 def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()

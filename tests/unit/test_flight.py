@@ -49,6 +49,15 @@ def test_the_rank_that_is_late_is_named_with_the_collective_and_both_lines() -> 
         assert part in found.cause
 
 
+def test_records_that_nccl_s_watchdog_wrote_name_the_late_rank() -> None:
+    """Of `tests/gpu/run` on an H200: torch 2.11 with two ranks, of which one sleeps before an all-reduce."""
+    assert of_folder(DATA / "flight/nccl") == [
+        "flight: behind: rank 1 has not entered nccl:all_reduce of 8×4 Float (number 2), in which rank 0 of default_pg "
+        "waits at <string>:12 in <module>; its last collective was nccl:all_reduce of 1 Float (number 1) at <string>:8 "
+        "in <module>"
+    ]
+
+
 def test_of_the_folder_of_a_run_only_records_and_logs_of_pods_are_read(tmp_path: Path) -> None:
     for path in (DATA / "flight/none").iterdir():
         shutil.copy(path, tmp_path)

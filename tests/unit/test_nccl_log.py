@@ -28,6 +28,8 @@ SAYS = {
     "efa_no_channels": ("", ["Libfabric"], [], ["efa"], []),
     "efa_no_device": ("2.27.3+cuda12.9", ["Socket"], ["NET/Socket"], [],
                       ["plugin failed", "plugin failed", "error", "no adapter"]),
+    "h200_no_plugin": ("2.28.9+cuda13.0", [], [], [], ["plugin missing", "fatal"]),
+    "h200_two_ranks": ("2.28.9+cuda13.0", ["Socket"], ["NET/Socket"], [], ["plugin missing"]),
     "ib": ("", ["IB"], ["P2P", "NET/IB"], [], ["plugin missing"]),
     "network_not_found": ("", [], [], [], ["plugin missing", "fatal"]),
     "no_plugin": ("2.21.5+cuda12.4", [], [], [], ["plugin missing"]),
