@@ -127,6 +127,9 @@ def test_so_is_one_of_a_job_that_builds(
 ) -> None:
     monkeypatch.setattr(folder, "plan_of", lambda *_, **__: None)  # of which this is not
     (tmp_path / "file").write_text("kept")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")  # also where no Slurm is installed
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     site = tmp_path / "lab.toml"
     site.write_text(f'[scheduler]\nkind = "slurm"\n[paths]\nshared = "{shared.format(tmp_path)}"\n')
     line = ["pt_minimal", "--target", "cpu-x86_64", "--job", "--site", str(site)]
