@@ -181,10 +181,7 @@ def find_site(name: str, env: Mapping[str, str], *, etc: Path = Path("/etc")) ->
         if name and os.path.isfile(folder / f"{name}.toml"):
             return folder / f"{name}.toml"
     known = sorted(named_sites(env, etc=etc))
-    raise UsageError(
-        f"there is no site {name!r}{nearest(name, known)}",
-        f"there are {', '.join(known)}; searched: {', '.join(map(str, folders))}",
-    )
+    raise UsageError(f"there is no site {name!r}{nearest(name, known)}", f"Searched: {', '.join(map(str, folders))}")
 
 
 def _user_folder(env: Mapping[str, str]) -> Path:

@@ -136,7 +136,7 @@ def test_so_is_one_of_a_job_that_builds(
     done = CliRunner().invoke(venv_command, [*line, *(one.format(tmp_path) for one in more)])
     assert isinstance(done.exception, EnvbuildError), done
     assert done.exception.message.startswith(str(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == ["file", "lab.toml"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "lab.toml", "sbatch"]
 
 
 def test_a_build_whose_scheduler_does_not_answer_leaves_nothing_behind(
