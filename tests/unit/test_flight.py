@@ -180,11 +180,25 @@ def test_no_damaged_record_raises(tmp_path_factory: pytest.TempPathFactory, data
 
 
 @pytest.mark.parametrize("golden", sorted((DATA / "jobs").glob("k8s-*.yaml")), ids=lambda path: path.stem)
-def test_pods_switch_the_recorder_on_as_other_jobs_do(golden: Path) -> None:
+def test_pods_switch_the_recorder_on_as_other_jobs_of_any_torch_do(
+    golden: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_train.flight.metadata.version", lambda _: "2.8.0")
     found = dict(re.findall(r"name: (TORCH_(?:FR|NCCL)_\w+)\n +value: \"?([^\"\n]*)", golden.read_text()))
     prefix = found[PREFIX]
     assert prefix.endswith("/flight-0-")
     assert found in (flight_variables(prefix, gpu=False), flight_variables(prefix, gpu=True))
+
+
+@pytest.mark.parametrize(
+    ("version", "old"), [("2.8.0+cu126", True), ("2.9.0", False), ("2.11.0+cu130", False), ("3.0", False)]
+)
+def test_a_newer_torch_gets_no_names_of_which_each_rank_would_warn(
+    version: str, old: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddp_train.flight.metadata.version", lambda _: version)
+    assert ("TORCH_NCCL_TRACE_BUFFER_SIZE" in flight_variables("f-", gpu=True)) is old
+    assert "TORCH_FR_BUFFER_SIZE" in flight_variables("f-", gpu=True)
 
 
 def test_without_the_variables_of_a_job_nothing_is_recorded() -> None:
