@@ -50,14 +50,15 @@ class Segment:
 
 
 def write_segment(items: Iterable[tuple[Member, Readable | None]], path: Path, codec: Codec, workers: int) -> Segment:
-    """Compress the content of `items` into the file `path`; the caller moves it to its destination.
+    """Compress the content of `items` into `path`, an empty file or none; the caller moves it to its destination.
 
     Content is read before the next item is requested. `items` may hold archives and processes: the caller closes it.
     Raises BuildError when a file's length differs from its member, and OSError when `path` cannot be written.
     """
     found: list[Member] = []
     with (
-        path.open("wb") as out, closing(Packer(out, codec, workers)) as packer, closing(Behind(_BEHIND)) as hashing
+        # Not "wb": ext4 writes a file that was truncated, even an empty one, to the disk when it is closed.
+        path.open("ab") as out, closing(Packer(out, codec, workers)) as packer, closing(Behind(_BEHIND)) as hashing
     ):  # fmt: skip
         files = _Files(packer, hashing)
         for member, content in items:
