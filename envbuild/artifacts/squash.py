@@ -53,7 +53,7 @@ from envbuild.store.pieces import Span
 from envbuild.store.store import Store
 from envbuild.workers import Behind
 
-_COPY, _CHUNK = 8 << 20, 1 << 20
+_COPY, _CHUNK = 8 << 20, 1 << 18
 _BEHIND = 64  # spans whose bytes are not hashed yet
 # Increase it when builder images change although their locks do not.
 _BUILDER_FORMAT = 1
@@ -202,14 +202,14 @@ def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress, 
 
     `finish` is called with the end of `out` when all but the copied data are written.
     """
-    maker, sha256, at = root.maker, hashlib.sha256(), 0
+    maker, sha256, at, chunk = root.maker, hashlib.sha256(), 0, memoryview(bytearray(_CHUNK))
     with contextlib.closing(Behind(_BEHIND)) as hashing:
 
         def hash_until(end: int) -> None:
             nonlocal at
-            while data := os.pread(out.fileno(), min(_CHUNK, end - at), at):
-                sha256.update(data)
-                at += len(data)
+            while count := os.preadv(out.fileno(), [chunk[: min(_CHUNK, end - at)]], at):
+                sha256.update(chunk[:count])
+                at += count
 
         def framed(size: int) -> Callable[[int], None]:
             finish(base + size)

@@ -160,6 +160,9 @@ def _sparse_chunks(stream: Readable, size: int, pieces: Pieces) -> Iterator[byte
 
 def number(raw: bytes, source: PositionedStream) -> int:
     """Parse a number of a header: octal digits with spaces and NULs around them, or base 256."""
+    text = raw.rstrip(b"\0 ")
+    if _OCTAL.fullmatch(text):  # nearly all
+        return int(text, 8)
     if raw[0] & 0x80:
         bits = 8 * len(raw) - 1
         value = int.from_bytes(raw, "big") & ((1 << bits) - 1)
