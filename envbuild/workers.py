@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -23,6 +24,7 @@ P = ParamSpec("P")
 _POLL_S = 0.5
 # How long `each` waits for threads that may be blocked by a silent server.
 _GRACE_S = 0.5
+_FEW = 2  # processors
 
 
 class Answer(Generic[T]):
@@ -94,7 +96,10 @@ class Workers:
 
 
 class Behind:
-    """A thread that makes calls in the order of `submit`, at most `most` of them behind its caller."""
+    """A thread that makes calls in the order of `submit`, at most `most` of them behind its caller.
+
+    With a `most` of 0, the caller makes them.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._thread = most, Workers(1)
@@ -102,6 +107,9 @@ class Behind:
 
     def submit(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """Queue a call of `function`; wait while too many are queued. Raises the error of an earlier call."""
+        if not self._most:
+            function(*args, **kwargs)
+            return
         while len(self._pending) >= self._most or (self._pending and self._pending[0].ready()):
             self._pending.popleft().result()
         self._pending.append(self._thread.submit(function, *args, **kwargs))
@@ -114,6 +122,15 @@ class Behind:
     def close(self) -> None:
         """End the thread; calls that it has not begun are dropped."""
         self._thread.close()
+
+
+def beside_reader(most: int) -> Behind:
+    """Return a Behind for work on the bytes that a reader has just read.
+
+    With one or two processors, the reader does this work: its processor has the bytes in its cache, and the other one
+    has enough to do.
+    """
+    return Behind(most if len(os.sched_getaffinity(0)) > _FEW else 0)
 
 
 def each(

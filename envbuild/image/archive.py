@@ -203,7 +203,7 @@ def _check_diff_ids(pulled: Pulled, where: str) -> None:
 
 def _part(path: Path, place: FileRange) -> BinaryIO:
     """Open a range of a file as a stream."""
-    return io.BufferedReader(_PartStream(path, place), _CHUNK)
+    return io.BufferedReader(_PartStream(path, place))
 
 
 class _PartStream(io.RawIOBase):

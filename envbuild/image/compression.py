@@ -16,13 +16,14 @@ from typing import Any, BinaryIO, cast
 from envbuild.errors import BuildError
 from envbuild.image.entry import Readable
 from envbuild.image.tar_stream import Chunks
-from envbuild.workers import Behind
+from envbuild.workers import beside_reader
 
 _GZIP = b"\x1f\x8b"
 _XZ = b"\xfd7zXZ\0"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _CHUNK = 1 << 20
 _BEHIND = 8  # chunks
+_MUCH = 1 << 17
 # One byte of gzip decompresses to at most 1 KiB, one of xz to 7 KiB, four bytes of zstd to 128 KiB, and a zstd decoder
 # cannot be told to stop. Small input chunks limit their output to 128 MiB for any input, at no measurable cost.
 _XZ_MEMORY = 128 << 20  # `xz -9` needs 65 MiB; the format allows dictionaries of 4 GiB
@@ -73,46 +74,42 @@ def decompressed(stream: BinaryIO, name: str) -> BinaryIO:
 
 
 class Hashed:
-    """A stream whose bytes a thread hashes, a few MiB behind the reader; it cannot seek, so each byte is read once."""
+    """A stream that hashes what it reads, at most a few MiB behind; it cannot seek, so each byte is read once."""
 
     def __init__(self, stream: Readable) -> None:
         self._stream = stream
         self._digest = hashlib.sha256()
-        self._behind = Behind(_BEHIND)
-        self._pieces: list[bytes] = []
-        self._size = 0
+        self._behind = beside_reader(_BEHIND)
+        self._chunk, self._at = b"", 0
 
     def seekable(self) -> bool:
         """Return False: the digest needs every byte in order."""
         return False
 
-    def read(self, size: int = -1, /) -> bytes:
-        """See `Readable`."""
-        data = self._stream.read(size)
-        self._pieces.append(data)
-        self._size += len(data)
-        if self._size >= _CHUNK:
-            self._hand_over()
-        return data
+    def read(self, size: int, /) -> bytes:
+        """Return `size` bytes, fewer only at the end."""
+        start, end = self._at, self._at + size
+        if end <= len(self._chunk):
+            self._at = end
+            return self._chunk[start:end]
+        rest = self._chunk[start:]
+        missing = size - len(rest)
+        # Much is read as it is wanted, without a copy; little is cut from a chunk.
+        chunk = self._stream.read(missing if missing >= _MUCH else _CHUNK)
+        self._behind.submit(self._digest.update, chunk)
+        self._chunk, self._at = chunk, min(missing, len(chunk))
+        return rest + chunk[:missing]
 
     def finish(self) -> str:
         """Read to the end, and return the digest of the whole stream."""
         while self.read(_CHUNK):
             pass
-        self._hand_over()
         self._behind.finish()
         return f"sha256:{self._digest.hexdigest()}"
 
     def close(self) -> None:
         """End the thread."""
         self._behind.close()
-
-    def _hand_over(self) -> None:
-        self._behind.submit(self._update, self._pieces)
-        self._pieces, self._size = [], 0
-
-    def _update(self, pieces: list[bytes]) -> None:
-        self._digest.update(b"".join(pieces))
 
 
 def _pieces(stream: Readable, data: bytes) -> Iterator[bytes]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
+import itertools
 import lzma
 import os
 import random
@@ -16,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.errors import BuildError
-from envbuild.image.compression import decompressed, kind_of, open_layer
+from envbuild.image.compression import Hashed, decompressed, kind_of, open_layer
 
 
 def zstd(data: bytes) -> bytes:
@@ -103,3 +105,19 @@ def test_a_blob_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"layer 1: .*No such file"):
         open_layer(tmp_path / "none", "layer 1")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("processors", [1, 8])
+def test_a_hashed_stream_has_the_digest_of_all_bytes_however_they_are_read(
+    monkeypatch: pytest.MonkeyPatch, processors: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processors))
+    data = bytes(range(251)) * 20_000
+    stream = Hashed(io.BytesIO(data))
+    found, sizes = b"", itertools.cycle([0, 1, 512, 200_000, 3, 1 << 20, 131_071, 131_072])
+    while len(found) < 4_000_000:
+        found += stream.read(next(sizes))
+    assert found == data[: len(found)]
+    assert stream.finish() == f"sha256:{hashlib.sha256(data).hexdigest()}"
+    assert stream.read(1) == b""
+    stream.close()

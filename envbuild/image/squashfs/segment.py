@@ -23,7 +23,7 @@ from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
 from envbuild.image.tar_stream import Member, PositionedStream, Slice, Unpacked
 from envbuild.image.untar import members
-from envbuild.workers import Behind
+from envbuild.workers import Behind, beside_reader
 
 # Increase it when the format of indexes changes, or when the same layer results in other bytes: old segments are then
 # not found.
@@ -58,8 +58,10 @@ def write_segment(items: Iterable[tuple[Member, Readable | None]], path: Path, c
     found: list[Member] = []
     with (
         # Not "wb": ext4 writes a file that was truncated, even an empty one, to the disk when it is closed.
-        path.open("ab") as out, closing(Packer(out, codec, workers)) as packer, closing(Behind(_BEHIND)) as hashing
-    ):  # fmt: skip
+        path.open("ab") as out,
+        closing(Packer(out, codec, workers)) as packer,
+        closing(beside_reader(_BEHIND)) as hashing,
+    ):
         files = _Files(packer, hashing)
         for member, content in items:
             if member.kind == FILE:
