@@ -50,7 +50,7 @@ class Segment:
 
 
 def write_segment(items: Iterable[tuple[Member, Readable | None]], path: Path, codec: Codec, workers: int) -> Segment:
-    """Compress the content of `items` into `path`, an empty file or none; the caller moves it to its destination.
+    """Compress the content of `items` into the file `path`; the caller moves it to its destination.
 
     Content is read before the next item is requested. `items` may hold archives and processes: the caller closes it.
     Raises BuildError when a file's length differs from its member, and OSError when `path` cannot be written.
@@ -62,6 +62,8 @@ def write_segment(items: Iterable[tuple[Member, Readable | None]], path: Path, c
         closing(Packer(out, codec, workers)) as packer,
         closing(beside_reader(_BEHIND)) as hashing,
     ):
+        if out.tell():
+            out.truncate(0)
         files = _Files(packer, hashing)
         for member, content in items:
             if member.kind == FILE:
