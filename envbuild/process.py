@@ -9,8 +9,9 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from envbuild.errors import BuildError, EnvbuildError, HostError
@@ -22,7 +23,8 @@ from envbuild.terminal import clean
 KILLED = "run it again; if the system had no memory left (dmesg), with more memory or fewer CPUs"
 # How many lines of a failed tool's output an error message shows.
 TAIL_LINES = 30
-_GRACE_S = 5.0
+_GRACE_S, _POLL_S = 5.0, 0.002
+_NICE = 5
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -59,6 +61,43 @@ def start(
         )
     except (FileNotFoundError, PermissionError) as error:
         raise HostError(f"cannot run {command[0]}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def forked(work: Callable[[], object]) -> Iterator[None]:
+    """Run `work` in a silent fork of this process; what it leaves are files. It ends with the block, as by Ctrl-C.
+
+    It uses what this process leaves of the processors. It has none of this one's threads, so `work` must need nothing
+    that they hold. Without room for one more process, nothing is run.
+    """
+    try:
+        child = os.fork()
+    except OSError:
+        child = -1
+    if child == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            die_with_parent(signal.SIGTERM)()
+            os.nice(_NICE)
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until it ends
+            work()
+        finally:
+            os._exit(0)  # without the exit handlers, which are this process's
+    try:
+        yield
+    finally:
+        if child > 0:
+            _end(child)
+
+
+def _end(child: int) -> None:
+    """End a fork: SIGTERM, then SIGKILL after the grace period."""
+    os.kill(child, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_S
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(_POLL_S)
 
 
 def stop(children: Sequence[subprocess.Popen[bytes]], grace_s: float = _GRACE_S) -> None:

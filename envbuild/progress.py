@@ -41,10 +41,10 @@ def detail(message: str) -> None:
 def reuse(kind: str, name: str, there: bool) -> int:
     """Note for the closing summary whether a part of the build, such as one of the "layers", was there already.
 
-    Returns how many parts of the kind were not.
+    A part that once was not there is new. Returns how many parts of the kind are.
     """
     parts = display().reused.setdefault(kind, {})
-    parts.setdefault(name, there)
+    parts[name] = parts.get(name, True) and there
     return len(parts) - sum(parts.values())
 
 

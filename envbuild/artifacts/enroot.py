@@ -44,7 +44,7 @@ def normalised(entry: Entry) -> Entry | None:
         mode |= 0o700
     elif entry.kind != SYMLINK:
         mode |= 0o400 | (0o100 if mode & 0o111 else 0)
-    kept = tuple(item for item in entry.xattrs if item[0].startswith("user."))
+    kept = entry.xattrs and tuple(item for item in entry.xattrs if item[0].startswith("user."))
     if (mode, 0, 0, kept) == (entry.mode, entry.uid, entry.gid, entry.xattrs):
         return entry
     return dataclasses.replace(entry, mode=mode, uid=0, gid=0, xattrs=kept)

@@ -61,13 +61,18 @@ class FileManifest:
     digest: str
 
 
+_string = json.encoder.encode_basestring_ascii
+
+
 def row_of(entry: Entry | Member, sha256: str) -> PathRow:
     """Return the row of a path that is no hard link; `sha256` is that of a file."""
-    target = entry.target if isinstance(entry, Entry) else entry.link
-    device = "" if entry.device == (0, 0) else "{},{}".format(*entry.device)
-    value = {FILE: sha256, SYMLINK: target}.get(entry.kind, device)
-    mode = 0o777 if entry.kind == SYMLINK else entry.mode
-    size = entry.size if entry.kind == FILE else 0
+    mode, size, value = entry.mode, 0, ""
+    if entry.kind == FILE:
+        size, value = entry.size, sha256
+    elif entry.kind == SYMLINK:
+        mode, value = 0o777, entry.target if isinstance(entry, Entry) else entry.link
+    elif entry.device != (0, 0):
+        value = "{},{}".format(*entry.device)
     return PathRow(entry.kind, mode, entry.uid, entry.gid, size, value, tuple(sorted(entry.xattrs)))
 
 
@@ -97,8 +102,11 @@ def render(form: str, rows: Mapping[str, PathRow]) -> bytes:
     text.write(_line({"format": FORMAT, "form": form}))
     for path, row in sorted(rows.items()):
         if path != FILE_NAME:
-            xattrs = [{name: data.hex() for name, data in row.xattrs}] if row.xattrs else []
-            text.write(_line([path, row.kind, row.mode, row.uid, row.gid, row.size, row.value, *xattrs]))
+            # As json.dumps of the row, in a third of its time; there is a row for each file.
+            numbers = f"{row.mode}, {row.uid}, {row.gid}, {row.size}"
+            xattrs = f", {json.dumps({name: data.hex() for name, data in row.xattrs})}" if row.xattrs else ""
+            line = f"[{_string(path)}, {_string(row.kind)}, {numbers}, {_string(row.value)}{xattrs}]\n"
+            text.write(line.encode("ascii"))
     return text.getvalue()
 
 

@@ -6,14 +6,16 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envbuild import __version__
 from envbuild.artifacts.layer_lists import list_path
 from envbuild.errors import BuildError, UsageError
 from envbuild.fingerprint import json_digest
 from envbuild.layers.compose import WheelFile
-from envbuild.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from envbuild.plan.plan import Plan
 
 FILE = "envbuild.json"
 # The name of an image in a state; every kind of image artifact is made from one.

@@ -126,7 +126,6 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
     from envbuild.cli.summary import summarise
     from envbuild.image.reference import parse_source
     from envbuild.image.squashfs.codec import codec_of
-    from envbuild.kinds.image import prepare_image
     from envbuild.kinds.squash import (
         ImageFileOptions,
         OutputFile,
@@ -135,8 +134,6 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         make_from_image,
         make_from_recipe,
     )
-    from envbuild.verify.runtimes import choose
-    from envbuild.verify.static_checks import check_torch
 
     if options.source is not None and recipe is not None:
         raise UsageError("a recipe and --from are two things to build from", "name one of them")
@@ -144,8 +141,11 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
     codec = codec_of(options.compression)
     environment = run_environment()
     verify = not options.no_verify
-    for kind in kinds if verify else ():  # before anything is built
-        choose(kind, options.runtime, environment.variables)
+    if verify:  # before anything is built
+        from envbuild.verify.runtimes import choose
+
+        for kind in kinds:
+            choose(kind, options.runtime, environment.variables)
     if options.engine != "native":
         find_engine(environment.variables)
 
@@ -173,6 +173,9 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         ):
             results = make_from_image(image, chosen, of_image, environment)
     else:
+        from envbuild.kinds.image import prepare_image
+        from envbuild.verify.static_checks import check_torch
+
         loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
         target = open_target(loaded, options.target, environment)
         with step(f"planning the image of {loaded.recipe.name} for {target.name}", told=True):

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envbuild import atomic
 from envbuild.artifacts.state import State
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError, VerificationError
 from envbuild.kinds import kind_at
-from envbuild.plan.plan import Plan
 from envbuild.progress import log
 from envbuild.recipe.verify_table import expect_of
 from envbuild.store.history import record
 from envbuild.verify.model import Settings, Subject, Verdict
 from envbuild.verify.network import fit_to_gpus
 from envbuild.verify.receipt import failures, make_receipt, passing_receipt, receipt_path, write_receipt
-from envbuild.verify.static_checks import check_built_torch
+
+if TYPE_CHECKING:
+    from envbuild.plan.plan import Plan
 
 # Settings that are lists, and those that a receipt must have as the plan.
 _LISTS = ("imports", "imports_except", "direct", "gpus")
@@ -113,6 +114,8 @@ def verify_artifact(
 
     Returns its state and the receipt.
     """
+    from envbuild.verify.static_checks import check_built_torch
+
     subject = open_subject(path, environment, runtime)
     check_built_torch(subject.state, path)
     settings = settings_of(subject.state.verify, overrides)

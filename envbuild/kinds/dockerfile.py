@@ -23,9 +23,9 @@ from envbuild.image.entry import FILE as REGULAR
 from envbuild.image.model import GOARCH, digest_of
 from envbuild.image.reference import parse_reference
 from envbuild.kinds.commit import has_receipt
-from envbuild.kinds.image import ImageOptions, report, source_date, verify_image
+from envbuild.kinds.image import ImageOptions, report, verify_image
 from envbuild.kinds.prepare import prepare
-from envbuild.layers.compose import PREFIX
+from envbuild.layers.compose import PREFIX, source_date
 from envbuild.layers.requested import RequestedLayers, requested_layers
 from envbuild.layers.wheels import locate
 from envbuild.lock.base import builder_lock, image_lock
@@ -83,7 +83,7 @@ def prepare_dockerfile(
     compiler = f"pip {loaded.recipe.python} -" if bytecode else None
     plan, trainer = prepare(
         loaded, target, environment, artifact=IMAGE, compile_bytecode=bytecode,
-        image=ImageInputs(lock, compiler, source_date(environment)), layers=layers, **use,
+        image=ImageInputs(lock, compiler, source_date(environment.variables)), layers=layers, **use,
     )  # fmt: skip
     return PreparedImage(plan, trainer, None, target, layers.builder)
 

@@ -22,7 +22,7 @@ from envbuild.kinds import DOCKER
 from envbuild.kinds.commit import has_receipt, keep_receipt, settings_of, verify_staged
 from envbuild.kinds.prepare import build_layers, image_python, prepare
 from envbuild.layers.bytecode import compiler_for
-from envbuild.layers.compose import FIXED_TIME
+from envbuild.layers.compose import source_date
 from envbuild.layers.requested import check_here, for_image
 from envbuild.lock.base import image_lock
 from envbuild.lock.lifecycle import LockUse, ensure
@@ -66,7 +66,7 @@ def prepare_image(
     layers = for_image(loaded, target, environment, **use)
     base = ensure(image_lock(loaded, target), environment, **use)
     compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
-    inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment))
+    inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment.variables))
     plan, trainer = prepare(
         loaded, target, environment, artifact=IMAGE, image=inputs,
         conda=loaded.recipe.environment == "conda", layers=layers, **use,
@@ -80,19 +80,6 @@ def image_layers(one: PreparedImage, environment: Environment, *, offline: bool)
     """Return the source layers of an image, built now if needed. Raises the errors of `build_layers`."""
     python = image_python(one.plan, environment, offline=offline)
     return build_layers(one.requested, one.plan.folder, environment, offline=offline, python=python)
-
-
-def source_date(environment: Environment) -> int:
-    """Return the time of an image's files: SOURCE_DATE_EPOCH (reproducible-builds.org), else a fixed date.
-
-    Raises UsageError for an invalid value and for times before 1980, which zipfile refuses inside of images.
-    """
-    text = environment.variables.get("SOURCE_DATE_EPOCH", "")
-    if not text:
-        return FIXED_TIME
-    if not text.isascii() or not text.isdecimal() or not 315532800 <= int(text) < 1 << 32:
-        raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}", "give seconds since 1970, 315532800 (1980) or later")
-    return int(text)
 
 
 def make_images(

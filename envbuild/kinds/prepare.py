@@ -139,7 +139,7 @@ def _image_build_host(
     layers: RequestedLayers, folder: Path, environment: Environment, work: Path, offline: bool
 ) -> Iterator[BuildHost]:
     """Start the builder image, by enroot or in own namespaces, with `work` shared. Raises HostError if neither can."""
-    from envbuild.artifacts.squash import builder_file
+    from envbuild.artifacts.builder_image import builder_file
     from envbuild.verify.image_file import open_image_file, passed
     from envbuild.verify.runtimes import runtime_for
 

@@ -10,20 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from envbuild import atomic
 from envbuild.artifacts.apptainer import definition, recipe_definition
 from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
-from envbuild.artifacts.image import PreparedImage, assemble, fill, run_config
-from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.squash import composed, spans_of, write_sif, write_sqsh
 from envbuild.artifacts.state import State
 from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.image.archive import archive_at
-from envbuild.image.blobs import Blobs, ImageAt, of_pulled
+from envbuild.image.blobs import Blobs, ImageAt, Pulled, of_pulled
 from envbuild.image.credentials import check_user
 from envbuild.image.layout import fill_layout, layout_at
 from envbuild.image.model import GOARCH, Descriptor
@@ -32,18 +30,19 @@ from envbuild.image.sif_signed import content_digest
 from envbuild.image.squashfs.codec import Codec
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
-from envbuild.kinds.image import image_layers, source_date
+from envbuild.layers.compose import source_date
 from envbuild.layers.layer_cache import CachedSegment
 from envbuild.layers.segment_cache import MissingData, SegmentCache, segment_cache
-from envbuild.lock.base import pull
-from envbuild.plan.plan import Plan
 from envbuild.progress import human_size, log, transfer
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.store.pieces import Span, note_spans
 from envbuild.verify.image_file import ENROOT, check_image_place, image_state, open_image_file
 from envbuild.verify.receipt import passing_receipt, receipt_path
-from envbuild.verify.runtimes import file_subject
-from envbuild.verify.static_checks import check_unverified_gpus
+
+if TYPE_CHECKING:  # a conversion needs nothing of recipes
+    from envbuild.artifacts.image import PreparedImage
+    from envbuild.artifacts.layers_in import LayerFolder
+    from envbuild.plan.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +113,9 @@ def make_from_recipe(
     one: PreparedImage, options: ImageFileOptions, environment: Environment, *, offline: bool
 ) -> list[Result]:
     """Build and verify the image files of a recipe. Raises BuildError, LockError and VerificationError."""
+    from envbuild.artifacts.image import assemble
+    from envbuild.kinds.image import image_layers
+
     plan, arch = one.plan, one.target.arch
     log(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
     with _locked(options):
@@ -128,6 +130,8 @@ def make_from_recipe(
 def _from_layers(
     one: PreparedImage, layers: Sequence[LayerFolder], build: _Build, maker: SegmentCache, *, offline: bool
 ) -> list[Result]:
+    from envbuild.artifacts.image import fill, run_config
+
     plan = one.plan
     # The manifest of a squashfs differs from that of the layers: composed() makes it.
     filled = fill(one, layers, build.environment, maker, offline=offline, with_manifest=False)
@@ -157,7 +161,7 @@ def make_from_image(
         check_user(source, environment.variables)
         build = _Build(options, environment, target.arch, time.monotonic())
         if options.engine != "native":
-            pulled = pull(source.name, None, target.arch, environment, Path())
+            pulled = _pulled(source, target.arch, environment)
             return _by_engine(build, pulled.blobs, pulled.manifest.descriptor)
         image = _image_at(source, target.arch, environment)
         return _with_retry(build, lambda maker: _converted(build, source, image, maker))
@@ -165,12 +169,10 @@ def make_from_image(
 
 def _converted(build: _Build, source: ImageSource, image: ImageAt, maker: SegmentCache) -> list[Result]:
     count, diff_ids = len(image.layers), image.config["rootfs"]["diff_ids"]
-    layers = [
-        maker.tar(diff_id, f"{source.name}, layer {number} of {count}", opens)
-        for number, (diff_id, opens) in enumerate(zip(diff_ids, image.layers, strict=True), 1)
-    ]
+    titles = [f"{source.name}, layer {number} of {count}" for number in range(1, count + 1)]
+    layers = maker.tars(list(zip(diff_ids, titles, image.layers, strict=True)))
     origin = source.provenance(image.image_id)
-    mtime = source_date(build.environment)
+    mtime = source_date(build.environment.variables)
     return _natively(build, layers, maker, image.config, origin=origin, text=definition(origin), mtime=mtime)
 
 
@@ -183,7 +185,13 @@ def _image_at(source: ImageSource, arch: str, environment: Environment) -> Image
         image = archive_at(Path(source.rest), arch)
         if image is not None:
             return image
-    return of_pulled(pull(source.name, None, arch, environment, Path()))
+    return of_pulled(_pulled(source, arch, environment))
+
+
+def _pulled(source: ImageSource, arch: str, environment: Environment) -> Pulled:
+    from envbuild.lock.base import pull
+
+    return pull(source.name, None, arch, environment, Path())
 
 
 def _natively(
@@ -255,6 +263,8 @@ def _accept(
         if receipt is not None:
             failed_path(file.path).unlink(missing_ok=True)
         elif state is not None and not known:
+            from envbuild.verify.static_checks import check_unverified_gpus
+
             check_unverified_gpus(path, state, build.environment.site)
         commit(path, file.path, receipt, known=known)
         seconds = time.monotonic() - build.started
@@ -274,6 +284,8 @@ def _verified(
     elif build.arch != host_arch():
         why = f"this {host_arch()} host cannot run {build.arch}"
     else:
+        from envbuild.verify.runtimes import file_subject
+
         settings = settings_of(state.verify, {"faults": build.options.faults})
         runtime = build.options.runtime
         try:

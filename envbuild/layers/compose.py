@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from envbuild.errors import UsageError
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree, closing
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
@@ -201,3 +202,16 @@ def _file(path: str, text: str, mtime: int, mode: int = 0o644) -> tuple[Entry, B
 def key_of(kind: str, inputs: object) -> str:
     """Return the digest of a layer's inputs (hexadecimal)."""
     return hashlib.sha256(json.dumps([FORMAT, kind, inputs]).encode()).hexdigest()
+
+
+def source_date(variables: Mapping[str, str]) -> int:
+    """Return the time of an image's files: SOURCE_DATE_EPOCH (reproducible-builds.org), else a fixed date.
+
+    Raises UsageError for an invalid value and for times before 1980, which zipfile refuses inside of images.
+    """
+    text = variables.get("SOURCE_DATE_EPOCH", "")
+    if not text:
+        return FIXED_TIME
+    if not text.isascii() or not text.isdecimal() or not 315532800 <= int(text) < 1 << 32:
+        raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}", "give seconds since 1970, 315532800 (1980) or later")
+    return int(text)

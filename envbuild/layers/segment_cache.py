@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import CachedSegment, Items, cached, checked_tar, known_part, read_distributions
 from envbuild.layers.recorded import recorded
+from envbuild.process import forked
 from envbuild.progress import Log, log, reuse
 from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry
@@ -70,6 +72,23 @@ class SegmentCache:
         return self._made(
             diff_id.partition(":")[2], title, partial(checked_tar, opens, title, diff_id, self.limits), []
         )
+
+    def tars(self, wanted: Sequence[tuple[str, str, Callable[[], BinaryIO]]]) -> list[CachedSegment]:
+        """Return the layers of an image, each from the arguments of `tar`.
+
+        Thousands of small files are Python's work, which threads cannot share. So a second process makes the layers
+        from the last one on, until both meet; not with the team's cache, to which this process sends what it made.
+        """
+        places = [self._place(diff_id.partition(":")[2]) for diff_id, *_ in wanted]
+        new = [one[1] for one, place in zip(wanted, places, strict=True) if not place.with_suffix(".index").exists()]
+        with ExitStack() as stack:
+            if len(new) > 1 and self.workers > 1 and self.store.remote is None:
+                other = replace(self, workers=self.workers // 2)
+                stack.enter_context(forked(lambda: [other.tar(*one) for one in reversed(wanted)]))
+            layers = [self.tar(*one) for one in wanted]
+        for title in new:
+            reuse("layers", title, False)
+        return layers
 
     def members(self, made: CachedSegment) -> Sequence[Member]:
         return made.segment.members

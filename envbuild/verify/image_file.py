@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envbuild.artifacts.image_manifest import FILE_NAME
 from envbuild.artifacts.state import FILE, State, parse_state
@@ -18,8 +19,10 @@ from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
-from envbuild.verify.host import Launch
 from envbuild.verify.namespace import WORK
+
+if TYPE_CHECKING:
+    from envbuild.verify.host import Launch
 
 ENROOT, APPTAINER = "enroot", "apptainer"
 _HEAD = 64

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envbuild import process
 from envbuild.artifacts.installed import HOST, Files
@@ -15,9 +16,7 @@ from envbuild.errors import EnvbuildError, RecipeError, UsageError, Verification
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import all_chips, gpu_faults, is_judged, library_runs
 from envbuild.layers.compose import PREFIX
-from envbuild.plan.plan import Plan
 from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
-from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.settings import Site
 from envbuild.site.tables import LimitsTable
@@ -25,6 +24,10 @@ from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, check_texts, judge
 from envbuild.verify.outside import read_squashfs
+
+if TYPE_CHECKING:
+    from envbuild.plan.plan import Plan
+    from envbuild.recipe.load import LoadedRecipe
 
 _SHOWN = 5
 _WRONG_FILES = ("altered", "missing", "unowned")

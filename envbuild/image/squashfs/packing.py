@@ -81,9 +81,10 @@ class Packer:
             done((start, [word for word, _ in blocks]))
 
     def _write(self, chunks: Sequence[_Blocks]) -> None:
-        data = b"".join(data for blocks in chunks for _, data in blocks)
-        self._out.write(data)
-        self._sha256.update(data)
+        for blocks in chunks:
+            for _, data in blocks:
+                self._out.write(data)
+                self._sha256.update(data)
 
 
 class Tails:

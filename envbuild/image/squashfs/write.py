@@ -119,7 +119,8 @@ def estimate(entries: Iterable[MergedEntry], choice: Choice) -> int:
         tables += _EACH + 8 * len(name) + 4 * len(entry.target)
         if entry.kind == FILE and entry.size:
             tables += 4 * (-(-entry.size // BLOCK_SIZE))
-        tables += sum(16 + 4 * len(key) + len(value) for key, value in entry.xattrs)
+        if entry.xattrs:
+            tables += sum(16 + 4 * len(key) + len(value) for key, value in entry.xattrs)
     # A metadata block has 8 KiB and a header of two bytes.
     return choice.size + tails + tables + tables // 2048
 
