@@ -41,7 +41,7 @@ def detail(message: str) -> None:
 def reuse(kind: str, name: str, there: bool) -> int:
     """Note for the closing summary whether a part of the build, such as one of the "layers", was there already.
 
-    A part that once was not there is new. Returns how many parts of the kind are.
+    A part that was not there once counts as new. Returns how many parts of the kind are new.
     """
     parts = display().reused.setdefault(kind, {})
     parts[name] = parts.get(name, True) and there

@@ -30,10 +30,10 @@ from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
 
 # Increase it when builder images change although their locks do not.
-_BUILDER_FORMAT = 1
-# The image is written once and read often, by anything that can mount it.
-_BUILDER_CODEC = "zstd:1"
-_BUILDER_ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8")
+_FORMAT = 1
+# The fastest compression: builds of layers wait for the image.
+_CODEC = "zstd:1"
+_ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG=C.UTF-8")
 
 
 def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, offline: bool) -> Path:
@@ -41,7 +41,7 @@ def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, off
 
     Raises BuildError when no source has a part of it, and when the store is not writable.
     """
-    key = hashlib.sha256(f"{_BUILDER_FORMAT} {lock.digest} {rules_digest()}".encode()).hexdigest()
+    key = hashlib.sha256(f"{_FORMAT} {lock.digest} {rules_digest()}".encode()).hexdigest()
     store = environment.store
     path = store.folder("builders") / f"{key}.sqsh"
     if _is_intact(path, store):
@@ -73,11 +73,11 @@ def _title(lock: ImageLock) -> str:
 
 
 def _write_builder(lock: ImageLock, folder: Path, path: Path, environment: Environment, offline: bool) -> None:
-    maker = segment_cache(environment, codec_of(_BUILDER_CODEC))
-    base, arch, env = lock.base, Target.parse(lock.target).arch, list(_BUILDER_ENV)
+    maker = segment_cache(environment, codec_of(_CODEC))
+    base, arch, env = lock.base, Target.parse(lock.target).arch, list(_ENV)
     if isinstance(base, OciLock):
         pulled = pull(base.reference, base.digest, arch, environment, folder)
-        env = list((pulled.config.get("config") or {}).get("Env") or _BUILDER_ENV)
+        env = list((pulled.config.get("config") or {}).get("Env") or _ENV)
         layers = image_layers(pulled, base.reference, maker)
     else:
         key = ["builder", FIXED_TIME, rules_digest()]

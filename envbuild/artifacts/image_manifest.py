@@ -37,6 +37,7 @@ _RUNTIMES = frozenset({
     "sys", "etc/environment", "etc/fstab", "etc/hosts", "etc/mtab", "etc/rc", "etc/rc.local", "etc/resolv.conf",
 })  # fmt: skip
 _SPECIAL = 0o6000  # setuid and setgid
+_string = json.encoder.encode_basestring_ascii
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,6 @@ class FileManifest:
     form: str
     rows: Mapping[str, PathRow]
     digest: str
-
-
-_string = json.encoder.encode_basestring_ascii
 
 
 def row_of(entry: Entry | Member, sha256: str) -> PathRow:

@@ -65,7 +65,6 @@ def verify_staged(
     VerificationError; an artifact that is already at `final` stays there. `held` says where a failed artifact is that
     has no path.
     """
-    settings = fit_to_gpus(settings, environment.variables, subject.target.family, log)
     verdict = _verdict(subject, settings, environment, final)
     failed = final if verdict.passed or staged == final else failed_path(final)
     receipt = make_receipt(subject, verdict, failed)
@@ -86,9 +85,14 @@ def verify_staged(
     )
 
 
-def _verdict(subject: Subject, settings: Settings, environment: Environment, path: Path) -> Verdict:
+def _verdict(
+    subject: Subject, settings: Settings, environment: Environment, path: Path, *, fit: bool = True
+) -> Verdict:
+    """Verify `subject`, and accept it if it passed. `fit`: with no more ranks per node than this host has GPUs."""
     from envbuild.verify.run import verify
 
+    if fit:
+        settings = fit_to_gpus(settings, environment.variables, subject.target.family, log)
     logs = path.with_name(f"{path.name}.verify-logs")
     verdict = verify(subject, settings, environment.variables, log, logs=logs)
     if verdict.passed:
@@ -119,9 +123,7 @@ def verify_artifact(
     subject = open_subject(path, environment, runtime)
     check_built_torch(subject.state, path)
     settings = settings_of(subject.state.verify, overrides)
-    if overrides.get("nproc_per_node") is None:
-        settings = fit_to_gpus(settings, environment.variables, subject.target.family, log)
-    verdict = _verdict(subject, settings, environment, path)
+    verdict = _verdict(subject, settings, environment, path, fit=overrides.get("nproc_per_node") is None)
     receipt = make_receipt(subject, verdict, path)
     receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
     record(environment.store, receipt)

@@ -69,9 +69,7 @@ class SegmentCache:
 
     def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:
         """Return the layer whose tar, read from `opens`, has the digest `diff_id`. Raises BuildError for another."""
-        return self._made(
-            diff_id.partition(":")[2], title, partial(checked_tar, opens, title, diff_id, self.limits), []
-        )
+        return self._made(_key(diff_id), title, partial(checked_tar, opens, title, diff_id, self.limits), [])
 
     def tars(self, wanted: Sequence[tuple[str, str, Callable[[], BinaryIO]]]) -> list[CachedSegment]:
         """Return the layers of an image, each from the arguments of `tar`.
@@ -79,8 +77,7 @@ class SegmentCache:
         Thousands of small files are Python's work, which threads cannot share. So a second process makes the layers
         from the last one on, until both meet; not with the team's cache, to which this process sends what it made.
         """
-        places = [self._place(diff_id.partition(":")[2]) for diff_id, *_ in wanted]
-        new = [one[1] for one, place in zip(wanted, places, strict=True) if not place.with_suffix(".index").exists()]
+        new = [title for diff_id, title, _ in wanted if not self._place(_key(diff_id)).with_suffix(".index").exists()]
         with ExitStack() as stack:
             if len(new) > 1 and self.workers > 1 and self.store.remote is None:
                 other = replace(self, workers=self.workers // 2)
@@ -144,6 +141,11 @@ class SegmentCache:
     def _place(self, key: str) -> Path:
         form = hashlib.sha256(f"{FORMAT} {self.codec.identity}".encode()).hexdigest()[:12]
         return self.store.folder("segments") / f"{key}-{form}"
+
+
+def _key(diff_id: str) -> str:
+    """Return the key of a layer that is known by the digest of its tar."""
+    return diff_id.partition(":")[2]
 
 
 def segment_cache(

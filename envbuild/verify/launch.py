@@ -162,10 +162,9 @@ class Running:
     def _nccl_faults(self) -> str:
         """Return the distinct faults in this job's NCCL logs, as log lines; "" if NCCL went on after all of them."""
         logs = [parse_nccl_log(_read(path)) for path in sorted(self.work.glob(f"{self.job.name}-nccl*.txt"))]
-        faults = [fault for log in logs for fault in log.faults]
-        if not any(fault.kind in ("error", "fatal") for fault in faults):
+        if not any(log.having("error", "fatal") for log in logs):
             return ""
-        found = dict.fromkeys(f"NCCL WARN {fault.text}" for fault in faults)
+        found = dict.fromkeys(f"NCCL WARN {fault.text}" for log in logs for fault in log.faults)
         return "\n".join(list(found)[:_NCCL_LINES])
 
     def _reports(self) -> list[dict[str, Any]]:

@@ -268,10 +268,6 @@ def log_tail(log: str) -> str:
     """
     lines = [line for line in log.splitlines() if line.strip()]
     tail = lines[-process.TAIL_LINES :]
-    raised = {one.text for one in diagnose([("log", lines)], ()).exception}
-    first = [
-        line
-        for line in dict.fromkeys(lines)
-        if ("ddp_train: error" in line or line.strip() in raised) and line not in tail
-    ]
-    return "\n".join("    " + line for line in [*first, *tail])
+    raised = {one.line for one in diagnose([("log", lines)], ()).exception}
+    first = [line for number, line in enumerate(lines, 1) if "ddp_train: error" in line or number in raised]
+    return "\n".join("    " + line for line in [*(one for one in dict.fromkeys(first) if one not in tail), *tail])

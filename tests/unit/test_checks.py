@@ -180,6 +180,8 @@ def test_a_failed_launch_shows_the_rank_s_own_exception_before_torchrun_s_summar
     summary = [f"torchrun's line {number}" for number in range(40)]
     check = training.check_launch("launch", make_outcome(returncodes=[1, 1], log="\n".join([*own, *summary])))
     assert own[2].split(": ", 1)[1] in check.seen and "loop.py" in check.seen
+    long = own[2] + ": " + "x" * 5000
+    assert long in training.log_tail("\n".join([*own[:2], long, *summary]))
     assert check.cause.startswith("the artifact has no code for this host's GPU")
 
 

@@ -128,6 +128,22 @@ def test_any_bytes_are_an_archive_or_refused(data: bytes) -> None:
             assert error.message.startswith("lab: ")
 
 
+def test_a_checksum_that_is_wrong_by_the_modulus_of_adler_32_is_refused() -> None:
+    info = tarfile.TarInfo("\xff" * 100)
+    info.linkname = info.uname = "\xff" * 30
+    header = bytearray(info.tobuf(tarfile.USTAR_FORMAT, "latin-1"))
+    header[345:500] = b"\xff" * 155
+    total = sum(header) - sum(header[148:156]) + 8 * 32
+    assert total > 65521
+    for said, good in ((total, True), (total - 65521, False)):
+        header[148:156] = b"%06o\0 " % said
+        if good:
+            assert len(read(bytes(header) + bytes(1024), True)) == 1
+        else:
+            with pytest.raises(BuildError, match="a wrong header checksum"):
+                read(bytes(header) + bytes(1024), True)
+
+
 @given(st.integers(0, 4 * 512 - 1), st.integers(0, 255), st.booleans())
 def test_a_changed_byte_is_read_or_refused(at: int, value: int, fix_sum: bool) -> None:
     """With a right checksum too: then every field can be absurd."""
