@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -21,6 +22,10 @@ from envbuild.recipe.targets import Target
 _text = json.dumps  # YAML's strings in double quotes
 # A version, build or platform.
 WORD = re.compile(r"[^\s/#\"'\\]+")
+# A match spec's name, and what follows: "numpy >=1.21", also "numpy>=1.21" of old channels.
+_SPEC_NAME = re.compile(r"((?:[\w./-]+::)?[\w.-]+)(.*)", re.DOTALL)
+# Spaces that separate nothing: ">=1.8, <2" and ">= 1.8".
+_LOOSE_SPACE = re.compile(r"\s*([,|])\s*|([<>=!~])\s+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +102,49 @@ def conda_platform(target: Target) -> str:
 
 
 def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
-    """Return match specs in the form that the format can hold: one per name, sorted by name.
+    """Return match specs in the form that conda-lock.yml can hold: one for each name, sorted by name.
 
-    Versions of several specs for one name are joined; a spec that names a build is the most specific and kept alone.
+    The spec of a name accepts the packages that all its specs accept: versions are joined by commas, alternatives
+    (`1.*|2.*`) in parentheses, and a build string stays beside them. Raises LockError if the specs of a name have
+    build strings of which neither includes the other, because a match spec has one.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, list[str]] = {}
+    builds: dict[str, str] = {}
     for spec in specs:
-        name, _, rest = spec.strip().partition(" ")
-        name, rest = name.lower(), " ".join(rest.split())
-        before = found.get(name, "")
-        if " " in before or not rest or rest == before:
-            rest = before
-        elif before and " " not in rest and rest != "*" and before != "*":
-            rest = f"{before},{rest}"
-        found[name] = rest
-    return tuple(f"{name} {found[name]}".strip() for name in sorted(found))
+        name, rest = _split_spec(spec)
+        version, _, build = rest.partition(" ")
+        if version.startswith("=") and not version.startswith("=="):
+            # conda's rule: with a build string, "=1.2" means ==1.2; without one, 1.2.*
+            version = f"={version}" if build else f"{version[1:].removesuffix('.*')}.*"
+        versions.setdefault(name, []).append(version)
+        before = builds.get(name, "")
+        if before and build and not fnmatchcase(before, build):
+            if not fnmatchcase(build, before):
+                raise LockError(
+                    f"the dependencies on {name} have two build strings, {before} and {build}; conda-lock's format"
+                    " has room for one",
+                    "report it to the maintainers of the package; an older build of it may have one alone",
+                )
+            builds[name] = build
+        else:
+            builds[name] = before or build
+    return tuple(f"{name} {_all_of(versions[name], builds[name])}".strip() for name in sorted(versions))
+
+
+def _split_spec(spec: str) -> tuple[str, str]:
+    """Return a match spec's name, and the rest with at most one space: that before the build string."""
+    match = _SPEC_NAME.match(spec.strip())
+    name, rest = match.groups() if match else (spec.strip(), "")
+    return name.lower(), " ".join(_LOOSE_SPACE.sub(r"\1\2", rest).split())
+
+
+def _all_of(versions: Iterable[str], build: str) -> str:
+    """Return the version part that all of `versions` allow, with the build string."""
+    bounds = list(dict.fromkeys(version for version in versions if version))
+    bounds = [version for version in bounds if version != "*"] or bounds
+    if len(bounds) > 1:
+        bounds = [f"({version})" if "|" in version else version for version in bounds]
+    return f"{','.join(bounds) or '*' * bool(build)} {build}".strip()
 
 
 def file_parts(url: str, name: str, version: str) -> tuple[str, str]:

@@ -6,6 +6,8 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rattler import MatchSpec, PackageRecord
+from rattler.package import BuildString
 from ruamel.yaml import YAML
 
 from envbuild.errors import LockError
@@ -211,13 +213,44 @@ def test_a_lock_of_hundreds_of_packages_needs_no_yaml_parser(monkeypatch: pytest
          ["python >=3.11,<3.12.0a0", "python_abi 3.11.* *_cp311"]),
         (["zlib", "zlib >=1.2", "alpha"], ["alpha", "zlib >=1.2"]),
         (["b >=1", "b <2"], ["b >=1,<2"]),
-        (["b 1.* cpu*", "b >=1"], ["b 1.* cpu*"]),
-        (["b >=1", "b 1.* cpu*"], ["b 1.* cpu*"]),
+        (["b 1.* cpu*", "b >=1"], ["b 1.*,>=1 cpu*"]),
+        (["b >=1", "b * cpu*"], ["b >=1 cpu*"]),
+        (["b * *_cp311", "b"], ["b * *_cp311"]),
         (["b", "b *"], ["b *"]),
+        (["b 1.*|3.*", "b >=1.5"], ["b (1.*|3.*),>=1.5"]),
+        (["b 1.*|3.*"], ["b 1.*|3.*"]),
+        (["b >=1, <2"], ["b >=1,<2"]),
+        (["b >= 1 | ==0.5"], ["b >=1|==0.5"]),
+        (["b>=1", "b =1 cpu*"], ["b >=1,==1 cpu*"]),
+        (["b * cpu*", "b 1.* cpu_mkl*"], ["b 1.* cpu_mkl*"]),
+        (["b * cpu_mkl*", "b 1.* cpu*"], ["b 1.* cpu_mkl*"]),
     ],
 )  # fmt: skip
 def test_dependencies_are_one_a_name(specs: list[str], kept: list[str]) -> None:
     assert list(canonical_depends(specs)) == kept
+
+
+def test_two_build_strings_for_a_name_are_refused() -> None:
+    with pytest.raises(LockError, match=r"dependencies on b have two build strings, cpu\* and cuda\*"):
+        canonical_depends(["b * cpu*", "b * cuda*"])
+
+
+_BOUNDS = st.sampled_from(
+    ["", "*", ">=1", ">=1.5,<3", "<2.5", "!=2", "2.*", "1.*|3.*", "~=1.2", ">=3|<1.2", "=2", "==2.0"]
+)
+
+
+@given(st.lists(st.tuples(_BOUNDS, st.sampled_from(["", "", "*", "cpu*", "cpu_mkl*"])), min_size=1, max_size=4))
+def test_merged_dependencies_accept_what_all_of_them_accept(parts: list[tuple[str, str]]) -> None:
+    """rattler judges; no bound is lost and none is added."""
+    specs = [" ".join(["b", version or "*" * bool(build), build]).strip() for version, build in parts]
+    [merged] = canonical_depends(specs)
+    assert canonical_depends([merged]) == (merged,)
+    for version in ("0.9", "1", "1.2", "1.5.1", "2", "2.0", "2.4", "2.5", "3.0a1", "3", "3.1"):
+        for build in ("cpu_mkl_0", "cpu_generic_1", "cuda_2"):
+            record = PackageRecord("b", version, BuildString(build), 0, "noarch")
+            accepted = all(MatchSpec(spec).matches(record) for spec in specs)
+            assert MatchSpec(merged).matches(record) == accepted, (specs, merged, version, build)
 
 
 @pytest.mark.parametrize("url", ["https://c/x/noarch/a-1.conda", "https://c/x/noarch/a-1-0.zip"])
