@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,18 +46,19 @@ def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:
 
     def fetch(name: str, digest: str) -> Path | None:
         from envbuild.image.sif_signed import embedded
-        from envbuild.kinds.attached import attached, keep_bundles
+        from envbuild.kinds.attached import SignedBundles, add_attached
         from envbuild.store.remote_site import registry_of
         from envbuild.trust.policy import Signers
 
         environment = load_environment()
-        bundles: Iterable[bytes]
+        found = SignedBundles(digest, Signers.of(site.trust))
         if Path(name).is_file():
-            bundles = embedded(Path(name)).values()
+            for bundle in embedded(Path(name)).values():
+                found.add(bundle)
         else:
             registry = registry_of(f"{name}@{digest}", site, environment.pip, environment.variables)
-            bundles = attached(registry, digest, environment.store)
-        place = keep_bundles(bundles, digest, Signers.of(site.trust), environment.store)
+            add_attached(found, registry, environment.store)
+        place = found.keep(environment.store)
         if place is not None:
             log(f"{name}: receipt and attestations are those in it")
         return place

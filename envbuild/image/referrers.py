@@ -6,12 +6,10 @@ referrers API keeps an index of them under a tag.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import quote, urljoin
+from urllib.parse import quote
 
-from envbuild.cache.http import read_all
 from envbuild.cache.retry import NotFound, RequestFailed
 from envbuild.files import parse_json
 from envbuild.image.blobs import Blobs
@@ -25,11 +23,11 @@ from envbuild.image.model import (
     digest_of,
     is_digest,
 )
-from envbuild.image.registry import Registry, manifest_of
+from envbuild.image.registry import Registry, manifest_of, pages
 from envbuild.image.registry_endpoint import complain
 
-# A registry that lists more is not read to its end.
-_MOST = 256
+# Bytes of a list. A row has below 1 kB, and those of others come first: a low limit would hide what is looked for.
+_MOST_LISTED = 64 << 20
 # Answers of registries that do not know the API.
 _UNKNOWN = (400, 404, 405, 406, 501)
 
@@ -51,72 +49,85 @@ def attach(registry: Registry, digest: str, kind: str, content: bytes, notes: Ma
     pushed = registry.push(blobs, [EMPTY, layer], manifest, OCI_MANIFEST, made)
     if not pushed.lists_referrers:
         tag = _tag(digest)
-        rows = [row for row in _tagged(registry, tag) if row["digest"] != made]
+        index = _tagged(registry, tag) or {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": []}
         row = {**Descriptor(OCI_MANIFEST, made, len(manifest)).as_json(), "artifactType": kind}
         row["annotations"] = dict(notes)
-        index = canonical({"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [*rows, row]})
-        registry.put_manifest(index, OCI_INDEX, tag)
+        # Rows of others stay as they are, also those that envbuild cannot read.
+        others = [one for one in index["manifests"] if not (isinstance(one, dict) and one.get("digest") == made)]
+        registry.put_manifest(canonical({**index, "manifests": [*others, row]}), OCI_INDEX, tag)
     return made
 
 
-def referrers(registry: Registry, digest: str, kind: str) -> list[Descriptor]:
-    """Return what the registry keeps with the manifest `digest`: manifests with the artifact type `kind`.
+def referrers(registry: Registry, digest: str, kind: str) -> tuple[list[Descriptor], bool]:
+    """Return the manifests of the artifact type `kind` that the registry keeps with the manifest `digest`.
 
-    Annotations are included. Raises BuildError.
+    Annotations are included. The second value is whether the list was too long to be read to its end. Raises
+    BuildError.
     """
-    rows: list[dict[str, Any]] = []
-    url = registry.endpoint.url(f"referrers/{digest}?artifactType={quote(kind, safe='/')}")
+    found: list[Descriptor] = []
+    size = 0
     try:
-        while url and len(rows) < _MOST:
-            with registry.endpoint.request("GET", url, threading.Event()) as answer:
-                rows += _rows(read_all(answer, MAX_MANIFEST, threading.Event()))
-                after = answer.links.get("next", {}).get("url")
-                url = urljoin(answer.url, after) if after else ""
+        for raw, headers in pages(registry.endpoint, f"referrers/{digest}?artifactType={quote(kind, safe='/')}"):
+            size += len(raw)
+            filtered = "artifactType" in headers.get("OCI-Filters-Applied", "")
+            found += _of_kind(_index(raw)["manifests"], kind, filtered=filtered)
+            if size > _MOST_LISTED:
+                return found, True
     except RequestFailed as error:
         if error.status not in _UNKNOWN:
             what = f"what is attached to {registry.reference.name}@{digest}"
             raise complain(what, [(registry.endpoint, error)]) from None
-        rows = _tagged(registry, _tag(digest))
+        found = _of_kind((_tagged(registry, _tag(digest)) or {"manifests": []})["manifests"], kind)
+    return list({one.digest: one for one in found}.values()), False
+
+
+def _of_kind(rows: list[Any], kind: str, *, filtered: bool = False) -> list[Descriptor]:
+    """Return those of `rows` with the artifact type `kind`; a `filtered` list has no others, and may not name it."""
     found = []
-    for row in rows[:_MOST]:
-        size, notes = row.get("size"), row.get("annotations")
-        if row.get("artifactType") == kind and type(size) is int and size <= MAX_MANIFEST:
+    for row in rows:
+        if not isinstance(row, dict):
+            continue
+        digest, size, notes = str(row.get("digest")), row.get("size"), row.get("annotations")
+        fits = row.get("artifactType", kind if filtered else None) == kind
+        if fits and is_digest(digest) and type(size) is int and size <= MAX_MANIFEST:
             strings = {k: v for k, v in notes.items() if isinstance(v, str)} if isinstance(notes, dict) else {}
-            found.append(Descriptor(OCI_MANIFEST, row["digest"], size, annotations=strings))
+            found.append(Descriptor(OCI_MANIFEST, digest, size, annotations=strings))
     return found
 
 
-def read_referrer(registry: Registry, referrer: Descriptor, kind: str, most: int, blobs: Blobs) -> bytes:
-    """Return the content of a referrer. Raises ValueError if it is not of `kind` and `most` bytes, and BuildError."""
+def referrer_layer(registry: Registry, referrer: Descriptor, kind: str, most: int) -> Descriptor:
+    """Return the blob of a referrer. Raises ValueError if it is not of `kind` and `most` bytes, and BuildError."""
     raw, _ = registry.manifest(referrer.digest)
     try:
         (layer,) = parse_json(raw)["layers"]
         blob = Descriptor(layer["mediaType"], str(layer["digest"]), layer["size"])
-    except (KeyError, TypeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise ValueError(f"its manifest is another one: {error!r:.80}") from error
-    if blob.media_type != kind or not is_digest(blob.digest) or type(blob.size) is not int or blob.size > most:
+    fits = blob.media_type == kind and is_digest(blob.digest) and type(blob.size) is int
+    if not fits or not 0 <= blob.size <= most:
         raise ValueError(f"its layer is {layer!r:.80}")
-    registry.fetch_blob(blob, blobs, lambda _: None)
-    return blobs.read(blob.digest)
+    return blob
 
 
 def _tag(digest: str) -> str:
     return digest.replace(":", "-")
 
 
-def _tagged(registry: Registry, tag: str) -> list[dict[str, Any]]:
-    """Return the rows of the index under the tag `tag`."""
+def _tagged(registry: Registry, tag: str) -> dict[str, Any] | None:
+    """Return the index under the tag `tag`, None if there is none."""
     try:
-        return _rows(manifest_of(registry.endpoint, tag)[0])
+        return _index(manifest_of(registry.endpoint, tag)[0])
     except NotFound:
-        return []
+        return None
     except RequestFailed as error:
         raise complain(f"{registry.reference.name}:{tag}", [(registry.endpoint, error)]) from None
 
 
-def _rows(raw: bytes) -> list[dict[str, Any]]:
+def _index(raw: bytes) -> dict[str, Any]:
     try:
-        rows = parse_json(raw)["manifests"]
-        return [row for row in rows if isinstance(row, dict) and is_digest(str(row.get("digest")))]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise RequestFailed("it sent no list of referrers", answered=True) from None
+        index = parse_json(raw)
+    except ValueError:
+        index = None
+    if not isinstance(index, dict) or not isinstance(index.get("manifests"), list):
+        raise RequestFailed("it sent no list of referrers", answered=True)
+    return index

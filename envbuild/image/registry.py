@@ -7,15 +7,15 @@ check downloads, do not support mirrors, and read credentials from fewer places.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
-from urllib.parse import unquote, urljoin, urlsplit
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import unquote, urlsplit
 
 from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
-from envbuild.cache.http import Transport, read_all
+from envbuild.cache.http import Transport, origin, read_all, split
 from envbuild.cache.retry import Mismatch, NotFound, RequestFailed, with_retries
 from envbuild.errors import BuildError, UsageError
 from envbuild.files import parse_json
@@ -39,9 +39,14 @@ from envbuild.image.registry_upload import has_blob, mount, push_blob
 from envbuild.progress import OnProgress
 from envbuild.workers import each
 
+if TYPE_CHECKING:
+    import requests
+
 T = TypeVar("T")
 _ACCEPT = ", ".join((*MANIFESTS, *INDEXES))
 _WORKERS = 4
+# Of a list; a registry has 100 rows a page, or more.
+_MOST_PAGES = 10_000
 # A mirror is an optimization: a failing one must not delay the request to the registry.
 _MIRROR_RETRIES = 1
 
@@ -194,14 +199,9 @@ class Registry:
     def tags(self) -> list[str]:
         """Return the tags of the repository, none if it does not exist yet."""
         found: list[str] = []
-        url = self.endpoint.url("tags/list")
         try:
-            while url:
-                with self.endpoint.request("GET", url, threading.Event()) as answer:
-                    rows = parse_json(read_all(answer, MAX_MANIFEST, threading.Event()))
-                    found += rows["tags"] or []
-                    after = answer.links.get("next", {}).get("url")
-                    url = urljoin(answer.url, after) if after else ""
+            for raw, _ in pages(self.endpoint, "tags/list"):
+                found += parse_json(raw)["tags"] or []
         except NotFound:
             pass
         except (RequestFailed, ValueError, KeyError, TypeError) as error:
@@ -244,6 +244,29 @@ def manifest_of(source: Endpoint, pointer: str) -> tuple[bytes, str]:
     if is_digest(pointer) and digest_of(raw) != pointer:
         raise Mismatch(digest_of(raw).removeprefix("sha256:"), "a manifest")
     return raw, media_type.partition(";")[0].strip()
+
+
+def pages(source: Endpoint, path: str) -> Iterator[tuple[bytes, Mapping[str, str]]]:
+    """Yield the pages of a list at `source`, and their headers; `path` is below the repository.
+
+    Raises RequestFailed, also for a list without an end, and one that continues on another server.
+    """
+    url, stop = source.url(path), threading.Event()
+
+    def get() -> tuple[bytes, requests.Response]:  # retried as a whole, because the body may be truncated, too
+        with source.request("GET", url, stop, retries=0) as answer:
+            return read_all(answer, MAX_MANIFEST, stop), answer
+
+    for _ in range(_MOST_PAGES):
+        raw, answer = with_retries(get, source.retries, stop)
+        yield raw, answer.headers
+        after = answer.links.get("next", {}).get("url")
+        if not after:
+            return
+        url = source.target(answer, after)
+        if origin(url) != origin(source.base):
+            raise RequestFailed(f"its list continues on another server, {split(url).netloc}", answered=True)
+    raise RequestFailed(f"its list has more than {_MOST_PAGES} pages", answered=True)
 
 
 def _download(source: Endpoint, blob: Descriptor, download: Download, stop: threading.Event) -> str:

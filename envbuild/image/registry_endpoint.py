@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlunsplit
 
 from envbuild.cache.http import Body, HttpClient, Transport, failure, origin, split
-from envbuild.cache.retry import RequestFailed, with_retries
+from envbuild.cache.retry import NotFound, RequestFailed, with_retries
 from envbuild.errors import BuildError
 from envbuild.image.credentials import PLACES, Credentials
 from envbuild.image.registry_auth import Login
@@ -92,6 +92,10 @@ class Endpoint:
         location = response.headers.get("Location")
         if not location:
             raise RequestFailed(f"its answer HTTP {response.status_code} lacks a Location")
+        return self.target(response, location)
+
+    def target(self, response: requests.Response, location: str) -> str:
+        """Return the URL to which `location`, in a header of a response, leads. Raises RequestFailed."""
         split(location)  # validates the URL: urljoin raises other exceptions for an invalid one
         target = split(urljoin(response.url, location))
         own = split(self.base)
@@ -118,11 +122,16 @@ class Endpoint:
         raise RequestFailed(f"redirected more than {_MOST_REDIRECTS} times")
 
 
+class MissingContent(BuildError):
+    """A server answers, and does not have the content, or has another one: no fault of its own."""
+
+
 def complain(what: str, failures: Sequence[tuple[Endpoint, RequestFailed]]) -> BuildError:
     """Return the error for the failed operation `what`: the answer of each source, and a hint about the last one."""
     answers = "; ".join(f"{endpoint.name}: {error}" for endpoint, error in failures)
     endpoint, last = failures[-1]
-    return BuildError(f"{what}: {answers}", _hint(endpoint, last))
+    wrong = isinstance(last, NotFound) or last.status == 200
+    return (MissingContent if wrong else BuildError)(f"{what}: {answers}", _hint(endpoint, last))
 
 
 def _hint(endpoint: Endpoint, error: RequestFailed) -> str | None:

@@ -1,27 +1,39 @@
 """Attestations of images in registries, as OCI referrers that cosign finds too.
 
 Source: cosign, specs/BUNDLE_SPEC.md: artifact type and layer are of the bundle's media type. The annotations are a help
-for people: what is read is decided by the signed statement.
+for people and for the order of reading: what is taken is decided by the signed statement.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from envbuild.atomic import write_beside
-from envbuild.image.referrers import attach, read_referrer, referrers
+from envbuild.errors import BuildError
+from envbuild.image.model import Descriptor
+from envbuild.image.referrers import attach, referrer_layer, referrers
 from envbuild.image.registry import Registry
+from envbuild.image.registry_endpoint import MissingContent
+from envbuild.progress import log
 from envbuild.store.store import Store
 from envbuild.trust.bundle import BUNDLE, MOST, PREDICATES, bundle_path
-from envbuild.trust.policy import Signers
+from envbuild.trust.policy import CLOCK_S, Signers
 from envbuild.verify.receipt import receipt_path
+from envbuild.workers import each
 
-_CREATED = "org.opencontainers.image.created"
+_CREATED, _KIND = "org.opencontainers.image.created", "dev.sigstore.bundle.predicateType"
+_NAMES = {kind: name for name, kind in PREDICATES.items()}
+# Bundles of one image that are read, and their bytes; those over _SMALL are read last, so that they use up no limit.
+_MOST_READ, _MOST_BYTES, _SMALL = 5000, 1 << 30, 1 << 20
+_AT_ONCE = 4
 
 
 def push_bundles(registry: Registry, digest: str, bundles: Mapping[str, bytes], store: Store) -> None:
@@ -29,43 +41,131 @@ def push_bundles(registry: Registry, digest: str, bundles: Mapping[str, bytes], 
     for name, bundle in bundles.items():
         notes = {
             "dev.sigstore.bundle.content": "dsse-envelope",
-            "dev.sigstore.bundle.predicateType": PREDICATES[name],
+            _KIND: PREDICATES[name],
             _CREATED: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         }
         attach(registry, digest, BUNDLE, bundle, notes, store.blobs)
 
 
-def attached(registry: Registry, digest: str, store: Store) -> Iterator[bytes]:
-    """Yield the bundles that are attached to the image `digest`. Raises BuildError."""
-    for referrer in referrers(registry, digest, BUNDLE):
-        with suppress(ValueError):
-            yield read_referrer(registry, referrer, BUNDLE, MOST, store.blobs)
+@dataclass
+class SignedBundles:
+    """Those bundles of the image `digest` that one of `signers` has signed: the newest of each name in PREDICATES."""
 
+    digest: str
+    signers: Signers
+    # Name → (time, predicate, bundle): of a receipt, the time of its verification, else that of attaching it.
+    _newest: dict[str, tuple[float, dict[str, Any], bytes]] = field(default_factory=dict)
 
-def keep_bundles(bundles: Iterable[bytes], digest: str, signers: Signers, store: Store) -> Path | None:
-    """Write those `bundles` of the image `digest` that one of `signers` has signed, and the receipt, into the store.
+    @property
+    def has_receipt(self) -> bool:
+        """Whether a signer has signed a receipt."""
+        return "" in self._newest
 
-    Returns the place beside which they lie, None if no receipt is signed. Of several receipts the one of the latest
-    verification is taken.
-    """
-    found: dict[str, list[tuple[dict[str, Any], bytes]]] = {name: [] for name in PREDICATES}
-    names = {kind: name for name, kind in PREDICATES.items()}
-    for bundle in bundles:
+    def add(self, bundle: bytes, at: float = 0.0) -> None:
+        """Take `bundle`, which was attached `at` (seconds since 1970), if it is one of those."""
         try:
-            told, by = signers.opened(bundle)
+            told, by = self.signers.opened(bundle)
         except ValueError:  # somebody's signature
-            continue
+            return
+        name = _NAMES.get(told["predicateType"])
         digests = [f"sha256:{row['digest']['sha256']}" for row in told["subject"]]
-        if by and digest in digests and told["predicateType"] in names:
-            found[names[told["predicateType"]]].append((told["predicate"], bundle))
-    if not found[""]:
-        return None
-    found[""].sort(key=lambda row: str(row[0].get("verified_at")))
-    place = store.folder("attested", digest.partition(":")[2]) / "image"
-    write_beside(receipt_path(place), json.dumps(found[""][-1][0]))
-    for name, rows in found.items():
-        path = bundle_path(place, name)
-        path.unlink(missing_ok=True)
-        if rows:
-            write_beside(path, rows[-1][1].decode())
-    return place
+        if not by or name is None or self.digest not in digests:
+            return
+        time_of = at if name else _seconds(told["predicate"].get("verified_at"))
+        if name not in self._newest or time_of > self._newest[name][0]:
+            self._newest[name] = time_of, told["predicate"], bundle
+
+    def needs(self, kind: str | None, at: float) -> bool:
+        """Return whether a bundle attached `at`, 0 if unknown, may be one of those; `kind` is that of its predicate.
+
+        A signer attaches a receipt after its verification, and names its kind. If others write something else into
+        theirs, only these are passed over.
+        """
+        name = "" if kind is None else _NAMES.get(kind)
+        if name is None:
+            return False
+        return kind is None or not at or name not in self._newest or at > self._newest[name][0]
+
+    def keep(self, store: Store) -> Path | None:
+        """Write the bundles, and the receipt, into `store`.
+
+        Returns the place beside which they lie, None if no receipt is signed.
+        """
+        if not self.has_receipt:
+            return None
+        place = store.folder("attested", self.digest.partition(":")[2]) / "image"
+        write_beside(receipt_path(place), json.dumps(self._newest[""][1]))
+        for name in PREDICATES:
+            path = bundle_path(place, name)
+            path.unlink(missing_ok=True)
+            if name in self._newest:
+                write_beside(path, self._newest[name][2].decode())
+        return place
+
+
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    """A referrer, when it was attached (0 if unknown), and its blob if that is large and read later."""
+
+    at: float
+    row: Descriptor
+    layer: Descriptor | None = None
+
+
+def add_attached(found: SignedBundles, registry: Registry, store: Store) -> None:
+    """Add to `found` the bundles that are attached to its image in `registry`, beginning with the newest.
+
+    Everybody who may write to the repository may attach bundles, with any date. So those of others cost only time: they
+    are read, up to the limits above, and passed over. Logs when there are more. Raises BuildError when the registry
+    fails, or when it lacks a bundle and no other is a receipt.
+    """
+    rows, cut = referrers(registry, found.digest, BUNDLE)
+    latest = time.time() + CLOCK_S
+    attached = [_Attached(_seconds(row.annotations.get(_CREATED)), row) for row in rows]
+    # A date of the future is no signer's, and must not come before theirs.
+    attached = [one if one.at <= latest else replace(one, at=0.0) for one in attached]
+    waiting = deque(sorted(attached, key=lambda one: -one.at))
+    missing: list[BuildError] = []
+    read = size = 0
+
+    def fetch(one: _Attached, stop: threading.Event) -> bytes | _Attached:
+        try:
+            layer = one.layer or referrer_layer(registry, one.row, BUNDLE, MOST)
+            if one.layer is None and layer.size > _SMALL:
+                return replace(one, layer=layer)
+            registry.fetch_blob(layer, store.blobs, lambda _: None, stop)
+            return store.blobs.read(layer.digest)
+        except ValueError:
+            return b""
+        except MissingContent as error:
+            missing.append(error)
+            return b""
+
+    while waiting:
+        batch = [waiting.popleft() for _ in range(min(_AT_ONCE, len(waiting)))]
+        batch = [one for one in batch if found.needs(one.row.annotations.get(_KIND), one.at)]
+        if batch and (read >= _MOST_READ or size >= _MOST_BYTES):
+            cut = True
+            break
+        for one, got in zip(batch, each(batch, fetch, _AT_ONCE), strict=True):
+            if isinstance(got, _Attached):
+                waiting.append(got)
+            else:
+                read, size = read + 1, size + one.row.size + len(got)
+                found.add(got, one.at)
+    if cut:
+        log(
+            f"{registry.reference.name}@{found.digest}: so many attestations are attached that only {read} were read, "
+            "those with the latest dates first; delete what does not belong there"
+        )
+    if missing and not found.has_receipt:
+        raise missing[0]
+
+
+def _seconds(text: object) -> float:
+    """Return the seconds since 1970 at the time `text` (ISO 8601), 0 for any other value."""
+    try:
+        at = datetime.fromisoformat(str(text))
+        return max((at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp(), 0.0)
+    except (ValueError, OverflowError):
+        return 0.0

@@ -22,6 +22,7 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PAYLOAD = "application/vnd.in-toto+json"
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 MOST = 16 << 20  # bytes of a bundle; that of a receipt has below 1 MB
+_MOST_SIGNATURES = 64  # each costs time
 
 
 # Name of an attestation beside an artifact → type of its predicate: the receipt has none, as the receipt itself.
@@ -86,6 +87,8 @@ def opened(bundle: bytes, keys: Sequence[Key]) -> tuple[dict[str, Any], Key | No
         payload = base64.b64decode(envelope["payload"], validate=True)
         if envelope["payloadType"] != PAYLOAD:
             raise ValueError(f"its payload is {envelope['payloadType']!r:.80}")
+        if len(envelope["signatures"]) > _MOST_SIGNATURES:
+            raise ValueError(f"it has {len(envelope['signatures'])} signatures")
         signatures = [base64.b64decode(row["sig"], validate=True).hex() for row in envelope["signatures"]]
         found = parse_json(payload)
         if found["_type"] != STATEMENT or not isinstance(found["predicateType"], str):

@@ -20,7 +20,7 @@ from envbuild.units import seconds
 RECEIPT = PREDICATES[""]
 # Fields that change after a receipt was attested: an artifact may be pushed or copied.
 _MAY_CHANGE = ("path", "pushed")
-_CLOCK_S = 300  # by which the signer's clock may be ahead
+CLOCK_S = 300  # by which the signer's clock may be ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _judged(
     except (ValueError, OverflowError):
         raise _refused(artifact, "the time in its receipt is malformed") from None
     age, most = (now - verified_at).total_seconds(), seconds(trust.max_age)
-    if age < -_CLOCK_S:
+    if age < -CLOCK_S:
         raise _refused(artifact, f"its verification is of the future: {told['verified_at']}")
     if most is not None and age > most:
         raise _refused(artifact, f"it was verified at {told['verified_at']}, more than {trust.max_age} ago")

@@ -20,9 +20,11 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, cast
 
 import zstandard
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from lab import artifacts, conda_package, debian, fuzz_inputs, tar_blocks, wheels
 from lab.drafts import draft_of
 from lab.fuzz_inputs import Mutate, Seeds, mutated
+from securesystemslib.signer import CryptoSigner
 
 from envbuild.artifacts import conda, conda_survey, image_manifest, installed, layer_lists, manifest, pip_records, state
 from envbuild.bundle import read_bundle
@@ -37,7 +39,7 @@ from envbuild.diagnose.rules import load_rules
 from envbuild.elf import elf_machine, file_head, read_elf
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError
-from envbuild.image import archive, credentials, layout, model, registry_auth, sif
+from envbuild.image import archive, credentials, layout, model, referrers, registry_auth, sif
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import open_layer
 from envbuild.image.quota import Quota
@@ -68,12 +70,14 @@ from envbuild.site.settings import Site, load_site
 from envbuild.store.sources import matches, read_page
 from envbuild.store.store import Store
 from envbuild.toml import Document
+from envbuild.trust.bundle import opened, sign, statement
 from envbuild.verify import receipt
 
 TOP = Path(__file__).parents[2]
 DATA = TOP / "tests/unit/data"
 SCHEME = Scheme("opt/env", "3.11")
 _MIB = 1 << 20
+_SIGNER = CryptoSigner(Ed25519PrivateKey.from_private_bytes(bytes(32)))
 
 
 @dataclass(frozen=True)
@@ -814,6 +818,18 @@ READERS: dict[str, FuzzedReader] = {
         given('Bearer realm="https://x/t",service="x", scope="a:b", Basic realm="\\"x"'),
         text(registry_auth.parse_challenges),
         600,
+    ),
+    "list of referrers": FuzzedReader(
+        given({"manifests": [{"digest": "sha256:" + "0" * 64, "size": 9, "artifactType": "a", "annotations": {}}]}),
+        lambda data, _: referrers._of_kind(referrers._index(data)["manifests"], "a"),
+        300,
+        (RequestFailed,),
+    ),
+    "attestation": FuzzedReader(
+        lambda _: [sign(statement({"x": "sha256:" + "0" * 64}, "urn:x", {}), _SIGNER)],
+        lambda data, _: opened(data, [_SIGNER.public_key]),
+        300,
+        (ValueError,),
     ),
     "Retry-After": FuzzedReader(given("120", "Fri, 31 Dec 1999 23:59:59 GMT"), text(retry_after), 500),
     "index page": FuzzedReader(given(_HTML), _page("text/html"), 300, (RequestFailed,)),
