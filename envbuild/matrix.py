@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from envbuild import process
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError, UsageError
+from envbuild.git import run_git
 from envbuild.kinds import ARTIFACTS, kinds_of, plan_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import ARCHES, Target, target_problem
@@ -234,7 +236,7 @@ def _unknown(folder: Path, message: str, hint: str) -> UsageError:
 
 
 def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return process.run(["git", *arguments], cwd=folder, check=False)
+    return run_git(folder, *arguments, variables=os.environ)
 
 
 def changed_recipes(recipes: Iterable[SelectedRecipe], top: Path, changed: Iterable[str]) -> list[SelectedRecipe]:

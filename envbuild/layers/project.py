@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from envbuild import process
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError, RecipeError
+from envbuild.git import run_git
 from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.contents import reading
 from envbuild.layers.trainer import NAME
@@ -41,6 +42,8 @@ _SKIPPED = re.compile(
     # What `--out` may have put there: it would make each build another one.
     r"|.*\.(sqsh|sif)(\.failed)?|.*\.receipt\.json"
 )
+# git's words for a folder that is in no work tree, or in a repository without one.
+_NO_WORK_TREE = re.compile("not a git repository|must be run in a work tree|cannot use bare repository")
 # Files of environments: a folder with one of them is no source.
 _ENVIRONMENTS = ("pyvenv.cfg", "conda-meta", "envbuild.json")
 
@@ -53,7 +56,9 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
     code, table = loaded.code, loaded.recipe.project
     if code is None or table is None:
         return None
-    git, where = partial(_git, code.root, environment.variables), f"{code.where}: 'path' in [project]:"
+    where = f"{code.where}: 'path' in [project]:"
+    git_in = partial(_git, where, environment.variables)
+    git = partial(git_in, code.root)
     tracked = None if table.include else git("ls-files", "-z", "--recurse-submodules")
     names = _all_files(code.root) if tracked is None else tracked.split("\0")[:-1]
     if left := tracked and (git("ls-files", "-z", "-o", "--exclude-standard", "*.py") or "").split("\0")[:-1]:
@@ -61,7 +66,7 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
     files, links = [], []
     for name in sorted({one for one in names if table.takes(one)}):
         path = code.root / name
-        if not name.isprintable() or "\ufffd" in name:
+        if not name.isprintable() or "\ufffd" in name or name.startswith("/") or ".." in name.split("/"):
             raise RecipeError(f"{where} {name!r} is no name for a file of a wheel", "rename it")
         try:
             if path.is_file():
@@ -77,21 +82,39 @@ def collect(loaded: LoadedRecipe, environment: Environment, *, editable: bool = 
         hint = "correct `path` or `include`" if tracked is None else "`git add` it, or say `include` in [project]"
         raise RecipeError(f"{where} no Python package found: no .py among {len(files)} files of {code.root}", hint)
     commit = "" if editable else (git("rev-parse", "--quiet", "--verify", "HEAD") or "").strip()
-    if commit and git("status", "--porcelain", "--untracked-files=no", "--", "."):
+    if commit and _is_dirty(code.root, git_in):
         commit += "-dirty"
     return replace(code, files=tuple(files), commit=commit, editable=editable)
 
 
-def _git(root: Path, variables: Mapping[str, str], *words: str) -> str | None:
-    """Return what git says in `root`, None if it is in no work tree or there is no git."""
-    env = {name: value for name, value in variables.items() if not name.startswith("GIT_")} | {"LC_ALL": "C"}
+def _git(where: str, variables: Mapping[str, str], root: Path, *words: str) -> str | None:
+    """Return what git says in `root`, None if it is in no work tree, there is no git, or git does not read it.
+
+    Raises RecipeError if git then cannot list the files: all of them would be taken instead.
+    """
     with contextlib.suppress(HostError):
-        done = process.run(["git", "-C", root, *words], env=env, check=False)
+        done = run_git(root, *words, variables=variables)
         if done.returncode == 0:
             return done.stdout
-        if done.stderr and "not a git repository" not in done.stderr:
-            log(f"note: [project]: {process.tail(done).strip()}")
+        if done.stderr and not _NO_WORK_TREE.search(done.stderr):
+            fault = f"git does not read the repository of {root}:\n{process.tail(done)}"
+            if words[0] == "ls-files":
+                hint = "mend the repository, or say `include` in [project]: git is then not asked for the files"
+                raise RecipeError(f"{where} {fault}", hint)
+            log(f"note: [project]: {fault}")
     return None
+
+
+def _is_dirty(root: Path, git: Callable[..., str | None]) -> bool:
+    """Return whether tracked files in `root`, or in its submodules, changed since the commit.
+
+    Each submodule is asked on its own: git would read it with the programs that the submodule's configuration names.
+    """
+    if git(root, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=dirty", "--", "."):
+        return True
+    rows = (git(root, "ls-files", "-z", "--stage") or "").split("\0")
+    modules = [root / row.partition("\t")[2] for row in rows if row.startswith("160000 ")]
+    return any(_is_dirty(module, git) for module in modules if (module / ".git").exists())
 
 
 def _all_files(root: Path) -> Iterator[str]:

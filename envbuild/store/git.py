@@ -1,7 +1,7 @@
 """Source archives of git commits, made by the user's git: the same bytes on every machine.
 
 An archive has the files of one commit, or of one folder of it, with its submodules and without git's own files.
-Sources: git-fetch(1), git-submodule(1), git(1) on environment variables; git-lfs, `GIT_LFS_SKIP_SMUDGE`.
+Sources: git-fetch(1), git-submodule(1); git-lfs, `GIT_LFS_SKIP_SMUDGE`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from pathlib import Path
 from envbuild import process
 from envbuild.cache.retry import RequestFailed
 from envbuild.errors import HostError
+from envbuild.git import run_git
 from envbuild.masking import redact
 
 # 1980-01-01, the earliest time in zip files, which builds make of the archive's files.
 _TIME = 315532800
-# Variables that tell git which repository it works in: git rev-parse --local-env-vars.
-_LOCAL = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX", "GIT_COMMON_DIR")
 # Settings that would make the files depend on the user.
-_PLAIN = ("-c", "core.autocrlf=false", "-c", "core.eol=lf", "-c", "advice.detachedHead=false")
+_PLAIN = ("core.autocrlf=false", "core.eol=lf", "advice.detachedHead=false")
 
 
 def git_archive(url: str, commit: str, subdirectory: str, path: Path, work: Path, variables: Mapping[str, str]) -> str:
@@ -31,26 +30,26 @@ def git_archive(url: str, commit: str, subdirectory: str, path: Path, work: Path
 
     `path` is an uncompressed tar; `work` is an empty folder. Raises RequestFailed when git cannot fetch the commit.
     """
-    env = {name: value for name, value in variables.items() if name not in _LOCAL}
-    env |= {"GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1", "LC_ALL": "C"}
+    env = {**variables, "GIT_LFS_SKIP_SMUDGE": "1"}
     tree = work / "tree"
 
-    def git(*words: str | Path, must: bool = True) -> bool:
+    def git(folder: Path, *words: str | Path, must: bool = True) -> bool:
         try:
-            done = process.run(["git", *_PLAIN, *words], env=env, check=False)
+            done = run_git(folder, *words, variables=env, settings=_PLAIN, fetches=True)
         except HostError as error:
             raise RequestFailed(f"{error.message}; install git", answered=True) from None
         if done.returncode and must:
-            raise RequestFailed(f"git {words[2]} failed:\n{process.tail(done)}", answered=True)
+            raise RequestFailed(f"git {words[0]} failed:\n{process.tail(done)}", answered=True)
         return done.returncode == 0
 
-    git("init", "--quiet", tree)
+    git(work, "init", "--quiet", "tree")
     # Some servers send only branches and tags, with their history.
-    if not git("-C", tree, "fetch", "--quiet", "--depth=1", "--no-tags", url, commit, must=False):
-        git("-C", tree, "fetch", "--quiet", url, "+refs/heads/*:refs/remotes/origin/*", "+refs/tags/*:refs/tags/*")
-    git("-C", tree, "checkout", "--quiet", "--detach", commit)
-    git("-C", tree, "remote", "add", "origin", url)  # relative URLs of submodules
-    git("-C", tree, "submodule", "--quiet", "update", "--init", "--recursive")
+    if not git(tree, "fetch", "--quiet", "--depth=1", "--no-tags", "--", url, commit, must=False):
+        refs = "+refs/heads/*:refs/remotes/origin/*", "+refs/tags/*:refs/tags/*"
+        git(tree, "fetch", "--quiet", "--", url, *refs)
+    git(tree, "checkout", "--quiet", "--detach", commit)
+    git(tree, "remote", "add", "--", "origin", url)  # relative URLs of submodules
+    git(tree, "submodule", "--quiet", "update", "--init", "--recursive")
     top = tree / subdirectory
     if not top.is_dir() or not top.resolve().is_relative_to(tree.resolve()):  # a link of the repository may lead out
         raise RequestFailed(f"{redact(url)} at {commit} has no folder {subdirectory}", answered=True)
