@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -128,4 +129,5 @@ def test_a_repository_of_another_user_is_no_folder_without_git(repository: Path)
 
 def test_git_is_run_in_one_module() -> None:
     top = Path(run_git.__code__.co_filename).parent
-    assert [path.name for path in sorted(top.rglob("*.py")) if '["git"' in path.read_text()] == ["git.py"]
+    runs = re.compile(r"""(run|start|follow|Popen|check_output)\(\s*\[\s*["']git["']|line = \["git",""")
+    assert [path.name for path in sorted(top.rglob("*.py")) if runs.search(path.read_text())] == ["git.py"]
