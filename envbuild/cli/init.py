@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -78,6 +79,8 @@ def init_command(
     left = [{"place": one.place, "text": one.text, "reason": one.reason} for one in draft.lost]
     carried = [asdict(one) for one in draft.carried]
     about = {"path": str(path), "recipe": draft.text, "next": following, "carried": carried, "not_carried": left}
+    if draft.warning:
+        about["warning"] = draft.warning
     for line in [] if as_json else [*_report(draft), f"next: {' · '.join(following)}"]:
         log(line)
     show(as_json, about, *([draft.text] if dry_run else []), path)
@@ -95,10 +98,16 @@ def _report(draft: Draft) -> Iterator[str]:
         yield from (f"    {one.place}: {one.text}" for one in statements[:_SHOWN])
         if len(statements) > _SHOWN:
             yield f"    and {len(statements) - _SHOWN} more; --json lists all"
-    if not any(statement.kind in ("requirement", "pin", "conda", "conda-pin") for statement in draft.carried):
+    packages = [one.text for one in draft.carried if one.kind in ("requirement", "pin", "conda", "conda-pin")]
+    if not packages:
         yield "note: the sources name no package that the recipe can have: add `requirements`"
-    elif "torch" not in draft.text:
-        yield "note: torch is in no source, and verification trains with it; without it: `trainer = false` in [verify]"
+    elif not any(re.match(r"(\S*::)?(py)?torch(?![\w.-])", text) for text in packages):
+        yield (
+            "note: torch is in no source, and verification trains with it: add it, unless another package requires it;"
+            " without it: `trainer = false` in [verify]"
+        )
+    if draft.warning:
+        yield f"warning: {draft.warning}"
 
 
 def _dialogue(name: str | None, target: str | None) -> tuple[str, str, str, list[Statement]]:

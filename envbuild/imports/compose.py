@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,9 @@ from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from envbuild.data import load_table
 from envbuild.imports.draft import Draft
+from envbuild.imports.gpu_signs import gpu_note, gpu_signs, tags_of
 from envbuild.imports.statement import OTHER_SYSTEM, Statement
 from envbuild.masking import is_secret, masked_text
 from envbuild.names import normalise
@@ -26,7 +28,6 @@ Lose = Callable[[Statement, str], None]
 _PLATFORMS = {"linux-64": "x86_64", "linux-aarch64": "aarch64"}
 # The channels that conda's `defaults` stands for on Linux (conda's documentation, "Managing channels").
 _DEFAULTS = ("https://repo.anaconda.com/pkgs/main", "https://repo.anaconda.com/pkgs/r")
-_PYTHON = PYTHONS.index("3.11")
 _FORMS = {
     "package": r"[a-z0-9][a-z0-9+.-]+",
     "workdir": r"/\S*",
@@ -34,6 +35,8 @@ _FORMS = {
     "platform": "|".join(_PLATFORMS),
 }
 _REQUIREMENTS = ("requirement", "constraint", "pin")
+# The local version of a build for an accelerator: torch==2.7.1+cu126.
+_LOCAL = re.compile(r"===?[^;,+=]*\+([a-z]+[0-9.]*)")
 
 
 def _requirement_problem(text: str) -> str | None:
@@ -82,8 +85,12 @@ def compose(
     for statement in given:
         problem = statement.reason or _problem(statement, chosen)
         lose(statement, problem) if problem else kept.setdefault(statement)
-    targets = [Target.parse(target)] if target else _targets(kept)
-    tags, arches = {one.accelerator for one in targets}, {one.arch for one in targets}
+    signs = gpu_signs(one for one in given if one in kept or not _left_out(one, chosen))
+    arches = [Target.parse(target).arch] if target else _arches(kept)
+    torch = [Requirement(one.text).specifier for one in kept if one.kind in _REQUIREMENTS and _project(one) == "torch"]
+    chosen_tags = tags_of(signs, torch, arches[0])
+    targets = [Target.parse(target)] if target else _targets(kept, arches, chosen_tags)
+    tags = {one.accelerator for one in targets}
     is_conda = any(statement.kind in _CONDA for statement in kept)
     for statement in list(kept):
         if _PLATFORMS.get(statement.platform or statement.text, targets[0].arch) not in arches:
@@ -112,14 +119,19 @@ def compose(
         constraints += found[1:] if ";" not in found[0] else []
         found[1:] = found[1:] if ";" in found[0] else []
     constraints += [f"{one}{re.sub(r'[+][^,;]*', '', str(pin.specifier))}" for one, pin in pins.items()]
-    torch = [] if is_conda or " @ " in "".join(named.get("torch", [])) else named.pop("torch", [])
+    # Packages whose builds differ by accelerator: torch, and those with a local version such as +cu126.
+    built = [] if is_conda else [one for one, texts in named.items() if _differs(one, texts)]
+    of_targets = {one: named.pop(one) for one in built}
     common = [text for found in named.values() for text in found]
     tables: dict[str, dict[str, Any]] = {}
     for one in targets:
-        own = [torch_index(one.accelerator)] if torch and _local(one) else []
+        indexes = [url for url in of("index") if _tag_of(url) in ("", one.accelerator)]
+        indexes.sort(key=lambda url: not _tag_of(url))
+        if not is_conda and _local(one) and not any(map(_tag_of, indexes)):
+            indexes.insert(0, torch_index(one.accelerator))
         tables[one.name] = _filled(
-            requirements=[_torch(text, pins.get("torch"), one) for text in torch],
-            indexes=list(dict.fromkeys(own + [url for url in of("index") if _tag_of(url) in ("", one.accelerator)])),
+            requirements=[_built(text, pins.get(name), one) for name, texts in of_targets.items() for text in texts],
+            indexes=indexes,
             conda=of(*_CONDA, arch=one.arch),
         )
     data: dict[str, Any] = {"name": name, "description": f"Imported by envbuild init: {name}", "python": python}
@@ -129,17 +141,23 @@ def compose(
         conda = {"channels": channels or ["conda-forge"], "dependencies": of(*_CONDA) or ["python"]}
         data |= {"environment": "conda", "conda": conda | _filled(requirements=common)}
     data |= _filled(fabric="".join(of("fabric"))) | {"targets": tables} | _filled(image=_image(kept, lose, is_conda))
-    return Draft(name, data, tuple(kept), tuple(gone))
+    return Draft(name, data, tuple(kept), tuple(gone), gpu_note(signs, targets, chosen_tags))
 
 
 def _filled(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value}
 
 
+def _left_out(statement: Statement, groups: set[str]) -> bool:
+    """Return whether a statement belongs to groups of which `groups`, normalised names (PEP 685), has none."""
+    own = statement.group.split()
+    return bool(own) and groups.isdisjoint(map(normalise, own))
+
+
 def _problem(statement: Statement, groups: set[str]) -> str | None:
     """Return why a statement cannot be carried, or None; `groups` are normalised names (PEP 685)."""
-    own = statement.group.split()
-    if own and groups.isdisjoint(map(normalise, own)):
+    if _left_out(statement, groups):
+        own = statement.group.split()
         return f"belongs to {' and '.join(own)}: carry it with --extra {own[0]}"
     if statement.kind == "channel" and statement.text == "nodefaults":
         return "envbuild adds no default channels"
@@ -156,8 +174,8 @@ def _problem(statement: Statement, groups: set[str]) -> str | None:
 
 
 def _python(kept: Collection[Statement], lose: Lose) -> str:
-    """Return the Python that all specifiers accept: 3.11, else the next newer one, else the newest."""
-    accepted = [*PYTHONS[_PYTHON:], *reversed(PYTHONS[:_PYTHON])]
+    """Return the Python that all specifiers accept: the first of `_pythons`."""
+    accepted = _pythons()
     for statement in [one for one in kept if one.kind == "python" or re.match(r"python \d", one.text)]:
         try:
             wanted = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
@@ -171,23 +189,38 @@ def _python(kept: Collection[Statement], lose: Lose) -> str:
     return accepted[0]
 
 
+def _pythons() -> list[str]:
+    """Return the Pythons, preferred ones first: of those that Debian has, and so images, then of the others."""
+    packages = " ".join(name for suite in load_table("debian")["suites"].values() for name in suite["python"])
+    usual = PYTHONS.index("3.11")
+    newer_first = [*PYTHONS[usual:], *reversed(PYTHONS[:usual])]
+    return sorted(newer_first, key=lambda python: f"python{python}-" not in packages)
+
+
 def _tag(statement: Statement) -> str:
     return statement.text if statement.kind == "accelerator" else _tag_of(statement.text)
 
 
 def _tag_of(url: str) -> str:
-    """Return the accelerator of one of PyTorch's indexes, "" for any other index."""
-    tag = url.rstrip("/").rpartition("/whl/")[2]
-    return tag if "/whl/" in url and accelerator_of(tag) else ""
+    """Return the accelerator of an index of PyTorch's, its nightly builds or a mirror of them; "" for other indexes."""
+    parts = [part for part in url.split("/")[3:] if accelerator_of(part)]
+    return parts[-1] if parts else ""
 
 
-def _targets(kept: Collection[Statement]) -> list[Target]:
-    tags = [_tag(statement) for statement in kept if statement.kind in ("index", "accelerator")]
-    for text in [one.text for one in kept if one.kind in _REQUIREMENTS]:
-        tags += re.findall(r"^torch\s*===?[^;]*\+([a-z]+[0-9.]*)", text)
+def _arches(kept: Collection[Statement]) -> list[str]:
+    """Return the architectures of the platforms in the sources, else this host's."""
     named = [_PLATFORMS.get(one.platform or one.text, "") for one in kept if one.kind in ("platform", *_CONDA)]
-    arches = [arch for arch in dict.fromkeys(named) if arch] or [host_arch() if host_arch() in ARCHES else ARCHES[0]]
-    return [Target(tag, arch) for tag in [*dict.fromkeys(filter(accelerator_of, tags))] or ["cpu"] for arch in arches]
+    found = [arch for arch in dict.fromkeys(named) if arch]
+    return found or [host_arch() if host_arch() in ARCHES else ARCHES[0]]
+
+
+def _targets(kept: Collection[Statement], arches: Sequence[str], signed: Sequence[str]) -> list[Target]:
+    """Return the targets: of torch's own version, else of the indexes, else of the tags `signed`, else for CPUs."""
+    texts = [one.text for one in kept if one.kind in _REQUIREMENTS]
+    pinned = [tag for text in texts if _project_of(text) == "torch" for tag in _LOCAL.findall(text)]
+    indexed = [_tag(statement) for statement in kept if statement.kind in ("index", "accelerator")]
+    tags = list(filter(accelerator_of, pinned)) or list(filter(accelerator_of, indexed)) or signed or ["cpu"]
+    return [Target(tag, arch) for tag in dict.fromkeys(tags) for arch in arches]
 
 
 def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose: Lose) -> dict[str, Requirement]:
@@ -240,7 +273,11 @@ def _merged(kept: Collection[Statement], kind: str) -> dict[str, list[str]]:
 
 
 def _project(statement: Statement) -> str:
-    return normalise(re.split(r"[^\w.-]", statement.text)[0])
+    return _project_of(statement.text)
+
+
+def _project_of(text: str) -> str:
+    return normalise(re.split(r"[^\w.-]", text)[0])
 
 
 def _joined(name: str, extras: Collection[str], specifiers: Iterable[str]) -> str:
@@ -258,12 +295,23 @@ def _local(target: Target) -> str:
     return "" if target.arch == "aarch64" and not target.family.gpu else f"+{target.accelerator}"
 
 
-def _torch(text: str, pin: Requirement | None, target: Target) -> str:
-    """Return torch's requirement for a target: with the locked version, and the local version of its build."""
+def _differs(name: str, texts: Collection[str]) -> bool:
+    """Return whether the builds of a package, whose requirements are `texts`, differ by accelerator."""
+    local = any(accelerator_of(tag) for text in texts for tag in _LOCAL.findall(text))
+    return (name == "torch" or local) and " @ " not in "".join(texts)
+
+
+def _built(text: str, pin: Requirement | None, target: Target) -> str:
+    """Return a requirement for a target: with the locked version, and the local version of the target's build.
+
+    A version without a local part keeps none, unless it is torch's: torchvision==0.22.1 has the same version in the
+    indexes of all accelerators.
+    """
     wanted = Requirement(text)
     parts = [str(part) for part in wanted.specifier] + ([str(pin.specifier)] if pin else [])
-    built = [re.sub(r"^(===?)([^+*]+)(\+.*)?$", rf"\1\2{_local(target)}", part) for part in parts]
-    return _joined("torch", wanted.extras, built) + (f" ; {wanted.marker}" if wanted.marker else "")
+    local = _local(target) if normalise(wanted.name) == "torch" or _LOCAL.search(" ".join(parts)) else ""
+    built = [re.sub(r"^(===?)([^+*]+)(\+.*)?$", rf"\1\2{local}", part) for part in parts]
+    return _joined(wanted.name, wanted.extras, built) + (f" ; {wanted.marker}" if wanted.marker else "")
 
 
 def _image(kept: Collection[Statement], lose: Lose, is_conda: bool) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from envbuild.files import parse_json
 from envbuild.imports.pip_files import pip_words
-from envbuild.imports.statement import Statement, lost, text_of
+from envbuild.imports.statement import NOT_IN_IMAGE, Statement, lost, text_of
 
-# Bases whose content a recipe can name: Python's version, torch's, and CUDA's.
+# Bases whose content a recipe can name: Python's version, and torch's; data/gpu_signs.toml reads their CUDA.
 _BASES = (
     re.compile(r"(?:docker\.io/)?(?:library/)?python:(?P<python>3\.\d+)\S*"),
-    re.compile(r"(?:docker\.io/)?pytorch/pytorch:(?P<torch>\d+\.\d+\.\d+)-cuda(?P<major>\d+)\.(?P<minor>\d)\S*"),
-    re.compile(r"(?:docker\.io/)?nvidia/cuda:(?P<major>\d+)\.(?P<minor>\d)\S*"),
+    re.compile(r"(?:docker\.io/)?pytorch/pytorch:(?P<torch>\d+\.\d+\.\d+)-cuda\d+\.\d\S*"),
+    re.compile(r"(?:docker\.io/)?nvidia/cuda:\d+\.\d\S*"),
 )
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _HEREDOC = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)[\"']?")
@@ -61,7 +61,7 @@ def read_dockerfile(path: Path) -> Iterator[Statement]:
                 variables.update(given)
                 rest = " ".join(f"{key}={value}" for key, value in given.items()) or rest
             if index not in kept:
-                yield lost(f"{name} {rest}", place, "of a stage that is not in the final image")
+                yield lost(f"{name} {rest}", place, NOT_IN_IMAGE)
             elif name == "FROM":
                 yield from _base(_image(text), place) if names.get(_image(text).lower(), index) >= index else ()
             elif name == "RUN":
@@ -118,8 +118,6 @@ def _base(image: str, place: str) -> Iterator[Statement]:
         return
     if "torch" in about:
         yield Statement("requirement", f"torch=={about['torch']}", place)
-    if "major" in about:
-        yield Statement("accelerator", f"cu{about['major']}{about['minor']}", place)
     yield lost(f"FROM {image}", place, _REASONS["FROM"]) if found else Statement("base", image, place)
 
 

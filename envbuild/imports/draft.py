@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +18,23 @@ from envbuild.toml import Document, parse_toml, toml_key, toml_value
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A recipe before it is written: its `data`, the statements that it has, and those that were not carried."""
+    """A recipe before it is written: its `data`, the statements that it has, and those that were not carried.
+
+    `warning` is what the user has to decide: GPUs that the sources name and the targets do not carry. It is in the
+    recipe's text, too.
+    """
 
     name: str
     data: Mapping[str, Any]
     carried: tuple[Statement, ...]
     lost: tuple[Statement, ...]
+    warning: str = ""
 
     @property
     def text(self) -> str:
         """The recipe file."""
-        return _toml(self.data, ())
+        comment = textwrap.fill(self.warning, 100, initial_indent="# ", subsequent_indent="# ")
+        return (f"{comment}\n" if comment else "") + _toml(self.data, ())
 
     def loaded(self, path: Path) -> LoadedRecipe:
         """Return the recipe as it will be read from `path`. Raises RecipeError when it cannot be read."""

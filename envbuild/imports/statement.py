@@ -14,6 +14,7 @@ from envbuild.names import normalise
 from envbuild.toml import Document, list_at, table_at, value_at
 
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
+NOT_IN_IMAGE = "of a stage that is not in the final image"
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
 TOOL = "a setting of that tool, not a package"
 OWN = "the project itself: name its extras with --extra; own code belongs to [project]"

@@ -25,7 +25,7 @@ WORD = re.compile(r"[^\s/#\"'\\]+")
 # A match spec's name, and what follows: "numpy >=1.21", also "numpy>=1.21" of old channels.
 _SPEC_NAME = re.compile(r"((?:[\w./-]+::)?[\w.-]+)(.*)", re.DOTALL)
 # Spaces that separate nothing: ">=1.8, <2" and ">= 1.8".
-_LOOSE_SPACE = re.compile(r"\s*([,|])\s*|([<>=!~])\s+")
+_LOOSE_SPACE = re.compile(r" ?([,|]) ?|([<>=!~]) ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def _split_spec(spec: str) -> tuple[str, str]:
     """Return a match spec's name, and the rest with at most one space: that before the build string."""
     match = _SPEC_NAME.match(spec.strip())
     name, rest = match.groups() if match else (spec.strip(), "")
-    return name.lower(), " ".join(_LOOSE_SPACE.sub(r"\1\2", rest).split())
+    return name.lower(), _LOOSE_SPACE.sub(r"\1\2", " ".join(rest.split()))
 
 
 def _all_of(versions: Iterable[str], build: str) -> str:

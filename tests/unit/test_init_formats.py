@@ -78,7 +78,7 @@ torch = { index = "own" }
 requires = ["hatchling"]
 """
     draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("dev",))
-    assert recipe.python == "3.12"
+    assert recipe.python == "3.13"
     assert recipe.requirements == ("numpy @ git+https://host.example/numpy@v2", "pytest>=8", "ruff")
     assert recipe.constraints == ("setuptools<81",)
     assert recipe.targets["cpu-x86_64"].requirements == ("torch>=2.7",)
@@ -176,7 +176,8 @@ def test_pipfile_lock() -> None:
     assert sorted(text.partition(";")[0] for text in recipe.requirements) == [
         "certifi==2025.8.3", "pytest==8.4.2", "requests[socks]==2.32.5",
     ]  # fmt: skip
-    assert recipe.targets["cpu-x86_64"].indexes == ("https://pypi.example/simple",)
+    pytorch = "https://download.pytorch.org/whl/cpu"
+    assert recipe.targets["cpu-x86_64"].indexes == (pytorch, "https://pypi.example/simple")
     assert any(text.startswith("mypkg ") for text in reasons(draft))
 
 

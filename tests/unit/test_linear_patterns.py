@@ -20,6 +20,7 @@ import envbuild
 from envbuild import masking
 from envbuild.diagnose.nccl_log import load_patterns
 from envbuild.diagnose.rules import PLACES, load_rules
+from envbuild.imports import gpu_signs
 from envbuild.jobs.lint_faults import load_faults
 
 _REPEATS = (code.MAX_REPEAT, code.MIN_REPEAT, code.POSSESSIVE_REPEAT)
@@ -40,6 +41,7 @@ def expressions() -> dict[str, re.Pattern[str]]:
         found += [one for one in (fault.directive, fault.command) if one]
         # These have to match a whole value.
         found += [re.compile(rf"\A(?:{one.pattern})", one.flags) for one in fault.variables.values()]
+    found += [row.pattern for row in gpu_signs._rows()]
     found += [masking._forms(), *constants()]
     return {one.pattern: one for one in found}
 

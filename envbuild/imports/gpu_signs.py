@@ -1,0 +1,143 @@
+"""Signs in dependency files that an environment is meant for GPUs; data/gpu_signs.toml has one row for each."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from packaging.specifiers import SpecifierSet
+
+from envbuild.compat.rows import load_rows
+from envbuild.data import load_table
+from envbuild.imports.statement import NOT_IN_IMAGE, OTHER_SYSTEM, Statement
+from envbuild.masking import masked_text
+from envbuild.recipe.accelerators import ACCELERATORS, accelerator_of
+from envbuild.recipe.targets import Target
+
+# A statement is a line; a longer text is a script of a Dockerfile, whose beginning is enough.
+_MAX_TEXT = 2000
+_SHOWN = 3
+# Statements that say nothing about this environment.
+_ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSign:
+    """A statement that names GPUs of `family` (cuda, rocm).
+
+    `version` is that of the family's toolkit, "12.6", only its major part, or "". A `weak` sign chooses a target only
+    where no other one does: a base image's CUDA need not be torch's.
+    """
+
+    statement: Statement
+    family: str
+    version: str
+    weak: bool
+
+    @property
+    def tag(self) -> str:
+        """Tag of the accelerator, cu126; "" if the version is not known so far."""
+        return tag_of_version(self.family, self.version) if "." in self.version else ""
+
+    @property
+    def title(self) -> str:
+        """The family and its version: CUDA 12.6."""
+        return f"{ACCELERATORS[self.family].title} {self.version}".strip()
+
+
+@dataclass(frozen=True, slots=True)
+class _SignRow:
+    pattern: re.Pattern[str]
+    kinds: frozenset[str]
+    family: str
+    weak: bool
+
+
+def tag_of_version(family: str, version: str) -> str:
+    """Return the accelerator's tag for a version of its toolkit: cu126 for CUDA 12.6."""
+    return f"cu{version.replace('.', '')}" if family == "cuda" else f"{family}{version}"
+
+
+def gpu_signs(statements: Iterable[Statement]) -> list[GpuSign]:
+    """Return the signs in `statements`, of each its most precise one; those for other systems have none."""
+    signs = (_sign(one) for one in statements if one.reason not in _ELSEWHERE)
+    return [sign for sign in signs if sign is not None]
+
+
+def tags_of(signs: Sequence[GpuSign], torch: Collection[SpecifierSet], arch: str) -> list[str]:
+    """Return the accelerators' tags that `signs` choose.
+
+    Those of strong signs count before those of weak ones. Signs with a major version alone choose the CUDA of the
+    plain wheel of the torch that the specifiers `torch` pin, if it has that major version.
+    """
+    for weak in (False, True):
+        tags = [sign.tag for sign in signs if sign.tag and sign.weak is weak]
+        if tags:
+            return list(dict.fromkeys(tags))
+    majors = {sign.version for sign in signs if sign.family == "cuda"} - {""}
+    for row in load_rows().torch:
+        if row.arch == arch and row.default.partition(".")[0] in majors and _pins_release(torch, row.versions):
+            return [tag_of_version("cuda", row.default)]
+    return []
+
+
+def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence[str]) -> str:
+    """Return the warning about `signs` that none of `targets` carries, or ""; `tags` are those that signs choose."""
+    missing = [sign for sign in signs if not any(_agrees(target.accelerator, sign) for target in targets)]
+    if not missing:
+        return ""
+    named = [f"{one.statement.place}: {masked_text(one.statement.text)[:80]} ({one.title})" for one in missing]
+    more = f", and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+    sign = next((one for one in missing if one.version), missing[0])
+    usual = [tag for tag in ACCELERATORS[sign.family].usual if _agrees(tag, sign)]
+    choice = next((tag for tag in tags if _agrees(tag, sign)), usual[-1] if usual else sign.tag)
+    names = ", ".join(target.name for target in targets)
+    return (
+        f"the sources name GPUs, and the recipe is for {names}: {'; '.join(named[:_SHOWN])}{more}."
+        f" For these GPUs choose --target {choice}-{targets[0].arch}"
+    )
+
+
+def _agrees(tag: str, sign: GpuSign) -> bool:
+    """Return whether the accelerator `tag` is of the family of `sign`, and has its major version if it has one."""
+    version = ACCELERATORS[sign.family].version(tag)
+    if version is None:  # of another family
+        return False
+    return not sign.version or version.partition(".")[0] == sign.version.partition(".")[0]
+
+
+def _pins_release(torch: Collection[SpecifierSet], versions: str) -> bool:
+    known = SpecifierSet(versions)
+    pinned = [part.version.partition("+")[0] for one in torch for part in one if part.operator in ("==", "===")]
+    return any(version.rstrip(".*") in known for version in pinned if not version.endswith("*"))
+
+
+@functools.cache
+def _rows() -> tuple[_SignRow, ...]:
+    return tuple(
+        _SignRow(
+            re.compile(row["pattern"], re.IGNORECASE),
+            frozenset(row.get("in", ())),
+            row.get("family", "cuda"),
+            row.get("weak", False),
+        )
+        for row in load_table("gpu_signs")["sign"]
+    )
+
+
+def _sign(statement: Statement) -> GpuSign | None:
+    signs = []
+    for row in _rows():
+        match = row.pattern.search(statement.text[:_MAX_TEXT]) if statement.kind in row.kinds or not row.kinds else None
+        if match:
+            groups = match.groupdict()
+            tag = (groups.get("tag") or "").lower()
+            accelerator = accelerator_of(tag) if tag else ACCELERATORS[row.family]
+            if accelerator is None:
+                continue
+            parts = [part for part in (groups.get("major"), groups.get("minor")) if part]
+            version = (accelerator.version(tag) if tag else ".".join(parts)) or ""
+            signs.append(GpuSign(statement, accelerator.name, version, row.weak))
+    return max(signs, key=lambda sign: ("." in sign.version, not sign.weak, len(sign.version)), default=None)

@@ -1,0 +1,184 @@
+"""`envbuild init`: a sign of GPUs in the sources chooses the target, or is named in a warning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from lab.drafts import draft_of
+
+from envbuild.cli.commands import cli
+from envbuild.imports.draft import Draft
+from envbuild.imports.gpu_signs import gpu_signs
+from envbuild.imports.statement import Statement
+from envbuild.recipe.model import Recipe
+
+_CONDA = "channels: [conda-forge]\nplatforms: [linux-64]\ndependencies:\n- python=3.11\n"
+_PIXI = '[workspace]\nname = "a"\nchannels = ["conda-forge"]\nplatforms = ["linux-64"]\n'
+_PIXI_LOCK = """\
+version: 6
+environments:
+  default:
+    channels: [{url: https://conda.anaconda.org/conda-forge/}]
+    packages: {linux-64: [{conda: URL}]}
+packages:
+- {conda: URL, sha256: aa}
+""".replace("URL", "https://conda.anaconda.org/conda-forge/linux-64/pytorch-2.7.1-cuda126_mkl_py312_h6c01f1c_301.conda")
+_CONDA_LOCK = """\
+version: 1
+metadata: {channels: [{url: conda-forge}], platforms: [linux-64]}
+package:
+- {name: pytorch, version: 2.7.1, manager: conda, platform: linux-64, url: URL, hash: {sha256: aa}, category: main}
+""".replace("URL", "https://conda.anaconda.org/conda-forge/linux-64/pytorch-2.7.1-cuda126_mkl_py312_h6c01f1c_301.conda")
+
+
+def imported(folder: Path, name: str, text: str, **more: object) -> tuple[Draft, Recipe]:
+    (folder / name).write_text(text)
+    return draft_of(folder / name, **{"target": None} | more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "accelerator"),
+    [
+        ("environment.yml", f"{_CONDA}- pytorch=2.4\n- pytorch-cuda=12.4\n", "cu124"),
+        ("environment.yml", f"{_CONDA}- pytorch::pytorch-cuda =12.1\n", "cu121"),
+        ("environment.yml", f"{_CONDA}- cudatoolkit=11.3\n- pytorch\n", "cu113"),
+        ("environment.yml", f"{_CONDA}- cuda-version=12.6\n- pytorch\n", "cu126"),
+        ("environment.yml", f"{_CONDA}- pytorch 2.7.* cuda126*\n", "cu126"),
+        ("environment.yml", f"{_CONDA}- pytorch=2.1.0=py3.11_cuda12.1_cudnn8.9.2_0\n", "cu121"),
+        ("environment.yml", f"{_CONDA}- pytorch[build=cuda129*]\n", "cu129"),
+        ("environment.yml", f"{_CONDA}- pip:\n  - nvidia-cuda-runtime-cu12==12.6.77\n  - torch==2.7.1\n", "cu126"),
+        ("conda-lock.yml", _CONDA_LOCK, "cu126"),
+        ("pixi.lock", _PIXI_LOCK, "cu126"),
+        ("pixi.toml", f'{_PIXI}[dependencies]\npytorch-gpu = "*"\ncuda-version = "12.8.*"\n', "cu128"),
+        ("pixi.toml", f'{_PIXI}[system-requirements]\ncuda = "12.6"\n[dependencies]\npytorch = "*"\n', "cu126"),
+        (
+            "pixi.toml",
+            f'{_PIXI}[pypi-dependencies]\ntorch = {{ version = "*", index = "https://host.example/whl/cu126" }}\n',
+            "cu126",
+        ),
+        (
+            "pixi.toml",
+            f'{_PIXI}[pypi-options]\nextra-index-urls = ["https://download.pytorch.org/whl/cu128"]\n'
+            '[pypi-dependencies]\ntorch = "*"\n',
+            "cu128",
+        ),
+        ("requirements.txt", "--index-url https://download.pytorch.org/whl/nightly/cu126\ntorch\n", "cu126"),
+        ("requirements.txt", "--extra-index-url https://download.pytorch.org/whl/test/cu128\ntorch\n", "cu128"),
+        ("requirements.txt", "-i https://mirror.example/pytorch-wheels/cu126\ntorch\n", "cu126"),
+        ("requirements.txt", "-f https://download.pytorch.org/whl/cu118\ntorch\n", "cu118"),
+        ("requirements.txt", "-f https://download.pytorch.org/whl/cu118/torch_stable.html\ntorch\n", "cu118"),
+        ("requirements.txt", "--index-url https://download.pytorch.org/whl/rocm6.4\ntorch\n", "rocm6.4"),
+        ("requirements.txt", "torch==2.6.0\nnvidia-nccl-cu12==2.21.5\n", "cu124"),
+        ("requirements.txt", "torch==2.7.1\nnvidia-cublas-cu12==12.6.4.1\n", "cu126"),
+        ("requirements.txt", "torch==2.7.1\nnvidia-cuda-runtime-cu12==12.8.57\n", "cu128"),
+        ("requirements.txt", "torchvision==0.22.1+cu126\n", "cu126"),
+        ("Dockerfile", "FROM python:3.11\nRUN pip install torch --index-url https://host.example/whl/cu126\n", "cu126"),
+        ("Dockerfile", "FROM python:3.11\nRUN uv pip install --torch-backend=cu128 torch\n", "cu128"),
+        ("Dockerfile", "FROM rocm/pytorch:rocm6.2.4_ubuntu22.04_py3.10_pytorch_release_2.6\n", "rocm6.2.4"),
+        ("Dockerfile", "FROM nvidia/cuda:12.4.1-devel-ubuntu22.04\nRUN pip install torch==2.6.0\n", "cu124"),
+        # torch's own index counts before the base image.
+        (
+            "Dockerfile",
+            "FROM nvidia/cuda:12.4.1-devel-ubuntu22.04\n"
+            "RUN pip install torch --index-url https://download.pytorch.org/whl/cu121\n",
+            "cu121",
+        ),
+    ],
+)
+def test_a_sign_of_gpus_chooses_the_target(tmp_path: Path, name: str, text: str, accelerator: str) -> None:
+    draft, recipe = imported(tmp_path, name, text)
+    assert {target.rpartition("-")[0] for target in recipe.targets} == {accelerator}
+    assert not draft.warning
+    indexes = {url for table in recipe.targets.values() for url in table.indexes}
+    assert all(accelerator in url for url in indexes if "whl" in url)
+    # The user's own choice counts, and is no secret.
+    draft, recipe = imported(tmp_path, name, text, target="cpu-x86_64")
+    assert list(recipe.targets) == ["cpu-x86_64"] and f"--target {accelerator}-x86_64" in draft.warning
+    assert not any(accelerator in url for url in recipe.targets["cpu-x86_64"].indexes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("environment.yml", f"{_CONDA}- pytorch-gpu\n", "environment.yml:5: pytorch-gpu (CUDA)"),
+        ("environment.yml", f"{_CONDA}- pytorch * cuda12*\n", "environment.yml:5: pytorch * cuda12* (CUDA 12)"),
+        ("requirements.txt", "numpy\nflash-attn==2.7.4\n", "requirements.txt:2: flash-attn==2.7.4 (CUDA)"),
+        ("requirements.txt", "cupy-cuda12x\n", "cupy-cuda12x (CUDA 12)"),
+        ("requirements.txt", "jax[cuda12]>=0.4\n", "jax[cuda12]>=0.4 (CUDA 12)"),
+        ("requirements.txt", "onnxruntime-gpu\n", "onnxruntime-gpu (CUDA)"),
+        ("requirements.txt", "torch==2.4.0\nnvidia-nccl-cu12==2.20.5\n", "nvidia-nccl-cu12==2.20.5 (CUDA 12)"),
+        (
+            "Dockerfile",
+            "FROM nvcr.io/nvidia/pytorch:25.03-py3\nRUN pip install einops\n",
+            "nvcr.io/nvidia/pytorch:25.03-py3",
+        ),
+        ("Dockerfile", "FROM rocm/dev-ubuntu-22.04\nRUN pip install torch\n", "(ROCm)"),
+        ("requirements.txt", "--index-url https://download.pytorch.org/whl/cpu\ntorch\nvllm\n", "vllm (CUDA)"),
+    ],
+)
+def test_a_sign_without_a_version_is_a_warning(tmp_path: Path, name: str, text: str, named: str) -> None:
+    draft, recipe = imported(tmp_path, name, text)
+    assert {target.partition("-")[0] for target in recipe.targets} == {"cpu"}
+    assert named in draft.warning and "--target" in draft.warning
+    comment = draft.text.partition('name = "')[0]
+    assert comment.startswith("# the sources name GPUs") and "--target" in comment
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("requirement", "torch==2.7.1+cpu"), ("requirement", "nvidia-ml-py"), ("requirement", "tritonclient[http]"),
+        ("requirement", "gpustat"), ("requirement", "numpy==1.2+local"), ("requirement", "cuda-is-no-package"),
+        ("requirement", "GPUtil"), ("conda", "pytorch * cpu*"),
+        ("conda", "cudf-free 1"), ("conda", "nccl-tests-docs"), ("conda-pin", "libtorch 2.7.1 cpu_mkl_h1"),
+        ("index", "https://download.pytorch.org/whl/cpu"), ("base", "python:3.11"), ("env", "OMP_NUM_THREADS=1"),
+        ("lost", "COPY cuda_kernels.py ."), ("index", "https://host.example/cu126x/simple"),
+    ],
+)  # fmt: skip
+def test_what_is_no_sign(kind: str, text: str) -> None:
+    assert gpu_signs([Statement(kind, text, "x:1")]) == []
+
+
+def test_signs_of_other_systems_and_extras_choose_nothing(tmp_path: Path) -> None:
+    draft, recipe = imported(tmp_path, "environment.yml", f"{_CONDA}- pytorch\n- cudatoolkit=11.3 # [win64]\n")
+    assert list(recipe.targets) == ["cpu-x86_64"] and not draft.warning
+    text = '[project]\nname = "a"\ndependencies = ["torch"]\n[project.optional-dependencies]\ngpu = ["flash-attn"]\n'
+    assert not imported(tmp_path, "pyproject.toml", text)[0].warning
+    assert imported(tmp_path, "pyproject.toml", text, groups=("gpu",))[0].warning
+
+
+def test_all_packages_of_pytorch_have_the_targets_local_version(tmp_path: Path) -> None:
+    text = "torch==2.6.0+cu126\ntorchvision==0.21.0+cu126\ntorchaudio==2.6.0\nx==1+deb\n"
+    _, recipe = imported(tmp_path, "requirements.txt", text, target="cpu-x86_64")
+    assert recipe.targets["cpu-x86_64"].requirements == ("torch==2.6.0+cpu", "torchvision==0.21.0+cpu")
+    assert recipe.requirements == ("torchaudio==2.6.0", "x==1+deb")
+    _, recipe = imported(tmp_path, "requirements.txt", text, target="cpu-aarch64")
+    assert recipe.targets["cpu-aarch64"].requirements == ("torch==2.6.0", "torchvision==0.21.0")
+    _, recipe = imported(tmp_path, "requirements.txt", text)
+    (table,) = recipe.targets.values()
+    assert table.requirements == ("torch==2.6.0+cu126", "torchvision==0.21.0+cu126")
+
+
+def test_torch_that_another_package_requires_comes_from_pytorchs_index(tmp_path: Path) -> None:
+    _, recipe = imported(tmp_path, "requirements.txt", "accelerate\n", target="cpu-x86_64")
+    assert recipe.targets["cpu-x86_64"].indexes == ("https://download.pytorch.org/whl/cpu",)
+
+
+def test_the_index_of_another_accelerator_never_enters_a_target(tmp_path: Path) -> None:
+    lines = ["cpu", "cu126", "nightly/cu128", "rocm6.4"]
+    text = "".join(f"--extra-index-url https://download.pytorch.org/whl/{one}\n" for one in lines) + "torch\n"
+    draft, recipe = imported(tmp_path, "requirements.txt", text, target="cu128-x86_64")
+    assert recipe.targets["cu128-x86_64"].indexes == ("https://download.pytorch.org/whl/nightly/cu128",)
+    assert len([one for one in draft.lost if one.reason.startswith("no target is for")]) == 3
+
+
+def test_the_warning_is_printed_last_and_in_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "requirements.txt").write_text("torch\nflash-attn\n")
+    done = CliRunner().invoke(cli, ["init", "a", "--from", "requirements.txt", "--dry-run"])
+    assert "warning: the sources name GPUs" in done.stderr.splitlines()[-2]
+    done = CliRunner().invoke(cli, ["init", "a", "--from", "requirements.txt", "--dry-run", "--json"])
+    assert "flash-attn" in json.loads(done.stdout)["warning"]
