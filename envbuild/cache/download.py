@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from envbuild.cache.http import BLOCK, blocks
+from envbuild.cache.pace import TooSlow
 from envbuild.cache.retry import Mismatch, RequestFailed, Stopped, pause
 from envbuild.file_lock import file_lock
 from envbuild.progress import OnProgress
@@ -106,17 +107,18 @@ class Download:
         """Fetch the remaining data with `ask`; return the sha256.
 
         Attempts that deliver new data do not count as retries, so that a large file does not fail on an
-        unreliable connection. With `retries` 0 there is one attempt. Raises Mismatch when the content has none
-        of `hashes`, else RequestFailed; the next source may then continue the download.
+        unreliable connection; those that are too slow do. With `retries` 0 there is one attempt. Raises Mismatch when
+        the content has none of `hashes`, else RequestFailed; the next source may then continue the download.
         """
-        most, tries = self.received, 0
+        most, tries, slow = self.received, 0, 0
         while not self.is_complete:
             begun = self.received
             try:
                 complete = self._receive(ask)
             except RequestFailed as error:
                 most, tries = (self.received, 0) if self.received > most else (most, tries + 1)
-                if not error.transient or not retries or tries > retries:
+                slow += isinstance(error, TooSlow)
+                if not error.transient or not retries or max(tries, slow) > retries:
                     self.inherited = self.received > 0
                     raise
                 pause(tries, error, self.stop)

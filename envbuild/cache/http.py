@@ -6,12 +6,14 @@ Retries (`retry`) and resumed downloads (`download`) are separate: urllib3's ret
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
+from envbuild.cache.pace import Body, Pace, PacedBody, PacedReader
 from envbuild.cache.retry import TRANSIENT, NotFound, PlainRedirect, RequestFailed, Stopped, retry_after
 from envbuild.files import parse_json
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact
@@ -23,6 +25,8 @@ BLOCK = 1 << 18
 # Bodies up to this size are read at once, so that the connection can serve the next request.
 _SMALL = 1 << 16
 _TIMEOUT_S = 15.0
+# Timeouts in which a transfer must bring what it should: see `pace`.
+_PERIOD = 2
 _RETRIES = 5
 
 
@@ -32,7 +36,8 @@ class Transport:
 
     `verify` is the path of a CA bundle, or whether to check certificates. `unverified` are hosts (with or without port)
     whose certificates are not checked, `insecure` hosts that are used with plain HTTP. `proxies` override those of the
-    environment. `timeout_s` limits connecting and each read. `retries` counts attempts that deliver no new data.
+    environment. `timeout_s` limits connecting and each read; twice that is the time over which the speed of a transfer
+    is measured. `retries` counts attempts that deliver no new data.
     """
 
     verify: bool | str = True
@@ -42,6 +47,11 @@ class Transport:
     retries: int = _RETRIES
     insecure: frozenset[str] = frozenset()
     unverified: frozenset[str] = frozenset()
+
+    @property
+    def period_s(self) -> float:
+        """The seconds over which the speed of a transfer is measured."""
+        return _PERIOD * self.timeout_s
 
     def is_insecure(self, netloc: str) -> bool:
         """Return whether the site allows plain HTTP to this host."""
@@ -68,13 +78,6 @@ def transport_of(pip: PipConfig, env: Mapping[str, str], insecure: frozenset[str
         insecure=insecure,
         unverified=frozenset(pip.trusted_hosts),
     )
-
-
-class Body(Protocol):
-    """Body of a request: its length is known, and it is read once, in blocks."""
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[bytes]: ...
 
 
 @dataclass
@@ -109,7 +112,7 @@ class HttpClient:
         """Send one request. A large body of the response is not read yet.
 
         `own` is whether `url` is on the server itself; only that server receives a client certificate. Raises
-        RequestFailed when there is no response.
+        RequestFailed when there is no response, or its head comes too slowly; so may the reader of its body.
         """
         # Not `from requests.utils`: in a thread, beside one that imports requests, that breaks both imports.
         import requests
@@ -119,6 +122,8 @@ class HttpClient:
             raise RequestFailed("it names an address that is neither http nor https")
         if parts.scheme == "http" and not self.plain and not self.transport.is_insecure(parts.netloc):
             raise RequestFailed(f"it leads to plain HTTP at {parts.netloc}, which is not named insecure")
+        if body is not None and not isinstance(body, bytes):
+            body = PacedBody(body, self.transport.period_s)
         proxies, response = self.transport.proxies, None
         if proxies and not self.as_pip and requests.utils.should_bypass_proxies(url, no_proxy=None):
             proxies = None
@@ -159,15 +164,38 @@ class HttpClient:
 
 
 def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
+    import http.client
     from http.cookiejar import DefaultCookiePolicy
 
     import requests
+
+    class Response(http.client.HTTPResponse):
+        """Response whose head and body are read with a lower bound on their speed."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            self.fp = io.BufferedReader(PacedReader(self.fp.detach(), Pace(transport.period_s)))
+
+    def paced(manager: Any) -> Any:
+        def changed(pool: Any) -> Any:
+            connection = type("Paced", (pool.ConnectionCls,), {"response_class": Response})
+            return type("PacedPool", (pool,), {"ConnectionCls": connection})
+
+        pools = manager.pool_classes_by_scheme
+        manager.pool_classes_by_scheme = {scheme: changed(pool) for scheme, pool in pools.items()}
+        return manager
 
     class Adapter(requests.adapters.HTTPAdapter):
         """Adapter that verifies each hop by its own host: trust does not follow a redirect. It sends large blocks."""
 
         def init_poolmanager(self, *arguments: Any, **options: Any) -> None:
             super().init_poolmanager(*arguments, **options, blocksize=BLOCK)
+            paced(self.poolmanager)
+
+        def proxy_manager_for(self, proxy: str, **options: Any) -> Any:
+            new = proxy not in self.proxy_manager
+            manager = super().proxy_manager_for(proxy, **options)
+            return paced(manager) if new else manager
 
         def send(self, request: Any, *args: Any, **options: Any) -> requests.Response:
             options["verify"] = transport.verify_of(request.url)

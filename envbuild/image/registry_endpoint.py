@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlunsplit
 
-from envbuild.cache.http import Body, HttpClient, Transport, failure, origin, split
+from envbuild.cache.http import HttpClient, Transport, failure, origin, split
+from envbuild.cache.pace import Body
 from envbuild.cache.retry import NotFound, RequestFailed, with_retries
 from envbuild.errors import BuildError
 from envbuild.image.credentials import PLACES, Credentials

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from envbuild.cache.http import BLOCK
+from envbuild.cache.pace import TooSlow
 from envbuild.cache.retry import RequestFailed, Stopped, pause
 from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor
@@ -90,8 +91,11 @@ class _Upload:
         self._request = partial(self.endpoint.request, stop=self.stop, push=True, retries=0)
 
     def run(self) -> None:
-        """Upload the blob. The count of retries restarts when the registry has more bytes than ever before."""
-        most, tries = 0, 0
+        """Upload the blob. The count of retries restarts when the registry has more bytes than ever before.
+
+        That of requests which were too slow does not.
+        """
+        most, tries, slow = 0, 0, 0
         while not self.done:
             try:
                 self._step()
@@ -99,7 +103,8 @@ class _Upload:
                 if self._in_another_way(error):
                     continue
                 tries += 1
-                if tries > self.endpoint.retries:
+                slow += isinstance(error, TooSlow)
+                if max(tries, slow) > self.endpoint.retries:
                     raise
                 pause(tries - 1, error, self.stop)
             if self.offset > most:

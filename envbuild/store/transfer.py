@@ -1,4 +1,4 @@
-"""Transfers between a store and a team's cache: how fast they are, and what of them may be used."""
+"""Transfers between a store and a team's cache: whether a build waits for them, and what of them may be used."""
 
 from __future__ import annotations
 
