@@ -15,7 +15,7 @@ from .errors import BAD_INPUT, TrainError
 
 # `envbuild verify` sets it to get the complete report of a run whose checks fail.
 JUDGED_LATER = "DDP_TRAIN_JUDGED_LATER"
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 _TOGETHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
@@ -103,7 +103,7 @@ def die_with_parent(environ: Mapping[str, str]) -> None:
         return
     try:
         libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     except (OSError, AttributeError):
         return
     if environ.get(JUDGED_LATER) == "1" and _is_adopted():

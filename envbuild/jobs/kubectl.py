@@ -16,7 +16,7 @@ _HINTS = (
     (
         r'no matches for kind "PyTorchJob"',
         "the cluster lacks the training operator; its administrator installs it with `kubectl apply --server-side -k"
-        ' "github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.3"`'
+        ' "github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.4"`'
         f' ({_KUBEFLOW}/legacy-v1/installation). Where Trainer is installed, set [kubernetes] api = "v2"',
     ),
     (

@@ -1,8 +1,8 @@
 """Copies of the pods' output in the run's folder.
 
-The training operator removes all pods of a job that reaches backoffLimit or its deadline, whatever
-cleanPodPolicy is (kubeflow/training-operator v1.9.3, pkg/controller.v1/common/job.go), and with them the logs
-that kubectl shows.
+The training operator removes the pods of a job that reaches backoffLimit or its deadline, and with them the logs
+that kubectl shows: up to 1.9.3 all of them, from 1.9.4 on those that run or start again
+(kubeflow/training-operator, pkg/controller.v1/common/job.go).
 """
 
 from __future__ import annotations

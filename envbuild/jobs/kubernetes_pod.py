@@ -24,6 +24,8 @@ from envbuild.site.jobs import huge_pages_problem, job_variable_problem, quantit
 _MAX_ARG_STRLEN = 128 * 1024
 # How often each pod may restart after a failure.
 _RETRIES = 3
+# The module that starts a rank and waits for the others.
+_RANK = "ddp_train.launch.rank"
 LABEL = "app.kubernetes.io/instance"
 _LONGEST_LABEL = 63
 _ARCHES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -156,9 +158,13 @@ def _field(name: str, path: str) -> dict[str, Any]:
 
 
 def training(plan: JobPlan, pods: Pods) -> list[str]:
-    """Return the training command for the container's args, with the paths of its files in the run's folder."""
+    """Return the training command for the container's args, with the paths of its files in the run's folder.
+
+    Ranks on several pods wait for each other at their end (ddp_train.launch.rank), for the time limit at most.
+    """
     files = [(option, f"{run_folder(plan, pods.name)}/{file}") for option, file in plan.run_files]
-    words = [*plan.command, *(word for pair in files for word in pair)]
+    waiting = ["-m", _RANK, str(seconds(plan.time))] if plan.nodes > 1 else []
+    words = [*waiting, *plan.command, *(word for pair in files for word in pair)]
     return [literal(plan.script_word(word), "the training's command") for word in words]
 
 
@@ -172,6 +178,9 @@ def start(plan: JobPlan, *more: str) -> list[str | YamlScript]:
         before = '"$ENVBUILD_LIBRARY_PATH${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"'
         lines.append(f"export LD_LIBRARY_PATH={before}")
     lines += more
+    if plan.nodes > 1:
+        old = f"the image has no {_RANK}: build and push it with the envbuild that renders the job"
+        lines.append(f'"$1" -c "import {_RANK}" || {{ echo "{old}" >&2; exit 5; }}')
     if plan.artifact.chips:
         lines.append(f'"$1" -m ddp_train.chips {",".join(plan.artifact.chips)} -- true || exit 5')
     if plan.preflight:

@@ -1,7 +1,7 @@
 """PyTorchJob of the training operator, versions 1.7 to 1.9.
 
-Source: kubeflow/training-operator v1.9.3, pkg/apis/kubeflow.org/v1/{common,pytorch}_types.go and
-pkg/controller.v1/pytorch/{elastic,envvar}.go. The operator sets PYTHONUNBUFFERED, and PET_NNODES,
+Source: kubeflow/training-operator v1.9.4, pkg/apis/kubeflow.org/v1/{common,pytorch}_types.go and
+pkg/controller.v1/{common/job,pytorch/elastic,pytorch/envvar}.go. The operator sets PYTHONUNBUFFERED, and PET_NNODES,
 PET_MAX_RESTARTS and PET_RDZV_*, which torchrun reads, and creates a service for each worker's name. For jobs
 that have only workers, it sets PET_NPROC_PER_NODE since 1.8 (#1948); with 1.7, torchrun would start one rank,
 so the number is an argument.
@@ -33,9 +33,9 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
     if again:
         # One failure ends the agents of all pods, and the operator counts each pod's restarts.
         policy["backoffLimit"] = pod.backoff_limit(plan.nodes)
-    # With an elasticPolicy, one completed pod makes the job Succeeded; the policy Running would then kill pods
-    # that still write.
-    policy["cleanPodPolicy"] = "None"
+    # None would let a failed job run on and hold its GPUs, from operator 1.9.4 on. One completed pod makes a job with
+    # an elasticPolicy Succeeded: until all ranks have finished, none completes (ddp_train.launch.rank).
+    policy["cleanPodPolicy"] = "Running"
     worker = {
         "replicas": plan.nodes,
         "restartPolicy": "OnFailure" if again else "Never",

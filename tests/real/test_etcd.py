@@ -84,6 +84,10 @@ class Pods:
                     one.wait()
         assert codes == [0, 0], printed()
         folder = Path(plan.work) / NAME
+        # Every rank ended after the work of all (ddp_train.launch.rank).
+        (ended,) = (folder / "end").iterdir()
+        assert (ended / "pods/all").exists()
+        assert len(list((ended / "ranks").iterdir())) == len(PODS) * plan.nproc_per_node
         # What remains when the operator removes the pods.
         assert [(folder / f"pod-{n}.log").read_text() for n in (0, 1)] == [one.read_text() for one in logs]
         report: dict[str, Any] = json.loads((folder / "report.json").read_text())

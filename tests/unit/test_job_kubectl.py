@@ -38,7 +38,7 @@ REFUSALS = (
     (_OPENAPI.format(f"{_GET}lookup nosuch.invalid on 192.0.2.53:53: no such host"), "point KUBECONFIG to"),
     (_OPENAPI.format("the server has asked for the client to provide credentials"), "log in to the cluster"),
     ("Error in configuration: context was not found for specified context: b\n", "get-contexts"),
-    (_KIND.format("PyTorchJob", "kubeflow.org/v1"), "overlays/standalone?ref=v1.9.3"),
+    (_KIND.format("PyTorchJob", "kubeflow.org/v1"), "overlays/standalone?ref=v1.9.4"),
     (_KIND.format("TrainJob", "trainer.kubeflow.org/v1alpha1"), "overlays/manager?ref=v2.3.0"),
     ('Error from server (NotFound): error when creating "{}": namespaces "ml" not found\n', "make the namespace"),
     ('Error from server (Forbidden): error when creating "{}": services is forbidden: User "ada" cannot create'

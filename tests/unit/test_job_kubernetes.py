@@ -277,7 +277,7 @@ def test_a_recording_interpreter_gets_every_argument_and_variable_unchanged_thro
     with tempfile.TemporaryDirectory() as folder:
         seen, environment, _ = started(plan, Path(folder), {})
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--local-addr", "10.1.2.3"]
-    assert through_torchrun(seen) == [*torchrun, "train.py", *words]
+    assert through_torchrun(seen) == [*torchrun, "-m", "ddp_train.launch.rank", "3600", "train.py", *words]
     assert environment["NAME"] == value
 
 
@@ -302,10 +302,11 @@ def test_the_runs_folder_is_made_and_the_image_keeps_its_library_path(tmp_path: 
     assert environment["LD_LIBRARY_PATH"] == "/opt/env/lib:/opt/x:/usr/local/lib"
 
 
-def pod_process(plan: JobPlan, folder: Path, interpreter: str) -> subprocess.Popen[str]:
-    """The process of a pod of `plan`, whose interpreter is a script for sh."""
+def pod_process(plan: JobPlan, folder: Path, interpreter: str, check: int = 0) -> subprocess.Popen[str]:
+    """The process of a pod of `plan`, whose interpreter is a script for sh; `check` is the exit code of the check that
+    its trainer is not too old."""
     python = folder / "python"
-    python.write_text(f"#!/bin/sh\n{interpreter}\n")
+    python.write_text(f'#!/bin/sh\n[ "$*" != "-c import ddp_train.launch.rank" ] || exit {check}\n{interpreter}\n')
     python.chmod(0o755)
     made = replace(plan, work=str(folder), artifact=replace(plan.artifact, python=str(python)))
     container = container_of(job_of(with_site(made, mount=str(folder))))
@@ -410,9 +411,22 @@ def test_each_pod_starts_again_three_times_where_the_controller_compares_with_at
     assert restarts(job_of(SINGLE)["spec"]["backoffLimit"], 1) == 3
 
 
-def test_a_pytorchjob_keeps_the_pods_that_still_run_when_the_first_is_done() -> None:
-    """With an elasticPolicy the operator takes one completed pod for the job's success."""
-    assert job_of(PLAN)["spec"]["runPolicy"]["cleanPodPolicy"] == "None"
+def test_a_failed_pytorchjob_gives_its_gpus_back_and_no_pod_of_it_completes_before_all_ranks_have_finished() -> None:
+    """Operator 1.9.4 removes no pod of a failed job with the policy None, and with Running it removes those that still
+    save, as soon as one pod completes."""
+    assert job_of(PLAN)["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
+    for plan in (PLAN, second(PLAN)):
+        args = container_of(job_of(plan))["args"]
+        start = args.index("ddp_train.launch.rank")
+        assert args[start - 1 : start + 4] == ["-m", "ddp_train.launch.rank", "3600", "-m", "ddp_train"]
+    for plan in (SINGLE, replace(PLAN, nodes=1)):  # no pod waits for itself
+        assert "ddp_train.launch.rank" not in container_of(job_of(plan))["args"]
+
+
+def test_an_image_whose_trainer_is_too_old_for_the_manifest_says_so(tmp_path: Path) -> None:
+    pod = pod_process(PLAN, tmp_path, "echo trained", check=1)
+    printed, _ = pod.communicate(timeout=20)
+    assert pod.returncode == 5 and "the image has no ddp_train.launch.rank" in printed and "trained" not in printed
 
 
 def test_the_pods_of_a_pytorchjob_have_its_deadline_themselves() -> None:

@@ -7,6 +7,7 @@ recording interpreter do not see it.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -65,6 +66,7 @@ def through_torchrun(lines: list[list[str]], folder: Path) -> list[Any]:
     done = subprocess.run(
         [sys.executable, "-c", TORCHRUN],
         input=json.dumps(options), capture_output=True, text=True, cwd=folder, timeout=120,
+        env={**os.environ, "ENVBUILD_RUN": str(folder)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
