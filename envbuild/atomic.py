@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from envbuild.errors import BuildError, EnvbuildError
+from envbuild.errors import BuildError, EnvbuildError, file_error, note_writing, system_hint
 from envbuild.file_lock import folder_lock
 from envbuild.progress import Log
 
@@ -99,13 +99,21 @@ def remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Add `path` to an OSError of the block that names no file: write(2) and fsync(2) know none."""
+    """Note in an OSError of the block that `path` was being written: write(2) and fsync(2) name no file."""
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = os.fspath(path)
+        note_writing(error, path)
         raise
+
+
+def sync(handle: int) -> None:
+    """Write a file to its disk with fsync(2), where its file system can: FUSE, some of NFS and /dev/null cannot."""
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
 
 
 @contextlib.contextmanager
@@ -114,11 +122,10 @@ def replacing(path: Path, mode: int = 0o644, prefix: str = ".new-") -> Iterator[
 
     `mode` is the file's permissions, `prefix` the beginning of its name until then. Raises OSError.
     """
-    with new_file(path.parent, prefix) as (handle, temporary):
+    with naming(path), new_file(path.parent, prefix) as (handle, temporary):
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)  # until it is complete: `write_beside` removes files without a lock
-        with naming(path):
-            yield temporary
+        yield temporary
         os.chmod(temporary, mode)
         os.replace(temporary, path)
 
@@ -150,7 +157,7 @@ def write_atomically(path: Path, text: str, mode: int = 0o644, prefix: str = ".n
         stream.write(text)
         stream.flush()
         if durable:
-            os.fsync(stream.fileno())
+            sync(stream.fileno())
 
 
 def write_beside(path: Path, text: str, mode: int = 0o644) -> None:
@@ -172,7 +179,7 @@ def writing(where: Path, failure: type[EnvbuildError] = BuildError) -> Iterator[
     try:
         yield
     except OSError as error:
-        raise failure(f"{where}: {error.strerror or error}", write_hint(error.errno)) from error
+        raise failure(file_error(error, where), write_hint(error.errno)) from error
 
 
 def write_hint(number: int | None) -> str:
@@ -181,7 +188,7 @@ def write_hint(number: int | None) -> str:
         return "free disk space, or choose another path with --out (ENVBUILD_STORE for the store)"
     if number in (errno.EROFS, errno.EACCES, errno.EPERM):
         return "choose a path that you may write with --out (ENVBUILD_STORE for the store)"
-    return "choose another path with --out"
+    return system_hint(number)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from envbuild.terminal import clean
+from envbuild.terminal import ClosedPipe, clean
 
 _LIVE_S, _SIGN_S = 0.25, 15.0
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -181,7 +181,7 @@ class Display:
         while True:
             time.sleep(_LIVE_S)
             # If the terminal is gone, a message of the main thread says so.
-            with suppress(OSError, ValueError), self._lock:
+            with suppress(OSError, ValueError, ClosedPipe), self._lock:
                 if not self.tick():
                     self._thread = None
                     return

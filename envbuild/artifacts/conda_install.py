@@ -213,7 +213,7 @@ def _explained(text: str, work: _Work) -> BuildError:
     if "failed to fetch" in text or full:
         return work.store.unwritable(OSError(number, os.strerror(number)))
     said = f"{os.strerror(number)} while packages were linked"
-    return BuildError(f"{work.staged.parent}: {said}", atomic.write_hint(number))
+    return BuildError(f"cannot write {work.staged.parent}: {said}", atomic.write_hint(number))
 
 
 def _clean_records(work: _Work) -> None:

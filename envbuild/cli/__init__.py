@@ -9,6 +9,9 @@ import signal
 import sys
 from typing import Any
 
+# The exit code of a program that SIGPIPE ended, as a shell shows it.
+CLOSED_PIPE = 128 + signal.SIGPIPE
+
 
 def main() -> None:
     """Run the `envbuild` command. Every failure is one message and its exit code."""
@@ -19,30 +22,44 @@ def main() -> None:
     # Trees of 100,000 paths are built once and kept: garbage collection over them costs a tenth of the run time.
     gc.set_threshold(100_000, 50, 100)
     try:
+        code = _reported()
+    except Exception as fault:
+        from envbuild.terminal import ClosedPipe
+
+        if not isinstance(fault, ClosedPipe):
+            raise
+        code = CLOSED_PIPE
+    # The work is done and reported: a Ctrl-C during Python's shutdown must not turn it into a failure.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    codes.append(code)
+    sys.exit(code)
+
+
+def _reported() -> int:
+    """Return the exit code of the command, after the message about its failure."""
+    try:
         from envbuild.terminal import guard_streams
 
         guard_streams()
         if "_ENVBUILD_COMPLETE" in os.environ:  # the scripts of `envbuild completion`
             from envbuild.cli.complete import answer
 
-            code = answer()
-        else:
-            from envbuild.cli.commands import run
+            return answer()
+        from envbuild.cli.commands import run
 
-            code = run()
+        return run()
     except KeyboardInterrupt:
         print("envbuild: interrupted", file=sys.stderr)
-        code = 130
+        return 130
     except SystemExit:
         raise
-    except BaseException as fault:  # noqa: BLE001 - of Python and of extension modules, whose panics are no Exceptions
+    except BaseException as fault:
         from envbuild.cli.crash import report
+        from envbuild.terminal import ClosedPipe
 
-        code = report(fault)
-    # The work is done and reported: a Ctrl-C during Python's shutdown must not turn it into a failure.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    codes.append(code)
-    sys.exit(code)
+        if isinstance(fault, ClosedPipe):
+            raise
+        return report(fault)
 
 
 def _leave(codes: list[int]) -> None:
@@ -52,15 +69,20 @@ def _leave(codes: list[int]) -> None:
     of a dataclass or a named tuple, during an import), Python kills itself with SIGINT at its end although the
     exception was handled (CPython, run_eval_code_obj in pythonrun.c).
     """
-    if codes:
-        flushed = True
-        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by who started it
-            try:
-                stream.flush()
-            except (OSError, ValueError):
-                flushed = False
-        if flushed or codes[0] == 130:
-            os._exit(codes[0])  # else Python says what was lost, and exits with another code
+    if not codes:
+        return
+    if codes[0] == CLOSED_PIPE:  # as the programs end that do not ignore the signal, as Python does
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGPIPE)
+        os._exit(CLOSED_PIPE)  # the signal is blocked
+    flushed = True
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: no /dev/null
+        try:
+            stream.flush()
+        except Exception:  # noqa: BLE001 - OSError, ClosedPipe, ValueError of a closed stream
+            flushed = False
+    if flushed or codes[0]:
+        os._exit(codes[0])  # else Python says what was lost, and exits with another code
 
 
 def _unraisable(found: Any) -> None:

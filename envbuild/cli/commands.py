@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
 import click
@@ -70,6 +69,13 @@ class _Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            # click would take it for a closed standard output, which is ClosedPipe: it is of a tool or a server.
+            raise system_error(error) or error from error
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         # click's own imports every module for its help.
         found = {name: text for name, (_, text) in COMMANDS.items() if name.startswith(incomplete)}
@@ -116,8 +122,7 @@ def run() -> int:
     try:
         # Commands return None; click returns the code of an Exit that they raise.
         ended = cli.main(standalone_mode=False)
-        if sys.stdout is not None:  # it was closed by who started us
-            sys.stdout.flush()  # a full disk is an error here, and ignored when Python ends
+        sys.stdout.flush()  # a full disk is an error here, and ignored when Python ends
         return ended if isinstance(ended, int) else 0
     except click.exceptions.Exit as done:
         return done.exit_code
@@ -128,9 +133,6 @@ def run() -> int:
         return error.exit_code
     except EnvbuildError as error:
         return _show(error)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (OSError, UnicodeEncodeError) as error:
         known = system_error(error)
         if known is None:

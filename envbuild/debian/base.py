@@ -14,7 +14,7 @@ from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, LockedDeb, from_table
 from envbuild.debian.release import fetch_packages, fetch_release, load_keys
 from envbuild.debian.resolve import Package, PackageIndex, resolve
 from envbuild.debian.sources import DebianSuite, suites
-from envbuild.errors import BuildError, LockError
+from envbuild.errors import BuildError, LockError, file_error
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.progress import OnProgress, log, transfer
@@ -115,7 +115,7 @@ def fetch_debs(lock: DebianLock, blobs: Blobs, archives: Sequence[DebianSuite], 
             fetch_each(sorted(missing, key=lambda deb: -deb.size), fetch, client, title, size)
         except OSError as error:
             raise BuildError(
-                f"the store {blobs.root} cannot be written: {error.strerror or error}",
+                file_error(error, blobs.root),
                 "set ENVBUILD_STORE (or `store` in site.toml) to a writable folder with free disk space",
             ) from error
         if lacking := [deb for deb in missing if not _here(deb, blobs)]:

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 from envbuild.atomic import replacing
 from envbuild.cache.hashed import Digests
-from envbuild.errors import BuildError
+from envbuild.errors import BuildError, file_error
 from envbuild.file_lock import folder_lock
 from envbuild.resources import this_boot
 
@@ -98,9 +98,9 @@ class Store:
         return path
 
     def unwritable(self, error: OSError) -> BuildError:
-        """Return the error for a failed write to the store."""
+        """Return the error for a file that could not be written to the store, or read for it."""
         return BuildError(
-            f"the store {self.root} cannot be written: {error.strerror}",
+            file_error(error, self.root),
             "set ENVBUILD_STORE (or `store` in site.toml) to a writable folder with free disk space",
         )
 

@@ -747,7 +747,7 @@ def test_a_store_below_a_file(tmp_path: Path, serve: Callable[..., Index]) -> No
     index = serve()
     wanted = index.add("demo-1.0-py3-none-any.whl", b"data")
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in refusal(tmp_path / "file/store", pip_for(index.url), wanted)
+    assert "cannot write " in refusal(tmp_path / "file/store", pip_for(index.url), wanted)
 
 
 def test_a_full_disk(tmp_path: Path, serve: Callable[..., Index]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import signal
 import stat
 import subprocess
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from envbuild.atomic import replacing, write_atomically, write_beside
+from envbuild.errors import file_error
 
 
 def test_a_file_is_replaced_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
@@ -62,7 +65,22 @@ def test_an_error_of_write_names_the_file(tmp_path: Path) -> None:
     """write(2) knows no name."""
     with pytest.raises(OSError, match=r"file") as told, replacing(tmp_path / "file"), open("/dev/full", "w") as full:
         full.write("x")
-    assert told.value.filename == str(tmp_path / "file") and list(tmp_path.iterdir()) == []
+    assert file_error(told.value) == "cannot write /dev/full: No space left on device"
+    assert told.value.__notes__ == [f"while writing {tmp_path / 'file'}"] and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_fsync_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def fsync(handle: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_atomically(tmp_path / "file", "text")
+    assert (tmp_path / "file").read_text() == "text"
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output error"):
+        write_atomically(tmp_path / "file", "more")
+    assert (tmp_path / "file").read_text() == "text"
 
 
 def test_a_ctrl_c_at_any_moment_leaves_no_new_file(tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
 """Failures that nobody foresaw, and answers of the operating system: one line, and an exit code."""
 
 import errno
+import gzip
 import os
+import re
 import resource
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import envbuild
-from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError, system_error
+from envbuild.atomic import replacing
+from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError, file_error, system_error
 
 TOKEN = "x1Y2" * 10
 
@@ -76,23 +81,80 @@ def test_a_signal_while_modules_are_imported_interrupts(module: str, name: str) 
     assert (done.returncode, done.stderr.strip()) == (130, "envbuild: interrupted")  # click ends the line of ^C
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [
-        (errno.ENOSPC, BuildError), (errno.EDQUOT, BuildError), (errno.EIO, BuildError), (errno.EINTR, BuildError),
-        (errno.EROFS, HostError), (errno.EACCES, HostError), (errno.EMFILE, HostError),
-        (errno.ENAMETOOLONG, UsageError),
-    ],
-)  # fmt: skip
+NUMBERS = [  # of Lustre, NFS, FUSE, damaged and odd file systems, too
+    (errno.ENOSPC, BuildError), (errno.EDQUOT, BuildError), (errno.EIO, BuildError), (errno.EINTR, BuildError),
+    (errno.EROFS, HostError), (errno.EACCES, HostError), (errno.EMFILE, HostError), (errno.ENAMETOOLONG, UsageError),
+    *((number, BuildError) for number in (errno.ESHUTDOWN, errno.ENOTCONN, errno.EUCLEAN, errno.ENOTSUP, errno.EBUSY,
+      errno.ETIMEDOUT, errno.ESTALE, errno.ENOLCK, errno.EREMOTEIO, errno.ENODEV, errno.EPIPE)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("number", "kind"), NUMBERS)
 def test_an_answer_of_the_system_names_the_path_and_a_way_out(number: int, kind: type[EnvbuildError]) -> None:
     found = system_error(OSError(number, os.strerror(number), "/store/blobs/x"))
-    assert type(found) is kind and found.message == f"/store/blobs/x: {os.strerror(number)}" and found.hint
+    assert type(found) is kind and found.hint
+    assert re.fullmatch(f"cannot (read or )?write /store/blobs/x: {os.strerror(number)}", found.message)
+
+
+def test_every_answer_about_a_file_is_a_message() -> None:
+    for number in errno.errorcode:
+        found = system_error(OSError(number, os.strerror(number), "/store/x"))
+        assert found is not None and found.exit_code in (2, 4, 6) and "/store/x" in found.message and found.hint
 
 
 def test_errors_that_only_a_fault_of_envbuild_explains_are_not_the_users() -> None:
-    assert system_error(FileNotFoundError(errno.ENOENT, "No such file or directory", "/x")) is None
-    assert system_error(IsADirectoryError(errno.EISDIR, "Is a directory", "/x")) is None
+    assert system_error(OSError(errno.EBADF, "Bad file descriptor")) is None
+    assert system_error(OSError("no answer of the system")) is None
     assert system_error(UnicodeEncodeError("idna", "x", 0, 1, "label too long")) is None
+
+
+def _read(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.pread(stream.fileno(), 1, 0)
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+
+def _copy(source: Path, target: Path) -> None:
+    with source.open("rb") as one, target.open("wb") as other:
+        os.sendfile(other.fileno(), one.fileno(), 0, 1)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _full(path: Path) -> None:
+    with replacing(path) as temporary, temporary.open("w") as stream, open("/dev/full", "w") as full:
+        stream.write("x")
+        os.dup2(full.fileno(), stream.fileno())
+
+
+def _rename(path: Path) -> None:
+    with replacing(path):
+        path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [
+        (lambda path: (path / "gone").read_bytes(), "read {}/gone: No such file"),
+        (lambda path: path.write_text("x"), "write {}: Is a directory"),
+        (lambda path: gzip.open(path), "read {}: Is a directory"),  # noqa: SIM115
+        (lambda path: os.mkdir(path), "read or write {}: File exists"),
+        (lambda path: _read(path / "x"), "read {}/x: Transport endpoint"),
+        (lambda path: Path("/proc/self/mem").read_bytes(), "read /proc/self/mem: Input/output error"),
+        (lambda path: _copy(path / "x", path / "y"), "copy {0}/x to {0}/y: Input/output error"),
+        (lambda path: _full(path / "z"), "write {}/z: No space left"),
+        (lambda path: _rename(path / "z"), "write {}/z: Is a directory"),
+    ],
+)  # fmt: skip
+def test_a_message_names_the_file_and_whether_it_was_read_or_written(
+    tmp_path: Path, act: Callable[[Path], object], told: str
+) -> None:
+    """read(2), write(2) and fsync(2) give no name."""
+    (tmp_path / "x").write_text("x")
+    with pytest.raises(OSError, match=r".") as raised:
+        act(tmp_path)
+    found = system_error(raised.value)
+    assert found is not None and f"cannot {told.format(tmp_path)}" in found.message
+    assert "cannot write /out: " in file_error(OSError(errno.EIO, "Input/output error"), "/out")
 
 
 def command(*arguments: str | Path, stdout: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
@@ -124,7 +186,39 @@ def test_a_current_folder_that_was_removed_is_one_clear_message(tmp_path: Path) 
 def test_a_full_standard_output_is_one_clear_message() -> None:
     with open("/dev/full", "w") as full:
         done = command("list", stdout=full.fileno())
-    assert done.returncode == 4 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 4 and "Traceback" not in done.stderr
+    assert "cannot write standard output: No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ESHUTDOWN])
+def test_a_broken_pipe_of_anything_but_the_own_streams_is_an_error(tmp_path: Path, number: int) -> None:
+    """click ends silently with 1 after any EPIPE. A Lustre client that was evicted reports ESHUTDOWN."""
+    statement = f"raise OSError({number}, 'gone', '/lustre/x')"
+    lines = [
+        "import sys, click", "from envbuild.cli import commands, main", "import envbuild.cli.recipes as recipes",
+        f"def fail(**_):\n    {statement}", "recipes.list_command.callback = fail",
+        "sys.argv = ['envbuild', 'list']", "main()",
+    ]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert done.returncode == 4 and "cannot read or write /lustre/x: gone" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["list", "show pt_cpu", "matrix", "doctor --json", "completion bash", "--help"])
+def test_a_reader_that_stops_ends_the_command_as_it_ends_other_tools(arguments: str) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = command(*arguments.split(), stdout=theirs)
+    os.close(theirs)
+    assert done.returncode == -signal.SIGPIPE
+    assert not re.search("Traceback|Exception|error:|EPIPE|Broken", done.stderr), done.stderr
+
+
+def test_a_reader_of_messages_that_stops_ends_the_command_too() -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run([sys.executable, "-m", "envbuild", "show", "nowhere"], stderr=theirs)
+    os.close(theirs)
+    assert done.returncode == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize(("arguments", "code"), [("lock pt_minimal --check", 0), ("show nowhere", 2), ("shwo", 2)])
@@ -137,8 +231,10 @@ def test_messages_that_nobody_can_keep_decide_no_exit_code(arguments: str, code:
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_closed_standard_streams_are_no_fault(closed: str) -> None:
-    done = subprocess.run(["sh", "-c", f"{sys.executable} -m envbuild list {closed}"], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    for arguments in ("list", "matrix pt_minimal --artifact venv"):
+        line = f"{sys.executable} -m envbuild {arguments} {closed}"
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, ""), arguments
 
 
 @pytest.mark.parametrize("out", ["/tmp/" + "a" * 300, "/tmp/" + "a/" * 2500 + "x"])

@@ -360,14 +360,14 @@ def test_a_store_that_cannot_be_written_is_told_with_what_to_do(inside: str, tmp
     place = tmp_path / inside
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text("")
-    with pytest.raises(BuildError, match=f"the store {tmp_path} cannot be written") as told:
+    with pytest.raises(BuildError, match=f"cannot write {tmp_path}/") as told:
         TarCache(Store(tmp_path), print).part(simple())
     assert told.value.hint and "ENVBUILD_STORE" in told.value.hint
 
 
 def test_a_lock_that_cannot_be_made_is_the_stores_fault(tmp_path: Path) -> None:
     (tmp_path / "layers" / f"{simple().key}.lock").mkdir(parents=True)
-    with pytest.raises(BuildError, match="cannot be written: Is a directory"):
+    with pytest.raises(BuildError, match=r"cannot write .*\.lock: Is a directory"):
         TarCache(Store(tmp_path), print).part(simple())
 
 

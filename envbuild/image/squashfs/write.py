@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
-from envbuild.errors import BuildError
+from envbuild.errors import BuildError, file_error
 from envbuild.image.entry import FILE
 from envbuild.image.squashfs.choosing import Choice, choose, damaged, data_of
 from envbuild.image.squashfs.codec import Codec, Decompress, decompressor
@@ -104,7 +104,7 @@ def write_image(
         return length
     except OSError as error:
         raise BuildError(
-            f"{error.filename or out.name}: the image cannot be written: {error.strerror or error}",
+            file_error(error, out.name),
             "free disk space, write elsewhere with --out, or set ENVBUILD_STORE to a folder on another file system",
         ) from error
 
