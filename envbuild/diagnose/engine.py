@@ -1,24 +1,27 @@
-"""The engine that applies the rules of data/diagnoses.toml to logs, line by line.
+"""The engine that applies the rules of data/diagnoses.toml to logs, in one pass over their lines.
 
 A rule holds if each of its `all` patterns, one of its `any` and none of its `none` match some line of some log,
 and its counts hold over all logs together. A line of NCCL's log is also matched in the form that nccl_log.py
 parses: `nccl:KIND: TEXT`. If a requeued job appended to its log, counts restart at the line that reports the
-new attempt. If no cause is known, the diagnosis shows the program's own exception (exception.py).
+new attempt. If no cause is known, the diagnosis shows the program's own exception (exception.py). Patterns are
+tried only on lines that contain their constant texts (shapes.py).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Literal
 
-from envbuild.diagnose.exception import Exceptions
-from envbuild.diagnose.nccl_log import parse_nccl_log
-from envbuild.diagnose.rules import KINDS, DiagnosisRule, Kind, LinePattern, Place, load_rules, tells
+from envbuild.diagnose.exception import BEGIN, Exceptions, Line
+from envbuild.diagnose.nccl_log import needles_of_forms, parse_nccl_log
+from envbuild.diagnose.rules import KINDS, DiagnosisRule, Kind, LinePattern, Place, course_patterns, load_rules
+from envbuild.diagnose.shapes import LineShapes
 from envbuild.site.pip_config import redact
 
 _KEPT = 4  # lines of evidence per pattern
@@ -32,7 +35,10 @@ _EITHER = re.compile(r"\[\[(.*?)\]\]")
 _GROUP = re.compile(r"\{(\w+)\}")
 # Colours, moves of the cursor and the like. Source: ECMA-48, 5.4 "Control sequences".
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_FAILURE = re.compile(r"\b(?:\w*Error|error|ERROR|FATAL|fatal|\w*Exception|FAILED|failed|panic|Killed|killed)\b")
+_FAILURES = ("Error", "error", "ERROR", "FATAL", "fatal", "Exception", "FAILED", "failed", "panic", "Killed", "killed")
+_FAILURE = re.compile(rf"\b(?:\w*Error|\w*Exception|{'|'.join(_FAILURES)})\b")
+_SHAPES_KEPT = 64  # per pattern
+_DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +82,13 @@ class Diagnosis:
 
 @dataclass(slots=True)
 class _Seen:
-    """The `count` lines that match a pattern: the numbers of the first and the `latest` one, and the groups' values."""
+    """The `count` lines that match a pattern: the numbers of the first and the `latest` one, and the groups' values.
+
+    `alike` are lines, by file and without their numbers, that `kept` has already.
+    """
 
     kept: list[Evidence] = field(default_factory=list)
+    alike: set[tuple[str, int, str]] = field(default_factory=set)
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, dict[str, None]] = field(default_factory=dict)
     count: int = 0
@@ -94,13 +104,6 @@ class _Course:
     failed: int = 0
     logs: int = 0
 
-    def see(self, line: str, order: int) -> None:
-        """Record line number `order`."""
-        if tells("progress", line):
-            self.trained.append(order)
-        elif tells("failures", line):
-            self.failed = order
-
     def passed(self, order: int) -> bool:
         """Return whether the job trained on after line `order`; after a failure, other ranks may write a few lines."""
         return self.trained[-1] > order if self.failed < order else self.long_passed(order)
@@ -110,53 +113,126 @@ class _Course:
         return self.trained[0] > order
 
 
-def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[DiagnosisRule]) -> Diagnosis:
-    """Return the diagnosis of the `logs`, given as (name, lines), by `rules`."""
-    seen: dict[LinePattern, _Seen] = {}
-    last: deque[Evidence] = deque(maxlen=6)
-    patterns = list(dict.fromkeys(pattern for rule in rules for pattern in rule.patterns))
-    counted = {count.line for rule in rules for count in rule.counts}
-    counted |= {pattern for rule in rules if rule.every for pattern in (*rule.any, *rule.all)}
-    course, exceptions = _Course(), Exceptions()
-    total = 0
-    for name, lines in logs:
-        course.logs += 1
+@dataclass(frozen=True, slots=True, eq=False)
+class _Mark:
+    """Lines that tell the `course` of the job or its exceptions, and lines of NCCL that have other forms."""
+
+    name: Literal["attempts", "progress", "failures", "traceback", "nccl", "error"]
+    regex: tuple[re.Pattern[str], ...] = ()
+
+    def on(self, line: str) -> bool:
+        """Return whether `line` matches."""
+        return any(one.search(line) for one in self.regex)
+
+
+class _Reader:
+    """What the lines of logs show so far."""
+
+    def __init__(self, rules: Sequence[DiagnosisRule]) -> None:
+        patterns = list(dict.fromkeys(pattern for rule in rules for pattern in rule.patterns))
+        self._counted = {count.line for rule in rules for count in rule.counts}
+        self._counted |= {pattern for rule in rules if rule.every for pattern in (*rule.any, *rule.all)}
+        texts: dict[_Mark | LinePattern, Sequence[str]] = {}
+        # Progress comes before failures, and attempts before the patterns of the same line.
+        for name in ("progress", "failures", "attempts"):
+            some = course_patterns(name)
+            every = [one.needles for one in some]
+            texts[_Mark(name, tuple(one.regex for one in some))] = (
+                [text for needles in every for text in needles] if all(every) else ()
+            )
+        texts[_Mark("traceback")] = (BEGIN,)
+        texts[_Mark("nccl")] = needles_of_forms()
+        texts |= {pattern: pattern.needles for pattern in patterns}
+        texts[_Mark("error", (_FAILURE,))] = _FAILURES
+        self._shapes = LineShapes(texts)
+        self.seen: dict[LinePattern, _Seen] = {}
+        self.last: deque[Line] = deque(maxlen=6)
+        self.course, self.exceptions = _Course(), Exceptions()
+        self.total = 0
+
+    def read(self, name: str, blocks: Iterable[str]) -> None:
+        """Read a log, whose blocks are one line or several."""
+        self.course.logs += 1
         here: dict[LinePattern, _Seen] = {}
-        for number, text in enumerate(lines, start=1):
-            total += 1
-            plain = _CONTROL.sub("", text) if "\x1b" in text else text
-            course.see(plain, total)
-            exceptions.read(name, number, plain, total)
-            if exceptions.first and course.long_passed(exceptions.order):
-                exceptions = Exceptions()
-            for line in _forms(plain):
-                if tells("attempts", line):
-                    here.clear()
-                for pattern in patterns:
-                    if match := pattern.search(line):
-                        start = match.start() if line in text else 0
-                        one = seen.setdefault(pattern, _Seen(order=total))
-                        one.latest = total
-                        _keep(one, match, Evidence(name, number, _shown(text, start)))
-                        if pattern in counted:
-                            _count(here.setdefault(pattern, _Seen()), match.groupdict())
-            if _FAILURE.search(plain):
-                last.append(Evidence(name, number, _shown(text)))
+        number, before = 0, ""
+        for block in blocks:
+            plain = _CONTROL.sub("", block) if "\x1b" in block else block
+            shapes = self._shapes.of(plain)
+            lines = plain.split("\n") if self.exceptions.open or any(shapes) else ()
+            for index, marks in enumerate(shapes) if lines else ():
+                if marks or self.exceptions.open:
+                    line = Line(name, number + index + 1, lines[index].rstrip("\r"))
+                    self._line(line, before, self.total + index + 1, marks, here)
+                before = lines[index]
+            before = before if lines else plain[plain.rfind("\n") + 1 :]
+            number += len(shapes)
+            self.total += len(shapes)
         for pattern, counts in here.items():
-            seen[pattern].count += counts.count
+            self.seen[pattern].count += counts.count
             for group, values in counts.values.items():
-                seen[pattern].values.setdefault(group, {}).update(values)
+                self.seen[pattern].values.setdefault(group, {}).update(values)
+
+    def _line(
+        self, line: Line, before: str, order: int, marks: Sequence[_Mark | LinePattern], here: dict[LinePattern, _Seen]
+    ) -> None:
+        """Read a line that follows the line `before`; `here` counts in its log, since its last new attempt."""
+        course = ""
+        for mark in marks:
+            if isinstance(mark, LinePattern):
+                self._match(mark, line, line.text, order, here)
+            elif mark.name == "nccl":
+                for form in _forms(line.text[max(0, line.text.find(" NCCL ")) :]):
+                    for pattern in self._shapes.of(form)[0]:
+                        if isinstance(pattern, LinePattern):
+                            self._match(pattern, line, form, order, here)
+            elif not mark.on(line.text):
+                continue
+            elif mark.name == "attempts":
+                here.clear()
+            elif mark.name == "error":
+                self.last.append(line)
+            else:
+                course = course or mark.name
+        if course == "progress":
+            self.course.trained.append(order)
+        elif course == "failures":
+            self.course.failed = order
+        if not self.exceptions.first and (self.exceptions.open or BEGIN in line.text):
+            self.exceptions.read(line, before, order)
+        if self.exceptions.first and self.course.long_passed(self.exceptions.order):
+            self.exceptions = Exceptions()
+
+    def _match(self, pattern: LinePattern, line: Line, form: str, order: int, here: dict[LinePattern, _Seen]) -> None:
+        match = pattern.regex.search(form)
+        if match is None:
+            return
+        one = self.seen.setdefault(pattern, _Seen(order=order))
+        one.latest = order
+        _keep(one, match, line, match.start() if form is line.text else 0)
+        if pattern in self._counted:
+            _count(here.setdefault(pattern, _Seen()), match.groupdict())
+
+
+def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[DiagnosisRule]) -> Diagnosis:
+    """Return the diagnosis of the `logs` by `rules`; a log is its name and its text in blocks of whole lines.
+
+    A block is one line or several, without the newline at its end.
+    """
+    reader = _Reader(rules)
+    for name, blocks in logs:
+        reader.read(name, blocks)
+    seen, course, exceptions = reader.seen, reader.course, reader.exceptions
     held = [(rule, found) for rule in rules if (found := _found(rule, seen, course)) is not None]
     held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
     known = any(rule.kind == "cause" and rule.rank > _ROOT for rule, _ in held)
     first = () if known or course.passed(exceptions.order) else exceptions.first
-    shown = tuple(Evidence(name, number, _shown(text)) for name, number, text in first)
-    return Diagnosis(total, tuple(finding for _, (_, finding) in held), shown, tuple(last))
+    last = tuple(map(_evidence, reader.last))
+    return Diagnosis(reader.total, tuple(finding for _, (_, finding) in held), tuple(map(_evidence, first)), last)
 
 
 def explain(text: str, place: Place) -> str:
     """Return the first cause in the log `text` by the rules of `place`, with its hint; "" if there is none."""
-    found = diagnose([("log", text.splitlines())], load_rules(place)).findings
+    found = diagnose([("log", ["\n".join(text.splitlines())])], load_rules(place)).findings
     return ": ".join(filter(None, (found[0].cause, found[0].hint))) if found else ""
 
 
@@ -168,31 +244,37 @@ def _count(one: _Seen, groups: Mapping[str, str | None]) -> None:
             values[(value or "")[:_LONGEST]] = None
 
 
-def _forms(text: str) -> Iterator[str]:
-    """Yield a line without colours, and the forms in which rules match a line of NCCL."""
-    yield text
-    if "NCCL" not in text:
-        return
+@functools.lru_cache(1024)
+def _forms(text: str) -> tuple[str, ...]:
+    """Return the forms in which rules match a line of NCCL, whose other part differs between ranks."""
     log = parse_nccl_log(text)
-    yield from (f"nccl:network: {value}" for value in log.networks)
-    yield from (f"nccl:provider: {value}" for value in log.providers)
-    yield from (f"nccl:{fault.kind}: {fault.text} => {fault.cause}" for fault in log.faults)
+    faults = (f"nccl:{fault.kind}: {fault.text} => {fault.cause}" for fault in log.faults)
+    networks = (f"nccl:network: {value}" for value in log.networks)
+    return (*networks, *(f"nccl:provider: {value}" for value in log.providers), *faults)
 
 
-def _keep(one: _Seen, match: re.Match[str], where: Evidence) -> None:
+def _keep(one: _Seen, match: re.Match[str], line: Line, start: int) -> None:
     for group, value in match.groupdict().items():
-        # Loaders print paths by way of $ORIGIN: /env/torch/lib/../../nvidia/cudnn/lib/libcudnn.so.9
-        plain = os.path.normpath(value) if value and value.startswith("/") and "/../" in value else value
-        one.groups.setdefault(group, (plain or "")[:_LONGEST])
-    if len(one.kept) < _KEPT:
-        # Lines that differ only in numbers (times, process IDs) count as the same.
-        alike = {re.sub(r"\d+", "0", kept.text) for kept in one.kept if kept.file == where.file}
-        if re.sub(r"\d+", "0", where.text) not in alike:
-            one.kept.append(where)
+        if not one.groups.get(group):
+            # Loaders print paths by way of $ORIGIN: /env/torch/lib/../../nvidia/cudnn/lib/libcudnn.so.9
+            plain = os.path.normpath(value) if value and value.startswith("/") and "/../" in value else value
+            one.groups.setdefault(group, (plain or "")[:_LONGEST])
+    # Lines that differ only in numbers (times, process IDs) count as the same.
+    if len(one.kept) < _KEPT and (like := (line.file, start, _DIGITS.sub("0", line.text))) not in one.alike:
+        if len(one.alike) < _SHAPES_KEPT:
+            one.alike.add(like)
+        evidence = _evidence(line, start)
+        alike = {_DIGITS.sub("0", kept.text) for kept in one.kept if kept.file == line.file}
+        if _DIGITS.sub("0", evidence.text) not in alike:
+            one.kept.append(evidence)
+
+
+def _evidence(line: Line, start: int = 0) -> Evidence:
+    return Evidence(line.file, line.number, _shown(line.text, start))
 
 
 def _shown(text: str, around: int = 0) -> str:
-    text = redact("".join(c if c.isprintable() else " " for c in _CONTROL.sub("", text)))
+    text = redact("".join(c if c.isprintable() else " " for c in text))
     start = max(0, min(around - _SHOWN // 4, len(text) - _SHOWN))
     return ("…" if start else "") + text.strip()[start : start + _SHOWN]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-Line = tuple[str, int, str]
-_BEGIN = "Traceback (most recent call last):"
+BEGIN = "Traceback (most recent call last):"
 _FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line \d+')
 _MARKS = re.compile(r"[\s^~]*$")
 _EXCEPTION = re.compile(r"(?P<module>(?:\w+\.)*)(?P<name>[A-Z]\w*)(?:: |:?\s*$)")
@@ -24,6 +24,16 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+|\d\d:\d\d:\d\d[\d.,]*")
 # The maximum of lines per traceback, and of open tracebacks.
 _LONGEST = 1000
 _MOST = 256
+# A traceback whose end is missing is given up after so many lines of all processes.
+_GIVEN_UP = 50_000
+
+
+class Line(NamedTuple):
+    """A line of a log."""
+
+    file: str
+    number: int
+    text: str
 
 
 @dataclass(slots=True)
@@ -47,34 +57,37 @@ class Exceptions:
     first: tuple[Line, ...] = ()
     order: int = 0
     _file: str = ""
-    _before: str = ""
+    _begun: int = 0
     _open: dict[str, _Open] = field(default_factory=dict)
 
-    def read(self, file: str, number: int, text: str, order: int) -> None:
-        """Read the next line."""
-        if self.first:
-            return
-        if file != self._file:
-            self._file, self._before = file, ""
-            self._open.clear()
-        begun = _BEGIN in text
-        if (begun or self._open) and (plain := _TIME.sub("", text)):
-            if begun and "Exception ignored in" not in self._before and len(self._open) < _MOST:
-                self._open[plain[: plain.index(_BEGIN)]] = _Open()
-            elif not begun:
-                self._go_on((file, number, text), plain, order)
-        self._before = text
+    @property
+    def open(self) -> bool:
+        """Whether each line counts, for a traceback has begun; else only a line that contains BEGIN."""
+        return bool(self._open) and not self.first
 
-    def _without_bar(self, plain: str) -> None:
+    def read(self, line: Line, before: str, order: int) -> None:
+        """Read the next line, which follows the line `before` of its file."""
+        if line.file != self._file or order > self._begun + _GIVEN_UP:
+            self._file = line.file
+            self._open.clear()
+        begun = BEGIN in line.text
+        if (begun or self._open) and (plain := _TIME.sub("", line.text)):
+            if begun and "Exception ignored in" not in before and len(self._open) < _MOST:
+                self._open[plain[: plain.index(BEGIN)]] = _Open()
+                self._begun = order
+            elif not begun:
+                self._go_on(line, before, plain, order)
+
+    def _without_bar(self, plain: str, before: str) -> None:
         """Correct the prefix of a traceback that began behind a progress bar in the line before, by its first frame."""
-        bar, begun, _ = _TIME.sub("", self._before).partition(_BEGIN)
+        bar, begun, _ = _TIME.sub("", before).partition(BEGIN)
         prefix, frame, _ = plain.partition('  File "')
         known = not begun or not frame or prefix in self._open
         if not known and bar in self._open and (bar.startswith(prefix) or bar.endswith(prefix)):
             self._open[prefix] = self._open.pop(bar)
 
-    def _go_on(self, line: Line, plain: str, order: int) -> None:
-        self._without_bar(plain)
+    def _go_on(self, line: Line, before: str, plain: str, order: int) -> None:
+        self._without_bar(plain, before)
         prefix = max((one for one in self._open if plain.startswith(one)), key=len, default=None)
         if prefix is None:
             return

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from envbuild.data import load_table
+from envbuild.diagnose.rules import needles
 
 FaultKind = Literal["plugin missing", "plugin failed", "no adapter", "fatal", "error"]
 Kind = Literal["version", "network", "transport", "plugin", "provider"] | FaultKind
@@ -60,6 +61,13 @@ def load_patterns() -> list[tuple[Kind, re.Pattern[str], str]]:
     shared = {f"={name}": cause for name, cause in load_table("nccl_log")["causes"].items()}
     rows = ((row, row.get("cause", "")) for row in load_table("nccl_log")["lines"])
     return [(row["kind"], re.compile(row["regex"]), shared.get(cause, cause)) for row, cause in rows]
+
+
+def needles_of_forms() -> tuple[str, ...]:
+    """Return texts of which each line contains one that tells a network, a provider or a fault."""
+    kinds = ("network", "provider", *FAULTS)
+    every = [needles(pattern.pattern) for kind, pattern, _ in load_patterns() if kind in kinds]
+    return (*(text for some in every for text in some), "NCCL WARN") if all(every) else ("NCCL",)
 
 
 def parse_nccl_log(text: str) -> NcclLog:

@@ -19,6 +19,7 @@ from envbuild.errors import UsageError
 STDIN = "-"
 # A progress bar may write megabytes without a newline.
 _LONGEST = 1 << 14
+_BLOCK = 1 << 20
 _PACKED = re.compile(r"\.(?:gz|bz2|xz)$")
 _OPENERS = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\x00", lzma.open))
 _OF_PBS = re.compile(r"\.[oe](\d+)(?:[.\[-]|$)")
@@ -63,7 +64,9 @@ def job_number(name: str) -> str:
 
 
 def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
-    """Yield (name, lines) of each log; lines are read lazily. "-" is standard input, a folder stands for its files.
+    """Yield (name, blocks) of each log; blocks of whole lines are read lazily, without the newline at their end.
+
+    "-" is standard input, a folder stands for its files.
 
     The records of torch's flight recorder are one more log, the last. Raises UsageError for a path that does not
     exist or cannot be read.
@@ -74,7 +77,7 @@ def read_logs(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[str]]]:
         if file != STDIN and is_record(Path(file)):
             records.append(Path(file))
         else:
-            yield "standard input" if file == STDIN else file, _lines(file)
+            yield "standard input" if file == STDIN else file, _blocks(file)
     if records:
         found = (read_record(path) for path in records if not path.name.endswith(".stack"))
         yield f"{records[0].parent}/ (flight records)", merged([one for one in found if one])
@@ -99,19 +102,38 @@ def _files(path: str) -> tuple[list[str], bool]:
     return found, True
 
 
-def _lines(path: str) -> Iterator[str]:
-    """Yield whole lines; a very long line is reduced to its beginning and its end."""
+def _blocks(path: str) -> Iterator[str]:
+    """Yield blocks of whole lines; a very long line is reduced to its beginning and its end."""
     try:
         with nullcontext(sys.stdin.buffer) if path == STDIN else _opened(Path(path)) as file:
-            while piece := file.readline(_LONGEST):
-                begin, end = piece, b""
-                while not piece.endswith(b"\n") and (piece := file.readline(_LONGEST)):
-                    # The final state of a progress bar is at the end, and what a program says behind it.
-                    end = (end + piece)[-_LONGEST:]
-                yield (begin + end).decode("utf-8", "replace").rstrip("\r\n")
+            rest = b""
+            while piece := file.read(_BLOCK):
+                whole, newline, rest = (rest + piece).rpartition(b"\n")
+                rest = _shortened(rest)
+                if newline:
+                    yield _decoded(_without_long_lines(whole))
+            if rest:
+                yield _decoded(rest)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read the log {path}: {reason}") from None
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", "replace")
+
+
+def _without_long_lines(text: bytes) -> bytes:
+    # A line that is longer than two parts contains one.
+    parts = range(0, len(text) - _LONGEST + 1, _LONGEST)
+    if all(text.find(b"\n", at, at + _LONGEST) >= 0 for at in parts):
+        return text
+    return b"\n".join(map(_shortened, text.split(b"\n")))
+
+
+def _shortened(line: bytes) -> bytes:
+    # The final state of a progress bar is at the end, and what a program says behind it.
+    return line if len(line) <= 2 * _LONGEST else line[:_LONGEST] + line[-_LONGEST:]
 
 
 def _opened(path: Path) -> IO[bytes]:

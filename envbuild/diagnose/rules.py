@@ -16,21 +16,18 @@ PLACES: tuple[Place, ...] = get_args(Place)
 KINDS: tuple[Kind, ...] = ("cause", "note", "symptom")
 
 _PATTERNS = ("all", "any", "none", "also", "ended", "before")
-# A part of a regular expression: a character class, or one character, which may be escaped.
-_PART = re.compile(r"(?P<part>\[\^?\]?(?:\\.|[^]\\])*\]|\\.|.)(?P<repeated>(?:[*+?]|\{\d*,?\d*\})\??)?", re.DOTALL)
-_LITERAL = re.compile(r"\\\W|[^\\().^$]", re.DOTALL)
+# A part of a regular expression: the begin of a group, a character class, or one character, which may be escaped.
+_PART = re.compile(r"(?P<open>\((?:\?(?:P<\w+>|<?[=!]|:))?)|\)|\||(?P<part>\[\^?\]?(?:\\.|[^]\\])*\]|\\.|.)", re.DOTALL)
+_REPEATED = re.compile(r"(?P<any>[*?]|\{0?,\d*\})\??|\+\??|\{\d+(?:,\d*)?\}\??")
+_LITERAL = re.compile(r"\\\W|[^\\.^$\[]", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LinePattern:
-    """A regular expression to search in lines; `needle` is a text in every line that it matches."""
+    """A regular expression to search in lines; every line that it matches contains one of the `needles`."""
 
     regex: re.Pattern[str]
-    needle: str
-
-    def search(self, line: str) -> re.Match[str] | None:
-        """Return the match in `line`, None if there is none."""
-        return self.regex.search(line) if self.needle in line else None
+    needles: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +83,9 @@ class DiagnosisRule:
         return [*(one for key in _PATTERNS for one in getattr(self, key)), *(count.line for count in self.counts)]
 
 
-def tells(of: Literal["attempts", "progress", "failures"], line: str) -> bool:
-    """Return whether `line` reports what `of` names: a new attempt of its job, progress, or a failed process."""
-    return any(_pattern(text).search(line) for text in load_table("diagnoses")[of])
+def course_patterns(of: Literal["attempts", "progress", "failures"]) -> tuple[LinePattern, ...]:
+    """Return the patterns of what `of` names: a new attempt of a log's job, its progress, or a failed process."""
+    return tuple(map(_pattern, load_table("diagnoses")[of]))
 
 
 @functools.cache
@@ -108,23 +105,57 @@ def _rule(row: Mapping[str, Any]) -> DiagnosisRule:
 
 @functools.cache
 def _pattern(text: str) -> LinePattern:
-    return LinePattern(re.compile(text), needle(text))
+    return LinePattern(re.compile(text), needles(text))
 
 
-def needle(regex: str) -> str:
-    """Return the longest text that every match of `regex` contains, "" if there is none to find.
+def needles(regex: str) -> tuple[str, ...]:
+    """Return texts of which every match of `regex` contains one, as long ones as possible; none if there are none.
 
-    A line without it cannot match, and `in` is much faster than `search`. Groups, character classes and
-    quantified characters are skipped; top-level alternatives have no common text.
+    A line without them cannot match, and most lines can so be passed over without a search. Character classes and
+    what may be missing are skipped. Of alternatives each adds its own text.
     """
-    runs, depth = [""], 0
-    for found in _PART.finditer(regex):
-        part = found["part"]
-        if part == "|" and not depth:
-            return ""
-        depth += (part == "(") - (part == ")")
-        if depth or found["repeated"] or not _LITERAL.fullmatch(part):
-            runs.append("")
+    return _alternatives(regex, 0)[0]
+
+
+def _alternatives(regex: str, at: int) -> tuple[tuple[str, ...], bool, int]:
+    """Return the texts of the group that begins at `at`, whether its only text is all of it, and the group's end."""
+    found: list[tuple[str, ...]] = []
+    whole = True
+    best: tuple[str, ...] = ()
+    run = ""
+
+    def closed(texts: tuple[str, ...]) -> tuple[str, ...]:
+        return max(best, texts, key=lambda some: min(map(len, some), default=0))
+
+    while at < len(regex):
+        part = _PART.match(regex, at)
+        assert part is not None
+        at = part.end()
+        if part[0] in ("|", ")"):
+            found.append(closed((run,) if run else ()))
+            best, run = (), ""
+            if part[0] == ")":
+                break
+            whole = False
+            continue
+        texts: tuple[str, ...] = ()
+        literal = False
+        if part["open"]:
+            texts, literal, at = _alternatives(regex, at)
+            if part["open"].endswith(("=", "!")):
+                texts, literal = (), False
+        elif _LITERAL.fullmatch(part["part"]):
+            texts, literal = (part["part"][-1],), True
+        if repeated := _REPEATED.match(regex, at):
+            at = repeated.end()
+            texts, literal = (() if repeated["any"] else texts), False
+        if literal:
+            run += texts[0]
         else:
-            runs[-1] += part[-1]
-    return max(runs, key=len)
+            whole = False
+            best, run = closed((run,) if run else ()), ""
+            best = closed(texts)
+    else:
+        found.append(closed((run,) if run else ()))
+    every = tuple(dict.fromkeys(text for some in found for text in some)) if all(found) else ()
+    return every, whole and len(every) == 1, at

@@ -11,7 +11,6 @@ import os
 import random
 import re
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.cli.diagnose import diagnose_command
-from envbuild.diagnose.engine import Diagnosis, diagnose
+from envbuild.diagnose import shapes
+from envbuild.diagnose.engine import Diagnosis, _Reader, diagnose
 from envbuild.diagnose.read import job_number, read_logs
-from envbuild.diagnose.rules import PLACES, DiagnosisRule, load_rules, needle
+from envbuild.diagnose.rules import PLACES, DiagnosisRule, load_rules, needles
+from envbuild.diagnose.shapes import LineShapes
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"
@@ -439,13 +440,52 @@ def test_the_end_of_an_endless_line_is_whole_wherever_it_is_cut(more: int, tmp_p
     assert [one.id for one in of(path).findings] == ["no-gpu"]
 
 
-def test_a_large_log_takes_seconds(tmp_path: Path) -> None:
+def test_lines_that_differ_in_numbers_are_searched_once_and_few_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # fmt: skip
+    """The work for a large log, counted: 100,000 lines, of which one is a cause."""
+    searched, read = [], []
+    marks_of, line = LineShapes._marks_of, _Reader._line
+    monkeypatch.setattr(LineShapes, "_marks_of", lambda self, shape: searched.append(shape) or marks_of(self, shape))
+    monkeypatch.setattr(_Reader, "_line", lambda self, one, *more: read.append(one) or line(self, one, *more))
     path = tmp_path / "big.log"
-    line = "[RANK 3] Epoch 49 | Batchsize: 32 | Steps: 8 | Loss: 0.615954\n"
-    path.write_text(line * 100_000 + "OSError: [Errno 28] No space left on device\n")
-    begun = time.monotonic()
-    assert of(path).findings[0].id == "disk-full"
-    assert time.monotonic() - begun < 20
+    lines = [f"[RANK {n % 8}] Step {n} of 100000 | lr {n / 7:.3e}" for n in range(100_000)]
+    path.write_text("\n".join([*lines, "OSError: [Errno 28] No space left on device", *lines[:9]]))
+    found = of(path)
+    assert (found.findings[0].id, found.findings[0].evidence[0].line, found.lines) == ("disk-full", 100_001, 100_010)  # fmt: skip
+    assert [one.number for one in read] == [100_001]
+    assert len(searched) == 1
+
+
+def test_the_shapes_of_lines_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "_MOST", 100)
+    some: LineShapes[str] = LineShapes({"a": ["needle 1"], "b": []})
+    for number in range(20):
+        block = "\n".join(f"{chr(97 + number)}{chr(0x4E00 + n)}" for n in range(50))
+        assert some.of(f"{block}\nthe needle 12")[-2:] == [("b",), ("a", "b")]
+        assert len(some._known) <= 200
+
+
+def test_a_line_has_the_marks_of_all_patterns_that_match_it() -> None:
+    patterns = {pattern for rule in EVERYWHERE for pattern in rule.patterns}
+    some = LineShapes({pattern: pattern.needles for pattern in patterns})
+    lines = [line for path in sorted(DATA.glob("*/*.log")) for line in path.read_text().splitlines()]
+    for line, marks in zip(lines, some.of("\n".join(lines)), strict=True):
+        assert {pattern for pattern in patterns if pattern.regex.search(line)} <= set(marks)
+
+
+def test_each_pattern_has_a_text_that_few_lines_contain() -> None:
+    rare = {'^(?:\\d+: ?)?"(?P<module>[^"]+)"(?:\\s+"[^"]+")*\\s*$'}
+    for rule in EVERYWHERE:
+        for pattern in rule.patterns:
+            assert min(map(len, pattern.needles), default=0) >= 5 or pattern.regex.pattern in rare, pattern
+
+
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) - 3, 1 << 14, 40_000])
+def test_lines_are_whole_wherever_a_block_of_the_file_ends(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_bytes(b"x" * (size - 30) + b"\nCUDA error: out of memory\r\ny\nTraceback (most recent call last):\n")
+    found = of(path)
+    assert [(one.id, one.evidence[0].line) for one in found.findings] == [("gpu-memory", 2)]
+    assert found.lines == 4
 
 
 def test_passwords_in_logs_are_not_repeated() -> None:
@@ -478,18 +518,21 @@ def test_the_constant_text_of_a_pattern_is_in_all_that_it_matches() -> None:
     for pattern in patterns:
         for line in lines:
             if pattern.regex.search(line):
-                assert pattern.needle in line, pattern
+                assert any(text in line for text in pattern.needles), pattern
 
 
 @pytest.mark.parametrize(
-    ("regex", "text"),
+    ("regex", "texts"),
     [
-        (r"abc", "abc"), (r"abc?de", "ab"), (r"a(?:x|y)bcd", "bcd"), (r"ab|cd", ""), (r"\[x\] y\d+z", "[x] y"),
-        (r"[]a]bc", "bc"), (r"[^]]+end", "end"), (r"\((?P<n>[^)]+)\) on", ") on"), (r"a{2}bc", "bc"), (r"^x\.$", "x."),
+        (r"abc", ["abc"]), (r"abc?de", ["ab"]), (r"a(?:x|y)bcd", ["bcd"]), (r"ab|cd", ["ab", "cd"]),
+        (r"\[x\] y\d+z", ["[x] y"]), (r"[]a]bc", ["bc"]), (r"[^]]+end", ["end"]), (r"\((?P<n>[^)]+)\) on", [") on"]),
+        (r"a{2}bc", ["bc"]), (r"^x\.$", ["x."]), (r"ab|", []), (r"(ab)?c", ["c"]), (r"(ab|\d)", []), (r"a(?:bc)d", ["abcd"]),
+        (r"a(?!xyz)b", ["a"]), (r"(?<=xyz)b", ["b"]), (r"(?:abc|de(?:f|g))\d", ["abc", "de"]), (r"(?:abc)+", ["abc"]),
+        (r"(?:abc){0,9}d", ["d"]), (r"(?P<x>(?:abcd|efgh)i)j", ["abcd", "efgh"]),
     ],
 )  # fmt: skip
-def test_the_constant_text_of_a_pattern(regex: str, text: str) -> None:
-    assert needle(regex) == text
+def test_the_constant_texts_of_a_pattern(regex: str, texts: list[str]) -> None:
+    assert list(needles(regex)) == texts
 
 
 # ---- the command

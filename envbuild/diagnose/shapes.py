@@ -1,0 +1,83 @@
+"""The shapes of a log's lines: most lines differ in numbers alone, and few can match any pattern.
+
+A shape is a line without its digits. Each new shape is searched once, by one expression of the constant texts of all
+patterns; a pattern is then tried only on lines whose shape contains one of its texts. Memory is bounded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Hashable, Mapping
+from typing import Generic, TypeVar
+
+Mark = TypeVar("Mark", bound=Hashable)
+
+_DIGITS = b"0123456789"
+# Characters of logs from the rarest to the most common; all others, such as capitals, are rare.
+_COMMON = b"zqjx|'\"vk()bywg=][pmfu,dclh-_/:.srnioatE e"
+# The shapes that are remembered, and their characters in all.
+_MOST, _MOST_CHARACTERS = 100_000, 16 << 20
+_SHORTEST = 3
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass").translate(None, _DIGITS)
+
+
+class LineShapes(Generic[Mark]):
+    """The marks of shapes: those of `texts` of which a shape contains one text; a mark without texts is on each."""
+
+    def __init__(self, texts: Mapping[Mark, Collection[str]]) -> None:
+        encoded = {mark: set(map(_encoded, some)) for mark, some in texts.items()}
+        self._always = tuple(mark for mark, some in encoded.items() if not some or b"" in some)
+        self._order = {mark: number for number, mark in enumerate(texts)}
+        self._marks: dict[bytes, list[Mark]] = {}
+        for mark, some in encoded.items():
+            for text in () if mark in self._always else some:
+                self._marks.setdefault(text, []).append(mark)
+        # The texts by their ends, which begin with a rare character: these are searched, for speed.
+        self._ends: dict[int, list[tuple[bytes, bytes]]] = {}
+        self._short = [text for text in self._marks if len(text) < _SHORTEST]
+        for text in self._marks.keys() - self._short:
+            starts = range(len(text) - _SHORTEST + 1)
+            start = min(starts, key=lambda one: (_COMMON.find(text[one : one + 1]), one))
+            self._ends.setdefault(text[start], []).append((text[start:], text))
+        self._search_short = re.compile(b"|".join(map(re.escape, self._short)) or rb"(?!)").search
+        self._search = _alternatives([end for some in self._ends.values() for end, _ in some]).search
+        self._known: dict[bytes, tuple[Mark, ...]] = {}
+        self._characters = 0
+
+    def of(self, lines: str) -> list[tuple[Mark, ...]]:
+        """Return the marks of each of the `lines`, which newlines separate, in the order of `texts`."""
+        shapes = _encoded(lines).split(b"\n")
+        if len(self._known) > _MOST or self._characters > _MOST_CHARACTERS:
+            self._known.clear()
+            self._characters = 0
+        for shape in set(shapes) - self._known.keys():
+            marked = self._search(shape) or self._search_short(shape)
+            self._known[shape] = self._marks_of(shape) if marked else self._always
+            self._characters += len(shape)
+        return [self._known[shape] for shape in shapes]
+
+    def _marks_of(self, shape: bytes) -> tuple[Mark, ...]:
+        marks = {*self._always, *(mark for text in self._short if text in shape for mark in self._marks[text])}
+        at = 0
+        while found := self._search(shape, at):
+            at = found.start() + 1
+            for end, text in self._ends[shape[at - 1]]:
+                if shape.startswith(end, at - 1) and text in shape:
+                    marks.update(self._marks[text])
+        return tuple(sorted(marks, key=self._order.__getitem__))
+
+
+def _alternatives(texts: Collection[bytes]) -> re.Pattern[bytes]:
+    """Return an expression that matches at the begin of each of the `texts`."""
+    by_first: dict[bytes, set[bytes]] = {}
+    for text in texts:
+        by_first.setdefault(text[:1], set()).add(text[1:])
+    groups = []
+    for first, rests in sorted(by_first.items()):
+        # A text that begins with another one is found by that.
+        shortest = [one for one in sorted(rests) if not any(one.startswith(other) for other in rests - {one})]
+        groups.append(re.escape(first) + b"(?:" + b"|".join(map(re.escape, shortest)) + b")")
+    return re.compile(b"|".join(groups) or rb"(?!)", re.DOTALL)
