@@ -11,13 +11,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from envbuild.errors import UsageError
-from envbuild.imports.conda_files import read_conda_lock, read_environment, read_pixi, read_pixi_lock
+from envbuild.imports.conda_files import (
+    is_conda_list,
+    read_conda_list,
+    read_conda_lock,
+    read_environment,
+    read_pixi,
+    read_pixi_lock,
+)
 from envbuild.imports.dockerfile import read_dockerfile
 from envbuild.imports.installed import is_environment, read_installed
 from envbuild.imports.lock_files import read_pipfile_lock, read_toml_lock
 from envbuild.imports.pip_files import read_requirements
 from envbuild.imports.pyproject import read_pyproject
-from envbuild.imports.statement import Statement
+from envbuild.imports.statement import Statement, text_of
+
+
+def _read_text(path: Path) -> Iterator[Statement]:
+    yield from (read_conda_list if is_conda_list(text_of(path)) else read_requirements)(path)
+
 
 # Format → the pattern of its file names, and its reader. The first pattern that matches counts.
 FORMATS: dict[str, tuple[str, Callable[[Path], Iterator[Statement]]]] = {
@@ -30,8 +42,8 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Iterator[Statement]]]] = {
     "pixi.lock": (r"pixi\.lock", read_pixi_lock),
     "pixi.toml": (r"pixi\.toml", read_pixi),
     "environment.yml": (r".*\.ya?ml", read_environment),
-    "Dockerfile": (r"(.*\.)?([Dd]ocker|[Cc]ontainer)file(\..*)?", read_dockerfile),
-    "requirements.txt": (r".*\.(txt|in)", read_requirements),
+    "Dockerfile": (r"(.*[.-])?([Dd]ocker|[Cc]ontainer)file([.-].*)?", read_dockerfile),
+    "requirements.txt": (r".*\.(txt|in)", _read_text),
 }
 # Of the many YAML and text files of a project's folder, those with the usual names.
 _IN_FOLDER = re.compile(r"(?!.*\.ya?ml|.*\.(txt|in)).*|environment\.ya?ml|(.*\.)?conda-lock\.ya?ml|requirements\.txt")

@@ -25,6 +25,8 @@ _SELECTOR = re.compile(r"\s#\s*\[([a-z0-9]+)\]\s*$")
 _SELECTED = {"linux": "", "unix": "", "linux64": "linux-64", "x86_64": "linux-64", "aarch64": "linux-aarch64"}
 _LINUX = ("", "linux-64", "linux-aarch64")
 _LOCKED = "URLs and hashes: `envbuild lock` writes those of the same versions and builds"
+# A line of `conda list --export`: NAME=VERSION=BUILD
+_EXPORTED = r"([\w.-]+)=([^=\s]+)=([^=\s]+)"
 # Arrays of environment.yml, pixi and conda-lock → kind of their statements.
 KINDS = {"channels": "channel", "platforms": "platform", "dependencies": "conda"}
 
@@ -170,6 +172,39 @@ def read_pixi_lock(path: Path) -> Iterator[Statement]:
         for platform, names in groups.get(url, {}).items():
             yield _pin("conda" not in row, url, row, place, "" if "default" in names else " ".join(names), platform)
     yield lost("url, hash", str(path), _LOCKED)
+
+
+def is_conda_list(text: str) -> bool:
+    """Return whether a text file is the output of `conda list --explicit` or `conda list --export`."""
+    lines = (line.strip() for line in text.split("\n"))
+    first = next((line for line in lines if line and not line.startswith("#")), "")
+    return first == "@EXPLICIT" or re.fullmatch(_EXPORTED, first) is not None
+
+
+def read_conda_list(path: Path) -> Iterator[Statement]:
+    """Yield the pins of an output of `conda list --explicit` or `conda list --export`. Raises UsageError.
+
+    Source: conda's documentation, "Managing environments", "Building identical conda environments".
+    """
+    platform, channels = "", dict[str, str]()
+    for number, line in enumerate(text_of(path).split("\n"), 1):
+        text, place = line.strip(), f"{path}:{number}"
+        if named := re.fullmatch(r"# platform: (\S+)", text):
+            platform = named[1]
+        elif exported := re.fullmatch(_EXPORTED, text):
+            row = {"name": exported[1], "version": exported[2]}
+            is_pip = exported[3] == "pypi_0"
+            file = f"x/{'-'.join(exported.groups())}.{'whl' if is_pip else 'conda'}"
+            yield _pin(is_pip, file, row, place, "", platform)
+        elif text and text != "@EXPLICIT" and not text.startswith("#"):
+            url = text.partition("#")[0]
+            channel, _, subdir = url.rpartition("/")[0].rpartition("/")
+            channels.setdefault(channel.removeprefix(f"{CHANNEL_ALIAS}/"), place)
+            yield _pin(False, url, {}, place, "", platform if subdir == "noarch" else subdir)
+    for channel, place in channels.items():
+        yield Statement("channel", channel, place)
+    if platform:
+        yield Statement("platform", platform, str(path))
 
 
 def _pin(pip: bool, url: str, row: dict[str, Any], place: str, group: str, platform: str) -> Statement:

@@ -24,7 +24,7 @@ _BASES = (
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 _HEREDOC = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)[\"']?")
 _INSTALL = {
-    "pip": re.compile(r"(?:(?:\S*/)?python[\d.]* -m |uv )?(?:\S*/)?pip[\d.]* install"),
+    "pip": re.compile(r"(?:(?:\S*/)?python[\d.]* -m |uv )?(?:\S*/)?pip[\d.]*(?: -\S+)* install"),
     "conda": re.compile(r"(?:\S*/)?(?:conda|mamba|micromamba) (?:install|create)"),
     "package": re.compile(r"apt(?:-get)?(?: -\S+)* install"),
 }

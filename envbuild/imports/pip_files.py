@@ -1,75 +1,140 @@
-"""Reader of pip's requirements files, and of the arguments of `pip install`.
+"""Reader of pip's requirements files, and of the arguments of `pip install` and `uv pip install`.
 
-Source: pip's documentation, "Requirements File Format". Variables such as ${TOKEN} are not replaced: they hold secrets.
+Source: pip's documentation, "Requirements File Format"; the options are those of data/pip_options.toml. Variables such
+as ${TOKEN} are not replaced: they hold secrets.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import shlex
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+from envbuild.data import load_table
 from envbuild.errors import UsageError
 from envbuild.imports.statement import Statement, lost, text_of
 from envbuild.lock.format import logical_lines
 
 HASHES = "hashes: `envbuild lock` writes those of the same versions"
-_OPTION = re.compile(r"(--[a-z-]+|-[A-Za-z])\s*=?\s*(.*)", re.S)
-_LONG = {"-r": "--requirement", "-c": "--constraint", "-i": "--index-url", "-f": "--find-links", "-e": "--editable"}
-_VALUED = {*_LONG, *_LONG.values(), "--extra-index-url", "--trusted-host", "--no-binary", "--only-binary", "--python",
-           "-t", "--target", "--prefix", "--root", "--platform", "--python-version", "--index", "--default-index",
-           "--index-strategy", "--torch-backend", "--timeout", "--retries", "--cache-dir", "--proxy"}  # fmt: skip
-# They change neither packages nor versions.
-_WITHOUT_EFFECT = {"-U", "-q", "--upgrade", "--quiet", "--no-cache-dir", "--no-cache", "--system", "--user",
-                   "--disable-pip-version-check", "--root-user-action", "--break-system-packages"}  # fmt: skip
+_UNKNOWN = "pip and uv have no such option, so the words after it may be values or packages: correct it"
+# What the options mean that name packages or indexes.
+_FILES = {"--requirement": "requirement", "--requirements": "requirement", "--constraint": "constraint"} | {
+    "--constraints": "constraint"
+}
+_INDEXES = ("--index-url", "--extra-index-url", "--index", "--default-index")
 
 
 def read_requirements(path: Path, kind: str = "requirement", seen: tuple[Path, ...] = ()) -> Iterator[Statement]:
     """Yield the statements of a requirements file and of the files that it names. Raises UsageError."""
     for number, line in logical_lines(text_of(path)):
-        text = re.sub(r"(^|\s)#.*$", "", line).strip()
-        if text:
-            yield from pip_line(text, f"{path}:{number}", path.parent, kind, (*seen, path.absolute()))
-
-
-def pip_words(words: list[str], place: str, folder: Path) -> Iterator[Statement]:
-    """Yield the statements of the arguments of `pip install`."""
-    left = iter(words)
-    for word in left:
-        text = f"{word} {next(left, '')}" if word in _VALUED else word
-        if text.partition("=")[0] not in _WITHOUT_EFFECT:
-            yield from pip_line(text, place, folder)
+        if stripped := re.sub(r"(^|\s)#.*$", "", line).strip():
+            yield from pip_line(stripped, f"{path}:{number}", path.parent, kind, (*seen, path.absolute()))
 
 
 def pip_line(
     text: str, place: str, folder: Path, kind: str = "requirement", seen: tuple[Path, ...] = ()
 ) -> Iterator[Statement]:
     """Yield the statements of one line of a requirements file in `folder`; `seen` are the files that lead to it."""
-    found = _OPTION.fullmatch(text)
-    if found is None:
-        requirement, *options = re.split(r"\s+(?=--[a-z])", text)
-        yield Statement(kind, _named(requirement.strip()), place)
-        for option in options:
-            yield lost(option, place, HASHES if option.startswith("--hash") else "an option of pip for one package")
+    requirement, *options = re.split(r"(?:^|\s+)(?=-)", text, maxsplit=1)
+    if not requirement:
+        yield from pip_words(_split(options[0]), place, folder, kind, seen)
         return
-    option, value = _LONG.get(found[1], found[1]), found[2].strip().strip("'\"")
-    if option in ("--requirement", "--constraint"):
+    yield Statement(kind, _named(requirement.strip()), place)
+    for option in re.split(r"\s+(?=--[a-z])", options[0]) if options else ():
+        yield lost(option, place, HASHES if option.startswith("--hash") else "an option of pip for one package")
+
+
+def pip_words(
+    words: list[str], place: str, folder: Path, kind: str = "requirement", seen: tuple[Path, ...] = ()
+) -> Iterator[Statement]:
+    """Yield the statements of the arguments of `pip install`; arguments as in `pip_line`."""
+    left = deque(words)
+    while left:
+        word = left.popleft()
+        if not re.match(r"-[-\w]", word):
+            yield Statement(kind, _named(word), place)
+            continue
+        name, equals, value = word.partition("=")
+        if not word.startswith("--"):  # -rFILE, -qU
+            name, equals, value = word[:2], "", word[2:].removeprefix("=")
+        option = _options().get(name) or _abbreviated(name)
+        if option is None:
+            yield lost(word if equals else " ".join((word, *left)), place, _UNKNOWN)
+            if not equals:
+                return
+        elif not option[1]:  # a flag; -qU are two
+            if value and not equals:
+                left.appendleft(f"-{value}")
+            yield from () if option[0] in _without_effect() else [lost(name, place, "an option of pip")]
+        else:
+            if not value and not equals:
+                value = left.popleft() if left else ""
+                word = f"{word} {value}"
+            yield from _valued(option[0], value, word, place, folder, kind, seen)
+
+
+def _valued(
+    option: str, value: str, text: str, place: str, folder: Path, kind: str, seen: tuple[Path, ...]
+) -> Iterator[Statement]:
+    """Yield the statements of an option with its value; `text` are the two as they are written."""
+    if option in _FILES:
         other = folder / value
-        if "://" in value or len(seen) > 20 or other.absolute() in seen or not os.path.isfile(other):
+        if "://" in value:
+            yield lost(text, place, "a file at a URL: download it, and name it with --from")
+        elif len(seen) > 20 or other.absolute() in seen or not os.path.isfile(other):
             yield lost(text, place, "no such file here: name it with --from")
-            return
-        try:
-            yield from read_requirements(other, "constraint" if option == "--constraint" else kind, seen)
-        except UsageError as error:
-            yield lost(text, place, error.message)
-    elif option in ("--index-url", "--extra-index-url", "--index", "--default-index"):
-        yield Statement("index", value, place)
+        else:
+            try:
+                yield from read_requirements(other, "constraint" if _FILES[option] == "constraint" else kind, seen)
+            except UsageError as error:
+                yield lost(text, place, error.message)
+    elif option in _INDEXES:
+        # uv's indexes may have a name: NAME=URL
+        yield Statement("index", re.sub(r"^[\w.-]+=(?=\w+://)", "", value), place)
     elif option == "--find-links":
         yield lost(text, place, "find-links belong to pip's configuration, which envbuild reads")
-    else:
-        named = _named(value) if "://" in value else text  # a repository that pip would clone
-        yield Statement(kind, named, place) if option == "--editable" else lost(text, place, "an option of pip")
+    elif option == "--group":
+        yield lost(text, place, f"a group of pyproject.toml: name that file with --from, and --extra {value}")
+    elif option == "--editable":
+        yield Statement(kind, _named(value) if "://" in value else text, place)
+    elif option not in _without_effect():
+        yield lost(text, place, "an option of pip")
+
+
+@functools.cache
+def _options() -> dict[str, tuple[str, bool]]:
+    """Return each spelling of an option → its first long spelling, and whether it has a value; pip's count first."""
+    found: dict[str, tuple[str, bool]] = {}
+    for tool in ("uv", "pip"):
+        for key in ("valued", "flags"):
+            for spellings in map(str.split, load_table("pip_options")[tool][key]):
+                long = next(name for name in spellings if name.startswith("--"))
+                found |= dict.fromkeys(spellings, (long, key == "valued"))
+    return found
+
+
+def _abbreviated(name: str) -> tuple[str, bool] | None:
+    """Return pip's option that alone begins with `name`."""
+    table = load_table("pip_options")["pip"]
+    names = [one for key in ("valued", "flags") for text in table[key] for one in text.split() if one.startswith(name)]
+    found = {_options()[one] for one in names} if name.startswith("--") and len(name) > 3 else set()
+    return found.pop() if len(found) == 1 else None
+
+
+@functools.cache
+def _without_effect() -> frozenset[str]:
+    return frozenset(load_table("pip_options")["without_effect"])
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError:  # a quote that is not closed
+        return text.split()
 
 
 def _named(text: str) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 from lab.drafts import draft_of
+from uv import find_uv_bin
+
+from envbuild.imports.pip_files import _options
 
 
 def test_a_comment_that_ends_with_a_backslash_takes_no_requirement_with_it(tmp_path: Path) -> None:
@@ -145,3 +151,61 @@ platforms: linux-64
     assert recipe.conda.dependencies == ("tqdm",) and recipe.conda.requirements == ("rich",)
     lost = {entry.text.partition(":")[0]: (entry.place.rpartition(":")[2], entry.reason) for entry in draft.lost}
     assert lost["{'pip'"] == ("3", "not a string") and lost["platforms"] == ("7", "not a list")
+
+
+def test_values_of_options_are_no_packages(tmp_path: Path) -> None:
+    """pip's and uv's options; a long one of pip may be abbreviated."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/r.txt").write_text("a\n")
+    (tmp_path / "Dockerfile").write_text(
+        "FROM python:3.11\n"
+        "RUN pip --no-cache-dir install --progress-bar off --resume-retries 7 -qU -rsub/r.txt b\n"
+        "RUN pip install --extra-index https://p.example/simple --upgrade-strategy eager c --config-settings x=y\n"
+        "RUN uv pip install --link-mode copy --index own=https://q.example/simple -p 3.11 --no-progress d\n"
+        "RUN pip install e --wibble 7 f\n"
+        "RUN pip install g --wobble=7 h\n"
+    )
+    draft, recipe = draft_of(tmp_path / "Dockerfile")
+    assert recipe.requirements == ("a", "b", "c", "d", "e", "g", "h")
+    indexes = recipe.targets["cpu-x86_64"].indexes
+    assert {"https://p.example/simple", "https://q.example/simple"} < set(indexes)
+    said = {entry.text: (entry.place.rpartition(":")[2], entry.reason) for entry in draft.lost}
+    assert said.keys() == {"--config-settings x=y", "-p 3.11", "--wibble 7 f", "--wobble=7"}
+    assert said["--wibble 7 f"][0] == "5" and "no such option" in said["--wibble 7 f"][1]
+
+
+def test_every_option_of_the_installed_pip_and_uv_is_known() -> None:
+    helps = {
+        "pip": subprocess.run(
+            [sys.executable, "-m", "pip", "install", "--help"], capture_output=True, text=True
+        ).stdout,
+        "uv": subprocess.run([find_uv_bin(), "pip", "install", "--help"], capture_output=True, text=True).stdout,
+    }
+    for tool, text in helps.items():
+        found = re.findall(r"^ {2,8}((?:-\w, )?--[a-z0-9-]+(?:, --[a-z0-9-]+)*)( <\S+>)?", text, re.MULTILINE)
+        assert len(found) > 40, tool
+        for spellings, value in found:
+            for name in spellings.split(", "):
+                assert _options()[name][1] == bool(value), (tool, name)
+
+
+def test_outputs_of_conda_list(tmp_path: Path) -> None:
+    (tmp_path / "export.txt").write_text(
+        "# This file may be used to create an environment using:\n# $ conda create --name <env> --file <this file>\n"
+        "# platform: linux-64\nnumpy=2.2.6=py311h5d046bc_0\npython=3.11.9=hb806964_0_cpython\neinops=0.8.1=pypi_0\n"
+        "pytorch=2.7.1=cuda126_mkl_py311_h1\n"
+    )
+    _, recipe = draft_of(tmp_path / "export.txt", target=None)
+    assert list(recipe.targets) == ["cu126-x86_64"] and recipe.python == "3.11"
+    assert recipe.targets["cu126-x86_64"].conda == (
+        "numpy 2.2.6 py311h5d046bc_0", "python 3.11.9 hb806964_0_cpython", "pytorch 2.7.1 cuda126_mkl_py311_h1",
+    )  # fmt: skip
+    assert recipe.conda.requirements == ("einops==0.8.1",)
+    url = "https://conda.anaconda.org/conda-forge"
+    (tmp_path / "explicit.txt").write_text(
+        f"# platform: linux-64\n@EXPLICIT\n{url}/noarch/tqdm-4.67.1-pyhd8ed1ab_1.conda#{'0' * 32}\n"
+        f"{url}/linux-64/numpy-2.2.6-py311h5d046bc_0.conda\n"
+    )
+    _, recipe = draft_of(tmp_path / "explicit.txt")
+    assert recipe.conda.channels == ("conda-forge",)
+    assert recipe.targets["cpu-x86_64"].conda == ("tqdm 4.67.1 pyhd8ed1ab_1", "numpy 2.2.6 py311h5d046bc_0")
