@@ -13,6 +13,7 @@ import errno
 import fcntl
 import glob
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -20,11 +21,14 @@ from pathlib import Path
 
 from envbuild.errors import BuildError, EnvbuildError, file_error, note_writing, system_hint
 from envbuild.file_lock import folder_lock
+from envbuild.files import absolute_path, open_regular
 from envbuild.progress import Log
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
+# The end of a name of `staging`; a file is read in pieces, which may cut one after 17 bytes.
+_STAGING, _MOST_CUT, _PIECE = re.compile(rb"\.envbuild-[0-9a-f]{8}"), 17, 1 << 20
 
 
 @contextlib.contextmanager
@@ -52,8 +56,25 @@ def recover(place: Path) -> None:
 
 
 def staging(place: Path) -> Path:
-    """Return a new name beside `place` for the folder that `staged` creates, so that a Ctrl-C leaves none behind."""
+    """Return a new name beside `place` for the folder that `staged` creates, so that a Ctrl-C leaves none behind.
+
+    The path is absolute and without "..", whatever `place` is: installers write what they can of it into scripts.
+    """
+    place = absolute_path(place)
     return place.with_name(f".{place.name}.envbuild-{secrets.token_hex(4)}")
+
+
+def names_staging(path: Path) -> bool:
+    """Return whether a file, or a symbolic link, contains the name of a folder of `staging`. Raises OSError."""
+    if path.is_symlink():
+        return _STAGING.search(os.fsencode(os.readlink(path))) is not None
+    with open_regular(path) as stream:
+        text = b""
+        while data := stream.read(_PIECE):
+            text = text[-_MOST_CUT:] + data
+            if _STAGING.search(text):
+                return True
+    return False
 
 
 @contextlib.contextmanager

@@ -80,6 +80,22 @@ def walk_stats(root: Path) -> Iterator[tuple[str, os.stat_result]]:
                     yield entry.path[start:], entry.stat(follow_symlinks=False)
 
 
+def absolute_path(path: Path) -> Path:
+    """Return `path` as an absolute path without "..": the one that the kernel would find. Raises OSError.
+
+    ".." behind a symbolic link leads to the folder above the link's target; other links stay, because a folder may have
+    only that name on other hosts. Tools compare and join paths by their text, which "..", as typed, would spoil.
+    """
+    whole = path.absolute()
+    found = Path(whole.anchor)
+    for part in whole.parts[1:]:
+        if part != "..":
+            found /= part
+        else:
+            found = (Path(os.path.realpath(found)) if found.is_symlink() else found).parent
+    return found
+
+
 def named_path(path: Path) -> Path:
-    """Return `path`, made absolute if it has no name of its own, as "." and ".."; files lie beside an artifact's."""
-    return path if path.name not in ("", "..") else Path(os.path.abspath(path))
+    """Return `path`, made absolute if it has ".." or no name of its own, as "."; files lie beside an artifact's."""
+    return absolute_path(path) if ".." in path.parts or not path.name else path

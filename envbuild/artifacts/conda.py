@@ -26,6 +26,7 @@ from envbuild.artifacts.conda_survey import (
     quick_names,
     read_records,
     recorded_files,
+    rewritten_files,
 )
 from envbuild.artifacts.folder import (
     PYTHON_SETTINGS,
@@ -40,7 +41,7 @@ from envbuild.artifacts.folder import (
 from envbuild.artifacts.installed import names_and_versions
 from envbuild.artifacts.state import State, has_packages
 from envbuild.errors import BuildError, HostError
-from envbuild.files import parse_json
+from envbuild.files import absolute_path, parse_json
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.wheel import Scheme, wheel_paths
@@ -67,7 +68,7 @@ _SHELLS = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
 
 def is_current(path: Path, state: State, python: str | None = None) -> bool:
     """Return whether the environment at `path` matches its `state`, by a quick check of names, versions and path."""
-    if not interpreter(path).exists() or state.interpreter != os.path.abspath(interpreter(path)):
+    if not interpreter(path).exists() or state.interpreter != os.fspath(absolute_path(interpreter(path))):
         return False
     try:
         return has_packages(path, state, quick_names(path, site_packages(path, state.python)))
@@ -106,7 +107,7 @@ def build(wanted: FolderBuild) -> State:
     owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
     locked = {**recorded_files(records), **locked_files([*wheels, *own], plan.python, staged, conda=True)}
     python = os.fspath(interpreter(final))
-    return finish(wanted, own, version, python, locked, conda_packages(records), owned, read)
+    return finish(wanted, own, version, python, locked, conda_packages(records), owned, read, rewritten_files(records))
 
 
 def _history(plan: Plan) -> str:

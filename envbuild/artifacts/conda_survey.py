@@ -62,6 +62,11 @@ def recorded_files(records: list[dict[str, Any]]) -> dict[str, set[str]]:
     }
 
 
+def rewritten_files(records: list[dict[str, Any]]) -> frozenset[str]:
+    """Return the paths of the files of `records` that installing changed: it wrote the prefix into them."""
+    return frozenset(row["_path"] for record in records for row in _rows(record) if row.get("sha256_in_prefix"))
+
+
 def owned_dist_infos(records: list[dict[str, Any]], site_packages: str) -> frozenset[str]:
     """Return the .dist-info folders in `site_packages` (relative to the prefix) that belong to conda packages."""
     start = site_packages + "/"

@@ -13,6 +13,7 @@ from envbuild import atomic
 from envbuild.artifacts.image import AssembledImage
 from envbuild.environment import Environment
 from envbuild.errors import UsageError, VerificationError
+from envbuild.files import absolute_path, named_path
 from envbuild.image.archive import archive_pieces
 from envbuild.image.daemon import Loaded, connect, load
 from envbuild.image.layout import fill_layout
@@ -38,7 +39,7 @@ class ImageOutput:
                 f"--out {text!r}: an image is written as oci:DIR or docker-archive:FILE",
                 f"write --out oci:{text.rpartition(':')[2] or 'DIR'}",
             )
-        return cls(form, Path(path))
+        return cls(form, named_path(Path(path)))
 
 
 def check_tag(tag: str, *, push: bool) -> str:
@@ -105,7 +106,7 @@ def _load(client: Any, image: AssembledImage, tags: Sequence[str]) -> Loaded:
 
 def write(images: Sequence[AssembledImage], index: ImageIndex | None, out: ImageOutput, tag: str) -> None:
     """Write the layout or archive beside its final path, then replace that atomically."""
-    path = out.path.absolute()
+    path = absolute_path(out.path)
     with atomic.exclusive(path, log), atomic.writing(path.parent), atomic.staged(path) as staged:
         if out.form == "oci":
             root = images[0].descriptor
@@ -125,7 +126,7 @@ def write(images: Sequence[AssembledImage], index: ImageIndex | None, out: Image
 
 def check_place(out: ImageOutput, count: int) -> None:
     """Raise UsageError when `out` cannot hold `count` images, or when its path holds something else."""
-    path = out.path.absolute()
+    path = absolute_path(out.path)
     if out.form == "docker-archive" and count > 1:
         raise UsageError("a docker-archive holds one platform", "use --out oci:DIR")
     if out.form == "oci":

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Protocol
 
 from envbuild import atomic, process, resources
+from envbuild.artifacts.compiled import is_bytecode, other_code
 from envbuild.artifacts.installed import Distribution, distributions, record_rows
 from envbuild.artifacts.layers_in import LayerFolder, install_layers
-from envbuild.artifacts.manifest import Stat, seal, shown, write_manifest
+from envbuild.artifacts.manifest import Manifest, Stat, seal, shown, write_manifest
 from envbuild.artifacts.state import FILE, State, state_of
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
@@ -166,16 +167,18 @@ def finish(
     wanted: FolderBuild, own: Sequence[WheelFile], python_version: str, python: str,
     locked: Mapping[str, Collection[str]],
     conda: Sequence[Distribution] = (), owned: Collection[str] = (), read: Mapping[Stat, str] = {},
+    rewritten: Collection[str] = (),
 ) -> State:  # fmt: skip
     """Install the source layers into an environment that has all packages, check it, write and return its state.
 
     `own` are the wheels of own code, `python` is the interpreter that the state names. `locked` has the sha256 that a
     file of a package may have, by path. `conda` are the conda packages, `owned` their .dist-info folders,
-    and `read` the sha256 of files that were read before, by stat. Raises the errors of `layers`, and
-    BuildError when the packages or their files are not those of plan, layers and trainer.
+    `read` the sha256 of files that were read before, by stat, and `rewritten` the locked files into which their
+    installation wrote a path. Raises the errors of `layers`, and BuildError when the packages or their files are not
+    those of plan, layers and trainer, or when a file names the folder in which the environment is built.
     """
     plan, staged, environment = wanted.plan, wanted.staged, wanted.environment
-    layers = wanted.layers(interpreter(staged))
+    layers, workers = wanted.layers(interpreter(staged)), resources.workers(environment.variables)
     with atomic.writing(staged):
         built = install_layers(layers, staged)
         added = distributions(site_packages(staged, plan.python), owned).values()
@@ -183,19 +186,39 @@ def finish(
         packages = [(one.name, one.version, one.record) for one in (*conda, *added)]
         state = state_of(plan, python_version, python, packages, built, own)
         (staged / FILE).write_text(state.render(), encoding="utf-8")
-        manifest, files = write_manifest(staged, resources.workers(environment.variables), read)
-    wrong = sorted(
-        path for path, known in locked.items() if getattr(manifest.rows.get(path), "sha256", "") not in known
-    )
-    if wrong:
+        manifest, files = write_manifest(staged, workers, read)
+    wrong = [path for path, known in locked.items() if getattr(manifest.rows.get(path), "sha256", "") not in known]
+    # A wheel may bring bytecode (numpy), which --compile-bytecode writes again.
+    again = [path for path in wrong if path in manifest.rows and is_bytecode(path)] if plan.compile_bytecode else []
+    if wrong := sorted({*wrong} - {*again} | {*other_code(staged, again, str(interpreter(staged)), workers)}):
         process.run([environment.uv, "cache", "clean", "--quiet"], env=environment.uv_environment(), check=False)
         raise BuildError(
             f"installed files are not those of the locked packages: {shown(wrong)}",
             f"uv's cache in {environment.store.root} had other files and is empty now: run it again; if it was a conda "
             "package, remove the folder conda/pkgs there, too",
         )
+    with atomic.writing(staged):
+        _check_moved(wanted, manifest, locked.keys() - rewritten)
     seal(staged, manifest, files, environment.store)
     return state
+
+
+def _check_moved(wanted: FolderBuild, manifest: Manifest, known: Collection[str]) -> None:
+    """Raise BuildError for a file that names the folder in which the environment is built, and which is renamed.
+
+    Files whose path is `known` are those of a lock. Bytecode names its source, and Python corrects that on loading.
+    """
+    wrong = [
+        path
+        for path in manifest.rows
+        if path not in known and not is_bytecode(path) and atomic.names_staging(wanted.staged / path)
+    ]
+    if wrong:
+        raise BuildError(
+            f"{wanted.final}: {shown(wrong)}: names {wanted.staged}, a folder that exists during the build only",
+            "if a layer has the file, its build writes the path of its Python: give it an option or a patch that keeps "
+            "that out; else it is a fault of the installer: report it",
+        )
 
 
 def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path, *, conda: bool = False) -> dict[str, set[str]]:

@@ -13,6 +13,7 @@ from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.cli.report import reported
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
+from envbuild.files import absolute_path
 from envbuild.kinds import ARTIFACTS, FolderArtifact, plan_of
 from envbuild.progress import step
 from envbuild.recipe.load import LoadedRecipe
@@ -160,7 +161,7 @@ def _build_by_job(
     check_out(options.script, "--script")
     site = load_site(environment.variables, options.site)
     top = Path(site.paths.shared or Path.cwd()) / "build"
-    place = (options.out or top / loaded.recipe.name / target.name / kind.default_name).absolute()
+    place = absolute_path(options.out or top / loaded.recipe.name / target.name / kind.default_name)
     if not options.dry_run:  # nodes may be unable to reach an index, so resolve now
         plan_of(kind, loaded, target, environment, here=False, verify=not options.no_verify, **options.lock_use)
         if bundle is not None:

@@ -11,6 +11,7 @@ from envbuild.cli.common import check_out, log, open_recipe, run_environment, sh
 from envbuild.cli.options import PATH, with_options
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
+from envbuild.files import absolute_path
 from envbuild.image.registry import Pushed, Registry
 from envbuild.jobs.artifact import open_artifact
 from envbuild.kinds import ARTIFACTS, FolderArtifact, kind_at
@@ -73,7 +74,7 @@ def pull_command(reference: str, out: Path, no_verify: bool, as_json: bool) -> N
     registry = registry_of(reference, environment)
     data, blobs = open_pushed(registry, environment.store)
     if is_environment(data):
-        made = pull_environment(data, blobs, registry, out.absolute(), environment, verify=not no_verify)
+        made = pull_environment(data, blobs, registry, absolute_path(out), environment, verify=not no_verify)
     else:
         made = pull_file(data, blobs, registry, out, environment)
     log(f"{out}: {human_size(made.size)}, of which {human_size(made.fetched_bytes)} were fetched")

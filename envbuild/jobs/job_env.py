@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import PurePath, PurePosixPath
 
 from envbuild.fabrics import find_fabric
 from envbuild.jobs.artifact import JobInputs
@@ -81,17 +80,6 @@ def _caches(site: Site, runtime: Runtime) -> dict[str, str]:
     elif runtime == "apptainer":
         found = {"APPTAINER_CACHEDIR": cache and f"{cache}/apptainer", "APPTAINER_TMPDIR": scratch}
     return {name: value for name, value in found.items() if value}
-
-
-def plain_path(path: str, current: Path) -> str:
-    """Return `path`, which may be relative to `current`, as an absolute path without `..`.
-
-    Whether a mount shows a path is told by its beginning: /work/../scripts is not in /work.
-    """
-    whole = os.path.join(current.absolute(), path)
-    plain = os.path.normpath(whole)
-    # `..` behind a symbolic link leads elsewhere.
-    return plain if os.path.realpath(plain) == os.path.realpath(whole) else os.path.realpath(whole)
 
 
 def container_mounts(script: str | None, runtime: Runtime, work: str, site: Site) -> tuple[tuple[str, str], ...]:

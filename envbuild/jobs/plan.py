@@ -7,8 +7,9 @@ from typing import Any
 
 from envbuild import units
 from envbuild.errors import UsageError
+from envbuild.files import absolute_path
 from envbuild.jobs.artifact import JobInputs
-from envbuild.jobs.job_env import container_mounts, job_env, plain_path
+from envbuild.jobs.job_env import container_mounts, job_env
 from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
@@ -89,7 +90,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         (site.origin("kubernetes", "mount"), _claimed(scheduler, site)),
         ("current folder", str(request.current.absolute())),
     )
-    work = plain_path(work, request.current)
+    work = str(absolute_path(request.current / work))
     command, run_files, origins["command"] = command_of(request, opened, pods=SCHEDULERS[scheduler].pods)
     time, origins["time"] = _first(("--time", request.time), (site.origin("scheduler", "time"), site.scheduler.time))
     if problem := time_problem(time):
@@ -268,7 +269,7 @@ def command_of(
                     raise UsageError(f"there is no script {path}", "give the path of a file that nodes see too")
                 if holds_file(opened.artifact.of_kind.form, opened.artifact.path, path):
                     origin = IN_IMAGE
-            path = plain_path(path, request.current)
+            path = str(absolute_path(request.current / path))
         return (path, *request.arguments), (), origin
     if request.arguments:
         arguments, origin = request.arguments, "arguments"

@@ -15,6 +15,7 @@ from envbuild.artifacts.manifest import changes, move_seal, read_manifest, shown
 from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
 from envbuild.errors import LockError, UsageError, VerificationError
+from envbuild.files import absolute_path
 from envbuild.kinds import CONDA, VENV, FolderArtifact
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, keep_receipt, settings_of, verify_staged
 from envbuild.kinds.prepare import build_layers, prepare
@@ -104,7 +105,7 @@ def make_environment(
             return result(state, built=False, verified=not known)
         with atomic.staged(path) as staged:
             layers = _layers(plan, environment, offline)
-            final = Path(os.path.abspath(path))
+            final = absolute_path(path)
             state = module.build(FolderBuild(plan, trainer, environment, staged, final, offline, layers, python))
             if not verify:
                 check_unverified_gpus(staged, state, environment.site)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.state import IMAGE
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
+from envbuild.files import absolute_path
 from envbuild.image.daemon import connect
 from envbuild.image.model import docker_manifest
 from envbuild.kinds import DOCKER
@@ -102,7 +102,7 @@ def make_images(
         result |= docker.load_tagged(images[0], options.tag, environment)
     if options.out is not None:
         docker.write(images, index, options.out, options.tag)
-        result["path"] = os.path.abspath(options.out.path)
+        result["path"] = str(absolute_path(options.out.path))
     if options.push:
         sent = images
         if options.form == "docker":  # other manifests, the same blobs
@@ -176,7 +176,7 @@ def verify_image(client: Any, plan: Plan, image: BuiltImage, options: ImageOptio
     """Verify an image in the daemon of `client`, and write its receipt. Raises VerificationError."""
     beside = options.beside(plan)
     settings = settings_of(plan.verify_settings(), {"faults": options.faults})
-    more = {"path": str(options.out.path.absolute()) if options.out else options.tag}
+    more = {"path": str(absolute_path(options.out.path)) if options.out else options.tag}
     if pushed := pushed_as(beside, image.digest):
         more["pushed"] = pushed
     subject = image_subject(client, image, settings, environment.site.limits)

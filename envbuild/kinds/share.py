@@ -14,6 +14,7 @@ from envbuild import atomic
 from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, UsageError, VerificationError
+from envbuild.files import absolute_path
 from envbuild.image.blobs import BlobFiles, file_digest
 from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
 from envbuild.image.registry import Pushed, Registry
@@ -138,7 +139,7 @@ def pull_file(
         with transfer(f"pulling {where}: {len(wanted)} of {len(pieces)} pieces", fetched) as on_progress:
             found = registry.fetch_blobs(wanted, store.blobs, on_progress)
         places |= {blob.digest: path for blob, path in zip(wanted, found, strict=True)}
-    final = out.absolute()
+    final = absolute_path(out)
     with ExitStack() as stack:
         stack.enter_context(atomic.exclusive(final, log))
         staged = stack.enter_context(atomic.staged(final)) / final.name

@@ -20,6 +20,7 @@ from envbuild.artifacts.state import State
 from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.errors import HostError, UsageError
+from envbuild.files import absolute_path
 from envbuild.image.archive import archive_at
 from envbuild.image.blobs import Blobs, ImageAt, Pulled, of_pulled
 from envbuild.image.credentials import check_user
@@ -100,7 +101,7 @@ def _locked(options: ImageFileOptions) -> Iterator[None]:
     check_files(options)
     with ExitStack() as stack:
         held: set[Path] = set()
-        for path in (file.path.absolute() for file in options.files):
+        for path in (absolute_path(file.path) for file in options.files):
             if path.parent in held:  # a second flock of this process would wait for the first
                 atomic.recover(path)
             else:
@@ -223,7 +224,7 @@ def _natively(
 
 def _beside(file: OutputFile, stack: ExitStack) -> Path:
     """Return a path for writing a file before it is moved: its name in a folder that `stack` removes."""
-    wanted = file.path.absolute()
+    wanted = absolute_path(file.path)
     return stack.enter_context(atomic.staged(wanted)) / wanted.name
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from envbuild.atomic import replacing
+from envbuild.atomic import names_staging, replacing
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
@@ -175,6 +175,12 @@ def _build(
             if error.errno in _UNWRITABLE:
                 raise environment.store.unwritable(error) from error
             raise BuildError(f"{title} cannot be built: {error}") from error
+    if lost := [name for name in named if names_staging(job.staged / name)]:
+        raise BuildError(
+            f"{title} cannot be built: its file {lost[0]} names the folder in which its environment is built, which "
+            "exists during the build only",
+            "its build writes the path of its Python: give it an option, or a patch, that keeps that out",
+        )
     if named:
         log(f"{title}: right in images alone, for their paths: {', '.join(named)}")
     made = folder / "made"

@@ -99,7 +99,7 @@ class Lab:
     def build(self, plan: Plan, place: Path | None = None, offline: bool = False) -> State:
         """As the command does: made beside its place, then moved."""
         final = place or self.folder / "env"
-        staged = final.with_name(f".{final.name}.staged")
+        staged = final.with_name(f".{final.name}.envbuild-0123abcd")  # in the form of atomic.staging
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir(parents=True)
         state = conda.build(FolderBuild(plan, load_trainer(), self.environment, staged, final, offline))
@@ -158,7 +158,7 @@ def test_an_environment_runs_in_its_place_and_is_what_was_locked(lab: Lab, conda
     for path in place.rglob("*"):
         if path.is_file() and not path.is_symlink() and path.stat().st_size < 1 << 20:
             data = path.read_bytes()
-            assert b".env.staged" not in data, path
+            assert b".env.envbuild-" not in data, path
             assert PLACEHOLDER.encode() not in data or path.suffix == ".json", path
     # Files are shared with the store.
     shared = place / "lib/python3.11/site-packages/labtool.py"
@@ -218,7 +218,7 @@ def test_bytecode_is_compiled_with_the_places_path(lab: Lab, conda_channel: Chan
     lab.build(plan_of(conda_channel, compiled=True))
     compiled = list((lab.folder / "env/lib/python3.11/site-packages").rglob("__pycache__/*.pyc"))
     assert compiled
-    assert all(b".env.staged" not in path.read_bytes() for path in compiled)
+    assert all(b".env.envbuild-" not in path.read_bytes() for path in compiled)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import shutil
@@ -227,10 +226,9 @@ def test_a_python_project_is_built_for_the_interpreter_that_is_named(builder: Bu
     project = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
     archive = builder.pack({"pyproject.toml": project, "backend.py": BACKEND})
     one = builder.layer(archive, system="wheel", configure=("WORD=moin",))
-    python = sys.executable
-    if importlib.util.find_spec("pip") is None:
-        subprocess.run([sys.executable, "-m", "venv", builder.folder / "env"], check=True)
-        python = str(builder.folder / "env/bin/python")
+    env = builder.folder / ".env.envbuild-0123abcd"  # in the form of atomic.staging
+    subprocess.run([sys.executable, "-m", "venv", env], check=True)
+    python = str(env / "bin/python")
     version = ".".join(map(str, sys.version_info[:2]))
     tree = builder(one, python=BuildPython(python, version))
     site = tree / f"lib/python{version}/site-packages"
@@ -240,6 +238,9 @@ def test_a_python_project_is_built_for_the_interpreter_that_is_named(builder: Bu
     )  # fmt: skip
     assert told.stdout.strip() == "moin", told.stderr
     assert (tree / "share/licenses/greet/COPYING").is_file()
+    one = builder.layer(archive, system="wheel", configure=(f"WORD={env}/lib",))
+    with pytest.raises(BuildError, match=r"its file lib/python.*/worded.py names the folder in which its environment"):
+        builder(one, python=BuildPython(python, version))
 
 
 def test_an_archive_with_another_hash_is_refused_and_not_kept(builder: Builder) -> None:

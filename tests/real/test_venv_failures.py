@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import marshal
 import os
 import random
 import shutil
 import signal
 import subprocess
 import time
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 from typing import Any
 
@@ -325,3 +328,45 @@ def test_a_recipe_with_five_mistakes_reports_all_five(lab: Command) -> None:
     assert all(place in done.stderr for place in where), done.stderr
     assert "did you mean 'requirements'" in done.stderr
     assert os.listdir(lab.folder / "recipes" / "bad") == ["recipe.toml"]
+
+
+def with_script(command: Command, body: bytes) -> None:
+    """The recipe wants a wheel with the script `say`, too."""
+    files = {"epsilon-1.0.data/scripts/say": b"#!python\n" + body}
+    make_wheel(command.folder / "wheels", "epsilon", files=files)
+    make_recipe(command.folder / "recipes", "small", ["alpha==1.0", "epsilon==1.0"])
+    assert command("lock", "small", "--wheels").returncode == 0
+
+
+def test_a_path_with_dots_gives_the_venv_of_the_plain_path(small: Command) -> None:
+    """uv writes of a relative path of its Python, as it is, that of the staging folder into each script."""
+    with_script(small, b"print('said')\n")
+    (small.folder / "real/deep").mkdir(parents=True)
+    (small.folder / "link").symlink_to("real/deep")
+    digests = set()
+    for out, place in ((small.folder / "v", "v"), (f"../{small.folder.name}/w", "w"), ("link/../x", "real/x")):
+        done = small("venv", "small", "--no-verify", "--json", "--out", str(out))
+        assert done.returncode == 0, done.stderr
+        made = json.loads(done.stdout)
+        assert made["path"] == f"{small.folder}/{place}"
+        digests.add(made["digest"])
+        assert subprocess.check_output([small.folder / place / "bin/say"], text=True) == "said\n"
+    assert len(digests) == 1
+
+
+def test_a_file_that_names_the_staging_folder_ends_the_build(small: Command) -> None:
+    with_script(small, b"open('/x/.v.envbuild-0123abcd/lib/file')\n")
+    done = build(small)
+    assert done.returncode == 4 and "bin/say: names " in done.stderr, done.stderr
+    assert not (small.folder / "v").exists() and litter(small) == []
+
+
+def test_bytecode_that_a_wheel_brings_may_be_compiled_again(small: Command) -> None:
+    """numpy's wheel has some."""
+    code = MAGIC_NUMBER + bytes(12) + marshal.dumps(compile("x = 0", "part.py", "exec"))
+    files = {"zeta/part.py": b"x = 1\n", "zeta/__pycache__/part.cpython-311.pyc": code}
+    make_wheel(small.folder / "wheels", "zeta", files=files)
+    make_recipe(small.folder / "recipes", "small", ["alpha==1.0", "zeta==1.0"])
+    done = build(small, "--compile-bytecode")
+    assert done.returncode == 0, done.stderr
+    assert subprocess.check_output([small.folder / "v/bin/python", "-c", "import zeta.part as p; print(p.x)"]) == b"1\n"

@@ -37,6 +37,33 @@ def test_an_old_folder_is_replaced(tmp_path: Path, exchange: bool, monkeypatch: 
     assert os.listdir(tmp_path) == ["venv"]
 
 
+def test_a_staging_folder_is_where_the_kernel_finds_it_without_dots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / "real" / "deep"
+    deep.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(deep)
+    monkeypatch.chdir(deep)
+    for text, folder in {
+        "v": deep, "../v": deep.parent, "./.././deep/v": deep, "../../link/v": tmp_path / "link",
+        f"{tmp_path}/link/../v": deep.parent, f"{tmp_path}/link/v": tmp_path / "link", "missing/../v": deep,
+    }.items():  # fmt: skip
+        assert atomic.staging(Path(text)).parent == folder, text
+        if "missing" not in text:
+            assert os.path.samefile(atomic.staging(Path(text)).parent, Path(text).parent), text
+
+
+def test_the_name_of_a_staging_folder_is_found_wherever_a_file_is_read_in_pieces(tmp_path: Path) -> None:
+    name, file = os.fsencode(atomic.staging(tmp_path / "v").name), tmp_path / "file"
+    for start in (0, 5, (1 << 20) - 30, (1 << 20) - 17, (1 << 20) - 1, 1 << 20, (1 << 20) + 1):
+        file.write_bytes(bytes(start) + name + b"/bin/python")
+        assert atomic.names_staging(file), start
+    file.write_bytes(bytes((1 << 20) - 8) + name[:-1])
+    assert not atomic.names_staging(file)
+    (tmp_path / "link").symlink_to(tmp_path / os.fsdecode(name) / "bin")
+    assert atomic.names_staging(tmp_path / "link")
+
+
 def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     target = fill(tmp_path / "venv", "old")
     fill(atomic.staging(target), "half")
