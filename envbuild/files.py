@@ -13,6 +13,7 @@ from typing import IO, Any
 import envbuild
 
 _MOST = 16 << 20
+_LONGEST_NAME = 255  # bytes: NAME_MAX of Linux's file systems
 
 
 def shipped(name: str) -> Path:
@@ -29,6 +30,16 @@ def read_small(path: Path) -> bytes:
     if len(data) > _MOST:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
     return data
+
+
+def is_file_name(text: object) -> bool:
+    """Return whether `text`, which another wrote, may be the name of a file in a folder, and of nothing elsewhere."""
+    if not isinstance(text, str) or text in ("", ".", "..") or "/" in text or "\0" in text:
+        return False
+    try:
+        return len(text.encode()) <= _LONGEST_NAME
+    except UnicodeEncodeError:  # half of a surrogate pair, as JSON may have it
+        return False
 
 
 def link_or_copy(source: Path, place: Path) -> None:

@@ -14,7 +14,7 @@ from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.manifest import changes, move_seal, read_manifest, shown
 from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment
-from envbuild.errors import LockError, UsageError, VerificationError
+from envbuild.errors import BuildError, LockError, UsageError, VerificationError
 from envbuild.files import absolute_path
 from envbuild.kinds import CONDA, VENV, FolderArtifact
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, keep_receipt, settings_of, verify_staged
@@ -60,9 +60,11 @@ def prepare_folder(
 def make_environment(
     kind: FolderArtifact, plan: Plan, trainer: Trainer, environment: Environment, path: Path, *,
     offline: bool, python: str | None = None, verify: bool = True, faults: bool = False, exact: bool = False,
+    digest: str = "",
 ) -> Result:  # fmt: skip
     """Build and verify the environment of `plan` at `path`, unless the existing one is current, by `exact` comparison.
 
+    One of another `digest` raises BuildError before its code is run; "" allows any.
     The new environment replaces the old one only after it passed. If it fails, the old one stays, the failed one is
     kept as NAME.failed with its receipt, and VerificationError is raised.
     """
@@ -75,6 +77,10 @@ def make_environment(
         settings = settings_of(plan.verify_settings(), {"faults": faults})
         subject = folder_subject(where, state, module, environment, fresh=where != path)
         return verify_staged(subject, settings, environment, path, staged=where)
+
+    def check(state: State) -> None:
+        if digest not in ("", state.digest):
+            raise BuildError(f"{path}: the environment is {state.digest} here, and {digest} where it was built")
 
     def result(state: State, *, built: bool, verified: bool) -> Result:
         receipt = receipt_path(path) if verify else None
@@ -99,6 +105,7 @@ def make_environment(
         elif changed := changes(path, state, manifest_of(path), environment.store, workers, exact=exact):
             log(f"{path}: {shown(changed)} changed since the build; building again")
         else:
+            check(state)
             known = not verify or has_receipt(path, state.digest, plan, faults)
             if not known:
                 keep_receipt(proven(path, state), path)
@@ -107,6 +114,7 @@ def make_environment(
             layers = _layers(plan, environment, offline)
             final = absolute_path(path)
             state = module.build(FolderBuild(plan, trainer, environment, staged, final, offline, layers, python))
+            check(state)
             if not verify:
                 check_unverified_gpus(staged, state, environment.site)
             commit(staged, path, proven(staged, state) if verify else None)

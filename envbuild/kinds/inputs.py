@@ -2,18 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from envbuild.environment import Environment
-from envbuild.errors import UsageError
+from envbuild.errors import BuildError, UsageError
+from envbuild.layers.wheel import wheel_title
+from envbuild.lock.offers import tag_set
+from envbuild.names import normalise
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.store.archives import KIND as SOURCES
+from envbuild.store.sources import matches
 
 WHEELS, CONDA = "wheels", "conda/archives"
 # The folders of a store that have a file as SHA256/NAME.
 BY_DIGEST = (WHEELS, CONDA, SOURCES)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildInput:
+    """A file that a build of a plan may read, in `folder` of the store, by its sha256 (hexadecimal).
+
+    `fits` tells a name by which the store has it. `named` returns the name to keep it by: by the lock and the content
+    of the file, and by nobody's word. It raises BuildError for a file that is another package, or of another platform.
+    """
+
+    folder: str
+    sha256: str
+    fits: Callable[[str], bool]
+    named: Callable[[Path], str]
+
+
+def build_inputs(plan: Plan) -> Iterator[BuildInput]:
+    """Yield the files that builds of `plan` may read; of a wheel, the lock may accept several."""
+    run = [wheel for layer in plan.sources for wheel in (*layer.wheels, *layer.build)]
+    for one in (*plan.packages, *run):
+        fits = partial(matches, name=one.name, version=one.version)
+        for sha256 in one.hashes:
+            yield BuildInput(WHEELS, sha256, fits, partial(_wheel_name, one, plan))
+    for package in plan.conda:
+        yield _called(CONDA, package.sha256, package.file_name)
+    for layer in plan.sources:
+        yield _called(SOURCES, layer.sha256, layer.name)
+
+
+def _called(folder: str, sha256: str, name: str) -> BuildInput:
+    fits = (lambda _: True) if folder == SOURCES else name.__eq__
+    return BuildInput(folder, sha256, fits, lambda _: name)
+
+
+def _wheel_name(package: LockedPackage, plan: Plan, file: Path) -> str:
+    name, version, tags = wheel_title(file)
+    triples = (tag.split("-") for tag in tags if tag.count("-") == 2)
+    parts = [".".join(sorted(set(values))) for values in zip(*triples, strict=True)]
+    whole = "-".join([normalise(name).replace("-", "_"), version, *parts]) + ".whl"
+    if not matches(whole, package.name, package.version):
+        raise BuildError(f"the wheel that is pulled as {package.name} {package.version} is {whole!r:.120}")
+    from packaging.utils import parse_wheel_filename
+
+    if parse_wheel_filename(whole)[3].isdisjoint(tag_set(plan.python, plan.platform)):
+        raise BuildError(
+            f"the pulled wheel {whole!r:.120} is not for Python {plan.python} on {plan.platform}",
+            "build the environment from its recipe",
+        )
+    return whole
 
 
 def check_portable(loaded: LoadedRecipe, what: str) -> None:

@@ -12,26 +12,30 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from envbuild import atomic
 from envbuild.artifacts.state import State
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, UsageError, VerificationError
-from envbuild.files import link_or_copy, parse_json
+from envbuild.files import is_file_name, link_or_copy, parse_json
 from envbuild.image.blobs import file_digest
 from envbuild.image.model import Descriptor, is_digest
 from envbuild.image.registry import Pushed, Registry
 from envbuild.kinds import ARTIFACTS, FolderArtifact
 from envbuild.kinds.folder import make_environment, prepare_folder
-from envbuild.kinds.inputs import BY_DIGEST, check_portable, read_by, recipe_files
+from envbuild.kinds.inputs import BY_DIGEST, build_inputs, check_portable, read_by, recipe_files
 from envbuild.kinds.prepare import prepare
 from envbuild.kinds.share import MOST, PulledArtifact, attested_receipt, push_blobs
+from envbuild.layers.trainer import Trainer
 from envbuild.plan.plan import Plan
 from envbuild.progress import log, transfer
-from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.targets import Target
 from envbuild.store.pieces import INPUT
+from envbuild.toml import read
 
 _RECIPE = "recipe"
-_PLACE = re.compile(rf"({'|'.join(BY_DIGEST)})/([0-9a-f]{{64}})/([^/\0]+)")
+# The name at the end is not used: it is the word of whoever wrote the configuration.
+_PLACE = re.compile(rf"(?:{'|'.join(BY_DIGEST)})/([0-9a-f]{{64}})/[^/]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,43 +105,75 @@ def pull_environment(
     kind = ARTIFACTS.get(about.kind)
     if not isinstance(kind, FolderArtifact):
         raise BuildError(f"{where}: {about.kind!r:.40} is no kind of environment")
+    sizes = {blob.digest: blob for blob in blobs}
+
+    def fetch(digests: Sequence[str]) -> int:
+        missing = [sizes[digest] for digest in dict.fromkeys(digests) if not store.blobs.has(sizes[digest])]
+        size = sum(blob.size for blob in missing)
+        with transfer(f"pulling {where}: {len(missing)} of {len(about.files)} files", size) as on_progress:
+            registry.fetch_blobs(missing, store.blobs, on_progress)
+        return size
+
     with store.working("opened") as folder:
+        # Nothing of the environment is run, or kept by a name, before all of it is known to be what was attested.
         receipt = attested_receipt(blobs, folder / "environment", about.digest, out, environment)
-        sizes = {blob.digest: blob for blob in blobs}
-        wanted = [
-            sizes[digest] for place, digest in about.files.items()
-            if place.startswith(f"{_RECIPE}/") or not store.digests.keep(store.root / place, digest[7:])
-        ]  # fmt: skip
-        fetched = sum(blob.size for blob in wanted)
-        with transfer(f"pulling {where}: {len(wanted)} of {len(about.files)} files", fetched) as on_progress:
-            registry.fetch_blobs(wanted, store.blobs, on_progress)
-        new = {blob.digest for blob in wanted}
-        for place, digest in about.files.items():
-            if place.startswith(f"{_RECIPE}/"):
-                file = folder / about.name / PurePosixPath(place).relative_to(_RECIPE)
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(store.blobs.read(digest))
-            elif digest in new:
-                home, sha256, name = place.rsplit("/", 2)
-                link_or_copy(store.blobs.path(digest), folder / "new")
-                store.adopt(folder / "new", sha256, name, home)
-        loaded = load_recipe(folder / about.name / "recipe.toml")
-        plan, trainer = prepare_folder(
-            kind, loaded, Target.parse(about.target), environment, compile_bytecode=about.compile_bytecode,
-            locked=True, offline=True, log=log,
-        )  # fmt: skip
-        if plan.digest != about.plan:
-            raise BuildError(
-                f"{where} was pushed from the plan {about.plan[:19]}, and here it is {plan.digest[:19]}",
-                "use the version of envbuild that pushed it, or build it from its recipe",
-            )
+        own = {place: digest for place, digest in about.files.items() if place.startswith(f"{_RECIPE}/")}
+        fetched = fetch(list(own.values()))
+        plan, trainer = _planned(about, own, kind, folder / "recipe" / about.name, environment, where)
         if environment.site.trust.restricts and receipt is not None:
             _check_attested(receipt, plan, where)
-        made = make_environment(kind, plan, trainer, environment, out, offline=True, verify=verify)
-    if made.digest != about.digest:
-        raise BuildError(f"{where}: it is {made.digest} here, and {about.digest} where it was built")
+        inputs = {(one.folder, one.sha256): one for one in build_inputs(plan)}
+        wanted = []
+        for place in about.files.keys() - own.keys():
+            home, sha256, _ = place.rsplit("/", 2)
+            if (home, sha256) not in inputs:
+                raise BuildError(f"{where}: its plan has no file {place!r:.120}", "push it again")
+            if store.find(home, sha256, inputs[home, sha256].fits) is None:
+                wanted.append(inputs[home, sha256])
+        fetched += fetch([f"sha256:{one.sha256}" for one in wanted])
+        for one in wanted:
+            blob = store.blobs.path(f"sha256:{one.sha256}")
+            name = one.named(blob)
+            link_or_copy(blob, folder / "new")
+            store.adopt(folder / "new", one.sha256, name, one.folder)
+        made = make_environment(
+            kind, plan, trainer, environment, out, offline=True, verify=verify, digest=about.digest
+        )  # fmt: skip
     size = sum(sizes[digest].size for digest in set(about.files.values()))
     return PulledArtifact(made.path, made.digest, made.target, size, fetched, made.receipt)
+
+
+def _planned(
+    about: EnvironmentInputs, files: Mapping[str, str], kind: FolderArtifact, folder: Path, environment: Environment,
+    where: str,
+) -> tuple[Plan, Trainer]:  # fmt: skip
+    """Write the recipe's `files`, which the store has, to `folder`; return its plan, the one in `about`, and trainer.
+
+    Raises BuildError for a recipe with own code, which only a hostile hand could have pushed, and for another plan.
+    """
+    with atomic.writing(folder):
+        for place, digest in files.items():
+            file = folder / PurePosixPath(place).relative_to(_RECIPE)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(environment.store.blobs.read(digest))
+    document = read(folder / "recipe.toml")
+    if "project" in document.data:
+        raise BuildError(
+            f"{where}: its recipe has [project], which no pushed environment has",
+            "`envbuild push` did not write it: do not use it, and ask who did",
+        )
+    loaded = decode_recipe(document)
+    check_portable(loaded, "a pulled environment")
+    plan, trainer = prepare_folder(
+        kind, loaded, Target.parse(about.target), environment, compile_bytecode=about.compile_bytecode,
+        locked=True, offline=True, log=log,
+    )  # fmt: skip
+    if plan.digest != about.plan:
+        raise BuildError(
+            f"{where} was pushed from the plan {about.plan[:19]}, and here it is {plan.digest[:19]}",
+            "use the version of envbuild that pushed it, or build it from its recipe",
+        )
+    return plan, trainer
 
 
 def _check_attested(receipt: Mapping[str, Any], plan: Plan, where: str) -> None:
@@ -145,7 +181,9 @@ def _check_attested(receipt: Mapping[str, Any], plan: Plan, where: str) -> None:
 
     Whether the built environment is the attested one is known only after its code has run.
     """
-    for part, digest in (("recipe", plan.recipe_digest), ("plan", plan.digest)):
+    # The lock also has the hashes of the wheels that builds from source run.
+    digests = {"recipe": plan.recipe_digest, "plan": plan.digest, "lock": plan.lock_digest}
+    for part, digest in digests.items():
         if (told := receipt.get(part, {}).get("digest")) != digest:
             raise VerificationError(
                 f"{where} is not trusted: its {part} is {digest[:19]}, and that of its receipt {told!s:.19}",
@@ -160,16 +198,18 @@ def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> EnvironmentIn
         found = parse_json(data)
         about = EnvironmentInputs(**{name: found[name] for name in EnvironmentInputs.__slots__})
         texts = (about.kind, about.name, about.target, about.digest, about.plan)
-        if not all(isinstance(text, str) for text in texts) or not re.fullmatch(r"[\w.-]+", about.name):
+        if not all(isinstance(text, str) for text in texts) or not is_file_name(about.name):
             raise ValueError("a name or a digest")
         for place, digest in about.files.items():
             if not is_digest(digest) or digest not in sizes:
                 raise ValueError("a file without a blob")
             if place.startswith(f"{_RECIPE}/"):
-                fine = ".." not in PurePosixPath(place).parts and sizes[digest] <= MOST
+                parts = place.split("/")[1:]
+                # A folder .git would make the recipe's one a repository, with programs in its configuration.
+                fine = all(is_file_name(part) and part.lower() != ".git" for part in parts) and sizes[digest] <= MOST
             else:
-                parts = _PLACE.fullmatch(place)
-                fine = parts is not None and digest == f"sha256:{parts[2]}" and parts[3] not in (".", "..")
+                found_place = _PLACE.fullmatch(place)
+                fine = found_place is not None and digest == f"sha256:{found_place[1]}"
             if not fine:
                 raise ValueError(f"a file at {place!r:.80}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

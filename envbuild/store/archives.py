@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from envbuild.cache.retry import Mismatch, RequestFailed
 from envbuild.errors import BuildError
+from envbuild.files import is_file_name
 from envbuild.progress import transfer
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
@@ -69,7 +70,8 @@ def locate_archive(
             with transfer(f"fetching {wanted}", None) as on_progress:
                 if git:
                     return _from_git(wanted, url, store, env)
-                name = unquote(urlsplit(url).path).rpartition("/")[2] or wanted.name
+                name = unquote(urlsplit(url).path).rpartition("/")[2]
+                name = name if is_file_name(name) else wanted.name
                 return download(
                     url, name, frozenset({wanted.sha256}), wanted.sha256, lambda: _in_store(wanted, store), client,
                     store, on_progress, KIND,
@@ -107,11 +109,7 @@ def _from_git(wanted: WantedArchive, url: str, store: Store, env: Mapping[str, s
 
 
 def _in_store(wanted: WantedArchive, store: Store) -> Path | None:
-    with suppress(OSError):
-        for path in (store.root / KIND / wanted.sha256).iterdir():
-            if path.is_file() and store.digests.keep(path, wanted.sha256):
-                return path
-    return None
+    return store.find(KIND, wanted.sha256, lambda _: True)  # no name says what it is
 
 
 def _urls(

@@ -86,7 +86,7 @@ def locate_wheels(
         return remote_sources(pip, site, indexes, offline, default_index, only=only)
 
     def on_disk(wheel: WantedWheel, answers: list[str]) -> Path | None:
-        return _in_store(wheel, store) or _in_folders(wheel, folders, store, answers)
+        return stored_wheel(wheel, store) or _in_folders(wheel, folders, store, answers)
 
     def remote(missing: Sequence[WantedWheel], answers: Answers[WantedWheel]) -> dict[WantedWheel, Path]:
         sources = {}
@@ -120,7 +120,7 @@ def fetch_archives(
     """
 
     def on_disk(archive: CondaArchive, answers: list[str]) -> Path | None:
-        return store.find_archive(archive.sha256, archive.name) or _at_file_urls(archive, store, site, answers)
+        return store.find(ARCHIVES, archive.sha256, archive.name.__eq__) or _at_file_urls(archive, store, site, answers)
 
     def remote(missing: Sequence[CondaArchive], answers: Answers[CondaArchive]) -> dict[CondaArchive, Path]:
         return {} if offline else _download_archives(missing, answers, store, Client(pip, env), site)
@@ -164,8 +164,10 @@ def _located(
     return {item: found[item] for item in wanted}
 
 
-def _in_store(wheel: WantedWheel, store: Store) -> Path | None:
-    return next(filter(None, map(store.find_wheel, sorted(wheel.hashes))), None)
+def stored_wheel(wheel: WantedWheel, store: Store) -> Path | None:
+    """Return the file of `wheel` in the store, None without one. A file that is called another wheel is none."""
+    fits = partial(matches, name=wheel.name, version=wheel.version)
+    return next(filter(None, (store.find("wheels", sha256, fits) for sha256 in sorted(wheel.hashes))), None)
 
 
 def _in_folders(
@@ -209,7 +211,7 @@ def _download_wheels(
 ) -> dict[WantedWheel, Path]:
     def fetch(wheel: WantedWheel, on_progress: OnProgress) -> Path | None:
         hashes, told = wheel.hashes, answers[wheel]
-        known = partial(_in_store, wheel, store)
+        known = partial(stored_wheel, wheel, store)
         for source in sources[wheel]:
             try:
                 links = source.links(wheel.name, client)
@@ -251,7 +253,7 @@ def _download_archives(
 
     def fetch(archive: CondaArchive, on_progress: OnProgress) -> Path | None:
         name, sha256, told = archive.name, archive.sha256, answers[archive]
-        known = partial(store.find_archive, sha256, name)
+        known = partial(store.find, ARCHIVES, sha256, name.__eq__)
         for url in (url for url in site.mirrored(archive.url) if not url.startswith("file:")):
             shown = redact(url)
             channel = url.rsplit("/", 2)[0]  # or its mirror

@@ -36,6 +36,7 @@ from envbuild.atomic import replacing
 from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError, file_error
 from envbuild.file_lock import folder_lock
+from envbuild.files import is_file_name
 from envbuild.resources import this_boot
 
 if TYPE_CHECKING:
@@ -111,20 +112,27 @@ class Store:
 
         return Blobs(self.folder("blobs"), self.digests)
 
-    def find_wheel(self, sha256: str) -> Path | None:
-        """Return the wheel with this digest, or None when the store has none."""
+    def find(self, kind: str, sha256: str, fits: Callable[[str], bool]) -> Path | None:
+        """Return the file with this digest below the folder `kind` whose name `fits`, None when the store has none.
+
+        Programs go by the name of a wheel: one of another name is as good as missing.
+        """
         with contextlib.suppress(OSError):
-            found = next((self.root / "wheels" / sha256).glob("*.whl"), None)
-            return found if found and self.digests.keep(found, sha256) else None
+            for name in sorted(os.listdir(folder := self.root / kind / sha256)):
+                path = folder / name
+                if fits(name) and path.is_file() and self.digests.keep(path, sha256):
+                    return path
         return None
 
-    def find_archive(self, sha256: str, name: str) -> Path | None:
-        """Return the conda package with this digest, or None when the store has none."""
-        path = self.root / "conda" / "archives" / sha256 / name
-        return path if path.is_file() and self.digests.keep(path, sha256) else None
-
     def adopt(self, temporary: Path, sha256: str, name: str, kind: str = "wheels") -> Path:
-        """Move a finished download with this digest to its path below the folder `kind`, and return the path."""
+        """Move a finished download with this digest to its path below the folder `kind`, and return the path.
+
+        `name` may be the word of others. Raises BuildError for one that is no name of a file.
+        """
+        if not is_file_name(name):
+            raise BuildError(
+                f"{name!r:.80} is no name of a file that the store keeps", "get the file from another source"
+            )
         place = self.folder(kind, sha256) / name
         try:
             os.replace(temporary, place)

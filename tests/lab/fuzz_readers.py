@@ -56,7 +56,7 @@ from envbuild.jobs.lint import lint_file
 from envbuild.layers import source_files
 from envbuild.layers.conda_package import read_info
 from envbuild.layers.source_standalone import describe, read_description
-from envbuild.layers.wheel import Scheme, entry_point_scripts, wheel_record, wheel_tree
+from envbuild.layers.wheel import Scheme, entry_point_scripts, wheel_record, wheel_title, wheel_tree
 from envbuild.lock import conda_format, format, image
 from envbuild.lock.lifecycle import read_lock_file
 from envbuild.masking import masked_text, redact
@@ -543,6 +543,7 @@ def _wheel(path: Path) -> None:
         if content is not None:
             _drain(content)
     wheel_record(path, SCHEME)
+    wheel_title(path)
 
 
 def _conda_packages(form: Any, ending: str) -> Callable[[Path], Seeds]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,14 +17,24 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
-from lab.wheels import make_recipe
+from lab.wheels import make_recipe, make_wheel
 from securesystemslib.signer import CryptoSigner
 
 from envbuild.environment import load_environment
-from envbuild.errors import BuildError, VerificationError
+from envbuild.errors import BuildError, UsageError, VerificationError
+from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.registry import Registry
+from envbuild.kinds import VENV
+from envbuild.kinds.folder import make_environment, prepare_folder
 from envbuild.kinds.share_environment import _read, is_environment, pull_environment
+from envbuild.lock.format import BuiltPackage, Lock, LockedPackage
+from envbuild.lock.format import render as render_lock
+from envbuild.lock.lifecycle import write_lock_file
+from envbuild.plan.plan import Plan
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target
+from envbuild.store.fetch import WantedWheel, stored_wheel
 from envbuild.store.pieces import ATTESTATIONS, INPUT, RECEIPT
 from envbuild.trust.bundle import sign
 from envbuild.trust.policy import attested
@@ -32,6 +42,7 @@ from envbuild.trust.policy import attested
 WHEEL, TEXT = Descriptor(INPUT, "sha256:" + "a" * 64, 100), Descriptor(INPUT, "sha256:" + "b" * 64, 10)
 LARGE = Descriptor(INPUT, "sha256:" + "c" * 64, 1 << 30)
 BLOBS = [WHEEL, TEXT, LARGE]
+TARGET = Target.parse("cpu-x86_64")
 GOOD = {
     "kind": "venv", "name": "lab", "target": "cpu-x86_64", "digest": "sha256:" + "d" * 64, "plan": "sha256:p",
     "compile_bytecode": False,
@@ -53,11 +64,19 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "another folder of the store": place(f"builders/{'b' * 64}/x.sqsh"),
     "a wheel with another digest": place(f"wheels/{'e' * 64}/x.whl"),
     "a wheel in a folder": place(f"wheels/{'b' * 64}/../x.whl"),
-    "a wheel whose name is a folder": place(f"wheels/{'b' * 64}/.."),
+    "a wheel without a name": place(f"wheels/{'b' * 64}/"),
+    "a file of git": place("recipe/.git/config"),
+    "a file of git on a file system without cases": place("recipe/x/.GIT/config"),
+    "a file without a name": place("recipe//x"),
+    "a file that is the folder": place("recipe/."),
+    "a name with a zero byte": place("recipe/a\0b"),
+    "a name that is half of a character": place("recipe/\ud800"),
+    "a name that is too long": place(f"recipe/{'é' * 128}"),
     "a file that the manifest lacks": place("recipe/x", "sha256:" + "e" * 64),
     "a digest of another form": place("recipe/x", "b" * 64),
     "a large file of a recipe": place("recipe/x", LARGE.digest),
     "a name that is a path": lambda value: value.update(name="../x"),
+    "a name that is the folder above": lambda value: value.update(name=".."),
     "a name that is no text": lambda value: value.update(name=["x"]),
     "no plan": lambda value: value.pop("plan"),
     "files that are a list": lambda value: value.update(files=[]),
@@ -83,44 +102,170 @@ def test_any_configuration_is_read_or_refused(data: bytes) -> None:
         _read(data, BLOBS, "here")
 
 
-@pytest.mark.parametrize("changed", [None, "recipe", "plan"])
-def test_only_what_was_attested_is_built(tmp_path: Path, changed: str | None) -> None:
-    private = ed25519.Ed25519PrivateKey.generate()
-    public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    (tmp_path / "ci.pub").write_bytes(public)
-    (tmp_path / "site.toml").write_text(f'store = "store"\n[trust]\nsigners = ["{tmp_path}/ci.pub"]\n')
-    environment = load_environment({"ENVBUILD_SITE": str(tmp_path / "site.toml"), "PATH": os.environ["PATH"]})
-    blobs, digest = environment.store.blobs, GOOD["digest"]
-    receipt = {
-        "format": 1, "passed": True, "verified_at": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": 1.0,
-        "artifact": {"kind": "venv", "path": "/x", "digest": digest}, "target": "cpu-x86_64", "checks": [],
-        "recipe": {"name": "lab", "digest": "sha256:r"}, "plan": {"digest": "sha256:p"}, "versions": {"envbuild": "1"},
-    }  # fmt: skip
-    recipe = make_recipe(tmp_path, "lab", ["alpha"]) / "recipe.toml"
-    texts = {
-        INPUT: recipe.read_bytes(), RECEIPT: json.dumps(receipt).encode(),
-        next(media for media, name in ATTESTATIONS.items() if not name): sign(attested(receipt), CryptoSigner(private)),
-    }  # fmt: skip
-    listed = [Descriptor(media, blobs.add(text), len(text)) for media, text in texts.items()]
-    about = {**GOOD, "files": {"recipe/recipe.toml": listed[0].digest}}
-    digests = {"recipe_digest": "sha256:r", "digest": "sha256:p"}
-    if changed is not None:  # whoever may write to the registry writes the configuration, too
-        name = "digest" if changed == "plan" else "recipe_digest"
-        digests[name] = "sha256:other"
-        about["plan"] = digests["digest"]
-    registry = SimpleNamespace(reference="registry/x:1", fetch_blobs=lambda *_: [])
-    plan, built = SimpleNamespace(**digests), SimpleNamespace(path=tmp_path, digest=digest, target="", receipt=None)
+KEY = ed25519.Ed25519PrivateKey.generate()
+PLATFORM = "x86_64-manylinux_2_28"
+
+
+class Pushed:
+    """An environment of one wheel as it lies in a registry; a hostile hand changes `about`, `files` and the lock."""
+
+    def __init__(self, top: Path, *, trusted: bool = False) -> None:
+        self.top, self.registry = top, Blobs(top / "registry")
+        site = f'store = "{top}/store"\n'
+        if trusted:
+            (top / "ci.pub").write_bytes(KEY.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+            site += f'[trust]\nsigners = ["{top}/ci.pub"]\n'
+        (top / "site.toml").write_text(site)
+        self.environment = load_environment({"ENVBUILD_SITE": str(top / "site.toml"), "PATH": os.environ["PATH"]})
+        self.store = self.environment.store
+        self.wheel = make_wheel(top / "wheels", "alpha", tag="cp311-cp311-manylinux_2_17_x86_64")
+        self.sha256 = hashlib.sha256(self.wheel.read_bytes()).hexdigest()
+        self.folder = make_recipe(top / "of", "lab", ["alpha"])
+        self.lock()
+        self.name, self.more, self.attested = self.wheel.name, dict[str, bytes](), trusted
+
+    def lock(self, *, built: tuple[BuiltPackage, ...] = ()) -> None:
+        loaded = load_recipe(self.folder / "recipe.toml")
+        digest = loaded.resolution_digest(TARGET)
+        packages = (LockedPackage("alpha", "1.0", (self.sha256,)),)
+        lock = Lock("lab", TARGET.name, "3.11", PLATFORM, digest, packages, built=built)
+        write_lock_file(self.folder / f"{TARGET.name}.requirements.txt", render_lock(lock))
+
+    def plan(self) -> Plan:
+        loaded = load_recipe(self.folder / "recipe.toml")
+        return prepare_folder(VENV, loaded, TARGET, self.environment, locked=True, offline=True, log=print)[0]
+
+    def receipt(self, plan: Plan) -> dict[str, Any]:
+        return {
+            "format": 1, "passed": True, "verified_at": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": 1.0,
+            "artifact": {"kind": "venv", "path": "/x", "digest": GOOD["digest"]}, "target": TARGET.name, "checks": [],
+            "recipe": {"name": "lab", "digest": plan.recipe_digest}, "plan": {"digest": plan.digest},
+            "lock": {"digest": plan.lock_digest}, "versions": {"envbuild": "1"},
+        }  # fmt: skip
+
+    def pull(self, plan: Plan, *, receipt: dict[str, Any] | None = None) -> Any:
+        """Pull what is pushed as of `plan`, with the attested `receipt`; return the call that would build it."""
+        texts = {f"recipe/{one.name}": one.read_bytes() for one in self.folder.iterdir()} | self.more
+        files = {f"wheels/{self.sha256}/{self.name}": self.wheel.read_bytes(), **texts}
+        listed = [Descriptor(INPUT, self.registry.add(data), len(data)) for data in files.values()]
+        digests = {place: blob.digest for place, blob in zip(files, listed, strict=True)}
+        about = {**GOOD, "plan": plan.digest, "files": digests}
+        if self.attested:
+            receipt = receipt or self.receipt(plan)
+            media = next(media for media, name in ATTESTATIONS.items() if not name)
+            beside = {RECEIPT: json.dumps(receipt).encode(), media: sign(attested(receipt), CryptoSigner(KEY))}
+            listed += [Descriptor(kind, self.store.blobs.add(data), len(data)) for kind, data in beside.items()]
+
+        def fetch(wanted: list[Descriptor], blobs: Blobs, _: object) -> None:
+            for blob in wanted:
+                blobs.add(self.registry.read(blob.digest))
+
+        registry = cast(Registry, SimpleNamespace(reference="registry/x:1", fetch_blobs=fetch))
+        made = SimpleNamespace(path=self.top, digest=GOOD["digest"], target="", receipt=None)
+        with patch("envbuild.kinds.share_environment.make_environment", return_value=made) as make:
+            try:
+                pull_environment(
+                    json.dumps(about).encode(), listed, registry, self.top / "env", self.environment, verify=True
+                )
+            finally:
+                self.built = make.called
+        return make.call_args
+
+
+@pytest.mark.parametrize("changed", [None, "recipe", "plan", "lock"])
+def test_only_what_was_attested_is_built_or_kept(tmp_path: Path, changed: str | None) -> None:
+    pushed = Pushed(tmp_path, trusted=True)
+    plan = pushed.plan()
+    receipt = pushed.receipt(plan)
+    if changed is None:
+        assert pushed.pull(plan).kwargs["digest"] == GOOD["digest"] and pushed.built
+        return
+    receipt[changed]["digest"] = "sha256:other"  # whoever may write to the registry has pushed another one
+    with pytest.raises(VerificationError, match=f"is not trusted: its {changed} is sha256:"):
+        pushed.pull(plan, receipt=receipt)
+    assert not pushed.built and not (pushed.store.root / "wheels").exists()
+
+
+def test_the_attestation_covers_the_tools_of_builds_from_source(tmp_path: Path) -> None:
+    """The plan of a package from source names its build's wheels by version alone; the lock has their hashes."""
+    pushed = Pushed(tmp_path, trusted=True)
+    (pushed.folder / "recipe.toml").write_text((pushed.folder / "recipe.toml").read_text() + "[build.own]\n")
+    plans = []
+    for tool in ("c", "d"):
+        build = (LockedPackage("setuptools", "80.0", (tool * 64,)),)
+        pushed.lock(built=(BuiltPackage("own", "1.0", "e" * 64, build=build),))
+        plans.append(pushed.plan())
+    assert plans[0].digest == plans[1].digest
+    with pytest.raises(VerificationError, match="is not trusted: its lock is sha256:"):
+        pushed.pull(plans[1], receipt=pushed.receipt(plans[0]))
+
+
+@pytest.mark.parametrize(
+    "name", ["aaa-0-evil.whl", "alpha-2.0-py3-none-any.whl", "alpha-1.0-cp27-cp27m-win32.whl", "x"]
+)
+def test_the_store_keeps_a_wheel_by_its_own_name(tmp_path: Path, name: str) -> None:
+    pushed = Pushed(tmp_path)
+    pushed.name = name
+    pushed.pull(pushed.plan())
+    folder = pushed.store.root / "wheels" / pushed.sha256
+    assert [path.name for path in folder.iterdir()] == ["alpha-1.0-cp311-cp311-manylinux_2_17_x86_64.whl"]
+    wanted = WantedWheel("alpha", "1.0", frozenset({pushed.sha256}))
+    assert stored_wheel(wanted, pushed.store) is not None
+
+
+def test_a_wheel_that_is_another_package_or_for_another_host_is_not_kept(tmp_path: Path) -> None:
+    pushed = Pushed(tmp_path)
+    for tag, name in {"cp311-cp311-manylinux_2_34_x86_64": "alpha", "py3-none-any": "beta"}.items():
+        pushed.wheel = make_wheel(tmp_path / "wheels", name, tag=tag)
+        pushed.sha256 = hashlib.sha256(pushed.wheel.read_bytes()).hexdigest()
+        pushed.lock()
+        with pytest.raises(BuildError, match="is not for Python 3.11 on" if name == "alpha" else "is 'beta-1.0-"):
+            pushed.pull(pushed.plan())
+    assert not pushed.built and not (pushed.store.root / "wheels").exists()
+
+
+def test_a_file_that_the_plan_does_not_name_is_not_kept(tmp_path: Path) -> None:
+    pushed = Pushed(tmp_path)
+    other = make_wheel(tmp_path / "wheels", "beta")
+    sha256 = hashlib.sha256(other.read_bytes()).hexdigest()
+    pushed.more[f"wheels/{sha256}/{other.name}"] = other.read_bytes()
+    with pytest.raises(BuildError, match=f"its plan has no file 'wheels/{sha256}"):
+        pushed.pull(pushed.plan())
+    assert not (pushed.store.root / "wheels").exists()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_no_program_of_a_pulled_recipe_is_run(tmp_path: Path, trusted: bool) -> None:
+    pushed = Pushed(tmp_path, trusted=trusted)
+    plan = pushed.plan()
+    with (pushed.folder / "recipe.toml").open("a") as stream:
+        stream.write('[project]\npath = "."\n')
+    pushed.more["recipe/x.py"] = b"x = 1\n"
     with (
-        patch("envbuild.kinds.share_environment.prepare_folder", return_value=(plan, None)),
-        patch("envbuild.kinds.share_environment.make_environment", return_value=built) as make,
-    ):  # fmt: skip
-        pull = partial(
-            pull_environment, json.dumps(about).encode(), listed, cast(Registry, registry), tmp_path / "env",
-            environment, verify=True,
+        patch("envbuild.layers.project.run_git") as git,
+        pytest.raises(BuildError, match=r"its recipe has \[project\], which no pushed environment has"),
+    ):
+        pushed.pull(plan)
+    assert not git.called and not pushed.built
+
+
+def test_a_script_outside_of_the_pulled_recipe_is_not_taken(tmp_path: Path) -> None:
+    pushed = Pushed(tmp_path)
+    plan = pushed.plan()
+    (tmp_path / "secret").write_text("x = 1\n")
+    with (pushed.folder / "recipe.toml").open("a") as stream:
+        stream.write(f'[verify]\nscript = "{tmp_path}/secret"\n')
+    with pytest.raises(UsageError, match="is outside of the recipe's folder"):
+        pushed.pull(plan)
+
+
+def test_an_environment_of_another_digest_takes_no_place(tmp_path: Path) -> None:
+    pushed = Pushed(tmp_path)
+    module = SimpleNamespace(build=lambda _: SimpleNamespace(digest="sha256:here"))
+    kind = cast(Any, SimpleNamespace(module=lambda: module))
+    with pytest.raises(BuildError, match="is sha256:here here, and sha256:there where it was built"):
+        make_environment(
+            kind, pushed.plan(), cast(Any, None), pushed.environment, tmp_path / "env", offline=True,
+            digest="sha256:there",
         )  # fmt: skip
-        if changed is None:
-            pull()
-        else:
-            with pytest.raises(VerificationError, match=f"is not trusted: its {changed} is sha256:"):
-                pull()
-        assert make.called == (changed is None)
+    assert not (tmp_path / "env").exists()

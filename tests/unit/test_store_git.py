@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tarfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from sdists import commit, git, sha256
@@ -114,3 +116,23 @@ def test_an_archive_that_is_another_one_is_refused(repository: Path, tmp_path: P
     digest = caught.value.message.rpartition("sha256:")[2]
     path = locate(digest, offline=True)
     assert sha256(path) == digest and path.name == f"demo-{found[:12]}.tar"
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [("https://h/a/x.tar", "x.tar"), ("https://h/a/%2e%2e", "demo"), ("https://h/" + "x" * 300, "demo")],
+)
+def test_an_archive_has_the_name_in_its_url_or_its_project_s(tmp_path: Path, url: str, name: str) -> None:
+    environment = load_environment({**os.environ, "ENVBUILD_STORE": str(tmp_path / "store")})
+    digest = hashlib.sha256(b"archive").hexdigest()
+
+    def fetch(_: object, __: str, path: Path, *___: object) -> str:
+        path.write_bytes(b"archive")
+        return digest
+
+    with patch("envbuild.store.archives.Client.download", fetch):
+        path = locate_archive(
+            WantedArchive("demo", "1.0", url, digest), environment.store, environment.pip, environment.site,
+            offline=False, env=os.environ, default_index=environment.default_index,
+        )  # fmt: skip
+    assert path == tmp_path / "store/sources" / digest / name

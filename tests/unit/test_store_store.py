@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from lab.wheels import make_wheel
 
 from envbuild.cache.hashed import write_note
 from envbuild.environment import load_environment
@@ -33,18 +34,41 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_nothing_is_made_by_looking(store: Store, tmp_path: Path) -> None:
-    assert store.find_wheel("ab" * 32) is None
+    assert store.find("wheels", "ab" * 32, bool) is None
     store.clean_stale()
     assert not store.root.exists()
     (tmp_path / "file").write_text("x")
-    assert Store(tmp_path / "file/store").find_wheel("ab" * 32) is None
+    assert Store(tmp_path / "file/store").find("wheels", "ab" * 32, bool) is None
 
 
 def test_an_adopted_file_is_found(store: Store, tmp_path: Path) -> None:
     (tmp_path / "new").write_bytes(b"wheel")
     path = store.adopt(tmp_path / "new", "ab" * 32, NAME)
-    assert store.find_wheel("ab" * 32) == path == store.root / "wheels" / ("ab" * 32) / NAME
+    assert store.find("wheels", "ab" * 32, bool) == path == store.root / "wheels" / ("ab" * 32) / NAME
     assert path.read_bytes() == b"wheel" and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x.whl", "a/b.whl", "a\0b.whl", "\ud800", "x" * 256])
+def test_a_file_is_kept_in_its_folder_alone(store: Store, tmp_path: Path, name: str) -> None:
+    (tmp_path / "new").write_bytes(b"wheel")
+    with pytest.raises(BuildError, match="is no name of a file that the store keeps"):
+        store.adopt(tmp_path / "new", "ab" * 32, name)
+    assert (tmp_path / "new").exists() and not store.root.exists()
+
+
+def test_the_check_removes_a_wheel_under_another_name(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    """So that the next build fetches it again: programs go by the name."""
+    made = make_wheel(store.root / "made", "alpha")
+    sha256 = hashlib.sha256(made.read_bytes()).hexdigest()
+    names = ["aaa-0-evil.whl", "beta-1.0-py3-none-any.whl", "alpha-2.0-py3-none-any.whl", made.name]
+    for name in names:
+        (store.root / "new").write_bytes(made.read_bytes())
+        store.adopt(store.root / "new", sha256, name)
+    _, _, removed = check_store(store, 1)
+    assert sorted(path.name for path in removed) == sorted(names[:-1])
+    assert [path.name for path in (store.root / "wheels" / sha256).iterdir()] == [made.name]
+    assert "it is alpha 1.0, which has another name; it is removed" in capsys.readouterr().err
+    assert check_store(store, 1)[2] == []
 
 
 def test_a_store_that_cannot_be_made_says_the_way_out(tmp_path: Path) -> None:
@@ -104,8 +128,8 @@ def test_what_was_replaced_under_its_digest_is_removed_and_told(
         new.write(good)
         layer = new.place()
     finds = {
-        wheel: lambda: store.find_wheel(sha256),
-        archive: lambda: store.find_archive(sha256, "x.conda"),
+        wheel: lambda: store.find("wheels", sha256, bool),
+        archive: lambda: store.find("conda/archives", sha256, bool),
         layer: lambda: store.blobs.has(blob) or None,  # a layer or a Debian package
     }
     for path, find in finds.items():

@@ -81,7 +81,7 @@ def test_a_use_is_noted_and_a_check_is_none(store: Store) -> None:
     path = next((store.root / "wheels" / sha256).iterdir())
     assert store.digests.keep(path, sha256, again=True)  # as `envbuild store check` does
     assert items(store)[0].used == pytest.approx(item.used, abs=1)
-    assert store.find_wheel(sha256) == path
+    assert store.find("wheels", sha256, bool) == path
     assert items(store)[0].used > time.time() - 60
 
 
@@ -118,12 +118,12 @@ def test_unused_items_go_and_linked_files_stay(store: Store, tmp_path: Path) -> 
     cached.write_text("x = 1")
     os.link(cached, tmp_path / "module.py")
     age(store, 40)
-    assert store.find_wheel(new)
+    assert store.find("wheels", new, bool)
     found = items(store)
     done = remove(store, choose(found, time.time(), older_s=30 * DAY))
     assert sorted(names(done.removed)) == sorted([f"wheels/{old}", "uv"]) and done.held == ()
     assert names(items(store)) == [f"wheels/{new}"] and (tmp_path / "module.py").read_text() == "x = 1"
-    assert store.find_wheel(old) is None and store.find_wheel(new)
+    assert store.find("wheels", old, bool) is None and store.find("wheels", new, bool)
     assert len(list((store.root / "digests").iterdir())) == 1 and not list((store.root / "pruned").iterdir())
 
 
@@ -131,10 +131,10 @@ def test_what_a_running_build_used_stays(store: Store) -> None:
     used, other = wheel(store, b"used"), wheel(store, b"other")
     age(store, 40)
     with store.working("running"):
-        assert store.find_wheel(used)
+        assert store.find("wheels", used, bool)
         done = remove(store, items(store))
         assert names(done.removed) == [f"wheels/{other}"] and names(done.held) == [f"wheels/{used}"]
-        assert store.find_wheel(used)
+        assert store.find("wheels", used, bool)
     age(store, 1, "digests/*")
     assert names(remove(store, items(store)).removed) == [f"wheels/{used}"]
 
@@ -144,12 +144,12 @@ def test_a_run_registers_itself_and_its_recipe(store: Store, monkeypatch: pytest
     sha256, unused = wheel(store, b"wheel"), wheel(store, b"unused")
     with load_environment().with_tmpdir() as environment:
         assert len(list((store.root / "running").iterdir())) == 1
-        assert environment.store.find_wheel(sha256)
+        assert environment.store.find("wheels", sha256, bool)
         remember(environment.store, "mine")
     assert not list((store.root / "running").iterdir())
     assert recipes(store) == {"mine": {f"wheels/{sha256}"}}
     again = Store(store.root)
-    assert again.find_wheel(unused)
+    assert again.find("wheels", unused, bool)
     remember(again, "mine")
     remember(again, "theirs")
     assert recipes(store)["mine"] == {f"wheels/{sha256}", f"wheels/{unused}"}
@@ -193,7 +193,7 @@ for round in range(rounds):
     with store.working("running"):
         paths = []
         for sha256, content in wheels:
-            path = store.find_wheel(sha256)
+            path = store.find("wheels", sha256, bool)
             if path is None:
                 with store.working("building") as work:
                     new = work / "new"
@@ -240,7 +240,7 @@ def command(store: Store, *words: str) -> Result:
 def test_the_commands(store: Store) -> None:
     sha256, own = wheel(store, b"w" * 5000), wheel(store, b"own")
     mine, theirs = Store(store.root), Store(store.root)
-    assert mine.find_wheel(sha256) and mine.find_wheel(own) and theirs.find_wheel(sha256)
+    assert mine.find("wheels", sha256, bool) and mine.find("wheels", own, bool) and theirs.find("wheels", sha256, bool)
     remember(mine, "mine")
     remember(theirs, "theirs")
     status = json.loads(command(store, "status", "--json").stdout)
