@@ -87,7 +87,8 @@ def init_command(
 
 
 def _report(draft: Draft) -> Iterator[str]:
-    yield f"carried: {len(draft.carried)} statements into {', '.join(draft.data['targets'])}"
+    count = f"{len(draft.carried)} statement{'s' * (len(draft.carried) != 1)}"
+    yield f"carried: {count} into {', '.join(draft.data['targets'])}"
     reasons: dict[str, list[Statement]] = {}
     for statement in draft.lost:
         reasons.setdefault(statement.reason, []).append(statement)
@@ -98,6 +99,12 @@ def _report(draft: Draft) -> Iterator[str]:
         yield from (f"    {one.place}: {one.text}" for one in statements[:_SHOWN])
         if len(statements) > _SHOWN:
             yield f"    and {len(statements) - _SHOWN} more; --json lists all"
+    if "project" in draft.data:
+        folder = draft.data["project"]["path"]
+        yield (
+            f"note: [project] path = {folder!r}: every artifact holds the package of that folder, and its requirements"
+            " join the lock; for the dependencies alone, remove [project]"
+        )
     packages = [one.text for one in draft.carried if one.kind in ("requirement", "pin", "conda", "conda-pin")]
     if not packages:
         yield "note: the sources name no package that the recipe can have: add `requirements`"

@@ -6,6 +6,7 @@ the list of those that were not carried.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +24,8 @@ from envbuild.imports.dockerfile import read_dockerfile
 from envbuild.imports.installed import is_environment, read_installed
 from envbuild.imports.lock_files import read_pipfile_lock, read_toml_lock
 from envbuild.imports.pip_files import read_requirements
-from envbuild.imports.pyproject import read_pyproject
-from envbuild.imports.statement import Statement, text_of
+from envbuild.imports.pyproject import builds_package, read_pyproject
+from envbuild.imports.statement import Statement, lost, text_of
 
 
 def _read_text(path: Path) -> Iterator[Statement]:
@@ -45,24 +46,56 @@ FORMATS: dict[str, tuple[str, Callable[[Path], Iterator[Statement]]]] = {
     "Dockerfile": (r"(.*[.-])?([Dd]ocker|[Cc]ontainer)file([.-].*)?", read_dockerfile),
     "requirements.txt": (r".*\.(txt|in)", _read_text),
 }
+# Files that envbuild does not read → what converts them, a pattern of their dependencies, the file that has them too.
+_CONVERTED = {
+    "setup.py": ("it may compute its dependencies: write them to requirements.txt", r"\binstall_requires\b", ""),
+    "setup.cfg": ("write the lines of install_requires to requirements.txt", r"^\s*install_requires\b", ""),
+    "Pipfile": ("`pipenv lock` writes Pipfile.lock, which envbuild reads", r"^\[packages\]", "Pipfile.lock"),
+    "pdm.lock": ("`pdm export --format pylock --output pylock.toml` converts it", r"^\[\[package\]\]", "pylock.toml"),
+}
 # Of the many YAML and text files of a project's folder, those with the usual names.
 _IN_FOLDER = re.compile(r"(?!.*\.ya?ml|.*\.(txt|in)).*|environment\.ya?ml|(.*\.)?conda-lock\.ya?ml|requirements\.txt")
 
 
 def read_source(path: Path) -> Iterator[Statement]:
     """Yield the statements of a file, an environment, or the files of a project's folder. Raises UsageError."""
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder", "name an existing one with --from")
     if is_environment(path):
         yield from read_installed(path)
     elif path.is_dir():
-        names = sorted(one.name for one in path.iterdir() if _format(one.name) and _IN_FOLDER.fullmatch(one.name))
-        if not names:
-            raise UsageError(f"{path}: no file of a known format", f"known: {', '.join(FORMATS)}; name the file")
-        for name in names:
-            yield from FORMATS[_format(name)][1](path / name)
+        yield from _read_folder(path)
     elif not _format(path.name):
-        raise UsageError(f"{path}: not a file of a known format", f"known: {', '.join(FORMATS)}")
+        known = f"known: {', '.join(FORMATS)}"
+        raise UsageError(f"{path}: not a file of a known format", _hint(path.name) or known)
     else:
         yield from FORMATS[_format(path.name)][1](path)
+
+
+def _read_folder(path: Path) -> Iterator[Statement]:
+    """Yield the statements of the files with usual names, and name the files that another tool has to convert."""
+    present = sorted(one.name for one in path.iterdir())
+    names = [name for name in present if _format(name) and _IN_FOLDER.fullmatch(name)]
+    if not names:
+        hints = [f"{name}: {_hint(name)}" for name in present if _hint(name)]
+        known = f"known: {', '.join(FORMATS)}; name the file"
+        raise UsageError(f"{path}: no file of a known format", "; ".join(hints) or known)
+    for name in names:
+        yield from FORMATS[_format(name)][1](path / name)
+    for name, (_, holds, replaces) in _CONVERTED.items():
+        text = text_of(path / name) if name in present and replaces not in present else ""
+        if re.search(holds, text, re.MULTILINE):
+            yield lost(name, str(path / name), _hint(name))
+    if "pyproject.toml" in names and builds_package(path / "pyproject.toml"):
+        # Recipes are in recipes/NAME below the working folder.
+        yield Statement("project", os.path.relpath(path, Path("recipes", "NAME")), str(path / "pyproject.toml"))
+
+
+def _hint(name: str) -> str:
+    """Return what converts a file that envbuild does not read, or ""."""
+    if name.endswith((".sqsh", ".sif", ".tar")):
+        return "an image: `envbuild inspect` lists its packages; init reads the folders of environments"
+    return _CONVERTED[name][0] if name in _CONVERTED else ""
 
 
 def _format(name: str) -> str:

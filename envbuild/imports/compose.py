@@ -14,7 +14,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from envbuild.data import load_table
 from envbuild.imports.draft import Draft
 from envbuild.imports.gpu_signs import gpu_note, gpu_signs, tags_of
-from envbuild.imports.statement import OTHER_SYSTEM, Statement
+from envbuild.imports.statement import LINUX, OTHER_SYSTEM, OWN_NAME, Statement, for_linux
 from envbuild.masking import is_secret, masked_text
 from envbuild.names import normalise
 from envbuild.recipe import checks
@@ -75,7 +75,7 @@ def compose(
     def of(*kinds: str, arch: str = "") -> list[str]:
         return list(dict.fromkeys(e.text for e in kept if e.kind in kinds and _PLATFORMS.get(e.platform, "") == arch))
 
-    given = list(dict.fromkeys(statements))
+    given = _once(statements)
     chosen = {normalise(group) for group in groups}
     known = {normalise(group): group for statement in given for group in statement.group.split()}
     for group in dict.fromkeys(groups):
@@ -140,12 +140,25 @@ def compose(
         channels = [url for text in of("channel") for url in (_DEFAULTS if text == "defaults" else (text,))]
         conda = {"channels": channels or ["conda-forge"], "dependencies": of(*_CONDA) or ["python"]}
         data |= {"environment": "conda", "conda": conda | _filled(requirements=common)}
+    for statement in [one for one in kept if one.kind == "project"]:
+        if any(one.reason == OWN_NAME for one in gone):
+            lose(statement, "its requirements name packages of its workspace, which an index would replace")
+        else:
+            data["project"] = {"path": statement.text}
     data |= _filled(fabric="".join(of("fabric"))) | {"targets": tables} | _filled(image=_image(kept, lose, is_conda))
     return Draft(name, data, tuple(kept), tuple(gone), gpu_note(signs, targets, chosen_tags))
 
 
 def _filled(**values: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value}
+
+
+def _once(statements: Iterable[Statement]) -> list[Statement]:
+    """Return each statement once: one of an extra that other extras include belongs to all of them."""
+    groups: dict[Statement, list[str]] = {}
+    for one in statements:
+        groups.setdefault(replace(one, group=""), []).append(one.group)
+    return [replace(one, group="" if "" in found else " ".join(dict.fromkeys(found))) for one, found in groups.items()]
 
 
 def _left_out(statement: Statement, groups: set[str]) -> bool:
@@ -158,13 +171,20 @@ def _problem(statement: Statement, groups: set[str]) -> str | None:
     """Return why a statement cannot be carried, or None; `groups` are normalised names (PEP 685)."""
     if _left_out(statement, groups):
         own = statement.group.split()
-        return f"belongs to {' and '.join(own)}: carry it with --extra {own[0]}"
+        more = [f"{len(own) - 2} more"] if len(own) > 3 else own[2:]
+        return f"belongs to {' and '.join((*own[:2], *more))}: carry it with --extra {own[0]}"
     if statement.kind == "channel" and statement.text == "nodefaults":
         return "envbuild adds no default channels"
     if statement.kind == "conda" and re.search(r"\[(?!build=|version=)", statement.text):
         return "a recipe's match specs have no other keys than version and build"
     if statement.kind == "requirement" and re.match(r"(-e|--editable)\b|\.{1,2}(/|$)", statement.text):
+        if statement.text.endswith((".whl", ".tar.gz", ".zip")):
+            return "a file of the project: copy it into the recipe's folder, and name it as `NAME @ ./FILE`"
         return "a folder with code: own code belongs to [project]"
+    marker = statement.text.partition(";")[2] if statement.kind in _REQUIREMENTS else ""
+    if not for_linux(marker):
+        other = re.search(r"sys_platform|platform_system|platform_machine|os_name", marker)
+        return OTHER_SYSTEM if other else f"not for Python {PYTHONS[0]} to {PYTHONS[-1]}"
     if statement.text.count(".") > 63:
         return "has more dots than envbuild's reader of TOML accepts"
     problem = _CHECKS[statement.kind](statement.text) if statement.kind in _CHECKS else None
@@ -244,9 +264,8 @@ def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose:
 
 
 def _applies(pin: Requirement, python: str, target: Target) -> bool:
-    environment = {
+    environment = LINUX | {
         "python_version": python, "python_full_version": f"{python}.99", "platform_machine": target.arch,
-        "sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "extra": "",
     }  # fmt: skip
     try:
         return pin.marker is None or pin.marker.evaluate(environment)

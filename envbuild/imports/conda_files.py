@@ -24,6 +24,7 @@ from envbuild.yaml_reader import parse_yaml
 _SELECTOR = re.compile(r"\s#\s*\[([a-z0-9]+)\]\s*$")
 _SELECTED = {"linux": "", "unix": "", "linux64": "linux-64", "x86_64": "linux-64", "aarch64": "linux-aarch64"}
 _LINUX = ("", "linux-64", "linux-aarch64")
+CHANNEL = "carried without its channel: the order of `channels` decides which of them serves a package"
 _LOCKED = "URLs and hashes: `envbuild lock` writes those of the same versions and builds"
 # A line of `conda list --export`: NAME=VERSION=BUILD
 _EXPORTED = r"([\w.-]+)=([^=\s]+)=([^=\s]+)"
@@ -68,7 +69,12 @@ def read_environment(path: Path) -> Iterator[Statement]:
                     if not isinstance(text, str) or selector not in _SELECTED:
                         yield lost(text, where, OTHER_SYSTEM if isinstance(text, str) else "not a string")
                     elif text is one:
-                        yield _spec(KINDS[key], text, where, platform=_SELECTED[selector])
+                        channel, marks, spec = text.partition("::") if key == "dependencies" else ("", "", text)
+                        if marks:
+                            yield Statement("channel", channel, where)
+                        if marks and list_at(data, "channels") not in ([], [channel]):
+                            yield lost(text, where, CHANNEL)
+                        yield _spec(KINDS[key], spec if marks else text, where, platform=_SELECTED[selector])
                     else:
                         for pip in pip_line(text, where, path.parent):
                             yield replace(pip, platform=_SELECTED[selector])
@@ -101,9 +107,12 @@ def conda_entries(
         elif about.get("source") == "pypi" or keys[-1] == "pypi-dependencies":
             pip = {key: value for key, value in about.items() if key != "source"}
             yield from (replace(one, platform=platform) for one in poetry_requirement(name, pip, place, group))
-        elif about.keys() - {"version", "build"}:
+        elif about.keys() - {"version", "build", "channel"}:
             yield lost(f"{name} = {spec}", place, SOURCE, group)
         else:
+            if "channel" in about:
+                yield Statement("channel", str(about["channel"]), place, group)
+                yield lost(f"{name} = {spec}", place, CHANNEL, group)
             version, build = about.get("version") or "*", about.get("build", "")
             text = name if version == "*" and not build else f"{name} {version} {build}".strip()
             yield _spec("conda", text, place, group, platform)
@@ -135,6 +144,14 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                     else:
                         known = Statement("name", str(text), document.where(*keys))
                         yield known if key == "name" else lost(f"{key} = {text}", known.place, TOOL)
+            elif name == "pypi-options":
+                for key, given in table_at(value).items():
+                    at = document.where(*place, name, key)
+                    if key in ("index-url", "extra-index-urls"):
+                        for url in given if isinstance(given, list) else [given]:
+                            yield Statement("index", str(url), at, group)
+                    else:
+                        yield lost(f"{key} = {given}", at, TOOL, group)
             elif name not in ("target", "feature"):
                 yield lost(f"{name} = {value}", document.where(*place, name), TOOL, group)
 

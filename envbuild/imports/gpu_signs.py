@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from envbuild.compat.rows import load_rows
 from envbuild.data import load_table
-from envbuild.imports.statement import NOT_IN_IMAGE, OTHER_SYSTEM, Statement
+from envbuild.imports.statement import NOT_IN_IMAGE, OTHER_SYSTEM, UNUSED_INDEX, Statement
 from envbuild.masking import masked_text
 from envbuild.recipe.accelerators import ACCELERATORS, accelerator_of
 from envbuild.recipe.targets import Target
@@ -20,7 +20,7 @@ from envbuild.recipe.targets import Target
 _MAX_TEXT = 2000
 _SHOWN = 3
 # Statements that say nothing about this environment.
-_ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE)
+_ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE, UNUSED_INDEX)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from envbuild.imports.statement import SOURCE, TOOL, Statement, git_address, lost
+from envbuild.imports.statement import SOURCE, TOOL, Statement, for_linux, git_address, lost
+from envbuild.recipe.accelerators import accelerator_of
 from envbuild.toml import list_at
 
 _GIT = {"git", "rev", "tag", "branch", "subdirectory"}
-_CARRIED = _GIT | {"version", "extras", "markers", "python", "platform", "optional"}
+_CARRIED = _GIT | {"index", "version", "extras", "markers", "python", "platform", "optional"}
 
 
 def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str) -> Iterator[Statement]:
@@ -32,10 +33,16 @@ def poetry_requirement(name: str, about: dict[str, Any], place: str, group: str)
         markers = [str(about["markers"])] if "markers" in about else []
         for variable, parts in (("python_version", python), ("sys_platform", systems)):
             pairs = [re.findall(r"^([<>=!~]*)(.*)", part.strip(), re.S)[0] for part in parts if part.strip()]
-            markers += [f'{variable} {operator or "=="} "{value.strip()}"' for operator, value in pairs]
+            operators = {"": "==", "!": "!="}  # poetry writes "!darwin"
+            markers += [f'{variable} {operators.get(sign, sign)} "{value.strip()}"' for sign, value in pairs]
         marker = " and ".join(f"({one})" if " or " in one else one for one in markers)
         text = f"{name}{f'[{extras}]' if extras else ''}{version}{f' ; {marker}' if marker else ''}"
         yield Statement("requirement", text, place, group)
+        tag = re.search(r"\+([a-z]+[0-9.]*)$", str(about.get("version", "")).strip())
+        if tag and accelerator_of(tag[1]) and for_linux(marker):
+            yield Statement("accelerator", tag[1], place, group)
+        if "://" in str(about.get("index", "")):  # pixi
+            yield Statement("index", str(about["index"]), place, group)
         for key in sorted(about.keys() - _CARRIED):
             yield lost(f"{name}: {key} = {about[key]}", place, TOOL)
 
@@ -54,6 +61,7 @@ def _translated(part: str) -> str:
         return ""
     if operator not in ("^", "~") or not numbers:
         return f"{operator or '=='}{version}".replace("====", "===")
+    version = version.partition("+")[0]  # PEP 440 has no local versions in ranges
     found = [int(one) for one in numbers[2].split(".")]
     first = next((index for index, one in enumerate(found) if one), len(found) - 1)
     last = first if operator == "^" else min(1, len(found) - 1)

@@ -7,14 +7,29 @@ specification"; docs.astral.sh/uv; conda-lock's documentation, "pyproject.toml".
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.imports.conda_files import KINDS, conda_entries, pixi_entries
+from envbuild.imports.pip_files import pip_line
 from envbuild.imports.poetry import poetry_requirement, poetry_specifier
-from envbuild.imports.statement import OWN, SOURCE, TOOL, Statement, git_address, lost, texts
+from envbuild.imports.statement import (
+    OTHER_SYSTEM,
+    OWN,
+    OWN_NAME,
+    SOURCE,
+    TOOL,
+    UNUSED_INDEX,
+    Statement,
+    for_linux,
+    git_address,
+    lost,
+    texts,
+)
 from envbuild.names import normalise
 from envbuild.recipe.checks import requirement_parts
 from envbuild.toml import Document, list_at, read, table_at, value_at
@@ -38,7 +53,18 @@ _STRINGS = {
 }
 _INDEXES = (("tool", "uv", "index"), ("tool", "poetry", "source"), ("tool", "pdm", "source"))
 _LOST = {("build-system", "requires"): "builds the project's own wheel", ("tool", "uv", "override-dependencies"): TOOL}
+BOUND = (
+    "the target has this index; that the package comes from it alone is said in [indexes] of the recipe and the site"
+)
 _POETRY, _CONDA_LOCK = ("tool", "poetry"), ("tool", "conda-lock")
+
+
+def builds_package(path: Path) -> bool:
+    """Return whether a pyproject.toml has a build system, and nothing that says that the project is no package."""
+    data = read(path, UsageError).data
+    is_package = value_at(data, "tool", "uv", "package") is not False
+    is_package = is_package and value_at(data, *_POETRY, "package-mode") is not False
+    return "build-system" in data and is_package and bool(table_at(data, "project") or table_at(data, *_POETRY))
 
 
 def read_pyproject(path: Path) -> Iterator[Statement]:
@@ -52,22 +78,14 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
         for name in table_at(data, *array) if group is None else array[-1:]:
             place = (*array, name) if group is None else array
             found = texts(document, place, "requirement", name if group is None else group)
-            yield from _without_own(document, found)
+            yield from _sourced(document, _without_own(document, found))
     yield from texts(document, ("tool", "uv", "constraint-dependencies"), "constraint")
-    if "dependencies" in list_at(data, "project", "dynamic"):
-        yield lost("dependencies", document.where("project", "dynamic"), "dynamic: name the file that has them")
+    yield from _dynamic(document)
     for keys, reason in _LOST.items():
         yield from (replace(one, reason=reason) for one in texts(document, keys, "lost"))
+    yield from _uv_settings(document)
     for keys in _INDEXES:
-        for number, one in enumerate(list_at(data, *keys)):
-            yield Statement("index", str(value_at(one, "url")), document.where(*keys, number))
-    required = {requirement_parts(str(one))[0] for one in list_at(data, "project", "dependencies")}
-    for name, one in table_at(data, "tool", "uv", "sources").items():
-        at, address = document.where("tool", "uv", "sources", name), git_address(table_at(one))
-        if address and "marker" not in one and normalise(name) in required:
-            yield Statement("requirement", f"{name} @ {address}", at)
-        else:
-            yield lost(f"{name} = {one}", at, f"{SOURCE}, or bind it in [indexes]")
+        yield from _indexes(document, keys)
     yield from _poetry(document)
     for name, one in table_at(data, *_CONDA_LOCK).items():
         keys = (*_CONDA_LOCK, name)
@@ -78,6 +96,113 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
         else:
             yield lost(f"{name} = {one}", document.where(*keys), TOOL)
     yield from pixi_entries(document, ("tool", "pixi"))
+
+
+def _dynamic(document: Document) -> Iterator[Statement]:
+    """Yield the requirements in the files that setuptools or hatch-requirements-txt reads for [project] dynamic.
+
+    Sources: setuptools, "Dynamic Metadata"; hatch-requirements-txt, README.
+    """
+    data, place = document.data, document.where("project", "dynamic")
+    folder = document.path.parent
+    setuptools = ("tool", "setuptools", "dynamic")
+    hatch = ("tool", "hatch", "metadata", "hooks", "requirements_txt")
+    extras = table_at(data, *setuptools, "optional-dependencies")
+    files = {
+        "dependencies": {"": value_at(data, *setuptools, "dependencies", "file") or value_at(data, *hatch, "files")
+                             or value_at(data, *hatch, "filename")},
+        "optional-dependencies": {name: value_at(about, "file") for name, about in extras.items()}
+        | dict(table_at(data, *hatch, "optional-dependencies")),
+    }  # fmt: skip
+    for key in files.keys() & set(map(str, list_at(data, "project", "dynamic"))):
+        for group, given in files[key].items():
+            for name in [given] if isinstance(given, str) else list_at(given):
+                for one in pip_line(f"-r {shlex.quote(str(name))}", place, folder):
+                    yield replace(one, group=group)
+        if not any(files[key].values()):
+            yield lost(key, place, "dynamic: name the file that has them with --from")
+
+
+def _sourced(document: Document, found: Iterator[Statement]) -> Iterator[Statement]:
+    """Yield the requirements `found`, of those with an own source ([tool.uv.sources]) what a recipe can have."""
+    for one in found:
+        name = requirement_parts(one.text)[0]
+        sources = [] if one.reason else [about for about in _uv_sources(document).get(name, []) if _applies(about, one)]
+        if any({"workspace", "path"} & about.keys() for about in sources):
+            yield replace(one, reason=OWN_NAME)
+        elif sources and all("url" in about for about in sources):
+            yield replace(one, reason=f"its source is {sources[0]['url']}: write NAME @ URL#sha256=HEX")
+        else:
+            yield one
+
+
+def _applies(source: Mapping[str, Any], requirement: Statement) -> bool:
+    """Return whether a source of uv's serves a requirement: for Linux, and for the extra or group that it has."""
+    groups = {normalise(name) for name in requirement.group.split()}
+    wanted = normalise(str(source.get("extra") or source.get("group") or ""))
+    return for_linux(str(source.get("marker", ""))) and (not wanted or wanted in groups)
+
+
+def _uv_sources(document: Document) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the sources of each project, by its normalised name."""
+    table = table_at(document.data, "tool", "uv", "sources")
+    return {
+        normalise(name): [table_at(one) for one in (given if isinstance(given, list) else [given])]
+        for name, given in table.items()
+    }
+
+
+def _uv_settings(document: Document) -> Iterator[Statement]:
+    """Yield the indexes and sources in the settings of uv."""
+    data = document.data
+    for root in (("tool", "uv"), ("tool", "uv", "pip")):
+        table = table_at(data, *root)
+        for key in ("index-url", "extra-index-url"):
+            given = table.get(key, [])
+            for url in [given] if isinstance(given, str) else list_at(given):
+                yield Statement("index", str(url), document.where(*root, key))
+        for key in ("find-links", "torch-backend"):
+            if key in table:
+                yield lost(f"{key} = {table[key]}", document.where(*root, key), TOOL)
+    required = {requirement_parts(str(one))[0] for one in list_at(data, "project", "dependencies")}
+    for name, given in table_at(data, "tool", "uv", "sources").items():
+        at = document.where("tool", "uv", "sources", name)
+        for about in map(table_at, given if isinstance(given, list) else [given]):
+            address, group = git_address(about), str(about.get("extra") or about.get("group") or "")
+            if not for_linux(str(about.get("marker", ""))):
+                yield lost(f"{name} = {about}", at, OTHER_SYSTEM, group)
+            elif address and not about.keys() & {"marker", "extra", "group"} and normalise(name) in required:
+                yield Statement("requirement", f"{name} @ {address}", at)
+            elif "index" in about:
+                yield lost(f"{name} = {about}", at, BOUND, group)
+            elif not {"workspace", "path", "url"} & about.keys():  # those are named at the requirement
+                yield lost(f"{name} = {about}", at, SOURCE, group)
+
+
+def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
+    """Yield the named indexes at `keys`, of uv, poetry or pdm.
+
+    An index that packages name as their source belongs to the extras or groups of these packages; it is lost if they
+    are for other systems, or if it is explicit and no package names it.
+    """
+    uses: dict[str, list[tuple[str, str]]] = {}  # the index → group and marker of each package that names it
+    for about in [about for given in _uv_sources(document).values() for about in given]:
+        use = (str(about.get("extra") or about.get("group") or ""), str(about.get("marker", "")))
+        uses.setdefault(str(about.get("index")), []).append(use)
+    for group, about in _poetry_entries(document):
+        system = str(about.get("platform", ""))
+        marker = f"sys_platform == '{system}'" if re.fullmatch(r"\w+", system) else str(about.get("markers", ""))
+        uses.setdefault(str(about.get("source")), []).append((group, marker))
+    for number, row in enumerate(map(table_at, list_at(document.data, *keys))):
+        place, url = document.where(*keys, number), str(row.get("url"))
+        used = uses.get(str(row.get("name")), [])
+        here = [group for group, marker in used if for_linux(marker)]
+        if used and not here:
+            yield lost(url, place, OTHER_SYSTEM)
+        elif not used and (row.get("explicit") is True or row.get("priority") == "explicit"):
+            yield lost(url, place, UNUSED_INDEX)
+        else:
+            yield Statement("index", url, place, "" if "" in here else " ".join(dict.fromkeys(here)))
 
 
 def _without_own(
@@ -107,9 +232,7 @@ def _poetry(document: Document) -> Iterator[Statement]:
         yield lost(f"{name} = {found}", at, f"an extra: carry it with --extra {name}", name)
         for one in list_at(found):
             extras.setdefault(normalise(str(one)), []).append(name)
-    tables: dict[tuple[str, ...], str] = {(*_POETRY, "dependencies"): "", (*_POETRY, "dev-dependencies"): "dev"}
-    tables |= {(*_POETRY, "group", name, "dependencies"): name for name in table_at(poetry, "group")}
-    for keys, group in tables.items():
+    for keys, group in _poetry_tables(document).items():
         for name, given in table_at(document.data, *keys).items():
             place = document.where(*keys, name)
             for one in given if isinstance(given, list) else [given]:
@@ -119,3 +242,19 @@ def _poetry(document: Document) -> Iterator[Statement]:
                     continue
                 optional = " ".join(extras.get(normalise(name), ["optional"])) if about.get("optional") else ""
                 yield from poetry_requirement(name, about, place, group or optional)
+
+
+def _poetry_tables(document: Document) -> dict[tuple[str, ...], str]:
+    """Return the keys of poetry's tables of dependencies → their group."""
+    tables = {(*_POETRY, "dependencies"): "", (*_POETRY, "dev-dependencies"): "dev"}
+    groups = table_at(document.data, *_POETRY, "group")
+    return tables | {(*_POETRY, "group", name, "dependencies"): name for name in groups}
+
+
+def _poetry_entries(document: Document) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield group and table of each dependency of poetry's that is a table."""
+    for keys, group in _poetry_tables(document).items():
+        for given in table_at(document.data, *keys).values():
+            yield from (
+                (group, one) for one in (given if isinstance(given, list) else [given]) if isinstance(one, dict)
+            )

@@ -8,17 +8,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.markers import InvalidMarker, Marker, UndefinedComparison, UndefinedEnvironmentName
+
 from envbuild.errors import UsageError
 from envbuild.files import read_small
 from envbuild.names import normalise
+from envbuild.recipe.model import PYTHONS
 from envbuild.toml import Document, list_at, table_at, value_at
 
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
 NOT_IN_IMAGE = "of a stage that is not in the final image"
+UNUSED_INDEX = "an explicit index that no package names"
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
 TOOL = "a setting of that tool, not a package"
 OWN = "the project itself: name its extras with --extra; own code belongs to [project]"
+OWN_NAME = (
+    "a package of this workspace or folder: under its bare name an index would serve somebody else's package;"
+    " own code belongs to [project]"
+)
 SOURCE = "a source other than an index or git; give its wheel to an index or a find-links folder of the site"
+
+
+# The environment of markers on Linux, without architecture and Python.
+LINUX = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "extra": "",
+         "implementation_name": "cpython", "platform_python_implementation": "CPython"}  # fmt: skip
+_EXTRAS = re.compile(r"""extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups)""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +40,8 @@ class Statement:
     """One statement of a source, at `place` (FILE:LINE).
 
     `kind` is the part of a recipe that takes it: requirement, constraint, pin (of a lock), conda, conda-pin,
-    channel, index, platform (conda's), python (a specifier), base, env, workdir, package (Debian's), fabric or name.
+    channel, index, platform (conda's), python (a specifier), base, env, workdir, package (Debian's), fabric,
+    project (the folder of own code, relative to the recipe's) or name.
     `group` has the extras, dependency groups, features or categories with it, separated by blanks, "" for none;
     `platform` is the only conda platform that has it. With a `reason` it is not carried.
     """
@@ -37,6 +52,23 @@ class Statement:
     group: str = ""
     platform: str = ""
     reason: str = ""
+
+
+def for_linux(marker: str) -> bool:
+    """Return whether an environment marker (PEP 508) can be true on Linux; also for a text that is no marker."""
+    if not marker.strip():
+        return True
+    try:
+        parsed = Marker(_EXTRAS.sub("python_version >= '3'", marker))
+        return any(
+            parsed.evaluate(
+                LINUX | {"platform_machine": arch, "python_version": python, "python_full_version": f"{python}.9"}
+            )
+            for arch in ("x86_64", "aarch64")
+            for python in PYTHONS
+        )
+    except (InvalidMarker, UndefinedComparison, UndefinedEnvironmentName):
+        return True
 
 
 def lost(text: object, place: str, reason: str, group: str = "") -> Statement:

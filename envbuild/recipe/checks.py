@@ -126,6 +126,8 @@ def spec_problem(text: str) -> str | None:
     found = _SPEC.fullmatch(text)
     if found is None or not text.isprintable() or text != text.strip():
         return f"{text!r} is not a match spec, such as 'numpy 2.2.*' or 'pytorch >=2.7 cpu*'"
+    if re.search(r"[{}]|\$[\w(]", found["rest"]):
+        return f"{text!r} holds a variable: write its value"
     if re.match(r"\s*[;#]", found["rest"]):
         return f"{text!r}: match specs have no markers or comments; use [targets.NAME] conda = [...]"
     return None

@@ -67,8 +67,8 @@ def test_json_lists_everything(folder: Path) -> None:
     [
         ([], "no source"),
         (["Bad", "--from", "requirements.txt"], "'Bad' is not the name of a recipe"),
-        (["--from", "gone.txt"], "gone.txt: cannot be read"),
-        (["--from", "recipes"], "not a file of a known format"),
+        (["--from", "gone.txt"], "gone.txt: no such file or folder"),
+        (["--from", "recipes"], "recipes: no such file or folder"),
         (["--from", "empty"], "no file of a known format"),
         (["--from", "requirements.txt", "--target", "cpu"], "not a target"),
     ],

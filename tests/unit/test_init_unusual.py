@@ -67,7 +67,7 @@ dev = ["pytest", "My.Train[log-it]", "my-train"]
 """)
     assert draft_of(tmp_path / "pyproject.toml", groups=("all",))[1].requirements == ("numpy", "triton", "rich")
     draft, recipe = draft_of(tmp_path / "pyproject.toml", groups=("dev",))
-    assert recipe.requirements == ("numpy", "pytest", "rich")
+    assert recipe.requirements == ("numpy", "rich", "pytest")
     said = {entry.text for entry in draft.lost if entry.reason.startswith("the project itself")}
     assert said == {"my-train[gone]", "my-train"}
 

@@ -1,0 +1,232 @@
+"""`envbuild init`: sources of packages, own packages, markers, own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lab.drafts import draft_of
+
+from envbuild.errors import UsageError
+from envbuild.imports import read_source
+from envbuild.imports.draft import Draft
+from envbuild.recipe.model import Recipe
+
+_INDEXES = "".join(
+    f'[[tool.uv.index]]\nname = "{name}"\nurl = "https://download.pytorch.org/whl/{name}"\nexplicit = true\n'
+    for name in ("cpu", "cu126", "cu128")
+)
+
+
+def imported(folder: Path, name: str, text: str, **more: object) -> tuple[Draft, Recipe]:
+    (folder / name).write_text(text)
+    return draft_of(folder / name, **{"target": None} | more)  # type: ignore[arg-type]
+
+
+def reason(draft: Draft, text: str) -> str:
+    (found,) = {entry.reason for entry in draft.lost if text in entry.text}
+    return found
+
+
+def accelerators(recipe: Recipe) -> set[str]:
+    return {target.rpartition("-")[0] for target in recipe.targets}
+
+
+def test_extras_of_uv_choose_their_index(tmp_path: Path) -> None:
+    text = f"""\
+[project]
+name = "a"
+dependencies = ["numpy"]
+[project.optional-dependencies]
+cpu = ["torch>=2.7"]
+cu126 = ["torch>=2.7"]
+[tool.uv.sources]
+torch = [{{ index = "cpu", extra = "cpu" }}, {{ index = "cu126", extra = "cu126" }}]
+{_INDEXES}"""
+    for extra in ("cpu", "cu126"):
+        draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=(extra,))
+        (table,) = recipe.targets.values()
+        assert accelerators(recipe) == {extra} and table.requirements == ("torch>=2.7",)
+        assert table.indexes == (f"https://download.pytorch.org/whl/{extra}",) and not draft.warning
+        assert reason(draft, "whl/cu128") == "an explicit index that no package names"
+    draft, recipe = imported(tmp_path, "pyproject.toml", text)
+    assert accelerators(recipe) == {"cpu"}
+    assert reason(draft, "whl/cu126") == "belongs to cu126: carry it with --extra cu126"
+
+
+def test_markers_of_uv_choose_the_index_of_linux(tmp_path: Path) -> None:
+    text = f"""\
+[project]
+name = "a"
+dependencies = ["torch>=2.7"]
+[tool.uv.sources]
+torch = [
+  {{ index = "cpu", marker = "sys_platform != 'linux'" }}, {{ index = "cu126", marker = "sys_platform == 'linux'" }},
+]
+{_INDEXES}"""
+    draft, recipe = imported(tmp_path, "pyproject.toml", text)
+    assert accelerators(recipe) == {"cu126"}
+    assert reason(draft, "whl/cpu").startswith("for another operating system")
+
+
+def test_the_source_of_a_package_of_poetry_chooses_the_index(tmp_path: Path) -> None:
+    text = """\
+[tool.poetry.dependencies]
+torch = [
+  { version = "^2.6.0", source = "mac", platform = "darwin" },
+  { version = "^2.6.0+cu124", markers = "sys_platform == 'linux'", source = "gpu" },
+]
+scipy = { version = "1.15", platform = "!darwin" }
+pywin32 = { version = "*", markers = "sys_platform == 'win32'" }
+torchaudio = "~2.6.0+cu124"
+[[tool.poetry.source]]
+name = "mac"
+url = "https://download.pytorch.org/whl/cpu"
+priority = "explicit"
+[[tool.poetry.source]]
+name = "gpu"
+url = "https://download.pytorch.org/whl/cu124"
+priority = "explicit"
+"""
+    draft, recipe = imported(tmp_path, "pyproject.toml", text)
+    assert accelerators(recipe) == {"cu124"}
+    (table,) = recipe.targets.values()
+    assert table.requirements == ('torch<3,>=2.6.0 ; sys_platform == "linux"',)
+    assert recipe.requirements == ('scipy==1.15; sys_platform != "darwin"', "torchaudio>=2.6.0,<2.7")
+    assert reason(draft, "pywin32").startswith("for another operating system")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "pyproject.toml",
+            '[project]\nname = "a"\ndependencies = ["w-core>=1", "numpy"]\n'
+            "[tool.uv.sources]\nw-core = { workspace = true }\n",
+        ),
+        (
+            "pyproject.toml",
+            '[project]\nname = "a"\ndependencies = ["w_core", "numpy"]\n'
+            '[tool.uv.sources]\nw-core = { path = "../core", editable = true }\n',
+        ),
+        ("pyproject.toml", '[tool.poetry.dependencies]\nnumpy = "*"\nw-core = { path = "../core", develop = true }\n'),
+        (
+            "pixi.toml",
+            '[workspace]\nname = "a"\nchannels = ["conda-forge"]\nplatforms = ["linux-64"]\n'
+            '[pypi-dependencies]\nnumpy = "*"\nw-core = { path = "core", editable = true }\n',
+        ),
+        ("requirements.txt", "numpy\nw-core @ file:../core\n"),
+        (
+            "uv.lock",
+            'version = 1\n[[package]]\nname = "a"\nversion = "1"\nsource = { virtual = "." }\n[package.metadata]\n'
+            'requires-dist = [{ name = "numpy" }, { name = "w-core", editable = "core" }]\n'
+            '[[package]]\nname = "numpy"\nversion = "2.2.6"\nsource = { registry = "https://pypi.example/simple" }\n'
+            '[[package]]\nname = "w-core"\nversion = "1"\nsource = { editable = "core" }\n',
+        ),
+    ],
+)
+def test_the_name_of_an_own_package_is_never_asked_of_an_index(tmp_path: Path, name: str, text: str) -> None:
+    draft, recipe = imported(tmp_path, name, text, target="cpu-x86_64")
+    everything = [*recipe.requirements, *recipe.constraints, *recipe.conda.requirements, *recipe.conda.dependencies]
+    assert any("numpy" in one for one in everything) and not any("core" in one for one in everything)
+    assert any("core" in entry.text for entry in draft.lost)
+
+
+def test_a_package_of_uv_at_a_url_is_not_its_name(tmp_path: Path) -> None:
+    text = (
+        '[project]\nname = "a"\ndependencies = ["flash-attn==2.7.4"]\n'
+        '[tool.uv.sources]\nflash-attn = { url = "https://host.example/flash_attn-2.7.4-py3-none-any.whl" }\n'
+    )
+    draft, recipe = imported(tmp_path, "pyproject.toml", text)
+    assert recipe.requirements == () and "#sha256=HEX" in reason(draft, "flash-attn==2.7.4")
+
+
+def test_a_conda_spec_with_its_channel(tmp_path: Path) -> None:
+    one = "channels: [conda-forge]\ndependencies:\n- conda-forge::numpy=2.1\n- bioconda::samtools\n"
+    draft, recipe = imported(tmp_path, "environment.yml", one, target="cpu-x86_64")
+    assert recipe.conda.dependencies == ("numpy=2.1", "samtools")
+    assert recipe.conda.channels == ("conda-forge", "bioconda")
+    assert [entry.text for entry in draft.lost] == ["bioconda::samtools"]
+
+
+def test_requirements_for_other_systems_are_listed(tmp_path: Path) -> None:
+    text = (
+        "numpy\npywin32; sys_platform == 'win32'\npyobjc ; platform_system=='Darwin'\n"
+        "uvloop; sys_platform != 'win32'\ntomli; python_version < '3.5'\nx; platform_machine == 'aarch64'\n"
+    )
+    draft, recipe = imported(tmp_path, "requirements.txt", text)
+    assert [one.partition(";")[0] for one in recipe.requirements] == ["numpy", "uvloop", "x"]
+    assert {entry.text.partition(";")[0].strip() for entry in draft.lost} == {"pywin32", "pyobjc", "tomli"}
+    assert "not for Python" in reason(draft, "tomli")
+
+
+def test_a_folder_with_a_package_is_the_recipes_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    project = '[project]\nname = "my-train"\nversion = "1"\ndependencies = ["numpy"]\n'
+    build = '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/pyproject.toml").write_text(project + build)
+    draft, _ = draft_of(tmp_path / "code")
+    assert draft.data["project"] == {"path": "../../code"}
+    assert "project" not in draft_of(tmp_path / "code/pyproject.toml")[0].data
+    for text in (project, project + build + "[tool.uv]\npackage = false\n"):
+        (tmp_path / "code/pyproject.toml").write_text(text)
+        assert "project" not in draft_of(tmp_path / "code")[0].data
+    own = project.replace('"numpy"', '"core"') + build + "[tool.uv.sources]\ncore = { workspace = true }\n"
+    (tmp_path / "code/pyproject.toml").write_text(own)
+    draft, _ = draft_of(tmp_path / "code")
+    assert "project" not in draft.data and "which an index would replace" in reason(draft, "../../code")
+
+
+def test_dynamic_dependencies_of_setuptools_and_hatch(tmp_path: Path) -> None:
+    (tmp_path / "base.txt").write_text("numpy>=2\n")
+    (tmp_path / "extra.txt").write_text("rich\n")
+    text = """\
+[project]
+name = "a"
+dynamic = ["dependencies", "optional-dependencies"]
+[tool.setuptools.dynamic]
+dependencies = { file = ["base.txt"] }
+optional-dependencies.more = { file = ["extra.txt"] }
+"""
+    draft, recipe = imported(tmp_path, "pyproject.toml", text)
+    assert recipe.requirements == ("numpy>=2",) and "--extra more" in reason(draft, "rich")
+    text = text.partition("[tool")[0].replace(', "optional-dependencies"', "") + (
+        '[tool.hatch.metadata.hooks.requirements_txt]\nfiles = ["base.txt"]\n'
+    )
+    assert imported(tmp_path, "pyproject.toml", text)[1].requirements == ("numpy>=2",)
+    draft, _ = imported(tmp_path, "pyproject.toml", '[project]\nname = "a"\ndynamic = ["optional-dependencies"]\n')
+    assert [(entry.text, entry.reason[:8]) for entry in draft.lost] == [("optional-dependencies", "dynamic:")]
+
+
+def test_files_that_another_tool_converts_are_named(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("numpy\n")
+    (tmp_path / "setup.py").write_text("from setuptools import setup\nsetup(install_requires=['rich'])\n")
+    (tmp_path / "setup.cfg").write_text("[flake8]\nmax-line-length = 100\n")
+    (tmp_path / "Pipfile").write_text("[packages]\nrich = '*'\n")
+    (tmp_path / "pdm.lock").write_text('[[package]]\nname = "rich"\n')
+    draft, _ = draft_of(tmp_path)
+    assert {entry.text for entry in draft.lost} == {"setup.py", "Pipfile", "pdm.lock"}
+    assert "pipenv lock" in reason(draft, "Pipfile") and "pdm export" in reason(draft, "pdm.lock")
+    for name, said in (("Pipfile", "pipenv lock"), ("a.sqsh", "envbuild inspect")):
+        (tmp_path / name).touch()
+        with pytest.raises(UsageError) as caught:
+            list(read_source(tmp_path / name))
+        assert said in str(caught.value.hint)
+    with pytest.raises(UsageError, match="no such file or folder"):
+        list(read_source(tmp_path / "gone.tar"))
+
+
+def test_an_extra_in_many_extras_is_listed_once(tmp_path: Path) -> None:
+    extras = "".join(f'e{n} = ["a[base]"]\n' for n in range(30)) + 'base = ["rich", "tqdm"]\n'
+    text = f'[project]\nname = "a"\ndependencies = ["numpy"]\n[project.optional-dependencies]\n{extras}'
+    draft, _ = imported(tmp_path, "pyproject.toml", text)
+    assert [entry.text for entry in draft.lost] == ["rich", "tqdm"]
+    draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("e3",))
+    assert recipe.requirements == ("numpy", "rich", "tqdm") and draft.lost == ()
+
+
+def test_a_wheel_beside_the_file_is_no_folder(tmp_path: Path) -> None:
+    draft, _ = imported(tmp_path, "requirements.txt", "./wheels/x.whl\n-c https://host.example/limits.txt\n-e .\n")
+    assert "a file of the project" in reason(draft, "./wheels/x.whl")
+    assert "a file at a URL" in reason(draft, "-c https") and "a folder with code" in reason(draft, "-e .")
