@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from envbuild.doctor.probe import HostFinding
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.recipe.accelerators import gpu_families
-from envbuild.site.jobs import huge_pages_problem
+from envbuild.site.jobs import UNLIMITED, KubernetesTable, huge_pages_problem, runtime_conflicts, unlimited
 from envbuild.site.schedulers import LAUNCHERS, listed
 from envbuild.site.settings import Site
 
@@ -79,11 +79,17 @@ def _pods(site: Site) -> Iterator[HostFinding]:
     if not site.kubernetes.claim:
         hint = 'claim = "NAME of a persistent volume claim"'
         yield _odd("[kubernetes] claim", "is not said: snapshots go with their pod", hint)
+    limits = {*site.kubernetes.resources} | ({"cpu"} if site.node.cpus else set())
+    limits |= {"memory"} if site.node.memory else set()
+    if missing := unlimited(limits):
+        yield _odd("[node]", f"pods ask for no {missing}: {UNLIMITED}", "set [node] cpus and memory")
+    for key, problem, hint in runtime_conflicts(site.kubernetes):
+        yield _bad(f"[kubernetes] {key}", problem, hint)
 
 
 def _no_pods(site: Site) -> Iterator[HostFinding]:
-    kind, table = site.scheduler.kind, site.kubernetes
-    if table.claim or table.resources or table.node_selector or table.pull_secret:
+    kind = site.scheduler.kind
+    if site.kubernetes != KubernetesTable():
         hint = 'leave the table out, or kind = "kubernetes"'
         yield _odd("[kubernetes]", f"is not used with the scheduler {kind}", hint)
     if kind in SCHEDULERS and not site.paths.shared:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from envbuild.errors import UsageError
-from envbuild.jobs.kubernetes_pod import metadata
+from envbuild.jobs.kubernetes_pod import metadata, pod_metadata, pod_rights
 from envbuild.jobs.kubernetes_security import container_security, pod_security
 from envbuild.jobs.model import JobPlan
 
@@ -102,7 +102,7 @@ def _deployment(plan: JobPlan, own: str) -> dict[str, Any]:
         **container_security(plan),
         "volumeMounts": [{"name": "data", "mountPath": "/var/lib/etcd"}],
     }
-    pod: dict[str, Any] = {**pod_security(plan), "containers": [container]}
+    pod: dict[str, Any] = {**pod_rights(plan), **pod_security(plan), "containers": [container]}
     if plan.site.kubernetes.pull_secret:
         pod["imagePullSecrets"] = [{"name": plan.site.kubernetes.pull_secret}]
     pod["volumes"] = [{"name": "data", "emptyDir": {}}]
@@ -115,6 +115,6 @@ def _deployment(plan: JobPlan, own: str) -> dict[str, Any]:
             "replicas": 1,
             "selector": {"matchLabels": labels},
             "strategy": {"type": "Recreate"},
-            "template": {"metadata": {"labels": labels}, "spec": pod},
+            "template": {"metadata": pod_metadata(plan, own), "spec": pod},
         },
     }

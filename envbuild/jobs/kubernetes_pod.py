@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,25 @@ from envbuild.jobs.kubernetes_yaml import YamlScript, checked, literal
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import word
 from envbuild.recipe.accelerators import gpu_families
-from envbuild.site.jobs import huge_pages_problem, job_variable_problem, quantity
+from envbuild.site.jobs import (
+    huge_pages_problem,
+    job_variable_problem,
+    label_value_problem,
+    quantity,
+    secret_reference,
+    toleration,
+    volume_source,
+)
 
 _MAX_ARG_STRLEN = 128 * 1024
-# How often each pod may restart after a failure.
-_RETRIES = 3
+# Kubernetes' and torchrun's time between SIGTERM and SIGKILL, if nobody chooses another (seconds).
+GRACE_S = 30
+# The time of these that the container needs after torchrun has ended.
+_LAST_S = 5
 # The module that starts a rank and waits for the others.
 _RANK = "ddp_train.launch.rank"
+_KUEUE = "kueue.x-k8s.io/"
+KUEUE_QUEUE, _KUEUE_PRIORITY = f"{_KUEUE}queue-name", f"{_KUEUE}priority-class"
 LABEL = "app.kubernetes.io/instance"
 _LONGEST_LABEL = 63
 _ARCHES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -68,6 +80,40 @@ def metadata(plan: JobPlan, name: str) -> dict[str, Any]:
     return {"name": name, "namespace": plan.site.kubernetes.namespace, "labels": {LABEL: name}}
 
 
+def job_metadata(plan: JobPlan, name: str) -> dict[str, Any]:
+    """Return the job's metadata, with the site's labels and annotations, and the queue.
+
+    Source: kubernetes-sigs/kueue, pkg/controller/constants/constants.go. Kueue's webhook suspends a job with a queue
+    until it is admitted. Raises UsageError for a queue that is not the value of a label.
+    """
+    made = metadata(plan, name)
+    made["labels"] |= plan.site.kubernetes.labels
+    for key, label in (("partition", KUEUE_QUEUE), ("qos", _KUEUE_PRIORITY)):
+        value, origin = getattr(plan.site.scheduler, key), plan.site.origin("scheduler", key)
+        if not value:
+            continue
+        if problem := label_value_problem(value):
+            raise UsageError(f"{origin}: {problem}", "write the name of a queue or priority class of Kueue or Volcano")
+        if made["labels"].get(label, value) != value:
+            raise UsageError(f"{origin} is {value}, and {label} in [kubernetes] labels another", "keep one of them")
+        made["labels"][label] = value
+    return made | _annotations(plan)
+
+
+def pod_metadata(plan: JobPlan, name: str) -> dict[str, Any]:
+    """Return the pods' labels and annotations. Kueue would queue a pod with its labels beside the job."""
+    labels = {key: value for key, value in plan.site.kubernetes.labels.items() if not key.startswith(_KUEUE)}
+    return {"labels": {LABEL: name} | labels} | _annotations(plan)
+
+
+def _annotations(plan: JobPlan) -> dict[str, Any]:
+    found = {
+        key: checked(value, f"[kubernetes] annotations, {key}")
+        for key, value in plan.site.kubernetes.annotations.items()
+    }
+    return {"annotations": found} if found else {}
+
+
 def seconds(time: str) -> int:
     """Return [D-]HH:MM:SS in seconds."""
     days, _, clock = time.rpartition("-")
@@ -75,14 +121,14 @@ def seconds(time: str) -> int:
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + rest
 
 
-def backoff_limit(pods: int) -> int:
-    """Return the backoffLimit that allows each of `pods` to restart _RETRIES times.
+def backoff_limit(plan: JobPlan) -> int:
+    """Return the backoffLimit that allows each pod to restart as often as the site says, on average.
 
-    The training operator and the controller of Jobs give up when the restarts of all pods *reach* it
-    (kubeflow/training-operator v1.9.3, pkg/core/job.go; kubernetes/kubernetes,
-    pkg/controller/job/job_controller.go).
+    The training operator and the controller of Jobs give up when the sum of the restarts of all pods, over the life of
+    the job, *reaches* it (kubeflow/training-operator v1.9.4, pkg/core/job.go; kubernetes/kubernetes,
+    pkg/controller/job/job_controller.go). One failure ends the agents of all pods, so each counts for all.
     """
-    return _RETRIES * pods + 1
+    return plan.site.kubernetes.retries * plan.nodes + 1
 
 
 def rendezvous_conf(plan: JobPlan) -> dict[str, int]:
@@ -122,6 +168,9 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
         fixed["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
     if plan.library_path:
         fixed["ENVBUILD_LIBRARY_PATH"] = ":".join(plan.library_path)
+    if plan.strategy == "ddp" and plan.site.kubernetes.grace > GRACE_S:
+        # torchrun kills ranks that still save after 30 s; torch before 2.11 or so does not read it.
+        fixed["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(plan.site.kubernetes.grace - _LAST_S)
     node = {
         "ENVBUILD_NODES": str(len(pods.hosts)),
         "ENVBUILD_HOSTS": " ".join(pods.hosts),
@@ -133,6 +182,7 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
         {"name": name, "value": literal(_fitting(name, value), f"variable {name}")}
         for name, value in ({**fixed, **given} | node).items()
     ]
+    listed += _secret_variables(plan, {one["name"] for one in listed})
     listed.append(_field("ENVBUILD_ADDRESS", "status.podIP"))
     if pods.number is None:
         listed.append({"name": "ENVBUILD_NODE", "value": "0"})
@@ -151,6 +201,20 @@ def _fitting(name: str, value: str) -> str:
         name = f"{name}, the names of {len(value.split())} pods,"
         hint = "choose a shorter --name or fewer --nodes"
     raise UsageError(f"{name} has {size} bytes: Linux starts no process with a variable of 128 KiB or more", hint)
+
+
+def _secret_variables(plan: JobPlan, taken: Collection[str]) -> list[dict[str, Any]]:
+    """Return the variables that kubelet takes from secrets. Raises UsageError for one that is set in another way."""
+    found = []
+    for name, reference in plan.site.kubernetes.secrets.items():
+        secret = secret_reference(reference)
+        if name.startswith("/") or secret is None:
+            continue
+        if name in taken or _RESERVED.fullmatch(name):
+            where = plan.site.origin("kubernetes", "secrets")
+            raise UsageError(f"{where}: {name} is set by the job, or in [environment]", "keep one of them")
+        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret[0], "key": secret[1]}}})
+    return found
 
 
 def _field(name: str, path: str) -> dict[str, Any]:
@@ -263,23 +327,57 @@ def placement(plan: JobPlan, name: str) -> dict[str, Any]:
         for key, value in wanted.items()
     }
     placed: dict[str, Any] = {"nodeSelector": selector}
+    tolerated = [found for one in plan.site.kubernetes.tolerations if (found := toleration(one))]
     if plan.gpus_per_node:
         gpu = plan.artifact.accelerator.kubernetes
-        placed["tolerations"] = [{"key": gpu, "operator": "Exists", "effect": "NoSchedule"}]
+        tolerated.insert(0, {"key": gpu, "operator": "Exists", "effect": "NoSchedule"})
+    if tolerated:
+        placed["tolerations"] = tolerated
     if plan.site.scheduler.exclusive and plan.nodes > 1:
         term = {"labelSelector": {"matchLabels": {LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
         rule = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
         placed["affinity"] = {"podAntiAffinity": rule}
     placed |= pod_security(plan)
+    if plan.site.kubernetes.service_account:
+        placed["serviceAccountName"] = plan.site.kubernetes.service_account
     if plan.site.kubernetes.pull_secret:
         placed["imagePullSecrets"] = [{"name": plan.site.kubernetes.pull_secret}]
     return placed
 
 
+def pod_rights(plan: JobPlan) -> dict[str, Any]:
+    """Return the settings that TrainJobs leave to their runtime: no token of the API server, and the priority."""
+    priority = plan.site.kubernetes.priority_class
+    return {"automountServiceAccountToken": False} | ({"priorityClassName": priority} if priority else {})
+
+
+def _more_volumes(plan: JobPlan) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return (volume, mount) of each volume and secret of the site. Raises UsageError for two at one path."""
+    site = plan.site.kubernetes
+    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for number, (path, text) in enumerate(site.volumes.items()):
+        if source := volume_source(text):
+            found.append(_volume(f"volume-{number}", source[0], path, read_only=source[1]))
+    files = [
+        (path, secret) for path, one in site.secrets.items() if path[0] == "/" and (secret := secret_reference(one))
+    ]
+    for number, (path, (name, _)) in enumerate(files):
+        found.append(_volume(f"secret-{number}", {"secret": {"secretName": name}}, path, read_only=True))
+    paths = [site.mount, *(mount["mountPath"] for _, mount in found)]
+    if twice := next((one for one in paths if [other.rstrip("/") for other in paths].count(one.rstrip("/")) > 1), ""):
+        raise UsageError(f"two volumes of site {plan.site.name} are at {twice}", "change a path in [kubernetes]")
+    return found
+
+
+def _volume(name: str, source: Any, path: str, *, read_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    mount: dict[str, Any] = {"name": name, "mountPath": checked(path, "[kubernetes] volumes and secrets")}
+    return {"name": name, **source}, mount | ({"readOnly": True} if read_only else {})
+
+
 def mounts(plan: JobPlan) -> list[dict[str, Any]]:
     """Return the container's volume mounts."""
     data = {"name": "data", "mountPath": checked(plan.site.kubernetes.mount, "[kubernetes] mount")}
-    return [data, {"name": "shm", "mountPath": "/dev/shm"}]
+    return [data, {"name": "shm", "mountPath": "/dev/shm"}, *(mount for _, mount in _more_volumes(plan))]
 
 
 def volumes(plan: JobPlan) -> list[dict[str, Any]]:
@@ -305,4 +403,4 @@ def volumes(plan: JobPlan) -> list[dict[str, Any]]:
     shm: dict[str, str] = {"medium": "Memory"}
     if site.shm:
         shm["sizeLimit"] = _shm(plan)
-    return [data, {"name": "shm", "emptyDir": shm}]
+    return [data, {"name": "shm", "emptyDir": shm}, *(volume for volume, _ in _more_volumes(plan))]

@@ -31,19 +31,26 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
     again = plan.site.scheduler.requeue
     policy: dict[str, Any] = {"activeDeadlineSeconds": pod.seconds(plan.time)}
     if again:
-        # One failure ends the agents of all pods, and the operator counts each pod's restarts.
-        policy["backoffLimit"] = pod.backoff_limit(plan.nodes)
+        policy["backoffLimit"] = pod.backoff_limit(plan)
     # None would let a failed job run on and hold its GPUs, from operator 1.9.4 on. One completed pod makes a job with
     # an elasticPolicy Succeeded: until all ranks have finished, none completes (ddp_train.launch.rank).
     policy["cleanPodPolicy"] = "Running"
+    if plan.site.kubernetes.ttl is not None:
+        policy["ttlSecondsAfterFinished"] = plan.site.kubernetes.ttl
+    # What the operator gives to the PodGroup, if it uses Volcano; Kueue reads the priority.
+    gang = {"queue": plan.site.scheduler.partition, "priorityClass": plan.site.kubernetes.priority_class}
+    if any(gang.values()):
+        policy["schedulingPolicy"] = {key: value for key, value in gang.items() if value}
     worker = {
         "replicas": plan.nodes,
         "restartPolicy": "OnFailure" if again else "Never",
         "template": {
-            "metadata": {"labels": {pod.LABEL: name}},
+            "metadata": pod.pod_metadata(plan, name),
             "spec": {
                 # The operator does not wake up at the job's deadline, while kubelet enforces the pod's.
                 "activeDeadlineSeconds": pod.seconds(plan.time),
+                "terminationGracePeriodSeconds": plan.site.kubernetes.grace,
+                **pod.pod_rights(plan),
                 **pod.placement(plan, name),
                 "containers": [_container(plan, pods, etcd)],
                 "volumes": pod.volumes(plan),
@@ -53,7 +60,7 @@ def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
     job = {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": pod.metadata(plan, name),
+        "metadata": pod.job_metadata(plan, name),
         "spec": {
             "nprocPerNode": str(plan.nproc_per_node),
             "runPolicy": policy,

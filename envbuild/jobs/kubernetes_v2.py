@@ -3,7 +3,8 @@
 Source: kubeflow/trainer v2.3.0, pkg/apis/trainer/v1alpha1/trainjob_types.go and
 pkg/runtime/framework/plugins/{torch/torch.go,jobset/jobset.go}. Trainer sets PET_NNODES, PET_NPROC_PER_NODE,
 PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, and refuses a job that sets them. It chooses torchrun's
-static rendezvous, which does not survive a restart, so c10d is requested on the command line.
+static rendezvous, which does not survive a restart, so c10d is requested on the command line. Volcano's queue: the
+plugin volcano/volcano.go and examples/yaml/04-volcano-integration.yaml; Kueue's: 03-kueue-integration.yaml.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from envbuild.jobs.kubernetes_security import container_security
 from envbuild.jobs.kubernetes_yaml import literal
 from envbuild.jobs.model import JobPlan
 
-_RUNTIME = "torch-distributed"
+# The annotation of a JobSet by which Trainer chooses the queue of Volcano's PodGroup.
+_VOLCANO_QUEUE = "scheduling.volcano.sh/queue-name"
 _PORT = 29500
 _MOST_WORDS = 128
 _MOST_VARIABLES = 128
@@ -61,12 +63,13 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
     }
     if limits := pod.resources(plan):
         trainer["resourcesPerNode"] = limits
+    runtime = plan.site.kubernetes.runtime
     job = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": pod.metadata(plan, name),
+        "metadata": pod.job_metadata(plan, name),
         "spec": {
-            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": _RUNTIME},
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": runtime},
             "activeDeadlineSeconds": pod.seconds(plan.time),
             "trainer": trainer,
             "runtimePatches": [_patch(plan, name)],
@@ -87,14 +90,21 @@ def _meeting(plan: JobPlan, etcd: Etcd | None) -> list[str]:
 
 
 def _patch(plan: JobPlan, name: str) -> dict[str, Any]:
-    """Return the additions to the runtime's pods: labels, placement and volumes."""
-    template = {
-        "metadata": {"labels": {pod.LABEL: name}},
-        "spec": {
-            **pod.placement(plan, name),
-            "containers": [{"name": "node"} | container_security(plan) | {"volumeMounts": pod.mounts(plan)}],
-            "volumes": pod.volumes(plan),
-        },
+    """Return the additions to the runtime's pods: labels, placement and volumes; and to the JobSet's annotations."""
+    spec: dict[str, Any] = {
+        **pod.placement(plan, name),
+        "containers": [{"name": "node"} | container_security(plan) | {"volumeMounts": pod.mounts(plan)}],
+        "volumes": pod.volumes(plan),
     }
-    job = {"name": "node", "template": {"spec": {"template": template}}}
-    return {"manager": "envbuild/job", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
+    if plan.site.kubernetes.grace != pod.GRACE_S:
+        spec["terminationGracePeriodSeconds"] = plan.site.kubernetes.grace  # Trainer 2.3
+    metadata = pod.pod_metadata(plan, name)
+    job = {"name": "node", "template": {"spec": {"template": {"metadata": metadata, "spec": spec}}}}
+    template: dict[str, Any] = {}
+    annotations = dict(metadata.get("annotations", {}))
+    if plan.site.scheduler.partition:
+        annotations.setdefault(_VOLCANO_QUEUE, plan.site.scheduler.partition)
+    if annotations:
+        template["metadata"] = {"annotations": annotations}
+    template["spec"] = {"replicatedJobs": [job]}
+    return {"manager": "envbuild/job", "trainingRuntimeSpec": {"template": template}}

@@ -14,12 +14,15 @@ from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.masking import looks_secret
 from envbuild.recipe.targets import Target
+from envbuild.site.jobs import DEFAULT_RUNTIME, UNLIMITED, unlimited
 from envbuild.site.settings import Site
 from envbuild.verify.receipt import recorded_gpu_code
 from envbuild.verify.static_checks import listed, read_gpu_files
 
 # Who set the command of a job: --script with a path inside the image.
 IN_IMAGE = "--script, in the image"
+# That of a Job which names none: kubernetes/kubernetes, pkg/apis/batch/v1/defaults.go.
+_JOB_BACKOFF_LIMIT = 6
 # Folders that are local to each node (Filesystem Hierarchy Standard 3.0, 3.15, 3.18, 5.15).
 _OWN = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
@@ -137,8 +140,7 @@ def possible_faults(plan: JobPlan, host: str) -> Iterator[str]:
             "processes; let the program read it from a file that only you may read"
         )
     if SCHEDULERS[plan.scheduler].pods:  # Kubernetes selects nodes of the artifact's architecture
-        if lost := lost_log(plan):
-            yield lost
+        yield from _pod_faults(plan)
         return
     if site.node.arch is None and artifact.arch != host:
         yield (
@@ -158,6 +160,22 @@ def possible_faults(plan: JobPlan, host: str) -> Iterator[str]:
                 f"nodes may not see {path}: as a rule each node has its own {own}; say in [paths] shared of the site "
                 "file what they all see"
             )
+
+
+def _pod_faults(plan: JobPlan) -> Iterator[str]:
+    site = plan.site
+    if lost := lost_log(plan):
+        yield lost
+    limits = {*site.kubernetes.resources} | ({"cpu"} if plan.cpus_per_node else set())
+    if missing := unlimited(limits | ({"memory"} if site.node.memory else set())):
+        yield f"pods of site {site.name} ask for no {missing}: {UNLIMITED}. Set [node] cpus and memory in the site file"
+    default = site.kubernetes.api == "v2" and site.kubernetes.runtime == DEFAULT_RUNTIME
+    if default and plan.strategy != "single" and plan.nodes > _JOB_BACKOFF_LIMIT:
+        yield (
+            f"one lost pod probably ends this TrainJob: all {plan.nodes} pods start again, and the runtime "
+            f"{DEFAULT_RUNTIME} allows {_JOB_BACKOFF_LIMIT} restarts in all. Have a ClusterTrainingRuntime with "
+            f"backoffLimit {3 * plan.nodes + 1} made, and name it in [kubernetes] runtime of the site file"
+        )
 
 
 def _seen(site: Site) -> list[str]:

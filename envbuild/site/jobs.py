@@ -7,7 +7,7 @@ k8s.io/apimachinery/pkg/util/validation.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
@@ -39,7 +39,21 @@ _UNITS |= {f"{unit}i": Decimal(1024 ** (power + 1)) for power, unit in enumerate
 _QUANTITY = re.compile(rf"([0-9]+(?:\.[0-9]+)?)({'|'.join(_UNITS)})")
 _OF_THE_CONTAINER = ("/dev", "/proc", "/sys")
 _LARGEST_ID = 2**31 - 1
+# The ClusterTrainingRuntime that comes with Trainer.
+DEFAULT_RUNTIME = "torch-distributed"
 _ENDS = ", with a letter or digit first and last"
+_TAINT = re.compile(
+    rf"(?P<key>({_PREFIX})?{_NAME})(=(?P<value>({_NAME})?))?(:(?P<effect>NoSchedule|PreferNoSchedule|NoExecute))?"
+)
+_VOLUME = re.compile(
+    rf"(?P<kind>claim|configmap|host|empty)(:(?P<name>/[^\s:]*|{_SUBDOMAIN}|[0-9]+(\.[0-9]+)?[A-Za-z]*))?(?P<ro>:ro)?"
+)
+_SECRET_REFERENCE = re.compile(rf"(?P<name>{_SUBDOMAIN})(/(?P<key>[-._A-Za-z0-9]{{1,253}}))?")
+# Labels by which operators, and the job's own objects, find pods.
+_OWN_LABELS = re.compile(
+    r"app\.kubernetes\.io/instance|([^/]*\.)?(training\.kubeflow\.org|trainer\.kubeflow\.org|batch\.kubernetes\.io"
+    r"|jobset\.sigs\.k8s\.io)/.*|job-name|controller-uid"
+)
 
 
 def job_variable_problem(name: str) -> str | None:
@@ -93,6 +107,90 @@ label_value_problem = form(
 )
 
 
+def job_label_problem(key: str) -> str | None:
+    """Return why the site may not give jobs and pods the label `key`, or None."""
+    if _OWN_LABELS.fullmatch(key):
+        return f"{key!r} is set by the job or its operator"
+    return node_label_problem(key)
+
+
+annotation_problem = form(
+    f"({_PREFIX})?{_NAME}",
+    "is not the name of an annotation: NAME or DOMAIN/NAME, NAME of up to 63 letters, digits, -, _ and .",
+)
+
+
+def toleration(text: str) -> dict[str, str] | None:
+    """Return KEY[=VALUE][:EFFECT], the form of `kubectl taint`, as a toleration of Kubernetes, None for other text."""
+    found = _TAINT.fullmatch(text)
+    if found is None:
+        return None
+    made = {"key": found["key"], "operator": "Exists" if found["value"] is None else "Equal"}
+    if found["value"] is not None:
+        made["value"] = found["value"]
+    return made | ({"effect": found["effect"]} if found["effect"] else {})
+
+
+def toleration_problem(text: str) -> str | None:
+    """Return why `text` is not a taint, or None."""
+    if toleration(text) is not None:
+        return None
+    return (
+        f"{text!r} is not KEY, KEY:EFFECT or KEY=VALUE:EFFECT of a taint, EFFECT being NoSchedule, PreferNoSchedule or "
+        "NoExecute"
+    )
+
+
+def volume_source(text: str) -> tuple[dict[str, object], bool] | None:
+    """Return the source of a volume, and whether pods only read it; None for text that names none.
+
+    claim:NAME and configmap:NAME, with :ro to only read; host:/PATH of the node; empty, or empty:SIZE, for a folder
+    that lives as long as its pod.
+    """
+    found = _VOLUME.fullmatch(text)
+    kind, name = (found["kind"], found["name"] or "") if found else ("", "")
+    read_only = bool(found and found["ro"])
+    if kind == "empty" and (not name or quantity(name)) and not read_only:
+        return {"emptyDir": {"sizeLimit": name} if name else {}}, False
+    if kind == "host" and name.startswith("/") and mount_path_problem(name) is None:
+        return {"hostPath": {"path": name}}, read_only
+    if kind in ("claim", "configmap") and re.fullmatch(_SUBDOMAIN, name):
+        claim: dict[str, object] = {"persistentVolumeClaim": {"claimName": name}}
+        return (claim if kind == "claim" else {"configMap": {"name": name}}), read_only
+    return None
+
+
+def volume_problem(text: str) -> str | None:
+    """Return why `text` names no volume, or None."""
+    if volume_source(text) is not None:
+        return None
+    return (
+        f"{text!r} is no volume: claim:NAME, configmap:NAME, host:/PATH (each with :ro to only read it), empty[:SIZE]"
+    )
+
+
+def secret_reference(text: str) -> tuple[str, str] | None:
+    """Return (name, key) of SECRET/KEY, (name, "") of SECRET, None for other text."""
+    found = _SECRET_REFERENCE.fullmatch(text)
+    return (found["name"], found["key"] or "") if found else None
+
+
+def secret_problem(place: str, reference: str) -> str | None:
+    """Return why pods cannot get a secret at `place`, a variable or a path, or None. Never repeats `reference`."""
+    found = secret_reference(reference)
+    if place.startswith("/"):
+        if problem := mount_path_problem(place):
+            return problem
+        if found and not found[1]:
+            return None
+        return "is not the name of a secret, whose keys become files there: the value itself never belongs here"
+    if not _SHELL_NAME.fullmatch(place):
+        return f"{place!r} is neither the name of a variable nor an absolute path"
+    if found and found[1]:
+        return None
+    return "is not SECRET/KEY, the names of a secret and of one of its keys: the value itself never belongs here"
+
+
 def resource_problem(key: str, amount: str) -> str | None:
     """Return why a pod cannot have the limit `key` = `amount`, or None."""
     if "/" in key:
@@ -123,6 +221,15 @@ def huge_pages_problem(limits: Collection[str]) -> str | None:
     return "Kubernetes refuses pods that ask for huge pages without CPUs or memory"
 
 
+UNLIMITED = "Kubernetes evicts such pods first, and a namespace with a quota on them creates none"
+
+
+def unlimited(limits: Collection[str]) -> str:
+    """Return which of CPUs and memory pods with these limits do not ask for, "" for none."""
+    names = {"cpu": "CPUs", "memory": "memory"}
+    return " and no ".join(title for name, title in names.items() if name not in limits)
+
+
 def quantity(text: str) -> int:
     """Return a quantity of Kubernetes, such as 16Gi or 8G, as an integer, rounded down; 0 for an invalid one."""
     found = _QUANTITY.fullmatch(text)
@@ -151,9 +258,11 @@ class SchedulerTable:
     """`[scheduler]`: the scheduler of jobs and its options."""
 
     kind: str = key("none", "The scheduler.", choices=("none", *SCHEDULER_NAMES), example="slurm")
-    partition: str = key("", "Partition (Slurm) or queue (others).", pattern=_WORD, example="gpu")
+    partition: str = key(
+        "", "Partition (Slurm) or queue (others; Kueue or Volcano on Kubernetes).", pattern=_WORD, example="gpu"
+    )
     account: str = key("", "Who pays.", pattern=_WORD, example="project_1234")
-    qos: str = key("", "Slurm's quality of service.", pattern=_WORD)
+    qos: str = key("", "Quality of service (Slurm), or Kueue's WorkloadPriorityClass (Kubernetes).", pattern=_WORD)
     constraint: str = key(
         "", "Which nodes: Slurm's --constraint, each chunk of PBS's select, LSF's select[…], Flux's --requires.",
         pattern=_WORD, example="icelake",
@@ -258,6 +367,22 @@ class KubernetesTable:
     node_selector: dict[str, str] = key(
         {}, "Labels that nodes must have.", key_check=node_label_problem, check=label_value_problem
     )
+    tolerations: tuple[str, ...] = key(
+        (), "Taints that pods tolerate, as `kubectl taint` has them: KEY, KEY:EFFECT, KEY=VALUE:EFFECT.",
+        check=toleration_problem, example=["dedicated=training:NoSchedule"],
+    )  # fmt: skip
+    labels: dict[str, str] = key(
+        {}, "Labels of the job and its pods; those of Kueue are the job's alone.",
+        key_check=job_label_problem, check=label_value_problem,
+    )  # fmt: skip
+    annotations: dict[str, str] = key(
+        {}, "Annotations of the job and its pods.", key_check=annotation_problem, check=value_problem
+    )
+    priority_class: str = key(
+        "", "PriorityClass of pods. A TrainJob has that of its runtime.",
+        check=object_problem, pattern=r"^[a-z0-9.-]*$",
+    )  # fmt: skip
+    service_account: str = key("", "ServiceAccount of pods.", check=object_problem, pattern=r"^[a-z0-9.-]*$")
     resources: dict[str, str] = key(
         {}, "Limits of a pod besides GPUs, such as vpc.amazonaws.com/efa.", entry_check=resource_problem
     )
@@ -271,3 +396,41 @@ class KubernetesTable:
         check=user_problem, pattern=r"^([1-9]\d*(:\d+)?)?$", example="1000:1000",
     )  # fmt: skip
     pull_secret: str = key("", "Name of the secret for pulling.", check=object_problem, pattern=r"^[a-z0-9.-]*$")
+    volumes: dict[str, str] = key(
+        {}, "More volumes: path in pods → claim:NAME, configmap:NAME, host:/PATH (:ro to only read) or empty[:SIZE].",
+        key_check=mount_path_problem, check=volume_problem,
+    )  # fmt: skip
+    secrets: dict[str, str] = key(
+        {}, "Variable → SECRET/KEY, or path in pods → SECRET, whose keys are files there. Names, never values.",
+        entry_check=secret_problem,
+    )  # fmt: skip
+    grace: int = key(30, "Seconds that pods have to save their state when they are deleted.", minimum=1)
+    retries: int = key(
+        3, "How often a pod may start again, on average: all restarts of a job are counted together.", minimum=0
+    )
+    ttl: int | None = key(
+        None, "Seconds after which a finished job is deleted. Default: never. A TrainJob has that of its runtime.",
+        minimum=0,
+    )  # fmt: skip
+    runtime: str = key(
+        DEFAULT_RUNTIME, "ClusterTrainingRuntime of a TrainJob.", check=object_problem, pattern=r"^[a-z0-9.-]+$"
+    )
+
+
+def runtime_conflicts(table: KubernetesTable) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, problem, hint) for each key that the table's `api` does not support.
+
+    Source: kubeflow/trainer v2.3.0, pkg/apis/trainer/v1alpha1/trainjob_types.go: the fields of PodSpecPatch.
+    """
+    if table.api == "v1":
+        if table.runtime != DEFAULT_RUNTIME:
+            yield "runtime", "is for TrainJobs, and a PyTorchJob has none", 'api = "v2", or leave it out'
+        return
+    for name, default in (("priority_class", ""), ("ttl", None), ("retries", 3)):
+        if getattr(table, name) != default:
+            field = {"priority_class": "priorityClassName", "ttl": "ttlSecondsAfterFinished", "retries": "backoffLimit"}
+            yield (
+                name,
+                f"a TrainJob cannot set {field[name]}",
+                f"leave it out, and name a ClusterTrainingRuntime that has {field[name]} in [kubernetes] runtime",
+            )

@@ -129,10 +129,10 @@ def test_what_kubectl_refuses_altogether_says_what_to_do(tmp_path: Path, said: s
     assert hint in (caught.value.hint or "")
 
 
-def job(folder: Path, *options: str, claim: str = "") -> Result:
+def job(folder: Path, *options: str, claim: str = "", node: str = 'cpus = 4\nmemory = "8G"', more: str = "") -> Result:
     """`envbuild job` of a pushed image at a site with Kubernetes."""
     site = folder / "lab.toml"
-    site.write_text(f'[scheduler]\nkind = "kubernetes"\n[kubernetes]\nclaim = "{claim}"\n')
+    site.write_text(f'[scheduler]\nkind = "kubernetes"\n[node]\n{node}\n[kubernetes]\nclaim = "{claim}"\n{more}\n')
     image = f"registry.example.org/ml/pt_cpu@sha256:{'ab' * 32}"
     line = [image, "--unverified", "--target", "cpu-x86_64", "--nodes", "1", "--site", str(site)]
     return CliRunner().invoke(job_command, [*line, *options])
@@ -144,6 +144,27 @@ def test_who_renders_a_job_without_a_claim_hears_that_its_log_is_lost_when_it_fa
 ) -> None:
     assert "its log is lost" in job(tmp_path, *options).stderr
     assert job(tmp_path, *options, claim="data").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("node", "missing"), [("", "no CPUs and no memory"), ("cpus = 4", "no memory"), ('memory = "8G"', "no CPUs")]
+)
+def test_who_renders_pods_that_are_evicted_first_hears_of_it(node: str, missing: str, tmp_path: Path) -> None:
+    assert f"pods of site lab ask for {missing}: Kubernetes evicts such pods first" in job(
+        tmp_path, claim="data", node=node
+    ).stderr.replace("\n", " ")
+    own = '[kubernetes.resources]\ncpu = "1"\nmemory = "2Gi"'
+    assert job(tmp_path, claim="data", node="", more=own).stderr == ""
+
+
+@pytest.mark.parametrize(("nodes", "runtime", "warned"), [(6, "", False), (7, "", True), (7, "mine", False)])
+def test_a_trainjob_whose_runtime_gives_up_after_one_lost_pod_is_warned_of(
+    nodes: int, runtime: str, warned: bool, tmp_path: Path
+) -> None:
+    more = 'api = "v2"' + (f'\nruntime = "{runtime}"' if runtime else "")
+    printed = job(tmp_path, "--nodes", str(nodes), claim="data", more=more).stderr
+    assert ("one lost pod probably ends this TrainJob" in printed) == warned
+    assert not warned or "backoffLimit 22" in printed.replace("\n", " ")
 
 
 @pytest.mark.parametrize("kind", ["folder", "manifest"])

@@ -82,6 +82,25 @@ def second(plan: JobPlan) -> JobPlan:
 
 
 SINGLE = replace(PLAN, strategy="single", nodes=1, nproc_per_node=1)
+
+
+def queued(plan: JobPlan, queue: str, qos: str = "", **kubernetes: Any) -> JobPlan:
+    """`plan` in a queue."""
+    scheduler = replace(plan.site.scheduler, partition=queue, qos=qos)
+    table = replace(plan.site.kubernetes, **kubernetes)
+    return replace(plan, site=replace(plan.site, scheduler=scheduler, kubernetes=table))
+
+
+# The names of the queue and the runtime are those of kubeflow/trainer v2.3.0, examples/yaml/03-kueue-integration.yaml
+# and 04-volcano-integration.yaml.
+KUEUE: dict[str, Any] = {
+    "labels": {"team": "ml-platform", "example.org/cost-center": "42"},
+    "annotations": {"kueue.x-k8s.io/podset-preferred-topology": "cloud.provider.com/topology-block"},
+    "tolerations": ("training-workload=true:NoSchedule", "spot"),
+    "service_account": "training-sa",
+    "volumes": {"/datasets": "claim:imagenet:ro", "/scratch": "empty:500Gi", "/config": "configmap:nccl"},
+    "secrets": {"HF_TOKEN": "huggingface/token", "/etc/wandb": "wandb"},
+}
 PLANS = {
     "pytorchjob": PLAN,
     "pytorchjob-etcd": replace(PLAN, rendezvous="etcd-v2"),
@@ -90,6 +109,11 @@ PLANS = {
     "trainjob-etcd": second(replace(PLAN, rendezvous="etcd-v2")),
     "trainjob-gpus-efa": second(ON_GPUS),
     "job": SINGLE,
+    "pytorchjob-kueue": queued(PLAN, "training-queue", "high", ttl=86400, retries=5, grace=120, **KUEUE),
+    "trainjob-kueue": queued(second(PLAN), "training-queue", "high", **KUEUE),
+    "job-kueue": queued(SINGLE, "training-queue", ttl=0, priority_class="batch", grace=60, **KUEUE),
+    "pytorchjob-volcano": queued(PLAN, "high-priority-queue", priority_class="training"),
+    "trainjob-volcano": queued(second(PLAN), "high-priority-queue", runtime="torch-distributed-volcano"),
     "pytorchjob-module": replace(PLAN, command=("-m", "pkg.train", "--lr", "0.1"), run_files=()),
 }
 
@@ -130,7 +154,7 @@ def test_the_types_of_kubernetes_and_kubeflow_take_each_document(name: str) -> N
 
 
 # Below these a key is the user's, and so is one with a slash: any is right.
-FREE = {"labels", "matchLabels", "nodeSelector", "limits"}
+FREE = {"annotations", "labels", "matchLabels", "nodeSelector", "limits"}
 
 
 def keys(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -144,7 +168,9 @@ def keys(value: Any, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int
             yield from keys(one, (*at, number))
 
 
-@pytest.mark.parametrize("name", ["pytorchjob-etcd", "pytorchjob-gpus-efa", "trainjob-gpus-efa", "job"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", ["pytorchjob-etcd", "pytorchjob-gpus-efa", "trainjob-gpus-efa", "job-kueue", "trainjob-kueue"]
+)
 def test_every_misspelt_field_is_found_by_the_check_wherever_it_is(name: str) -> None:
     tried = 0
     for document in documents(PLANS[name]):
@@ -484,7 +510,11 @@ def test_pods_ask_for_what_the_site_and_the_artifact_say(name: str) -> None:
     assert volumes["data"]["persistentVolumeClaim"] == {"claimName": "fsx-pv"}
     assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": plan.site.kubernetes.shm}
     mounted = {one["name"]: one["mountPath"] for one in pod["containers"][0]["volumeMounts"]}
-    assert mounted == {"data": "/fsx", "shm": "/dev/shm"}
+    assert mounted.keys() == volumes.keys()
+    assert (mounted["data"], mounted["shm"]) == ("/fsx", "/dev/shm")
+    assert {*mounted.values()} - {"/fsx", "/dev/shm"} == (
+        {"/datasets", "/scratch", "/config", "/etc/wandb"} if "kueue" in name else set()
+    )
 
 
 def not_restricted(pod: dict[str, Any]) -> list[str]:
@@ -499,7 +529,7 @@ def not_restricted(pod: dict[str, Any]) -> list[str]:
         found += [] if own.get("allowPrivilegeEscalation") is False else ["allowPrivilegeEscalation"]
         found += [] if own.get("capabilities") == {"drop": ["ALL"]} else ["capabilities"]
     kinds = {key for volume in pod["volumes"] for key in volume if key != "name"}
-    return found + sorted(kinds - {"emptyDir", "persistentVolumeClaim"})
+    return found + sorted(kinds - {"configMap", "emptyDir", "persistentVolumeClaim", "secret"})
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -517,6 +547,69 @@ def test_a_site_that_names_a_user_has_pods_that_podsecurity_restricted_takes(nam
     assert [fault for one in documents(made) for fault in faults(one)] == []
     home = {one["name"]: one.get("value") for one in container_of(job_of(made))["env"]}
     assert (home["HOME"], home["USER"]) == ("/tmp", "envbuild")
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_pods_have_no_token_of_the_api_server(name: str) -> None:
+    """Training needs none. A TrainJob cannot set it: its fields are those of Trainer's PodSpecPatch."""
+    for one in documents(PLANS[name]):
+        if one["kind"] not in ("Service", "TrainJob"):
+            pod = pod_of(one) if one["kind"] != "Deployment" else one["spec"]["template"]["spec"]
+            assert pod["automountServiceAccountToken"] is False
+
+
+def test_a_queue_is_the_jobs_label_and_that_of_volcanos_pod_group() -> None:
+    """Kueue takes the job, and would take pods with its labels a second time."""
+    for name in ("pytorchjob-kueue", "trainjob-kueue", "job-kueue"):
+        job = job_of(PLANS[name])
+        assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training-queue"
+        assert job["metadata"]["labels"]["team"] == "ml-platform"
+        assert "suspend" not in job["spec"]  # Kueue's webhook sets it; elsewhere the job would never start
+    labels = job_of(PLANS["pytorchjob-kueue"])["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["metadata"][
+        "labels"
+    ]
+    assert labels == {"app.kubernetes.io/instance": "pt-cpu", "team": "ml-platform", "example.org/cost-center": "42"}
+    gang = job_of(PLANS["pytorchjob-volcano"])["spec"]["runPolicy"]["schedulingPolicy"]
+    assert gang == {"queue": "high-priority-queue", "priorityClass": "training"}
+    second_job = job_of(PLANS["trainjob-volcano"])["spec"]
+    assert second_job["runtimeRef"]["name"] == "torch-distributed-volcano"
+    patch = second_job["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["metadata"]
+    assert patch == {"annotations": {"scheduling.volcano.sh/queue-name": "high-priority-queue"}}
+
+
+@pytest.mark.parametrize("name", ["pytorchjob-kueue", "trainjob-kueue", "job-kueue"])
+def test_secrets_are_references_to_variables_and_files(name: str) -> None:
+    job = job_of(PLANS[name])
+    (token,) = [one for one in container_of(job)["env"] if one["name"] == "HF_TOKEN"]
+    assert token == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "huggingface", "key": "token"}}}
+    pod = pod_of(job)
+    (volume,) = [one for one in pod["volumes"] if "secret" in one]
+    assert volume["secret"] == {"secretName": "wandb"}
+    (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == volume["name"]]
+    assert mount == {"name": volume["name"], "mountPath": "/etc/wandb", "readOnly": True}
+
+
+def test_pods_have_the_sites_time_to_save_and_torchrun_leaves_it_to_them() -> None:
+    def shutdown(plan: JobPlan) -> list[str]:
+        env = container_of(job_of(plan))["env"]
+        return [one["value"] for one in env if one["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+
+    assert pod_of(job_of(PLAN))["terminationGracePeriodSeconds"] == 30
+    assert shutdown(PLAN) == []
+    for plan in (PLAN, second(PLAN)):
+        longer = with_site(plan, grace=300)
+        assert pod_of(job_of(longer))["terminationGracePeriodSeconds"] == 300
+        assert shutdown(longer) == ["295"]
+    # A field of Trainer 2.3: 2.2 refuses it.
+    assert "terminationGracePeriodSeconds" not in pod_of(job_of(second(PLAN)))
+    alone = with_site(SINGLE, grace=300)
+    assert (pod_of(job_of(alone))["terminationGracePeriodSeconds"], shutdown(alone)) == (300, [])
+
+
+@pytest.mark.parametrize(("retries", "nodes", "limit"), [(3, 2, 7), (0, 8, 1), (5, 64, 321)])
+def test_a_site_says_how_often_pods_start_again(retries: int, nodes: int, limit: int) -> None:
+    plan = with_site(replace(PLAN, nodes=nodes), retries=retries)
+    assert job_of(plan)["spec"]["runPolicy"]["backoffLimit"] == limit
 
 
 def test_as_many_pods_as_linux_can_tell_a_process_of_and_not_one_more() -> None:
@@ -601,6 +694,16 @@ def test_times_of_schedulers_become_seconds(text: str, wanted: int) -> None:
         (replace(PLAN, variables=(("PET_NNODES", "1"),)), "PET_NNODES is set by the job itself", "site file"),
         (replace(PLAN, variables=(("ENVBUILD_NODE", "1"),)), "ENVBUILD_NODE is set by the job itself", "site file"),
         (second(replace(PLAN, command=("train.py", *["x"] * 128))), "128 arguments", 'api = "v1"'),
+        (with_site(PLAN, runtime="mine"), "[kubernetes] runtime: is for TrainJobs", 'api = "v2"'),
+        (with_site(second(PLAN), ttl=60), "cannot set ttlSecondsAfterFinished", "[kubernetes] runtime"),
+        (with_site(second(PLAN), priority_class="a"), "cannot set priorityClassName", "[kubernetes] runtime"),
+        (with_site(second(PLAN), retries=9), "cannot set backoffLimit", "[kubernetes] runtime"),
+        (queued(PLAN, "not/a/label"), "[scheduler] partition: 'not/a/label' is not the value of a label", "Kueue"),
+        (queued(PLAN, "a", labels={"kueue.x-k8s.io/queue-name": "b"}), "[kubernetes] labels another", "one of them"),
+        (with_site(PLAN, secrets={"OMP_NUM_THREADS": "a/b"}), "OMP_NUM_THREADS is set by the job", "one of them"),
+        (with_site(PLAN, secrets={"PET_NNODES": "a/b"}), "PET_NNODES is set by the job", "one of them"),
+        (with_site(PLAN, volumes={"/fsx/": "empty"}), "two volumes of site aws-eks are at /fsx", "change a path"),
+        (with_site(PLAN, volumes={"/a": "empty"}, secrets={"/a": "s"}), "two volumes", "change a path"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused_with_what_to_change(plan: JobPlan, message: str, hint: str) -> None:  # fmt: skip

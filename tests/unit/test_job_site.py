@@ -145,6 +145,28 @@ def test_names_that_only_contain_a_secrets_word_are_variables(tmp_path: Path, na
         ('[kubernetes.resources]\nmemory = "16K"\n', "2:1", "is not an amount of memory"),
         ('[kubernetes.resources]\nmemory = "500m"\n', "2:1", "is not an amount of memory"),
         ('[kubernetes.resources]\n"hugepages-2Mi" = "3Mi"\n', "2:1", "not a multiple of 2Mi"),
+        ('[kubernetes.labels]\n"a b" = "x"\n', "2:1", "is not the name of a label"),
+        ('[kubernetes.labels]\nteam = "a b"\n', "2:1", "is not the value of a label"),
+        ('[kubernetes.labels]\n"app.kubernetes.io/instance" = "x"\n', "2:1", "set by the job or its operator"),
+        ('[kubernetes.labels]\n"training.kubeflow.org/job-name" = "x"\n', "2:1", "set by the job or its operator"),
+        ('[kubernetes.annotations]\n"a/b/c" = "x"\n', "2:1", "is not the name of an annotation"),
+        ('[kubernetes.annotations]\na = "x\\ny"\n', "2:1", "is not one line"),
+        ('[kubernetes]\ntolerations = ["a:Never"]\n', "2:16", "is not KEY, KEY:EFFECT or KEY=VALUE:EFFECT"),
+        ('[kubernetes]\ntolerations = ["a", "b c"]\n', "2:21", "is not KEY, KEY:EFFECT"),
+        ('[kubernetes]\npriority_class = "High"\n', "2:1", "is not a name in Kubernetes"),
+        ('[kubernetes]\nservice_account = "a_b"\n', "2:1", "is not a name in Kubernetes"),
+        ('[kubernetes]\nruntime = "Mine"\n', "2:1", "is not a name in Kubernetes"),
+        ('[kubernetes]\nruntime = ""\n', "2:1", "does not match"),
+        ("[kubernetes]\ngrace = 0\n", "2:1", "at least 1"),
+        ("[kubernetes]\nretries = -1\n", "2:1", "at least 0"),
+        ('[kubernetes]\nttl = "1h"\n', "2:1", "expected an integer"),
+        ('[kubernetes.volumes]\n"/dev/x" = "claim:a"\n', "2:1", "in the container's own file systems"),
+        ('[kubernetes.volumes]\n"/x" = "nfs:a"\n', "2:1", "is no volume: claim:NAME"),
+        ('[kubernetes.volumes]\n"/x" = "empty:ten"\n', "2:1", "is no volume"),
+        ('[kubernetes.volumes]\n"/x" = "host:/proc/x"\n', "2:1", "is no volume"),
+        ('[kubernetes.secrets]\nTOKEN = "hf"\n', "2:1", "is not SECRET/KEY"),
+        ('[kubernetes.secrets]\n"A-B" = "hf/token"\n', "2:1", "neither the name of a variable nor"),
+        ('[kubernetes.secrets]\n"/etc/hf" = "hf/token"\n', "2:1", "is not the name of a secret, whose keys become"),
     ],
 )
 def test_mistakes_have_their_place(tmp_path: Path, text: str, place: str, words: str) -> None:
@@ -165,6 +187,10 @@ def test_mistakes_have_their_place(tmp_path: Path, text: str, place: str, words:
         ("kubernetes.node_selector", "zone", ""), ("kubernetes.resources", "vpc.amazonaws.com/efa", "32"),
         ("kubernetes.resources", "cpu", "500m"), ("kubernetes.resources", "cpu", "1.5"),
         ("kubernetes.resources", "memory", "16Gi"), ("kubernetes.resources", "hugepages-2Mi", "5120Mi"),
+        ("kubernetes.labels", "kueue.x-k8s.io/priority-class", "high"), ("kubernetes.annotations", "a.b/c", "a: ü"),
+        ("kubernetes.volumes", "/x", "claim:a.b:ro"), ("kubernetes.volumes", "/x", "host:/mnt/nvme"),
+        ("kubernetes.volumes", "/x", "empty"), ("kubernetes.volumes", "/x", "empty:1.5Ti"),
+        ("kubernetes.secrets", "HF_TOKEN", "hf/token.txt"), ("kubernetes.secrets", "/etc/hf", "hf"),
         ("kubernetes.resources", "hugepages-1Gi", "2Gi"), ("kubernetes.resources", "ephemeral-storage", "8G"),
         ("scheduler", "time", "1-00:00:00"),
     ],
@@ -174,6 +200,14 @@ def test_what_kubernetes_takes_is_taken(table: str, key: str, value: str, tmp_pa
     first, _, inner = table.partition(".")
     found = getattr(getattr(site, first), inner or key)
     assert (found[key] if inner else found) == value
+
+
+@pytest.mark.parametrize("place", ["HF_TOKEN", "/etc/hf", "not a name"])
+def test_a_secrets_value_is_refused_and_never_repeated(place: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, f'[kubernetes.secrets]\n"{place}" = "hf_QxYzAbCdEf0123456789"\n')
+    assert "QxYz" not in f"{caught.value.message} {caught.value.hint}"
+    assert ":2:1: " in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -193,6 +227,10 @@ def test_what_kubernetes_takes_is_taken(table: str, key: str, value: str, tmp_pa
          "[container] runtime", "fail"),
         ('[scheduler]\nkind = "slurm"', "[paths] shared", "warn"),
         ('[scheduler]\nkind = "kubernetes"', "[kubernetes] claim", "warn"),
+        ('[scheduler]\nkind = "kubernetes"', "[node]", "warn"),
+        ('[scheduler]\nkind = "kubernetes"\n[kubernetes]\napi = "v2"\nttl = 5', "[kubernetes] ttl", "fail"),
+        ('[scheduler]\nkind = "kubernetes"\n[kubernetes]\nruntime = "mine"', "[kubernetes] runtime", "fail"),
+        ('[scheduler]\nkind = "slurm"\n[kubernetes]\nlabels = { team = "a" }', "[kubernetes]", "warn"),
         ('[scheduler]\nkind = "kubernetes"\n[modules]\nrun = ["cuda"]', "[modules]", "warn"),
         ('[kubernetes]\nclaim = "data"', "[kubernetes]", "warn"),
         ('[kubernetes]\nresources = { "nvidia.com/gpu" = "8" }', "[kubernetes] resources", "fail"),

@@ -75,8 +75,8 @@ def test_huge_pages_without_cpus_or_memory_are_a_fault_of_the_site(tmp_path: Pat
     text = '[scheduler]\nkind = "kubernetes"\n[kubernetes]\nclaim = "c"\nresources = {"hugepages-2Mi" = "1Gi"}\n'
     for more, count in (("", 1), ('[node]\nmemory = "8G"\n', 0)):
         (tmp_path / "pages.toml").write_text(text + more)
-        found = list(contradictions(load_site(ENV, str(tmp_path / "pages.toml"))))
-        assert [one.status for one in found] == ["fail"] * count
+        found = [one for one in contradictions(load_site(ENV, str(tmp_path / "pages.toml"))) if one.status == "fail"]
+        assert len(found) == count
 
 
 def test_the_shipped_sites_are_those_of_the_guides() -> None:

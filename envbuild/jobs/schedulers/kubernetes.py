@@ -13,6 +13,7 @@ from envbuild.jobs.kubernetes_v2 import train_job
 from envbuild.jobs.kubernetes_yaml import dump, literal
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers.base import Scheduler, Submission
+from envbuild.site.jobs import runtime_conflicts
 
 # The form of the suffix that Kubernetes adds to the names of a Job's pods.
 _SUFFIX = "-12345"
@@ -36,6 +37,9 @@ def render_kubernetes(plan: JobPlan) -> str:
             "strategy horovod is not rendered for Kubernetes: it takes an MPIJob of the MPI operator",
             "use --strategy ddp, or a Slurm or PBS site",
         )
+    if plan.strategy != "single":
+        for key, problem, hint in runtime_conflicts(plan.site.kubernetes):
+            raise UsageError(f"{plan.site.origin('kubernetes', key)}: {problem}", hint)
     if plan.strategy == "single":
         documents = [_single(plan)]
     elif plan.site.kubernetes.api == "v2":
@@ -64,13 +68,16 @@ def _single(plan: JobPlan) -> dict[str, Any]:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": pod.metadata(plan, name),
+        "metadata": pod.job_metadata(plan, name),
         "spec": {
             "activeDeadlineSeconds": pod.seconds(plan.time),
-            "backoffLimit": pod.backoff_limit(1) if again else 0,
+            "backoffLimit": pod.backoff_limit(plan) if again else 0,
+            **({} if plan.site.kubernetes.ttl is None else {"ttlSecondsAfterFinished": plan.site.kubernetes.ttl}),
             "template": {
-                "metadata": {"labels": {pod.LABEL: name}},
+                "metadata": pod.pod_metadata(plan, name),
                 "spec": {
+                    "terminationGracePeriodSeconds": plan.site.kubernetes.grace,
+                    **pod.pod_rights(plan),
                     **pod.placement(plan, name),
                     "restartPolicy": "OnFailure" if again else "Never",
                     "containers": [container | container_security(plan) | {"volumeMounts": pod.mounts(plan)}],
@@ -86,5 +93,5 @@ KUBERNETES = Scheduler(
     render=render_kubernetes,
     # `create`, not `apply`, which would silently leave a finished job of the same name unchanged.
     submission=Submission(("kubectl", "create", "-f"), created_job, refusal=refusal),
-    site_keys=frozenset(["memory"]),
+    site_keys=frozenset(["memory", "partition", "qos"]),
 )
