@@ -20,7 +20,7 @@ from ..chips import UNUSABLE, check_chips
 from ..errors import BAD_INPUT, TrainError
 from ..flight import flight_variables
 from ..stage.disk import TREE
-from .end import run_child
+from .end import run_child, take_sigterm
 from .job import Run, cpus, read_run
 from .nodes import Row, meet, own_row, same_host, this_host
 from .strategies import strategy_variables, training
@@ -39,12 +39,17 @@ def main(argv: Sequence[str]) -> int:
     if not (2 <= len(argv) <= 3 and argv[0] in STEPS):
         print(__doc__.partition("\n\n")[0], file=sys.stderr)
         return BAD_INPUT
+    take_sigterm()
+    run = None
     try:
         run = _staged(read_run(Path(argv[1])), sys.prefix)
         return _step(argv[0], run, *_number(run, argv[2] if argv[2:] else "", argv[0]))
     except TrainError as error:
         print(f"envbuild: node {this_host()}: {error.message}", file=sys.stderr)
-        return error.exit_code if error.exit_code == BAD_INPUT else UNUSABLE
+        code = error.exit_code if error.exit_code == BAD_INPUT else UNUSABLE
+        if run is not None:
+            run.failed(code)
+        return code
 
 
 def _staged(run: Run, here: str) -> Run:

@@ -5,7 +5,12 @@ image, before a rank has saved its state. So the batch script sends SIGURG, whic
 (Apptainer does not pass it on: the Go runtime uses it.) torchrun must get SIGTERM only once: after a second one, it
 would not wait for its ranks.
 
-Sources: scancel(1); signal(7); libfuse, lib/fuse_signals.c; Apptainer, internal/pkg/runtime/engine/apptainer.
+scancel and the time limit itself send SIGTERM to all processes. So the script starts enroot with that signal ignored,
+which squashfuse inherits, and this program takes it again. Apptainer's squashfuse inherits neither an ignored signal,
+because the Go runtime takes it back, nor a blocked one, because Apptainer's starter sets the signal mask anew.
+
+Sources: scancel(1); signal(7); libfuse, lib/fuse_signals.c, which handles no ignored signal; Apptainer 1.4,
+internal/pkg/runtime/engine/apptainer and cmd/starter/c/starter.c.
 """
 
 from __future__ import annotations
@@ -16,6 +21,12 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from .job import Run
+
+
+def take_sigterm() -> None:
+    """Let this process and its children get SIGTERM, which a job's script lets enroot and its file server ignore."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Child:
@@ -45,7 +56,8 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], run: Run, 
     """Run the training as a child process that gets SIGTERM once, and return the exit code.
 
     If the launcher would end all nodes after an error, a node that was told to end returns 0 and writes its exit
-    code into the file ended-RESTARTS.NUMBER for the batch script: another node may still be saving its state.
+    code into the file ended-RESTARTS.NUMBER for the batch script: another node may still be saving its state. The code
+    of the first node that failed untold becomes the job's (Run.failed).
     """
     ended = run.file(f"ended.{number}")
     ended.unlink(missing_ok=True)
@@ -63,4 +75,6 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], run: Run, 
     if code and child.told and run.job.exit_codes:
         ended.write_text(f"{code}\n")
         return 0
+    if code and not child.told:
+        run.failed(code)
     return code

@@ -12,6 +12,7 @@ import re
 import shlex
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,6 +83,16 @@ class Run:
         found = re.search("([0-9]+)(?:_([0-9]+)_)?", self.folder.name[len(self.job.name) + 1 :])
         number, element = (int(one or 0) for one in found.groups()) if found else (0, 0)
         return 20000 + (number + 7919 * element) % 10000
+
+    def failed(self, code: int) -> None:
+        """Keep `code` as the job's exit code if this node is the first to fail.
+
+        Launchers report the largest code of all nodes, which is mostly that of one that they ended themselves.
+        """
+        if self.job.auto_resume:  # srun starts the node again
+            return
+        with suppress(OSError), open(self.file("failed"), "x", encoding="utf-8") as first:
+            first.write(f"{code}\n")
 
     def file(self, name: str) -> Path:
         """Return the path of this start's file `name`: NAME-RESTARTS, or NAME-RESTARTS.NUMBER for NAME.NUMBER."""

@@ -59,7 +59,7 @@ def _scheduler(site: Site) -> Iterator[HostFinding]:
             yield _bad("[scheduler] directives", f"{text!r}: {markers} are added to each", "leave them out")
         elif chosen and (option := chosen.own_option(text)):
             hint = "use the key of [scheduler] or [node], or an option of `envbuild job`"
-            yield _odd("[scheduler] directives", f"{text!r}: jobs set {option} themselves", hint)
+            yield _odd("[scheduler] directives", f"{text!r} replaces {option} of jobs", hint)
 
 
 def _container(site: Site) -> Iterator[HostFinding]:

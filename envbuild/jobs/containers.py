@@ -28,8 +28,13 @@ if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or ov
     enroot create --force --name "$created" "$image"
     image=$created
 fi
-enroot start @OPTIONS@ \
-    "$image" @PROGRAM@ "$@" &
+# The scheduler signals every process of a step, also squashfuse, which holds the image and inherits the ignored signal:
+# it stays until all ranks have saved their state. ddp_train.launch takes SIGTERM again.
+(
+    trap '' TERM
+    exec enroot start @OPTIONS@ \
+        "$image" @PROGRAM@ "$@"
+) &
 child=$!
 trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP
 code=0
@@ -155,7 +160,7 @@ def start_enroot(plan: JobPlan, program: str) -> str:
         _ENROOT,
         data=fill(_DATA, scratch=path_word(scratch, "[paths] scratch")) if scratch else "",
         image="" if plan.stage else f"image={image_word(plan)} ",
-        options=" \\\n    ".join(options),
+        options=" \\\n        ".join(options),
         program=program,
         folders=" ".join(folders),
     )

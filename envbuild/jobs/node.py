@@ -33,12 +33,16 @@ stop() {
     printf 'envbuild: node %s: %s\n' "$name" "$1" >&2
     exit 5
 }
-
+@FAILED@
 @LINES@# shellcheck disable=SC1090,SC1091
 . "$ENVBUILD_RUN/settings-$restarts.sh"
 # From the host where the job was submitted; it need not be here.
 unset XDG_RUNTIME_DIR
 @NUMBER@@MODULES@@START@"""
+
+_FAILED = r"""# The first node that fails leaves its exit code for the job's script.
+trap 'set -- $?; [ "$1" -eq 0 ] || (set -C; echo "$1" >"$ENVBUILD_RUN/failed-$restarts") 2>/dev/null || true' EXIT
+"""
 
 
 def settings(plan: JobPlan, launcher: Launcher) -> str:
@@ -118,7 +122,12 @@ def records_exit_codes(plan: JobPlan, launcher: Launcher) -> bool:
     The launcher would end all nodes after one exits with an error, and one may need more time than another to save
     its state. With --auto-resume, srun handles every exit.
     """
-    return launcher.signal != "" and plan.nodes > 1 and not plan.site.scheduler.auto_resume
+    return launcher.signal != "" and keeps_first_code(plan)
+
+
+def keeps_first_code(plan: JobPlan) -> bool:
+    """Return whether the first node that fails leaves its exit code for the batch script; see `records_exit_codes`."""
+    return plan.nodes > 1 and not plan.site.scheduler.auto_resume
 
 
 def launch(plan: JobPlan, launcher: Launcher) -> str:
@@ -158,7 +167,8 @@ def node_program(plan: JobPlan, launcher: Launcher) -> str:
         words = " \\\n    ".join([*container_words(plan), program])
         start = f'exec {words} "$@"\n'
     lines = f"{launcher.node_lines}{staged_image(plan)}{shared_unless_staged(plan)}"
-    return fill(_NODE, lines=lines, number=number, modules=modules, start=start)
+    failed = _FAILED if keeps_first_code(plan) else ""
+    return fill(_NODE, failed=failed, lines=lines, number=number, modules=modules, start=start)
 
 
 def _program(plan: JobPlan) -> str:

@@ -14,7 +14,7 @@ from envbuild.errors import UsageError
 from envbuild.jobs.containers import TIDY, work_key
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines, purged
-from envbuild.jobs.node import launch, node_program, records_exit_codes, runs_shell, settings
+from envbuild.jobs.node import keeps_first_code, launch, node_program, records_exit_codes, runs_shell, settings
 from envbuild.jobs.quote import fill, heredoc, path_word
 from envbuild.jobs.stage import stage_lines, staged_image
 from envbuild.site.schedulers import LAUNCHERS
@@ -31,7 +31,7 @@ _NODES = r"""[ "${#hosts[@]}" -eq "$nodes" ] ||
     stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
 [ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=
 printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
-rm -f "$ENVBUILD_RUN/at-$restarts".*
+rm -f "$ENVBUILD_RUN/at-$restarts".* "$ENVBUILD_RUN/failed-$restarts"
 """
 
 _FIND = r"""
@@ -89,7 +89,12 @@ trap '(SLURM_IMMEDIATE=60 everywhere tidy) >/dev/null 2>&1 || true' EXIT
 _END = 'kill -TERM "$launched"'
 # The file informs a node whose container is still starting.
 _TOLD = ': >"$ENVBUILD_RUN/told-$restarts" || true'
-_ENDED = r"""# What nodes that were told to end did not tell @LAUNCHER@, lest it ended the others at once.
+_FAILED = r"""\
+# The launcher's code is the largest, mostly of a node that it ended. The first node that failed left its own in a file.
+[ "$code" -eq 0 ] || code=$(cat "$ENVBUILD_RUN/failed-$restarts" 2>/dev/null || echo "$code")
+"""
+_ENDED = r"""\
+# Nodes that were asked to stop wrote their exit codes: an error would have made @LAUNCHER@ kill the others.
 [ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 """
 
@@ -218,7 +223,8 @@ def _steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str
             end=f"{_TOLD}; {launcher.signal}" if launcher.signal else _END,
             note=launcher.signal_note,
             signals=signals,
-            ended=fill(_ENDED, launcher=plan.launcher) if records_exit_codes(plan, launcher) else "",
+            ended=(_FAILED if keeps_first_code(plan) else "")
+            + (fill(_ENDED, launcher=plan.launcher) if records_exit_codes(plan, launcher) else ""),
         )
     return text
 

@@ -278,7 +278,8 @@ class SchedulerTable:
         None, f"What starts torchrun on every node. Default: {_DEFAULT_LAUNCHERS}.", choices=LAUNCHER_NAMES
     )
     directives: tuple[str, ...] = key(
-        (), "More lines for the scheduler, without #SBATCH, #PBS, #BSUB or #flux:.",
+        (),
+        "More lines for the scheduler, without #SBATCH, #PBS, #BSUB or #flux:. They replace lines that set the same.",
         check=line_problem, example=["--mail-type=END"],
     )  # fmt: skip
 

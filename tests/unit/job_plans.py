@@ -103,15 +103,15 @@ for number in range(int(os.environ["NODES"])):
     if tool.startswith("mpi") and "Open" not in os.environ["MPI"]:  # these give all of their own environment on
         told = own | os.environ | {{"PMI_RANK": str(number)}}
     tasks.append(subprocess.Popen(arguments[start:], env=told))
-first = 0
+codes = []
 for _ in tasks:  # when one fails, the others are ended
     code = os.waitstatus_to_exitcode(os.wait()[1])
-    if code and not first:
-        first = code
+    if code and not any(codes):
         for task in tasks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(task.pid, signal.SIGTERM)
-sys.exit(first)
+    codes.append(128 - code if code < 0 else code)
+sys.exit(next(filter(None, codes), 0) if tool.startswith("mpi") else max(codes))  # Open MPI's is the first
 """
 _PYTHON = """\
 #!{python}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,8 @@ import pytest
 from unit.job_plans import AWS, MOUNTS, PLAN, SQSH, executable
 
 from envbuild.jobs.containers import start_enroot
+from envbuild.jobs.node import node_program, settings
+from envbuild.jobs.schedulers import SCHEDULERS
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes other users")
 ANN, BOB = 60001, 60002
@@ -83,6 +88,61 @@ def test_a_second_user_has_a_folder_of_his_own_and_empty_ones_are_removed(node: 
     assert list((node / "scratch").iterdir()) == [kept]
     assert [path.name for path in kept.iterdir()] == ["an image of Ann's"]
     assert not list((node / "tmp").iterdir())
+
+
+# Stands in for enroot with squashfuse: a server in the same step, which ends on SIGTERM unless it inherits that the
+# signal is ignored (as libfuse does), holds what the program reads.
+_WITH_SERVER = """\
+#!/bin/sh
+case "$*" in */bin/true) exit 0 ;; esac
+sleep 300 &
+echo $! >"$RUN/server"
+while [ "$1" != "$PROGRAM" ]; do shift; done
+exec "$@"
+"""
+_SAVES = """\
+trap 'told=yes' TERM
+told=
+: >"$ENVBUILD_RUN/up"
+while [ -z "$told" ]; do sleep 0.1; done
+sleep 0.5
+readlink "/proc/$(cat "$ENVBUILD_RUN/server")/exe" || exit 135 # a bus error
+: >"$ENVBUILD_RUN/state"
+"""
+
+
+def test_a_stand_in_of_enroot_keeps_its_file_server_until_the_training_has_saved_its_state(tmp_path: Path) -> None:
+    """scancel and the time limit send SIGTERM to every process of a step."""
+    run = tmp_path / "pt_cpu_7"
+    run.mkdir()
+    artifact = replace(SQSH, python="/bin/sh")
+    plan = replace(
+        PLAN, artifact=artifact, runtime="enroot", mounts=MOUNTS, nodes=1, strategy="single", nproc_per_node=1,
+        command=("-c", _SAVES), run_files=(), work=str(tmp_path),
+    )  # fmt: skip
+    srun = SCHEDULERS["slurm"].launchers["srun"]
+    (run / "settings-0.sh").write_text(settings(plan, srun))
+    program = f"{sys.executable} -I -m ddp_train.launch"
+    node = executable(
+        run / "node-0.sh", node_program(plan, srun).replace("/bin/sh -I -X utf8 -m ddp_train.launch", program)
+    )
+    executable(tmp_path / "bin/enroot", _WITH_SERVER)
+    variables = {
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "RUN": str(run), "PROGRAM": sys.executable, "SLURM_NODEID": "0",
+        "TMPDIR": str(tmp_path), "XDG_DATA_HOME": str(tmp_path),
+    }  # fmt: skip
+    line = ["sh", node, "training", run / "settings-0.sh"]
+    with subprocess.Popen(line, env=variables, start_new_session=True) as step:
+        try:
+            deadline = time.monotonic() + 20
+            while not (run / "up").exists():
+                assert step.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            os.killpg(step.pid, signal.SIGTERM)
+            assert step.wait(20) == 0
+        finally:
+            os.killpg(step.pid, signal.SIGKILL)
+    assert (run / "state").exists()
 
 
 @pytest.mark.parametrize("place", ["scratch/enroot-{}", "tmp/envbuild-{}-run-1"])

@@ -231,6 +231,15 @@ def test_the_exit_code_of_the_training_is_the_jobs_and_the_log_is_named(stage: S
     assert f"code 17: envbuild diagnose {stage.folder}/logs/pt_cpu_77.out {stage.folder}/pt_cpu_77" in said
 
 
+def test_a_node_that_refuses_is_the_jobs_exit_code_and_not_the_signal_that_ended_another(stage: Stage) -> None:
+    """srun ends the other nodes, and its own exit code is the largest of all."""
+    srun = (stage.bin / "srun").read_text().replace("str(number)", "str(number * 9)", 1)
+    executable(stage.bin / "srun", srun)
+    said, _ = _run(stage, _plan(stage), code=5)
+    assert "srun calls this process number 9, and there are 2" in said
+    assert "the job failed with exit code 5:" in said
+
+
 def test_a_launcher_that_puts_both_processes_on_one_node_is_noticed(stage: Stage) -> None:
     srun = (stage.bin / "srun").read_text().replace('f"n{number}"', '"n0"')
     executable(stage.bin / "srun", srun)
@@ -448,6 +457,16 @@ def test_without_modules_they_are_purged_only_where_the_site_file_itself_says_so
     assert "module" not in without
 
 
+@pytest.mark.parametrize(
+    ("time", "seconds"), [("1-00:00:00", 120), ("00:20:00", 120), ("00:10:00", 60), ("00:01:00", 6)]
+)
+def test_every_job_is_told_to_end_before_its_time_limit(time: str, seconds: int) -> None:
+    for runtime in ("folder", "pyxis", "enroot", "apptainer", "own"):
+        plan = replace(PLAN, artifact=SQSH, runtime=runtime, mounts=(("/fsx", "/fsx"),), time=time)
+        assert f"--signal=B:USR1@{seconds}" in _directives(plan)
+        assert "told-$restarts" in render(plan) and "' TERM USR1\n" in render(plan)
+
+
 def test_directives_say_what_the_site_and_the_plan_do() -> None:
     plan = replace(
         PLAN, site=replace(AWS, scheduler=MODULES.scheduler), artifact=EFA_SQSH, runtime="pyxis",
@@ -456,8 +475,8 @@ def test_directives_say_what_the_site_and_the_plan_do() -> None:
     assert _directives(plan) == [
         "--job-name=pt_cpu", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=96", "--gpus-per-node=8",
         "--mem=480G", "--account=a1", "--qos=long", "--constraint=icelake", "--time=01:00:00",
-        "--chdir=/fsx/me", "--output=logs/%x_%j.out", "--open-mode=append", "--no-requeue", "--exclusive",
-        "--mail-type=END",
+        "--signal=B:USR1@120", "--chdir=/fsx/me", "--output=logs/%x_%j.out", "--open-mode=append", "--no-requeue",
+        "--exclusive", "--mail-type=END",
     ]  # fmt: skip
     # A number of srun's own would bind the step to so many CPUs of all that an exclusive job has.
     assert render(plan).count("cpus-per-task") == 1

@@ -479,6 +479,42 @@ def test_the_schedulers_own_sigterm_reaches_the_training_by_itself(tmp_path: Pat
     assert (tmp_path / "ended-0.0").read_text() == "7\n"
 
 
+def test_the_first_node_that_fails_leaves_its_exit_code_and_one_that_was_told_to_end_does_not(tmp_path: Path) -> None:
+    first = tmp_path / "failed-0"
+    told = _start(tmp_path, exit_codes=True)
+    _until(tmp_path / "log", "begun")
+    os.killpg(told.pid, signal.SIGTERM)
+    assert told.wait(20) == 0 and not first.exists()
+    for code in (9, 7):
+        path = _write(tmp_path, python="/bin/sh", command=["-c", f"exit {code}"], signalled=True)
+        assert _launch(path, "training", "0").returncode == code
+    assert first.read_text() == "9\n"
+
+
+def test_a_node_that_cannot_take_part_leaves_its_exit_code(tmp_path: Path) -> None:
+    path = _write(tmp_path, command=["true"])
+    assert _launch(path, "training", "9").returncode == 5
+    assert (tmp_path / "failed-0").read_text() == "5\n"
+
+
+def test_a_training_gets_the_sigterm_that_was_ignored_where_the_container_started(tmp_path: Path) -> None:
+    """enroot and its file server ignore it, and the training must save its state."""
+    command = ["-c", _TRAINING]
+    for signalled, code in ((True, 0), (False, 7)):
+        path = _write(tmp_path, python="/bin/sh", command=command, signalled=signalled, exit_codes=signalled)
+        line = ["sh", "-c", f"trap '' TERM; exec {sys.executable} -I -m ddp_train.launch training {path} 0"]
+        with subprocess.Popen(line, env={"PATH": os.environ["PATH"]}, start_new_session=True) as node:
+            try:
+                _until(tmp_path / "log", "begun")
+                os.killpg(node.pid, signal.SIGTERM)
+                assert node.wait(20) == code
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(node.pid, signal.SIGKILL)
+        assert (tmp_path / "log").read_text() == "begun\ntold\n"
+        (tmp_path / "log").unlink()
+
+
 # ---- environments on the node's own disk
 def test_a_job_runs_in_the_nodes_own_copy_of_its_environment_which_stays_until_its_end(tmp_path: Path) -> None:
     tree, copy = tmp_path / "0123.tree", tmp_path / "pt_cpu_7-0"

@@ -213,11 +213,53 @@ def test_an_allocation_of_lsf_is_found(tmp_path: Path) -> None:
     assert (found.scheduler, found.nodes, found.job) == ("lsf", 2, "9")
 
 
+@pytest.mark.parametrize(
+    ("scheduler", "directive", "replaced"),
+    [
+        ("slurm", "--gres=gpu:h100:8", "--gpus-per-node=8"),
+        ("slurm", "-G 16", "--gpus-per-node=8"),
+        ("slurm", "--gres=nvme:1", ""),
+        ("slurm", "--mem-per-cpu=4G", "--mem=480G"),
+        ("slurm", "--signal=B:USR1@600", "--signal=B:USR1@120"),
+        ("slurm", "--no-requeue", "--requeue"),
+        ("slurm", "-t 02:00:00", "--time=01:00:00"),
+        ("slurm", "--mail-type=END", ""),
+        ("pbs", "-l walltime=02:00:00", "-l walltime=01:00:00"),
+        ("pbs", "-l nodes=2:ppn=96", "-l select=2:ncpus=96:mpiprocs=1:ngpus=8:mem=480gb"),
+        ("pbs", "-W umask=027", ""),
+        ("pbs", "-oe.log", "-o logs/pt_cpu.pbs"),
+        ("lsf", "-gpu num=8:mode=shared", '-gpu "num=8/host"'),
+        ("lsf", '-R "span[hosts=1]"', '-R "span[ptile=96]"'),
+        ("lsf", "-oo other.log", "-o /fsx/me/logs/pt_cpu.lsf"),
+        ("lsf", "-alloc_flags smt4", ""),
+        ("flux", "-t 30m", "--time-limit=60m"),
+        ("flux", "--setattr=bank=other", "--setattr=bank=p1"),
+        ("flux", "--setattr=user.note=x", ""),
+    ],
+)
+def test_a_line_of_the_site_replaces_the_jobs_own_for_the_same_thing(
+    scheduler: str, directive: str, replaced: str
+) -> None:
+    def lines(*more: str) -> list[str]:
+        table = SchedulerTable(kind=scheduler, account="p1", directives=more)
+        site = replace(Site("lab"), scheduler=table, node=NodeTable(gpus=8, cpus=96, memory="480G"))
+        launcher = LAUNCHERS[scheduler][0]
+        plan = replace(PLAN, scheduler=scheduler, launcher=launcher, site=site, gpus_per_node=8, cpus_per_node=96)
+        chosen = SCHEDULERS[scheduler]
+        assert chosen.directives is not None and chosen.script is not None
+        found = (line for line in chosen.directives(plan) if line.startswith(chosen.script.marker))
+        return [line.removeprefix(chosen.script.marker).strip() for line in found]
+
+    before, after = lines(), lines(directive)
+    assert {*before} - {*after} == ({replaced} if replaced else set())
+    assert {*after} - {*before} == {directive}
+
+
 def test_site_check_names_keys_without_a_meaning_and_options_that_jobs_set() -> None:
     scheduler = SchedulerTable(kind="flux", qos="q", directives=("-N4", "--urgency=20"))
     site = Site("lab", scheduler=scheduler, node=NodeTable(memory="4G"))
     found = {(one.name, one.what) for one in contradictions(site)}
     assert ("[scheduler] qos", "is not used with flux") in found
     assert ("[node] memory", "is not used with flux") in found
-    assert ("[scheduler] directives", "'-N4': jobs set --nodes themselves") in found
+    assert ("[scheduler] directives", "'-N4' replaces --nodes of jobs") in found
     assert not [what for _, what in found if "urgency" in what]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.errors import HostError
 from envbuild.jobs.model import JobPlan, Launcher
+from envbuild.jobs.quote import directive_line
 
 # A scheduler directive in a script: its line number and words.
 Directive = tuple[int, tuple[str, ...]]
@@ -164,6 +165,19 @@ def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
             yield value if equal else "".join(words[number + 1 : number + 2])
         elif len(word) > 2 and word[:2] in names and word[1] != "-":
             yield word[2:]
+
+
+def with_site(
+    own: Sequence[str], directives: Sequence[str], keys: Callable[[str], Collection[str]], marker: str
+) -> list[str]:
+    """Return the lines of a job's directives: those of the site after those of envbuild, which they replace.
+
+    `keys` returns the names of what a directive, without its `marker`, sets; a line of `own` that sets one of the
+    site's is left out, because schedulers differ in which of two lines wins. Raises UsageError for what is no line.
+    """
+    said = {key for line in directives for key in keys(line)}
+    kept = [line for line in own if not said & {*keys(line)}]
+    return [f"{marker} {line}" for line in (*kept, *map(directive_line, directives))]
 
 
 def whole(text: str) -> int | None:

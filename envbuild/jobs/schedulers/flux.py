@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from envbuild.jobs.containers import work_key
 from envbuild.jobs.launchers import ABOUT, STEP_SIGNAL
 from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.quote import directive, directive_line, fill
+from envbuild.jobs.quote import directive, fill
 from envbuild.jobs.schedulers.base import (
     Directive,
     HostFacts,
@@ -24,6 +24,7 @@ from envbuild.jobs.schedulers.base import (
     minutes,
     option_values,
     whole,
+    with_site,
 )
 from envbuild.jobs.script import render_script
 
@@ -83,14 +84,21 @@ def _directives(plan: JobPlan) -> list[str]:
         ("--output=", posixpath.join(plan.work, plan.logs, f"{plan.name}_{{{{id.dec}}}}.out"), "[paths] logs"),
     ]
     # All have one form, and only comment lines stand between them: RFC 36.
-    lines = [f"#flux: {directive(option, value, key)}" for option, value, key in said if value]
+    lines = [directive(option, value, key) for option, value, key in said if value]
     if scheduler.exclusive:
-        lines.append("#flux: --exclusive")
-    return lines + [f"#flux: {directive_line(line)}" for line in scheduler.directives]
+        lines.append("--exclusive")
+    return with_site(lines, scheduler.directives, _keys, "#flux:")
 
 
 def _run(plan: JobPlan) -> str:
     return f"{ABOUT}\n{fill(_RUN, nodes=plan.nodes)}"
+
+
+def _keys(text: str) -> set[str]:
+    """Return what a directive sets: its options, with the name of an attribute."""
+    found = re.findall(r"(?:^|\s)-(?:-([a-z-]+)(?:[= ]([a-z._]+)=)?|([A-Za-z]))", text)
+    return {f"{long} {name}" if name and long == "setattr" else long or _SHORT.get(short, short)
+            for long, name, short in found}  # fmt: skip
 
 
 def _own_option(text: str) -> str | None:

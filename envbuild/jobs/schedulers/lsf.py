@@ -16,7 +16,7 @@ from envbuild.errors import UsageError
 from envbuild.jobs.containers import work_key
 from envbuild.jobs.launchers import SSH, each, mpi
 from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.quote import directive, directive_line
+from envbuild.jobs.quote import directive
 from envbuild.jobs.schedulers.base import (
     AllocationFacts,
     Directive,
@@ -28,6 +28,7 @@ from envbuild.jobs.schedulers.base import (
     minutes,
     option_values,
     whole,
+    with_site,
 )
 from envbuild.jobs.script import render_script
 
@@ -87,14 +88,21 @@ def _directives(plan: JobPlan) -> list[str]:
         ("-cwd ", plan.work, work_key(plan)),
         ("-o ", posixpath.join(plan.work, plan.logs, f"{plan.name}.lsf"), "[paths] logs"),
     ]
-    lines = [f"#BSUB {directive(option, value, key)}" for option, value, key in said if value]
-    lines += [f'#BSUB -R "{need}"' for need in needs]
+    lines = [directive(option, value, key) for option, value, key in said if value]
+    lines += [f'-R "{need}"' for need in needs]
     if plan.gpus_per_node:
-        lines.append(f'#BSUB -gpu "num={plan.gpus_per_node}/host"')
+        lines.append(f'-gpu "num={plan.gpus_per_node}/host"')
     if scheduler.exclusive:
-        lines.append("#BSUB -x")
-    lines.append("#BSUB -r" if scheduler.requeue else "#BSUB -rn")
-    return lines + [f"#BSUB {directive_line(line)}" for line in scheduler.directives]
+        lines.append("-x")
+    lines.append("-r" if scheduler.requeue else "-rn")
+    return with_site(lines, scheduler.directives, _keys, "#BSUB")
+
+
+def _keys(text: str) -> set[str]:
+    """Return what a directive sets: its options; of -R the sections, which LSF joins to one requirement."""
+    found = re.findall(r"(?:^|\s)-([A-Za-z_]+)", text)
+    sections = {f"R {one}" for one in re.findall(r"\b([a-z]+)\[", text)}
+    return {{"oo": "o", "eo": "e", "rn": "r"}.get(one, one) for one in found if one != "R"} | sections
 
 
 def _blaunch(_: JobPlan) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from envbuild.errors import UsageError
 from envbuild.jobs.launchers import SSH, each, mpi
 from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.quote import directive, directive_line
+from envbuild.jobs.quote import directive
 from envbuild.jobs.schedulers.base import (
     AllocationFacts,
     Directive,
@@ -23,6 +23,7 @@ from envbuild.jobs.schedulers.base import (
     ScriptFacts,
     Submission,
     first_number,
+    with_site,
 )
 from envbuild.jobs.script import render_script
 
@@ -110,8 +111,17 @@ def directives(plan: JobPlan) -> list[str]:
         ("-j ", "oe", ""),
         ("-o ", f"{plan.logs}/{plan.name}.pbs", "[paths] logs"),
     ]
-    lines = [f"#PBS {directive(option, value, key)}" for option, value, key in said if value]
-    return lines + [f"#PBS {directive_line(line)}" for line in scheduler.directives]
+    lines = [directive(option, value, key) for option, value, key in said if value]
+    return with_site(lines, scheduler.directives, _keys, "#PBS")
+
+
+def _keys(text: str) -> set[str]:
+    """Return what a directive sets: its options; of -l and -W the names of their values."""
+    found = set()
+    for option, value in re.findall(r"(?:^|\s)-([A-Za-z])\s*(\S*)", text):
+        names = [one.partition("=")[0] for one in value.split(",")] if option in "lW" else [""]
+        found |= {f"{option} {'select' if name == 'nodes' else name}".strip() for name in names}
+    return found
 
 
 def _walltime(time: str) -> str:

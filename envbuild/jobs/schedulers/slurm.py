@@ -7,13 +7,13 @@ src/common/read_config.c and src/srun/libsrun/srun_job.c, _srun_signal_mgr.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from envbuild.errors import UsageError
 from envbuild.jobs.containers import pyxis_options, work_key
 from envbuild.jobs.launchers import ABOUT, STEP_SIGNAL, mpi
 from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.quote import directive, directive_line, fill
+from envbuild.jobs.quote import directive, fill
 from envbuild.jobs.schedulers.base import (
     AllocationFacts,
     Directive,
@@ -23,18 +23,28 @@ from envbuild.jobs.schedulers.base import (
     ScriptFacts,
     Submission,
     first_number,
+    minutes,
     option_values,
     whole,
+    with_site,
 )
 from envbuild.jobs.script import render_script
 
-# Options in the header of every job's script: given twice, the last one wins or the scheduler refuses the job.
+# Options in the header of every job's script that a key of the site file or an option of `envbuild job` sets.
 _OWN = (
-    "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres", "partition", "account",
-    "qos", "constraint", "time", "exclusive", "mem", "output", "error", "open-mode", "requeue", "no-requeue",
+    "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "partition", "account", "qos", "constraint",
+    "time", "exclusive", "mem", "output", "error", "open-mode", "requeue", "no-requeue",
 )  # fmt: skip
+# Options for one thing: a job may have one of them, and which is the site's choice.
+_SAME = {"gpus": "gpus-per-node", "gpus-per-task": "gpus-per-node", "gpus-per-socket": "gpus-per-node",
+         "mem-per-cpu": "mem", "mem-per-gpu": "mem", "tasks-per-node": "ntasks-per-node",
+         "cpus-per-gpu": "cpus-per-task", "no-requeue": "requeue"}  # fmt: skip
 _SHORT = {"J": "job-name", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "p": "partition", "A": "account",
-          "q": "qos", "C": "constraint", "t": "time", "o": "output", "e": "error"}  # fmt: skip
+          "q": "qos", "C": "constraint", "t": "time", "o": "output", "e": "error", "D": "chdir",
+          "G": "gpus"}  # fmt: skip
+
+# At the limit itself, Slurm signals every process of the job, and srun then kills the ranks.
+_SAVING_S = 120
 
 _JOB = r"""nodes=@NODES@ job=$SLURM_JOB_ID
 # A job that Slurm starts again goes on from its snapshot, and meets under another name.
@@ -98,19 +108,25 @@ def directives(plan: JobPlan) -> list[str]:
         ("--qos=", scheduler.qos, "[scheduler] qos"),
         ("--constraint=", scheduler.constraint, "[scheduler] constraint"),
         ("--time=", plan.time, "--time"),
+        ("--signal=", f"B:USR1@{_saving_s(plan.time)}" if plan.command else "", "--time"),
         ("--chdir=", plan.work, work_key(plan)),
         # sbatch does not create this folder; without it the job ends at once and leaves no log.
         ("--output=", f"{plan.logs}/", "[paths] logs"),
     ]
-    lines = [f"#SBATCH {directive(option, value, key)}" for option, value, key in said if value]
+    lines = [directive(option, value, key) for option, value, key in said if value]
     lines[-1] += "%x_%j.out"
-    lines.append("#SBATCH --open-mode=append")
-    lines.append(f"#SBATCH --{'' if scheduler.requeue else 'no-'}requeue")
+    lines.append("--open-mode=append")
+    lines.append(f"--{'' if scheduler.requeue else 'no-'}requeue")
     if scheduler.exclusive:
-        lines.append("#SBATCH --exclusive")
-    lines += [f"#SBATCH {directive_line(line)}" for line in scheduler.directives]
+        lines.append("--exclusive")
+    lines = with_site(lines, scheduler.directives, _keys, "#SBATCH")
     lines.append(f"# The folder {plan.logs} must be there: `envbuild job --submit` makes it, sbatch does not.")
     return lines
+
+
+def _saving_s(time: str) -> int:
+    """Return how many seconds before the time limit Slurm tells the script to end; it may be up to 60 s earlier."""
+    return min(_SAVING_S, minutes(time) * 60 // 10)
 
 
 def _srun(plan: JobPlan) -> str:
@@ -137,9 +153,19 @@ _LAUNCHERS = {
 }
 
 
+def _options(text: str) -> Iterator[str]:
+    """Yield the long names of the options in a directive."""
+    for match in re.finditer(r"(?:^|\s)-(?:-([a-z-]+)|([A-Za-z]))", text):
+        yield match[1] or _SHORT.get(match[2], match[2])
+
+
+def _keys(text: str) -> set[str]:
+    """Return what a directive sets: its options, and `gpus-per-node` for each that asks for GPUs."""
+    return {"gpus-per-node" if one == "gres" and "gpu" in text else _SAME.get(one, one) for one in _options(text)}
+
+
 def _own_option(text: str) -> str | None:
-    match = re.match(r"--([a-z-]+)|-([A-Za-z])", text)
-    option = (match[1] or _SHORT.get(match[2])) if match else None
+    option = next(_options(text), None)
     return f"--{option}" if option in _OWN else None
 
 

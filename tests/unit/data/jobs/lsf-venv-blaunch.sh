@@ -84,7 +84,7 @@ everywhere() {
     stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
 [ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=
 printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
-rm -f "$ENVBUILD_RUN/at-$restarts".*
+rm -f "$ENVBUILD_RUN/at-$restarts".* "$ENVBUILD_RUN/failed-$restarts"
 
 everywhere training &
 launched=$!
@@ -95,4 +95,7 @@ while :; do
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
+\
+# The launcher's code is the largest, mostly of a node that it ended. The first node that failed left its own in a file.
+[ "$code" -eq 0 ] || code=$(cat "$ENVBUILD_RUN/failed-$restarts" 2>/dev/null || echo "$code")
 [ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"

@@ -7,6 +7,7 @@
 #SBATCH --mem=480G
 #SBATCH --partition=gpu
 #SBATCH --time=01:00:00
+#SBATCH --signal=B:USR1@120
 #SBATCH --chdir=/fsx/me
 #SBATCH --output=logs/%x_%j.out
 #SBATCH --open-mode=append
@@ -88,12 +89,17 @@ if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or ov
     enroot create --force --name "$created" "$image"
     image=$created
 fi
-enroot start --mount /fsx:/fsx:none:x-create=auto,rbind \
-    --env NVIDIA_VISIBLE_DEVICES=all \
-    --env NVIDIA_DRIVER_CAPABILITIES=compute,utility \
-    ${SLURMD_NODENAME:+--env "SLURMD_NODENAME=$SLURMD_NODENAME"} \
-    ${CUDA_VISIBLE_DEVICES:+--env "CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES"} \
-    "$image" /opt/env/bin/python -I -X utf8 -m ddp_train.launch "$@" &
+# The scheduler signals every process of a step, also squashfuse, which holds the image and inherits the ignored signal:
+# it stays until all ranks have saved their state. ddp_train.launch takes SIGTERM again.
+(
+    trap '' TERM
+    exec enroot start --mount /fsx:/fsx:none:x-create=auto,rbind \
+        --env NVIDIA_VISIBLE_DEVICES=all \
+        --env NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+        ${SLURMD_NODENAME:+--env "SLURMD_NODENAME=$SLURMD_NODENAME"} \
+        ${CUDA_VISIBLE_DEVICES:+--env "CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES"} \
+        "$image" /opt/env/bin/python -I -X utf8 -m ddp_train.launch "$@"
+) &
 child=$!
 trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP
 code=0
@@ -126,7 +132,7 @@ everywhere() {
     stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
 [ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=
 printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
-rm -f "$ENVBUILD_RUN/at-$restarts".*
+rm -f "$ENVBUILD_RUN/at-$restarts".* "$ENVBUILD_RUN/failed-$restarts"
 
 everywhere training &
 launched=$!

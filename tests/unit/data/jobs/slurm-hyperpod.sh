@@ -7,6 +7,7 @@
 #SBATCH --mem=480G
 #SBATCH --partition=gpu
 #SBATCH --time=01:00:00
+#SBATCH --signal=B:USR1@120
 #SBATCH --chdir=/fsx/me
 #SBATCH --output=logs/%x_%j.out
 #SBATCH --open-mode=append
@@ -106,7 +107,7 @@ trap '(SLURM_IMMEDIATE=60 everywhere tidy) >/dev/null 2>&1 || true' EXIT
     stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
 [ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=
 printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
-rm -f "$ENVBUILD_RUN/at-$restarts".*
+rm -f "$ENVBUILD_RUN/at-$restarts".* "$ENVBUILD_RUN/failed-$restarts"
 
 everywhere training &
 launched=$!

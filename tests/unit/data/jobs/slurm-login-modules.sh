@@ -3,6 +3,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=01:00:00
+#SBATCH --signal=B:USR1@120
 #SBATCH --chdir=/fsx/me
 #SBATCH --output=logs/%x_%j.out
 #SBATCH --open-mode=append
@@ -63,6 +64,8 @@ stop() {
     printf 'envbuild: node %s: %s\n' "$name" "$1" >&2
     exit 5
 }
+# The first node that fails leaves its exit code for the job's script.
+trap 'set -- $?; [ "$1" -eq 0 ] || (set -C; echo "$1" >"$ENVBUILD_RUN/failed-$restarts") 2>/dev/null || true' EXIT
 
 # shellcheck disable=SC1090,SC1091
 . "$ENVBUILD_RUN/settings-$restarts.sh"
@@ -111,7 +114,7 @@ everywhere() {
     stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
 [ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=
 printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
-rm -f "$ENVBUILD_RUN/at-$restarts".*
+rm -f "$ENVBUILD_RUN/at-$restarts".* "$ENVBUILD_RUN/failed-$restarts"
 
 everywhere training &
 launched=$!
@@ -122,4 +125,7 @@ while :; do
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
+\
+# The launcher's code is the largest, mostly of a node that it ended. The first node that failed left its own in a file.
+[ "$code" -eq 0 ] || code=$(cat "$ENVBUILD_RUN/failed-$restarts" 2>/dev/null || echo "$code")
 [ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"

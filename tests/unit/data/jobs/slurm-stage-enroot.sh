@@ -3,6 +3,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --time=01:00:00
+#SBATCH --signal=B:USR1@120
 #SBATCH --chdir=/fsx/me
 #SBATCH --output=logs/%x_%j.out
 #SBATCH --open-mode=append
@@ -56,6 +57,8 @@ stop() {
     printf 'envbuild: node %s: %s\n' "$name" "$1" >&2
     exit 5
 }
+# The first node that fails leaves its exit code for the job's script.
+trap 'set -- $?; [ "$1" -eq 0 ] || (set -C; echo "$1" >"$ENVBUILD_RUN/failed-$restarts") 2>/dev/null || true' EXIT
 
 image=/local/nvme/envbuild-"$(id -u)"/"${ENVBUILD_RUN##*/}-$restarts".sqsh
 [ -e "$image" ] || image=/fsx/pt.sqsh
@@ -80,9 +83,14 @@ if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or ov
     enroot create --force --name "$created" "$image"
     image=$created
 fi
-enroot start --mount /fsx:/fsx:none:x-create=auto,rbind \
-    ${SLURMD_NODENAME:+--env "SLURMD_NODENAME=$SLURMD_NODENAME"} \
-    "$image" /opt/env/bin/python -I -X utf8 -m ddp_train.launch "$@" &
+# The scheduler signals every process of a step, also squashfuse, which holds the image and inherits the ignored signal:
+# it stays until all ranks have saved their state. ddp_train.launch takes SIGTERM again.
+(
+    trap '' TERM
+    exec enroot start --mount /fsx:/fsx:none:x-create=auto,rbind \
+        ${SLURMD_NODENAME:+--env "SLURMD_NODENAME=$SLURMD_NODENAME"} \
+        "$image" /opt/env/bin/python -I -X utf8 -m ddp_train.launch "$@"
+) &
 child=$!
 trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP
 code=0
@@ -115,7 +123,7 @@ everywhere() {
     stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5
 [ -z "$peer" ] || peer=$(getent ahosts "$peer" | awk '$1 !~ /^(127\.|::1$)/ { print $1; exit }') || peer=
 printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
-rm -f "$ENVBUILD_RUN/at-$restarts".*
+rm -f "$ENVBUILD_RUN/at-$restarts".* "$ENVBUILD_RUN/failed-$restarts"
 
 # Brings the image to every node's own disk: node 0 reads the shared one, the nodes pass it on to each other, and
 # what is there of an earlier one is copied. The program, for the nodes' own python3, is a zip file in base64:
@@ -150,6 +158,10 @@ while :; do
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
-# What nodes that were told to end did not tell srun, lest it ended the others at once.
+\
+# The launcher's code is the largest, mostly of a node that it ended. The first node that failed left its own in a file.
+[ "$code" -eq 0 ] || code=$(cat "$ENVBUILD_RUN/failed-$restarts" 2>/dev/null || echo "$code")
+\
+# Nodes that were asked to stop wrote their exit codes: an error would have made srun kill the others.
 [ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 [ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"
