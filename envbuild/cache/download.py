@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 # Sends a GET with the given headers; returns a response whose status is one of ANSWERS.
 Ask = Callable[[Mapping[str, str]], "requests.Response"]
 ANSWERS = (200, 206, 416)
+# Bytes of a file whose size nobody stated: a server may send for ever.
+_MOST = 1 << 37
 
 
 @contextlib.contextmanager
@@ -148,10 +150,11 @@ class Download:
             if size is not None and total is not None and (total > size or (self.exact and total < size)):
                 self._rewind()
                 raise RequestFailed(f"its file has {total} bytes, not {size}", status=200)
+            most = _MOST if size is None else size
             for block in blocks(answer, self.stop, as_stored=True):
-                if size is not None and self.received + len(block) > size:
+                if self.received + len(block) > most:
                     self._rewind()
-                    raise RequestFailed(f"it sent more than {size} bytes", status=200)
+                    raise RequestFailed(f"it sent more than {most} bytes", status=200)
                 self.stream.write(block)
                 self._note(block)
         if self.exact and size is not None and self.received < size:

@@ -39,6 +39,15 @@ class Blobs:
             return False
         return self.digests is None or self.digests.keep(path, blob.digest.partition(":")[2])
 
+    def lacking(self, blob: Descriptor) -> int:
+        """Return how many bytes of the blob are to be written until it exists."""
+        with contextlib.suppress(OSError):
+            if self.path(blob.digest).stat().st_size == blob.size:
+                return 0
+        with contextlib.suppress(OSError):
+            return max(0, blob.size - self.partial(blob.digest).stat().st_size)
+        return blob.size
+
     def require(self, blob: Descriptor) -> None:
         """Raise BuildError when the blob does not exist with the right size."""
         if not self.has(blob):

@@ -41,7 +41,7 @@ _DOCKERS = {OCI_CONFIG: DOCKER_CONFIG} | {kind: _DOCKER_LAYERS[name] for name, k
 GOARCH = {"x86_64": "amd64", "aarch64": "arm64"}
 # Variants that every processor of its architecture has, x86_64 and aarch64.
 _EVERY = ("", "v1", "v8")
-# The limit protects our memory from a hostile registry; no manifest of a real image is larger.
+# The limit protects our memory from a hostile registry; no manifest or configuration of a real image is larger.
 MAX_MANIFEST = 8 << 20
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -139,8 +139,10 @@ def parse(raw: bytes, where: str, media_type: str | None = None) -> ImageManifes
     if kind in INDEXES:
         return ImageIndex(raw, kind, _descriptors(data, "manifests", where))
     if kind in MANIFESTS:
-        layers = _descriptors(data, "layers", where)
-        return ImageManifest(raw, kind, _descriptor(data.get("config"), where), layers)
+        layers, config = _descriptors(data, "layers", where), _descriptor(data.get("config"), where)
+        if config.size > MAX_MANIFEST:  # it is read into memory
+            raise BuildError(f"{where}: a configuration of {config.size} bytes, where {MAX_MANIFEST} are the most")
+        return ImageManifest(raw, kind, config, layers)
     hint = None
     if data.get("schemaVersion") == 1:
         hint = "Docker schema 1 images are long out of use; push the image again with a current tool"

@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
 from envbuild.cache.http import Transport, origin, read_all, split
 from envbuild.cache.retry import Mismatch, NotFound, RequestFailed, with_retries
+from envbuild.disk_space import check_disk_space
 from envbuild.errors import BuildError, UsageError
 from envbuild.files import parse_json
 from envbuild.image.blobs import BlobFiles, Blobs
@@ -117,6 +118,7 @@ class Registry:
             if not blobs.has(blob):
                 with locked_partial(blobs.partial(blob.digest), stop) as file:
                     if not blobs.has(blob):  # another process may have downloaded it in the meantime
+                        self._check_space([blob], blobs)
                         with open_download(file, hashes, blob.size, on_progress, stop) as download:
                             self._first(lambda source: _download(source, blob, download, stop), wanted)
                         return blobs.adopt(file, blob.digest)
@@ -128,8 +130,14 @@ class Registry:
     def fetch_blobs(self, wanted: Sequence[Descriptor], blobs: Blobs, on_progress: OnProgress) -> list[Path]:
         """Download several blobs in parallel, and return their paths; `on_progress` is called from several threads."""
         unique = list({blob.digest: blob for blob in wanted}.values())
+        self._check_space(unique, blobs)
         each(unique, lambda blob, stop: self.fetch_blob(blob, blobs, on_progress, stop), _WORKERS)
         return [blobs.path(blob.digest) for blob in wanted]
+
+    def _check_space(self, wanted: Sequence[Descriptor], blobs: Blobs) -> None:
+        """Raise BuildError when the file system of `blobs` has too little space for what it lacks of `wanted`."""
+        if lacking := sum(map(blobs.lacking, wanted)):
+            check_disk_space(blobs.root, lacking)
 
     def put_manifest(self, raw: bytes, media_type: str, pointer: str) -> bool:
         """Publish a manifest or index, whose blobs the registry has, under the tag or digest `pointer`.

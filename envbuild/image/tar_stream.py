@@ -19,6 +19,7 @@ TYPE_FLAGS = {FILE: b"0", HARDLINK: b"1", SYMLINK: b"2", CHAR: b"3", BLOCK: b"4"
 
 Pieces = tuple[tuple[int, int], ...]  # (offset in the file, length), both in bytes
 _CHUNK = 1 << 20
+_MOST_PADDING = 1 << 30
 _OCTAL = re.compile(rb"[0-7]+")
 
 
@@ -113,9 +114,14 @@ class PositionedStream:
             self.exactly(min(position - self.position, _CHUNK))
 
     def finish(self) -> None:
-        """Read an unseekable stream to the end, so that the checksum of compressed data is verified."""
+        """Read an unseekable stream to the end, so that the checksum of compressed data is verified.
+
+        Raises BuildError for more than a padding: it may decompress to terabytes.
+        """
+        most = self.position + _MOST_PADDING
         while self._end is None and self.read(_CHUNK):
-            pass
+            if self.position > most:
+                raise BuildError(f"{self.where}: more than {_MOST_PADDING} bytes after the end of the tar archive")
 
     def cut(self) -> BuildError:
         return BuildError(f"{self.where}: the tar archive is cut short")

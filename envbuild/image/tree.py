@@ -95,6 +95,7 @@ class MergedTree:
         """Apply one member. Raises BuildError, naming `layer` and the path, when the member is invalid."""
         self._steps += _STEPS_PER_MEMBER
         self._quota.entry(layer)
+        self._quota.content(layer, member.size)
         head, _, name = member.name.rpartition("/")
         try:
             if self._parent is None or head != self._head or not _is_plain(member.name, name):

@@ -20,6 +20,7 @@ from envbuild.image.model import (
     parse,
     parse_config,
 )
+from envbuild.image.quota import Quota
 from envbuild.image.reference import folder_and_tag
 from envbuild.inspect.facts import ArtifactReader, Request
 from envbuild.inspect.image_reader import Bring, about_image, image_artifact
@@ -122,6 +123,7 @@ def open_registry_image(request: Request) -> ArtifactReader:
     registry.fetch_blob(manifest.config, blobs, lambda _count: None)
     config = parse_config(blobs.read(manifest.config.digest), request.spelling)
     check_image(manifest.layers, config, request.arch, request.spelling)
+    Quota(request.environment.site.limits).content(request.spelling, sum(layer.size for layer in manifest.layers))
 
     def bring(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
         total = sum(layer.size for layer in wanted.values())

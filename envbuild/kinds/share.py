@@ -17,6 +17,7 @@ from envbuild.errors import BuildError, UsageError, VerificationError
 from envbuild.files import absolute_path
 from envbuild.image.blobs import BlobFiles, file_digest
 from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
+from envbuild.image.quota import Quota
 from envbuild.image.registry import Pushed, Registry
 from envbuild.image.sif_signed import content_digest
 from envbuild.kinds.commit import commit
@@ -133,6 +134,7 @@ def pull_file(
     if out.suffix != Path(file.name).suffix:
         raise UsageError(f"{where} is {file.name!r:.80}", f"give a path that ends in {Path(file.name).suffix!r:.20}")
     check_image_place(out)
+    Quota(environment.site.limits).content(where, file.size)
     places, wanted = _here(pieces, store)
     fetched = sum(blob.size for blob in wanted)
     if wanted:

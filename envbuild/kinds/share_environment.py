@@ -19,6 +19,7 @@ from envbuild.errors import BuildError, UsageError, VerificationError
 from envbuild.files import is_file_name, link_or_copy, parse_json
 from envbuild.image.blobs import file_digest
 from envbuild.image.model import Descriptor, is_digest
+from envbuild.image.quota import Quota
 from envbuild.image.registry import Pushed, Registry
 from envbuild.kinds import ARTIFACTS, FolderArtifact
 from envbuild.kinds.folder import make_environment, prepare_folder
@@ -34,6 +35,7 @@ from envbuild.store.pieces import INPUT
 from envbuild.toml import read
 
 _RECIPE = "recipe"
+_MOST_RECIPE = 4 * MOST  # bytes of all files of a recipe
 # The name at the end is not used: it is the word of whoever wrote the configuration.
 _PLACE = re.compile(rf"(?:{'|'.join(BY_DIGEST)})/([0-9a-f]{{64}})/[^/]+")
 
@@ -106,6 +108,8 @@ def pull_environment(
     if not isinstance(kind, FolderArtifact):
         raise BuildError(f"{where}: {about.kind!r:.40} is no kind of environment")
     sizes = {blob.digest: blob for blob in blobs}
+    # As they are written out: one blob may be named for many files.
+    Quota(environment.site.limits).content(where, sum(sizes[digest].size for digest in about.files.values()))
 
     def fetch(digests: Sequence[str]) -> int:
         missing = [sizes[digest] for digest in dict.fromkeys(digests) if not store.blobs.has(sizes[digest])]
@@ -212,6 +216,9 @@ def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> EnvironmentIn
                 fine = found_place is not None and digest == f"sha256:{found_place[1]}"
             if not fine:
                 raise ValueError(f"a file at {place!r:.80}")
+        recipe = sum(sizes[digest] for place, digest in about.files.items() if place.startswith(f"{_RECIPE}/"))
+        if recipe > _MOST_RECIPE:
+            raise ValueError(f"a recipe of {recipe} bytes")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BuildError(f"{where}: its configuration cannot be understood: {error!r:.80}") from error
     return about

@@ -22,6 +22,7 @@ from envbuild.image.archive import read_archive, read_daemon
 from envbuild.image.blobs import Pulled
 from envbuild.image.layout import read_layout
 from envbuild.image.model import ImageManifest, check_image, parse, parse_config
+from envbuild.image.quota import Quota
 from envbuild.image.registry import Registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
@@ -156,6 +157,7 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
     registry = registry_of(base, environment)
     manifest = registry.image(arch, digest)
     wanted = [manifest.config, *manifest.layers]
+    Quota(environment.site.limits).content(base, sum(blob.size for blob in wanted))
     if not all(map(blobs.has, wanted)):
         with transfer(f"pulling {base}", sum(blob.size for blob in wanted)) as on_progress:
             registry.fetch_blobs(wanted, blobs, on_progress)

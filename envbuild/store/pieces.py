@@ -8,6 +8,7 @@ same bytes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -150,7 +151,12 @@ def read_pieces(data: bytes, blobs: Sequence[Descriptor], where: str) -> FilePie
         for digest, start, count in pieces:
             if type(start) is not int or type(count) is not int or not 0 <= start <= start + count <= sizes[digest]:
                 raise ValueError("a piece beyond its blob")
-        if sum(count for _, _, count in pieces) != found["size"]:
+        taken: Counter[str] = Counter()
+        for digest, _, count in pieces:
+            taken[digest] += count
+        if any(count > sizes[digest] for digest, count in taken.items()):
+            raise ValueError("it repeats pieces of a blob")
+        if taken.total() != found["size"]:
             raise ValueError("the pieces have another size than the file")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BuildError(f"{where}: its configuration cannot be understood: {error!r:.80}") from error

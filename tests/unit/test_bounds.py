@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import io
+import os
 import time
 import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from lab.fake_registry import Call, fake_registry
 from lab.tar_blocks import END, pax, plain, special
 
 from envbuild.debian.control import parse_control
+from envbuild.environment import load_environment
 from envbuild.errors import BuildError, EnvbuildError, LockError, RecipeError, UsageError
 from envbuild.image.entry import DIR
+from envbuild.image.model import OCI_CONFIG, OCI_LAYER_GZIP, OCI_MANIFEST, Descriptor, digest_of, new_manifest
 from envbuild.image.quota import Quota
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.segment import tar_items
@@ -26,6 +31,7 @@ from envbuild.inspect.metadata import interest
 from envbuild.jobs.lint import lint
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.lock import conda_format, format
+from envbuild.lock.base import pull
 from envbuild.lock.image import parse_image
 from envbuild.recipe.load import load_recipe
 from envbuild.site.tables import LimitsTable
@@ -132,6 +138,51 @@ def test_a_layer_that_would_fill_memory_is_refused(bomb: Callable[[], Iterator[b
         tracemalloc.stop()
     if "more than" in caught.value.message:
         assert caught.value.hint and "[limits]" in caught.value.hint
+
+
+def test_the_layers_of_an_image_share_its_limits() -> None:
+    """Each was read within them before."""
+    tree, quota = MergedTree(Quota(LIMITS)), LIMITS.unpacked_bytes // 3
+    layer = [Member("f", "file", 0o644, 0, 0, 0, quota, "", (0, 0))]
+    for name in "abc":
+        tree.add(name, layer)
+    with pytest.raises(BuildError, match="d: more than 1073741824 bytes of files"):
+        tree.add("d", layer)
+
+
+def test_what_follows_a_tar_is_a_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envbuild.image.tar_stream._MOST_PADDING", 4 * MIB)
+
+    def padded(count: int) -> Iterator[bytes]:
+        yield from (plain(), END)
+        yield from (bytes(MIB) for _ in range(count))
+
+    assert merge(padded(3)).is_file("f")
+    with pytest.raises(BuildError, match="more than 4194304 bytes after the end of the tar archive"):
+        merge(padded(1 << 20))
+
+
+def test_a_base_keeps_to_the_limits_before_its_first_layer(tmp_path: Path) -> None:
+    """One layer of 1 GB, 150 times; and a configuration that would fill memory."""
+    config, layer = Descriptor(OCI_CONFIG, digest_of(b"{}"), 2), Descriptor(OCI_LAYER_GZIP, digest_of(b"x"), 1 << 30)
+    manifests = {
+        "many": new_manifest(OCI_MANIFEST, config, [layer] * 150).raw,
+        "large": new_manifest(OCI_MANIFEST, replace(config, size=1 << 40), [layer]).raw,
+    }
+
+    def script(call: Call) -> None:
+        call.reply(200, manifests[call.path.rpartition("/")[2]], Content_Type=OCI_MANIFEST)
+
+    with fake_registry(script) as fake:
+        (tmp_path / "site.toml").write_text(f'store = "store"\n[registries."{fake.address}"]\ninsecure = true\n')
+        environment = load_environment({"ENVBUILD_SITE": str(tmp_path / "site.toml"), "PATH": os.environ["PATH"]})
+        for tag, says in (
+            ("many", "more than 137438953472 bytes of files"),
+            ("large", "a configuration of 1099511627776"),
+        ):
+            with pytest.raises(BuildError, match=says):
+                pull(f"{fake.address}/x:{tag}", None, "x86_64", environment, tmp_path)
+        assert not fake.asked("GET", "/blobs/")
 
 
 def test_the_largest_image_that_is_allowed_takes_less_than_500_mb() -> None:

@@ -54,6 +54,14 @@ def test_more_bytes_than_locked_are_not_taken(tmp_path: Path, script: object) ->
     assert len(fake.seen) == 1
 
 
+def test_a_file_without_an_end_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("envbuild.cache.download._MOST", len(CONTENT))
+    partial = tmp_path / "partial"
+    with fake_registry(endless) as fake, pytest.raises(RequestFailed, match=f"it sent more than {len(CONTENT)} bytes"):
+        client().download(f"http://{fake.address}/f", partial, frozenset({"0" * 64}), lambda _: None)
+    assert not partial.exists()
+
+
 def test_fewer_bytes_than_locked_are_other_content(tmp_path: Path) -> None:
     with fake_registry(lambda call: serve(call, b"short")) as fake, pytest.raises(Mismatch):
         client().download(f"http://{fake.address}/f", tmp_path / "f", HASHES, lambda _: None, size=len(CONTENT))

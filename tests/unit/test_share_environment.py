@@ -41,7 +41,8 @@ from envbuild.trust.policy import attested
 
 WHEEL, TEXT = Descriptor(INPUT, "sha256:" + "a" * 64, 100), Descriptor(INPUT, "sha256:" + "b" * 64, 10)
 LARGE = Descriptor(INPUT, "sha256:" + "c" * 64, 1 << 30)
-BLOBS = [WHEEL, TEXT, LARGE]
+SMALL = Descriptor(INPUT, "sha256:" + "e" * 64, 1 << 20)
+BLOBS = [WHEEL, TEXT, LARGE, SMALL]
 TARGET = Target.parse("cpu-x86_64")
 GOOD = {
     "kind": "venv", "name": "lab", "target": "cpu-x86_64", "digest": "sha256:" + "d" * 64, "plan": "sha256:p",
@@ -62,7 +63,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a path that leads out of the recipe": place("recipe/../../x"),
     "an absolute path": place("/etc/passwd"),
     "another folder of the store": place(f"builders/{'b' * 64}/x.sqsh"),
-    "a wheel with another digest": place(f"wheels/{'e' * 64}/x.whl"),
+    "a wheel with another digest": place(f"wheels/{'f' * 64}/x.whl"),
     "a wheel in a folder": place(f"wheels/{'b' * 64}/../x.whl"),
     "a wheel without a name": place(f"wheels/{'b' * 64}/"),
     "a file of git": place("recipe/.git/config"),
@@ -72,9 +73,12 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a name with a zero byte": place("recipe/a\0b"),
     "a name that is half of a character": place("recipe/\ud800"),
     "a name that is too long": place(f"recipe/{'é' * 128}"),
-    "a file that the manifest lacks": place("recipe/x", "sha256:" + "e" * 64),
+    "a file that the manifest lacks": place("recipe/x", "sha256:" + "f" * 64),
     "a digest of another form": place("recipe/x", "b" * 64),
     "a large file of a recipe": place("recipe/x", LARGE.digest),
+    "a file that a recipe has very often": lambda value: value["files"].update(
+        {f"recipe/{number}": SMALL.digest for number in range(100)}
+    ),
     "a name that is a path": lambda value: value.update(name="../x"),
     "a name that is the folder above": lambda value: value.update(name=".."),
     "a name that is no text": lambda value: value.update(name=["x"]),
@@ -269,3 +273,14 @@ def test_an_environment_of_another_digest_takes_no_place(tmp_path: Path) -> None
             digest="sha256:there",
         )  # fmt: skip
     assert not (tmp_path / "env").exists()
+
+
+def test_a_pull_keeps_to_the_limits_before_the_first_byte(tmp_path: Path) -> None:
+    """Files are counted as they are written out: one wheel may be named for many."""
+    (tmp_path / "site.toml").write_text('store = "store"\n[limits]\nunpacked_bytes = 1000\n')
+    environment = load_environment({"ENVBUILD_SITE": str(tmp_path / "site.toml"), "PATH": os.environ["PATH"]})
+    names = {f"wheels/{'a' * 64}/x-{number}-py3-none-any.whl": WHEEL.digest for number in range(10)}
+    about = {**GOOD, "files": {**cast(dict[str, str], GOOD["files"]), **names}}
+    registry = cast(Registry, SimpleNamespace(reference="registry/x:1"))  # nothing is asked of it
+    with pytest.raises(BuildError, match="registry/x:1: more than 1000 bytes of files"):
+        pull_environment(json.dumps(about).encode(), BLOBS, registry, tmp_path / "env", environment, verify=True)

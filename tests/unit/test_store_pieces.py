@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,10 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.cache.http import Transport
 from envbuild.environment import load_environment
 from envbuild.errors import BuildError, UsageError
+from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor, digest_of
-from envbuild.image.registry import Registry
+from envbuild.image.registry import Registry, open_registry
 from envbuild.kinds.share import pull_file
 from envbuild.store.pieces import (
     ARTIFACT,
@@ -76,6 +79,8 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a negative count": lambda c: c["pieces"].__setitem__(0, [BLOB.digest, 50, -20]),
     "a blob that the manifest lacks": lambda c: c["pieces"].__setitem__(0, ["sha256:" + "d" * 64, 0, 20]),
     "another size": lambda c: c.update(size=31),
+    "a blob that is written out again and again": lambda c: c.update(pieces=[[BLOB.digest, 0, 100]] * 150, size=15_000),
+    "a part of a blob that is": lambda c: c.update(pieces=[[OTHER.digest, 0, 6], [OTHER.digest, 4, 6]], size=12),
     "too large a size": lambda c: c.update(size=1 << 70),
     "a digest of another form": lambda c: c.update(digest="c" * 64),
     "a name that is no text": lambda c: c.update(name=["x.sqsh"]),
@@ -124,3 +129,37 @@ def test_a_pull_replaces_no_file_of_the_user(tmp_path: Path, content: bytes | No
     with pytest.raises(UsageError, match=expected):
         pull_file(json.dumps(FILE.as_json()).encode(), [BLOB, OTHER], registry, place, environment)
     assert place.is_dir() if content is None else place.read_bytes() == content
+
+
+def pulled(tmp_path: Path, file: FilePieces, blobs: list[Descriptor], limits: str = "") -> Any:
+    (tmp_path / "site.toml").write_text(f'store = "store"\n[limits]\n{limits}\n')
+    environment = load_environment({"ENVBUILD_SITE": str(tmp_path / "site.toml"), "PATH": os.environ["PATH"]})
+    registry = cast(Registry, SimpleNamespace(reference="registry/x:1"))  # nothing is asked of it
+    return pull_file(json.dumps(file.as_json()).encode(), blobs, registry, tmp_path / "x.sqsh", environment)
+
+
+def test_a_pull_keeps_to_the_limits_before_the_first_byte(tmp_path: Path) -> None:
+    large = Descriptor(PIECE, BLOB.digest, 1 << 20)
+    file = replace(FILE, size=1 << 20, pieces=((BLOB.digest, 0, 1 << 20),))
+    with pytest.raises(BuildError, match="registry/x:1: more than 1048575 bytes of files") as failed:
+        pulled(tmp_path, file, [large], "unpacked_bytes = 1048575")
+    assert "[limits]" in str(failed.value.hint)
+
+
+def test_what_does_not_fit_on_the_disk_is_not_fetched(tmp_path: Path) -> None:
+    huge = 1 << 70
+    registry = open_registry("127.0.0.1:1/x:1", Transport(retries=0), {})  # nothing is asked of it
+    for fetch in (
+        lambda blob, blobs: registry.fetch_blob(blob, blobs, lambda _: None),
+        lambda blob, blobs: registry.fetch_blobs([blob, OTHER], blobs, lambda _: None),
+    ):
+        with pytest.raises(BuildError, match="not enough disk space"):
+            fetch(Descriptor(PIECE, BLOB.digest, huge), Blobs(tmp_path / "blobs"))
+
+
+def test_what_is_there_needs_no_space(tmp_path: Path) -> None:
+    blobs = Blobs(tmp_path)
+    there = Descriptor(PIECE, blobs.add(b"x" * 100), 100)
+    assert (blobs.lacking(there), blobs.lacking(BLOB)) == (0, 100)
+    blobs.partial(BLOB.digest).write_bytes(b"x" * 60)  # an earlier run
+    assert blobs.lacking(BLOB) == 40
