@@ -1,7 +1,8 @@
 """Probes of torch for `envbuild verify`, which computes every result itself and compares it with these.
 
 envbuild writes the probes and their inputs, random for each verification, into a file; this module reports the
-results and judges nothing.
+results and judges nothing. The ranks of a group probe its collective operations, one process alone those of
+operations.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from .distributed import Group
 from .errors import BAD_INPUT, TrainError, one_line, os_reason
+from .operations import run_operations
 
 # `envbuild verify` sets it to the path of the file that names the probes, or to nothing for a launch without them.
 PROBES = "DDP_TRAIN_PROBES"
@@ -31,12 +33,14 @@ def run_probes(group: Group, environ: Mapping[str, str]) -> dict[str, Any]:
     Raises TrainError if the file of requests cannot be read.
     """
     path = environ.get(PROBES)
-    if not path or group.backend is None:
+    if not path:
         return {}
     try:
         request = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise TrainError(f"cannot read the probes in {path}: {os_reason(error)}", BAD_INPUT) from None
+    if group.backend is None:
+        return {"operations": run_operations(group.device, request["operations"])}
     found: dict[str, Any] = {}
     for check, cases in request["cases"].items():
         found[check] = {
@@ -111,19 +115,25 @@ def _shares(group: Group, size: int, epochs: list[int], seed: int) -> list[list[
     return found
 
 
-def _steps(group: Group, lr: float, momentum: float, start: list[float], data: list[Any]) -> list[float]:
-    """Train a linear model in float64 on this rank's `data` of each step; return its parameters after each step."""
-    model = torch.nn.Linear(len(start) - 1, 1).to(torch.float64).to(group.device)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([start[:-1]], dtype=torch.float64))
-        model.bias.fill_(start[-1])
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
-    step_model, optimizer = group.collectives.prepare(model, optimizer, group.device)
-    found: list[float] = []
-    for ranks in data:
-        rows = torch.tensor(ranks[group.place.rank], dtype=torch.float64, device=group.device)
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(step_model(rows[:, :-1]), rows[:, -1:]).backward()
-        optimizer.step()
-        found += [*model.weight.detach().flatten().tolist(), *model.bias.detach().tolist()]
-    return [value if math.isfinite(value) else 1e300 for value in found]  # JSON has no NaN
+def _steps(group: Group, start: list[float], data: list[Any], **options: dict[str, Any]) -> dict[str, list[float]]:
+    """Train a linear model in float64 on this rank's `data` of each step, once with each optimizer of `options`.
+
+    Return its parameters after each step by optimizer.
+    """
+    found = {}
+    for name, settings in options.items():
+        model = torch.nn.Linear(len(start) - 1, 1).to(torch.float64).to(group.device)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([start[:-1]], dtype=torch.float64))
+            model.bias.fill_(start[-1])
+        optimizer = getattr(torch.optim, name)(model.parameters(), **settings)
+        step_model, optimizer = group.collectives.prepare(model, optimizer, group.device)
+        values: list[float] = []
+        for ranks in data:
+            rows = torch.tensor(ranks[group.place.rank], dtype=torch.float64, device=group.device)
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(step_model(rows[:, :-1]), rows[:, -1:]).backward()
+            optimizer.step()
+            values += [*model.weight.detach().flatten().tolist(), *model.bias.detach().tolist()]
+        found[name] = [value if math.isfinite(value) else 1e300 for value in values]  # JSON has no NaN
+    return found

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from envbuild.data import load_table
+from envbuild.verify.operations import make_operations
 
 _PERIOD = 251  # a prime: a buffer that is shifted by a power of two differs
 _STEPS, _SAMPLES, _INPUTS = 3, 4, 3
@@ -26,6 +27,8 @@ _REDUCERS: Mapping[str, Callable[[tuple[int, ...]], int]] = {
 Request = Mapping[str, Any]
 # Operation, type, number of elements
 Case = tuple[str, str, int]
+# What an optimizer keeps of a parameter: the momentum, or both moments
+_State = tuple[float, float]
 
 
 def probe_table() -> dict[str, Any]:
@@ -47,6 +50,10 @@ def make_request(world: int, *, gpu: bool = False) -> dict[str, Any]:
     """
     chance = secrets.SystemRandom()
     row = functools.partial(chance.choices, [number / 4 for number in range(-8, 9)], k=_INPUTS + 1)
+
+    def fraction(least: float, most: float) -> float:
+        return round(chance.uniform(least, most), 6)
+
     return {
         "cases": {check: cases_of(check, gpu=gpu) for check in ("allreduce", "collectives")},
         "source": chance.randrange(world),
@@ -54,9 +61,15 @@ def make_request(world: int, *, gpu: bool = False) -> dict[str, Any]:
         "values": [chance.choices((-2, -1, 1, 2) if rank < 8 else (-1, 1), k=_PERIOD) for rank in range(world)],
         "sampler": {"size": 40 * world + 1, "epochs": [0, 3, 0], "seed": chance.randrange(1 << 31)},
         "optimizer": {
-            "lr": round(chance.uniform(0.02, 0.1), 6), "momentum": 0.9, "start": row(),  # not the training's lr
-            "data": [[[row() for _ in range(_SAMPLES)] for _ in range(world)] for _ in range(_STEPS)],
+            # Neither the training's settings nor torch's defaults.
+            "SGD": {"lr": fraction(0.02, 0.1), "momentum": 0.9, "weight_decay": fraction(0.02, 0.2)},
+            "AdamW": {
+                "lr": fraction(0.02, 0.1), "betas": [fraction(0.7, 0.85), fraction(0.9, 0.98)],
+                "eps": fraction(0.001, 0.01), "weight_decay": fraction(0.2, 0.6),
+            },
+            "start": row(), "data": [[[row() for _ in range(_SAMPLES)] for _ in range(world)] for _ in range(_STEPS)],
         },
+        "operations": make_operations(chance, gpu=gpu),
     }  # fmt: skip
 
 
@@ -84,22 +97,42 @@ def _tiled(values: Sequence[int], dtype: str, start: int, numel: int) -> bytes:
     return (one * (numel // len(values) + 2))[skip * size : (skip + numel) * size]
 
 
-def expected_parameters(request: Request) -> list[float]:
-    """Return the weights and the bias of a linear model after each step of SGD on the mean squared error.
+def expected_parameters(request: Request, name: str) -> list[float]:
+    """Return the weights and the bias of a linear model after each step of `name` on the mean squared error.
 
-    Gradients are averaged over the ranks; v = momentum · v + gradient, and a step is -lr · v.
+    Gradients are averaged over the ranks. Source of the formulas: the documentation of torch.optim.
     """
     optimizer = request["optimizer"]
-    model, velocity = optimizer["start"], [0.0] * len(optimizer["start"])
+    model, state = optimizer["start"], [(0.0, 0.0)] * len(optimizer["start"])
     found: list[float] = []
-    for ranks in optimizer["data"]:
+    for step, ranks in enumerate(optimizer["data"], 1):
         rows = [row for rank in ranks for row in rank]
         gradient = [0.0] * len(model)
         for *inputs, target in rows:
             inputs = [*inputs, 1.0]
             error = sum(map(operator.mul, model, inputs)) - target
             gradient = [g + 2 * error * x / len(rows) for g, x in zip(gradient, inputs, strict=True)]
-        velocity = [optimizer["momentum"] * v + g for v, g in zip(velocity, gradient, strict=True)]
-        model = [w - optimizer["lr"] * v for w, v in zip(model, velocity, strict=True)]
+        stepped = [OPTIMIZERS[name](step, *one, **optimizer[name]) for one in zip(model, gradient, state, strict=True)]
+        model, state = [value for value, _ in stepped], [kept for _, kept in stepped]
         found += model
     return found
+
+
+def _sgd(
+    _: int, value: float, gradient: float, state: _State, *, lr: float, momentum: float, weight_decay: float
+) -> tuple[float, _State]:
+    velocity = momentum * state[0] + gradient + weight_decay * value
+    return value - lr * velocity, (velocity, 0.0)
+
+
+def _adamw(
+    step: int, value: float, gradient: float, state: _State,
+    *, lr: float, betas: Sequence[float], eps: float, weight_decay: float,
+) -> tuple[float, _State]:  # fmt: skip
+    first = betas[0] * state[0] + (1 - betas[0]) * gradient
+    second = betas[1] * state[1] + (1 - betas[1]) * gradient**2
+    size = math.sqrt(second / (1 - betas[1] ** step)) + eps
+    return value * (1 - lr * weight_decay) - lr * first / (1 - betas[0] ** step) / size, (first, second)
+
+
+OPTIMIZERS: Mapping[str, Callable[..., tuple[float, _State]]] = {"SGD": _sgd, "AdamW": _adamw}

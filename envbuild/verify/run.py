@@ -29,7 +29,13 @@ from envbuild.verify.network import network_of
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs
 from envbuild.verify.own_trainer import check_trainer, trainer_files
 from envbuild.verify.performance import performance_of
-from envbuild.verify.probe_checks import check_allreduce, check_collectives, check_optimizer, check_sampler
+from envbuild.verify.probe_checks import (
+    check_allreduce,
+    check_collectives,
+    check_operations,
+    check_optimizer,
+    check_sampler,
+)
 from envbuild.verify.probes import make_request
 from envbuild.verify.static_checks import (
     check_accelerator,
@@ -107,11 +113,12 @@ def _checks(bench: Bench, log: Log) -> tuple[list[Check], dict[str, Any]]:
     # Only the reference runs beside the survey: if the artifact has no bytecode, it compiles torch once for the
     # many processes that follow, each of which would otherwise do so. Its first output comes after the import.
     with ExitStack() as launches:
-        alone = launches.enter_context(bench.start("reference", reference_epochs, shape=(0, 1)))
+        probes = {PROBES: str(bench.nodes.work / _REQUEST)}
+        alone = launches.enter_context(bench.start("reference", reference_epochs, shape=(0, 1), extra=probes))
         survey = subject.survey(settings.timeout_s)
         alone.wait_for_output()
         imports = user_code.modules_to_import(settings, survey)
-        request = {PROBES: str(bench.nodes.work / _REQUEST), user_code.IMPORTS: " ".join(imports)}
+        request = {**probes, user_code.IMPORTS: " ".join(imports)}
         train = bench.start("train", settings.first_epochs, bandwidth_s=bandwidth_s, extra=request)
         half = launches.enter_context(train)
         checks = _file_checks(bench, survey)
@@ -209,6 +216,7 @@ def judge_launches(
         "relaunch": lambda: training.check_launch("relaunch", second, origin),
         "resume": lambda: training.check_resume(second.job, second.reports, half, epochs),
         "reference": lambda: training.check_launch("reference", reference, origin),
+        "operations": lambda: check_operations(bench.request, reference.reports[0]),
         "loss": lambda: training.check_loss_falls(losses()),
         "curve": curve,
         "imports": lambda: user_code.check_imports(imports, first.reports),

@@ -41,9 +41,15 @@ SETTINGS = Settings(nodes=1, nproc_per_node=2, epochs=4, imports=("json.tool",))
 # interface of this host besides lo.
 BREAKS = {
     # Whether the address of that interface is used depends on which rank calls which: the variable tells in any case.
-    "a sum, a version and a snapshot that are wrong, and a rank with another interface": (
-        ["versions", "fabric", "allreduce", "snapshot"],
+    "a sum, a version, a snapshot and an operation that are wrong, and a rank with another interface": (
+        ["versions", "fabric", "allreduce", "snapshot", "operations"],
         """
+        if rank is None and any("reference-report" in word for word in sys.orig_argv):
+            import torch
+            attention = torch.nn.functional.scaled_dot_product_attention
+            def uncausal(*args, is_causal=False, **kwargs):
+                return attention(*args, **kwargs)
+            torch.nn.functional.scaled_dot_product_attention = uncausal
         if rank == "1":
             os.environ["GLOO_SOCKET_IFNAME"] = "OTHER"
             import torch
@@ -274,7 +280,7 @@ def test_packages_that_are_not_the_locked_ones(envbuild: Command, pt_cpu: dict[s
     replace_trainer(tmp_path / "v", packages)
     line = ("verify", "v", "--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
     done = envbuild(*line)
-    assert done.returncode == 5 and "2 of 22 checks failed\n  installed" in done.stderr, done.stderr
+    assert done.returncode == 5 and "2 of 23 checks failed\n  installed" in done.stderr, done.stderr
     assert "\n  trainer (" in done.stderr, done.stderr
     for word in ("site-packages/sympy/abc.py", "tqdm: locked", "installed 0.0.1", "site-packages/startup.pth"):
         assert word in done.stderr, word

@@ -101,9 +101,17 @@ BREAKS: Mapping[str, tuple[str | None, str]] = {
     "SGD ignores momentum": (
         "optimizer",
         """
-        def fixed(self, params, lr, momentum):
-            init(self, params, lr)
+        def fixed(self, params, lr, momentum, **kwargs):
+            init(self, params, lr, **kwargs)
         torch.optim.SGD.__init__ = fixed
+        """,
+    ),
+    "AdamW without weight decay": (
+        "optimizer",
+        """
+        def fixed(self, params, **kwargs):
+            decays(self, params, **{**kwargs, "weight_decay": 0.0})
+        torch.optim.AdamW.__init__ = fixed
         """,
     ),
 }
@@ -121,12 +129,13 @@ all_reduce, broadcast = torch.distributed.all_reduce, torch.distributed.broadcas
 gather, scatter, barrier = torch.distributed.all_gather, torch.distributed.reduce_scatter, torch.distributed.barrier
 sampler, sgd = torch.utils.data.distributed.DistributedSampler, torch.optim.SGD
 shares, set_epoch, init = sampler.__iter__, sampler.set_epoch, sgd.__init__
+adamw, decays = torch.optim.AdamW, torch.optim.AdamW.__init__
 
 def mend():
     torch.distributed.all_reduce, torch.distributed.broadcast = all_reduce, broadcast
     torch.distributed.all_gather, torch.distributed.reduce_scatter = gather, scatter
     torch.distributed.barrier = barrier
-    sampler.__iter__, sampler.set_epoch, sgd.__init__ = shares, set_epoch, init
+    sampler.__iter__, sampler.set_epoch, sgd.__init__, adamw.__init__ = shares, set_epoch, init, decays
 
 def main():
     group = connect(find_rank_info(os.environ), "gloo")

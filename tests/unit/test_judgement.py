@@ -9,6 +9,7 @@ import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from envbuild.site.tables import FabricTable
 from envbuild.verify.launch import Bench, Outcome, TrainingJob
 from envbuild.verify.model import Check, Settings, Subject
 from envbuild.verify.network import Network
+from envbuild.verify.operations import expected_parts, make_operations
 from envbuild.verify.probes import cases_of
 from envbuild.verify.run import _floor, judge_launches
 
@@ -85,8 +87,22 @@ def early(launched: Launched) -> None:
         rank["probes"]["barrier"]["left"] += 3600
 
 
-def other_step(launched: Launched) -> None:
-    ranks(launched)[2]["probes"]["optimizer"][5] += 1e-6
+def other_step(name: str) -> Callable[[Launched], object]:
+    def change(launched: Launched) -> None:
+        ranks(launched)[2]["probes"]["optimizer"][name][5] += 1e-6
+
+    return change
+
+
+def operations(launched: Launched) -> dict[str, Any]:
+    found: dict[str, Any] = launched["reference"]["reports"][0]["ranks"][0]["probes"]["operations"]
+    return found
+
+
+def other_result(name: str, part: str, change: float) -> Callable[[Launched], object]:
+    return lambda launched: operations(launched)[name][part].__setitem__(
+        3, operations(launched)[name][part][3] + change
+    )
 
 
 def flat(launched: Launched) -> None:
@@ -125,7 +141,21 @@ BREAKS: dict[str, tuple[str, Callable[[Launched], object]]] = {
     "a sampler that ignores set_epoch": ("sampler", first_epoch_again),
     "a sampler with an order of its own": ("sampler", other_epoch),
     "a sampler that gives all ranks one share": ("sampler", one_share),
-    "a step of another size": ("optimizer", other_step),
+    "a step of SGD of another size": ("optimizer", other_step("SGD")),
+    "a step of AdamW of another size": ("optimizer", other_step("AdamW")),
+    "an optimizer without steps": ("optimizer", lambda r: ranks(r)[1]["probes"]["optimizer"].pop("AdamW")),
+    "an exact product that is close": ("operations", other_result("matmul float32", "output", 1e-6)),
+    "a gradient that is not close": ("operations", other_result("layer_norm bfloat16", "gradient of weight", 0.5)),
+    "a sample twice": ("operations", other_result("DataLoader int64", "share 1 of 2", 1)),
+    "a result that is no number": (
+        "operations", other_result("cross_entropy float32", "gradient of logits", float("nan"))),
+    "a result with a value less": ("operations", lambda r: operations(r)["embedding float32"]["output"].pop()),
+    "an operation without gradient": (
+        "operations", lambda r: operations(r)["linear float16"].pop("gradient of weight")),
+    "an operation that no process probed": ("operations", lambda r: operations(r).pop("batch_norm float32")),
+    "an operation that failed": (
+        "operations", lambda r: operations(r).update({"matmul float16": "error: RuntimeError: not implemented"})),
+    "a reference without probes": ("operations", lambda r: r["reference"]["reports"][0]["ranks"][0].pop("probes")),
     "other parameters on one rank": ("parameters", lambda r: ranks(r)[1].update(parameters_digest="0" * 64)),
     "no snapshot after the last epoch": (
         "snapshot", lambda r: r["first"]["reports"][0].update(snapshots=[{"epoch": 0, "path": "train.pt"}])),
@@ -182,7 +212,12 @@ def launched(tmp_path: Path) -> Launched:
     for rank, probes in zip(ranks(found), probed["ranks"], strict=True):
         rank |= {"probes": probes, "imports": {"numpy": ""}}
     cases = {check: cases_of(check) for check in ("allreduce", "collectives")}
-    return {**found, "request": {**probed["request"], "cases": cases}}
+    asked = make_operations(Random(38))
+    results = {f"{op} {dtype}": expected_parts(asked, op) for op, dtype in asked["cases"]}
+    loaded = results["DataLoader int64"]
+    results["DataLoader int64"] = {**loaded, "shuffled": loaded["shuffled"][::-1]}
+    found["reference"]["reports"][0]["ranks"][0]["probes"] = json.loads(json.dumps({"operations": results}))
+    return {**found, "request": {**probed["request"], "cases": cases, "operations": asked}}
 
 
 def test_nothing_broken_nothing_fails(launched: Launched, tmp_path: Path) -> None:
@@ -191,8 +226,8 @@ def test_nothing_broken_nothing_fails(launched: Launched, tmp_path: Path) -> Non
         (name, "pass")
         for name in (
             "launch", "world", "versions", "fabric", "allreduce", "collectives", "bandwidth", "parameters", "sampler",
-            "optimizer", "snapshot", "relaunch", "resume", "reference", "loss", "curve",
-            "imports",
+            "optimizer", "snapshot", "relaunch", "resume", "reference", "operations", "loss",
+            "curve", "imports",
         )
     ]  # fmt: skip
 
@@ -207,6 +242,7 @@ def test_exactly_the_broken_thing_fails(name: str, launched: Launched, tmp_path:
     ]
     failure = next(check for check in checks if check.status == "fail")
     assert failure.seen and failure.expected and failure.cause
+    json.dumps(failure.evidence, allow_nan=False)
 
 
 @pytest.mark.parametrize(("loaded", "fails"), [("2.13.0+cu130", []), ("2.13.1+cu130", ["versions"])])
@@ -283,3 +319,35 @@ def test_a_malformed_probe_fails_its_check(name: str, value: object, launched: L
     checks = judged(launched, tmp_path)
     check = "collectives" if name == "barrier" else name
     assert [one.name for one in checks if one.status == "fail"] == [check]
+
+
+@pytest.mark.parametrize("value", [None, 7, [], [[]], {}, {"output": None}, {"output": "x"}])
+@pytest.mark.parametrize("name", ["", "matmul float32", "DataLoader int64", "state_dict float32"])
+def test_a_malformed_operation_fails_its_check(name: str, value: Any, launched: Launched, tmp_path: Path) -> None:
+    if name:
+        operations(launched)[name] = value
+    else:
+        launched["reference"]["reports"][0]["ranks"][0]["probes"] = value
+    checks = judged(launched, tmp_path)
+    assert [one.name for one in checks if one.status == "fail"] == ["operations"]
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "torch", "status"),
+    [
+        ("linear float16", "error: RuntimeError: not implemented for 'Half'", "2.1.2+cpu", "pass"),
+        ("linear float16", "error: RuntimeError: not implemented for 'Half'", "2.13.0+cpu", "fail"),
+        ("linear bfloat16", "error: RuntimeError: not implemented", "2.1.2+cpu", "fail"),
+        ("linear float16", "host: no semaphores", "2.1.2+cpu", "fail"),
+        ("DataLoader int64", "host: no semaphores for worker processes", "2.13.0+cpu", "pass"),
+        ("DataLoader int64", "error: RuntimeError: DataLoader timed out", "2.13.0+cpu", "fail"),
+    ],
+)
+def test_an_operation_that_was_not_probed_is_named(
+    name: str, result: str, torch: str, status: str, launched: Launched, tmp_path: Path
+) -> None:
+    operations(launched)[name] = result
+    launched["reference"]["reports"][0]["ranks"][0]["torch_version"] = torch
+    check = next(one for one in judged(launched, tmp_path) if one.name == "operations")
+    assert check.status == status and result in check.seen and name in check.seen
+    assert name in check.evidence["unsupported"] or status == "fail"

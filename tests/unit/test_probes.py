@@ -28,7 +28,12 @@ from .test_judgement import subject_of
 REQUEST: dict[str, Any] = {
     "source": 1,
     "values": [[1, 2, -1], [2, 1, -2]],
-    "optimizer": {"lr": 0.5, "momentum": 0.5, "start": [0.0, 1.0], "data": [[[[1.0, 3.0]], [[2.0, 2.0]]]] * 2},
+    "optimizer": {
+        "SGD": {"lr": 0.5, "momentum": 0.5, "weight_decay": 0.0},
+        "AdamW": {"lr": 0.5, "betas": [0.5, 0.75], "eps": 1.0, "weight_decay": 0.5},
+        "start": [0.0, 1.0],
+        "data": [[[[1.0, 3.0]], [[2.0, 2.0]]]] * 2,
+    },
 }
 
 
@@ -61,13 +66,22 @@ def test_bytes_of_types(dtype: str, content: str) -> None:
 def test_steps_by_hand() -> None:
     # Errors 1 - 3 and 1 - 2: gradient (2·-2·1 + 2·-1·2) / 2 = -4 and (2·-2 + 2·-1) / 2 = -3.
     # Then errors 1.5 and 4.5: gradient 10.5 and 6, velocity 10.5 - 4/2 = 8.5 and 6 - 3/2 = 4.5.
-    assert expected_parameters(REQUEST) == [2.0, 2.5, -2.25, 0.25]
+    assert expected_parameters(REQUEST, "SGD") == [2.0, 2.5, -2.25, 0.25]
+
+
+def test_steps_with_weight_decay_by_hand() -> None:
+    # The gradient -3 of the second parameter, whose value is 1, becomes -2.
+    optimizer = {**REQUEST["optimizer"], "SGD": {"lr": 0.5, "momentum": 0.5, "weight_decay": 1.0}}
+    assert expected_parameters({"optimizer": optimizer}, "SGD")[:2] == [2.0, 2.0]
+    # The first step of AdamW, whose corrections are 1: gradient / (|gradient| + eps).
+    first = expected_parameters(REQUEST, "AdamW")
+    assert first[:2] == [0.5 * 4 / 5, 1 - 0.5 * 0.5 * 1 + 0.5 * 3 / 4]
 
 
 def test_no_two_requests_are_equal_and_results_stay_exact() -> None:
     one, other = make_request(4), make_request(4)
     assert one["values"] != other["values"] and one["optimizer"] != other["optimizer"]
-    assert one["optimizer"]["lr"] != 0.01  # the training's
+    assert one["operations"]["inputs"] != other["operations"]["inputs"]
     for world in (1, 2, 64):
         request = make_request(world)
         assert all(expected_digest(request, case, world - 1) for case in cases_of("allreduce") if case[2] < 2000)
@@ -78,25 +92,29 @@ def test_gpus_probe_64_mib_too() -> None:
     assert set(cases_of("allreduce", gpu=True)) - set(cases_of("allreduce")) == {large}
     request = make_request(2, gpu=True)
     assert large in request["cases"]["allreduce"] and large not in make_request(2)["cases"]["allreduce"]
-    report = {"backend": "nccl", "ranks": [{"rank": 0, "torch_version": "2.13.0", "probes": {"allreduce": {}}}]}
+    report = {
+        "backend": "nccl",
+        "ranks": [{"rank": 0, "device": "cuda:0", "torch_version": "2.13.0", "probes": {"allreduce": {}}}],
+    }
     assert f"{large[0]} {large[1]} × {large[2]}" in " ".join(
         probe_checks.check_allreduce(request, report).evidence["wrong"]
     )
 
 
 @pytest.mark.parametrize(
-    ("case", "torch", "may"),
+    ("facts", "torch", "may"),
     [
-        (("sum", "bfloat16", 1), "2.3.1+cpu", True),
-        (("sum", "bfloat16", 1), "2.13.0+cpu", False),
-        (("sum", "float16", 1), "2.0.1", False),
-        (("reduce_scatter", "int64", 1), "2.7.1", True),
-        (("reduce_scatter", "int64", 1), "2.8.0", False),
+        ({"op": "sum", "dtype": "bfloat16"}, "2.3.1+cpu", True),
+        ({"op": "sum", "dtype": "bfloat16"}, "2.13.0+cpu", False),
+        ({"op": "sum", "dtype": "float16"}, "2.0.1", False),
+        ({"op": "reduce_scatter", "dtype": "int64"}, "2.7.1", True),
+        ({"op": "reduce_scatter", "dtype": "int64"}, "2.8.0", False),
     ],
 )
-def test_only_known_gaps_of_older_torches_pass(case: tuple[str, str, int], torch: str, may: bool) -> None:
-    assert probe_checks._may_lack(case, "gloo", torch) is may
-    assert not probe_checks._may_lack(case, "nccl", torch)
+def test_only_known_gaps_of_older_torches_pass(facts: dict[str, str], torch: str, may: bool) -> None:
+    rank = {"device": "cuda:0", "torch_version": torch}
+    assert probe_checks._may_lack({"backend": "gloo", **facts}, rank) is may
+    assert not probe_checks._may_lack({"backend": "nccl", **facts}, rank)
 
 
 # ---- the trainer
