@@ -10,9 +10,44 @@ from pathlib import Path
 from envbuild import process
 from envbuild.errors import HostError
 
+_CHANGE = "change the site file or the options that it names, then submit again"
 _KUBEFLOW = "https://www.kubeflow.org/docs/components/trainer"
-# (pattern of kubectl's message, hint); the first match wins.
+# (pattern of kubectl's message, hint); the first match wins. Sources: kubernetes/kubernetes,
+# staging/src/k8s.io/apiserver/pkg/admission/plugin/webhook/errors and pkg/util/webhook (webhooks),
+# staging/src/k8s.io/apimachinery/pkg/api/errors (the server), plugin/pkg/admission and pkg/quota (pods).
 _HINTS = (
+    (
+        r"fail(?:ed|ure) (?:calling|to call) webhook|no endpoints available for service",
+        "kubectl reaches the cluster, and a part of it that must agree does not answer: the webhook that the message"
+        " names. Its pod may be starting: try again in a minute, then tell the cluster's administrator; `kubectl get"
+        " pods --all-namespaces` shows which operator does not run",
+    ),
+    (
+        r"unable to handle the request|unable to return a response in the time allotted|etcdserver:"
+        r"|Too ?Many ?Requests|ServiceUnavailable",
+        "the cluster's API server answers, and cannot do this now: try again in a minute, then tell the cluster's"
+        " administrator; `kubectl get apiservices` shows a part that does not run",
+    ),
+    (
+        r"exceeded quota|failed quota",
+        "see `kubectl describe quota` of the namespace, and change [node] cpus, memory or gpus, or [kubernetes]"
+        " namespace in the site file",
+    ),
+    (
+        r"violates PodSecurity",
+        'set [kubernetes] run_as = "UID:GID" in the site file; host: volumes are refused by all levels but privileged',
+    ),
+    (
+        r"(?:maximum|minimum) \S+ usage per (?:Pod|Container)|max limit to request ratio",
+        "the namespace's LimitRange bounds pods (`kubectl describe limitrange`): change [node] cpus or memory in the"
+        " site file",
+    ),
+    (
+        r'serviceaccount "[^"]*" not found|error looking up service account',
+        "change [kubernetes] service_account in the site file, or have it made",
+    ),
+    (r"no PriorityClass with name", "change [kubernetes] priority_class in the site file, or have it made"),
+    (r"denied the request", "the cluster's policy refuses it: change the site file as the message says"),
     (
         r'no matches for kind "PyTorchJob"',
         "the cluster lacks the training operator; its administrator installs it with `kubectl apply --server-side -k"
@@ -68,7 +103,21 @@ def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path
         )
     if "AlreadyExists" in done.stderr:
         advice = f"choose another --name, or remove what is there, etcd too, with {delete}, then submit again"
+    return HostError(f"kubectl refuses {refused}:\n{process.tail(done)}", advice or _CHANGE)
+
+
+def unchecked_pod(done: subprocess.CompletedProcess[str]) -> str:
+    """Return why the dry run of a pod says nothing about the pods that the job's controller creates, "" if it does."""
+    if found := re.search(r"pods is forbidden: User (\S+) cannot create resource", done.stderr):
+        return f"user {found[1]} may not create pods, as their controller may"
+    if found := re.search(r'admission webhook "([^"]*)" does not support dry run', done.stderr):
+        return f"the cluster's webhook {found[1]} does not support dry runs"
+    return ""
+
+
+def refused_pod(done: subprocess.CompletedProcess[str], name: str) -> HostError:
+    """Return the error for job `name`, of whose pods the server refused one in a dry run."""
+    advice = next((hint for words, hint in _HINTS if re.search(words, done.stderr)), None)
     return HostError(
-        f"kubectl refuses {refused}:\n{process.tail(done)}",
-        advice or "change the site file or the options that it names, then submit again",
+        f"{name} was not submitted: a dry run of one of its pods failed:\n{process.tail(done)}", advice or _CHANGE
     )

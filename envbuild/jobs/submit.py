@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,7 @@ from envbuild.atomic import write_beside
 from envbuild.errors import HostError, UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.jobs.schedulers.base import Submission
+from envbuild.jobs.schedulers.base import Submission, Trial
 
 _SCRIPT, _MANIFEST = 0o755, 0o644
 # Variables that describe a running job, and are wrong for a job that is submitted from within it. The
@@ -126,11 +127,14 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
                 f"{work / plan.logs}: {error.strerror}: the job could not write its output there",
                 "choose a folder that nodes see with --work, or [paths] shared in the site file",
             ) from error
-    done = _ask(submission, written, outside_of_jobs(variables), work)
+    env = outside_of_jobs(variables)
+    warned = _try(plan, submission.trial, env) if submission.trial else ""
+    done = _ask(submission, written, env, work)
     if submission.refusal is not None:
         if done.returncode != 0:
             raise submission.refusal(done, written, script)
-        sys.stderr.write(done.stderr)  # for example pods that PodSecurity will refuse
+        # For example of pods that PodSecurity will refuse.
+        sys.stderr.write("".join(line for line in done.stderr.splitlines(keepends=True) if line not in warned))
         written.replace(script)
         return submission.job(done.stdout)
     said = f"{done.stdout}{done.stderr}"
@@ -145,6 +149,25 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
             "change the site file or the options that it names, then submit again",
         )
     return submission.job(done.stdout)
+
+
+def _try(plan: JobPlan, trial: Trial, env: Mapping[str, str]) -> str:
+    """Ask the scheduler about the job and show its warnings, which are returned. Raises HostError if it refuses."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="envbuild-") as folder:
+            file = Path(folder) / "trial.yaml"
+            file.write_text(trial.render(plan), encoding="utf-8")
+            done = process.run([*trial.command, str(file)], env=env, check=False)
+    except OSError as error:
+        where = error.filename or tempfile.gettempdir()
+        raise HostError(f"{where}: {error.strerror}", "set TMPDIR to a folder with disk space") from error
+    if done.returncode == 0:
+        sys.stderr.write(done.stderr)
+        return done.stderr
+    if reason := trial.unchecked(done):
+        print(f"envbuild: whether the cluster takes the job's pods was not checked: {reason}", file=sys.stderr)
+        return ""
+    raise trial.refusal(done, plan.name)
 
 
 def _ask(submission: Submission, script: Path, env: Mapping[str, str], work: Path) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,8 @@
 """A stand-in for a Kubernetes API server, for a real kubectl: discovery, and create, read and delete of objects.
 
-It schedules nothing and runs no pod. It knows namespaces, the kinds of RESOURCES, rights that are denied, and refuses
-what Kubernetes' and Kubeflow's types refuse (`lab.manifests`), as a server does that validates strictly.
+It schedules nothing and runs no pod; it takes pods in dry runs alone. It knows namespaces, the kinds of RESOURCES,
+rights that are denied, and refuses what Kubernetes' and Kubeflow's types refuse (`lab.manifests`), as a server does
+that validates strictly.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lab.manifests import faults
 
 # Folder of the API, kind, plural.
 RESOURCES = (
+    ("api/v1", "Pod", "pods"),
     ("api/v1", "Service", "services"),
     ("apis/apps/v1", "Deployment", "deployments"),
     ("apis/batch/v1", "Job", "jobs"),
@@ -38,6 +40,8 @@ class StandIn:
     namespaces: set[str] = field(default_factory=lambda: {"default"})
     lacks: set[str] = field(default_factory=set)
     forbidden: set[str] = field(default_factory=set)
+    # Kind → (code, reason, message) with which every request to create one is refused.
+    refused: dict[str, tuple[int, str, str]] = field(default_factory=dict)
     objects: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -114,7 +118,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "NotFound", "the server could not find the requested resource")
             return
         api, kind, plural, namespace, _ = found
-        name, group = document["metadata"]["name"], "/".join(api.split("/")[1:-1])
+        dry = "dryRun=All" in asked.query
+        metadata, group = document["metadata"], "/".join(api.split("/")[1:-1])
+        name = metadata.setdefault("name", f"{metadata.get('generateName', '')}x7k2p")
         full = f"{plural}.{group}" if group else plural
         place = f"{asked.path}/{name}"
         if namespace not in self.state.namespaces:
@@ -123,13 +129,18 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind in self.state.forbidden:
             who = f'User "ada" cannot create resource "{plural}" in API group "{group}" in the namespace "{namespace}"'
             self._refuse(403, "Forbidden", f"{full} is forbidden: {who}", kind=plural, group=group)
+        elif kind in self.state.refused:
+            self._refuse(*self.state.refused[kind], name=name, kind=plural, group=group)
+        elif kind == "Pod" and not dry:
+            self._refuse(400, "BadRequest", "this stand-in runs no pods")
         elif place in self.state.objects:
             self._refuse(409, "AlreadyExists", f'{full} "{name}" already exists', name=name, kind=plural, group=group)
         elif "fieldValidation=Strict" not in asked.query or (wrong := faults(document)):
             self._refuse(400, "BadRequest", f"strict decoding error: {wrong if asked.query else 'not asked for'}")
         else:
             document["metadata"]["uid"] = f"uid-{len(self.state.objects)}"
-            self.state.objects[place] = document
+            if not dry:
+                self.state.objects[place] = document
             self._reply(201, document)
 
     def do_DELETE(self) -> None:

@@ -9,12 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
+from lab.manifests import container_of, faults
 from unit.job_plans import PLAN, executable
 
 from envbuild.cli.job import job_command
 from envbuild.errors import HostError, UsageError
+from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.schedulers.kubernetes import render_pod
 from envbuild.jobs.submit import pending_path, submit, write_script
+from envbuild.site.jobs import KubernetesTable
+from envbuild.site.settings import Site
 
 CREATED = "service/{0}-etcd created\ndeployment.apps/{0}-etcd created\n{1}/{0} created\n"
 EXISTS = 'Error from server (AlreadyExists): error when creating "j.yaml": {} "pt-cpu{}" already exists\n'
@@ -22,7 +28,13 @@ SERVICE = EXISTS.format("services", "-etcd") + EXISTS.format("deployments.apps",
 JOB = EXISTS.format("pytorchjobs.kubeflow.org", "")
 
 
-ON_KUBERNETES = replace(PLAN, scheduler="kubernetes")
+ON_KUBERNETES = replace(
+    PLAN,
+    scheduler="kubernetes",
+    artifact=replace(PLAN.artifact, kind="docker", path=f"registry.example.org/ml/pt_cpu@sha256:{'ab' * 32}"),
+    site=Site("lab", kubernetes=KubernetesTable(claim="data")),
+    work="/data",
+)
 _OPENAPI = (
     'error: error validating "{{}}": error validating data: failed to download openapi: {}; if you choose to ignore'
     " these errors, turn validation off with --validate=false\n"
@@ -32,6 +44,10 @@ _KIND = (
     'error: resource mapping not found for name: "pt-cpu" namespace: "ml" from "{{}}": no matches for kind "{}" in'
     ' version "{}"\nensure CRDs are installed first\n'
 )
+_HOOK = "validator.pytorchjob.training-operator.kubeflow.org"
+_DOWN = f'Internal error occurred: failed calling webhook "{_HOOK}": failed to call webhook:'
+_POST = 'Post "https://training-operator.kubeflow.svc:443/validate?timeout=10s"'
+_ERROR = 'Error from server ({}): error when creating "{{}}": {}\n'
 # What kubectl 1.37 said, of each kind of refusal, and what its user is told to do.
 REFUSALS = (
     (_OPENAPI.format(f"{_GET}127.0.0.1:8080: connect: connection refused"), "point KUBECONFIG to"),
@@ -41,6 +57,12 @@ REFUSALS = (
     (_KIND.format("PyTorchJob", "kubeflow.org/v1"), "overlays/standalone?ref=v1.9.4"),
     (_KIND.format("TrainJob", "trainer.kubeflow.org/v1alpha1"), "overlays/manager?ref=v2.3.0"),
     ('Error from server (NotFound): error when creating "{}": namespaces "ml" not found\n', "make the namespace"),
+    (_ERROR.format("InternalError", f'{_DOWN} {_POST}: dial tcp 10.96.31.7:443: connect:'
+     " connection refused"), "the webhook that the message names"),
+    (_ERROR.format("InternalError", f'{_DOWN} {_POST}: no endpoints available for service'
+     ' "training-operator"'), "the webhook that the message names"),
+    ("Error from server (ServiceUnavailable): the server is currently unable to handle the request\n", "try again"),
+    ("Unable to connect to the server: net/http: TLS handshake timeout\n", "point KUBECONFIG to"),
     ('Error from server (Forbidden): error when creating "{}": services is forbidden: User "ada" cannot create'
      ' resource "services" in API group "" in the namespace "ml"\n', "cluster's administrator"),
 )  # fmt: skip
@@ -54,11 +76,15 @@ def test_an_operator_that_is_missing_is_named_also_when_etcd_was_created(tmp_pat
     assert "lacks the training operator" in hint and "First remove that part" in hint
 
 
-def submitted(folder: Path, printed: str, said: str = "", code: int = 0) -> str:
-    """Submit a manifest to a kubectl that answers so."""
+def submitted(folder: Path, printed: str, said: str = "", code: int = 0, tried: tuple[str, int] = ("", 0)) -> str:
+    """Submit a manifest to a kubectl that answers so; `tried`: what it says to the dry run of a pod, and its code."""
     (folder / "out").write_text(printed)
     (folder / "err").write_text(said)
-    kubectl = f'#!/bin/sh\necho "$@" >{folder}/called\ncat {folder}/out\ncat {folder}/err >&2\nexit {code}\n'
+    (folder / "tried").write_text(tried[0])
+    trial = (
+        f'case "$*" in *--dry-run=server*) cp "$4" {folder}/pod.yaml; cat {folder}/tried >&2; exit {tried[1]};; esac'
+    )
+    kubectl = f'#!/bin/sh\n{trial}\necho "$@" >{folder}/called\ncat {folder}/out\ncat {folder}/err >&2\nexit {code}\n'
     executable(folder / "bin/kubectl", kubectl)
     script = folder / "j.yaml"
     write_script("new", script, "", pending_path(ON_KUBERNETES, script))
@@ -165,6 +191,71 @@ def test_a_trainjob_whose_runtime_gives_up_after_one_lost_pod_is_warned_of(
     printed = job(tmp_path, "--nodes", str(nodes), claim="data", more=more).stderr
     assert ("one lost pod probably ends this TrainJob" in printed) == warned
     assert not warned or "backoffLimit 22" in printed.replace("\n", " ")
+
+
+POD_REFUSALS = [
+    ('pods "pt-cpu-x" is forbidden: failed quota: compute: must specify limits.cpu for: pytorch', "describe quota"),
+    ('pods "pt-cpu-x" is forbidden: exceeded quota: compute, requested: limits.cpu=4, used: limits.cpu=8, limited:'
+     " limits.cpu=8", "describe quota"),
+    ('pods "pt-cpu-x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true', "run_as"),
+    ('pods "pt-cpu-x" is forbidden: maximum cpu usage per Container is 2, but limit is 4', "LimitRange"),
+    ('pods "pt-cpu-x" is forbidden: error looking up service account ml/a: serviceaccount "a" not found',
+     "service_account"),
+    ('pods "pt-cpu-x" is forbidden: no PriorityClass with name high was found', "priority_class"),
+    ('admission webhook "validate.kyverno.svc-fail" denied the request: label team is missing', "policy refuses it"),
+    ("the server is currently unable to handle the request", "apiservices"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "hint"), POD_REFUSALS)
+def test_a_job_whose_pods_the_cluster_refuses_is_not_submitted(said: str, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(HostError) as caught:
+        submitted(tmp_path, "job created\n", tried=(_ERROR.format("Forbidden", said).format("trial.yaml"), 1))
+    assert caught.value.message.startswith("pt_cpu was not submitted: a dry run of one of its pods failed") and (
+        said in caught.value.message
+    )
+    assert hint in (caught.value.hint or "")
+    assert not (tmp_path / "called").exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ('pods is forbidden: User "ada" cannot create resource "pods" in API group "" in the namespace "ml"',
+         'user "ada" may not create pods'),
+        ('admission webhook "inject.example.org" does not support dry run: clusterName: ', "inject.example.org"),
+    ],
+)  # fmt: skip
+def test_a_dry_run_that_says_nothing_about_the_pods_is_named_and_the_job_submitted(
+    said: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried = (_ERROR.format("Forbidden", said).format("trial.yaml"), 1)
+    assert submitted(tmp_path, "job.batch/pt-cpu created\n", tried=tried) == "job.batch/pt-cpu"
+    printed = capsys.readouterr().err
+    assert "was not checked" in printed and reason in printed
+
+
+def test_a_warning_about_pods_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    warning = 'Warning: would violate PodSecurity "restricted:latest": runAsNonRoot != true\n'
+    submitted(tmp_path, "job.batch/pt-cpu created\n", f"{warning}Warning: other\n", tried=(warning, 0))
+    assert capsys.readouterr().err == f"{warning}Warning: other\n"
+
+
+@pytest.mark.parametrize("api", ["v1", "v2", "single"])
+def test_the_pod_of_the_dry_run_is_one_of_the_jobs_pods(api: str) -> None:
+    table = replace(ON_KUBERNETES.site.kubernetes, api="v2" if api == "v2" else "v1", run_as="7", shm="1Gi")
+    plan = replace(ON_KUBERNETES, site=replace(ON_KUBERNETES.site, kubernetes=table))
+    if api == "single":
+        plan = replace(plan, strategy="single", nodes=1, nproc_per_node=1)
+    pod = yaml.safe_load(render_pod(plan))
+    assert faults(pod) == []
+    assert pod["metadata"]["generateName"] == "pt-cpu-" and pod["metadata"]["namespace"] == "default"
+    job = [*yaml.safe_load_all(SCHEDULERS["kubernetes"].render(plan))][-1]
+    (container,), expected = pod["spec"]["containers"], container_of(job)
+    for key in ("image", "command", "args", "env"):
+        assert container[key] == expected[key]
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    assert pod["spec"]["securityContext"]["runAsUser"] == 7 and len(pod["spec"]["volumes"]) == 2
 
 
 @pytest.mark.parametrize("kind", ["folder", "manifest"])

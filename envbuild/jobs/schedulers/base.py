@@ -35,13 +35,28 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
+class Trial:
+    """A question to the scheduler that changes nothing.
+
+    `render` makes the file that follows `command`. `unchecked` returns why a failure says nothing about the job, ""
+    if it does, and `refusal` makes the error from the output and the job's name.
+    """
+
+    command: tuple[str, ...]
+    render: Callable[[JobPlan], str]
+    unchecked: Callable[[subprocess.CompletedProcess[str]], str]
+    refusal: Callable[[subprocess.CompletedProcess[str], str], HostError]
+
+
+@dataclass(frozen=True, slots=True)
 class Submission:
     """The way to submit a job to a scheduler.
 
     `command` is followed by the file, or reads it from standard input if `stdin` is set. `job` extracts the
     job's number from the output, `no_server` is a pattern of the message that no server answers, and `ping` is
     the command that shows whether one does. `refusal` makes the error from the output, the refused file and
-    that of an earlier job; without it, the error shows the scheduler's message.
+    that of an earlier job; without it, the error shows the scheduler's message. `trial` makes what the scheduler is
+    asked about before the job is submitted.
     """
 
     command: tuple[str, ...]
@@ -50,6 +65,7 @@ class Submission:
     ping: str = ""
     stdin: bool = False
     refusal: Callable[[subprocess.CompletedProcess[str], Path, Path], HostError] | None = None
+    trial: Trial | None = None
 
 
 @dataclass(frozen=True, slots=True)
