@@ -53,7 +53,7 @@ def init_command(
     """
     artifact = ""
     if sources:
-        statements = [statement for path in sources for statement in read_source(path)]
+        statements = [statement for path in sources for statement in read_source(path, groups)]
     elif sys.stdin.isatty():
         name, target, artifact, statements = _dialogue(name, target)
     else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from envbuild.errors import UsageError
@@ -33,7 +33,7 @@ def _read_text(path: Path) -> Iterator[Statement]:
 
 
 # Format → the pattern of its file names, and its reader. The first pattern that matches counts.
-FORMATS: dict[str, tuple[str, Callable[[Path], Iterator[Statement]]]] = {
+FORMATS: dict[str, tuple[str, Callable[..., Iterator[Statement]]]] = {
     "pyproject.toml": (r"pyproject\.toml", read_pyproject),
     "uv.lock": (r"uv\.lock", read_toml_lock),
     "pylock.toml": (r"pylock(\.[^.]+)?\.toml", read_toml_lock),
@@ -57,22 +57,31 @@ _CONVERTED = {
 _IN_FOLDER = re.compile(r"(?!.*\.ya?ml|.*\.(txt|in)).*|environment\.ya?ml|(.*\.)?conda-lock\.ya?ml|requirements\.txt")
 
 
-def read_source(path: Path) -> Iterator[Statement]:
-    """Yield the statements of a file, an environment, or the files of a project's folder. Raises UsageError."""
+def read_source(path: Path, groups: Collection[str] = ()) -> Iterator[Statement]:
+    """Yield the statements of a file, an environment, or the files of a project's folder. Raises UsageError.
+
+    `groups` are the extras and groups that will be carried. A lock needs them, because its pins depend on them; other
+    readers yield the statements of all groups.
+    """
     if not path.exists():
         raise UsageError(f"{path}: no such file or folder", "name an existing one with --from")
     if is_environment(path):
         yield from read_installed(path)
     elif path.is_dir():
-        yield from _read_folder(path)
+        yield from _read_folder(path, groups)
     elif not _format(path.name):
         known = f"known: {', '.join(FORMATS)}"
         raise UsageError(f"{path}: not a file of a known format", _hint(path.name) or known)
     else:
-        yield from FORMATS[_format(path.name)][1](path)
+        yield from _read_file(path, groups)
 
 
-def _read_folder(path: Path) -> Iterator[Statement]:
+def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
+    reader = FORMATS[_format(path.name)][1]
+    yield from reader(path, groups) if reader is read_toml_lock else reader(path)
+
+
+def _read_folder(path: Path, groups: Collection[str]) -> Iterator[Statement]:
     """Yield the statements of the files with usual names, and name the files that another tool has to convert."""
     present = sorted(one.name for one in path.iterdir())
     names = [name for name in present if _format(name) and _IN_FOLDER.fullmatch(name)]
@@ -81,7 +90,7 @@ def _read_folder(path: Path) -> Iterator[Statement]:
         known = f"known: {', '.join(FORMATS)}; name the file"
         raise UsageError(f"{path}: no file of a known format", "; ".join(hints) or known)
     for name in names:
-        yield from FORMATS[_format(name)][1](path / name)
+        yield from _read_file(path / name, groups)
     for name, (_, holds, replaces) in _CONVERTED.items():
         text = text_of(path / name) if name in present and replaces not in present else ""
         if re.search(holds, text, re.MULTILINE):

@@ -252,7 +252,8 @@ def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose:
     chosen: dict[str, Requirement] = {}
     for name, pins in found.items():
         several = len({pin.url or str(pin.specifier) for pin in pins.values()}) > 1
-        fitting = [e for e, pin in pins.items() if not several or all(_applies(pin, python, one) for one in targets)]
+        enough = all if several else any
+        fitting = [one for one, pin in pins.items() if enough(_applies(pin, python, target) for target in targets)]
         if len({pins[one].url or str(pins[one].specifier).partition("+")[0] for one in fitting}) == 1:
             chosen[name] = pins[fitting[0]]
         for statement in pins:

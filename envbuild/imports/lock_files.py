@@ -7,7 +7,8 @@ Sources: docs.astral.sh/uv, "Lockfile" (version 1); packaging.python.org, "pyloc
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -16,8 +17,21 @@ from envbuild.errors import UsageError
 from envbuild.files import parse_json
 from envbuild.imports.pip_files import HASHES
 from envbuild.imports.poetry import poetry_specifier
-from envbuild.imports.statement import INDEX, OWN, SOURCE, Statement, check_version, git_address, lost, text_of
+from envbuild.imports.statement import (
+    INDEX,
+    OTHER_SYSTEM,
+    OWN,
+    SOURCE,
+    Statement,
+    check_version,
+    for_linux,
+    git_address,
+    lost,
+    text_of,
+)
 from envbuild.names import normalise
+from envbuild.recipe.model import PYTHONS
+from envbuild.recipe.targets import ARCHES
 from envbuild.toml import list_at, read, table_at, value_at
 
 # Format → key of its version, accepted versions, key of its packages.
@@ -32,8 +46,11 @@ _EXTRA = r"extra == ['\"]([^'\"]+)['\"]"
 _CLAUSE = re.compile(r"""(?:extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups))""")
 
 
-def read_toml_lock(path: Path) -> Iterator[Statement]:
-    """Yield the pins of a uv.lock, pylock.toml or poetry.lock, and uv's direct requirements. Raises UsageError."""
+def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Statement]:
+    """Yield the pins of a uv.lock, pylock.toml or poetry.lock, and uv's direct requirements. Raises UsageError.
+
+    `groups` are the extras and groups that will be carried: of uv's pins for conflicting extras they choose one.
+    """
     name = "pylock.toml" if path.name.startswith("pylock") else path.name
     keys, known, packages = _FORMATS[name]
     document = read(path, UsageError)
@@ -41,26 +58,161 @@ def read_toml_lock(path: Path) -> Iterator[Statement]:
     for where in (("requires-python",), ("metadata", "python-versions")):
         if python := value_at(document.data, *where):
             yield Statement("python", poetry_specifier(str(python)) or str(python), document.where(*where))
-    seen = {""}
-    for number, row in enumerate(map(table_at, list_at(document.data, packages))):
+    seen = {("", "")}
+    rows = [table_at(row) for row in list_at(document.data, packages)]
+    uses = _uses_of_uv(rows, groups) if name == "uv.lock" else _uses_of_poetry(rows) if name == "poetry.lock" else {}
+    for number, row in enumerate(rows):
         at, source = document.where(packages, number), table_at(row, "source")
         kind = str(source.get("type") or next(iter(source), ""))
-        if kind in ("virtual", "editable") and source.get(kind) == ".":
+        if _is_own(row):
             yield from _own(row, at)
             continue
         names = [str(one) for one in list_at(row, "groups") or ["main"]]
         group = "" if "main" in names and not row.get("optional") else " ".join(names)
+        use = uses.get(number, _Use(group))
+        if use.reason:
+            yield lost(f"{row.get('name')}=={row.get('version')}", at, use.reason, use.group)
+            continue
+        group = use.group
+        marker = use.marker or _markers(row)
         if address := _address(row, source):
-            yield _pin(row.get("name"), f" @ {address}", _markers(row), at, group)
+            yield _pin(row.get("name"), f" @ {address}", marker, at, group)
         elif ({kind, *row} if name == "pylock.toml" else {kind}) & _ELSEWHERE:
             yield lost(f"{row.get('name')} {row.get('version', '')} {source or ''}", at, SOURCE, group)
         else:
-            yield _pin(row.get("name"), row.get("version"), _markers(row), at, group)
+            yield _pin(row.get("name"), row.get("version"), marker, at, group)
             registry = str(source.get("registry") or source.get("url") or row.get("index") or "")
-            if registry not in seen:
-                seen.add(registry)
-                yield Statement("index", registry, at) if "/whl/" in registry else lost(registry, at, INDEX)
+            if (registry, group) not in seen and (registry, "") not in seen:
+                seen.add((registry, group))
+                is_pytorch = "/whl/" in registry
+                yield Statement("index", registry, at, group) if is_pytorch else lost(registry, at, INDEX, group)
     yield lost("url, hash, size", str(path), HASHES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """Where a locked package is used on Linux: by `group` ("" is always), under `marker`; with a `reason`, nowhere."""
+
+    group: str = ""
+    marker: str = ""
+    reason: str = ""
+
+
+# Architecture and Python.
+_Place = tuple[str, str]
+_PLACES = [(arch, python) for arch in ARCHES for python in PYTHONS]
+
+
+def _uses_of_uv(rows: Sequence[Mapping[str, Any]], chosen: Collection[str]) -> dict[int, _Use]:
+    """Return the use of each package of a uv.lock, by its number: along the dependencies from the project on.
+
+    Markers at the dependencies name the extras of the project by which they are needed: extra-8-my-train-gpu.
+    Source: docs.astral.sh/uv, "Lockfile" and "Conflicting dependencies".
+    """
+    own = next((number for number, row in enumerate(rows) if _is_own(row)), None)
+    if own is None:
+        return {}
+    tables = [table_at(rows[own], key) for key in ("optional-dependencies", "dev-dependencies")]
+    known = {normalise(name): name for table in tables for name in table}
+    active = [known[normalise(name)] for name in chosen if normalise(name) in known]
+    now = {place: _reached(rows, own, active, place) for place in _PLACES}
+    by_group = {name: {place: _reached(rows, own, [name], place) for place in _PLACES} for name in known.values()}
+    needed = {one.get("name") for row in rows for one in _needs_of(row)}
+    uses: dict[int, _Use] = {}
+    for number, row in enumerate(rows):
+        if row.get("name") not in needed:
+            continue
+        places = [place for place in _PLACES if number in now[place]]
+        others = [name for name, found in by_group.items() if any(number in one for one in found.values())]
+        if places:
+            uses[number] = _Use("", _marker_of(places))
+        elif others:
+            uses[number] = _Use(" ".join(name for name in others if name not in active) or others[0])
+        else:
+            uses[number] = _Use(reason=OTHER_SYSTEM)
+    return uses
+
+
+def _is_own(row: Mapping[str, Any]) -> bool:
+    source = table_at(row, "source")
+    return "." in (source.get("virtual"), source.get("editable"))
+
+
+def _reached(rows: Sequence[Mapping[str, Any]], own: int, groups: Sequence[str], place: _Place) -> set[int]:
+    """Return the numbers of the packages that the project needs with `groups` of it at one place."""
+    by_name: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        by_name.setdefault(str(row.get("name")), []).append(number)
+    name = normalise(str(rows[own].get("name")))
+    switched = {f"{kind}-{len(name)}-{name}-{normalise(group)}" for kind in ("extra", "group") for group in groups}
+    reached: set[int] = set()
+    asked = {(own, extra) for extra in ("", *groups)}
+    left = list(asked)
+    while left:
+        number, extra = left.pop()
+        reached.add(number)
+        for needed in _needs_of(rows[number], extra):
+            if not _is_true(str(needed.get("marker", "")), place, switched):
+                continue
+            for other in by_name.get(str(needed.get("name")), []):
+                fits = all(needed[key] == rows[other].get(key) for key in ("version", "source") if key in needed)
+                for more in ("", *map(str, list_at(needed, "extra"))) if fits else ():
+                    if (other, more) not in asked:
+                        asked.add((other, more))
+                        left.append((other, more))
+    return reached - {own}
+
+
+def _needs_of(row: Mapping[str, Any], extra: str | None = None) -> list[dict[str, Any]]:
+    """Return what a package of a uv.lock needs: for "" without extras, for one extra of it, or (None) in all cases."""
+    tables = {"": row.get("dependencies")}
+    for key in ("optional-dependencies", "dev-dependencies"):
+        for name, given in table_at(row, key).items():
+            tables[name] = [*list_at(tables.get(name)), *list_at(given)]
+    found = tables.values() if extra is None else [tables.get(extra)]
+    return [table_at(one) for table in found for one in list_at(table)]
+
+
+def _is_true(marker: str, place: _Place, extras: Collection[str] = ()) -> bool:
+    """Return whether a marker is true on Linux at `place`, with clauses about extras as `extras` says."""
+    switched = re.sub(
+        r"extra (==|!=) ['\"]([^'\"]*)['\"]",
+        lambda found: f"python_version {'>=' if (found[2] in extras) is (found[1] == '==') else '<'} '3'",
+        marker,
+    )
+    return for_linux(switched, (place,))
+
+
+def _marker_of(places: Sequence[_Place]) -> str:
+    """Return the marker of the places where a package is used, "" for all; gaps between Pythons are filled."""
+    arches = list(dict.fromkeys(arch for arch, _ in places))
+    used = [python for python in PYTHONS if any(one == python for _, one in places)]
+    parts = [f"platform_machine == '{arches[0]}'"] if len(arches) == 1 else []
+    parts += [f"python_version >= '{used[0]}'"] if used[0] != PYTHONS[0] else []
+    parts += [f"python_version <= '{used[-1]}'"] if used[-1] != PYTHONS[-1] else []
+    return " and ".join(parts)
+
+
+def _uses_of_poetry(rows: Sequence[Mapping[str, Any]]) -> dict[int, _Use]:
+    """Return the packages of a poetry.lock that nothing needs on Linux: all that need them do so for other systems.
+
+    The lock does not name what the project itself needs, so a package that no other needs is used.
+    """
+    needs: dict[str, list[tuple[int, str]]] = {}  # name → number of the package that needs it, and the marker
+    for number, row in enumerate(rows):
+        for name, given in table_at(row, "dependencies").items():
+            for one in given if isinstance(given, list) else [given]:
+                needs.setdefault(normalise(name), []).append((number, str(table_at(one).get("markers", ""))))
+    unused: set[int] = set()
+    changed = True
+    while changed:
+        changed = False
+        for number, row in enumerate(rows):
+            uses = needs.get(normalise(str(row.get("name"))), [])
+            if number not in unused and uses and not any(by not in unused and for_linux(marker) for by, marker in uses):
+                unused.add(number)
+                changed = True
+    return {number: _Use(reason=OTHER_SYSTEM) for number in unused}
 
 
 def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:

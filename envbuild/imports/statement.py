@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ SOURCE = "a source other than an index or git; give its wheel to an index or a f
 # The environment of markers on Linux, without architecture and Python.
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "extra": "",
          "implementation_name": "cpython", "platform_python_implementation": "CPython"}  # fmt: skip
+_PLACES = [(arch, python) for arch in ("x86_64", "aarch64") for python in PYTHONS]
 _EXTRAS = re.compile(r"""extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups)""")
 
 
@@ -54,18 +56,23 @@ class Statement:
     reason: str = ""
 
 
-def for_linux(marker: str) -> bool:
-    """Return whether an environment marker (PEP 508) can be true on Linux; also for a text that is no marker."""
+@functools.lru_cache(maxsize=4096)
+def _parsed(marker: str) -> Marker:
+    return Marker(marker)
+
+
+def for_linux(marker: str, places: Iterable[tuple[str, str]] = _PLACES) -> bool:
+    """Return whether an environment marker (PEP 508) is true on Linux at one of `places`: architecture and Python.
+
+    Clauses about extras count as true, and so does a text that is no marker.
+    """
     if not marker.strip():
         return True
     try:
-        parsed = Marker(_EXTRAS.sub("python_version >= '3'", marker))
+        parsed = _parsed(_EXTRAS.sub("python_version >= '3'", marker))
+        names = ("platform_machine", "python_version", "python_full_version")
         return any(
-            parsed.evaluate(
-                LINUX | {"platform_machine": arch, "python_version": python, "python_full_version": f"{python}.9"}
-            )
-            for arch in ("x86_64", "aarch64")
-            for python in PYTHONS
+            parsed.evaluate(LINUX | dict(zip(names, (arch, one, f"{one}.9"), strict=True))) for arch, one in places
         )
     except (InvalidMarker, UndefinedComparison, UndefinedEnvironmentName):
         return True
