@@ -37,6 +37,7 @@ _GROUP = re.compile(r"\{(\w+)\}")
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _FAILURES = ("Error", "error", "ERROR", "FATAL", "fatal", "Exception", "FAILED", "failed", "panic", "Killed", "killed")
 _FAILURE = re.compile(rf"\b(?:\w*Error|\w*Exception|{'|'.join(_FAILURES)})\b")
+_FINISHED = "worker group successfully finished"
 _SHAPES_KEPT = 64  # per pattern
 _DIGITS = re.compile(r"\d+")
 
@@ -98,15 +99,30 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Course:
-    """The course of the job: the numbers of the last lines of training and of the last process failure, and of logs."""
+    """The course of the job: the numbers of the last lines of training, and of the lines of its last events.
+
+    Events are a failed process, a new attempt and a good end. `logs` is the number of logs, `pods` whether they are
+    of pods.
+    """
 
     trained: deque[int] = field(default_factory=lambda: deque([0], maxlen=_GOES_ON))
     failed: int = 0
+    attempt: int = 0
+    finished: int = 0
     logs: int = 0
+    pods: bool = False
 
     def passed(self, order: int) -> bool:
         """Return whether the job trained on after line `order`; after a failure, other ranks may write a few lines."""
         return self.trained[-1] > order if self.failed < order else self.long_passed(order)
+
+    @property
+    def survived(self) -> int:
+        """The number of the last line that a later attempt made good; 0 without such an attempt."""
+        bad = max(self.attempt, self.failed)
+        if self.attempt and (self.finished > bad or self.trained[0] > bad):
+            return max(bad, self.trained[0])
+        return self.attempt if self.failed < self.attempt < self.trained[-1] else 0
 
     def long_passed(self, order: int) -> bool:
         """Return whether the job trained for many lines after line `order`."""
@@ -117,7 +133,7 @@ class _Course:
 class _Mark:
     """Lines that tell the `course` of the job or its exceptions, and lines of NCCL that have other forms."""
 
-    name: Literal["attempts", "progress", "failures", "traceback", "nccl", "error"]
+    name: Literal["attempts", "progress", "failures", "pods", "traceback", "nccl", "error"]
     regex: tuple[re.Pattern[str], ...] = ()
 
     def on(self, line: str) -> bool:
@@ -134,7 +150,7 @@ class _Reader:
         self._counted |= {pattern for rule in rules if rule.every for pattern in (*rule.any, *rule.all)}
         texts: dict[_Mark | LinePattern, Sequence[str]] = {}
         # Progress comes before failures, and attempts before the patterns of the same line.
-        for name in ("progress", "failures", "attempts"):
+        for name in ("progress", "failures", "attempts", "pods"):
             some = course_patterns(name)
             every = [one.needles for one in some]
             texts[_Mark(name, tuple(one.regex for one in some))] = (
@@ -189,12 +205,16 @@ class _Reader:
                 continue
             elif mark.name == "attempts":
                 here.clear()
+                self.course.attempt = order
+            elif mark.name == "pods":
+                self.course.pods = True
             elif mark.name == "error":
                 self.last.append(line)
             else:
                 course = course or mark.name
         if course == "progress":
             self.course.trained.append(order)
+            self.course.finished = order if _FINISHED in line.text else self.course.finished
         elif course == "failures":
             self.course.failed = order
         if not self.exceptions.first and (self.exceptions.open or BEGIN in line.text):
@@ -293,6 +313,8 @@ def _found(
         return None
     if rule.passes and course.passed(max(seen[pattern].latest for pattern in (*either, *rule.all))):
         return None
+    if rule.kind != "note" and max(seen[pattern].latest for pattern in (*either, *rule.all)) <= course.survived:
+        return None
     patterns = dict.fromkeys([*either, *rule.all, *(count.line for count in rule.counts), *rule.also])
     shown = [seen[pattern] for pattern in patterns if pattern in seen]
     groups: dict[str, str] = {}
@@ -312,7 +334,10 @@ def _found(
     # First the first line of each pattern, then the second ones.
     evidence = dict.fromkeys(line for turn in zip_longest(*(one.kept for one in shown)) for line in turn if line)
     alone = rule.alone if course.logs == 1 and groups.get("count") == "1" else ""
-    cause, hint = redact(_filled(rule.cause, groups)) + alone, redact(_filled(rule.hint, groups))
+    cause, hint = (
+        redact(_filled(rule.cause, groups)) + alone,
+        redact(_filled((course.pods and rule.pod_hint) or rule.hint, groups)),
+    )
     finding = DiagnosisFinding(rule.id, rule.kind, cause, hint, rule.source, tuple(evidence))
     return min((one.order for one in shown), default=0), finding
 

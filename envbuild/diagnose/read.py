@@ -28,6 +28,8 @@ _OF_NODES = re.compile(r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+
 # The folder of a run of `envbuild job` has other files, too, such as snapshots.
 _OF_RUN = re.compile(r"/settings-\d+\.sh$")
 _OF_POD = re.compile(r"/pod-\d+\.log$")
+# The first line of a pod in the copy of its output (jobs/kubernetes_log.py).
+_POD_START = b"envbuild: pod start: "
 # In a name that is not a scheduler's, a shorter number may have any meaning.
 _LONG = 4
 
@@ -106,6 +108,8 @@ def _blocks(path: str) -> Iterator[str]:
     """Yield blocks of whole lines; a very long line is reduced to its beginning and its end."""
     try:
         with nullcontext(sys.stdin.buffer) if path == STDIN else _opened(Path(path)) as file:
+            if _OF_POD.search(path):
+                yield from _until_last_start(file)
             rest = b""
             while piece := file.read(_BLOCK):
                 whole, newline, rest = (rest + piece).rpartition(b"\n")
@@ -117,6 +121,20 @@ def _blocks(path: str) -> Iterator[str]:
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read the log {path}: {reason}") from None
+
+
+def _until_last_start(file: IO[bytes]) -> Iterator[str]:
+    """Move to the line of the last pod that began in `file`; yield blocks of as many empty lines as are before it."""
+    place = last = 0
+    lines = before = 0
+    for line in file:
+        if line.startswith(_POD_START):
+            last, before = place, lines
+        place += len(line)
+        lines += line.endswith(b"\n")
+    file.seek(last)
+    for done in range(0, before, _BLOCK):
+        yield "\n" * (min(before - done, _BLOCK) - 1)
 
 
 def _decoded(text: bytes) -> str:

@@ -64,6 +64,7 @@ class DiagnosisRule:
     cause: str
     hint: str
     source: str
+    pod_hint: str = ""
     kind: Kind = "cause"
     provoked: bool = True
     all: tuple[LinePattern, ...] = ()
@@ -83,8 +84,8 @@ class DiagnosisRule:
         return [*(one for key in _PATTERNS for one in getattr(self, key)), *(count.line for count in self.counts)]
 
 
-def course_patterns(of: Literal["attempts", "progress", "failures"]) -> tuple[LinePattern, ...]:
-    """Return the patterns of what `of` names: a new attempt of a log's job, its progress, or a failed process."""
+def course_patterns(of: Literal["attempts", "progress", "failures", "pods"]) -> tuple[LinePattern, ...]:
+    """Return the patterns of what `of` names: a job's new attempt, its progress, a failed process, or pods."""
     return tuple(map(_pattern, load_table("diagnoses")[of]))
 
 

@@ -13,6 +13,9 @@ from envbuild.jobs.model import JobPlan
 def logged(plan: JobPlan) -> list[str]:
     """Return lines of POSIX shell that copy all further output to RUN/pod-NUMBER.log; none without a volume claim.
 
+    A later pod, also of another job of that name, appends to it. The first line of each has the pod's UID and the time;
+    diagnose/read.py reads what follows the last one.
+
     The container ends with its shell. The shell waits for tee, so that the last lines are written, but only for
     a few seconds: processes that outlive torchrun keep the pipe open.
     """
@@ -22,6 +25,7 @@ def logged(plan: JobPlan) -> list[str]:
         # Expanded before tee starts: if this failed in tee's shell, nobody would open the pipe, and this shell
         # would wait for it.
         'log="$ENVBUILD_RUN/pod-$ENVBUILD_NODE.log"',
+        'echo "envbuild: pod start: $ENVBUILD_POD_UID at `date -u +%Y-%m-%dT%H:%M:%SZ`" >> "$log" || true',
         "pipe=`mktemp -d`/log",
         'mkfifo "$pipe"',
         'tee -a "$log" < "$pipe" &',

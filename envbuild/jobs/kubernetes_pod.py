@@ -184,6 +184,8 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
     ]
     listed += _secret_variables(plan, {one["name"] for one in listed})
     listed.append(_field("ENVBUILD_ADDRESS", "status.podIP"))
+    if plan.site.kubernetes.claim:
+        listed.append(_field("ENVBUILD_POD_UID", "metadata.uid"))
     if pods.number is None:
         listed.append({"name": "ENVBUILD_NODE", "value": "0"})
     else:

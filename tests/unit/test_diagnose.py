@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.cli.diagnose import diagnose_command
-from envbuild.diagnose import shapes
+from envbuild.diagnose import read, shapes
 from envbuild.diagnose.engine import Diagnosis, _Reader, diagnose
 from envbuild.diagnose.read import job_number, read_logs
 from envbuild.diagnose.rules import PLACES, DiagnosisRule, load_rules, needles
@@ -94,7 +94,7 @@ def test_a_message_shows_no_value_that_no_line_told() -> None:
         told |= {"is"} if rule.every else set()
         if rule.any:
             told |= set.intersection(*(set(one.regex.groupindex) for one in rule.any))
-        for text in (rule.cause, rule.hint):
+        for text in (rule.cause, rule.hint, rule.pod_hint):
             always = re.sub(r"\[\[.*?\]\]", "", text).replace("{{", "").replace("}}", "")
             assert set(re.findall(r"\{(\w+)\}", always)) <= told, rule.id
 
@@ -135,6 +135,37 @@ def test_a_job_that_trained_after_a_node_failed_failed_for_another_reason() -> N
     lines = [*failed, *[_EPOCH] * 12, "CUDA out of memory. Tried to allocate 2.00 GiB", *_TORCHRUN]
     assert told(*lines)[0] == "gpu-memory"
     assert told(*failed)[0] == "node-failure"
+
+
+def test_a_job_that_a_later_attempt_ended_well_has_no_cause() -> None:
+    failed = logs_of("node-failure")[0].read_text().splitlines()
+    tail = [
+        "srun: error: n2: task 1: Killed",
+        "RuntimeError: [1] is setting up NCCL communicator: Broken pipe",
+        *_TORCHRUN,
+    ]
+    good = ["I torch/distributed/elastic/agent/server/api.py:889] [default] worker group successfully finished."]
+    assert told(*failed, *tail, *good) == []
+    assert told(*failed, *tail, *[_EPOCH] * 12) == []
+    assert told("*** JOB 1 ON n1 CANCELLED AT 2026 DUE TO JOB REQUEUE ***", *tail, *good) == ["requeued"]
+    # Of the attempt that ended the job, each line counts.
+    assert told(*failed, *[_EPOCH] * 12, *tail)[0] == "worker-killed"
+    assert told(*failed, _EPOCH, *tail, _EPOCH)[0] == "node-failure"
+
+
+@pytest.mark.parametrize(
+    ("pod", "slurm"),
+    [
+        ("[pod/ddp-worker-0/pytorch] ", "srun: error: n1: task 0: Exited with exit code 1"),
+        ("Controlled By:  PyTorchJob/ddp\n", "sbatch: Submitted batch job 7"),
+        ("envbuild: pod start: 1b2c at 2026-11-26T10:00:00Z\n", ""),
+    ],
+)
+@pytest.mark.parametrize("cause", ["failed (exitcode: -9) local_rank: 1", "Out of memory: Killed process 12 (python)", "CUDA error: uncorrectable ECC error encountered"])  # fmt: skip
+def test_the_advice_fits_the_place(pod: str, slurm: str, cause: str) -> None:
+    hints = [diagnose([("log", [f"{begin}{cause}"])], load_rules()).findings[0].hint for begin in (pod, f"{slurm}\n")]
+    assert all(word not in hints[0] for word in ("dmesg", "sacct", "--mem", "sbatch"))
+    assert any(word in hints[1] for word in ("sacct", "--mem", "sbatch"))
 
 
 def test_every_symptom_follows_from_a_cause_in_some_log() -> None:
@@ -181,6 +212,14 @@ _EPOCH = "[rank0]: Epoch 1 | loss 1.9"
         ["qsub: waiting for job 1234.pbs01 to start", "qsub: job 1234.pbs01 ready", "qsub: job 1234.pbs01 completed"],
         ["ModuleNotFoundError: No module named 'apex'", "apex not available", _EPOCH],
         ["bash: module: command not found", "OSError: [Errno 30] Read-only file system: '/home/u/.config'", _EPOCH],
+        ["rpc error: code = DeadlineExceeded desc = context deadline exceeded"],
+        ["Warning  FailedScheduling  9s  default-scheduler  persistentvolumeclaim \"a\" not found", _EPOCH],
+        ["pod evicted: 0", "Evicted 12 entries from the cache", "Reason: the quota is not exceeded"],
+        ["    State:  Terminated", "      Exit Code:    0", "step 137 exit code 1370", "exited with exit code 13"],
+        ["OSError: [Errno 116] Stale file handle: '/scratch/a'", _EPOCH],
+        ["INFO looking for an image: No such file or directory: /a/b", "lookup table host: no such host type"],
+        ["    Reason:  PyTorchJobCreated", "    Reason:  PyTorchJobRunning"],
+        ["    Reason:  PyTorchJobCreated", "    Reason:  PyTorchJobSucceeded"],
         ["WARNING: Connection reset by peer while talking to wandb", "BrokenPipeError: [Errno 32] Broken pipe", _EPOCH],
     ],
 )  # fmt: skip
@@ -237,9 +276,20 @@ def test_no_cause_hides_behind_a_consequence() -> None:
         (["/bin/sh: 1: torchrun: not found"], "program-missing"),
         (["enroot-switchroot: failed to execute: /bin/bash: No such file or directory"], "step-program"),
         (["pyxis:     [ERROR] Invalid image format: /fsx/a.sqsh"], "squashfs-broken"),
-        (["pyxis:     [ERROR] No such file or directory: /fsx/a.sqsh", "pyxis: couldn't start container"], "pyxis-start"),
+        (["pyxis:     [ERROR] No such file or directory: /fsx/a.sqsh", "pyxis: couldn't start container"], "image-missing"),
         (["slurmstepd: error: couldn't chdir to `/app': No such file or directory: going to /tmp instead", "pyxis: couldn't start container"], "pyxis-start"),
         (["RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"], "shared-memory"),
+        (["OSError: [Errno 116] Stale file handle: '/usr/lib/python3.11/re/_compiler.py'", "ModuleNotFoundError: No module named 're'"], "image-server"),
+        (["OSError: [Errno 107] Transport endpoint is not connected: '/scratch/data/a.tar'"], "storage-lost"),
+        (['docker: Error response from daemon: Get "https://nvcr.io/v2/": dial tcp: lookup nvcr.io: no such host.'], "host-unknown"),
+        (["command terminated with exit code 137"], "worker-killed"),
+        (["srun: error: n1: task 0: Exited with exit code 139"], "worker-crashed"),
+        (["  Warning  FailedCreate  2s  job-controller  Error creating: pods \"x-0\" is forbidden: failed quota: q: must specify limits.memory"], "pod-refused"),
+        (["Error creating: admission webhook \"vpod.kb.io\" denied the request: no"], "pod-refused"),
+        (["Message: Pod was active on the node longer than the specified deadline"], "pod-deadline"),
+        (["Message:  Pod ephemeral local storage usage exceeds the total limit of containers 1Gi."], "pod-evicted"),
+        (["Warning  Failed  3s  kubelet  Error: couldn't find key TOKEN in Secret ml/wandb"], "pod-config"),
+        (["tee: /runs/ddp/pod-0.log: Permission denied"], "claim-not-writable"),
     ],
 )  # fmt: skip
 def test_other_forms_of_a_message_are_known(lines: list[str], cause: str) -> None:
@@ -306,7 +356,8 @@ def test_the_documentation_lists_every_rule() -> None:
     for rule in RULES.values():
         kind = "" if rule.kind == "cause" else f"{rule.kind}: "
         tested = "a real failure" if rule.provoked else "lines of its source"
-        assert f"| `{rule.id}` | {kind}{shown(rule.cause)} | {shown(rule.hint)} | {tested} |\n" in text
+        hint = shown(rule.hint) + (f"; in a pod: {shown(rule.pod_hint)}" if rule.pod_hint else "")
+        assert f"| `{rule.id}` | {kind}{shown(rule.cause)} | {hint} | {tested} |\n" in text
 
 
 # ---- the program's own failure
@@ -616,6 +667,31 @@ def test_a_folder_that_may_not_be_entered_or_listed_is_named(allowed: int, path:
             Path(name).chmod(0o700)
     assert getattr(done.exception, "exit_code", None) == 2, done.exception
     assert name in str(done.exception)
+
+
+def test_only_the_last_pod_of_a_copied_log_is_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The pods of an earlier job of that name, and an earlier one of this job, appended to the same file."""
+    (tmp_path / "ddp").mkdir()
+    start = "envbuild: pod start: {} at 2026-11-26T10:00:00Z\n"
+    old = (
+        start.format("a")
+        + "CUDA error: out of memory\n"
+        + start.format("b")
+        + "OSError: [Errno 28] No space left on device\n"
+    )
+    (tmp_path / "ddp/pod-0.log").write_text(
+        old + start.format("c") + "x\n\nModuleNotFoundError: No module named 'apex'\n"
+    )
+    (tmp_path / "ddp/pod-1.log").write_text("ModuleNotFoundError: No module named 'apex'\n")
+    for block in (1 << 20, 2):
+        monkeypatch.setattr(read, "_BLOCK", block)
+        found = of(tmp_path / "ddp/pod-0.log", tmp_path / "ddp/pod-1.log")
+        assert [one.id for one in found.findings] == ["no-module"]
+        places = [(Path(line.file).name, line.line) for line in found.findings[0].evidence]
+        assert places == [("pod-0.log", 8), ("pod-1.log", 1)]
+    # The output of several pods in one stream.
+    (tmp_path / "all.log").write_text(old)
+    assert [one.id for one in of(tmp_path / "all.log").findings] == ["disk-full", "gpu-memory"]
 
 
 # ---- several jobs in a folder

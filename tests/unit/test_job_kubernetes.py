@@ -279,7 +279,13 @@ def started(plan: JobPlan, folder: Path, more: dict[str, str]) -> tuple[list[str
     recorder.chmod(recorder.stat().st_mode | stat.S_IXUSR)
     made = replace(plan, work=str(folder), artifact=replace(plan.artifact, python=str(recorder)))
     container = container_of(job_of(with_site(made, mount=str(folder))))
-    environment = {"PATH": os.environ["PATH"], "ENVBUILD_ADDRESS": "10.1.2.3", "ENVBUILD_NODE": "0", **more}
+    environment = {
+        "PATH": os.environ["PATH"],
+        "ENVBUILD_ADDRESS": "10.1.2.3",
+        "ENVBUILD_NODE": "0",
+        "ENVBUILD_POD_UID": "1-2",
+        **more,
+    }
     for one in container["env"]:
         if "value" in one:
             environment[one["name"]] = expanded(one["value"], environment)
@@ -338,11 +344,18 @@ def pod_process(plan: JobPlan, folder: Path, interpreter: str, check: int = 0) -
     container = container_of(job_of(with_site(made, mount=str(folder))))
     given = {one["name"]: one["value"] for one in container["env"] if "value" in one}
     operator = {"PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"}
+    kubelet = {"ENVBUILD_NODE": "1", "ENVBUILD_ADDRESS": "10.1.2.3", "ENVBUILD_POD_UID": "1-2"}
     return subprocess.Popen(
         [*container["command"], *container["args"]],
-        env={"PATH": os.environ["PATH"], "ENVBUILD_NODE": "1", "ENVBUILD_ADDRESS": "10.1.2.3", **operator, **given},
+        env={"PATH": os.environ["PATH"], **kubelet, **operator, **given},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+
+
+def copied(log: Path) -> list[str]:
+    """The lines of a pod's output in the run's folder; START stands for the line that tells pods apart."""
+    start = r"^envbuild: pod start: 1-2 at \d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ$"
+    return re.sub(start, "START", log.read_text(), flags=re.MULTILINE).splitlines()
 
 
 @pytest.mark.parametrize("plan", [PLAN, second(PLAN), SINGLE], ids=["v1", "v2", "single"])
@@ -355,14 +368,14 @@ def test_what_a_pod_prints_stays_in_the_runs_folder_and_its_exit_code_is_the_tra
         pod = pod_process(plan, tmp_path, "echo out; echo err >&2; exit 7")
         printed, _ = pod.communicate(timeout=20)
         assert (pod.returncode, printed) == (7, "out\nerr\n")
-        assert log.read_text() == "out\nerr\n" * times
+        assert copied(log) == ["START", "out", "err"] * times
 
 
 def test_a_pods_checks_are_in_its_log_too(tmp_path: Path) -> None:
     pod = pod_process(replace(PLAN, preflight=True), tmp_path, "echo no GPU >&2; exit 3")
     pod.communicate(timeout=20)
     assert pod.returncode == 5
-    assert (tmp_path / "pt-cpu/pod-1.log").read_text() == "no GPU\n"
+    assert copied(tmp_path / "pt-cpu/pod-1.log") == ["START", "no GPU"]
 
 
 def test_a_pod_that_is_told_to_end_tells_the_training_and_waits_for_its_last_words(tmp_path: Path) -> None:
@@ -372,7 +385,7 @@ def test_a_pod_that_is_told_to_end_tells_the_training_and_waits_for_its_last_wor
         assert pod.stdout.readline() == "begun\n"
         pod.terminate()
         assert pod.wait(20) == 9
-    assert (tmp_path / "pt-cpu/pod-1.log").read_text() == "begun\nsaved\n"
+    assert copied(tmp_path / "pt-cpu/pod-1.log") == ["START", "begun", "saved"]
 
 
 def test_without_a_claim_nothing_stands_between_the_pod_and_the_training(tmp_path: Path) -> None:
