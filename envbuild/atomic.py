@@ -186,12 +186,22 @@ def write_beside(path: Path, text: str, mode: int = 0o644) -> None:
 
     In the store, `Store.clean_stale` removes that. Raises OSError.
     """
+    write_atomically(path, text, mode, _clean_beside(path))
+
+
+def replacing_beside(path: Path, mode: int = 0o644) -> contextlib.AbstractContextManager[Path]:
+    """Replace `path`, in a folder of the user, as `replacing`; remove what killed runs left of it. Raises OSError."""
+    return replacing(path, mode, _clean_beside(path))
+
+
+def _clean_beside(path: Path) -> str:
+    """Remove the files that killed runs wrote to replace `path`; return what their names begin with."""
     prefix = f".{path.name}.envbuild-"
     for left in path.parent.glob(f"{glob.escape(prefix)}*"):
         with contextlib.suppress(OSError), left.open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             left.unlink()
-    write_atomically(path, text, mode, prefix)
+    return prefix
 
 
 @contextlib.contextmanager

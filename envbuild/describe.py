@@ -61,7 +61,8 @@ def describe(about: Description, contents: Inventory | None, *, exact: bool = Fa
 def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | None:
     """Return the receipt of an artifact, None if there is none; `matches` says whether it is for this very artifact.
 
-    With `exact`, all files of an environment are read again to find those that changed since it was verified.
+    With `exact`, all files of an environment are read again to find those that changed since it was verified. Raises
+    OSError for a file that cannot be read.
     """
     # That of an artifact without a path is beside the default path of `envbuild docker`.
     if about.place is not None:
@@ -72,6 +73,9 @@ def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | N
         return None
     try:
         receipt = read_receipt(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    try:
         digest, plan = receipt["artifact"]["digest"], receipt["plan"]["digest"]
         # Daemons and docker archives do not keep the manifest, whose digest is in the receipt.
         matches = digest == about.digest if about.digest else plan == about.plan_digest
@@ -86,7 +90,7 @@ def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | N
             "verified_at": receipt.get("verified_at"),
             "pushed": receipt["artifact"].get("pushed"),
         }
-    except (OSError, ValueError, KeyError):
+    except (ValueError, KeyError):
         return None
 
 

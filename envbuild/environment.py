@@ -14,6 +14,7 @@ from pathlib import Path
 from envbuild import process
 from envbuild.atomic import naming
 from envbuild.errors import BuildError, HostError
+from envbuild.file_lock import lock_failure
 from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
 from envbuild.site.uv_config import uv_environment, uv_settings
@@ -100,8 +101,18 @@ class Environment:
             yield Path(folder)
 
     def uv_environment(self) -> dict[str, str]:
-        """Return the environment variables for uv; they put its cache into the store."""
-        return uv_environment(self.pip, self.variables, self.store.uv_cache)
+        """Return the environment variables for uv; they put its cache into the store.
+
+        Raises HostError where uv cannot lock its cache.
+        """
+        cache = self.store.uv_cache
+        if error := lock_failure(cache):
+            raise HostError(
+                f"cannot lock {cache} with flock: {error.strerror}; uv, whose cache is in the store, needs flock",
+                "set ENVBUILD_STORE (or `store` in site.toml) to a folder with flock: a local disk, or Lustre that is "
+                "mounted with -o flock",
+            )
+        return uv_environment(self.pip, self.variables, cache)
 
     def write_uv_settings(self, path: Path, indexes: Sequence[str]) -> None:
         """Write uv's configuration to `path`, readable only by its owner: index URLs may hold passwords."""

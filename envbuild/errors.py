@@ -220,7 +220,7 @@ def _name_of(stream: io.IOBase) -> str:
     """Return the path of a file, which may be closed by now, "" for another stream."""
     with contextlib.suppress(ValueError, AttributeError, OSError, TypeError):  # TypeError: a descriptor
         name = os.fsdecode(getattr(stream, "name", ""))
-        return name if os.path.isabs(name) or os.path.lexists(name) else ""
+        return "" if name.startswith("<") else name  # "<stdout>"
     return ""
 
 

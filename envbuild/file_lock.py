@@ -61,6 +61,20 @@ def folder_lock(
         os.close(handle)
 
 
+def lock_failure(folder: Path) -> OSError | None:
+    """Return why flock cannot lock `folder`, None if it can."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return None
+    except OSError as error:
+        return error
+    finally:
+        os.close(handle)
+    return None
+
+
 def _hold(
     handle: int, on_wait: Callable[[], None] | None, pause: Callable[[float], None] | None, kind: int = fcntl.LOCK_EX
 ) -> bool:

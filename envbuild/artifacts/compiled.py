@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from envbuild import process
 from envbuild.files import shipped
-from envbuild.store.store import working_folder
 from envbuild.workers import each
 
 _SHARE = 400
@@ -35,22 +33,20 @@ def source_of(path: str) -> str:
 def other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int) -> list[str]:
     """Return those of the bytecode files `paths` that are not the compiled form of their source."""
 
-    def compare(share: Sequence[str], folder: str) -> list[str]:
+    def compare(share: Sequence[str], _: object) -> list[str]:
         asked = [(os.path.join(root, path), os.path.join(root, source_of(path))) for path in share]
-        handle, job = tempfile.mkstemp(dir=folder)
-        with os.fdopen(handle, "w", encoding="ascii") as stream:
-            json.dump([pair for pair in asked if os.path.isfile(pair[1])], stream)  # without a source never loaded
-        # Nothing in the environment's own __pycache__ is run.
-        options = ["-I", "-S", "-B", "-X", f"pycache_prefix={folder}/none"]
-        done = process.run([interpreter, *options, shipped("ddp_train") / "preflight/bytecode.py", job], check=False)
+        pairs = [pair for pair in asked if os.path.isfile(pair[1])]  # without a source never loaded
+        with os.fdopen(os.memfd_create("bytecode"), "w", encoding="ascii") as stream:  # a killed run leaves no file
+            json.dump(pairs, stream)
+            stream.flush()
+            job = f"/proc/{os.getpid()}/fd/{stream.fileno()}"
+            # Nothing in the environment's own __pycache__ is run.
+            options = ["-I", "-S", "-B", "-X", f"pycache_prefix={os.devnull}/none"]
+            program = shipped("ddp_train") / "preflight/bytecode.py"
+            done = process.run([interpreter, *options, program, job], check=False)
         if done.returncode != 0:  # marshal may crash on what is no bytecode
-            return list(share) if len(share) == 1 else [path for one in share for path in compare([one], folder)]
+            return list(share) if len(share) == 1 else [path for one in share for path in compare([one], None)]
         return [os.path.relpath(json.loads(line), root) for line in done.stdout.splitlines()]
 
-    with working_folder(Path(tempfile.gettempdir()), "envbuild-bytecode-") as folder:
-        found = each(
-            [paths[start : start + _SHARE] for start in range(0, len(paths), _SHARE)],
-            lambda share, _: compare(share, str(folder)),
-            workers,
-        )
-    return [path for some in found for path in some]
+    shares = [paths[start : start + _SHARE] for start in range(0, len(paths), _SHARE)]
+    return [path for some in each(shares, compare, workers) for path in some]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from envbuild import resources
-from envbuild.atomic import replacing, write_beside, writing
+from envbuild.atomic import replacing_beside, write_beside, writing
 from envbuild.bundle import ATTESTATION, attest_bundle, judge_bundle, read_bundle
 from envbuild.cli import complete
 from envbuild.cli.common import attested_images, log, run_environment, show
@@ -178,7 +178,7 @@ def _embed(path: Path, bundles: Mapping[str, bytes], signer: Signer | None) -> N
         return json.dumps(envelope(payload, METADATA, verifiable)).encode()
 
     named = {bundle_path(Path("envbuild"), name).name: bundle for name, bundle in bundles.items()}
-    with writing(path.parent), replacing(path, path.stat().st_mode & 0o777) as new, new.open("r+b") as out:
+    with writing(path.parent), replacing_beside(path, path.stat().st_mode & 0o777) as new, new.open("r+b") as out:
         if not embed(path, out, named, sign if verifiable else None):
             raise UsageError(
                 f"{path} has a PGP signature, and Apptainer accepts none of another kind beside one",

@@ -139,7 +139,7 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
                 said = {place: path for place, path in said.items() if not place.startswith(f"[{table}] ")}
             said |= {f"[{table}] {key}": file for key in given}
     if chosen := env.get("ENVBUILD_STORE"):
-        values["store"] = Path(chosen).absolute()
+        values["store"] = _expanded(chosen, env).absolute()
     elif "store" not in values and name is None:
         cache = Path(env.get("XDG_CACHE_HOME") or home_folder(env) / ".cache")
         values["store"] = cache.absolute() / "envbuild"
@@ -150,7 +150,7 @@ def load_site(env: Mapping[str, str], name: str | None = None, *, etc: Path = Pa
 def site_files(env: Mapping[str, str], *, etc: Path = Path("/etc")) -> list[Path]:
     """Return the effective files: $ENVBUILD_SITE alone, else /etc/envbuild/site.toml and the user's, if they exist."""
     if named := env.get("ENVBUILD_SITE"):
-        return [Path(named)]
+        return [_expanded(named, env)]
     places = (etc / "envbuild" / "site.toml", _user_folder(env) / "site.toml")
     return [path for path in places if path.is_file()]
 
@@ -190,9 +190,14 @@ def _user_folder(env: Mapping[str, str]) -> Path:
 
 def _path(value: str, file: Path, env: Mapping[str, str]) -> Path:
     """Return a path of site.toml: ~ is the home folder, relative paths are relative to the file's folder."""
+    return file.absolute().parent / _expanded(value, env)
+
+
+def _expanded(value: str, env: Mapping[str, str]) -> Path:
+    """Return a path with the home folder for ~, and that of another user for ~NAME: shells expand neither in quotes."""
     if value == "~" or value.startswith("~/"):
         return (home_folder(env) / value[2:]).absolute()
-    return file.absolute().parent / value
+    return Path(os.path.expanduser(value))
 
 
 def _resolved(table: Any, file: Path, env: Mapping[str, str]) -> Any:

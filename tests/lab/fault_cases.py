@@ -31,8 +31,10 @@ from envbuild.image.entry import FILE, Entry
 from envbuild.image.layer import with_parents, write_layer
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical, digest_of
 from envbuild.image.registry import open_registry
+from envbuild.image.sif_signed import content_digest
 from envbuild.layers.store_check import check_store
 from envbuild.store.store import Store
+from envbuild.verify.receipt import receipt_path
 
 ARCH = os.uname().machine
 _OUT = "out"
@@ -50,7 +52,8 @@ class Case:
     """A command, and the path of its artifact below the work folder; "" for one in the registry.
 
     `kind` is the recipe's: "wheels", "image" or "conda". `relock` are commands that come after each change of the
-    recipe. A case with `made` works on what that command made, and changes nothing that counts.
+    recipe, and the first of `before` is one that makes what the command reads. A case with `made` works on what that
+    command made, and changes nothing that counts. A command that runs `once` refuses to replace its artifact.
     """
 
     name: str
@@ -59,6 +62,8 @@ class Case:
     kind: str = "wheels"
     relock: tuple[tuple[str, ...], ...] = ()
     made: tuple[str, ...] = ()
+    before: tuple[tuple[str, ...], ...] = ()
+    once: bool = False
 
 
 _LOCK = ("lock", "small", "--wheels")
@@ -68,6 +73,24 @@ _BUILT = ("--locked", "--no-verify", "--out")
 
 
 _OCI = ("docker", "small", *_BUILT, f"oci:{_OUT}/image")
+
+
+# Verified, for its receipt: without a trainer that is a matter of milliseconds.
+_VENV = ("venv", "small", "--locked", "--out", f"{_OUT}/v")
+_PUSHED = "REGISTRY/small:1"
+# No runtime starts the images of this lab: they get the receipt of a venv with their own digest.
+_RECEIPT = "receipt"
+
+
+def _of_venv(name: str, command: tuple[str, ...], artifact: str, *before: tuple[str, ...]) -> Case:
+    return Case(name, command, artifact, "verified", (_LOCK,), before=(_VENV, *before))
+
+
+def _of_image(name: str, command: tuple[str, ...], artifact: str, kind: str, *before: tuple[str, ...]) -> Case:
+    """Return a case that works on a .sqsh or .sif with a receipt."""
+    image = f"{_OUT}/i.{'sqsh' if kind == 'enroot' else 'sif'}"
+    made = (_VENV, (kind, "small", *_BUILT, image), (_RECEIPT, kind, image))
+    return Case(name, command, artifact, "verified", (_IMAGE_LOCK,), before=(*made, *before))
 
 
 def _image(name: str, command: str, out: str, path: str) -> Case:
@@ -91,6 +114,17 @@ CASES = {
             "", "image", (_IMAGE_LOCK,),
         ),
         Case("bundle", ("bundle", "small", "--no-tools", "--out", f"{_OUT}/b"), f"{_OUT}/b", relock=(_LOCK,)),
+        _of_venv("push-venv", ("push", f"{_OUT}/v", _PUSHED), ""),
+        _of_image("push-sqsh", ("push", f"{_OUT}/i.sqsh", _PUSHED), "", "enroot"),
+        _of_venv("pull-venv", ("pull", _PUSHED, "--no-verify", "--out", f"{_OUT}/w"), f"{_OUT}/w",
+                 ("push", f"{_OUT}/v", _PUSHED)),
+        _of_image("pull-sqsh", ("pull", _PUSHED, "--out", f"{_OUT}/w.sqsh"), f"{_OUT}/w.sqsh", "enroot",
+                  ("push", f"{_OUT}/i.sqsh", _PUSHED)),
+        _of_venv("report", ("report", f"{_OUT}/v", "--out", f"{_OUT}/r.html"), f"{_OUT}/r.html"),
+        _of_venv("attest", ("attest", f"{_OUT}/v", "--key", "KEY", "--with", "sbom"), f"{_OUT}/v.sigstore.json"),
+        _of_image("attest-sif", ("attest", f"{_OUT}/i.sif", "--key", "KEY"), f"{_OUT}/i.sif", "apptainer"),
+        Case("init", ("init", "fresh", "--from", f"recipes/small/cpu-{ARCH}.requirements.txt"), "recipes/fresh",
+             relock=(_LOCK,), once=True),
         Case("check", ("store", "check"), "store/blobs", "image", (_IMAGE_LOCK,), made=_OCI),
     )
 }  # fmt: skip
@@ -141,6 +175,8 @@ class Walk:
         if bad:
             wrong.append(f"the store had {bad}")
         self.lab.age_leftovers()
+        if self.case.once and which == "new":
+            shutil.rmtree(self.lab.root / self.case.artifact)
         again = self.lab.run(self.case.command)
         if again.status != 0:
             wrong.append(f"the next call ended with {again.status}: {again.said.strip()[-600:]}")
@@ -180,13 +216,17 @@ class Lab:
     run_command: Commands
     registry: registry.Lab
     channel: str
+    key: Path
 
     def run(self, arguments: tuple[str, ...], fault: str | None = None, number: int = 0, only: str = "") -> Ran:
-        words = [word.replace("REGISTRY", self.registry.address) for word in arguments]
+        names = {"REGISTRY": self.registry.address, "KEY": str(self.key)}
+        words = [re.sub("REGISTRY|KEY", lambda found: names[found[0]], word) for word in arguments]
         return self.run_command(words, self.root, fault, number, only)
 
     def done(self, *arguments: str) -> Ran:
-        """Run a command that must succeed."""
+        """Run a command that must succeed, or write the receipt of an image."""
+        if arguments[0] == _RECEIPT:
+            return self._receipt(*arguments[1:])
         ran = self.run(arguments)
         assert ran.status == 0, f"{arguments}: {ran.status}: {ran.said}"
         return ran
@@ -195,17 +235,22 @@ class Lab:
         """Prepare `case`: its start is kept, and its undisturbed run is what others are compared with."""
         self._clear()
         self._recipe(case.kind, 0)
-        for command in case.relock:
+        for command in (*case.relock, *case.before):
             self.done(*command)
-        self.done(*(case.made or case.command))
+        if not case.once:
+            self.done(*(case.made or case.command))
         if not case.made:
             self._recipe(case.kind, 1)
-            for command in case.relock:
+            for command in (*case.relock, *case.before):
                 self.done(*command)
         self._keep(case.name)
         walk = Walk(case, self)
         walk.old = walk.new = walk.digest()
-        if not case.made:  # what a fresh store gives is the measure, at the same path
+        if case.before or case.once:
+            self.done(*case.command)
+            walk.new = walk.digest()
+            assert walk.new != walk.old, case.name
+        elif not case.made:  # what a fresh store gives is the measure, at the same path
             shutil.rmtree(self.root / "store")
             shutil.rmtree(self.root / _OUT)
             (self.root / _OUT).mkdir()
@@ -215,7 +260,8 @@ class Lab:
         self.restore(case.name)
         walk.calls = self.done(*case.command).calls
         assert walk.digest() == walk.new, f"{case.name}: another artifact from a store that was used"
-        self.done(*case.command)
+        if not case.once:
+            self.done(*case.command)
         walk.files = frozenset(self.files())
         return walk
 
@@ -265,12 +311,22 @@ class Lab:
         for name in ("tmp", _OUT, "recipes"):
             (self.root / name).mkdir(parents=True)
 
+    def _receipt(self, kind: str, image: str) -> Ran:
+        """Write the receipt of `image`: that of the venv, whose checks say nothing of it."""
+        receipt = json.loads((self.root / _OUT / "v.receipt.json").read_text())
+        place = self.root / image
+        receipt["artifact"] = {"kind": kind, "path": str(place), "digest": content_digest(place)}
+        receipt_path(place).write_text(json.dumps(receipt))
+        return Ran(0, "", 0, "", "", False)
+
     def _recipe(self, kind: str, version: int) -> None:
         target = f"[targets.cpu-{ARCH}]\n"
         extra, wheels = "", _VERSIONS[version]
-        if kind == "image":
+        if kind in ("image", "verified"):
             base = f"{self.registry.address}/base:{version}"
             extra = f'[image]\nbase = "{base}"\npython = "/usr/bin/python3.11"\n'
+        if kind == "verified":
+            extra += "[verify]\ntrainer = false\n"
         if kind == "conda":
             tools = ["labtool ==1.0", "labtool ==2.0"][version]
             extra = f'[conda]\nchannels = ["{self.channel}"]\ndependencies = ["python 3.11.*", "{tools}"]\n'
@@ -300,8 +356,10 @@ def lab(folder: Path) -> Iterator[Lab]:
             "SLURM_CPUS_ON_NODE": "1",  # one thread: the n-th call is the same one each time
         }  # fmt: skip
         root.mkdir()
+        key = folder / "key.pem"
+        subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
         with commands(folder / "work", root, env) as run:
-            yield Lab(root, folder / "start", run, images, conda.url)
+            yield Lab(root, folder / "start", run, images, conda.url, key)
 
 
 def _wheels(folder: Path) -> None:

@@ -24,6 +24,10 @@ FAULTS = {
     "EIO": (errno.EIO, 0),
     "ENOSPC": (errno.ENOSPC, 0),
     "EINTR": (errno.EINTR, 0),
+    **{
+        name: (getattr(errno, name), 0)
+        for name in ("ESHUTDOWN", "ENOTCONN", "EUCLEAN", "ETIMEDOUT", "EBUSY", "ENOTSUP")
+    },
     "full": (errno.ENOSPC, 1),
     "kill": (-1, 0),
 }

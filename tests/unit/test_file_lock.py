@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
+from envbuild.environment import load_environment
+from envbuild.errors import HostError
 from envbuild.file_lock import file_lock, folder_lock
 
 
@@ -46,10 +50,18 @@ def test_a_folder_that_is_held_is_refused_and_no_file_is_left(tmp_path: Path) ->
         assert held and not list(tmp_path.iterdir())
 
 
-def test_without_flock_the_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_without_flock_the_work_goes_on_but_for_uv_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def flock(*_: object) -> None:
-        raise OSError(95, "Operation not supported")
+        raise OSError(number, os.strerror(number))
 
+    environment = load_environment({"HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "store")})
+    assert environment.uv_environment()["UV_CACHE_DIR"] == str(tmp_path / "store/uv")
     monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(HostError, match=f"cannot lock {tmp_path}/store/uv with flock: {os.strerror(number)}") as told:
+        environment.default_index()  # "uv does not tell its default index"
+    assert told.value.hint and "ENVBUILD_STORE" in told.value.hint
     with file_lock(tmp_path / "lock") as held, folder_lock(tmp_path, wait=False) as both:
         assert not held and not both

@@ -35,6 +35,17 @@ def test_the_variable_goes_over_the_file(tmp_path: Path) -> None:
     assert site(tmp_path, XDG_CACHE_HOME="/cache").store == Path("/cache/envbuild")
 
 
+def test_the_home_folder_is_meant_by_its_sign_in_quotes_too(tmp_path: Path) -> None:
+    """`ENVBUILD_STORE='~/x'` made a folder that is called "~"."""
+    home = tmp_path / "home"
+    assert site(tmp_path, HOME=str(home), ENVBUILD_STORE="~/x").store == home / "x"
+    assert site(tmp_path, ENVBUILD_STORE="~root/x").store == Path("~root/x").expanduser()
+    home.mkdir()
+    (home / "mine.toml").write_text('store = "~root/y"\n')
+    found = load_site({"HOME": str(home), "ENVBUILD_SITE": "~/mine.toml"})
+    assert found.files == (home / "mine.toml",) and found.store == Path("~root/y").expanduser()
+
+
 def test_indexes_by_name(tmp_path: Path) -> None:
     found = site(tmp_path, '[indexes]\ninternal = "https://x.org/simple"\nlocal = "file:///srv/simple"\n')
     assert found.indexes == {"internal": "https://x.org/simple", "local": "file:///srv/simple"}
