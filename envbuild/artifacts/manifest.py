@@ -14,7 +14,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from envbuild.workers import each
 FILE = "envbuild.manifest"
 # Variables that the user sets for the environment (`conda env config vars set`).
 _USERS = frozenset({FILE, "conda-meta/state"})
-_SHARE, _SHOWN = 400, 5
+_SHARE, _SHOWN, _MANY = 400, 5, 400
 # (mode, size, mtime_ns, ctime_ns, inode)
 Stat = tuple[int, int, int, int, int]
 T = TypeVar("T")
@@ -115,16 +115,6 @@ def scan(root: Path) -> dict[str, Stat]:
     return {path: found[path] for path in sorted(found.keys() - _USERS)}
 
 
-def scan_bytecode(root: Path, sources: Iterable[str]) -> dict[str, Stat]:
-    """Return the stat of the bytecode beside `sources`, by path; no folder without one of them is looked into."""
-    found: dict[str, Stat] = {}
-    for folder in {path.rpartition("/")[0] for path in sources if path.endswith(".py")}:
-        place = f"{folder}/__pycache__" if folder else "__pycache__"
-        with suppress(OSError), os.scandir(root / place) as entries:
-            found |= {f"{place}/{one.name}": stat_of(one.stat(follow_symlinks=False)) for one in entries}
-    return {path: found[path] for path in sorted(found) if is_bytecode(path)}
-
-
 def stat_of(info: os.stat_result) -> Stat:
     """Return what tells whether a file changed."""
     return info.st_mode, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino
@@ -132,13 +122,14 @@ def stat_of(info: os.stat_result) -> Stat:
 
 def check(
     root: Path, manifest: Manifest, found: Mapping[str, Stat], known: Mapping[str, Stat], interpreter: str,
-    workers: int, store: Store, timeout_s: float = math.inf, heads: dict[str, bytes] | None = None,
+    workers: int, store: Store | None, timeout_s: float = math.inf, heads: dict[str, bytes] | None = None,
 ) -> tuple[FileReport, dict[str, Stat]]:  # fmt: skip
     """Compare what was `found` at `root` with its `manifest`; also return the stat of the files that are as they were.
 
     Files whose stat is in `known` are not read again. `interpreter` compares bytecode that is neither in the manifest
-    nor known in `store` as that of its sources; with "" it is not judged. `heads` gets the first bytes of the files
-    that are read, by their paths. Raises OSError, and TimeoutError when reading takes longer than `timeout_s`.
+    nor known in `store` (None: in none) as that of its sources; with "" it is not judged. `heads` gets the first bytes
+    of the files that are read, by their paths. Raises OSError, and TimeoutError when reading takes longer than
+    `timeout_s`.
     """
     report = FileReport()
     report.files, report.bytes = len(found), sum(info[1] for info in found.values())
@@ -154,10 +145,12 @@ def check(
     report.unowned = sorted(path for path in others - bytecode if "/__pycache__/" not in path)
     if interpreter and not (report.missing or report.altered or report.unowned):
         rows = dict(zip(sorted(bytecode), _rows(root, [(p, found[p]) for p in sorted(bytecode)], workers), strict=True))
-        compiled = _compiled(manifest, store)
+        compiled = _compiled(manifest, store) if store else {}
         # Python writes regular files alone: what a link leads to may change later, and a pipe may never be read.
         strange = [path for path, row in rows.items() if not row.sha256]
         new = [path for path, row in rows.items() if row.sha256 and row.sha256 not in compiled.get(path, ())]
+        if len(new) > _MANY:
+            log(f"{root}: comparing the bytecode of {len(new)} modules with their sources, once …")
         report.altered = sorted([*strange, *other_code(root, new, interpreter, workers)])
         bytecode = set()
     good = found.keys() - bytecode.union(report.altered, report.unowned)
@@ -192,21 +185,25 @@ def sealed(root: Path, manifest: Manifest, store: Store) -> dict[str, Stat] | No
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         data = parse_json(_note(root, store).read_bytes())
         if data["manifest"] == manifest.digest:
-            return {path: tuple(info) for path, info in data["files"].items()}
+            return {path: tuple(info) for path, info in data["compared"].items()}
     return None
 
 
 def seal(root: Path, manifest: Manifest, files: Mapping[str, Stat], store: Store) -> None:
-    """Record in the store that `files`, by path and stat, are those of `manifest`, if the store can be written.
+    """Record in the store that `files`, by path and stat, were compared with `manifest`, if the store can be written.
 
-    The bytecode among them is recorded by its content too, for copies of the environment.
+    The bytecode among them is recorded by its content too, for copies of the environment. Only files whose stat was
+    taken before they were compared may be named: what changed since then has another one.
     """
     with suppress(OSError, BuildError):
         store.folder("seals")
-        write_atomically(_note(root, store), json.dumps({"manifest": manifest.digest, "files": files}))
+        write_atomically(_note(root, store), json.dumps({"manifest": manifest.digest, "compared": files}))
         compiled = _compiled(manifest, store)
         paths = [path for path in files if path not in manifest.rows and is_bytecode(path)]
-        added = {path: _read(os.path.join(root, path), files[path]).sha256 for path in paths}
+        read = {path: _read(os.path.join(root, path), files[path]).sha256 for path in paths}
+        # What was read is what was compared if its stat is still the same.
+        same = {path for path in paths if stat_of(os.lstat(root / path)) == files[path]}
+        added = {path: sha256 for path, sha256 in read.items() if path in same}
         if any(sha256 not in compiled.get(path, ()) for path, sha256 in added.items()):
             all_known = {
                 **compiled,
@@ -224,7 +221,7 @@ def _compiled(manifest: Manifest, store: Store) -> dict[str, list[str]]:
 
 
 def _known_code(manifest: Manifest, store: Store) -> Path:
-    return store.root / "seals" / f"{manifest.digest.partition(':')[2]}.bytecode.json"
+    return store.root / "seals" / f"{manifest.digest.partition(':')[2]}.compiled.json"
 
 
 def move_seal(root: Path, final: Path, store: Store) -> None:
@@ -237,7 +234,8 @@ def changes(root: Path, state: State, expected: str, store: Store, workers: int,
     """Return the files of the environment at `root` that are not those of its manifest, [] if it has none.
 
     `expected` is the manifest's sha256 in the receipt, "" if it names none. Files are read only if their stat changed
-    since they were last compared, or with `exact`. Raises BuildError for a damaged manifest, OSError.
+    since they were last compared; with `exact`, nothing that the store records counts. Raises BuildError for a damaged
+    manifest, OSError.
     """
     manifest = read_manifest(root)
     if manifest is None or expected not in ("", manifest.digest):
@@ -248,7 +246,7 @@ def changes(root: Path, state: State, expected: str, store: Store, workers: int,
     if known is None:
         log(f"{root}: reading every file, to compare it with the manifest …")
     interpreter = state.interpreter if os.access(state.interpreter, os.X_OK) else ""
-    report, good = check(root, manifest, found, known or {}, interpreter, workers, store)
+    report, good = check(root, manifest, found, known or {}, interpreter, workers, None if exact else store)
     wrong = [*report.missing, *report.altered, *report.unowned]
     if not wrong:
         seal(root, manifest, good, store)

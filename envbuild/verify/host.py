@@ -17,7 +17,7 @@ from envbuild import process, resources
 from envbuild.artifacts.folder import FolderModule, check_host, site_packages
 from envbuild.artifacts.installed import FileReport, ReadFiles
 from envbuild.artifacts.manifest import FILE as MANIFEST
-from envbuild.artifacts.manifest import Stat, check, read_manifest, scan, scan_bytecode, seal, sealed
+from envbuild.artifacts.manifest import Stat, check, read_manifest, scan, seal, sealed
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.environment import Environment
@@ -112,7 +112,7 @@ def folder_subject(
     check_host(kind.TITLE, target)
     manifest, expected = read_manifest(path), "" if fresh else manifest_of(path, state.digest)
     store, workers = environment.store, resources.workers(environment.variables)
-    # Before a program of the environment runs: the bytecode that comes later is that of this verification.
+    # Before a program of the environment runs: what comes later is compared by the next command, before it is used.
     found = scan(path)
     good: dict[str, Stat] = {}
     heads: dict[str, bytes] = {}
@@ -137,7 +137,7 @@ def folder_subject(
 
     def accept() -> None:
         if manifest is not None:
-            seal(path, manifest, good | scan_bytecode(path, found), store)
+            seal(path, manifest, good, store)  # bytecode that came since then is compared when it is used
 
     return Subject(
         path, state, target, state.digest, "host",

@@ -682,7 +682,7 @@ READERS: dict[str, FuzzedReader] = {
         file("envbuild.manifest", lambda p: manifest.read_manifest(p.parent)),
         700,
     ),
-    "seal": FuzzedReader(given({"manifest": "sha256:0", "files": {"a": [1, 2, 3, 4, 5]}}), _seal, 300),
+    "seal": FuzzedReader(given({"manifest": "sha256:0", "compared": {"a": [1, 2, 3, 4, 5]}}), _seal, 300),
     "RECORD": FuzzedReader(given(_RECORD, '"a,b",sha256=0,1\n'), _record, 500),
     "inventory": FuzzedReader(
         lambda folder: [

@@ -19,12 +19,15 @@ from hypothesis import strategies as st
 
 from ddp_train.preflight.files import FileCheck, changed_files
 from envbuild import process
-from envbuild.artifacts import manifest
+from envbuild.artifacts import manifest, venv
 from envbuild.artifacts.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import survey
+from envbuild.environment import load_environment
 from envbuild.errors import BuildError, VerificationError
+from envbuild.recipe.targets import host_arch
 from envbuild.store.store import Store
+from envbuild.verify.host import folder_subject
 from envbuild.verify.receipt import manifest_of
 
 STATE = State("venv", "r", "", "", "", "cpu-x86_64", "3.11", "3.11.0", sys.executable, ())
@@ -178,6 +181,44 @@ def test_an_exact_comparison_trusts_no_note(root: Path, tmp_path: Path) -> None:
     seal(root, known, scan(root), store)  # as a disk that lost a write would have it
     assert changes(root, STATE, known.digest, store, 2) == []
     assert changes(root, STATE, known.digest, store, 2, exact=True) == [MODULE]
+
+
+def test_bytecode_that_comes_during_a_verification_is_compared_before_it_is_trusted(root: Path, tmp_path: Path) -> None:
+    known, environment = read_manifest(root), load_environment({"ENVBUILD_STORE": str(tmp_path / "store")})
+    assert known is not None
+    state, copy = replace(STATE, target=f"cpu-{host_arch()}"), tmp_path / "copy"
+    subject = folder_subject(root, state, venv, environment, fresh=True)
+    assert subject.survey(60.0).files.altered == []
+    honest, planted = compiled(root, level=2), compiled(root, code="answer = 41")
+    subject.accept()
+    shutil.copytree(root, copy, symlinks=True)
+    for place in (root, copy, root):
+        found = changes(place, state, known.digest, environment.store, 2)
+        assert found == [str(planted.relative_to(root))], "the manifest's other files are as they were"
+    assert str(honest.relative_to(root)) not in (sealed(root, known, environment.store) or {})
+    planted.unlink()
+    assert changes(root, state, known.digest, environment.store, 2) == []
+    assert (sealed(root, known, environment.store) or {}).keys() == scan(root).keys()
+
+
+def test_bytecode_that_changes_while_it_is_recorded_is_not_known_in_copies(root: Path, tmp_path: Path) -> None:
+    known, store, copy = read_manifest(root), Store(tmp_path / "store"), tmp_path / "copy"
+    assert known is not None
+    compiled(root)
+    compared = scan(root)
+    compiled(root, code="answer = 41")
+    seal(root, known, compared, store)
+    shutil.copytree(root, copy, symlinks=True)
+    assert changes(root, STATE, known.digest, store, 2) and changes(copy, STATE, known.digest, store, 2)
+
+
+def test_an_exact_comparison_compiles_again_what_the_store_calls_known(root: Path, tmp_path: Path) -> None:
+    known, store = read_manifest(root), Store(tmp_path / "store")
+    assert known is not None
+    planted = compiled(root, code="answer = 41")
+    seal(root, known, scan(root), store)  # as somebody who can write the store
+    assert changes(root, STATE, known.digest, store, 2) == []
+    assert changes(root, STATE, known.digest, store, 2, exact=True) == [str(planted.relative_to(root))]
 
 
 @pytest.mark.parametrize("name", [name for name, (_, expected) in PLANTS.items() if expected])
