@@ -111,11 +111,66 @@ def replace(staged: Path, place: Path) -> None:
 def remove(folder: Path) -> None:
     """Remove a folder or file as far as possible; the next run removes the rest."""
     if folder.is_dir() and not folder.is_symlink():
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
     else:
         # A read-only file system reports an error even for a missing file.
         with contextlib.suppress(OSError):
             folder.unlink()
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder and its contents, including read-only folders, of any depth. Errors are ignored.
+
+    No link is followed, also not one that another user puts in the place of a folder meanwhile.
+    """
+    with contextlib.suppress(OSError, RecursionError):
+        for _, names, _, above in os.fwalk(folder):
+            for name in names:
+                with contextlib.suppress(OSError):
+                    os.close(_opened(name, above))
+    with contextlib.suppress(RecursionError):  # as os.fwalk, it calls itself for each level
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        with contextlib.suppress(OSError):
+            top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                _remove_deep(top)
+                os.rmdir(folder)
+            finally:
+                os.close(top)
+
+
+def _opened(name: str, above: int) -> int:
+    """Return a descriptor of the folder `name` in the folder `above`, and let its owner write to it. Raises OSError."""
+    handle = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
+    try:
+        os.chmod(f"/proc/self/fd/{handle}", 0o700)  # fchmod(2) does not take it
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _remove_deep(top: int) -> None:
+    """Remove the contents of the folder `top` as far as possible: each folder in it is emptied into `top` first."""
+    stays: set[str] = set()
+    while names := set(os.listdir(top)) - stays:
+        for name in names:
+            stays.add(name)
+            with contextlib.suppress(OSError):
+                try:
+                    os.unlink(name, dir_fd=top)
+                except IsADirectoryError:
+                    inner = _opened(name, top)
+                    try:
+                        for below in os.listdir(f"/proc/self/fd/{inner}"):
+                            with contextlib.suppress(OSError):  # a file; a folder moves only if it can be written to
+                                os.close(_opened(below, inner))
+                            with contextlib.suppress(OSError):
+                                os.rename(below, f".{secrets.token_hex(16)}", src_dir_fd=inner, dst_dir_fd=top)
+                    finally:
+                        os.close(inner)
+                    os.rmdir(name, dir_fd=top)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from envbuild.files import open_known
+
 _PAUSE_S = 0.05
 
 
@@ -29,7 +31,7 @@ def file_lock(
     the end. Raises OSError when the file cannot be opened.
     """
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = open_known(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             held = _hold(handle, on_wait, pause)
             if not _still(path, handle):

@@ -53,6 +53,21 @@ def link_or_copy(source: Path, place: Path) -> None:
         shutil.copy(source, place)  # with its mode, as a link has it: patchelf is run
 
 
+def open_known(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """Open or create a file whose name others know before it exists, for writing. Raises OSError.
+
+    A link that another user put there, in a folder that several may write to, would lead the write elsewhere: it is
+    removed.
+    """
+    while True:
+        try:
+            return os.open(path, flags | os.O_NOFOLLOW, mode)
+        except OSError as error:
+            if error.errno != errno.ELOOP or not os.path.islink(path):
+                raise
+            os.unlink(path)
+
+
 def open_regular(path: str | Path) -> IO[bytes]:
     """Open a regular file without a buffer. Raises OSError for anything else; a named pipe would block."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

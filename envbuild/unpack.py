@@ -11,6 +11,7 @@ import stat
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from envbuild.errors import BuildError
@@ -25,9 +26,10 @@ except ImportError:  # pragma: no cover
 _DAMAGE = (tarfile.TarError, zipfile.BadZipFile, EOFError, zlib.error, LZMAError, ValueError, KeyError, RuntimeError)
 
 
-def unpack(archive: Path, folder: Path) -> None:
+def unpack(archive: Path, folder: Path, count: Callable[[str, int], None] = lambda _name, _size: None) -> None:
     """Unpack a tar (plain, gz, bz2, xz) or zip file into the new `folder`, without its single top-level folder.
 
+    `count` is called with the name and the size of each member of a tar before anything is written, and may raise.
     Raises BuildError for a file that is neither, is damaged, or has a member that leads outside.
     """
     raw = folder.with_name(folder.name + ".raw")
@@ -37,7 +39,7 @@ def unpack(archive: Path, folder: Path) -> None:
             unzip(archive, raw)
         else:
             with tarfile.open(archive, "r:*") as tar:
-                _extract(tar, archive.name, raw)
+                _extract(tar, archive.name, raw, count)
     except _DAMAGE as error:
         raise BuildError(
             f"{archive.name} cannot be unpacked: {error}", "a source is a .tar, .tar.gz, .tar.bz2, .tar.xz or .zip file"
@@ -50,12 +52,13 @@ def unpack(archive: Path, folder: Path) -> None:
         os.rename(raw, folder)
 
 
-def _extract(tar: tarfile.TarFile, title: str, folder: Path) -> None:
+def _extract(tar: tarfile.TarFile, title: str, folder: Path, count: Callable[[str, int], None]) -> None:
     """Unpack `tar` into `folder` as this user. Raises BuildError for a member that leads outside."""
     # tarfile's filter "data" (PEP 706) is missing in Debian 12: Python 3.11 has it since 3.11.4.
     links: set[str] = set()
     members = []
     for member in tar:
+        count(title, member.size)
         if fault := _fault(member, links):
             raise BuildError(
                 f"{title} is not unpacked: {member.name!r} {fault}", "get the archive that its project releases"

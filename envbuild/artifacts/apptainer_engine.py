@@ -19,14 +19,13 @@ from pathlib import Path
 
 from envbuild import process
 from envbuild.artifacts.image_run import quoted
-from envbuild.atomic import staged, writing
+from envbuild.atomic import remove_tree, staged, writing
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import read_sif
 from envbuild.progress import log
 from envbuild.site.pip_config import redact
-from envbuild.store.store import remove_tree
 
 PROGRAMS = ("apptainer", "singularity")
 # The compression level of envbuild's own squashfs; gzip, the tool's default, takes four times as long.

@@ -21,6 +21,7 @@ from typing import Any
 
 from envbuild.artifacts.installed import file_digest
 from envbuild.artifacts.manifest import Stat, stat_of
+from envbuild.atomic import remove_tree
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
@@ -28,7 +29,7 @@ from envbuild.files import walk_stats
 from envbuild.layers.conda_package import read_info
 from envbuild.lock.conda import CondaPackage
 from envbuild.progress import log
-from envbuild.store.store import Store, remove_tree
+from envbuild.store.store import Store
 from envbuild.workers import each
 
 Located = Sequence[tuple[CondaPackage, Path]]

@@ -23,7 +23,7 @@ from envbuild.errors import BuildError
 from envbuild.lock.conda import CondaPackage
 from envbuild.mounts import link_mode
 from envbuild.progress import OnProgress, log, reuse, transfer
-from envbuild.store.store import Store, remove_tree
+from envbuild.store.store import Store
 from envbuild.workers import Answer, Workers
 
 # The operating system's part of an error of rattler, which says more than the rest.
@@ -73,7 +73,7 @@ def install_packages(
             conda_cache.forget(store, bad)
             for path in prefix.staged.iterdir():
                 if path.is_dir() and not path.is_symlink():
-                    remove_tree(path)
+                    atomic.remove_tree(path)
                 else:
                     path.unlink()
     scripts = [path for row in work.known.values() for path in row.scripts]

@@ -17,6 +17,7 @@ from envbuild.cache.http import BLOCK, blocks
 from envbuild.cache.pace import TooSlow
 from envbuild.cache.retry import Mismatch, RequestFailed, Stopped, pause
 from envbuild.file_lock import file_lock
+from envbuild.files import open_known
 from envbuild.progress import OnProgress
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def open_download(
     `on_progress` receives the number of bytes as they arrive, including those of an earlier run, and a negative number
     when bytes must be downloaded again. Raises OSError when `partial` cannot be written.
     """
-    with partial.open("a+b") as stream:
+    with open(partial, "a+b", opener=open_known) as stream:
         download = Download(stream, hashes, size, exact, on_progress, stop)
         try:
             download.resume()

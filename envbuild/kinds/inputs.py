@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,8 @@ from pathlib import Path
 
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, UsageError
+from envbuild.image.quota import Quota
+from envbuild.layers.contents import reading
 from envbuild.layers.wheel import wheel_title
 from envbuild.lock.offers import tag_set
 from envbuild.names import normalise
@@ -70,6 +73,18 @@ def _wheel_name(package: LockedPackage, plan: Plan, file: Path) -> str:
             "build the environment from its recipe",
         )
     return whole
+
+
+def count_files(file: Path, name: str, quota: Quota) -> None:
+    """Take what the files of a wheel called `name` will have on the disk from `quota`; others are not looked into.
+
+    uv refuses a member that is longer than its wheel says. Raises BuildError.
+    """
+    if name.endswith(".whl"):
+        with reading(name, "wheel"), zipfile.ZipFile(file) as archive:
+            for member in archive.infolist():
+                quota.entry(name)
+                quota.content(name, member.file_size)
 
 
 def check_portable(loaded: LoadedRecipe, what: str) -> None:

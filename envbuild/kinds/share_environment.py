@@ -23,7 +23,7 @@ from envbuild.image.quota import Quota
 from envbuild.image.registry import Pushed, Registry
 from envbuild.kinds import ARTIFACTS, FolderArtifact
 from envbuild.kinds.folder import make_environment, prepare_folder
-from envbuild.kinds.inputs import BY_DIGEST, build_inputs, check_portable, read_by, recipe_files
+from envbuild.kinds.inputs import BY_DIGEST, build_inputs, check_portable, count_files, read_by, recipe_files
 from envbuild.kinds.prepare import prepare
 from envbuild.kinds.share import MOST, PulledArtifact, attested_receipt, push_blobs
 from envbuild.layers.trainer import Trainer
@@ -36,6 +36,7 @@ from envbuild.toml import read
 
 _RECIPE = "recipe"
 _MOST_RECIPE = 4 * MOST  # bytes of all files of a recipe
+_LONGEST = 512  # bytes of the path of a recipe's file
 # The name at the end is not used: it is the word of whoever wrote the configuration.
 _PLACE = re.compile(rf"(?:{'|'.join(BY_DIGEST)})/([0-9a-f]{{64}})/[^/]+")
 
@@ -135,10 +136,12 @@ def pull_environment(
             if store.find(home, sha256, inputs[home, sha256].fits) is None:
                 wanted.append(inputs[home, sha256])
         fetched += fetch([f"sha256:{one.sha256}" for one in wanted])
+        quota, names = Quota(environment.site.limits), list[str]()
         for one in wanted:
-            blob = store.blobs.path(f"sha256:{one.sha256}")
-            name = one.named(blob)
-            link_or_copy(blob, folder / "new")
+            names.append(one.named(blob := store.blobs.path(f"sha256:{one.sha256}")))
+            count_files(blob, names[-1], quota)
+        for one, name in zip(wanted, names, strict=True):
+            link_or_copy(store.blobs.path(f"sha256:{one.sha256}"), folder / "new")
             store.adopt(folder / "new", one.sha256, name, one.folder)
         made = make_environment(
             kind, plan, trainer, environment, out, offline=True, verify=verify, digest=about.digest
@@ -169,7 +172,7 @@ def _planned(
     loaded = decode_recipe(document)
     check_portable(loaded, "a pulled environment")
     plan, trainer = prepare_folder(
-        kind, loaded, Target.parse(about.target), environment, compile_bytecode=about.compile_bytecode,
+        kind, loaded, loaded.target(about.target)[0], environment, compile_bytecode=about.compile_bytecode,
         locked=True, offline=True, log=log,
     )  # fmt: skip
     if plan.digest != about.plan:
@@ -210,7 +213,8 @@ def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> EnvironmentIn
             if place.startswith(f"{_RECIPE}/"):
                 parts = place.split("/")[1:]
                 # A folder .git would make the recipe's one a repository, with programs in its configuration.
-                fine = all(is_file_name(part) and part.lower() != ".git" for part in parts) and sizes[digest] <= MOST
+                fine = all(is_file_name(part) and part.lower() != ".git" for part in parts)
+                fine = fine and sizes[digest] <= MOST and len(place.encode()) <= _LONGEST
             else:
                 found_place = _PLACE.fullmatch(place)
                 fine = found_place is not None and digest == f"sha256:{found_place[1]}"

@@ -20,10 +20,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from envbuild.atomic import names_staging, replacing
+from envbuild.atomic import names_staging, remove_tree, replacing
 from envbuild.environment import Environment
 from envbuild.errors import BuildError
 from envbuild.file_lock import file_lock
+from envbuild.image.quota import Quota
 from envbuild.layers.source_causes import failure, keep_log
 from envbuild.layers.source_files import SourceManifest, list_files, patchelf_program, read_manifest, write_manifest
 from envbuild.layers.source_job import BuildHost, BuildPython, SourceBuild, StepError
@@ -32,9 +33,10 @@ from envbuild.layers.wheels import fetch_wheels
 from envbuild.progress import Log, reuse
 from envbuild.recipe.sources import SourceLayer
 from envbuild.resources import workers
+from envbuild.site.tables import LimitsTable
 from envbuild.store.archives import WantedArchive, locate_archive
 from envbuild.store.entry import CacheEntry, fetched
-from envbuild.store.store import Store, remove_tree
+from envbuild.store.store import Store
 from envbuild.unpack import unpack
 
 # Increase it when the same inputs would result in other files: layers from older versions are then not used.
@@ -69,7 +71,7 @@ def build_layer(
         reuse("source layers", layer.name, True)
         return tree
     with file_lock(store.folder("partial") / f"built-{tree.parent.name}.lock", remove=True):
-        if read_manifest(tree, digest) is None and not _fetched(store, tree):
+        if read_manifest(tree, digest) is None and not _fetched(store, tree, environment.site.limits):
             begun = time.monotonic()
             with store.working("building") as folder:
                 made = _build(layer, requires, hosts, python, build_host, folder, environment, log, offline)
@@ -83,13 +85,17 @@ def build_layer(
     return tree
 
 
-def _fetched(store: Store, tree: Path) -> bool:
-    """Return whether the team's cache has the layer in `tree`, which is then there."""
-    entry = CacheEntry("built", tree.parent.name)
+def _fetched(store: Store, tree: Path, limits: LimitsTable) -> bool:
+    """Return whether the team's cache has the layer in `tree`, which is then there, within the site's `limits`."""
+    entry, quota = CacheEntry("built", tree.parent.name), Quota(limits)
+
+    def count(name: str, size: int) -> None:
+        quota.entry(name)
+        quota.content(name, size)
 
     def unpacked() -> bool | None:
         with suppress(BuildError, OSError), store.working("building") as folder:
-            unpack(store.root / entry.files[0], folder / "made")
+            unpack(store.root / entry.files[0], folder / "made", count)
             if read_manifest(folder / "made" / "tree") is not None:
                 _put(store, folder / "made", tree.parent)
                 return read_manifest(tree, store.digests.of) is not None or None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
+from envbuild.files import is_file_name
 from envbuild.store.entry import KINDS, CacheEntry
 from envbuild.store.remote import RemoteCache
 from envbuild.store.store import Store
@@ -86,7 +87,7 @@ def pull_recipe(remote: RemoteCache, recipe: str) -> tuple[int, int]:
 def _listed(store: Store, named: CacheEntry) -> Iterable[CacheEntry]:
     with suppress(OSError, ValueError, KeyError, TypeError):
         for kind, key in read_note(store.root / named.files[0])["entries"]:
-            if kind in KINDS and isinstance(key, str) and "/" not in key:
+            if kind in KINDS and is_file_name(key):
                 yield CacheEntry(kind, key)
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.atomic import replacing
+from envbuild.atomic import remove_tree, replacing
 from envbuild.cache.hashed import Digests
 from envbuild.errors import BuildError, file_error
 from envbuild.file_lock import folder_lock
@@ -238,14 +237,3 @@ def _held_folder(home: Path, prefix: str, stack: contextlib.ExitStack, shared: b
             stack.enter_context(folder_lock(folder, wait=False, shared=shared))
             if folder.exists():
                 return folder
-
-
-def remove_tree(folder: Path) -> None:
-    """Remove a folder and its contents, including read-only folders. Errors are ignored."""
-    for here, names, _ in os.walk(folder):
-        for name in names:
-            path = os.path.join(here, name)
-            if not os.path.islink(path):
-                with contextlib.suppress(OSError):
-                    os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from envbuild.atomic import replacing, write_atomically, write_beside
+from envbuild.atomic import remove, remove_tree, replacing, write_atomically, write_beside
 from envbuild.errors import file_error
 
 
@@ -116,3 +117,34 @@ def test_a_ctrl_c_at_any_moment_leaves_no_new_file(tmp_path: Path) -> None:
             sys.settrace(None)
     gc.collect()  # what the exceptions held
     assert [one.name for one in tmp_path.iterdir()] == ["file"] and moment > 50
+
+
+def test_a_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
+    """An image, or a program in it, can make folders that are deeper than Python's functions may call themselves."""
+    top = tmp_path / "tree"
+    top.mkdir()
+    above = os.open(top, os.O_RDONLY)
+    for number in range(1200):
+        os.mkdir("a", dir_fd=above)
+        if number % 100 == 0:
+            os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=above))
+            os.symlink("/etc", "link", dir_fd=above)
+        inner = os.open("a", os.O_RDONLY, dir_fd=above)
+        os.chmod(f"/proc/self/fd/{above}", 0o500)
+        os.close(above)
+        above = inner
+    os.close(above)
+    remove(top)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_in_the_place_of_a_folder_gets_no_rights(tmp_path: Path) -> None:
+    """Another user may exchange them between the look at a folder and the change of its mode."""
+    (tmp_path / "theirs").mkdir(mode=0o500)
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/a").symlink_to(tmp_path / "theirs")
+    (tmp_path / "tree/b").mkdir(mode=0o500)
+    seen = lambda top, *_: [(str(top), ["a", "b"], [], os.open(top, os.O_RDONLY))]  # noqa: E731 - a was a folder then
+    with patch("os.fwalk", seen), patch("os.walk", seen), patch("os.path.islink", lambda _: False):
+        remove_tree(tmp_path / "tree")
+    assert stat.S_IMODE((tmp_path / "theirs").stat().st_mode) == 0o500 and not (tmp_path / "tree").exists()

@@ -173,3 +173,13 @@ def test_a_thread_may_ask_while_another_imports_requests() -> None:
     """As doctor's checks do: one asks a mirror while another imports docker, which imports requests."""
     done = subprocess.run([sys.executable, "-c", _BESIDE_AN_IMPORT], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "asked\n"), done.stderr
+
+
+def test_a_link_in_the_place_of_a_download_leads_nowhere(tmp_path: Path) -> None:
+    """In a store that several users write to, each knows the name of a download before it begins."""
+    (tmp_path / "victim").write_bytes(b"")
+    (tmp_path / "partial").symlink_to(tmp_path / "victim")
+    with fake_registry(serve) as fake:
+        client().download(f"http://{fake.address}/f", tmp_path / "partial", HASHES, lambda _: None)
+    assert (tmp_path / "victim").read_bytes() == b"" and (tmp_path / "partial").read_bytes() == CONTENT
+    assert not (tmp_path / "partial").is_symlink()

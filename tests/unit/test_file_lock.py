@@ -65,3 +65,9 @@ def test_without_flock_the_work_goes_on_but_for_uv_s(
     assert told.value.hint and "ENVBUILD_STORE" in told.value.hint
     with file_lock(tmp_path / "lock") as held, folder_lock(tmp_path, wait=False) as both:
         assert not held and not both
+
+
+def test_a_link_that_another_user_put_there_leads_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "lock").symlink_to(tmp_path / "elsewhere")
+    with file_lock(tmp_path / "lock"):
+        assert not (tmp_path / "elsewhere").exists() and not (tmp_path / "lock").is_symlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,6 +73,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "a file that is the folder": place("recipe/."),
     "a name with a zero byte": place("recipe/a\0b"),
     "a name that is half of a character": place("recipe/\ud800"),
+    "a path that is too deep": place(f"recipe/{'a/' * 300}b"),
     "a name that is too long": place(f"recipe/{'é' * 128}"),
     "a file that the manifest lacks": place("recipe/x", "sha256:" + "f" * 64),
     "a digest of another form": place("recipe/x", "b" * 64),
@@ -284,3 +286,28 @@ def test_a_pull_keeps_to_the_limits_before_the_first_byte(tmp_path: Path) -> Non
     registry = cast(Registry, SimpleNamespace(reference="registry/x:1"))  # nothing is asked of it
     with pytest.raises(BuildError, match="registry/x:1: more than 1000 bytes of files"):
         pull_environment(json.dumps(about).encode(), BLOBS, registry, tmp_path / "env", environment, verify=True)
+
+
+@pytest.mark.parametrize("limit", ["entries = 3", "unpacked_bytes = 1000000"])
+def test_a_wheel_that_would_fill_the_disk_is_not_kept(tmp_path: Path, limit: str) -> None:
+    pushed = Pushed(tmp_path)
+    made = make_wheel(tmp_path / "made", "alpha", files={"alpha/zeros": bytes(2_000_000)})
+    pushed.wheel = tmp_path / "wheels" / made.name
+    with zipfile.ZipFile(made) as archive, zipfile.ZipFile(pushed.wheel, "w", zipfile.ZIP_DEFLATED) as small:
+        for name in archive.namelist():
+            small.writestr(name, archive.read(name))
+    pushed.sha256 = hashlib.sha256(pushed.wheel.read_bytes()).hexdigest()
+    pushed.lock()
+    (tmp_path / "site.toml").write_text(f'store = "{tmp_path}/store"\n[limits]\n{limit}\n')
+    pushed.environment = load_environment({"ENVBUILD_SITE": str(tmp_path / "site.toml"), "PATH": os.environ["PATH"]})
+    with pytest.raises(BuildError, match=r"alpha-1\.0-py3-none-any\.whl: more than"):
+        pushed.pull(pushed.plan())
+    assert not pushed.built and not (pushed.store.root / "wheels").exists()
+
+
+def test_a_target_that_the_recipe_lacks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = Pushed(tmp_path)
+    plan = pushed.plan()
+    monkeypatch.setitem(GOOD, "target", "cu126-x86_64")
+    with pytest.raises(UsageError, match="has no target 'cu126-x86_64'"):
+        pushed.pull(plan)

@@ -10,16 +10,17 @@ import hashlib
 import os
 import struct
 import tempfile
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.errors import BuildError
-from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
+from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.unpack import unpack
@@ -219,3 +220,29 @@ def inode_of(name: bytes) -> int:
 def test_each_lie_is_found(data: bytes, said: str) -> None:
     with pytest.raises(BuildError, match=f"^lab.sqsh: .*{said}"):
         read_all(data)
+
+
+def test_no_capability_comes_to_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attributes = (("security.capability", b"\1"), ("user.note", b"kept"))
+    seen = []
+    monkeypatch.setattr("os.setxattr", lambda _, name, *__, **___: seen.append(name))
+    image = Image([Entry("su", FILE, 0o755, size=1, xattrs=attributes)])
+    unpack(cast(SquashfsImage, image), tmp_path / "into")
+    assert seen == ["user.note"] and (tmp_path / "into/su").exists()
+
+
+class Image:
+    """The part of an image that is read for unpacking."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self._entries = entries
+
+    def entries(self) -> Iterator[tuple[Entry, int]]:
+        yield from ((entry, 0) for entry in self._entries)
+
+    def each_file(self, files: Any, write: Any) -> None:
+        for entry, handle in files:
+            write(entry, handle)
+
+    def blocks(self, _: int) -> Iterator[tuple[bytes, int]]:
+        yield b"x", 1

@@ -6,20 +6,25 @@ import base64
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from securesystemslib.signer import CryptoSigner
 
+from envbuild.cache.hashed import write_note
 from envbuild.errors import UsageError
 from envbuild.image.model import digest_of
+from envbuild.layers.source_build import _fetched, pack_built
+from envbuild.layers.source_files import SourceManifest, list_files, write_manifest
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site, load_site
-from envbuild.store.entry import KINDS, CacheEntry, EntryFile, read_entry, render_entry
+from envbuild.site.tables import LimitsTable
+from envbuild.store.entry import KINDS, CacheEntry, EntryFile, ResultCache, read_entry, render_entry
 from envbuild.store.remote_site import cache_of, open_remote
-from envbuild.store.sharing import counted, entries_of
+from envbuild.store.sharing import _listed, counted, entries_of
 from envbuild.store.store import Store
 from envbuild.store.usage import remember
 from envbuild.trust.bundle import sign, statement
@@ -243,3 +248,27 @@ def test_what_a_recipe_used_are_the_entries_that_are_pushed(tmp_path: Path) -> N
     assert found == {("layer", "k"), ("segment", "k-c"), ("builder", "b"), ("built", "d"), ("wheel", "f")}
     assert entries_of(store, "other") == []
     assert dict(counted(["segment-a", "layer-b", "segment-c", "latest"])) == {"layer": 1, "segment": 2}
+
+
+def test_a_list_names_files_of_the_store_alone(tmp_path: Path) -> None:
+    named = CacheEntry("recipe", "mine")
+    keys = ["good", "..", "a/b", "a\0b", "\ud800", "x" * 300, 7]
+    (tmp_path / "partial").mkdir()
+    write_note(tmp_path / named.files[0], {"entries": [["layer", key] for key in keys] + [["other", "good"]]})
+    assert [one.key for one in _listed(Store(tmp_path), named)] == ["good"]
+
+
+@pytest.mark.parametrize("limits", [LimitsTable(unpacked_bytes=999), LimitsTable(entries=2), LimitsTable()])
+def test_a_built_layer_of_the_cache_is_unpacked_within_the_limits(tmp_path: Path, limits: LimitsTable) -> None:
+    """A small file in a registry can become one that fills the disk."""
+    refused: list[CacheEntry] = []
+    remote = cast(ResultCache, SimpleNamespace(bring=lambda _: True, refuse=refused.append))
+    store = Store(tmp_path / "store", remote=remote)
+    made = tmp_path / "made"
+    (made / "tree").mkdir(parents=True)
+    (made / "tree/zeros").write_bytes(bytes(1000))
+    write_manifest(made, SourceManifest("lab", "1.0", list_files(made / "tree")))
+    (store.folder("built") / "key").symlink_to(made)
+    pack_built(store, store.root / "built/key")
+    (store.root / "built/key").unlink()
+    assert _fetched(store, store.root / "built/key/tree", limits) == (limits == LimitsTable()) == (not refused)

@@ -13,14 +13,15 @@ from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
 from envbuild.image.squashfs.model import SOCKET
 from envbuild.image.squashfs.read import SquashfsImage
 
+_CAPABILITIES = "security.capability"
 _NODES = {CHAR: stat.S_IFCHR, BLOCK: stat.S_IFBLK, FIFO: stat.S_IFIFO, SOCKET: stat.S_IFSOCK}
 
 
 def unpack(image: SquashfsImage, into: Path) -> None:
     """Unpack `image` into the folder `into`, which must be empty or missing, as the user who runs this.
 
-    Owners and setuid and setgid bits are not kept. Devices and extended attributes that this process may not create are
-    left out. Raises BuildError; the caller then removes the partial result.
+    Owners, setuid and setgid bits and capabilities are not kept. Devices and extended attributes that this process may
+    not create are left out. Raises BuildError; the caller then removes the partial result.
 
     No path can lead out of the folder: it starts empty, each path occurs once, and its parent is a directory that this
     function has created.
@@ -92,8 +93,9 @@ def _made(path: str, entry: Entry) -> bool:
 def _finish(path: str, entry: Entry) -> None:
     """Set attributes, mode and times, in an order in which none undoes another."""
     for name, value in entry.xattrs:
-        with contextlib.suppress(OSError):
-            os.setxattr(path, name, value, follow_symlinks=False)
+        if name != _CAPABILITIES:  # as a setuid bit, they would hold on this host
+            with contextlib.suppress(OSError):
+                os.setxattr(path, name, value, follow_symlinks=False)
     if entry.kind != SYMLINK:
         # Without its owner, a setuid file would run as the user who unpacks it.
         os.chmod(path, entry.mode & 0o1777)
