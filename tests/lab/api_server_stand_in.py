@@ -28,7 +28,7 @@ RESOURCES = (
     ("apis/kubeflow.org/v1", "PyTorchJob", "pytorchjobs"),
     ("apis/trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs"),
 )
-_OPERATIONS = ("create", "get", "delete")
+_OPERATIONS = ("create", "get", "patch", "delete")
 
 
 @dataclass
@@ -142,6 +142,15 @@ class _Handler(BaseHTTPRequestHandler):
             if not dry:
                 self.state.objects[place] = document
             self._reply(201, document)
+
+    def do_PATCH(self) -> None:
+        path = urlsplit(self.path).path
+        patch = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if (changed := self.state.objects.get(path)) is None:
+            self._refuse(404, "NotFound", f"{path} not found")
+        else:  # annotations alone
+            changed["metadata"].setdefault("annotations", {}).update(patch.get("metadata", {}).get("annotations", {}))
+            self._reply(200, changed)
 
     def do_DELETE(self) -> None:
         path = urlsplit(self.path).path

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -157,3 +158,24 @@ def test_a_webhook_that_is_down_is_not_taken_for_a_cluster_that_is(cluster: Stan
     done = job(cluster)
     assert done.returncode == 6 and "kubectl get apiservices" in done.stderr, done.stderr
     assert "KUBECONFIG" not in done.stderr
+
+
+def test_the_command_of_the_docs_changes_a_job_so_that_its_operator_looks_at_it(cluster: StandIn) -> None:
+    """A change of the job wakes the operator: training-operator v1.9.4, pkg/controller.v1/pytorch."""
+    page = (Path(__file__).parents[2] / "docs/howto/jobs.md").read_text()
+    (line,) = [one.strip() for one in page.splitlines() if one.startswith("    kubectl annotate ")]
+    assert job(cluster).returncode == 0
+    env = {"HOME": str(cluster.folder), "KUBECONFIG": str(cluster.kubeconfig)}
+    seen = set()
+    for _ in range(2):  # each time
+        time.sleep(1)
+        done = subprocess.run(
+            ["sh", "-c", line],
+            capture_output=True,
+            text=True,
+            env={**env, "PATH": f"{KUBECTL.parent}:{os.environ['PATH']}"},
+        )
+        assert done.returncode == 0, done.stderr
+        (changed,) = cluster.objects.values()
+        seen.add(changed["metadata"]["annotations"]["envbuild/looked"])
+    assert len(seen) == 2

@@ -571,6 +571,23 @@ def test_pods_have_no_token_of_the_api_server(name: str) -> None:
             assert pod["automountServiceAccountToken"] is False
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_the_logs_command_of_the_docs_finds_the_pods_of_every_kind_of_job_and_not_etcds(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs/howto/jobs.md").read_text()
+    (selector,) = re.findall(r"^    kubectl logs .* -l (\S+)=pt-cpu ", page, re.MULTILINE)
+    *others, job = documents(PLANS[name])
+    if job["kind"] == "TrainJob":
+        patch = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+        template = patch["template"]["spec"]["template"]
+    else:
+        template = (job["spec"]["pytorchReplicaSpecs"]["Worker"] if job["kind"] == "PyTorchJob" else job["spec"])[
+            "template"
+        ]
+    assert template["metadata"]["labels"][selector] == job["metadata"]["name"]
+    labels = [one["spec"]["template"]["metadata"]["labels"] for one in others if one["kind"] == "Deployment"]
+    assert all(found[selector] != job["metadata"]["name"] for found in labels)
+
+
 def test_a_queue_is_the_jobs_label_and_that_of_volcanos_pod_group() -> None:
     """Kueue takes the job, and would take pods with its labels a second time."""
     for name in ("pytorchjob-kueue", "trainjob-kueue", "job-kueue"):
