@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, run_probe
 from envbuild.doctor.site_rules import duration
@@ -56,6 +59,21 @@ def has_pyxis(variables: Mapping[str, str]) -> bool | None:
     """Return whether Slurm has pyxis, or None without srun: srun's help lists the options of its plugins."""
     tool = find("srun", variables)
     return None if tool is None else "--container-image" in run_probe([tool, "--help"], variables)[1]
+
+
+def pyxis_scope(variables: Mapping[str, str]) -> str | None:
+    """Return pyxis's container_scope from this host's plugstack.conf, None if no line there names pyxis.
+
+    Sources: pyxis, config.c; spank(8).
+    """
+    folder = Path(variables.get("SLURM_CONF") or "/etc/slurm/slurm.conf").parent
+    for path in (folder / "plugstack.conf", *sorted(folder.glob("plugstack.conf.d/*"))):
+        with suppress(OSError):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                if "pyxis" in line and line.split()[0] in ("required", "optional"):
+                    found = re.search(r"\bcontainer_scope=(\w+)", line)
+                    return found[1] if found else "global"
+    return None
 
 
 def scheduler(name: str, host: Host) -> Iterator[HostFinding]:

@@ -166,6 +166,13 @@ def _container(site: Site, host: Host) -> Iterator[HostFinding]:
             yield elsewhere(name, "no srun on this host")
         elif found:
             yield HostFinding(name, "ok", "srun has --container-image")
+            scope = batch.pyxis_scope(host.variables)
+            if scope != "job":
+                state = f"container_scope={scope}" if scope else "its container_scope is not visible on this host"
+                what = f"pyxis: {state}; a cancelled job's containers stay until a later job of its user removes them"
+                yield HostFinding(
+                    name, "info", what, "ask for container_scope=job in plugstack.conf: Slurm removes them"
+                )
         else:
             what, hint = "srun has no --container-image, so no pyxis", 'runtime = "enroot", "apptainer" or "none"'
             yield missing(name, what, here, hint)

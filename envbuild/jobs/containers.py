@@ -18,13 +18,13 @@ private() {
     [ -n "$(find "$1" -prune -type d -user "$(id -u)" ! -perm -020 ! -perm -002)" ] ||
         stop "enroot cannot use $1: it must be a folder of user $(id -u), no link, closed to other writers. Remove it"
 }
-@DATA@# Without a login session there is no XDG_RUNTIME_DIR, where enroot keeps what runs.
+@DATA@@TIDY@# Without a login session there is no XDG_RUNTIME_DIR, where enroot keeps what runs.
 XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-${ENVBUILD_RUN##*/}-$restarts
 export XDG_RUNTIME_DIR
 private "$XDG_RUNTIME_DIR"
 @IMAGE@created=
 if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or overlayfs: unpack it
-    created=envbuild-${ENVBUILD_RUN##*/}-$restarts-$name-$$
+    created=@CREATED@
     enroot create --force --name "$created" "$image"
     image=$created
 fi
@@ -43,9 +43,12 @@ while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the child
     code=0
     wait "$child" || code=$?
 done
-[ -z "$created" ] || enroot remove --force "$created" || true
+[ -z "$created" ] || timeout 60 enroot remove --force "$created" || true
 rmdir @FOLDERS@ 2>/dev/null || true # if empty
 exit "$code"
+"""
+_EARLIER = r"""# Beside the training: removes containers that ended jobs of this user left on this node.
+[ "$1" != training ] || sh "$ENVBUILD_RUN/tidy-$restarts.sh" earlier >/dev/null 2>&1 &
 """
 _DATA = r"""# Images are unpacked here.
 ENROOT_DATA_PATH=@SCRATCH@/enroot-$(id -u)
@@ -53,22 +56,47 @@ export ENROOT_DATA_PATH
 private "$ENROOT_DATA_PATH"
 """
 
-# tidy-RESTARTS.sh. Source: srun(1), --task-epilog; Slurm 22.05 limits it to five seconds.
+# What the names of a job's containers begin with; a folder of containers may be on a file system that clusters share.
+_PREFIX = "envbuild-${SLURM_CLUSTER_NAME-}-$(id -u)-"
+# tidy-RESTARTS.sh. Sources: srun(1), --task-epilog, which Slurm 22.05 limits to five seconds; squeue(1), "Job state
+# codes". To remove a container of 970 MB took 75 s.
 TIDY = r"""#!/bin/sh
-# Removes this job's containers from a node: they have names, so that pyxis keeps them when a step ends or is killed.
-# Without an argument, as the epilog of a step, only when the job was cancelled or requeued: no step can start then.
+# Removes containers from a node, those of this user's jobs alone, by their names: envbuild-CLUSTER-UID-JOB-RESTARTS.
+# own: this job's. earlier: those of its runs before a requeue, and of jobs that have ended. Without an argument, as the
+# epilog of a step: this job's, if it was cancelled or requeued, because no step can start then.
+prefix="@PREFIX@"
+restarts=${0##*-} restarts=${restarts%.sh} limit=60
+[ "${1-}" = earlier ] || trap '' TERM
 [ $# -gt 0 ] || case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in RUNNING) exit 0 ;; esac
-trap '' TERM
 if ! command -v enroot >/dev/null; then
-    echo "envbuild: node $SLURMD_NODENAME: cannot remove this job's containers: there is no enroot; add it to PATH" >&2
+    echo "envbuild: node $SLURMD_NODENAME: cannot remove containers of jobs: there is no enroot; add it to PATH" >&2
     exit 0
 fi
-enroot list | while read -r name; do
-    case $name in # pyxis_NAME, or pyxis_JOB_NAME where the site says container_scope=job
-    pyxis_*envbuild-"$SLURM_JOB_ID"-*) enroot remove --force "$name" </dev/null ;;
-    esac
+names=$(enroot list) # before squeue is asked: a job that starts now is in neither list, or in both
+if [ "${1-}" = earlier ]; then
+    limit=3600 ended='^(BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|TIMEOUT)$'
+    live=$(squeue --noheader --states=all --user="$(id -u)" --format='%A %T' | awk -v e="$ended" '$2 !~ e { print $1 }')
+    live=" $(echo "$live" | tr '\n' ' ')"
+    case $live in *" $SLURM_JOB_ID "*) ;; *) exit 0 ;; esac # else squeue did not answer
+fi
+echo "$names" | while read -r name; do
+    rest=${name##*"$prefix"}
+    job=${rest%%-*} run=${rest#*-}
+    run=${run%%-*}
+    case $job$run in *[!0-9]*) continue ;; esac
+    case $rest in [0-9]*-[0-9]*) ;; *) continue ;; esac
+    # pyxis_NAME, or pyxis_JOB_NAME where the site says container_scope=job; enroot alone takes the name as it is.
+    case ${name%"$prefix$rest"} in '' | pyxis_ | pyxis_"$job"_) ;; *) continue ;; esac
+    if [ "${1-}" != earlier ]; then
+        [ "$job" = "$SLURM_JOB_ID" ] || continue
+    elif [ "$job" = "$SLURM_JOB_ID" ]; then
+        [ "$run" != "$restarts" ] || continue
+    else
+        case $live in *" $job "*) continue ;; esac
+    fi
+    timeout "$limit" enroot remove --force "$name" </dev/null
 done
-"""
+""".replace("@PREFIX@", _PREFIX)
 
 
 def work_key(plan: JobPlan) -> str:
@@ -81,8 +109,8 @@ def pyxis_options(plan: JobPlan) -> list[str]:
     """Return srun's options for a pyxis container, as shell words for the batch script.
 
     --container-env lists variables that an image could define too; by default, the image's value wins.
-    --container-name makes the training use the preflight's container; the name differs between jobs and between
-    restarts of a job. Raises UsageError for a mount that a shell would expand.
+    --container-name makes the training use the preflight's container; the name differs between clusters, users, jobs
+    and restarts of a job. Raises UsageError for a mount that a shell would expand.
     """
     mounts = []
     for host, container in plan.mounts:
@@ -99,7 +127,7 @@ def pyxis_options(plan: JobPlan) -> list[str]:
         '--container-image="$image"'
         if plan.stage
         else word(f"--container-image={plan.artifact.path}", "the image's path"),
-        '--container-name="envbuild-$job-$restarts"',
+        f'--container-name="{_PREFIX}$job-$restarts"',
         word(f"--container-mounts={','.join(mounts)}"),
         f"--container-env=SLURM_NODEID,SLURMD_NODENAME,{_visible(plan)}",
         "--no-container-mount-home",
@@ -117,6 +145,11 @@ def _mount_key(plan: JobPlan, host: str) -> str:
     if any(one.partition(":")[0] == host for one in plan.site.container.mounts):
         return plan.site.origin("container", "mounts")
     return work_key(plan) if host == plan.work else "the folder of --script"
+
+
+def tidies(plan: JobPlan) -> bool:
+    """Return whether a job removes the containers that ended jobs left on its nodes: squeue knows which have ended."""
+    return plan.scheduler == "slurm" and plan.runtime in ("pyxis", "enroot")
 
 
 def container_words(plan: JobPlan) -> list[str]:
@@ -159,6 +192,10 @@ def start_enroot(plan: JobPlan, program: str) -> str:
     return fill(
         _ENROOT,
         data=fill(_DATA, scratch=path_word(scratch, "[paths] scratch")) if scratch else "",
+        tidy=_EARLIER if tidies(plan) else "",
+        created=f'"{_PREFIX}$SLURM_JOB_ID-$restarts-$name-$$"'
+        if tidies(plan)
+        else "envbuild-${ENVBUILD_RUN##*/}-$restarts-$name-$$",
         image="" if plan.stage else f"image={image_word(plan)} ",
         options=" \\\n        ".join(options),
         program=program,

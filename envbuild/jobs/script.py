@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import envbuild
 from envbuild.errors import UsageError
-from envbuild.jobs.containers import TIDY, work_key
+from envbuild.jobs.containers import TIDY, tidies, work_key
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines, purged
 from envbuild.jobs.node import keeps_first_code, launch, node_program, records_exit_codes, runs_shell, settings
@@ -80,11 +80,11 @@ done
 """
 
 _TIDY = r"""chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
-# Removes the containers, however this script ends. In a job that was cancelled, the epilogs of its steps do that.
-# A node that cannot end its last step holds the job no longer than a minute.
-trap '(SLURM_IMMEDIATE=60 everywhere tidy) >/dev/null 2>&1 || true' EXIT
-# Those of a run before a requeue.
-(everywhere tidy) || true"""
+# Removes the containers, however this script ends, within a minute: a later job of this user removes the rest. In a job
+# that was cancelled, the epilogs of its steps do that, for five seconds.
+trap '(SLURM_IMMEDIATE=60 everywhere own) >/dev/null 2>&1 || true' EXIT
+# Beside the training: those of a run before a requeue, and of this user's jobs that have ended.
+(everywhere earlier) &"""
 
 _END = 'kill -TERM "$launched"'
 # The file informs a node whose container is still starting.
@@ -187,11 +187,10 @@ def _known(plan: JobPlan, template: str) -> str:
 
 def _programs(plan: JobPlan, launcher: Launcher) -> str:
     """Return the lines that write the nodes' files, read the settings, and define `everywhere`."""
-    pyxis = plan.runtime == "pyxis"
     files = [heredoc('cat >"$ENVBUILD_RUN/settings-$restarts.sh"', settings(plan, launcher), "SETTINGS")]
     if runs_shell(plan, launcher):
         files.append(heredoc('cat >"$ENVBUILD_RUN/node-$restarts.sh"', node_program(plan, launcher), "NODE"))
-    if pyxis:
+    if tidies(plan):
         files.append(heredoc('cat >"$ENVBUILD_RUN/tidy-$restarts.sh"', TIDY, "TIDY"))
     return "\n".join(
         [
@@ -202,7 +201,7 @@ def _programs(plan: JobPlan, launcher: Launcher) -> str:
             "# From the host where the job was submitted; it need not be here.\n"
             f"unset XDG_RUNTIME_DIR\n{staged_image(plan)}{launch(plan, launcher)}\n",
             launcher.everywhere(plan),
-            *([_TIDY] if pyxis else []),
+            *([_TIDY] if plan.runtime == "pyxis" else []),
         ]
     )
 

@@ -140,10 +140,19 @@ def test_a_cancelled_job_leaves_no_container(jobs: Jobs, cluster: Cluster) -> No
 
 
 def test_the_preflight_and_the_training_have_one_container(jobs: Jobs, cluster: Cluster) -> None:
-    ended = jobs.ended(submit(jobs, "--preflight"), "small")
-    assert ended.end.state == "COMPLETED" and "preflight: " in ended.log, ended.log
+    """And beside the training goes what a cancelled job left on the node, nothing else."""
+    left, kept = f"pyxis_envbuild-lab-{os.getuid()}-999999-0", "pyxis_envbuild-lab-60001-999999-0"
+    on_all(cluster, "mkdir", "-p", DATA / left, DATA / kept)
+    job = submit(jobs, "--preflight", arguments=("wait",))
+    cluster.until((jobs.cluster.shared / f"small_{job}/waiting").exists)
+    node = cluster.job(job)["NodeList"]
+    cluster.until(lambda: left not in cluster.run(["ls", DATA], on=node).stdout)
+    cluster.run(["scancel", "--batch", "--signal=USR1", str(job)], check=True)
+    ended = jobs.ended(job, "small")
+    assert "preflight: " in ended.log, ended.log
     created = on_all(cluster, "cat", CREATED).splitlines()
-    assert len(created) == 1 and containers(jobs) == ""
+    assert len(created) == 1, created
+    assert cluster.run(["ls", DATA], on=node).stdout.split() == [kept]
 
 
 def test_the_line_of_the_help_trains_and_leaves_its_snapshot_in_the_current_folder(

@@ -62,8 +62,13 @@ def _start(node: Path, user: int) -> subprocess.CompletedProcess[str]:
     site = replace(AWS, paths=replace(AWS.paths, scratch=str(node / "scratch")))
     plan = replace(PLAN, artifact=SQSH, runtime="enroot", mounts=MOUNTS, site=site)
     return subprocess.run(
-        ["sh", "-c", _BEFORE + start_enroot(plan, "/opt/env/bin/python")],
-        env={"PATH": f"{node}/bin:/usr/bin:/bin", "TMPDIR": str(node / "tmp")},
+        ["sh", "-c", _BEFORE + start_enroot(plan, "/opt/env/bin/python"), "node-1.sh", "preflight"],
+        env={
+            "PATH": f"{node}/bin:/usr/bin:/bin",
+            "TMPDIR": str(node / "tmp"),
+            "SLURM_JOB_ID": "7",
+            "SLURM_CLUSTER_NAME": "lab",
+        },
         cwd="/",
         user=user,
         group=user,
@@ -82,7 +87,7 @@ def test_a_second_user_has_a_folder_of_his_own_and_empty_ones_are_removed(node: 
     for user in (ANN, BOB):
         done = _start(node, user)
         assert done.returncode == 0, done.stderr
-        assert f"scratch/enroot-{user}/envbuild-run-1" in done.stdout
+        assert f"scratch/enroot-{user}/envbuild-lab-{user}-7-1-n0-" in done.stdout
         mode, _links, owner, *_ = done.stdout.splitlines()[1].split()
         assert (mode, owner) == ("drwx------", str(user))
     assert list((node / "scratch").iterdir()) == [kept]

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.job_plans import executable
 
 from envbuild.cli.site import site_command
 from envbuild.doctor.probe import HostFinding
@@ -381,3 +382,24 @@ def test_modules_are_loaded_in_a_shell_as_jobs_have_it(tmp_path: Path) -> None:
         assert found["[modules] run"].status == status
         assert status == "ok" or re.search(r"unknown: (bad/1|\$\(touch pwned\))", found["[modules] run"].what)
     assert not Path("pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("plugstack", "said"),
+    [
+        ("required /usr/lib/slurm/spank_pyxis.so container_scope=job runtime_path=/run/pyxis\n", None),
+        ("# pyxis container_scope=job\noptional spank_pyxis.so\n", "pyxis: container_scope=global;"),
+        ("", "pyxis: its container_scope is not visible on this host;"),
+    ],
+)
+def test_check_recommends_that_slurm_removes_the_containers_of_pyxis(
+    tmp_path: Path, plugstack: str, said: str | None
+) -> None:
+    executable(tmp_path / "bin/srun", "#!/bin/sh\necho --container-image\n")
+    (tmp_path / "plugstack.conf").write_text(plugstack)
+    (tmp_path / "site.toml").write_text('[scheduler]\nkind = "slurm"\n\n[container]\nruntime = "pyxis"\n')
+    variables = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_CONF": str(tmp_path / "slurm.conf")}
+    found = check_site(str(tmp_path / "site.toml"), variables, None, offline=True)
+    told = [one for one in found if one.name == "[container] runtime" and one.status == "info"]
+    assert [one.what.startswith(said or "") for one in told] == [True] * (said is not None)
+    assert all("container_scope=job" in (one.hint or "") for one in told)

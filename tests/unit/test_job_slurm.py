@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import socket
+import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -259,8 +261,9 @@ def test_pyxis_gets_image_mounts_and_variables_only_for_the_training(stage: Stag
     mounts = ((str(stage.folder), str(stage.folder)), ("/data", "/data:ro,nosuid"))
     plan = _plan(stage, replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=mounts))
     _, recorded = _run(stage, plan)
-    first, training, last = [arguments for tool, arguments, *_ in recorded if tool == "srun"]
-    assert not [one for one in (*first, *last) if one.startswith("--container")]
+    steps = [arguments for tool, arguments, *_ in recorded if tool == "srun"]
+    (training,) = (one for one in steps if one[-2] == "training")
+    assert not [word for one in steps if one is not training for word in one if word.startswith("--container")]
     assert f"--container-image={SQSH.path}" in training
     both = f"{stage.folder}:{stage.folder}"
     assert f"--container-mounts={both},/data:/data:ro+nosuid" in training
@@ -279,36 +282,83 @@ import json, os, sys
 with open(os.environ["RECORDED"], "a") as stream:
     print(json.dumps(["enroot", sys.argv[1:]]), file=stream)
 if sys.argv[1] == "list":
-    print("pyxis_envbuild-77-0", "pyxis_77_envbuild-77-1", "pyxis_77.0", "pyxis_envbuild-7-0", "mine", sep="\\n")
+    print(os.environ["CONTAINERS"])
 """
-_OWN = [["remove", "--force", "pyxis_envbuild-77-0"], ["remove", "--force", "pyxis_77_envbuild-77-1"]]
+_MINE = f"envbuild-lab-{os.getuid()}"
+_OWN = [f"pyxis_{_MINE}-77-0", f"pyxis_77_{_MINE}-77-1", f"{_MINE}-77-0-n1-123"]
+_ENDED = [f"pyxis_{_MINE}-7-0", f"pyxis_8_{_MINE}-8-0", f"{_MINE}-9-0-n-1-4"]
+# Of another user, cluster or program, of jobs that squeue knows, or with a name that no job gives.
+_OTHERS = [
+    "mine", "pyxis_77.0", "pyxis_mine", "envbuild-7-0", "pyxis_envbuild-7-0", "pyxis_envbuild-lab-60001-7-0",
+    f"pyxis_envbuild-other-{os.getuid()}-7-0", f"my_{_MINE}-7-0", f"pyxis_6_{_MINE}-7-0", f"pyxis_{_MINE}-x-0",
+    f"pyxis_{_MINE}-7", f"pyxis_{_MINE}-", f"pyxis_{_MINE}-78-0", f"pyxis_{_MINE}-79-0", f"{_MINE}-80-0-n1-4",
+]  # fmt: skip
+_CONTAINERS = {"SLURM_CLUSTER_NAME": "lab", "CONTAINERS": "\n".join([*_OWN, *_ENDED, *_OTHERS])}
+# Job 9 has ended and is not forgotten yet.
+_SQUEUE = """\
+#!/bin/sh
+[ -z "${SILENT-}" ] || exit 1
+case $* in
+*%A*) printf '%s\\n' "77 RUNNING" "78 PENDING" "79 COMPLETING" "9 CANCELLED" "80 SUSPENDED" ;;
+*) echo "$STATE" ;;
+esac
+"""
+
+
+def _removed(recorded: list[Any]) -> list[str]:
+    return [arguments[2] for arguments in _calls(recorded, "enroot") if arguments[:2] == ["remove", "--force"]]
 
 
 def test_pyxis_unpacks_an_image_once_for_each_start_of_a_job_and_leaves_nothing(stage: Stage) -> None:
     executable(stage.bin / "enroot", _ENROOT)
+    executable(stage.bin / "squeue", _SQUEUE)
     mounts = ((str(stage.folder), str(stage.folder)),)
     plan = replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=mounts, preflight=True)
-    _, recorded = _run(stage, _plan(stage, plan), {"SLURM_RESTART_COUNT": "2"})
-    first, preflight, training, last = _calls(recorded, "srun")
+    _, recorded = _run(stage, _plan(stage, plan), {"SLURM_RESTART_COUNT": "2", **_CONTAINERS})
+    calls = _calls(recorded, "srun")
+    tidying = [one for one in calls if "--overlap" in one]
+    preflight, training = [one for one in calls if one not in tidying]
     named = [one for one in (*preflight, *training) if one.startswith("--container-name")]
-    assert named == ["--container-name=envbuild-77-2"] * 2
-    # In the first step, for a run before a requeue, and in the last one.
-    assert sorted(_calls(recorded, "enroot")) == sorted([["list"], *_OWN] * stage.nodes * 2)
-    order = [name for name, *_ in recorded if name in ("srun", "python", "enroot")]
-    assert order.index("enroot") < order.index("python")
+    assert named == [f"--container-name={_MINE}-77-2"] * 2
+    # Beside the training, of runs before a requeue and of ended jobs; at the end, of this run.
+    assert sorted(one[-1] for one in tidying) == ["earlier", "own"] and calls[-1][-1] == "own"
+    assert sorted(_removed(recorded)) == sorted([*_OWN * 2, *_ENDED] * stage.nodes)
     epilog = f"--task-epilog={stage.folder}/pt_cpu_77/tidy-2.sh"
-    assert epilog in preflight and epilog in training and epilog not in (*first, *last)
+    assert epilog in preflight and epilog in training and not [one for one in tidying if epilog in one]
 
 
-@pytest.mark.parametrize(("state", "removed"), [("RUNNING", []), ("COMPLETING", _OWN)])
-def test_the_epilog_of_a_step_removes_containers_of_a_job_that_was_ended(
-    stage: Stage, state: str, removed: list[list[str]]
+@pytest.mark.parametrize(
+    ("step", "env", "removed"),
+    [
+        ((), {"STATE": "RUNNING"}, []),
+        ((), {"STATE": "COMPLETING"}, _OWN),
+        (("own",), {}, _OWN),
+        (("earlier",), {}, [_OWN[1], *_ENDED]),
+        (("earlier",), {"SILENT": "1"}, []),
+        (("earlier",), {"SLURM_JOB_ID": "99"}, []),  # an answer that does not list this job
+    ],
+)
+def test_only_containers_of_this_users_ended_jobs_are_removed(
+    stage: Stage, step: tuple[str, ...], env: dict[str, str], removed: list[str]
 ) -> None:
     executable(stage.bin / "enroot", _ENROOT)
-    executable(stage.bin / "squeue", f"#!/bin/sh\necho {state}\n")
-    done, recorded = stage.run(TIDY, shell="sh")
-    assert done.returncode == 0, done.stderr
-    assert [one for one in _calls(recorded, "enroot") if one != ["list"]] == removed
+    executable(stage.bin / "squeue", _SQUEUE)
+    tidy = stage.folder / "tidy-0.sh"
+    tidy.write_text(TIDY)
+    (stage.folder / "recorded").write_text("")
+    variables = stage.environment({**_CONTAINERS, **env})
+    subprocess.run(["sh", tidy, *step], env=variables, check=True)
+    lines = (stage.folder / "recorded").read_text().splitlines()
+    assert _removed([json.loads(line) for line in lines]) == removed
+
+
+def test_enroots_node_program_tidies_beside_the_training_and_names_what_it_unpacks(stage: Stage) -> None:
+    plan = replace(PLAN, artifact=SQSH, runtime="enroot", mounts=MOUNTS)
+    script = render(plan)
+    assert '[ "$1" != training ] || sh "$ENVBUILD_RUN/tidy-$restarts.sh" earlier' in script
+    assert 'created="envbuild-${SLURM_CLUSTER_NAME-}-$(id -u)-$SLURM_JOB_ID-$restarts-$name-$$"' in script
+    other = render(replace(plan, scheduler="pbs", launcher="ssh"))
+    assert "squeue" not in other and "created=envbuild-${ENVBUILD_RUN##*/}-$restarts-$name-$$" in other
 
 
 @pytest.mark.parametrize("name", ["/data/$USER", "/data/`id`"])

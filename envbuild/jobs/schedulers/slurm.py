@@ -74,9 +74,10 @@ _SRUN = r"""everywhere() {
 _RESUME = r"""    if [ "$1" = training ]; then options+=(--auto-resume=1); fi
 """
 
-_PYXIS = r"""    if [ "$1" = tidy ]; then
-        exec srun "${options[@]}" sh "$ENVBUILD_RUN/tidy-$restarts.sh" now </dev/null
-    fi
+_PYXIS = r"""    case $1 in own | earlier) # beside any other step
+        exec srun "${options[@]}" --overlap sh "$ENVBUILD_RUN/tidy-$restarts.sh" "$1" </dev/null
+        ;;
+    esac
     options+=("${container[@]}" --task-epilog="$ENVBUILD_RUN/tidy-$restarts.sh")
 """
 

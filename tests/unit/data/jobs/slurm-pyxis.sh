@@ -47,18 +47,40 @@ ENVBUILD_JOB='{
 SETTINGS
 cat >"$ENVBUILD_RUN/tidy-$restarts.sh" <<'TIDY'
 #!/bin/sh
-# Removes this job's containers from a node: they have names, so that pyxis keeps them when a step ends or is killed.
-# Without an argument, as the epilog of a step, only when the job was cancelled or requeued: no step can start then.
+# Removes containers from a node, those of this user's jobs alone, by their names: envbuild-CLUSTER-UID-JOB-RESTARTS.
+# own: this job's. earlier: those of its runs before a requeue, and of jobs that have ended. Without an argument, as the
+# epilog of a step: this job's, if it was cancelled or requeued, because no step can start then.
+prefix="envbuild-${SLURM_CLUSTER_NAME-}-$(id -u)-"
+restarts=${0##*-} restarts=${restarts%.sh} limit=60
+[ "${1-}" = earlier ] || trap '' TERM
 [ $# -gt 0 ] || case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in RUNNING) exit 0 ;; esac
-trap '' TERM
 if ! command -v enroot >/dev/null; then
-    echo "envbuild: node $SLURMD_NODENAME: cannot remove this job's containers: there is no enroot; add it to PATH" >&2
+    echo "envbuild: node $SLURMD_NODENAME: cannot remove containers of jobs: there is no enroot; add it to PATH" >&2
     exit 0
 fi
-enroot list | while read -r name; do
-    case $name in # pyxis_NAME, or pyxis_JOB_NAME where the site says container_scope=job
-    pyxis_*envbuild-"$SLURM_JOB_ID"-*) enroot remove --force "$name" </dev/null ;;
-    esac
+names=$(enroot list) # before squeue is asked: a job that starts now is in neither list, or in both
+if [ "${1-}" = earlier ]; then
+    limit=3600 ended='^(BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|TIMEOUT)$'
+    live=$(squeue --noheader --states=all --user="$(id -u)" --format='%A %T' | awk -v e="$ended" '$2 !~ e { print $1 }')
+    live=" $(echo "$live" | tr '\n' ' ')"
+    case $live in *" $SLURM_JOB_ID "*) ;; *) exit 0 ;; esac # else squeue did not answer
+fi
+echo "$names" | while read -r name; do
+    rest=${name##*"$prefix"}
+    job=${rest%%-*} run=${rest#*-}
+    run=${run%%-*}
+    case $job$run in *[!0-9]*) continue ;; esac
+    case $rest in [0-9]*-[0-9]*) ;; *) continue ;; esac
+    # pyxis_NAME, or pyxis_JOB_NAME where the site says container_scope=job; enroot alone takes the name as it is.
+    case ${name%"$prefix$rest"} in '' | pyxis_ | pyxis_"$job"_) ;; *) continue ;; esac
+    if [ "${1-}" != earlier ]; then
+        [ "$job" = "$SLURM_JOB_ID" ] || continue
+    elif [ "$job" = "$SLURM_JOB_ID" ]; then
+        [ "$run" != "$restarts" ] || continue
+    else
+        case $live in *" $job "*) continue ;; esac
+    fi
+    timeout "$limit" enroot remove --force "$name" </dev/null
 done
 TIDY
 # shellcheck disable=SC1090,SC1091
@@ -71,7 +93,7 @@ settings=/fsx/me/${ENVBUILD_RUN##*/}/settings-$restarts.sh
 # shellcheck disable=SC2054 # the commas are for pyxis
 container=(
     --container-image=/fsx/pt.sqsh
-    --container-name="envbuild-$job-$restarts"
+    --container-name="envbuild-${SLURM_CLUSTER_NAME-}-$(id -u)-$job-$restarts"
     --container-mounts=/fsx:/fsx
     --container-env=SLURM_NODEID,SLURMD_NODENAME,CUDA_VISIBLE_DEVICES
     --no-container-mount-home
@@ -83,18 +105,19 @@ everywhere() {
     # A step has all CPUs of the job, unless it names a number: that means these alone.
     local options=(--nodes=2 --ntasks=2 --ntasks-per-node=1 --kill-on-bad-exit=1)
     options+=(--cpu-bind=none --mpi=none --export=ALL)
-    if [ "$1" = tidy ]; then
-        exec srun "${options[@]}" sh "$ENVBUILD_RUN/tidy-$restarts.sh" now </dev/null
-    fi
+    case $1 in own | earlier) # beside any other step
+        exec srun "${options[@]}" --overlap sh "$ENVBUILD_RUN/tidy-$restarts.sh" "$1" </dev/null
+        ;;
+    esac
     options+=("${container[@]}" --task-epilog="$ENVBUILD_RUN/tidy-$restarts.sh")
     exec srun "${options[@]}" "${launch[@]}" "$1" "$settings" </dev/null
 }
 chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
-# Removes the containers, however this script ends. In a job that was cancelled, the epilogs of its steps do that.
-# A node that cannot end its last step holds the job no longer than a minute.
-trap '(SLURM_IMMEDIATE=60 everywhere tidy) >/dev/null 2>&1 || true' EXIT
-# Those of a run before a requeue.
-(everywhere tidy) || true
+# Removes the containers, however this script ends, within a minute: a later job of this user removes the rest. In a job
+# that was cancelled, the epilogs of its steps do that, for five seconds.
+trap '(SLURM_IMMEDIATE=60 everywhere own) >/dev/null 2>&1 || true' EXIT
+# Beside the training: those of a run before a requeue, and of this user's jobs that have ended.
+(everywhere earlier) &
 
 [ "${#hosts[@]}" -eq "$nodes" ] ||
     stop "$nodes nodes were asked for, and there are ${#hosts[@]}: ${hosts[*]-}" 5

@@ -73,13 +73,15 @@ private() {
     [ -n "$(find "$1" -prune -type d -user "$(id -u)" ! -perm -020 ! -perm -002)" ] ||
         stop "enroot cannot use $1: it must be a folder of user $(id -u), no link, closed to other writers. Remove it"
 }
+# Beside the training: removes containers that ended jobs of this user left on this node.
+[ "$1" != training ] || sh "$ENVBUILD_RUN/tidy-$restarts.sh" earlier >/dev/null 2>&1 &
 # Without a login session there is no XDG_RUNTIME_DIR, where enroot keeps what runs.
 XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-${ENVBUILD_RUN##*/}-$restarts
 export XDG_RUNTIME_DIR
 private "$XDG_RUNTIME_DIR"
 created=
 if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or overlayfs: unpack it
-    created=envbuild-${ENVBUILD_RUN##*/}-$restarts-$name-$$
+    created="envbuild-${SLURM_CLUSTER_NAME-}-$(id -u)-$SLURM_JOB_ID-$restarts-$name-$$"
     enroot create --force --name "$created" "$image"
     image=$created
 fi
@@ -99,10 +101,48 @@ while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the child
     code=0
     wait "$child" || code=$?
 done
-[ -z "$created" ] || enroot remove --force "$created" || true
+[ -z "$created" ] || timeout 60 enroot remove --force "$created" || true
 rmdir "$XDG_RUNTIME_DIR/enroot" "$XDG_RUNTIME_DIR" 2>/dev/null || true # if empty
 exit "$code"
 NODE
+cat >"$ENVBUILD_RUN/tidy-$restarts.sh" <<'TIDY'
+#!/bin/sh
+# Removes containers from a node, those of this user's jobs alone, by their names: envbuild-CLUSTER-UID-JOB-RESTARTS.
+# own: this job's. earlier: those of its runs before a requeue, and of jobs that have ended. Without an argument, as the
+# epilog of a step: this job's, if it was cancelled or requeued, because no step can start then.
+prefix="envbuild-${SLURM_CLUSTER_NAME-}-$(id -u)-"
+restarts=${0##*-} restarts=${restarts%.sh} limit=60
+[ "${1-}" = earlier ] || trap '' TERM
+[ $# -gt 0 ] || case $(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID") in RUNNING) exit 0 ;; esac
+if ! command -v enroot >/dev/null; then
+    echo "envbuild: node $SLURMD_NODENAME: cannot remove containers of jobs: there is no enroot; add it to PATH" >&2
+    exit 0
+fi
+names=$(enroot list) # before squeue is asked: a job that starts now is in neither list, or in both
+if [ "${1-}" = earlier ]; then
+    limit=3600 ended='^(BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|TIMEOUT)$'
+    live=$(squeue --noheader --states=all --user="$(id -u)" --format='%A %T' | awk -v e="$ended" '$2 !~ e { print $1 }')
+    live=" $(echo "$live" | tr '\n' ' ')"
+    case $live in *" $SLURM_JOB_ID "*) ;; *) exit 0 ;; esac # else squeue did not answer
+fi
+echo "$names" | while read -r name; do
+    rest=${name##*"$prefix"}
+    job=${rest%%-*} run=${rest#*-}
+    run=${run%%-*}
+    case $job$run in *[!0-9]*) continue ;; esac
+    case $rest in [0-9]*-[0-9]*) ;; *) continue ;; esac
+    # pyxis_NAME, or pyxis_JOB_NAME where the site says container_scope=job; enroot alone takes the name as it is.
+    case ${name%"$prefix$rest"} in '' | pyxis_ | pyxis_"$job"_) ;; *) continue ;; esac
+    if [ "${1-}" != earlier ]; then
+        [ "$job" = "$SLURM_JOB_ID" ] || continue
+    elif [ "$job" = "$SLURM_JOB_ID" ]; then
+        [ "$run" != "$restarts" ] || continue
+    else
+        case $live in *" $job "*) continue ;; esac
+    fi
+    timeout "$limit" enroot remove --force "$name" </dev/null
+done
+TIDY
 # shellcheck disable=SC1090,SC1091
 . "$ENVBUILD_RUN/settings-$restarts.sh"
 # From the host where the job was submitted; it need not be here.
