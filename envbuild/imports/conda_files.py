@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from envbuild.errors import UsageError
-from envbuild.imports.pip_files import pip_line
+from envbuild.imports.pip_files import beside, pip_line
 from envbuild.imports.poetry import poetry_requirement
 from envbuild.imports.statement import INDEX, OTHER_SYSTEM, SOURCE, TOOL, Statement, check_version, lost, text_of, texts
 from envbuild.recipe.model import CHANNEL_ALIAS
@@ -74,9 +74,9 @@ def read_environment(path: Path) -> Iterator[Statement]:
                             yield Statement("channel", channel, where)
                         if marks and list_at(data, "channels") not in ([], [channel]):
                             yield lost(text, where, CHANNEL)
-                        yield _spec(KINDS[key], spec if marks else text, where, platform=_SELECTED[selector])
+                        yield conda_spec(KINDS[key], spec if marks else text, where, platform=_SELECTED[selector])
                     else:
-                        for pip in pip_line(text, where, path.parent):
+                        for pip in pip_line(text, where, beside(path.parent)):
                             yield replace(pip, platform=_SELECTED[selector])
         elif key == "variables":
             yield from (Statement("env", f"{name}={one}", place) for name, one in table_at(value).items())
@@ -84,7 +84,7 @@ def read_environment(path: Path) -> Iterator[Statement]:
             yield Statement("name", str(value), place) if key == "name" else lost(f"{key}: {value}", place, TOOL)
 
 
-def _spec(kind: str, text: str, place: str, group: str = "", platform: str = "") -> Statement:
+def conda_spec(kind: str, text: str, place: str, group: str = "", platform: str = "") -> Statement:
     """Return the statement of a conda match spec; python without a build is a specifier of the recipe's Python."""
     plain = re.sub(r"\s*([<>=!~,|])\s*", r"\1", text.strip())
     if built := re.fullmatch(r"python={1,2}([\d.]+)=([^=\s]+)", plain):  # of `conda env export`
@@ -115,7 +115,7 @@ def conda_entries(
                 yield lost(f"{name} = {spec}", place, CHANNEL, group)
             version, build = about.get("version") or "*", about.get("build", "")
             text = name if version == "*" and not build else f"{name} {version} {build}".strip()
-            yield _spec("conda", text, place, group, platform)
+            yield conda_spec("conda", text, place, group, platform)
 
 
 def read_pixi(path: Path) -> Iterator[Statement]:

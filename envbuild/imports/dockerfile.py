@@ -1,18 +1,24 @@
 """Reader of Dockerfiles: base, environment, working directory, and the packages of pip, conda and apt.
 
-Source: docs.docker.com, "Dockerfile reference". The reader is envbuild's own: dockerfile-parse 2.0 reads the lines of a
-here-document as instructions, and has no types.
+It follows a builder: variables of each stage, files that are copied into the image, the working directory of each
+command, and stages whose environment a later stage copies. Nothing is read from the host but files of the build
+context. Source: docs.docker.com, "Dockerfile reference". The reader is envbuild's own: dockerfile-parse 2.0 reads the
+lines of a here-document as instructions, and has no types.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from envbuild.errors import UsageError
 from envbuild.files import parse_json
-from envbuild.imports.pip_files import pip_words
+from envbuild.imports.conda_files import conda_spec
+from envbuild.imports.pip_files import Find, pip_words
 from envbuild.imports.statement import NOT_IN_IMAGE, Statement, lost, text_of
 
 # Bases whose content a recipe can name: Python's version, and torch's; data/gpu_signs.toml reads their CUDA.
@@ -21,56 +27,143 @@ _BASES = (
     re.compile(r"(?:docker\.io/)?pytorch/pytorch:(?P<torch>\d+\.\d+\.\d+)-cuda\d+\.\d\S*"),
     re.compile(r"(?:docker\.io/)?nvidia/cuda:\d+\.\d\S*"),
 )
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
+# $NAME, ${NAME}, ${NAME:-default} and ${NAME:+alternative}; a backslash keeps the dollar.
+_VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?([-+])([^{}$]*))?\})")
 _HEREDOC = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)[\"']?")
 _INSTALL = {
-    "pip": re.compile(r"(?:(?:\S*/)?python[\d.]* -m |uv )?(?:\S*/)?pip[\d.]*(?: -\S+)* install"),
+    "pip": re.compile(r"(?:(?:\S*/)?python[\d.]* -m |(?:\S*/)?uv )?(?:\S*/)?pip[\d.]*(?: -\S+)* install"),
     "conda": re.compile(r"(?:\S*/)?(?:conda|mamba|micromamba) (?:install|create)"),
     "package": re.compile(r"apt(?:-get)?(?: -\S+)* install"),
 }
 # They change neither packages nor versions.
 _WITHOUT_EFFECT = ("-y", "-q", "-qq", "--yes", "--quiet", "--no-install-recommends", "--assume-yes")
+_CONDA_VALUED = ("-f", "--file", "-n", "--name", "-p", "--prefix", "--solver", "--repodata-fn", "--platform")
 _SHELL = "a command of the shell"
+_PYTHON = "the recipe's Python"
+# Statements about the environment of a stage that another copies; the others are about its image.
+_OF_ENVIRONMENT = ("requirement", "constraint", "index", "conda", "channel")
 _NEWLINE = ";;"  # which no command of a RUN outside of `case` has
-_REASONS = dict.fromkeys(("COPY", "ADD"), "copies files: own code belongs to [project]") | {
+_COPIES = "copies files: own code belongs to [project]"
+_REASONS = dict.fromkeys(("COPY", "ADD"), _COPIES) | {
     "FROM": "a recipe builds on Debian, or names base and python in [image]",
     "ARG": "its default is used where the file names it",
 }
+# Folders of environments, and the words before the path of one that a command makes.
+_ENVIRONMENT = re.compile(r"/($|usr($|/local)|opt/conda|.*(venv|virtualenv|site-packages|dist-packages|\.local)(/|$))")
+_MAKES = re.compile(r"(?:-m venv|virtualenv|uv venv|--prefix|--target|-t|-p)(?: -\S+)*[ =]((?:/|\.\w)\S*)")
+# Parents of the Dockerfile's folder in which the build context is looked for.
+_PARENTS = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Stage:
+    """A stage while it is read: its variables, working directory, and which files it has from where.
+
+    `files` are (path in the image, paths in possible build contexts, or text and place); of several, the last counts.
+    `made` are the folders of environments, `above` is the stage on which it builds, `copied` those whose environments
+    it copies.
+    """
+
+    name: str
+    above: _Stage | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    args: dict[str, str] = field(default_factory=dict)
+    workdir: str = "/"
+    files: list[tuple[str, list[Path] | tuple[str, str]]] = field(default_factory=list)
+    made: list[str] = field(default_factory=list)
+    copied: list[_Stage] = field(default_factory=list)
+    statements: list[Statement] = field(default_factory=list)
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """Variables that its instructions see."""
+        return self.args | self.env
+
+    def path(self, text: str) -> str:
+        """Return the absolute path of `text` in the image."""
+        return posixpath.normpath(posixpath.join(self.workdir, text))
 
 
 def read_dockerfile(path: Path) -> Iterator[Statement]:
-    """Yield the statements of a Dockerfile's last stage and of the stages on which it builds. Raises UsageError."""
-    stages: list[list[tuple[int, str, str]]] = [[]]
-    for one in _instructions(text_of(path)):
-        stages += [[]] if one[1] == "FROM" else []
-        stages[-1].append(one)
-    named = ((index, re.findall(r"\sas (\S+)$", stage[0][2].lower())) for index, stage in enumerate(stages) if index)
-    names = {found[0]: index for index, found in named if found}
-    kept, index = {0}, len(stages) - 1
-    while index not in kept:
-        kept.add(index)
-        above = names.get(_image(stages[index][0][2]).lower(), 0) if stages[index] else 0
-        index = above if above < index else 0
-    variables: dict[str, str] = {}
-    for index, stage in enumerate(stages):
-        for number, name, rest in stage:
-            place, given = f"{path}:{number}", dict[str, str]()
-            text = _VARIABLE.sub(lambda found: variables.get(found[1] or found[2], found[0]), rest)
-            if name in ("ARG", "ENV"):
-                given = _pairs(text)
-                variables.update(given)
-                rest = " ".join(f"{key}={value}" for key, value in given.items()) or rest
-            if index not in kept:
-                yield lost(f"{name} {rest}", place, NOT_IN_IMAGE)
-            elif name == "FROM":
-                yield from _base(_image(text), place) if names.get(_image(text).lower(), index) >= index else ()
-            elif name == "RUN":
-                yield from _run(text, place, path.parent)
-            elif name == "WORKDIR" or (name == "ENV" and given):
-                found = [f"{key}={value}" for key, value in given.items()] or [text.strip("\"'")]
-                yield from (Statement("env" if given else "workdir", one, place) for one in found)
+    """Yield the statements of a Dockerfile's last stage and of those that it builds on or copies. Raises UsageError."""
+    stages = [_Stage("")]
+    for number, name, rest in _instructions(text_of(path)):
+        place, stage = f"{path}:{number}", stages[-1]
+        if name == "FROM":
+            stages.append(_from(rest, place, stages))
+        else:
+            stage.statements += _instruction(name, rest, place, stage, stages, path.parent)
+    whole = [stages[0], stages[-1]]  # stages whose variables, working directory and Debian packages the image has
+    while above := whole[-1].above:
+        whole.append(above)
+    copied = [one for stage in whole for one in stage.copied]  # stages of which it has the Python packages
+    for one in copied:
+        copied += [other for other in (*one.copied, one.above) if other is not None and other not in copied]
+    for stage in stages:
+        for statement in stage.statements:
+            if stage in whole or (stage in copied and (statement.kind in _OF_ENVIRONMENT or statement.reason)):
+                yield statement
             else:
-                yield lost(f"{name} {rest}", place, _REASONS.get(name, "a recipe has no such setting"))
+                yield replace(statement, reason=NOT_IN_IMAGE)
+
+
+def _from(rest: str, place: str, stages: list[_Stage]) -> _Stage:
+    """Return the stage that a FROM begins."""
+    words = [word for word in _replaced(rest, stages[0].args).split() if not word.startswith("--")]
+    image = words[0] if words else ""
+    name = words[2].lower() if len(words) == 3 and words[1].lower() == "as" else ""
+    above = _stage_of(image, stages)
+    stage = _Stage(name, above)
+    if above is None:
+        stage.statements += _base(image, place)
+    else:
+        stage.env, stage.workdir = dict(above.env), above.workdir
+        stage.files, stage.made = list(above.files), list(above.made)
+    return stage
+
+
+def _stage_of(name: str, stages: list[_Stage]) -> _Stage | None:
+    """Return the stage with this name or number, None for an image."""
+    if name.isdecimal() and int(name) + 1 < len(stages):
+        return stages[int(name) + 1]
+    return next((stage for stage in reversed(stages[1:]) if name and stage.name == name.lower()), None)
+
+
+def _instruction(
+    name: str, rest: str, place: str, stage: _Stage, stages: list[_Stage], folder: Path
+) -> Iterator[Statement]:
+    text = rest if name == "RUN" else _replaced(rest, stage.variables)
+    if name == "ARG":
+        given = _pairs(text)
+        declared = re.findall(r"^(\w+)$", text)
+        stage.args |= given | {one: stages[0].args[one] for one in declared if one in stages[0].args}
+        yield lost(f"ARG {' '.join(f'{key}={value}' for key, value in given.items()) or rest}", place, _REASONS["ARG"])
+    elif name == "ENV":
+        given = _pairs(text)
+        stage.env |= given
+        stage.made += [value for key, value in given.items() if key in ("VIRTUAL_ENV", "CONDA_PREFIX")]
+        yield from (Statement("env", f"{key}={value}", place) for key, value in given.items())
+    elif name == "WORKDIR":
+        stage.workdir = stage.path(text.strip("\"'"))
+        yield Statement("workdir", stage.workdir if "$" not in text else text, place)
+    elif name in ("COPY", "ADD"):
+        yield from _copy(text, f"{name} {rest}", place, stage, stages, folder)
+    elif name == "RUN":
+        yield from _run(text, place, stage, folder)
+    else:
+        yield lost(f"{name} {rest}", place, _REASONS.get(name, "a recipe has no such setting"))
+
+
+def _replaced(text: str, variables: Mapping[str, str]) -> str:
+    """Return `text` with the variables that are known; the others stay."""
+
+    def value(found: re.Match[str]) -> str:
+        name, sign = found[1] or found[2], found[3]
+        if sign == "+":
+            return found[4] if variables.get(name) else ""
+        return variables.get(name) or (found[4] if sign == "-" else variables.get(name, found[0]))
+
+    return _VARIABLE.sub(value, text)
 
 
 def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
@@ -88,10 +181,15 @@ def _instructions(text: str) -> Iterator[tuple[int, str, str]]:
         for end in _HEREDOC.findall(rest) if name.upper() in ("RUN", "COPY", "ADD") else ():
             for _, inner in lines:
                 if inner.strip() == end:
+                    rest += f"\n{_END}"
                     break
                 rest += f"\n{inner}"
         if name:
             yield number, name.upper(), rest.strip()
+
+
+# The end of a here-document, which no file has.
+_END = "\x00"
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -105,11 +203,6 @@ def _pairs(text: str) -> dict[str, str]:
     return {name: value for name, equals, value in (word.partition("=") for word in words) if equals}
 
 
-def _image(text: str) -> str:
-    """Return the image in the arguments of FROM."""
-    return next((word for word in text.split() if not word.startswith("--")), "")
-
-
 def _base(image: str, place: str) -> Iterator[Statement]:
     found = next((known for pattern in _BASES if (known := pattern.fullmatch(image))), None)
     about = found.groupdict() if found else {}
@@ -121,9 +214,108 @@ def _base(image: str, place: str) -> Iterator[Statement]:
     yield lost(f"FROM {image}", place, _REASONS["FROM"]) if found else Statement("base", image, place)
 
 
-def _run(text: str, place: str, folder: Path) -> Iterator[Statement]:
+def _copy(text: str, shown: str, place: str, stage: _Stage, stages: list[_Stage], folder: Path) -> Iterator[Statement]:
+    """Note the files that a COPY or ADD brings, and yield that they are not carried."""
+    first, *bodies = text.split("\n", 1)
+    words, options = _copied(first)
+    *sources, target = words or [""]
+    into = target.endswith("/") or len(sources) > 1
+    other = _stage_of(options.get("from", ""), stages)
+    if bodies:
+        documents = bodies[0].split(f"\n{_END}")
+        for source, document in zip(sources, documents, strict=False):
+            inner = "/" + _HEREDOC.sub(r"\1", source) if into else ""
+            stage.files.append((stage.path(target) + inner, (document, f"{place}: here-document")))
+    elif other is not None:
+        taken = [other.path(source) for source in sources]
+        for source in taken:
+            for file, found in other.files:
+                if file == source or file.startswith(f"{source}/"):
+                    stage.files.append((stage.path(target) + file[len(source) :], found))
+        if any(_ENVIRONMENT.match(one) or any(_overlap(one, made) for made in other.made) for one in taken):
+            stage.copied.append(other)
+            stage.made.append(stage.path(target))
+            return  # its packages are the image's
+    elif "from" not in options:
+        for source in sources:
+            stage.files += _placed(_in_context(source, folder), stage, target, into)
+    yield lost(shown.partition("\n")[0], place, _COPIES)
+
+
+def _copied(text: str) -> tuple[list[str], dict[str, str]]:
+    """Return sources and target, and the options, of a COPY."""
+    try:
+        words = [str(one) for one in parse_json(text)] if text.startswith("[") else shlex.split(text)
+    except (ValueError, TypeError):
+        words = text.split()
+    options = dict(word[2:].partition("=")[::2] for word in words if word.startswith("--"))
+    return [word for word in words if not word.startswith("--")], options
+
+
+def _overlap(one: str, other: str) -> bool:
+    return f"{one}/".startswith(f"{other.rstrip('/')}/") or f"{other}/".startswith(f"{one.rstrip('/')}/")
+
+
+def _in_context(source: str, folder: Path) -> list[Path]:
+    """Return the files or folders that `source` may be: the build context is the Dockerfile's folder, or one above."""
+    relative = posixpath.normpath(source.lstrip("/"))
+    if relative.startswith("..") or "$" in relative:
+        return []
+    here = folder.absolute()
+    found: list[Path] = []
+    for parent in [here, *here.parents[:_PARENTS]]:
+        found += [parent] if relative == "." else sorted(parent.glob(relative))
+        if (parent / ".git").exists():
+            break
+    return found
+
+
+def _placed(found: list[Path], stage: _Stage, target: str, into: bool) -> Iterator[tuple[str, list[Path]]]:
+    """Yield each path in the image, with the files or folders of the context that it may be from."""
+    place = stage.path(target)
+    for name in dict.fromkeys(path.name for path in found if path.is_file()):
+        inner = into or place in (stage.workdir, "/") or len({path.name for path in found}) > 1
+        same = [path for path in found if path.is_file() and path.name == name]
+        yield f"{place.rstrip('/')}/{name}" if inner else place, same
+    if folders := [path for path in found if path.is_dir()]:
+        yield place, folders
+
+
+def _finder(stage: _Stage, workdir: str, mounted: list[tuple[str, list[Path]]]) -> Find:
+    """Return what finds a file of the image: the one that an instruction copied there, or that RUN mounts.
+
+    It raises UsageError if two files of possible build contexts fit.
+    """
+
+    def find(name: str) -> Path | tuple[str, str] | None:
+        wanted = posixpath.normpath(posixpath.join(workdir, name))
+        for place, found in [*stage.files, *mounted][::-1]:
+            if isinstance(found, tuple):
+                if wanted == place:
+                    return found
+                continue
+            inside = wanted.startswith(f"{place.rstrip('/')}/")
+            inner = wanted[len(place.rstrip("/")) + 1 :] if inside else ""
+            files = [path / inner for path in found if (inside or wanted == place) and (path / inner).is_file()]
+            if len(files) > 1:
+                raise UsageError(f"which is the build context? {files[0]} and {files[1]} fit: name one with --from")
+            if files:
+                return files[0]
+        return None
+
+    return find
+
+
+def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Statement]:
     """Yield the statements of the commands of one RUN."""
-    body = re.sub(r"^(--\w+=\S+\s+)+", "", text)
+    options, mounted = re.match(r"(--\w+=\S+\s+)*", text), list[tuple[str, list[Path]]]()
+    flags = options[0].split() if options else []
+    for about in [dict(part.partition("=")[::2] for part in flag[8:].split(",")) for flag in flags if "mount=" in flag]:
+        source = _in_context(about.get("source", about.get("src", ".")), folder)
+        if about.get("type") == "bind" and "from" not in about:
+            target = next((about[key] for key in ("target", "dst", "destination") if key in about), stage.workdir)
+            mounted += _placed(source, stage, _replaced(target, stage.variables), into=False)
+    body = text[len(options[0]) if options else 0 :].replace(f"\n{_END}", "")
     body = _HEREDOC.sub("", body, count=1) if "\n" in body else body
     commands: list[list[str]] = [[]]
     try:
@@ -139,29 +331,50 @@ def _run(text: str, place: str, folder: Path) -> Iterator[Statement]:
                     continue
                 commands.append([]) if re.fullmatch(r"[;&|()]+", word) else commands[-1].append(word)
     except (ValueError, TypeError):
-        yield lost(text, place, _SHELL)
+        yield lost(text.replace(_END, ""), place, _SHELL)
         return
+    workdir, variables = stage.workdir, dict(stage.variables)
     for words in filter(None, commands):
         start = next((index for index, word in enumerate(words) if not re.match(r"sudo$|[A-Za-z_]\w*=", word)), 0)
+        if words[0] == "export" or all("=" in word for word in words):
+            variables |= _pairs(" ".join(shlex.quote(_replaced(word, variables)) for word in words if "=" in word))
+        words = [_replaced(word, variables) for word in words]
         line = " ".join(words[start:])
+        stage.made += [stage.path(path) for path in _MAKES.findall(line)]
+        if words[start] in ("cd", "pushd") and len(words) == start + 2:
+            workdir = posixpath.normpath(posixpath.join(workdir, words[-1]))
+            continue
         matches = {kind: one for kind, pattern in _INSTALL.items() if (one := pattern.match(line))}
         kind, found = next(iter(matches.items()), ("", None))
         if not found or {"<", ">", ">>"} & set(words):  # a redirection, or a requirement without quotes
             yield lost(" ".join(words), place, _SHELL)
             continue
         left = words[start + len(found[0].split()) :]
-        yield from pip_words(left, place, folder) if kind == "pip" else _packages(left, place, kind)
+        if kind == "pip":
+            yield from pip_words(left, place, _finder(stage, workdir, mounted))
+        else:
+            yield from _packages(left, place, kind)
 
 
 def _packages(words: list[str], place: str, kind: str) -> Iterator[Statement]:
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
+        python = re.fullmatch(r"python(?:(3\.\d+)|3)?(?:-(?:full|minimal|venv|dev|distutils|pip|is-python3))?", word)
         if kind == "conda" and name in ("-c", "--channel"):
             yield Statement("channel", value if equals else next(left, ""), place)
-        elif kind == "conda" and name in ("-f", "--file", "-n", "--name", "-p", "--prefix"):
+        elif kind == "conda" and name in _CONDA_VALUED:
             yield lost(f"{name} {value if equals else next(left, '')}", place, "name a file with --from")
+        elif kind == "package" and python:
+            if python[1]:
+                yield Statement("python", f"=={python[1]}.*", place)
+            else:
+                yield lost(word, place, _PYTHON)
         elif not word.startswith("-"):
-            yield Statement(kind, word, place)
+            channel, marks, spec = word.partition("::") if kind == "conda" else ("", "", word)
+            if marks:
+                yield Statement("channel", channel, place)
+            text = spec if marks else word
+            yield conda_spec(kind, text, place) if kind == "conda" else Statement(kind, text, place)
         elif word not in _WITHOUT_EFFECT:
             yield lost(word, place, "an option of the package manager")

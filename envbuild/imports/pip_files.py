@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from envbuild.data import load_table
@@ -28,20 +28,39 @@ _FILES = {"--requirement": "requirement", "--requirements": "requirement", "--co
 _INDEXES = ("--index-url", "--extra-index-url", "--index", "--default-index")
 
 
+# The requirements file that `-r NAME` means: its path, or its text and place if another file holds it.
+Find = Callable[[str], Path | tuple[str, str] | None]
+
+
+def beside(folder: Path) -> Find:
+    """Return what finds files relative to `folder`."""
+    return lambda name: folder / name if os.path.isfile(folder / name) else None
+
+
 def read_requirements(path: Path, kind: str = "requirement", seen: tuple[Path, ...] = ()) -> Iterator[Statement]:
     """Yield the statements of a requirements file and of the files that it names. Raises UsageError."""
-    for number, line in logical_lines(text_of(path)):
+    yield from requirement_lines(text_of(path), str(path), beside(path.parent), kind, (*seen, path.absolute()))
+
+
+def requirement_lines(
+    text: str, place: str, find: Find, kind: str = "requirement", seen: tuple[Path, ...] = ()
+) -> Iterator[Statement]:
+    """Yield the statements of a requirements file with this `text`; arguments as in `pip_line`."""
+    for number, line in logical_lines(text):
         if stripped := re.sub(r"(^|\s)#.*$", "", line).strip():
-            yield from pip_line(stripped, f"{path}:{number}", path.parent, kind, (*seen, path.absolute()))
+            yield from pip_line(stripped, f"{place}:{number}", find, kind, seen)
 
 
 def pip_line(
-    text: str, place: str, folder: Path, kind: str = "requirement", seen: tuple[Path, ...] = ()
+    text: str, place: str, find: Find, kind: str = "requirement", seen: tuple[Path, ...] = ()
 ) -> Iterator[Statement]:
-    """Yield the statements of one line of a requirements file in `folder`; `seen` are the files that lead to it."""
+    """Yield the statements of one line of a requirements file.
+
+    `find` finds the files that it names, `kind` is that of its requirements, `seen` are the files that lead to it.
+    """
     requirement, *options = re.split(r"(?:^|\s+)(?=-)", text, maxsplit=1)
     if not requirement:
-        yield from pip_words(_split(options[0]), place, folder, kind, seen)
+        yield from pip_words(_split(options[0]), place, find, kind, seen)
         return
     yield Statement(kind, _named(requirement.strip()), place)
     for option in re.split(r"\s+(?=--[a-z])", options[0]) if options else ():
@@ -49,7 +68,7 @@ def pip_line(
 
 
 def pip_words(
-    words: list[str], place: str, folder: Path, kind: str = "requirement", seen: tuple[Path, ...] = ()
+    words: list[str], place: str, find: Find, kind: str = "requirement", seen: tuple[Path, ...] = ()
 ) -> Iterator[Statement]:
     """Yield the statements of the arguments of `pip install`; arguments as in `pip_line`."""
     left = deque(words)
@@ -74,24 +93,31 @@ def pip_words(
             if not value and not equals:
                 value = left.popleft() if left else ""
                 word = f"{word} {value}"
-            yield from _valued(option[0], value, word, place, folder, kind, seen)
+            yield from _valued(option[0], value, word, place, find, kind, seen)
 
 
 def _valued(
-    option: str, value: str, text: str, place: str, folder: Path, kind: str, seen: tuple[Path, ...]
+    option: str, value: str, text: str, place: str, find: Find, kind: str, seen: tuple[Path, ...]
 ) -> Iterator[Statement]:
     """Yield the statements of an option with its value; `text` are the two as they are written."""
     if option in _FILES:
-        other = folder / value
+        try:
+            other = None if "://" in value else find(value)
+        except UsageError as error:
+            yield lost(text, place, error.message)
+            return
+        inner = "constraint" if _FILES[option] == "constraint" else kind
         if "://" in value:
             yield lost(text, place, "a file at a URL: download it, and name it with --from")
-        elif len(seen) > 20 or other.absolute() in seen or not os.path.isfile(other):
+        elif other is None or len(seen) > 20 or (isinstance(other, Path) and other.absolute() in seen):
             yield lost(text, place, "no such file here: name it with --from")
-        else:
+        elif isinstance(other, Path):
             try:
-                yield from read_requirements(other, "constraint" if _FILES[option] == "constraint" else kind, seen)
+                yield from read_requirements(other, inner, seen)
             except UsageError as error:
                 yield lost(text, place, error.message)
+        else:
+            yield from requirement_lines(*other, find, inner, (*seen, Path(value)))
     elif option in _INDEXES:
         # uv's indexes may have a name: NAME=URL
         yield Statement("index", re.sub(r"^[\w.-]+=(?=\w+://)", "", value), place)

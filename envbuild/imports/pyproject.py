@@ -15,7 +15,7 @@ from typing import Any
 
 from envbuild.errors import UsageError
 from envbuild.imports.conda_files import KINDS, conda_entries, pixi_entries
-from envbuild.imports.pip_files import pip_line
+from envbuild.imports.pip_files import beside, pip_line
 from envbuild.imports.poetry import poetry_requirement, poetry_specifier
 from envbuild.imports.statement import (
     OTHER_SYSTEM,
@@ -117,7 +117,7 @@ def _dynamic(document: Document) -> Iterator[Statement]:
     for key in files.keys() & set(map(str, list_at(data, "project", "dynamic"))):
         for group, given in files[key].items():
             for name in [given] if isinstance(given, str) else list_at(given):
-                for one in pip_line(f"-r {shlex.quote(str(name))}", place, folder):
+                for one in pip_line(f"-r {shlex.quote(str(name))}", place, beside(folder)):
                     yield replace(one, group=group)
         if not any(files[key].values()):
             yield lost(key, place, "dynamic: name the file that has them with --from")

@@ -310,7 +310,7 @@ def test_dockerfile() -> None:
     lost = reasons(draft)
     assert "abc123" not in str(lost) and "API_TOKEN=****" in lost
     said = " | ".join(lost)
-    for text in ("apt-get install -y curl", "rm -rf", "python -c print(1)", "COPY . .", "-e .", "unclosed", "CMD"):
+    for text in ("curl", "rm -rf", "python -c print(1)", "COPY . .", "-e .", "unclosed", "CMD"):
         assert text in said, text
 
 

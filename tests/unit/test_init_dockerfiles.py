@@ -1,0 +1,138 @@
+"""`envbuild init` reads Dockerfiles as a builder does: variables, copied files, working directories, stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lab.drafts import draft_of
+
+from envbuild.imports.draft import Draft
+from envbuild.recipe.model import Recipe
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Path:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "requirements.txt").write_text("wrong\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub/train.txt").write_text("right\n-r more.txt\n")
+    (tmp_path / "sub/more.txt").write_text("more\n")
+    return tmp_path
+
+
+def read(context: Path, text: str, name: str = "Dockerfile") -> tuple[Draft, Recipe]:
+    (context / name).parent.mkdir(exist_ok=True)
+    (context / name).write_text(text)
+    return draft_of(context / name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "COPY sub/train.txt requirements.txt\nRUN pip install -r requirements.txt\n",
+        "WORKDIR /app\nCOPY sub/train.txt requirements.txt\nRUN pip install -r requirements.txt\n",
+        "WORKDIR /app\nCOPY sub/train.txt requirements.txt\nRUN cd / && pip install -r app/requirements.txt\n",
+        "COPY sub/train.txt /tmp/x.txt\nRUN pip install -r /tmp/x.txt\n",
+        "COPY sub/train.txt /tmp/\nRUN pip install -r/tmp/train.txt\n",
+        "ADD sub /opt/code\nRUN cd /opt/code && pip install -r train.txt\n",
+        "COPY . .\nRUN pip install --requirement=sub/train.txt\n",
+        "COPY . /src\nWORKDIR /src/sub\nRUN pip install -r ./train.txt\n",
+        "WORKDIR /src\nRUN --mount=type=bind,source=sub/train.txt,target=r.txt pip install -r r.txt\n",
+        "RUN --mount=type=cache,target=/root/.cache --mount=type=bind,src=sub,dst=/s pip install -r /s/train.txt\n",
+        'COPY ["sub/train.txt", "/r.txt"]\nRUN ["pip", "install", "-r", "/r.txt"]\n',
+        "ARG DIR=sub\nCOPY ${DIR}/train.txt /r.txt\nRUN pip install -r /r.txt\n",
+        "COPY requirements.txt /r.txt\nCOPY sub/train.txt /r.txt\nRUN pip install -r /r.txt\n",
+        "COPY <<EOF /r.txt\nright\nmore\nEOF\nRUN pip install -r /r.txt\n",
+        "RUN export A=right && B=more; pip install $A ${B} ${C:-}\n",
+    ],
+)
+def test_the_files_of_a_run_are_those_of_the_image(context: Path, text: str) -> None:
+    _, recipe = read(context, f"FROM python:3.11\n{text}")
+    assert recipe.requirements == ("right", "more")
+    if "<<EOF" not in text and "export" not in text:
+        _, recipe = read(context, f"FROM python:3.11\n{text}", "docker/Dockerfile-gpu")
+        assert recipe.requirements == ("right", "more"), "the context is the folder above"
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "/HOST/x.txt", "../x.txt", "sub/train.txt"])
+def test_a_file_that_no_instruction_copies_is_not_read(context: Path, name: str) -> None:
+    (context / "x.txt").write_text("host\n")
+    name = name.replace("/HOST", str(context))
+    draft, recipe = read(context, f"FROM python:3.11\nRUN pip install -r {name} tqdm\n")
+    assert recipe.requirements == ("tqdm",)
+    assert [entry.reason for entry in draft.lost] == ["no such file here: name it with --from"]
+
+
+def test_two_possible_contexts_are_not_guessed(context: Path) -> None:
+    (context / "docker").mkdir()
+    (context / "docker/requirements.txt").write_text("inner\n")
+    text = "FROM python:3.11\nCOPY requirements*.txt ./\nRUN pip install -r requirements.txt tqdm\n"
+    draft, recipe = read(context, text, "docker/Dockerfile")
+    assert recipe.requirements == ("tqdm",)
+    assert any("which is the build context?" in entry.reason for entry in draft.lost)
+    assert read(context, text)[1].requirements == ("wrong", "tqdm")
+
+
+_STAGES = """\
+ARG BASE_NAME=builder
+ARG VERSION
+FROM python:3.12 AS tools
+ENV TOOL=1
+RUN pip install ruff
+FROM python:3.11 AS builder
+ARG VERSION
+RUN apt-get install -y gcc && python -m venv /opt/venv && /opt/venv/bin/pip install numpy==${VERSION:-2.2.6}
+ENV BUILD=1
+"""
+
+
+def test_the_packages_of_a_stage_whose_environment_is_copied(context: Path) -> None:
+    draft, recipe = read(
+        context, f"{_STAGES}FROM python:3.11-slim\nCOPY --from=builder /opt/venv /opt/venv\nRUN pip install einops\n"
+    )
+    assert recipe.requirements == ("numpy==2.2.6", "einops") and recipe.image.env == {} and recipe.image.packages == ()
+    lost = {entry.text: entry.reason for entry in draft.lost}
+    assert lost["ruff"] == lost["gcc"] == lost["TOOL=1"] == "of a stage that is not in the final image"
+    _, recipe = read(context, f"{_STAGES}FROM python:3.11-slim\nCOPY --from=1 /opt/venv/lib /usr/local/lib\n")
+    assert recipe.requirements == ("numpy==2.2.6",)
+    draft, recipe = read(context, f"{_STAGES}FROM python:3.11-slim\nCOPY --from=builder /app/x.bin /usr/bin/\n")
+    assert recipe.requirements == ()
+
+
+def test_a_stage_by_a_variable_is_the_image(context: Path) -> None:
+    for given in ("${BASE_NAME}", "$BASE_NAME", "${MISSING:-builder}"):
+        _, recipe = read(context, f"{_STAGES}FROM {given} AS app\nRUN pip install einops\n")
+        assert recipe.requirements == ("numpy==2.2.6", "einops") and recipe.image.env == {"BUILD": "1"}
+        assert recipe.image.packages == ("gcc",) and recipe.python == "3.11"
+
+
+def test_variables_of_other_stages_are_unknown(context: Path) -> None:
+    text = "ARG G=1\nFROM python:3.11 AS a\nENV X=2\nFROM python:3.11\nRUN pip install a==$X b==$G c==1\n"
+    draft, recipe = read(context, text)
+    assert recipe.requirements == ("c==1",)
+    assert {"a==$X", "b==$G"} <= {entry.text for entry in draft.lost}
+
+
+def test_variables_in_packages_of_conda_and_apt(context: Path) -> None:
+    text = """\
+FROM condaforge/miniforge3:25.3.1-0
+ARG CUDA_VERSION=12.6
+ENV PY=3.12
+RUN conda install -y -c conda-forge cuda-version=${CUDA_VERSION} nvidia::cuda-nvcc=$MISSING python=$PY
+"""
+    draft, recipe = draft_of_gpu(context, text)
+    assert list(recipe.targets) == ["cu126-x86_64"] and recipe.python == "3.12"
+    assert recipe.conda.dependencies == ("cuda-version=12.6",)
+    assert "holds a variable" in {entry.text: entry.reason for entry in draft.lost}["cuda-nvcc=$MISSING"]
+    draft, recipe = read(
+        context,
+        "FROM ubuntu:24.04\nRUN apt-get install -y python3.12 python3.12-venv python3-pip git\nRUN pip install a\n",
+    )
+    assert recipe.python == "3.12" and "git" not in str(draft.data.get("python"))
+    assert {entry.text: entry.reason for entry in draft.lost}["python3-pip"] == "the recipe's Python"
+
+
+def draft_of_gpu(context: Path, text: str) -> tuple[Draft, Recipe]:
+    (context / "Dockerfile").write_text(text)
+    return draft_of(context / "Dockerfile", target=None)
