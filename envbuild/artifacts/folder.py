@@ -23,7 +23,7 @@ from envbuild.errors import BuildError, HostError
 from envbuild.files import walk_stats
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import Trainer
-from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
+from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_programs, wheel_record
 from envbuild.layers.wheels import pinned
 from envbuild.mounts import link_mode
 from envbuild.names import normalise_version
@@ -229,10 +229,13 @@ def locked_files(wheels: Sequence[WheelFile], python: str, staged: Path, *, cond
     """
     scheme, found, listed = Scheme("prefix", python, conda), dict[str, set[str]](), set[str]()
     packages = site_packages(Path(), python)
+    # A program is a file of uv's cache, too, unless an installer writes it: a change there would come into every build.
+    programs = [wheel_programs(wheel.path, scheme) for wheel in wheels]
+    written = {path for one in programs for path, copied in one.items() if not copied}
     for wheel in wheels:
         for path, digest, _ in _rows(wheel_record(wheel.path, scheme)):
             place = os.path.normpath(packages / path)
-            if digest and not place.startswith("bin/") and not INSTALLER_NOTES.fullmatch(path):
+            if digest and path not in written and not INSTALLER_NOTES.fullmatch(path):
                 found.setdefault(place, set()).add(base64.urlsafe_b64decode(digest.partition("=")[2] + "=").hex())
     with atomic.writing(staged):
         for file in (staged / packages).glob("*.dist-info/RECORD"):

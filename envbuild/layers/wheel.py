@@ -41,6 +41,7 @@ _MAX_METADATA, _MAX_RECORD = 1 << 20, 16 << 20
 # The headers of METADATA come first; a description of any length may follow.
 _MOST_REQUIRED = 4 << 20
 _STEP = 1 << 18
+_PYTHON = b"#!python"
 _SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
 # Line ends in a name would break RECORD; the other characters cannot be typed.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
@@ -96,6 +97,21 @@ def wheel_paths(wheel: Path, scheme: Scheme) -> list[str]:
     with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
         converted = _Wheel(archive, wheel.name, scheme, 0)
         return [*converted.members(), *(path for path, _ in converted.entry_points())]
+
+
+def wheel_programs(wheel: Path, scheme: Scheme) -> dict[str, bool]:
+    """Return the programs of `wheel`, by their paths in its RECORD, and whether every installer writes the same bytes.
+
+    Those of entry points, and scripts that begin with `#!python`, get the path of an interpreter from each.
+    """
+    with reading(wheel.name, "wheel"), zipfile.ZipFile(wheel) as archive:
+        opened = _Wheel(archive, wheel.name, scheme, 0)
+        found = {}
+        for path, (info, script) in opened.members().items():
+            if path.startswith(f"{scheme.scripts}/"):
+                with open_member(archive, info) as stream:
+                    found[opened.relative(path)] = not script or stream.read(len(_PYTHON)) != _PYTHON
+        return found | {opened.relative(path): False for path, _ in opened.entry_points()}
 
 
 def wheel_record(wheel: Path, scheme: Scheme) -> bytes:
@@ -162,7 +178,7 @@ class _Wheel:
                 yield self._whole(path, data, 0o755)
         folder = f"{self._scheme.site_packages}/{self.info}"
         yield self._whole(f"{folder}/INSTALLER", INSTALLER, 0o644)
-        rows = [(self._relative(path), *row) for path, row in self._rows.items()]
+        rows = [(self.relative(path), *row) for path, row in self._rows.items()]
         yield self._whole(f"{folder}/RECORD", render_record(rows, self.info), 0o644)
 
     def members(self) -> dict[str, tuple[zipfile.ZipInfo, bool]]:
@@ -219,8 +235,8 @@ class _Wheel:
 
     def _script_start(self, info: zipfile.ZipInfo, stream: IO[bytes]) -> tuple[bytes, int]:
         """Return the replacement of a script's first line, if that is `#!python`, and the size of the result."""
-        head = stream.read(8)
-        if head != b"#!python":
+        head = stream.read(len(_PYTHON))
+        if head != _PYTHON:
             return head, info.file_size
         # The rest of that line, `w` or options, is dropped, as installers do.
         dropped, line = len(head), head
@@ -255,7 +271,8 @@ class _Wheel:
         except csv.Error as error:
             raise BuildError(f"{self._file}: RECORD: {error}") from None
 
-    def _relative(self, path: str) -> str:
+    def relative(self, path: str) -> str:
+        """Return the path in RECORD of an installed `path`."""
         base = self._scheme.site_packages + "/"
         return path.removeprefix(base) if path.startswith(base) else f"../../..{path[len(self._scheme.prefix) :]}"
 

@@ -73,6 +73,26 @@ def test_files_of_a_wheel_in_lib64_are_those_in_lib(tmp_path: Path) -> None:
     assert not any(path.startswith("lib64") for path in found)
 
 
+def test_programs_are_compared_unless_installers_write_them(tmp_path: Path) -> None:
+    """uv links a program to its cache, so that a change of one environment's would come into the next."""
+    scripts = "demo-1.0.data/scripts"
+    files = {
+        f"{scripts}/compiled": b"\x7fELF", f"{scripts}/shell": b"#!/bin/sh\n", f"{scripts}/python": b"#!python\nx\n",
+        "demo-1.0.data/data/bin/other": b"#!python", f"{scripts}/both": b"\x7fELF", f"{scripts}/theirs": b"\x7fELF",
+        "demo-1.0.dist-info/entry_points.txt": b"[console_scripts]\nmade = demo:main\nboth = demo:main\n",
+    }  # fmt: skip
+    wheel = make_wheel(tmp_path, "demo", files=files)
+    points = {"more-1.0.dist-info/entry_points.txt": b"[console_scripts]\ntheirs = more:main\n"}
+    wheels = [WheelFile(one.name[:4], "1.0", one, "", 0) for one in (wheel, make_wheel(tmp_path, "more", files=points))]
+    env = installed(tmp_path / "env", wheel_record(wheel, Scheme("prefix", "3.11")), "demo-1.0.dist-info")
+    installed(tmp_path / "more", wheel_record(wheels[1].path, Scheme("prefix", "3.11")), "more-1.0.dist-info")
+    (tmp_path / "more" / SITE / "more-1.0.dist-info").rename(env / SITE / "more-1.0.dist-info")
+    found = locked_files(wheels, "3.11", env)
+    programs = {path: sha256 for path, sha256 in found.items() if path.startswith("bin/")}
+    contents = {"bin/compiled": b"\x7fELF", "bin/shell": b"#!/bin/sh\n", "bin/other": b"#!python"}
+    assert programs == {path: {hashlib.sha256(data).hexdigest()} for path, data in contents.items()}
+
+
 @pytest.mark.parametrize(("is_conda", "folder"), [(False, "include/site/python3.11"), (True, "include/python3.11")])
 def test_headers_are_where_installers_put_them(tmp_path: Path, is_conda: bool, folder: str) -> None:
     """uv and pip: beside Python's own headers if the environment has its own Python."""
