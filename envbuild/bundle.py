@@ -122,16 +122,18 @@ def attest_bundle(path: Path, about: Mapping[str, Any], sign: Callable[[bytes], 
     return manifest.digest
 
 
-def judge_bundle(path: Path, trust: TrustTable, workers: int) -> tuple[str, str]:
+def judge_bundle(path: Path, trust: TrustTable, workers: int, recipe: str = "") -> tuple[str, str]:
     """Return the digest of the bundle at `path`, and the file of the key of the site that has attested it.
 
-    Reads every file. Raises VerificationError when none has, and when a file was changed, added or removed.
+    Reads every file. Raises VerificationError when none has, when a file was changed, added or removed, and when it is
+    not of `recipe` ("" for any).
     """
-    from envbuild.trust.policy import Signers, signed
+    from envbuild.trust.policy import Signers, check_recipe, signed
 
     signed_as, manifest = read_manifest(path), list_tree(path, workers, without=ATTESTATION)[0]
     digest = signed_as.digest if signed_as else ""
-    _, by = signed(path, path / ATTESTATION, PREDICATE, "attestation", digest, Signers.of(trust))
+    about, by = signed(path, path / ATTESTATION, PREDICATE, "attestation", digest, Signers.of(trust))
+    check_recipe(path, about.get("recipe"), trust, (str(path.absolute()), str(path.resolve())), recipe)
     assert signed_as is not None, "its digest was signed"
     both = signed_as.rows.keys() | manifest.rows.keys()
     if changed := sorted(one for one in both if signed_as.rows.get(one) != manifest.rows.get(one)):

@@ -27,6 +27,10 @@ from envbuild.site.settings import load_site
 if TYPE_CHECKING:
     from securesystemslib.signer import Signer
 
+    from envbuild.image.registry import Registry
+    from envbuild.site.settings import Site
+    from envbuild.trust.policy import TrustVerdict
+
 # For an encrypted key where nobody can type: of CI.
 _PASSPHRASE = "ENVBUILD_KEY_PASSPHRASE"
 
@@ -123,23 +127,34 @@ def _attest(
 
 @click.command("trust")
 @click.argument("named", metavar="ARTIFACT", shell_complete=complete.artifacts)
+@click.option(
+    "--recipe", default="", metavar="NAME", help="Refuse it too if it is of another recipe, whoever signed that."
+)
 @with_options("site", "target", "exact", "json")
-def trust_command(named: str, site: str | None, target: str | None, exact: bool, as_json: bool) -> None:
+def trust_command(
+    named: str, recipe: str, site: str | None, target: str | None, exact: bool, as_json: bool
+) -> None:  # fmt: skip
     """Say whether ARTIFACT is trusted by the [trust] table of the site; exit code 5 if it is not.
 
     Its content is compared with its receipt, and the receipt with what a signer of the site attested. For an image in
     a registry without an attested receipt here, these are what is attached to it there. `envbuild job` does the same
     where the site names signers. Of a bundle, every file is compared: ask before it is built from.
 
+    ARTIFACT may be REGISTRY/NAME:TAG, too: an image, or what `envbuild push` pushed, whose content `pull` compares. A
+    tag can be moved to something else that is signed: --recipe, or [trust] names of the site, says what it stands for.
+
     \b
     Examples:
       envbuild trust pytorch.sqsh
       envbuild trust /fsx/bundles/pt_cpu
       envbuild trust registry.example.org/team/pytorch@sha256:…
+      envbuild trust registry.example.org/team/pytorch:2.13 --recipe pt_cpu
       envbuild trust pt_cpu --target cpu-x86_64 --site ./cluster.toml
     """
     from envbuild.trust.policy import judge
 
+    shown = named
+    names: tuple[str, ...] = ()
     where = load_site(os.environ, site)
     trust = where.trust
     if not trust.restricts:
@@ -147,20 +162,56 @@ def trust_command(named: str, site: str | None, target: str | None, exact: bool,
             "the site names no signers", "give files of public keys as `signers` in [trust] of the site file"
         )
     if read_bundle(Path(named)) is not None:
-        digest, by = judge_bundle(Path(named), trust, resources.workers(os.environ))
+        digest, by = judge_bundle(Path(named), trust, resources.workers(os.environ), recipe)
         show(as_json, {"path": named, "digest": digest, "signer": by}, f"{named}: trusted: attested by {by}")
         return
-    opened, receipt = _opened(named, target, exact, attested_images(where))
-    verdict = judge(opened.place, receipt, trust, datetime.now(UTC), opened.artifact.digest)
+    verdict = None
+    if (registry := _by_tag(named, where)) is not None:
+        path, digest, verdict = _judge_tag(registry, where, target, recipe)
+        names, named = registry.reference.names, path
+    if verdict is None:
+        opened, receipt = _opened(named, target, exact, attested_images(where))
+        path, digest = opened.artifact.path, opened.artifact.digest
+        verdict = judge(
+            opened.place, receipt, trust, datetime.now(UTC), digest, names=names or opened.names,
+            recipe=recipe or opened.named_recipe,
+        )  # fmt: skip
     others = f", with its {' and its '.join(verdict.others)}" if verdict.others else ""
     value = {
-        "path": opened.artifact.path,
-        "digest": opened.artifact.digest,
-        "signer": verdict.signer,
-        "verified_at": verdict.verified_at,
-        "with": verdict.others,
-    }
-    show(as_json, value, f"{named}: trusted: attested by {verdict.signer}, verified at {verdict.verified_at}{others}")
+        "path": path, "digest": digest, "recipe": verdict.recipe, "signer": verdict.signer,
+        "verified_at": verdict.verified_at, "with": verdict.others,
+    }  # fmt: skip
+    text = f"attested by {verdict.signer}, verified at {verdict.verified_at}, of the recipe {verdict.recipe}{others}"
+    show(as_json, value, f"{shown}: trusted: {text}")
+
+
+def _judge_tag(
+    registry: Registry, site: Site, target: str | None, recipe: str
+) -> tuple[str, str, TrustVerdict | None]:  # fmt: skip
+    """Return NAME@sha256:… of what a tag names now, and its digest and verdict; no verdict for an image."""
+    from envbuild.image.model import digest_of
+    from envbuild.kinds.share import judge_pushed
+    from envbuild.recipe.targets import Target
+    from envbuild.store.pieces import is_pushed
+
+    name, manifest = registry.reference.name, registry.manifest()[0]
+    if not is_pushed(manifest):
+        image = registry.image(Target.parse(target).arch if target else None)
+        return f"{name}@{image.digest}", image.digest, None
+    digest, verdict = judge_pushed(registry, run_environment().store, site.trust, recipe)
+    return f"{name}@{digest_of(manifest)}", digest, verdict
+
+
+def _by_tag(named: str, site: Site) -> Registry | None:
+    """Return the registry of REGISTRY/NAME:TAG, None for any other name of an artifact."""
+    from envbuild.image.reference import is_host
+    from envbuild.store.remote_site import registry_of
+
+    host, slash, _ = named.partition("/")
+    if not slash or "@" in named or Path(named).exists() or Path(host).exists() or not is_host(host):
+        return None
+    environment = run_environment()
+    return registry_of(named, site, environment.pip, environment.variables)
 
 
 def _embed(path: Path, bundles: Mapping[str, bytes], signer: Signer | None) -> None:

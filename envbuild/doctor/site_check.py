@@ -71,7 +71,7 @@ def _trust(site: Site) -> Iterator[HostFinding]:
     if unknown := [name for name in site.trust.checks if name not in check_texts()]:
         known = ", ".join(check_texts())
         yield HostFinding("[trust] checks", "fail", f"there is no check {', '.join(unknown)}", f"there are {known}")
-    if (site.trust.checks or site.trust.max_age) and not site.trust.restricts:
+    if (site.trust.checks or site.trust.max_age or site.trust.names) and not site.trust.restricts:
         yield HostFinding("[trust]", "warn", "has no effect without signers", "name files of public keys in signers")
 
 

@@ -47,6 +47,11 @@ class Reference:
         return f"{self.registry}/{self.repository}"
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names that others may bind to something, the narrowest first: with the tag, and the repository's."""
+        return (f"{self.name}:{self.tag}", self.name) if self.tag else (self.name,)
+
+    @property
     def pointer(self) -> str:
         """The digest if there is one, because it cannot move, else the tag."""
         return self.digest or self.tag or "latest"
@@ -67,7 +72,7 @@ def parse_reference(text: str) -> Reference:
     if at and not is_digest(digest):
         raise UsageError(f"image {text!r}: {digest!r} is no digest", "sha256: and 64 digits 0-9a-f")
     host, slash, path = rest.partition("/")
-    if not slash or not _is_host(host):
+    if not slash or not is_host(host):
         host, path = DOCKER_HUB, rest
     path, colon, tag = path.partition(":")
     if colon and not _TAG.fullmatch(tag):
@@ -95,7 +100,7 @@ def api_host(registry: str) -> str:
     return "registry-1.docker.io" if registry == DOCKER_HUB else registry
 
 
-def _is_host(part: str) -> bool:
+def is_host(part: str) -> bool:
     """Return whether the first of several parts is a host, by Docker's rule."""
     return "." in part or ":" in part or part == "localhost"
 
@@ -207,7 +212,7 @@ def _of_registry(rest: str, text: str) -> ImageSource:
     registry, hash_, image = rest.partition("#")
     if hash_:
         rest = f"{registry}/{image}" if registry else image
-        if registry and not _is_host(registry):
+        if registry and not is_host(registry):
             raise UsageError(f"--from {text!r}: {registry!r} before # is no registry's host", _SOURCE_HINT)
     try:
         parse_reference(rest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class JobInputs:
 
     `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify` is
     the recipe's [verify] table, and `packages` is None if unknown. `receipt` is its passing receipt if there is one,
-    which lies beside `place`.
+    which lies beside `place`. `named_recipe` is the recipe by whose name it was found, "" if it was found otherwise.
     """
 
     artifact: JobArtifact
@@ -40,6 +40,13 @@ class JobInputs:
     packages: frozenset[str] | None = None
     receipt: dict[str, Any] | None = None
     place: Path = Path()
+    named_recipe: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the artifact that a site may bind to a recipe."""
+        path = self.artifact.path
+        return (path.partition("@")[0],) if "@sha256:" in path else (path, str(Path(path).resolve()))
 
 
 def open_artifact(
@@ -85,9 +92,9 @@ def _built(
     if len(found) > 1:
         raise UsageError(f"{recipe} is built for {', '.join(name for _, name, _ in found)}", "choose one with --target")
     kind, name, place = found[0]
-    if ARTIFACTS[kind].form == "registry":
-        return _pushed(place, name, unverified)
-    return _local(place, target, unverified, exact, fetch)
+    pushed = ARTIFACTS[kind].form == "registry"
+    opened = _pushed(place, name, unverified) if pushed else _local(place, target, unverified, exact, fetch)
+    return replace(opened, named_recipe=recipe)
 
 
 def _places(top: Path, recipe: str, kinds: tuple[str, ...], target: str | None) -> list[tuple[str, str, Path]]:
@@ -252,7 +259,10 @@ def check_trust(opened: JobInputs, trust: TrustTable) -> None:
             )
         from envbuild.trust.policy import judge
 
-        judge(opened.place, opened.receipt, trust, datetime.now(UTC), opened.artifact.digest)
+        judge(
+            opened.place, opened.receipt, trust, datetime.now(UTC), opened.artifact.digest, names=opened.names,
+            recipe=opened.named_recipe,
+        )  # fmt: skip
 
 
 def _check_target(what: object, found: str, wanted: str | None) -> None:

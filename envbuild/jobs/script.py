@@ -40,7 +40,7 @@ _FIND = r"""
 
 _TRUST = r"""
 # The site takes attested artifacts alone. This one may have changed since the job was submitted.
-@ENVBUILD@ trust --exact @SITE@@ARTIFACT@ >&2 ||
+@ENVBUILD@ trust --exact @RECIPE@@SITE@@ARTIFACT@ >&2 ||
     stop 'the artifact is not trusted, see above; nothing was trained' 5
 """
 
@@ -234,9 +234,11 @@ def _trust(plan: JobPlan) -> str:
         return ""
     # Of several files, which a job finds as its submission did, the later ones replace tables of the earlier.
     site = f"--site {path_word(str(plan.site.files[0]), 'the site file')} " if len(plan.site.files) == 1 else ""
+    recipe = path_word(plan.artifact.recipe, "the name of the artifact's recipe")
     return fill(
         _TRUST,
         envbuild=path_word(plan.envbuild, "the command envbuild"),
         site=site,
+        recipe=f"--recipe {recipe} ",
         artifact=path_word(plan.artifact.path, "the artifact's path"),
     )

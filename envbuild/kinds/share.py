@@ -14,14 +14,16 @@ from envbuild import atomic
 from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
 from envbuild.errors import BuildError, UsageError, VerificationError
-from envbuild.files import absolute_path
+from envbuild.files import absolute_path, parse_json
 from envbuild.image.blobs import BlobFiles, file_digest
 from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
 from envbuild.image.quota import Quota
+from envbuild.image.reference import Reference
 from envbuild.image.registry import Pushed, Registry
 from envbuild.image.sif_signed import content_digest
 from envbuild.kinds.commit import commit
 from envbuild.progress import human_size, log, transfer
+from envbuild.site.tables import TrustTable
 from envbuild.store.pieces import (
     ATTESTATIONS,
     CONFIG,
@@ -39,7 +41,7 @@ from envbuild.store.pieces import (
 )
 from envbuild.store.store import Store
 from envbuild.trust.bundle import bundle_path
-from envbuild.trust.policy import judge
+from envbuild.trust.policy import TrustVerdict, judge
 from envbuild.verify.image_file import check_image_place
 from envbuild.verify.receipt import read_receipt, receipt_path
 
@@ -135,17 +137,18 @@ def pull_file(
         raise UsageError(f"{where} is {file.name!r:.80}", f"give a path that ends in {Path(file.name).suffix!r:.20}")
     check_image_place(out)
     Quota(environment.site.limits).content(where, file.size)
-    places, wanted = _here(pieces, store)
-    fetched = sum(blob.size for blob in wanted)
-    if wanted:
-        with transfer(f"pulling {where}: {len(wanted)} of {len(pieces)} pieces", fetched) as on_progress:
-            found = registry.fetch_blobs(wanted, store.blobs, on_progress)
-        places |= {blob.digest: path for blob, path in zip(wanted, found, strict=True)}
     final = absolute_path(out)
     with ExitStack() as stack:
         stack.enter_context(atomic.exclusive(final, log))
         staged = stack.enter_context(atomic.staged(final)) / final.name
+        receipt = attested_receipt(blobs, staged, file.digest, final, registry.reference, environment)
         check_disk_space(staged.parent, file.size)
+        places, wanted = _here(pieces, store)
+        fetched = sum(blob.size for blob in wanted)
+        if wanted:
+            with transfer(f"pulling {where}: {len(wanted)} of {len(pieces)} pieces", fetched) as on_progress:
+                found = registry.fetch_blobs(wanted, store.blobs, on_progress)
+            places |= {blob.digest: path for blob, path in zip(wanted, found, strict=True)}
         with (
             atomic.writing(final.parent), staged.open("x+b") as stream,
             transfer(f"writing {final.name}", file.size) as on_progress,
@@ -154,7 +157,6 @@ def pull_file(
         staged.chmod(0o755 if final.suffix == ".sif" else 0o644)
         if (digest := content_digest(staged)) != file.digest:
             raise BuildError(f"{where}: its pieces are {digest}, and it says {file.digest}: it is not taken")
-        receipt = attested_receipt(blobs, staged, file.digest, final, environment)
         commit(staged, final, receipt)
         _beside(blobs, final, store)
     return PulledArtifact(final, file.digest, file.target, file.size, fetched, receipt_path(final) if receipt else None)
@@ -175,15 +177,48 @@ def _here(pieces: Sequence[Descriptor], store: Store) -> tuple[dict[str, Path], 
     return places, [blob for blob in wanted.values() if blob.digest not in places]
 
 
+def judge_pushed(registry: Registry, store: Store, trust: TrustTable, recipe: str) -> tuple[str, TrustVerdict]:
+    """Return the digest of the artifact that was pushed to the reference of `registry`, and why its receipt is trusted.
+
+    Only `envbuild pull` compares its content with the digest. `recipe` is that of which it must be, "" for any. Raises
+    BuildError, also for a manifest that `push` did not write, and VerificationError.
+    """
+    data, blobs = open_pushed(registry, store)
+    where = registry.reference
+    try:
+        digest = str(parse_json(data)["digest"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise BuildError(f"{where}: its configuration cannot be understood: {error!r:.80}") from error
+    with store.working("opened") as folder:
+        place = folder / "artifact"
+        receipt = _receipt(blobs, place, digest, str(where), store)
+        if receipt is None:
+            raise VerificationError(f"{where} has no receipt", "push it with its receipt and attestation")
+        return digest, judge(place, receipt, trust, datetime.now(UTC), names=where.names, recipe=recipe)
+
+
 def attested_receipt(
-    blobs: Sequence[Descriptor], staged: Path, digest: str, final: Path, environment: Environment
+    blobs: Sequence[Descriptor], staged: Path, digest: str, final: Path, reference: Reference, environment: Environment
 ) -> dict[str, Any] | None:
     """Return the receipt among `blobs` of the artifact with this digest, for its path `final`; None without one.
 
     It and the attestations are written beside `staged`. Raises BuildError for a damaged one, and VerificationError for
-    one of another artifact, or that the site does not trust.
+    one of another artifact, or that the site does not trust as what `reference` names.
     """
-    store, trust = environment.store, environment.site.trust
+    trust = environment.site.trust
+    receipt = _receipt(blobs, staged, digest, final.name, environment.store)
+    if trust.restricts:
+        if receipt is None:
+            raise VerificationError(f"{final.name} has no receipt", "push it with its receipt and attestation")
+        names = (*reference.names, str(final))
+        judge(staged, receipt, trust, datetime.now(UTC), names=names)
+    if receipt is not None:
+        receipt = {**receipt, "artifact": {**receipt["artifact"], "path": str(final)}}
+    return receipt
+
+
+def _receipt(blobs: Sequence[Descriptor], staged: Path, digest: str, what: str, store: Store) -> dict[str, Any] | None:
+    """Write the receipt and the attestations among `blobs` beside `staged`; return the receipt, None without one."""
     receipt = None
     _beside(blobs, staged, store)
     for blob in blobs:
@@ -192,15 +227,9 @@ def attested_receipt(
             try:
                 receipt = read_receipt(receipt_path(staged))
             except (OSError, ValueError) as error:
-                raise BuildError(f"{final.name}: its receipt cannot be understood: {error}") from error
+                raise BuildError(f"{what}: its receipt cannot be understood: {error}") from error
             if receipt["artifact"]["digest"] != digest:
-                raise VerificationError(f"{final.name}: its receipt is of another artifact", "push it again")
-    if trust.restricts:
-        if receipt is None:
-            raise VerificationError(f"{final.name} has no receipt", "push it with its receipt and attestation")
-        judge(staged, receipt, trust, datetime.now(UTC))
-    if receipt is not None:
-        receipt = {**receipt, "artifact": {**receipt["artifact"], "path": str(final)}}
+                raise VerificationError(f"{what}: its receipt is of another artifact", "push it again")
     return receipt
 
 

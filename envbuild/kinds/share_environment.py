@@ -121,7 +121,7 @@ def pull_environment(
 
     with store.working("opened") as folder:
         # Nothing of the environment is run, or kept by a name, before all of it is known to be what was attested.
-        receipt = attested_receipt(blobs, folder / "environment", about.digest, out, environment)
+        receipt = attested_receipt(blobs, folder / "environment", about.digest, out, registry.reference, environment)
         own = {place: digest for place, digest in about.files.items() if place.startswith(f"{_RECIPE}/")}
         fetched = fetch(list(own.values()))
         plan, trainer = _planned(about, own, kind, folder / "recipe" / about.name, environment, where)

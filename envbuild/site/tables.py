@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,6 +80,17 @@ class LimitsTable:
     store_bytes: int = key(0, "The most bytes in the store; what was unused for longest goes. 0: no limit.", minimum=0)
 
 
+_repository_problem = form(
+    r"(?!(index|registry-1)\.docker\.io/)([a-z0-9-]+(\.[a-z0-9-]+)+|localhost|\[[0-9a-f:]+\]|[a-z0-9-]+(?=:))(:[0-9]+)?"
+    r"(/[a-z0-9._-]+)+(:\w[\w.-]*)?",
+    "is neither HOST/REPOSITORY nor HOST/REPOSITORY:TAG in lower case, nor an absolute path",
+)
+
+
+def _name_problem(name: str) -> str | None:
+    return None if name.startswith("/") and os.path.normpath(name) == name else _repository_problem(name)
+
+
 @dataclass(frozen=True, slots=True)
 class TrustTable:
     """`[trust]`: which artifacts jobs take, and which entries of the cache builds do. Without signers, any."""
@@ -96,6 +108,12 @@ class TrustTable:
     )  # fmt: skip
     attestations: tuple[Literal["sbom", "provenance"], ...] = key(
         (), "What must be attested besides; what is there is checked in any case."
+    )
+    names: dict[str, str] = key(
+        {},
+        "What a name must lead to: HOST/REPOSITORY, HOST/REPOSITORY:TAG or the path of an artifact, and its recipe.",
+        key_check=_name_problem,
+        pattern=r"[\w.-]+",
     )
     cache_signers: tuple[str, ...] = key((), "The same for the cache; one must have signed what builds take of it.")
 

@@ -121,6 +121,14 @@ def render(config: Descriptor, blobs: Sequence[Descriptor]) -> bytes:
     })  # fmt: skip
 
 
+def is_pushed(raw: bytes) -> bool:
+    """Return whether a manifest is that of an artifact, and not of an image."""
+    try:
+        return bool(parse_json(raw).get("artifactType") == ARTIFACT)
+    except (ValueError, AttributeError):
+        return False
+
+
 def read_manifest(raw: bytes, where: str) -> tuple[Descriptor, list[Descriptor]]:
     """Return the configuration and the blobs of an artifact's manifest. Raises BuildError for another manifest."""
     try:

@@ -32,6 +32,7 @@ class TrustVerdict:
 
     signer: str
     verified_at: str
+    recipe: str = ""
     others: tuple[str, ...] = ()
 
 
@@ -75,22 +76,42 @@ class Signers:
 
 
 def judge(
-    artifact: Path, receipt: Mapping[str, Any], trust: TrustTable, now: datetime, digest: str = ""
+    artifact: Path, receipt: Mapping[str, Any], trust: TrustTable, now: datetime, digest: str = "", *,
+    names: Sequence[str] = (), recipe: str = "",
 ) -> TrustVerdict:  # fmt: skip
     """Return why `receipt`, which is of the content of `artifact`, is trusted at the time `now`.
 
     `digest` is that of the image in a registry, "" for the artifact's own: `pushed` in a receipt is nobody's word.
+    `names` are those by which the artifact was found, and `recipe` is that of which it must be, "" for any.
 
     Raises VerificationError, which says why it is not, and UsageError for a faulty key of the site.
     """
     signers, digest, others = Signers.of(trust), digest or receipt["artifact"]["digest"], []
     told, signer = signed(artifact, bundle_path(artifact), RECEIPT, "attestation", digest, signers)
+    check_recipe(artifact, told.get("recipe"), trust, names, recipe)
     for name in PREDICATES:
         place = bundle_path(artifact, name)
         if name and (name in trust.attestations or place.exists()):
             signed(artifact, place, PREDICATES[name], f"attestation of its {name}", digest, signers)
             others.append(name)
     return replace(_judged(artifact, receipt, told, trust, now, signer), others=tuple(others))
+
+
+def check_recipe(artifact: Path, told: object, trust: TrustTable, names: Sequence[str], recipe: str) -> None:
+    """Raise VerificationError unless `told`, the recipe in an attestation, is that of `names` and `recipe`.
+
+    A signature is of content: whoever may move a tag or a file can put other signed content in its place.
+    """
+    found = told.get("name") if isinstance(told, Mapping) else told
+    wanted = [("[trust] names of the site says", name, trust.names[name]) for name in names if name in trust.names][:1]
+    wanted += [("it was asked for as", "", recipe)] if recipe else []
+    for why, name, one in wanted:
+        if found != one:
+            raise VerificationError(
+                f"{names[0] if names else artifact} is not trusted: it is of the recipe {found!r:.80}, and "
+                f"{why} {f'{name} = ' if name else ''}{one!r}",
+                "something else that is signed took its place: ask whoever moved the tag or wrote the file",
+            )
 
 
 def signed(
@@ -135,7 +156,7 @@ def _judged(
         raise _refused(artifact, f"its verification is of the future: {told['verified_at']}")
     if most is not None and age > most:
         raise _refused(artifact, f"it was verified at {told['verified_at']}, more than {trust.max_age} ago")
-    return TrustVerdict(signer, told["verified_at"])
+    return TrustVerdict(signer, told["verified_at"], str((told.get("recipe") or {}).get("name", "")))
 
 
 def _fixed(receipt: Mapping[str, Any]) -> dict[str, Any]:

@@ -296,6 +296,8 @@ def test_an_image_file_is_pulled_to_the_same_bytes_by_its_segments(
         push.json("push", squash["enroot"]["path"], tags["enroot"])
         assert node.json("pull", tags["enroot"], "--out", "trusted.sqsh")["fetched_bytes"] == 0
         assert node("trust", "trusted.sqsh").returncode == 0
+        assert node.json("trust", tags["enroot"], "--recipe", "pt_cpu")["path"].startswith(f"{server.address}/team/pt@")
+        assert node("trust", tags["enroot"], "--recipe", "other").returncode == 5
     finally:
         Path(f"{squash['enroot']['path']}.sigstore.json").unlink()
 

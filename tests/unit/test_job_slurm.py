@@ -218,7 +218,14 @@ def test_a_site_with_signers_lets_envbuild_compare_the_artifact_before_anything_
         assert not _started(recorded) and "not trusted, see above; nothing was trained" in said
     if code != 127:
         site = ["--site", *files] if len(files) == 1 else []
-        assert asked.read_text().splitlines() == ["trust", "--exact", *site, plan.artifact.path]
+        assert asked.read_text().splitlines() == [
+            "trust",
+            "--exact",
+            "--recipe",
+            plan.artifact.recipe,
+            *site,
+            plan.artifact.path,
+        ]
     assert "trust" not in render(_plan(stage))
 
 

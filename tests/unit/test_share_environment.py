@@ -25,6 +25,7 @@ from envbuild.environment import load_environment
 from envbuild.errors import BuildError, UsageError, VerificationError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor
+from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry
 from envbuild.kinds import VENV
 from envbuild.kinds.folder import make_environment, prepare_folder
@@ -45,6 +46,7 @@ LARGE = Descriptor(INPUT, "sha256:" + "c" * 64, 1 << 30)
 SMALL = Descriptor(INPUT, "sha256:" + "e" * 64, 1 << 20)
 BLOBS = [WHEEL, TEXT, LARGE, SMALL]
 TARGET = Target.parse("cpu-x86_64")
+REFERENCE = parse_reference("registry.example.org/x:1")
 GOOD = {
     "kind": "venv", "name": "lab", "target": "cpu-x86_64", "digest": "sha256:" + "d" * 64, "plan": "sha256:p",
     "compile_bytecode": False,
@@ -166,7 +168,7 @@ class Pushed:
             for blob in wanted:
                 blobs.add(self.registry.read(blob.digest))
 
-        registry = cast(Registry, SimpleNamespace(reference="registry/x:1", fetch_blobs=fetch))
+        registry = cast(Registry, SimpleNamespace(reference=REFERENCE, fetch_blobs=fetch))
         made = SimpleNamespace(path=self.top, digest=GOOD["digest"], target="", receipt=None)
         with patch("envbuild.kinds.share_environment.make_environment", return_value=made) as make:
             try:

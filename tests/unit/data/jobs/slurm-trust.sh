@@ -68,7 +68,7 @@ printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
 rm -f "$ENVBUILD_RUN/at-$restarts".* "$ENVBUILD_RUN/failed-$restarts"
 
 # The site takes attested artifacts alone. This one may have changed since the job was submitted.
-/opt/tools/bin/envbuild trust --exact --site /etc/lab.toml /fsx/envs/pt >&2 ||
+/opt/tools/bin/envbuild trust --exact --recipe pt_cpu --site /etc/lab.toml /fsx/envs/pt >&2 ||
     stop 'the artifact is not trusted, see above; nothing was trained' 5
 
 (everywhere preflight) || stop 'preflight: this job would fail, see above; nothing was trained' 5
