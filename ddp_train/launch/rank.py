@@ -47,7 +47,9 @@ _BEAT_S = 15.0
 _POLL_S = 2.0
 _LOST_AFTER = 150
 _REPORTED_AFTER_S = 30.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# With these torchrun ends ranks; the others are a program's own.
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -153,17 +155,18 @@ def find_barrier(environ: Mapping[str, str]) -> Barrier:
 
 
 class _Rank:
-    """The rank's program; `waits` that it has finished, and this process waits for the other ranks."""
+    """The rank's program: `told` to end by a signal; `waits`, because it has finished, for the other ranks."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.waits = False
+        self.told = self.waits = False
 
     def received(self, number: int, _frame: FrameType | None) -> None:
         """Handle a signal. The program got it too, if torchrun made this process the leader of their group."""
-        if self.waits:
+        self.told |= number in _ENDING
+        if self.waits and number in _ENDING:
             _end_by(number)
-        elif self.process is not None and os.getpgrp() != os.getpid():
+        elif not self.waits and self.process is not None and os.getpgrp() != os.getpid():
             self.process.send_signal(number)
 
 
@@ -201,9 +204,9 @@ def main(argv: Sequence[str]) -> int:
     code = rank.process.wait()
     if code < 0:
         _end_by(-code)
-    if code:
-        return code
     rank.waits = True
+    if code or rank.told:  # the others were told, too, or start again
+        return code
     try:
         problem = barrier.wait(float(argv[0]))
     except OSError as error:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from envbuild.errors import UsageError
-from envbuild.jobs.kubernetes_pod import metadata, pod_metadata, pod_rights
-from envbuild.jobs.kubernetes_security import container_security, pod_security
+from envbuild.jobs.kubernetes_pod import metadata, pod_account, pod_metadata, pod_rights, tolerations
+from envbuild.jobs.kubernetes_security import container_security
 from envbuild.jobs.model import JobPlan
 
 _PORT = 2379
@@ -102,9 +102,9 @@ def _deployment(plan: JobPlan, own: str) -> dict[str, Any]:
         **container_security(plan),
         "volumeMounts": [{"name": "data", "mountPath": "/var/lib/etcd"}],
     }
-    pod: dict[str, Any] = {**pod_rights(plan), **pod_security(plan), "containers": [container]}
-    if plan.site.kubernetes.pull_secret:
-        pod["imagePullSecrets"] = [{"name": plan.site.kubernetes.pull_secret}]
+    pod: dict[str, Any] = {**pod_rights(plan), **pod_account(plan), "containers": [container]}
+    if tolerated := tolerations(plan):
+        pod["tolerations"] = tolerated
     pod["volumes"] = [{"name": "data", "emptyDir": {}}]
     labels = metadata(plan, own)["labels"]
     return {

@@ -329,7 +329,7 @@ def placement(plan: JobPlan, name: str) -> dict[str, Any]:
         for key, value in wanted.items()
     }
     placed: dict[str, Any] = {"nodeSelector": selector}
-    tolerated = [found for one in plan.site.kubernetes.tolerations if (found := toleration(one))]
+    tolerated = tolerations(plan)
     if plan.gpus_per_node:
         gpu = plan.artifact.accelerator.kubernetes
         tolerated.insert(0, {"key": gpu, "operator": "Exists", "effect": "NoSchedule"})
@@ -339,12 +339,22 @@ def placement(plan: JobPlan, name: str) -> dict[str, Any]:
         term = {"labelSelector": {"matchLabels": {LABEL: name}}, "topologyKey": "kubernetes.io/hostname"}
         rule = {"requiredDuringSchedulingIgnoredDuringExecution": [term]}
         placed["affinity"] = {"podAntiAffinity": rule}
-    placed |= pod_security(plan)
+    return placed | pod_account(plan)
+
+
+def tolerations(plan: JobPlan) -> list[dict[str, str]]:
+    """Return the site's tolerations."""
+    return [found for one in plan.site.kubernetes.tolerations if (found := toleration(one))]
+
+
+def pod_account(plan: JobPlan) -> dict[str, Any]:
+    """Return the user, the service account and the pull secret of a pod."""
+    made = pod_security(plan)
     if plan.site.kubernetes.service_account:
-        placed["serviceAccountName"] = plan.site.kubernetes.service_account
+        made["serviceAccountName"] = plan.site.kubernetes.service_account
     if plan.site.kubernetes.pull_secret:
-        placed["imagePullSecrets"] = [{"name": plan.site.kubernetes.pull_secret}]
-    return placed
+        made["imagePullSecrets"] = [{"name": plan.site.kubernetes.pull_secret}]
+    return made
 
 
 def pod_rights(plan: JobPlan) -> dict[str, Any]:

@@ -588,6 +588,20 @@ def test_the_logs_command_of_the_docs_finds_the_pods_of_every_kind_of_job_and_no
     assert all(found[selector] != job["metadata"]["name"] for found in labels)
 
 
+def test_etcds_pod_may_run_where_the_jobs_pods_may() -> None:
+    job = queued(replace(PLAN, rendezvous="etcd-v2"), "q", pull_secret="ecr", priority_class="high", **KUEUE)
+    template = documents(job)[1]["spec"]["template"]
+    pod = template["spec"]
+    assert pod["tolerations"] == pod_of(job_of(job))["tolerations"]
+    assert (pod["serviceAccountName"], pod["imagePullSecrets"]) == ("training-sa", [{"name": "ecr"}])
+    assert pod["priorityClassName"] == "high"
+    assert template["metadata"]["labels"] == {
+        "app.kubernetes.io/instance": "pt-cpu-etcd", "team": "ml-platform", "example.org/cost-center": "42",
+    }  # fmt: skip
+    assert documents(job)[1]["spec"]["selector"]["matchLabels"] == {"app.kubernetes.io/instance": "pt-cpu-etcd"}
+    assert [fault for one in documents(job) for fault in faults(one)] == []
+
+
 def test_a_queue_is_the_jobs_label_and_that_of_volcanos_pod_group() -> None:
     """Kueue takes the job, and would take pods with its labels a second time."""
     for name in ("pytorchjob-kueue", "trainjob-kueue", "job-kueue"):

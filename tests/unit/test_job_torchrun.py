@@ -28,7 +28,9 @@ HARD = ("a$$b", "$local_rank", "${local_rank}", "$LOCAL_RANK", "$", "$$$", "$5",
 # Each list is one call of torchrun; torch is imported once for all of them.
 TORCHRUN = """\
 import json, sys
+from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import main
+print(json.dumps(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=1).shutdown_timeout))
 for line in json.load(sys.stdin):
     main(["--standalone", "--nproc-per-node", "1", *line])
 """
@@ -66,10 +68,12 @@ def through_torchrun(lines: list[list[str]], folder: Path) -> list[Any]:
     done = subprocess.run(
         [sys.executable, "-c", TORCHRUN],
         input=json.dumps(options), capture_output=True, text=True, cwd=folder, timeout=120,
-        env={**os.environ, "ENVBUILD_RUN": str(folder)},
+        env={**os.environ, "ENVBUILD_RUN": str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "295"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    timeout, *seen = map(json.loads, done.stdout.splitlines())
+    assert timeout == 295  # [kubernetes] grace: torch has the variable
+    return seen
 
 
 def test_a_script_gets_its_path_and_its_arguments_through_torchrun_as_they_are(tmp_path: Path) -> None:

@@ -95,17 +95,21 @@ sys.exit(9)
 
 
 @pytest.mark.parametrize("whole_group", [True, False], ids=["its own group", "the launcher's group"])
-def test_a_program_that_is_told_to_end_hears_it_once_and_may_save(whole_group: bool, tmp_path: Path) -> None:
-    one = start(tmp_path, 0, COUNTS) if whole_group else _in_our_group(tmp_path)
+@pytest.mark.parametrize("code", [9, 0])
+def test_a_program_that_is_told_to_end_hears_it_once_may_save_and_waits_for_nobody(
+    code: int, whole_group: bool, tmp_path: Path
+) -> None:
+    text = COUNTS.replace("sys.exit(9)", f"sys.exit({code})")
+    one = start(tmp_path, 0, text) if whole_group else _in_our_group(tmp_path, text)
     until((tmp_path / "ready").exists)
     os.killpg(one.pid, signal.SIGTERM) if whole_group else one.terminate()
-    assert one.wait(20) == 9
+    assert one.wait(20) == code
     assert (tmp_path / "told").read_text() == "1"
 
 
-def _in_our_group(run: Path) -> subprocess.Popen[bytes]:
+def _in_our_group(run: Path, program: str) -> subprocess.Popen[bytes]:
     script = run / "train.py"
-    script.write_text(COUNTS)
+    script.write_text(program)
     line = [sys.executable, "-m", "ddp_train.launch.rank", "60", script]
     return subprocess.Popen(line, env=environment(run, 0), cwd=Path(module.__file__).parents[2])
 
@@ -113,6 +117,7 @@ def _in_our_group(run: Path) -> subprocess.Popen[bytes]:
 def test_a_rank_that_waits_ends_by_the_signal_that_torchrun_sends_to_start_anew(tmp_path: Path) -> None:
     one = start(tmp_path, 0, "")
     until(lambda: (tmp_path / "end/pt-cpu-worker-0-40123/ranks/0").exists())
+    os.killpg(one.pid, signal.SIGUSR1)  # a program's own: it has ended
     os.killpg(one.pid, signal.SIGTERM)
     assert one.wait(10) == -signal.SIGTERM
 
