@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from envbuild import process
 from envbuild.environment import RUN, Environment
 from envbuild.errors import HostError, UsageError
 from envbuild.progress import Log
@@ -29,8 +30,8 @@ from envbuild.verify.own_runtime import EXTRACT, START, WAYS, WayUnavailable, ex
 from envbuild.verify.runtimes import OWN
 
 RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
-# Variables that a job sets for its programs. PATH, LD_LIBRARY_PATH, PYTHONPATH and the like are never passed:
-# the host's values name files of the host, and the image sets its own.
+# Variables that a job sets for its programs; of Python's settings, those of data/caller.toml are passed, too. PATH,
+# LD_LIBRARY_PATH and the like are never passed: the host's values name files of the host, and the image sets its own.
 PASSED = (
     "ENVBUILD_", "SLURM_", "SLURMD_", "PBS_", "FLUX_", "PALS_", "PMI_", "PMIX_", "OMPI_", "MPI_", "HYDRA_", "NCCL_",
     "OFI_NCCL_", "FI_", "EFA_", "RDMAV_", "UCX_", "GLOO_", "TORCH_", "TORCHELASTIC_", "PET_", "PYTORCH_", "MASTER_",
@@ -38,8 +39,7 @@ PASSED = (
 )  # fmt: skip
 PASSED_NAMES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOGLEVEL", "TERM", "TZ", "USER", "LOGNAME",
-    "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PYTHONNOUSERSITE", "PYTHONHASHSEED", "PYTHONWARNINGS",
-    "PYTHONDONTWRITEBYTECODE", "SOURCE_DATE_EPOCH",
+    "SOURCE_DATE_EPOCH",
     "http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy",
     "HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
@@ -77,8 +77,8 @@ def inherited(variables: Mapping[str, str]) -> dict[str, str]:
     """Return those of the caller's `variables` that programs in the image get without any option."""
     return {
         name: value
-        for name, value in variables.items()
-        if name not in _NOT_PASSED and (name in PASSED_NAMES or name.startswith(PASSED))
+        for name, value in process.of_caller(variables).items()
+        if name not in _NOT_PASSED and (name in PASSED_NAMES or name.startswith((*PASSED, "PYTHON")))
     }
 
 

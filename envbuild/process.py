@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from envbuild.data import load_table
 from envbuild.errors import BuildError, EnvbuildError, HostError
 from envbuild.masking import masked_words, redact
 from envbuild.progress import detail
@@ -27,6 +28,22 @@ _GRACE_S, _POLL_S = 5.0, 0.002
 _NICE = 5
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def of_caller(variables: Mapping[str, str], *, verifying: bool = False) -> dict[str, str]:
+    """Return those of the caller's `variables` that a program of an artifact gets (data/caller.toml).
+
+    With `verifying`, variables that would decide a verification are left out, too.
+    """
+    table = load_table("caller")
+    kept = () if verifying else table["python"]["kept"]
+    dropped = tuple(table["verification"]["prefixes"]) if verifying else ()
+    return {
+        name: value
+        for name, value in variables.items()
+        if (name in kept or not name.startswith(("PYTHON", "__PYVENV_LAUNCHER__")))
+        and (name in table["verification"]["names"] or not name.startswith(dropped))
+    }
 
 
 def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> Callable[[], None]:

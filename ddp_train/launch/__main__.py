@@ -26,8 +26,20 @@ from .nodes import Row, meet, own_row, same_host, this_host
 from .strategies import strategy_variables, training
 
 STEPS = ("find", "preflight", "training")
-# From the host where the job was submitted, or of another environment than the verified one.
-_FOREIGN = ("XDG_RUNTIME_DIR", "PYTHONHOME", "PYTHONPATH")
+# From the host where the job was submitted.
+_FOREIGN = ("XDG_RUNTIME_DIR",)
+# The only settings of Python that a job takes from its surroundings, as a verification and `envbuild run` do
+# (envbuild/data/caller.toml): others decide which files are imported, or run code.
+PYTHON_KEPT = (
+    "PYTHONDONTWRITEBYTECODE",
+    "PYTHONFAULTHANDLER",
+    "PYTHONHASHSEED",
+    "PYTHONIOENCODING",
+    "PYTHONNOUSERSITE",
+    "PYTHONUNBUFFERED",
+    "PYTHONUTF8",
+    "PYTHONWARNINGS",
+)
 # pyxis and enroot's hook set these where the image has PYTORCH_VERSION: no rank has been started yet.
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Like `conda activate`; activation scripts are written for bash.
@@ -117,7 +129,11 @@ def _step(step: str, run: Run, number: int, local: int) -> int:
 def variables(run: Run, rows: Sequence[Row], here: Row, number: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of every process: it knows all nodes and asks nobody again."""
     job = run.job
-    found = {name: value for name, value in environ.items() if name not in (*_FOREIGN, *_RANKS)}
+    found = {
+        name: value
+        for name, value in environ.items()
+        if name not in (*_FOREIGN, *_RANKS) and (name in PYTHON_KEPT or not name.startswith("PYTHON"))
+    }
     found.update(
         ENVBUILD_NODE=str(number),
         ENVBUILD_NODES=str(job.nodes),

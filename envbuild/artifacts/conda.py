@@ -29,7 +29,6 @@ from envbuild.artifacts.conda_survey import (
     rewritten_files,
 )
 from envbuild.artifacts.folder import (
-    PYTHON_SETTINGS,
     FolderBuild,
     finish,
     install_wheels,
@@ -49,7 +48,7 @@ from envbuild.layers.wheels import locate
 from envbuild.plan.plan import Plan
 
 TITLE = "conda environment"
-_DROPPED = PYTHON_SETTINGS | {"VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT"}
+_DROPPED = frozenset({"VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT"})
 # Runs each script, with its output kept apart from the variables. As in conda, a failing script stops nothing.
 _SOURCE = """exec 3>&1 1>&2
 for script in "$@"; do . "$script"; done
@@ -99,7 +98,7 @@ def build(wanted: FolderBuild) -> State:
         process.run(
             [interpreter(staged), "-m", "compileall", "-qq", "-j", str(resources.workers(environment.variables)),
              "-s", staged, "-p", final, staged / "lib"],
-            env={**environment.variables, "PYTHONDONTWRITEBYTECODE": ""},
+            env=process.of_caller(environment.variables, verifying=True),
             check=False,
         )  # fmt: skip
     with atomic.writing(staged):
@@ -224,7 +223,7 @@ def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
     As in jobs, packages in the user's ~/.local, which conda's Python would take first, are left out.
     """
     root = path.absolute()
-    result = {name: value for name, value in env.items() if name not in _DROPPED}
+    result = {name: value for name, value in process.of_caller(env).items() if name not in _DROPPED}
     result |= {
         "CONDA_PREFIX": os.fspath(root),
         # conda calls an environment in an envs folder by its name, any other by its path.

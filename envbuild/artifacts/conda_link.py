@@ -34,7 +34,7 @@ def run_job(job: Path, on_line: Callable[[str], None]) -> int:
     home = os.fspath(Path(envbuild.__file__).parents[1])
     path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", __name__, str(job)]
-    return process.follow(command, {**os.environ, "PYTHONPATH": path, "PYTHONUTF8": "1"}, on_line)
+    return process.follow(command, {**process.of_caller(os.environ), "PYTHONPATH": path, "PYTHONUTF8": "1"}, on_line)
 
 
 def main(job: str) -> None:

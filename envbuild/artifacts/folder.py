@@ -31,11 +31,6 @@ from envbuild.plan.plan import Plan
 from envbuild.progress import step
 from envbuild.recipe.targets import Target, host_arch
 
-# Variables of a caller that would change the Python of an environment.
-PYTHON_SETTINGS = frozenset(
-    {"PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONDONTWRITEBYTECODE", "__PYVENV_LAUNCHER__"}
-)
-
 
 @dataclass(frozen=True, slots=True)
 class FolderBuild:

@@ -77,7 +77,7 @@ def command(path: Path, program: str, *arguments: str) -> list[str]:
 
 def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a program in the venv, as after `activate`, without a caller's Python settings."""
-    result = {name: value for name, value in env.items() if name not in folder.PYTHON_SETTINGS}
+    result = process.of_caller(env)
     result["VIRTUAL_ENV"] = os.fspath(path.absolute())
     result["PATH"] = f"{path.absolute() / 'bin'}{os.pathsep}{env.get('PATH', os.defpath)}"
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from envbuild.process import of_caller
 from envbuild.site.pip_config import PipConfig, ca_bundle
 from envbuild.toml import toml_pairs, toml_value
 
@@ -16,8 +17,8 @@ _KEPT = (
     "UV_NATIVE_TLS", "UV_REQUEST_TIMEOUT", "UV_SYSTEM_CERTS",
 )  # fmt: skip
 _KEPT_PREFIXES = ("UV_CONCURRENT_", "UV_PYTHON_")
-# The caller's active environment or module path must not affect the interpreter that uv inspects.
-_DROPPED = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "PYTHONHOME")
+# The caller's active environment must not affect the interpreter that uv inspects; nor may its Python's settings.
+_DROPPED = ("VIRTUAL_ENV", "CONDA_PREFIX")
 
 
 def uv_settings(pip: PipConfig, indexes: Sequence[str]) -> str:
@@ -63,7 +64,7 @@ def uv_environment(pip: PipConfig, env: Mapping[str, str], cache_dir: Path) -> d
     It is `env` without the variables that would change a resolution, with pip's certificates, proxy, timeout and
     retries, and with uv's cache at `cache_dir`.
     """
-    result = {name: value for name, value in env.items() if _kept(name)}
+    result = {name: value for name, value in of_caller(env).items() if _kept(name)}
     result |= {"UV_CACHE_DIR": str(cache_dir), "UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
     if bundle := ca_bundle(pip, env):
         result["SSL_CERT_FILE"] = bundle

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.survey import Survey
+from envbuild.process import of_caller
 from envbuild.progress import Log
 from envbuild.site.settings import load_site
 from envbuild.site.tables import FabricTable
@@ -59,8 +60,11 @@ _BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.05", "1"
 def verify(
     subject: Subject, settings: Settings, env: Mapping[str, str], log: Log, *, logs: Path | None = None
 ) -> Verdict:
-    """Run every check on `subject`. If one fails, the nodes' logs are kept in `logs`."""
-    started = time.monotonic()
+    """Run every check on `subject`. If one fails, the nodes' logs are kept in `logs`.
+
+    Of the caller's variables `env`, those that would decide the verification are left out.
+    """
+    started, env = time.monotonic(), of_caller(env, verifying=True)
     with tempfile.TemporaryDirectory(prefix="verify-", dir=env.get("TMPDIR"), ignore_cleanup_errors=True) as folder:
         work, where = Path(folder), load_site(env)
         site = where.fabric

@@ -318,6 +318,16 @@ def test_threads_are_counted_on_the_node_where_the_site_does_not_say(
     assert (found["OMP_NUM_THREADS"], found["NCCL_SOCKET_IFNAME"]) == ("5", "eth0")
 
 
+def test_a_job_takes_settings_of_python_from_its_site_and_few_from_who_submits_it(tmp_path: Path) -> None:
+    environ = {"PYTHONINSPECT": "1", "PYTHONPYCACHEPREFIX": "/tmp/x", "PYTHONSTARTUP": "x", "PYTHONUTF8": "1"}
+    found = program.variables(_run(tmp_path / "r"), ROWS, ROWS[1], 1, environ)
+    ours = {"PYTHONUTF8", "PYTHONUNBUFFERED", "PYTHONNOUSERSITE"}
+    assert {name for name in found if name.startswith("PYTHON")} == ours
+    said = replace(JOB, variables={"PYTHONPYCACHEPREFIX": "/local/pycache"})  # [environment] of the site
+    found = program.variables(_run(tmp_path / "r", said), ROWS, ROWS[1], 1, environ)
+    assert found["PYTHONPYCACHEPREFIX"] == "/local/pycache"
+
+
 def test_accelerate_meets_at_the_first_node_too(tmp_path: Path) -> None:
     run = _run(tmp_path / "pt_cpu_77", replace(JOB, strategy="accelerate", run_files={"--report": "a$b.json"}))
     six = [replace(row, address=f"2001:db8::{number}") for number, row in enumerate(ROWS)]
