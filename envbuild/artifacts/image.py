@@ -34,7 +34,7 @@ from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import known_wheels, own_wheels
 from envbuild.layers.workdir import missing_folder
-from envbuild.lock.image import ImageLock
+from envbuild.lock.image import ImageLock, OciLock
 from envbuild.names import normalise_version
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
@@ -282,7 +282,7 @@ def run_config(plan: Plan, base: BaseImage[M], project: Mapping[str, Any] = {}) 
 
 
 def _variables(plan: Plan, base: BaseImage[M]) -> dict[str, str]:
-    assert plan.image is not None
+    assert plan.image is not None and plan.base is not None
     variables = dict(pair.partition("=")[::2] for pair in base.config.get("Env") or [])
     variables["PATH"] = f"/{PREFIX}/bin:{variables.get('PATH') or _PATH}"
     if plan.conda:
@@ -290,6 +290,9 @@ def _variables(plan: Plan, base: BaseImage[M]) -> dict[str, str]:
         variables |= {"CONDA_PREFIX": f"/{PREFIX}", "CONDA_DEFAULT_ENV": f"/{PREFIX}"}
     else:
         variables["VIRTUAL_ENV"] = f"/{PREFIX}"
+    if plan.conda or isinstance(plan.base.base, OciLock):
+        # Runtimes show the home folder: a Python with the packages of a base, and conda's, would import from ~/.local.
+        variables["PYTHONNOUSERSITE"] = "1"
     variables.setdefault("LANG", "C.UTF-8")
     torch = [p.version for p in plan.packages if p.name == "torch"]
     torch += [p.version for p in plan.conda if p.name == "pytorch"]

@@ -323,7 +323,7 @@ def test_an_image_of_another_architecture_runs_and_needs_no_python_of_debians(at
     again = at_site.json(*line)
     assert again["digest"] == json.loads(done.stdout)["digest"]
     environment = config_of(tmp_path / "image")["config"]["Env"]
-    assert {"CONDA_PREFIX=/opt/env", "CONDA_DEFAULT_ENV=/opt/env"} <= set(environment)
+    assert {"CONDA_PREFIX=/opt/env", "CONDA_DEFAULT_ENV=/opt/env", "PYTHONNOUSERSITE=1"} <= set(environment)
     assert not [text for text in environment if text.startswith("VIRTUAL_ENV")]
     tag = json.loads((tmp_path / "image/index.json").read_bytes())["manifests"][0]["annotations"]
     name = tag["org.opencontainers.image.ref.name"]
