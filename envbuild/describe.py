@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from envbuild.environment import Environment
+from envbuild.files import MISSING
 from envbuild.inspect.facts import ArtifactReader, Description, Inventory, completed
 from envbuild.kinds import ARTIFACTS, DOCKER
 from envbuild.masking import masked, masked_text, masked_words
@@ -73,7 +74,7 @@ def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | N
         return None
     try:
         receipt = read_receipt(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+    except (*MISSING, ValueError):
         return None
     try:
         digest, plan = receipt["artifact"]["digest"], receipt["plan"]["digest"]

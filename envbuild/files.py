@@ -13,6 +13,8 @@ from typing import IO, Any
 import envbuild
 
 _MOST = 16 << 20
+# Errors of a file that does not exist. Any other says nothing of it, and must not be taken for a missing one.
+MISSING = (FileNotFoundError, NotADirectoryError)
 _LONGEST_NAME = 255  # bytes: NAME_MAX of Linux's file systems
 
 

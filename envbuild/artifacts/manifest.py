@@ -9,6 +9,7 @@ caches of packages and not judged.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -25,7 +26,7 @@ from envbuild.artifacts.installed import FileReport, file_digest
 from envbuild.artifacts.state import State
 from envbuild.atomic import write_atomically
 from envbuild.errors import BuildError
-from envbuild.files import parse_json, read_regular, walk_stats
+from envbuild.files import MISSING, parse_json, read_regular, walk_stats
 from envbuild.image.model import digest_of
 from envbuild.progress import log
 from envbuild.store.store import Store
@@ -51,6 +52,10 @@ class Listed:
 
 
 _NO_FILE = Listed(mode=-1)
+# Errors of a file that is another one than it was: not there, no regular file, or without the right to read it.
+_OTHER_FILE = (
+    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EACCES, errno.EPERM,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +93,13 @@ def list_tree(
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """Return the manifest of the environment at `root`; None if it has none. Raises BuildError for a damaged one."""
+    """Return the manifest of the environment at `root`; None if it has none.
+
+    Raises BuildError for a damaged one, OSError for one that cannot be read.
+    """
     try:
         data = read_regular(root / FILE)
-    except OSError:
+    except MISSING:
         return None
     try:
         rows = {str(path): _row(rest) for path, *rest in map(json.loads, data.splitlines())}
@@ -176,7 +184,9 @@ def _read(path: str, info: Stat, sha256: str = "", heads: dict[str, bytes] | Non
         if stat.S_ISLNK(info[0]):
             return Listed(target=os.readlink(path))
         return Listed(stat.S_IMODE(info[0]), info[1], sha256 or file_digest(path, heads=heads).hex())
-    except OSError:  # no regular file, unreadable, or removed meanwhile
+    except OSError as error:
+        if error.errno not in _OTHER_FILE:
+            raise  # of the disk: nothing is known of the file
         return _NO_FILE
 
 

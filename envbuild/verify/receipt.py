@@ -15,7 +15,7 @@ from typing import Any
 from envbuild import __version__
 from envbuild.atomic import write_beside
 from envbuild.errors import VerificationError
-from envbuild.files import parse_json, read_regular
+from envbuild.files import MISSING, parse_json, read_regular
 from envbuild.gpu_code import Containers
 from envbuild.verify.model import FAIL, NOT_TRIED, Subject, Verdict
 from envbuild.verify.network import nccl_version
@@ -116,10 +116,13 @@ def read_receipt(path: Path) -> dict[str, Any]:
 
 
 def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
-    """Return the receipt beside `path` if it passed and is for the artifact with `digest`, else None."""
+    """Return the receipt beside `path` if it passed and is for the artifact with `digest`, else None.
+
+    Raises OSError for one that cannot be read.
+    """
     try:
         receipt = read_receipt(receipt_path(path))
-    except (OSError, ValueError):
+    except (*MISSING, ValueError):
         return None
     good = receipt.get("format") == FORMAT and receipt["passed"] and receipt["artifact"]["digest"] == digest
     return receipt if good else None
@@ -128,9 +131,10 @@ def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
 def manifest_of(path: Path, digest: str = "") -> str:
     """Return the sha256 of the manifest that the receipt beside `path` names, passing or not; "" without one.
 
-    Raises VerificationError for the receipt of an artifact that does not have the `digest`, if one is given.
+    Raises VerificationError for the receipt of an artifact that does not have the `digest`, if one is given, and
+    OSError.
     """
-    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+    with suppress(*MISSING, ValueError, KeyError, TypeError, AttributeError):
         artifact = parse_json(read_regular(receipt_path(path)))["artifact"]
         manifest = str(artifact.get("manifest", ""))
         if manifest and digest not in ("", artifact["digest"]):

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -22,7 +23,7 @@ from pathlib import Path
 from lab import registry
 from lab.conda_package import Metadata, conda_package
 from lab.conda_server import serve
-from lab.faults import FAULTS, Commands, Ran, commands
+from lab.faults import FAULTS, READ, Commands, Ran, commands
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.cache.http import Transport
@@ -189,19 +190,27 @@ class Walk:
         result = "hung" if ran.status is None else "killed" if ran.status < 0 else f"exit {ran.status}"
         return Outcome(f"{result}, {which}", ran, wrong)
 
+    def calls_for(self, fault: str) -> int:
+        """Return the number of calls of an undisturbed run that `fault` can hit."""
+        if not fault.startswith(READ):
+            return self.calls
+        self.lab.restore(self.case.name)
+        return self.lab.run(self.case.command, fault, sys.maxsize).calls
+
     def digest(self) -> str:
         """Return the digest of the artifact as it is now."""
         return self.lab.pushed() if not self.case.artifact else tree_digest(self.lab.root / self.case.artifact)
 
 
 def _faults_of(ran: Ran, fault: str) -> Iterator[str]:
+    number = FAULTS[fault.removeprefix(READ)][0]
     if ran.status is None:
         yield "it hung"
     elif ran.status not in _CODES and not (fault == "kill" and ran.status == -9):
         yield f"it ended with {ran.status}: {ran.said.strip()[-600:]}"
     elif ran.status > 0 and not re.search(r"(?s)error: .*(/|small|out)", ran.said):
         yield f"its message names nothing: {ran.said.strip()[-600:]}"
-    elif ran.status > 0 and fault != "kill" and not ran.tool and os.strerror(FAULTS[fault][0]) not in ran.said:
+    elif ran.status > 0 and number > 0 and not ran.tool and os.strerror(number) not in ran.said:
         yield f"its message does not say why: {ran.said.strip()[-600:]}"
     if "Traceback (most recent call last)" in ran.said or "panicked at" in ran.said:
         yield f"a traceback: {ran.said.strip()[-1500:]}"

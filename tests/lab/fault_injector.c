@@ -1,7 +1,8 @@
 /*
- * A library for LD_PRELOAD that lets the n-th change of the file system fail, counted over all processes.
+ * A library for LD_PRELOAD that lets the n-th change of the file system, or the n-th read, fail, counted over all
+ * processes.
  *
- * FAULT_ROOT is the folder whose changes count. FAULT_CONTROL is a file that every process maps: the counter, n and
+ * FAULT_ROOT is the folder whose calls count. FAULT_CONTROL is a file that every process maps: the counter, n and
  * the fault. A library sees calls of the C library alone: not those of static programs, and no raw system calls.
  */
 #define _GNU_SOURCE
@@ -23,6 +24,8 @@
 #include <unistd.h>
 
 #define KILL (-1)
+/* Instead of whether a call needs space: it reads. */
+#define READS 2
 
 /* tests/lab/faults.py writes and reads this. */
 struct control {
@@ -32,6 +35,7 @@ struct control {
     int32_t stays;  /* whether all later calls that need space fail too, as on a full disk */
     int32_t hit;    /* whether the fault was there */
     int32_t pid;    /* of the process that saw it */
+    int64_t reads;  /* whether reads count, and no changes */
     char call[32];
     char path[1024];
     char only[256]; /* a pattern of paths: no others count; "" for all */
@@ -59,6 +63,8 @@ __attribute__((constructor)) static void begin(void) {
 /* Return whether the call fails; errno is set then. `needs`: it needs space on the disk. */
 static int fails(const char *call, const char *path, int needs) {
     if (!control || strncmp(path, root, root_length) || (path[root_length] && path[root_length] != '/'))
+        return 0;
+    if (control->reads != (needs == READS))
         return 0;
     if (control->only[0] && fnmatch(control->only, path + root_length, 0))
         return 0;
@@ -148,6 +154,8 @@ static int fails_on(const char *call, int handle, int needs) {
         REAL(name); \
         if (flags & (O_CREAT | O_TRUNC) && fails_at(#name, AT_FDCWD, path, 1)) \
             return -1; \
+        if (!(flags & (O_CREAT | O_TRUNC)) && fails_at(#name, AT_FDCWD, path, READS)) \
+            return -1; \
         return real(path, flags, mode); \
     }
 
@@ -162,6 +170,8 @@ static int fails_on(const char *call, int handle, int needs) {
         REAL(name); \
         if (flags & (O_CREAT | O_TRUNC) && fails_at(#name, folder, path, 1)) \
             return -1; \
+        if (!(flags & (O_CREAT | O_TRUNC)) && fails_at(#name, folder, path, READS)) \
+            return -1; \
         return real(folder, path, flags, mode); \
     }
 
@@ -169,6 +179,13 @@ OPEN(open)
 OPEN(open64)
 OPENAT(openat)
 OPENAT(openat64)
+
+ON(ssize_t, read, READS, (int handle, void *data, size_t size), (handle, data, size))
+ON(ssize_t, pread, READS, (int handle, void *data, size_t size, off_t at), (handle, data, size, at))
+ON(ssize_t, pread64, READS, (int handle, void *data, size_t size, off64_t at), (handle, data, size, at))
+ON(ssize_t, readv, READS, (int handle, const struct iovec *parts, int count), (handle, parts, count))
+ON(ssize_t, preadv, READS, (int handle, const struct iovec *parts, int count, off_t at), (handle, parts, count, at))
+ON(ssize_t, preadv64, READS, (int handle, const struct iovec *parts, int count, off64_t at), (handle, parts, count, at))
 
 ON(ssize_t, write, 1, (int handle, const void *data, size_t size), (handle, data, size))
 ON(ssize_t, pwrite, 1, (int handle, const void *data, size_t size, off_t at), (handle, data, size, at))

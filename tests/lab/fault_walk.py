@@ -1,6 +1,6 @@
 """Every change of the file system fails once: the whole walk, by hand.
 
-    cd tests && python -m lab.fault_walk [CASE …] [--faults EIO,kill] [--step 10] [--folder /dev/shm]
+    cd tests && python -m lab.fault_walk [CASE …] [--faults EIO,kill,read:EIO] [--step 10] [--folder /dev/shm]
 
 It prints, for each case and fault, how many calls failed and what came of it, then each broken promise.
 """
@@ -36,7 +36,8 @@ def main() -> int:
             for fault in given.faults.split(","):
                 started = time.monotonic()
                 found: Counter[str] = Counter()
-                for number in range(given.first, walk.calls + 1, given.step):
+                calls = walk.calls_for(fault)
+                for number in range(given.first, calls + 1, given.step):
                     outcome = walk.try_at(fault, number)
                     found[outcome.result] += 1
                     for text in outcome.wrong:
@@ -46,7 +47,7 @@ def main() -> int:
                     wrong += bool(outcome.wrong)
                 results = ", ".join(f"{count} {result}" for result, count in sorted(found.items()))
                 tried, seconds = sum(found.values()), time.monotonic() - started
-                print(f"{name} {fault}: {tried} of {walk.calls} calls in {seconds:.0f} s: {results}", flush=True)
+                print(f"{name} {fault}: {tried} of {calls} calls in {seconds:.0f} s: {results}", flush=True)
     print(f"{wrong} broken promises")
     return int(wrong > 0)
 

@@ -18,7 +18,9 @@ from typing import IO
 SOURCE = Path(__file__).with_name("fault_injector.c")
 SERVER = Path(__file__).with_name("fault_server.py")
 TIMEOUT_S = 60.0
-_CONTROL = struct.Struct("qqiiii32s1024s256s")
+_CONTROL = struct.Struct("qqiiiiq32s1024s256s")
+# The faults of reads: that of a change, by a read. They are walked where they are asked for.
+READ = "read:"
 # name → (errno or -1 for SIGKILL, whether later calls that need space fail too)
 FAULTS = {
     "EIO": (errno.EIO, 0),
@@ -67,11 +69,13 @@ class Commands:
     ) -> Ran:
         """Run one command. With `fault`, the call `number`, from 1, fails in that way.
 
-        `only` is a pattern of paths below the root, which begin with "/": other calls do not count.
+        `only` is a pattern of paths below the root, which begin with "/": other calls do not count. Changes count, or
+        reads where `fault` begins with READ.
         """
-        kind, stays = FAULTS[fault] if fault else (0, 0)
+        kind, stays = FAULTS[fault.removeprefix(READ)] if fault else (0, 0)
+        reads = bool(fault and fault.startswith(READ))
         with self.control.open("r+b") as stream:  # never shorter: it is mapped
-            stream.write(_CONTROL.pack(0, number if fault else 0, kind, stays, 0, 0, b"", b"", only.encode()))
+            stream.write(_CONTROL.pack(0, number if fault else 0, kind, stays, 0, 0, reads, b"", b"", only.encode()))
         output = self.control.with_name("output")
         request = {
             "arguments": [str(one) for one in arguments], "folder": str(folder), "env": dict(self.env),
@@ -82,7 +86,7 @@ class Commands:
         stdin.flush()
         answer = stdout.readline()
         assert answer, f"the server ended with {self.server.wait()}"
-        calls, _, _, _, hit, pid, call, path, _ = _CONTROL.unpack(self.control.read_bytes())
+        calls, _, _, _, hit, pid, _, call, path, _ = _CONTROL.unpack(self.control.read_bytes())
         text = [part.rstrip(b"\0").decode(errors="replace") if hit else "" for part in (call, path)]
         child, status = json.loads(answer)
         return Ran(status, output.read_text(errors="replace"), calls, text[0], text[1], bool(hit) and pid != child)

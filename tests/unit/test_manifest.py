@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import marshal
 import os
@@ -28,7 +29,7 @@ from envbuild.errors import BuildError, VerificationError
 from envbuild.recipe.targets import host_arch
 from envbuild.store.store import Store
 from envbuild.verify.host import folder_subject
-from envbuild.verify.receipt import manifest_of
+from envbuild.verify.receipt import manifest_of, passing_receipt, receipt_path
 
 STATE = State("venv", "r", "", "", "", "cpu-x86_64", "3.11", "3.11.0", sys.executable, ())
 SITE = "lib/python3.11/site-packages"
@@ -61,6 +62,27 @@ def compiled(root: Path, code: str | None = None, level: int = 0) -> Path:
         head = path.read_bytes()[:16]
         path.write_bytes(head + marshal.dumps(compile(code, str(root / MODULE), "exec")))
     return path
+
+
+@pytest.mark.parametrize("file", [FILE, "bin/tool", "env.receipt.json"])
+def test_a_file_that_the_disk_does_not_return_is_neither_changed_nor_missing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """With a receipt that nobody could read, a verification compared an environment with its own manifest alone."""
+    receipt_path(root).write_text("{}")
+    (root / "bin/tool").write_text("#!/bin/sh -e\n")
+    opened = os.open
+
+    def fail(path: str, flags: int, mode: int = 0o777) -> int:
+        if str(path).endswith(f"/{file}"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", fail)
+    with pytest.raises(OSError, match=rf"Input/output error: .*{file}"):
+        if file == "env.receipt.json":
+            assert manifest_of(root) and passing_receipt(root, "")
+        changes(root, STATE, "", Store(tmp_path / "store"), 1)
 
 
 def damage(path: Path) -> None:
