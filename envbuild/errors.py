@@ -65,9 +65,16 @@ E = TypeVar("E", bound=EnvbuildError)
 
 
 def joined(kind: type[E], errors: Sequence[EnvbuildError]) -> E:
-    """Return one error of the class `kind` with the messages and hints of all `errors`, each once."""
+    """Return one error of the class `kind` with the messages and hints of all `errors`, each once.
+
+    Messages that differ in their first lines alone, as for several targets and one index that is down, share the rest.
+    """
     hints = dict.fromkeys(error.hint for error in errors if error.hint)
-    return kind("\n".join(dict.fromkeys(error.message for error in errors)), "\n".join(hints) or None)
+    heads: dict[str, dict[str, None]] = {}
+    for error in errors:
+        head, line_end, rest = error.message.partition("\n")
+        heads.setdefault(line_end + rest, {})[head] = None
+    return kind("\n".join("\n".join(found) + rest for rest, found in heads.items()), "\n".join(hints) or None)
 
 
 _FULL = "free disk space, inodes or quota there, or choose another folder: ENVBUILD_STORE for the store, TMPDIR, --out"

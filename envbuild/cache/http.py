@@ -285,7 +285,9 @@ def origin(url: str) -> tuple[str, str, int]:
 def reason_of(error: BaseException) -> str:
     """Return the innermost cause of a requests error, in one line."""
     cause = error
-    while isinstance(inner := getattr(cause, "reason", None) or cause.__context__, BaseException):
+    # urllib3's ProxyError has its cause as `original_error`.
+    names = ("reason", "original_error", "__context__")
+    while inner := next((one for name in names if isinstance(one := getattr(cause, name, None), BaseException)), None):
         cause = inner
     return redact(str(cause).partition("\n")[0] or type(cause).__name__)
 

@@ -58,9 +58,9 @@ _ALL = "*"
 @click.option("--check", is_flag=True, help="Change nothing; exit 3 when a lock is missing or stale.")
 @click.option("--dry-run", is_flag=True, help="Resolve and say what would change; write nothing.")
 @click.option(
-    "--export", type=click.Choice(["pylock", *EXPORTS]),
+    "--export", "exports", multiple=True, type=click.Choice(["pylock", *EXPORTS]),
     help="Also write the lock for other tools: PEP 751 pylock files; or the conda lock, with what pip adds, as "
-    "conda-lock.yml, as environment.yml with exact pins, or as @EXPLICIT list.",
+    "conda-lock.yml, as environment.yml with exact pins, or as @EXPLICIT list. Repeatable.",
 )  # fmt: skip
 @click.option(
     "--export-dir", type=click.Path(path_type=Path, file_okay=False), default=Path(),
@@ -89,7 +89,7 @@ def lock_command(
     solver: str,
     check: bool,
     dry_run: bool,
-    export: str | None,
+    exports: Names,
     export_dir: Path,
     report: Path | None,
     verify: bool,
@@ -130,12 +130,13 @@ def lock_command(
         for loaded in (open_recipe(name, environment) for name in recipes)
         for target in targets or loaded.recipe.targets
     ]
-    if "conda" in chosen or export in EXPORTS:
+    if "conda" in chosen or set(EXPORTS) & set(exports):
         for loaded, _ in work:
             check_has_conda(loaded)
-    exported = "conda" if export in EXPORTS else "wheels"
-    if export and exported not in parts:
-        raise UsageError(f"--export {export} writes a lock that is not made here", f"add --{exported}")
+    for export in exports:
+        exported = "conda" if export in EXPORTS else "wheels"
+        if exported not in parts:
+            raise UsageError(f"--export {export} writes a lock that is not made here", f"add --{exported}")
     if check:
         check_locks(work, parts, log)
         return
@@ -143,7 +144,8 @@ def lock_command(
         raise UsageError("--verify is for a report of locks that are written", "give --report FILE, without --dry-run")
     run = LockRun(
         environment, parts, None if _ALL in upgrades else upgrades, offline, write=not dry_run,
-        by_conda_lock=solver == "conda-lock", export=None if dry_run else export, folder=export_dir,
+        by_conda_lock=solver == "conda-lock", folder=export_dir,
+        exports=() if dry_run else tuple(dict.fromkeys(exports)),
     )  # fmt: skip
     before = [_verified(one, environment, offline) for one in work] if verify else []
     for part, lock in zip(PARTS, (run.lock_wheels, run.lock_images, run.lock_conda), strict=True):
@@ -182,8 +184,9 @@ def _verified(
 class LockRun:
     """One run of `envbuild lock`.
 
-    Only packages in `upgrade` may change, all of them for None. `export` is the format in which locks are also written
-    to `folder`, None for none. `errors` are those of the locks that could not be made.
+    Only packages in `upgrade` may change, all of them for None. `exports` are the formats in which locks are also
+    written to `folder`; `exported` has the conda locks for each file of these. `errors` are those of the locks that
+    could not be made.
     """
 
     environment: Environment
@@ -192,10 +195,10 @@ class LockRun:
     offline: bool
     write: bool
     by_conda_lock: bool
-    export: str | None
+    exports: tuple[str, ...]
     folder: Path
     report: UpgradeReport = field(default_factory=UpgradeReport)
-    exports: dict[Path, list[tuple[CondaLock, LoadedRecipe, str]]] = field(default_factory=dict)
+    exported: dict[tuple[str, Path], list[tuple[CondaLock, LoadedRecipe, str]]] = field(default_factory=dict)
     errors: list[LockError] = field(default_factory=list)
 
     @contextmanager
@@ -220,7 +223,7 @@ class LockRun:
             upgrade = [n for n in upgrade if normalise(n) in wheels or conda is None or not conda.knows(n)]
         log(f"{loaded.recipe.name} {target.name}: resolving …")
         pylock = self._update(kind, upgrade).pylock
-        if self.export == "pylock":
+        if "pylock" in self.exports:
             # PEP 751: pylock.NAME.toml, without dots in NAME. Unlike the lock, it contains the URLs of this site.
             name = f"{loaded.recipe.name}-{target.name}".replace(".", "-")
             self._write_export(self.folder / f"pylock.{name}.toml", without_credentials(pylock))
@@ -254,28 +257,28 @@ class LockRun:
         if upgrade is None or upgrade or lock is None or self.by_conda_lock:
             log(f"{loaded.recipe.name} {target.name}: solving conda packages …")
             lock = self._update(kind, upgrade).lock
-        if self.export is None or self.export == "pylock":
-            return
-        if lock.pip.built:
+        exports = [export for export in self.exports if export in EXPORTS]
+        if exports and lock.pip.built:
             raise LockError(
-                f"{loaded.path}: --export {self.export} has no {lock.pip.built[0].name}, built from source",
+                f"{loaded.path}: --export {exports[0]} has no {lock.pip.built[0].name}, built from source",
                 "leave --export out: `envbuild conda` builds the environment from the lock",
             )
         pip = ""
-        if lock.pip.packages and self.export == "conda-lock":
+        if lock.pip.packages and "conda-lock" in exports:
             # The lock contains no URLs, so uv resolves the locked packages again.
             again = resolve_pip(loaded, target, self.environment, lock.packages, keep=lock.pip, offline=self.offline)
             pip = pip_entries(lock, again.pylock)
-        path = self.folder / export_name(self.export, lock.recipe, target)
-        self.exports.setdefault(path, []).append((lock, loaded, pip))
+        for export in exports:
+            path = self.folder / export_name(export, lock.recipe, target)
+            self.exported.setdefault((export, path), []).append((lock, loaded, pip))
 
     def write_conda_exports(self) -> None:
-        """Write the conda locks in the format of `export`, and print the paths."""
-        for path, shares in self.exports.items():
+        """Write the conda locks in the formats of `exports`, and print the paths."""
+        for (export, path), shares in self.exported.items():
             lock, loaded, _ = shares[0]
-            if self.export == "environment":
+            if export == "environment":
                 text = environment_text(lock, loaded.recipe.conda.channels)
-            elif self.export == "explicit":
+            elif export == "explicit":
                 text = explicit_text(lock)
             else:
                 text = render([part_of(lock, loaded.recipe.conda.channels) for lock, loaded, _ in shares])

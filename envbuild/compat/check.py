@@ -38,7 +38,13 @@ def check_stack(
     from envbuild.compat.judge import judge
     from envbuild.compat.stack import stack_of
 
-    findings = judge(stack_of(loaded, target, packages, conda=conda))
+    stack = stack_of(loaded, target, packages, conda=conda)
+    findings = judge(stack)
+    if conda and log is not None and stack.cuda != target.version and stack.cuda:
+        log(
+            f"note: {target.name}: the conda packages are those of CUDA {stack.cuda}, not {target.version}, and need a"
+            f" driver for it; else add 'cuda-version {target.version}.*' to conda in {target.table}"
+        )
     if packages is None:
         findings = [finding for finding in findings if finding.subject not in _OF_RESOLUTION]
     bad = [finding for finding in findings if finding.status == "bad"]

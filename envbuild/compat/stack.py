@@ -104,8 +104,16 @@ def stack_of(
             plugin=found.get("aws-ofi-nccl"),
             libfabric=found.get("libfabric"),
             libfabric_origin="conda" if "libfabric" in found else "",
+            cuda=_conda_cuda(found) or stack.cuda if stack.cuda else None,
         )
     return _with_layers(_with_nccl(stack, target, found), loaded, target)
+
+
+def _conda_cuda(found: Mapping[str, str]) -> str | None:
+    """Return the CUDA version of conda packages, whose solver may choose a newer one than the target's."""
+    version = found.get("cuda-version") or found.get("cudatoolkit") or ""
+    match = re.match(r"[0-9]+\.[0-9]+", version)
+    return match[0] if match else None
 
 
 def _pins(requirements: tuple[str, ...]) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ class CondaPackage:
     """One conda package.
 
     `url` is canonical: the URL at its channel, never at a mirror, and without credentials. `md5` and `sha256` are
-    hexadecimal, `depends` holds match specs ("numpy >=1.21"), `subdir` is a platform or "noarch".
+    hexadecimal, `depends` holds match specs ("numpy >=1.21"), `subdir` is a platform or "noarch". `size` is that of
+    the file in bytes, 0 if unknown: the channel says it to a solver, and the lock does not hold it.
     """
 
     name: str
@@ -44,6 +45,7 @@ class CondaPackage:
     md5: str
     sha256: str
     depends: tuple[str, ...] = ()
+    size: int = field(default=0, compare=False)
 
     @property
     def needs(self) -> list[str]:

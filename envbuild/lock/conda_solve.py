@@ -166,7 +166,7 @@ def _package(row: Mapping[str, Any], serving: Mapping[str, str]) -> CondaPackage
     if (subdir, build) != (row["subdir"], row["build"]):
         raise LockError(f"{url}: its channel lists it as build {row['build']} of {row['subdir']}")
     depends = canonical_depends(row["depends"])
-    return CondaPackage(name, version, build, subdir, url, row["md5"], row["sha256"], depends)
+    return CondaPackage(name, version, build, subdir, url, row["md5"], row["sha256"], depends, row.get("size") or 0)
 
 
 def _error(

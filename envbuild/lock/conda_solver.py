@@ -158,6 +158,7 @@ def _row(record: Any) -> dict[str, Any]:
         "md5": record.md5.hex() if record.md5 else "",
         "sha256": record.sha256.hex() if record.sha256 else "",
         "depends": list(record.depends),
+        "size": record.size,
     }
 
 

@@ -120,7 +120,8 @@ def sizes_of(lock: object, store: Store) -> dict[str, int]:
     """Return the bytes of the packages of a lock of any kind, by name, as far as lock or `store` tell them."""
     if isinstance(lock, CondaLock):
         files = {one.name: store.find(ARCHIVES, one.sha256, one.file_name.__eq__) for one in lock.packages}
-        own = {name: path.stat().st_size for name, path in files.items() if path}
+        own = {one.name: one.size for one in lock.packages if one.size}
+        own |= {name: path.stat().st_size for name, path in files.items() if path}
         return own | sizes_of(lock.pip, store)
     if isinstance(lock, Lock):
         wanted = [WantedWheel(one.name, one.version, frozenset(one.hashes)) for one in lock.packages]

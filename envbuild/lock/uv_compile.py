@@ -31,6 +31,9 @@ _CAUSES = {
 }
 _NETWORK = re.compile(r"dns error|Connect|timed out|certificate|invalid peer", re.IGNORECASE)
 _BUILD = re.compile(r"Failed to (?:download and )?build `([A-Za-z0-9._-]+)")
+# uv names the page of one package, and the chain of causes; the last one is the system's.
+_UNREACHED = re.compile(r"Failed to fetch: [`']?(\w+://\S+/)[^/\s`']+/?[`']?$")
+_CAUSE = re.compile(r"\s*(?:cause|Caused by): (\S.*)")
 _OWN_ADVICE = re.compile(r"\nhint: This error likely indicates .*", re.DOTALL)
 _SHOWN = 5
 
@@ -178,8 +181,16 @@ def _build_settings(builds: Mapping[str, BuildTable]) -> str:
 
 
 def explanation(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the end of uv's explanation of a failure, without its advice on projects of its own."""
+    """Return the end of uv's explanation of a failure, without its advice on projects of its own.
+
+    Of an index that cannot be reached, it is one line: its URL without the package, and the last cause.
+    """
     done.stderr = _OWN_ADVICE.sub("", done.stderr)
+    lines = done.stderr.splitlines()
+    index = next((found[1] for line in lines if (found := _UNREACHED.search(line))), "")
+    causes = [found[1] for line in lines if (found := _CAUSE.match(line))]
+    if index and any("error sending request" in line for line in lines):
+        return f"  {index} cannot be reached: {causes[-1]}"
     return process.tail(done)
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import requests
+from urllib3.exceptions import MaxRetryError, NewConnectionError, ProxyError
 
+from envbuild.cache.http import reason_of
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import LockError
+from envbuild.errors import LockError, joined
 from envbuild.lock.format import Lock, LockedPackage, parse, render
 from envbuild.lock.indexes import reachable
 from envbuild.lock.offers import Offers, releases_of, skipped_warnings
-from envbuild.lock.uv_compile import UvCompile, without_wheel
+from envbuild.lock.uv_compile import UvCompile, explanation, without_wheel
 from envbuild.store.client import Client
 from envbuild.store.sources import Link, read_page
 
@@ -254,3 +258,39 @@ def test_offline_asks_indexes_that_are_folders_and_no_others(tmp_path: Path) -> 
     found, notes = reachable(["https://other.example/simple", f"{folder}/none"], environment, offline=True)
     assert found == [] and notes[0] == "--offline: index https://other.example/simple was not asked"
     assert notes[1] == f"index {folder}/none cannot be reached: no such folder"
+
+
+UNREACHED = """\
+error: Request failed after 3 retries in 5.1s
+  cause: Failed to fetch: http://127.0.0.1:9/simple/{name}/
+  cause: error sending request for url (http://127.0.0.1:9/simple/{name}/)
+  cause: client error (Connect)
+  cause: tcp connect error
+  cause: Connection refused (os error 111)
+"""
+
+
+def test_many_targets_and_one_index_that_is_down_are_a_few_lines() -> None:
+    """uv's words differ in the package that it asks for first, and in seconds."""
+    errors = []
+    for number in range(12):
+        done = subprocess.CompletedProcess([], 2, "", UNREACHED.format(name=f"package-{number}"))
+        errors.append(
+            LockError(f"recipe.toml: target {number} cannot be resolved:\n{explanation(done)}", "the network?")
+        )
+    error = joined(LockError, errors)
+    assert len(error.message.splitlines()) == 13 and error.hint == "the network?"
+    assert error.message.endswith("target 11 cannot be resolved:\n  http://127.0.0.1:9/simple/ cannot be reached:"
+                                  " Connection refused (os error 111)")  # fmt: skip
+    other = subprocess.CompletedProcess(
+        [], 1, "", "error: Failed to fetch: `https://i.example/simple/a/`\n  HTTP 500\n"
+    )
+    assert "HTTP 500" in explanation(other)
+
+
+def test_the_reason_behind_a_proxy_is_the_innermost_one() -> None:
+    inner = NewConnectionError(None, "[Errno 111] Connection refused")  # type: ignore[arg-type]
+    reason = ProxyError("Unable to connect to proxy", inner)
+    error = requests.exceptions.ProxyError(MaxRetryError(None, "/", reason))  # type: ignore[arg-type]
+    error.__context__ = error.args[0]
+    assert "Connection refused" in reason_of(error) and "Unable" not in reason_of(error)
