@@ -2,9 +2,10 @@
 
 A rule holds if each of its `all` patterns, one of its `any` and none of its `none` match some line of some log,
 and its counts hold over all logs together. A line of NCCL's log is also matched in the form that nccl_log.py
-parses: `nccl:KIND: TEXT`. If a requeued job appended to its log, counts restart at the line that reports the
-new attempt. If no cause is known, the diagnosis shows the program's own exception (exception.py). Patterns are
-tried only on lines that contain their constant texts (shapes.py).
+parses, `nccl:KIND: TEXT`; so is the line behind torch's `Last error:`, which quotes NCCL. If a requeued job
+appended to its log, counts restart at the line that reports the new attempt. If no cause is known, the diagnosis
+shows the program's own exception (exception.py). Patterns are tried only on lines that contain their constant
+texts (shapes.py).
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ _GROUP = re.compile(r"\{(\w+)\}")
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _FAILURES = ("Error", "error", "ERROR", "FATAL", "fatal", "Exception", "FAILED", "failed", "panic", "Killed", "killed")
 _FAILURE = re.compile(rf"\b(?:\w*Error|\w*Exception|{'|'.join(_FAILURES)})\b")
+# torch's exception quotes what NCCL said in the next line (ProcessGroupNCCL, getNcclErrorDetailStr).
+_LAST_ERROR = "Last error:"
+# The line of an exception or of an error, where a log has no traceback; torchrun and srun add their own lines.
+_DECIDES = re.compile(r"\b[A-Z]\w{0,80}(?:Error|Exception)\b: \S|\b(?:FATAL|[Ff]atal|[Ee]rror|ERROR|panic)\]?: ?\S")
+_OF_LAUNCHERS = re.compile(r"ChildFailedError|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: ")
 _FINISHED = "worker group successfully finished"
 _SHAPES_KEPT = 64  # per pattern
 _DIGITS = re.compile(r"\d+")
@@ -66,6 +72,8 @@ class DiagnosisFinding:
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
     """The findings, causes first; the program's first exception and its location, if no finding explains it.
+
+    In a log without tracebacks, `exception` is the last line that names an exception or error, if no cause is known.
 
     `lines` is the number of lines read; `last` are the last lines that look like an error.
     """
@@ -133,7 +141,7 @@ class _Course:
 class _Mark:
     """Lines that tell the `course` of the job or its exceptions, and lines of NCCL that have other forms."""
 
-    name: Literal["attempts", "progress", "failures", "pods", "traceback", "nccl", "error"]
+    name: Literal["attempts", "progress", "failures", "pods", "traceback", "nccl", "last", "error"]
     regex: tuple[re.Pattern[str], ...] = ()
 
     def on(self, line: str) -> bool:
@@ -158,6 +166,7 @@ class _Reader:
             )
         texts[_Mark("traceback")] = (BEGIN,)
         texts[_Mark("nccl")] = needles_of_forms()
+        texts[_Mark("last")] = (_LAST_ERROR,)
         texts |= {pattern: pattern.needles for pattern in patterns}
         texts[_Mark("error", (_FAILURE,))] = _FAILURES
         self._shapes = LineShapes(texts)
@@ -165,6 +174,10 @@ class _Reader:
         self.last: deque[Line] = deque(maxlen=6)
         self.course, self.exceptions = _Course(), Exceptions()
         self.total = 0
+        self.decides: tuple[int, Line] | None = None
+        self.tracebacks = False
+        # The text before `Last error:`, and the number of the line behind it.
+        self._quoted: tuple[str, int] = "", 0
 
     def read(self, name: str, blocks: Iterable[str]) -> None:
         """Read a log, whose blocks are one line or several."""
@@ -174,9 +187,9 @@ class _Reader:
         for block in blocks:
             plain = _CONTROL.sub("", block) if "\x1b" in block else block
             shapes = self._shapes.of(plain)
-            lines = plain.split("\n") if self.exceptions.open or any(shapes) else ()
+            lines = plain.split("\n") if self.exceptions.open or any(shapes) or self._quoted[1] > self.total else ()
             for index, marks in enumerate(shapes) if lines else ():
-                if marks or self.exceptions.open:
+                if marks or self.exceptions.open or self._quoted[1] == self.total + index + 1:
                     line = Line(name, number + index + 1, lines[index].rstrip("\r"))
                     self._line(line, before, self.total + index + 1, marks, here)
                 before = lines[index]
@@ -193,14 +206,17 @@ class _Reader:
     ) -> None:
         """Read a line that follows the line `before`; `here` counts in its log, since its last new attempt."""
         course = ""
+        if self._quoted[1] == order and line.text.startswith(self._quoted[0]):
+            self._match_forms(f" NCCL WARN {line.text[len(self._quoted[0]) :]}", line, order, here)
         for mark in marks:
             if isinstance(mark, LinePattern):
                 self._match(mark, line, line.text, order, here)
             elif mark.name == "nccl":
-                for form in _forms(line.text[max(0, line.text.find(" NCCL ")) :]):
-                    for pattern in self._shapes.of(form)[0]:
-                        if isinstance(pattern, LinePattern):
-                            self._match(pattern, line, form, order, here)
+                self._match_forms(line.text[max(0, line.text.find(" NCCL ")) :], line, order, here)
+            elif mark.name == "last":
+                self._quoted = line.text.partition(_LAST_ERROR)[0], order + 1
+            elif mark.name == "traceback":
+                self.tracebacks = True
             elif not mark.on(line.text):
                 continue
             elif mark.name == "attempts":
@@ -210,6 +226,8 @@ class _Reader:
                 self.course.pods = True
             elif mark.name == "error":
                 self.last.append(line)
+                if _DECIDES.search(line.text) and not _OF_LAUNCHERS.search(line.text):
+                    self.decides = order, line
             else:
                 course = course or mark.name
         if course == "progress":
@@ -221,6 +239,12 @@ class _Reader:
             self.exceptions.read(line, before, order)
         if self.exceptions.first and self.course.long_passed(self.exceptions.order):
             self.exceptions = Exceptions()
+
+    def _match_forms(self, text: str, line: Line, order: int, here: dict[LinePattern, _Seen]) -> None:
+        for form in _forms(text):
+            for pattern in self._shapes.of(form)[0]:
+                if isinstance(pattern, LinePattern):
+                    self._match(pattern, line, form, order, here)
 
     def _match(self, pattern: LinePattern, line: Line, form: str, order: int, here: dict[LinePattern, _Seen]) -> None:
         match = pattern.regex.search(form)
@@ -246,6 +270,9 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
     held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
     known = any(rule.kind == "cause" and rule.rank > _ROOT for rule, _ in held)
     first = () if known or course.passed(exceptions.order) else exceptions.first
+    if reader.decides and not reader.tracebacks and not any(rule.kind == "cause" for rule, _ in held):
+        order, line = reader.decides
+        first = () if course.passed(order) else (line,)
     last = tuple(map(_evidence, reader.last))
     return Diagnosis(reader.total, tuple(finding for _, (_, finding) in held), tuple(map(_evidence, first)), last)
 

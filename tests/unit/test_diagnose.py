@@ -245,6 +245,85 @@ def test_what_ended_a_job_is_its_cause(lines: list[str], cause: str) -> None:
     assert told(*lines)[0] == cause
 
 
+_QUOTED = "[rank0]: Last error:"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [
+        ([_QUOTED, "[rank0]: Cuda failure 101 'invalid device ordinal'"], "gpu-ordinal"),
+        ([_QUOTED, "[rank0]: Cuda failure 'operation not supported'"], "cuda-unusable"),
+        ([_QUOTED, "[rank0]: Message truncated : received 1024 bytes instead of 256"], "nccl-versions"),
+        ([_QUOTED, "[rank0]: Bootstrap : no socket interface found"], "nccl-interface"),
+        ([_QUOTED, "[rank0]: Error: network AWS Libfabric not found."], "network-missing"),
+        ([_QUOTED, "[rank0]: Error while creating shared memory segment /dev/shm/nccl-a (size 9), error: No space left on device (28)"], "shared-memory"),
+        ([_QUOTED, "[rank0]: Failed to CUDA calloc 10485760 bytes"], "gpu-memory"),
+        ([_QUOTED, "[rank0]: NET/IB: Got completion from peer 10.0.0.1<47> with status=12 opcode=0"], "ib-no-answer"),
+        ([_QUOTED, "[rank0]: Call to bind failed : Cannot assign requested address"], "nccl-bind"),
+        ([_QUOTED, "[rank0]: socketPollConnect: Connect to 10.0.0.5<40001> returned 110(Connection timed out) errno 115(Operation now in progress)"], "nccl-no-route"),
+        (["n1:1:1 [0] NCCL INFO ncclOsSocketPollConnect: connect to 10.0.0.5<40001> returned Connection refused, retrying (34/34) after sleep for 3400 msec"], "nccl-refused"),
+        (["RuntimeError: unable to open shared memory object </torch_77_1> in read-write mode: Permission denied (13)"], "shm-denied"),
+        (["Failed to initialize NVML: Driver/library version mismatch"], "driver-mismatch"),
+        (["RuntimeError: CUDA error: system not yet initialized"], "fabric-manager"),
+        (["FloatingPointError: Minimum loss scale reached (0.0001)."], "loss-scale"),
+        (["RuntimeError: Function 'MulBackward0' returned nan values in its 0th output."], "loss-nan"),
+        (["RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"], "cublas-failed"),
+        (["torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGSEGV"], "worker-crashed"),
+        (["RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly"], "worker-killed"),
+        (["[c10d] The IPv6 network addresses of ( 10.0.5.4, 29500) cannot be retrieved (gai error: -2 - x)", "DistNetworkError"], "endpoint-malformed"),
+        (["[c10d] The IPv4 network addresses of (tcp://n1, 29500) cannot be retrieved (gai error: -2 - x)", "DistNetworkError"], "endpoint-malformed"),
+        (["TimeoutError: The client socket has timed out after 1800s while trying to connect to (node1, 29500)."], "store-timeout"),
+        (["[c10d] The client socket has timed out after 300000ms while trying to connect to (127.0.0.1, 29500)."], "store-local"),
+        (["slurmstepd: error: container_p_join: setns failed for /cray/tmp/job_container/286704/.ns: Invalid argument"], "job-container"),
+        (["srun: error: Unable to create job step: Memory required by task is not available"], "step-refused"),
+        (["but OMPI was not built with SLURM support. This usually happens"], "mpi-slurm"),
+        (["n2: Permission denied (publickey,password)."], "ssh-refused"),
+        (["ssh: connect to host n2 port 22: Connection refused"], "ssh-refused"),
+        (["Error response from daemon: toomanyrequests: You have reached your pull rate limit."], "hub-limit"),
+    ],
+)  # fmt: skip
+def test_the_cause_of_other_programs_words(lines: list[str], cause: str) -> None:
+    assert told(*lines)[0] == cause
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "n1:1:1 [0] NCCL INFO socketPollConnect: connect returned Connection refused, retrying (3/34) after sleep for 300 msec",
+        "n1:1:1 [0] NCCL INFO Call to connect returned Connection refused, retrying",
+        "Connect to http://10.0.0.5:80 failed: Connection refused",
+        "n1:1:1 [0] NCCL INFO Call to ibv_modify_qp success",
+        "Last error: none",
+        "WARNING config has no run_id, generated a random run_id: 17",
+        "[c10d] The client socket has connected to [n1]:29500",
+        "gloo: no error",
+        "DataLoader worker (pid 7) exited normally",
+        "exits with return code = 0",
+        "process 0 terminated with exit code 0",
+        "loss is 0.3, not nan", "the loss is nanoscopic", "Loss scale at 65536",
+        "429 samples", "GET /a HTTP/1.1 200 429",
+        "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)",
+        "error 8020: x", "Assertion `x` passed",
+        "train_batch_size is equal to micro_batch_per_gpu * gradient_acc_step * world_size",
+        "No module named 'apex', going on without it",
+        "lib.so: defined symbol: x",
+        "Warning: Permanently added 'n2' (ED25519) to the list of known hosts.",
+        "SPANK plugin \"pyxis\" option \"container-image\" registered",
+        "container_p_restore: done", "There are enough slots available in the system",
+        "Received request: HTTPSConnectionPool(host='x', port=443) created",
+    ],
+)  # fmt: skip
+def test_a_line_that_is_like_one_of_a_failure_is_none(line: str) -> None:
+    assert told(line) == []
+
+
+def test_the_line_behind_last_error_is_nccls_in_any_block() -> None:
+    text = "ncclInvalidUsage: x\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
+    for blocks in ([text], text.split("\n"), [text[:31], text[32:]]):
+        assert [one.id for one in diagnose([("log", blocks)], load_rules()).findings] == ["gpu-ordinal"], blocks
+    assert told("Last error:", "x", "Duplicate GPU detected : rank 1") == []
+
+
 def test_the_port_that_is_taken_is_told_by_the_lines_of_older_torch() -> None:
     lines = [_BOUND, "RuntimeError: The server socket has failed to listen on any local network address."]  # fmt: skip
     assert "port 29500 of" in diagnose([("log", lines)], load_rules()).findings[0].cause
@@ -619,7 +698,14 @@ def test_where_nothing_is_recognised_the_last_errors_are_shown(tmp_path: Path) -
     done = CliRunner().invoke(diagnose_command, [str(log)])
     assert done.exit_code == 0
     assert "Nothing was recognised in 3 lines." in done.output
-    assert "x.log:2: WidgetError: the frobnicator is loose" in done.output
+    assert "The program's own words:\n     " in done.stdout
+    assert "x.log:2: WidgetError: the frobnicator is loose" in done.stdout
+    log.write_text("fine\n3 of 7 uploads failed\n")
+    done = CliRunner().invoke(diagnose_command, [str(log)])
+    assert "The last lines that speak of an error:" in done.output
+    log.write_text("\n".join(["ValueError: too many classes", "[rank1]: KeyError: 'x'", *_TORCHRUN[:1], *_KILLED]))
+    done = CliRunner().invoke(diagnose_command, [str(log)])
+    assert done.stdout.splitlines()[1].endswith("x.log:2: [rank1]: KeyError: 'x'")
 
 
 @pytest.mark.parametrize("name", ["nosuch.log", "."])
@@ -740,7 +826,8 @@ def test_the_command_shows_the_exception_of_the_program(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text("\n".join([*_TRACEBACK, *_TORCHRUN, *_KILLED]))
     done = CliRunner().invoke(diagnose_command, [str(log)])
-    assert "The program's first exception:" in done.stdout
+    assert done.stdout.startswith("No cause is known. The program's own words:\n")
+    assert done.stdout.index("x.log:7: ValueError: expected 4D input") < done.stdout.index("1. symptom: ")
     assert "x.log:7: ValueError: expected 4D input" in done.stdout
     made = json.loads(CliRunner().invoke(diagnose_command, [str(log), "--json"]).stdout)
     assert made["exception"][-1]["line"] == 7
