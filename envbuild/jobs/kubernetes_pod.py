@@ -169,7 +169,7 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
     if plan.library_path:
         fixed["ENVBUILD_LIBRARY_PATH"] = ":".join(plan.library_path)
     if plan.strategy == "ddp" and plan.site.kubernetes.grace > GRACE_S:
-        # torchrun kills ranks that still save after 30 s; torch before 2.11 or so does not read it.
+        # Otherwise torchrun kills ranks after 30 s, as torch 2.10 and older do in any case.
         fixed["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(plan.site.kubernetes.grace - _LAST_S)
     node = {
         "ENVBUILD_NODES": str(len(pods.hosts)),

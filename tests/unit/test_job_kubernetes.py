@@ -656,6 +656,24 @@ def test_a_site_says_how_often_pods_start_again(retries: int, nodes: int, limit:
     assert job_of(plan)["spec"]["runPolicy"]["backoffLimit"] == limit
 
 
+def test_the_runtime_of_the_docs_is_one_that_trainer_understands() -> None:
+    from kubeflow_trainer_api.models.trainer_v1alpha1_cluster_training_runtime import (
+        TrainerV1alpha1ClusterTrainingRuntime,
+    )
+
+    page = (Path(__file__).parents[2] / "docs/reference/site.md").read_text()
+    block = page[page.index("    apiVersion: trainer.kubeflow.org") :].partition("\n\n")[0]
+    runtime = yaml.safe_load(block)
+    made = TrainerV1alpha1ClusterTrainingRuntime.from_dict(runtime)
+    assert made is not None and made.to_dict() == runtime
+    (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    core = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, "spec": copy.deepcopy(spec)}
+    core["spec"]["template"]["spec"]["restartPolicy"] = "OnFailure"
+    assert faults(core) == []
+    assert spec["backoffLimit"] == job_of(replace(PLAN, nodes=64))["spec"]["runPolicy"]["backoffLimit"]
+
+
 def test_as_many_pods_as_linux_can_tell_a_process_of_and_not_one_more() -> None:
     """execve(2) takes no string of 128 KiB or more: a pod with one would never start."""
     fits = [number for number in (2000, 2937, 2938) if renders(replace(PLAN, name="x" * 32, nodes=number))]
