@@ -146,7 +146,7 @@ def system_error(error: OSError | UnicodeEncodeError) -> EnvbuildError | None:
     if str(error.strerror).startswith("No usable temporary directory"):  # of Python's tempfile, for any reason
         return HostError(f"no folder for temporary files can be written: {error.strerror}", _FULL)
     if error.errno is None:
-        return None
+        return BuildError(file_error(error), _OTHER) if _not_copied(error) else None
     if error.errno == errno.ENOENT and error.filename is None and not _has_current_folder():
         return UsageError("the current folder does not exist any more", "change into another folder")
     if error.errno not in _SYSTEM and not _file_of(error)[1]:
@@ -165,6 +165,9 @@ def file_error(error: OSError, where: str | os.PathLike[str] | None = None) -> s
 
     `where` is the file or folder that was being written; the error's own file is named if it is known.
     """
+    if lost := _not_copied(error):
+        more = f" (and {len(lost) - 1} more)" if lost[1:] else ""
+        return "cannot copy {} to {}: {}".format(*lost[0]) + more
     verb, path = _file_of(error)
     if where is not None:
         verb, path = verb or "write", path or os.fspath(where)
@@ -174,6 +177,14 @@ def file_error(error: OSError, where: str | os.PathLike[str] | None = None) -> s
 def note_writing(error: OSError, path: str | os.PathLike[str]) -> None:
     """Note in `error` that `path` was being written, for `file_error` and for reports of faults."""
     error.add_note(f"{_WRITING}{os.fspath(path)}")
+
+
+def _not_copied(error: OSError) -> list[tuple[str, str, str]]:
+    """Return (source, destination, reason) of each file of a tree that shutil could not copy; [] for other errors."""
+    # shutil is not imported for this: it takes a tenth of the start.
+    if type(error).__module__ == "shutil" and error.args and isinstance(error.args[0], list):
+        return [(str(source), str(place), str(reason)) for source, place, reason in error.args[0]]
+    return []
 
 
 def _file_of(error: OSError) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from envbuild.artifacts.conda_survey import is_conda
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError, HostError, UsageError
+from envbuild.files import MISSING
 from envbuild.image.compression import kind_of as compressed_kind
 from envbuild.image.reference import parse_reference
 from envbuild.image.sif import is_sif
@@ -37,7 +38,7 @@ def _begins(path: Path, is_one: Callable[[bytes], bool]) -> bool:
             return False
         with path.open("rb") as stream:
             return is_one(stream.read(_HEAD))
-    except OSError:
+    except (*MISSING, PermissionError):
         return False
 
 

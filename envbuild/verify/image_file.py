@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from envbuild.artifacts.image_manifest import FILE_NAME
 from envbuild.artifacts.state import FILE, State, parse_state
 from envbuild.errors import UsageError
+from envbuild.files import MISSING
 from envbuild.image.model import digest_of
 from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.codec import NAMES
@@ -58,13 +59,16 @@ class Runtime:
 
 
 def image_kind(path: Path) -> str | None:
-    """Return ENROOT for a squashfs and APPTAINER for a SIF, by the first bytes of `path`; None for any other file."""
+    """Return ENROOT for a squashfs and APPTAINER for a SIF, by the first bytes of `path`; None for any other file.
+
+    Raises OSError for a file that cannot be read.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return None
         with path.open("rb") as stream:
             head = stream.read(_HEAD)
-    except OSError:
+    except MISSING:
         return None
     if is_sif(head):
         return APPTAINER

@@ -5,6 +5,7 @@ import gzip
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import envbuild
 from envbuild.atomic import replacing
 from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError, file_error, system_error
+from envbuild.verify.image_file import image_kind
 
 TOKEN = "x1Y2" * 10
 
@@ -155,6 +157,32 @@ def test_a_message_names_the_file_and_whether_it_was_read_or_written(
     found = system_error(raised.value)
     assert found is not None and f"cannot {told.format(tmp_path)}" in found.message
     assert "cannot write /out: " in file_error(OSError(errno.EIO, "Input/output error"), "/out")
+
+
+def test_an_image_that_the_disk_does_not_return_is_not_another_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`out/i.sif is not an artifact of envbuild`, exit code 2, was the answer to EIO."""
+
+    def fail(path: Path, mode: str) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    (tmp_path / "i.sif").write_text("")
+    assert image_kind(tmp_path / "i.sif") is None and image_kind(tmp_path / "gone") is None
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        image_kind(tmp_path / "i.sif")
+
+
+def test_a_tree_that_cannot_be_copied_names_its_first_file(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from/x").symlink_to("gone")
+    with pytest.raises(shutil.Error) as failed:
+        shutil.copytree(tmp_path / "from", tmp_path / "to")
+    tree = system_error(failed.value)
+    assert (
+        tree is not None and f"cannot copy {tmp_path}/from/x to {tmp_path}/to/x: [Errno 2] No such file" in tree.message
+    )
 
 
 def command(*arguments: str | Path, stdout: int = subprocess.PIPE, **env: str) -> subprocess.CompletedProcess[str]:
