@@ -26,8 +26,8 @@ from .nodes import Row, meet, own_row, same_host, this_host
 from .strategies import strategy_variables, training
 
 STEPS = ("find", "preflight", "training")
-# From the host where the job was submitted.
-_FOREIGN = ("XDG_RUNTIME_DIR",)
+# From the host where the job was submitted, or of another folder.
+_FOREIGN = ("XDG_RUNTIME_DIR", "OLDPWD")
 # The only settings of Python that a job takes from its surroundings, as a verification and `envbuild run` do
 # (envbuild/data/caller.toml): others decide which files are imported, or run code.
 PYTHON_KEPT = (
@@ -146,6 +146,9 @@ def variables(run: Run, rows: Sequence[Row], here: Row, number: int, environ: Ma
         ENVBUILD_RUN_ID=run.id,
         GLOO_SOCKET_IFNAME=here.interface,
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        PWD=str(run.folder.parent),
+        # torchrun's folder for its ranks' errors; by default, it leaves one in /tmp.
+        PET_LOG_DIR=str(run.folder / "torchrun"),
         PYTHONUNBUFFERED="1",
         PYTHONNOUSERSITE="1",
         LOGLEVEL="INFO",

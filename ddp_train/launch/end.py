@@ -15,9 +15,12 @@ internal/pkg/runtime/engine/apptainer and cmd/starter/c/starter.c.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from .job import Run
@@ -52,6 +55,19 @@ class _Child:
             self.tell()
 
 
+@contextmanager
+def _compiled(environment: Mapping[str, str], run: Run) -> Iterator[dict[str, str]]:
+    """Give torch.compile a folder on this node's disk, which is removed at the end; by default, one stays in /tmp."""
+    name, folder = "TORCHINDUCTOR_CACHE_DIR", ""
+    if name not in environment:
+        with suppress(OSError):
+            folder = tempfile.mkdtemp(prefix=f"envbuild-{run.id}-", dir=environment.get("TMPDIR") or "/tmp")
+    try:
+        yield {name: folder} if folder else {}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def run_child(command: Sequence[str], environment: Mapping[str, str], run: Run, number: int) -> int:
     """Run the training as a child process that gets SIGTERM once, and return the exit code.
 
@@ -67,10 +83,11 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], run: Run, 
     # The batch script's file is for nodes whose container was still starting.
     if run.file("told").exists():
         child.tell()
-    child.process = subprocess.Popen(command, env=dict(environment))
-    if child.owed:
-        child.process.terminate()
-    code = child.process.wait()
+    with _compiled(environment, run) as own:
+        child.process = subprocess.Popen(command, env={**environment, **own})
+        if child.owed:
+            child.process.terminate()
+        code = child.process.wait()
     code = 128 - code if code < 0 else code
     if code and child.told and run.job.exit_codes:
         ended.write_text(f"{code}\n")

@@ -41,8 +41,8 @@ def wanted_kinds(scheduler: str, site: Site) -> tuple[str, ...]:
     if SCHEDULERS[scheduler].pods:
         return kinds_of("registry")
     runtime = site.container.runtime
-    files = [name for name, one in ARTIFACTS.items() if runtime in one.containers]
-    return (*files, *kinds_of("folder"))
+    files = [(one.containers.index(runtime), name) for name, one in ARTIFACTS.items() if runtime in one.containers]
+    return (*(name for _, name in sorted(files)), *kinds_of("folder"))
 
 
 def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
@@ -195,7 +195,7 @@ def _runtime(kind: Artifact, scheduler: str, site: Site) -> Runtime:
     if runtime == "none" or runtime not in kind.containers:
         return "own"
     if runtime == "pyxis" and "srun" not in LAUNCHERS[scheduler]:
-        return kind.containers[-1]
+        return "enroot"
     return runtime
 
 

@@ -7,12 +7,14 @@ leads to its copy, or to the shared file.
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import json
 import posixpath
 import textwrap
 import zipfile
 
+import envbuild
 from envbuild.files import shipped
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import fill, heredoc, path_word, word
@@ -21,8 +23,9 @@ _WIDTH = 118
 
 _PROGRAM = r"""
 # Brings the @WHAT@ to every node's own disk: node 0 reads the shared one, the nodes pass it on to each other, and
-# what is there of an earlier one is copied. The program, for the nodes' own python3, is a zip file in base64:
-# ddp_train/stage of envbuild.
+# what is there of an earlier one is copied. The program, for the nodes' own python3, is a zip file in base64. Read it
+# in the folder ddp_train/stage of envbuild @VERSION@, which is in site-packages of the @WHAT@, too.
+# sha256 of the decoded file: @SHA@
 @PROGRAM@
 """
 
@@ -76,13 +79,14 @@ def _shared(plan: JobPlan) -> str:
     return path_word(plan.artifact.path, "the image's path")
 
 
-def _packed() -> str:
-    """Return the package `stage` as a zip file, which Python can import from, in base64."""
+def _packed() -> tuple[str, str]:
+    """Return the package `stage` as a zip file, which Python can import from, in base64, and the sha256 of the file."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
         for path in sorted(shipped("ddp_train").glob("stage/*.py")):
             file.writestr(zipfile.ZipInfo(f"stage/{path.name}"), path.read_bytes(), zipfile.ZIP_DEFLATED, 9)
-    return "\n".join(textwrap.wrap(base64.b64encode(packed.getvalue()).decode(), _WIDTH))
+    data = packed.getvalue()
+    return "\n".join(textwrap.wrap(base64.b64encode(data).decode(), _WIDTH)), hashlib.sha256(data).hexdigest()
 
 
 def stage_lines(plan: JobPlan, launcher: Launcher) -> str:
@@ -102,8 +106,9 @@ def stage_lines(plan: JobPlan, launcher: Launcher) -> str:
     }
     pyxis = plan.runtime == "pyxis"
     array = "container" if pyxis else "launch"
-    program = heredoc('base64 -d >"$ENVBUILD_RUN/stage-$restarts.zip"', _packed(), "STAGE")
-    return fill(_PROGRAM, what=what, program=program) + fill(
+    packed, digest = _packed()
+    program = heredoc('base64 -d >"$ENVBUILD_RUN/stage-$restarts.zip"', packed, "STAGE")
+    return fill(_PROGRAM, what=what, program=program, version=envbuild.__version__, sha=digest) + fill(
         _STAGE,
         what=what,
         python=path_word(plan.site.stage.python, "[stage] python"),

@@ -209,7 +209,7 @@ ENROOT = FileArtifact(
     sources=_IMAGE_SOURCES,
     imports=_FILE_IMPORTS,
     starters=("enroot",),
-    containers=("pyxis", "enroot"),
+    containers=("pyxis", "enroot", "apptainer"),
 )
 APPTAINER = FileArtifact(
     name="apptainer",

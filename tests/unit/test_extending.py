@@ -159,7 +159,7 @@ def test_a_kind_of_image_file_is_started_by_its_container_runtime(
     monkeypatch.setitem(ARTIFACTS, "toy", toy)
     site = site_of(tmp_path, '[scheduler]\nkind = "pbs"\n[container]\nruntime = "apptainer"\n')
     assert kinds_of("file") == ("enroot", "apptainer", "toy")
-    assert wanted_kinds("pbs", site) == ("apptainer", "toy", "venv", "conda")
+    assert wanted_kinds("pbs", site) == ("apptainer", "toy", "enroot", "venv", "conda")
     assert toy.default_path("r", HERE) == Path("build/r", HERE, "r.toy")
 
 

@@ -125,7 +125,8 @@ def test_ranks_have_a_cpu_each_where_the_scheduler_would_give_them_one_in_all(
         ("apptainer", "apptainer", "apptainer"),
         ("none", "enroot", "own"),
         ("none", "apptainer", "own"),
-        ("apptainer", "enroot", "own"),
+        ("apptainer", "enroot", "apptainer"),  # it starts a bare squashfs
+        ("enroot", "apptainer", "own"),
     ],
 )
 def test_what_starts_an_artifact_is_what_the_site_has(tmp_path: Path, runtime: str, kind: str, expected: str) -> None:

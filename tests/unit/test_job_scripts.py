@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import re
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +25,7 @@ from unit.job_plans import (
     MOUNTS,
     NCCL,
     PLAN,
+    REPOSITORY,
     SIF,
     SITE,
     SQSH,
@@ -149,7 +154,19 @@ PLANS |= {
 def test_the_script_is_the_golden_one(name: str) -> None:
     text = render(PLANS[name]).replace(envbuild.__version__, "VERSION")
     text = re.sub(r"(?<=<<'STAGE'\n).*?(?=\nSTAGE\n)", "UEsD", text, flags=re.DOTALL)  # zlib's versions differ
+    text = re.sub(r"(?<=^# sha256 of the decoded file: )[0-9a-f]{64}$", "SHA256", text, flags=re.MULTILINE)
     assert_golden(text, GOLDEN / f"{name}.sh")
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if "stage" in name])
+def test_who_reads_a_script_can_compare_its_packed_program_with_the_readable_one(name: str, tmp_path: Path) -> None:
+    text = render(PLANS[name])
+    packed = base64.b64decode(text.split("<<'STAGE'\n")[1].split("\nSTAGE\n")[0])
+    assert f"# sha256 of the decoded file: {hashlib.sha256(packed).hexdigest()}\n" in text
+    with zipfile.ZipFile(io.BytesIO(packed)) as file:
+        for entry in file.namelist():
+            assert file.read(entry) == (Path(REPOSITORY) / "ddp_train" / entry).read_bytes()
+    assert f"the folder ddp_train/stage of envbuild {envbuild.__version__}" in text
 
 
 def test_there_is_no_golden_file_of_a_plan_that_is_gone() -> None:

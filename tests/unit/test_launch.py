@@ -489,6 +489,21 @@ def test_the_schedulers_own_sigterm_reaches_the_training_by_itself(tmp_path: Pat
     assert (tmp_path / "ended-0.0").read_text() == "7\n"
 
 
+@pytest.mark.parametrize("own", ["", "/site/cache"])
+def test_what_torch_compiles_is_on_the_nodes_disk_and_goes_with_the_training(tmp_path: Path, own: str) -> None:
+    seen, disk = tmp_path / "seen", tmp_path / "disk"
+    disk.mkdir()
+    show = 'touch "$TORCHINDUCTOR_CACHE_DIR/kernel"; echo "$TORCHINDUCTOR_CACHE_DIR $PWD"; pwd -P'
+    variables = f"export TMPDIR={disk}\n" + (f"export TORCHINDUCTOR_CACHE_DIR={own}\n" if own else "")
+    path = _write(tmp_path / "run", variables, python="/bin/sh", command=["-c", f"({show}) >{seen}"], signalled=True)
+    done = _launch(path, "training", "0", PWD="/of/the/host")
+    assert done.returncode == 0, done.stderr
+    (cache, folder), (real,) = (line.split() for line in seen.read_text().splitlines())
+    assert cache == own if own else cache.startswith(f"{disk}/envbuild-")
+    assert folder == real == str(tmp_path)
+    assert list(disk.iterdir()) == []
+
+
 def test_the_first_node_that_fails_leaves_its_exit_code_and_one_that_was_told_to_end_does_not(tmp_path: Path) -> None:
     first = tmp_path / "failed-0"
     told = _start(tmp_path, exit_codes=True)

@@ -166,8 +166,9 @@ printf '%s\n' "$peer" "${hosts[@]}" >"$ENVBUILD_RUN/hosts-$restarts"
 rm -f "$ENVBUILD_RUN/at-$restarts".* "$ENVBUILD_RUN/failed-$restarts"
 
 # Brings the image to every node's own disk: node 0 reads the shared one, the nodes pass it on to each other, and
-# what is there of an earlier one is copied. The program, for the nodes' own python3, is a zip file in base64:
-# ddp_train/stage of envbuild.
+# what is there of an earlier one is copied. The program, for the nodes' own python3, is a zip file in base64. Read it
+# in the folder ddp_train/stage of envbuild VERSION, which is in site-packages of the image, too.
+# sha256 of the decoded file: SHA256
 base64 -d >"$ENVBUILD_RUN/stage-$restarts.zip" <<'STAGE'
 UEsD
 STAGE
