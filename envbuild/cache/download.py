@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Sends a GET with the given headers; returns a response whose status is one of ANSWERS.
 Ask = Callable[[Mapping[str, str]], "requests.Response"]
 ANSWERS = (200, 206, 416)
+_NUMBER = r"\d{1,18}"
 # Bytes of a file whose size nobody stated: a server may send for ever.
 _MOST = 1 << 37
 
@@ -180,7 +181,7 @@ def _extent(status: int, headers: Mapping[str, str]) -> tuple[int | None, int | 
     if status not in (206, 416):
         length = headers.get("Content-Length", "")
         return 0, int(length) if length.isdecimal() else None
-    match = re.match(r"bytes (\d+)-\d+/(\d+|\*)", headers.get("Content-Range", ""))
+    match = re.fullmatch(rf"bytes ({_NUMBER})-{_NUMBER}/({_NUMBER}|\*)", headers.get("Content-Range", ""), re.ASCII)
     if match is None or status == 416:
         return None, None
     return int(match[1]), int(match[2]) if match[2] != "*" else None

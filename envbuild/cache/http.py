@@ -25,6 +25,7 @@ BLOCK = 1 << 18
 # Bodies up to this size are read at once, so that the connection can serve the next request.
 _SMALL = 1 << 16
 _TIMEOUT_S = 15.0
+_MOST_HEADS = 20  # informational responses before the final one
 # Timeouts in which a transfer must bring what it should: see `pace`.
 _PERIOD = 2
 _RETRIES = 5
@@ -143,6 +144,7 @@ class HttpClient:
             )
             length = response.headers.get("Content-Length", "")
             small = response.status_code == 204 or (length.isdecimal() and int(length) <= _SMALL)
+            small &= "Transfer-Encoding" not in response.headers  # which goes over a length
             # How an encoded body is read, its reader says: see `blocks`.
             if method == "HEAD" or (small and "Content-Encoding" not in response.headers):
                 response.content  # noqa: B018 - this reads it
@@ -175,6 +177,13 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             self.fp = io.BufferedReader(PacedReader(self.fp.detach(), Pace(transport.period_s)))
+            self._heads = 0
+
+        def _read_status(self) -> Any:
+            self._heads += 1
+            if self._heads > _MOST_HEADS:  # http.client reads "100 Continue" for ever
+                raise http.client.HTTPException(f"it sent {_MOST_HEADS} heads and no answer")
+            return super()._read_status()  # type: ignore[misc]
 
     def paced(manager: Any) -> Any:
         def changed(pool: Any) -> Any:
@@ -230,6 +239,8 @@ def blocks(response: requests.Response, stop: threading.Event, *, as_stored: boo
     """
     import requests
 
+    if "," in response.headers.get("Content-Encoding", ""):  # each multiplies what the next one unpacks
+        raise RequestFailed("it sent a body with several encodings", answered=True)
     if as_stored:
         response.raw.headers.pop("Content-Encoding", None)  # by which urllib3 would unpack it
     stream = response.iter_content(BLOCK)
@@ -267,12 +278,24 @@ def failure(response: requests.Response, advice: str = "") -> RequestFailed:
 
 
 def split(url: str) -> SplitResult:
-    """Return the parts of a URL that a server sent. Raises RequestFailed for an invalid URL."""
+    """Return the parts of a URL that a server sent.
+
+    Raises RequestFailed for an invalid URL, and for one in which requests, which connects, would see another host: who
+    gets credentials is decided here.
+    """
+    import requests
+
     try:
         parts = urlsplit(url)
         _ = parts.port  # urlsplit validates the port only when it is read
+        host = requests.models.parse_url(url).host or ""
     except ValueError:
         raise RequestFailed("it names an address that is no URL") from None
+    same = (
+        not parts.netloc or (parts.hostname or "").replace("%25", "%") == host.strip("[]").lower() or not url.isascii()
+    )
+    if not same or "\\" in url or any(ord(one) < 32 for one in url):
+        raise RequestFailed("it names an address in which readers see different hosts")
     return parts
 
 

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
 from envbuild.cache.http import Transport, origin, read_all, split
+from envbuild.cache.pace import TooSlow
 from envbuild.cache.retry import Mismatch, NotFound, RequestFailed, with_retries
 from envbuild.disk_space import check_disk_space
 from envbuild.errors import BuildError, UsageError
@@ -232,7 +233,8 @@ class Registry:
                 return get(source)
             except RequestFailed as error:
                 failures.append((source, error))
-                if error.status is None and not error.transient and source is not self.endpoint:
+                useless = error.status is None and not error.transient
+                if (useless or isinstance(error, TooSlow)) and source is not self.endpoint:
                     source.dead = source.dead or error
         raise complain(what, failures)
 
@@ -273,7 +275,7 @@ def pages(source: Endpoint, path: str) -> Iterator[tuple[bytes, Mapping[str, str
             return
         url = source.target(answer, after)
         if origin(url) != origin(source.base):
-            raise RequestFailed(f"its list continues on another server, {split(url).netloc}", answered=True)
+            raise RequestFailed(f"its list continues on another server, {split(url).hostname}", answered=True)
     raise RequestFailed(f"its list has more than {_MOST_PAGES} pages", answered=True)
 
 

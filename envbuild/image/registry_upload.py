@@ -157,7 +157,7 @@ class _Upload:
         with self._request("POST", url, ok=(202,)) as answer:
             self.location = self.endpoint.follow(answer)
             least = answer.headers.get("OCI-Chunk-Min-Length", "")
-            self.chunk = max(self.chunk, int(least) if least.isdecimal() else 1)
+            self.chunk = max(self.chunk, int(least[:18]) if least.isdecimal() else 1)
 
     def _ask(self) -> None:
         with self._request("GET", self.location, ok=(204, 200, 202)) as answer:
@@ -228,7 +228,7 @@ class _Part:
 
 def _received(header: str | None, otherwise: int) -> int:
     """Return the bytes of an upload's Range header; `0-0`, which registries also send for none, counts as none."""
-    match = re.search(r"0-(\d+)$", header or "")
+    match = re.search(r"0-(\d{1,18})$", header or "", re.ASCII)
     if match is None:
         return otherwise
     return int(match[1]) + 1 if int(match[1]) else 0

@@ -116,6 +116,8 @@ def open_pushed(registry: Registry, store: Store) -> tuple[bytes, list[Descripto
     where = str(registry.reference)
     config, blobs = read_manifest(registry.manifest()[0], where)
     small = [config, *(blob for blob in blobs if blob.media_type in (RECEIPT, *ATTESTATIONS))]
+    if len({one.media_type for one in small}) < len(small):
+        raise BuildError(f"{where}: its manifest has several receipts, or attestations of one kind", "push it again")
     if any(one.size > MOST for one in small):
         raise BuildError(f"{where}: its receipt or configuration is larger than {human_size(MOST)}")
     registry.fetch_blobs(small, store.blobs, lambda _: None)

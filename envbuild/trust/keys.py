@@ -72,7 +72,15 @@ def load_public(path: Path) -> Key:
 def _public(path: Path) -> Ed25519PublicKey | EllipticCurvePublicKey:
     try:
         data = read_regular(path)
-        key = (load_ssh_public_key if data.startswith((b"ssh-", b"ecdsa-")) else load_pem_public_key)(data)
+        ssh = data.startswith((b"ssh-", b"ecdsa-"))
+        if len(data.strip().splitlines()) > 1 if ssh else data.count(b"-----BEGIN") > 1:
+            raise UsageError(f"{path}: several keys, and only the first one would count", "give each a file of its own")
+        if ssh and b"-cert-" in data.split()[0]:
+            raise UsageError(
+                f"{path}: a certificate of OpenSSH, whose time and names nobody would check",
+                "name the public key alone",
+            )
+        key = (load_ssh_public_key if ssh else load_pem_public_key)(data)
         if isinstance(key, Ed25519PublicKey | EllipticCurvePublicKey):
             return key
     except OSError as error:

@@ -29,6 +29,7 @@ from securesystemslib.signer import CryptoSigner
 from envbuild.artifacts import conda, conda_survey, image_manifest, installed, layer_lists, manifest, pip_records, state
 from envbuild.bundle import read_bundle
 from envbuild.cache import hashed
+from envbuild.cache.http import split
 from envbuild.cache.retry import RequestFailed, retry_after
 from envbuild.debian import control, deb, release, resolve, sources
 from envbuild.diagnose.engine import diagnose, explain
@@ -831,6 +832,12 @@ READERS: dict[str, FuzzedReader] = {
         lambda data, _: opened(data, [_SIGNER.public_key]),
         300,
         (ValueError,),
+    ),
+    "address": FuzzedReader(
+        given("https://u:p%40@r.example.org:5000/v2/a?b=c", "http://[fe80::1%25eth0]/x", "//a.example/\\@b", "/v2/x"),
+        text(split),
+        400,
+        (RequestFailed,),
     ),
     "Retry-After": FuzzedReader(given("120", "Fri, 31 Dec 1999 23:59:59 GMT"), text(retry_after), 500),
     "index page": FuzzedReader(given(_HTML), _page("text/html"), 300, (RequestFailed,)),

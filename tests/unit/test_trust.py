@@ -137,6 +137,23 @@ def test_what_a_signer_attests_is_trusted(
     assert found["predicate"] == read_receipt(receipt_path(place.venv))
 
 
+def test_a_file_of_a_signer_says_nothing_that_would_not_count(tmp_path: Path) -> None:
+    """A second key, or the end of a certificate's time, which nobody would notice that they do not."""
+    for name in ("a", "b"):
+        make_key(tmp_path, name)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / f"ssh-{name}"], check=True)
+    words = ["-q", "-s", "ssh-a", "-I", "x", "-n", "x", "-V", "20200101:20200102", "ssh-b.pub"]
+    subprocess.run(["ssh-keygen", *words], check=True, cwd=tmp_path)
+    for form in ("{}.pub", "ssh-{}.pub"):
+        texts = [(tmp_path / form.format(name)).read_bytes() for name in "ab"]
+        (tmp_path / "both.pub").write_bytes(b"".join(texts))
+        assert load_public(tmp_path / form.format("a"))
+        with pytest.raises(UsageError, match="several keys"):
+            load_public(tmp_path / "both.pub")
+    with pytest.raises(UsageError, match="a certificate of OpenSSH"):
+        load_public(tmp_path / "ssh-b-cert.pub")
+
+
 def test_openssl_finds_the_signature_right(place: Place) -> None:
     key = make_key(place.folder, "p", "p256")
     place.attest(key=key)
