@@ -18,11 +18,15 @@ _LEAST = 1e-290
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points (x, y) of a line. `look` is its class in the style sheet."""
+    """Points (x, y) of a line. `look` is its class in the style sheet.
+
+    `dots` are the points that have a dot and a title, None for all of them.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
     look: str
+    dots: Sequence[tuple[float, float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,11 @@ def line_chart(
     levels = ticks(min(0.0, *(y for _, y in points)), max(y for _, y in points))
     left, right = min(x for x, _ in points), max(x for x, _ in points)
 
+    def place(x: float) -> float:
+        return 2 + 96 * (x - left) / (right - left) if right > left else 50
+
     def across(x: float) -> str:
-        return _percent(2 + 96 * (x - left) / (right - left) if right > left else 50)
+        return _percent(place(x))
 
     def up(y: float) -> float:
         share = (y - levels[0]) / (levels[-1] - levels[0])
@@ -75,17 +82,26 @@ def line_chart(
         h("text", text, x=across(x), y=_HEIGHT - 8, text_anchor="middle")
         for x, text in _thinned(x_labels, right - left)
     ]
-    dense = " dense" if any(len(one.points) > _DENSE for one in series) else ""
+    dense = " dense" if any(len(_dots(one)) > _DENSE for one in series) else ""
     for one in series:
-        ways = zip(one.points, one.points[1:], strict=False)
-        lines = [h("line", x1=across(a), y1=up(b), x2=across(c), y2=up(d), class_="line") for (a, b), (c, d) in ways]
+        # One path for all points: elements of their own would be most of a page. Its units are stretched to the width.
+        way = "L".join(f"{place(x):.2f} {up(y):.6g}" for x, y in one.points)
+        path = h("path", d=f"M{way}", class_="line", vector_effect="non-scaling-stroke")
+        line = h(
+            "svg", path, viewBox=f"0 0 100 {_HEIGHT}", preserveAspectRatio="none", width="100%", height=_HEIGHT,
+            aria_hidden="true",
+        )  # fmt: skip
         dots = [
             h("circle", h("title", f"{one.name}, {x_name} {short(x)}: {short(y)}"), cx=across(x), cy=up(y), r="4")
-            for x, y in one.points
+            for x, y in _dots(one)
         ]
-        parts.append(h("g", lines, dots, class_=one.look + dense))
+        parts.append(h("g", line if len(one.points) > 1 else None, dots, class_=one.look + dense))
     legend = [(one.look, one.name) for one in series if one.points]
     return _figure(title, _HEIGHT, 56, names, parts, legend, f"{y_name} over {x_name}")
+
+
+def _dots(series: Series) -> Sequence[tuple[float, float]]:
+    return series.points if series.dots is None else series.dots
 
 
 def bar_chart(rows: Sequence[tuple[str, float]], title: str, unit: str, floor: float = 0.0, note: str = "") -> Html:

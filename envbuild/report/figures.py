@@ -21,7 +21,7 @@ from envbuild.report.data import (
 )  # fmt: skip
 from envbuild.report.evidence import evidence_html
 from envbuild.report.markup import Html, folded, h, joined, pairs, table
-from envbuild.report.sections import download
+from envbuild.report.sections import Shared, download
 from envbuild.report.treemap import squarify
 
 # Check, class in the style sheet, name.
@@ -50,10 +50,14 @@ def training(entry: ReportEntry) -> Html | None:
     after = _points(numbers_of(killed.get("losses")), killed.get("steps"), start)
     before = sum(place <= half for place, _ in points)
     series = [
-        Series("one process (reference)", single, "alone"),
-        Series("after a killed rank", [point for point in after if point[0] <= end], "killed"),
-        Series("distributed", points[:before], "spread"),
-        Series("resumed from the snapshot", points[max(0, before - 1) :] if before < len(points) else [], "resumed"),
+        # A dot at the end of each epoch; the values of all steps are in the evidence of the checks.
+        Series(name, drawn, look, [point for point in drawn if point[0] == int(point[0])])
+        for name, look, drawn in (
+            ("one process (reference)", "alone", single),
+            ("after a killed rank", "killed", [point for point in after if point[0] <= end]),
+            ("distributed", "spread", points[:before]),
+            ("resumed from the snapshot", "resumed", points[max(0, before - 1) :] if before < len(points) else []),
+        )
     ]
     worst = max((_relative(a, b) for a, b in zip(losses, alone, strict=False)), default=None)
     told = "" if worst is None else f" The largest relative difference to one process is {short(worst)}."
@@ -188,7 +192,7 @@ def _labels(name: str, ranks: Sequence[Mapping[str, Any]], receipt: Mapping[str,
     return [f"node {node}, rank {rank}" for node, rank in told]
 
 
-def packages(entry: ReportEntry) -> Html | None:
+def packages(entry: ReportEntry, shared: Shared) -> Html | None:
     """Return the packages with versions and sizes, as a map of areas if the artifact is there, and the SBOM."""
     found = list(entry.packages)
     if not found:
@@ -214,7 +218,7 @@ def packages(entry: ReportEntry) -> Html | None:
         listed = table("Packages", columns, rows, numbers=(2,) if sized else ())
         parts.append(folded(f"All {len(found)} packages", listed, is_open=len(found) <= _FEW))
     if entry.sbom:
-        parts.append(h("p", download(entry, "the SBOM (CycloneDX 1.6)", ".cdx.json", entry.sbom)))
+        parts.append(h("p", download(entry, "the SBOM (CycloneDX 1.6)", ".cdx.json", entry.sbom, shared)))
     return joined(parts)
 
 

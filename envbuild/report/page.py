@@ -14,21 +14,25 @@ from envbuild.report.markup import Html, h, joined
 
 # Nothing is loaded from anywhere, and nothing runs: what a receipt says can do no more than be read.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-# Title, and the function that returns the section or None.
-_SECTIONS: tuple[tuple[str, sections.Section], ...] = (
-    ("Why it failed", sections.failures),
-    ("What changed", sections.changes),
-    ("Checks", sections.checks),
-    ("Training", figures.training),
-    ("All-reduce bandwidth", figures.bandwidth),
-    ("Performance", sections.performance),
-    ("Launches", figures.launches),
-    ("Packages", figures.packages),
-    ("Libraries as loaded", figures.libraries),
-    ("Compatibility", sections.chain),
-    ("Slim", sections.slim),
-    ("Provenance", sections.provenance),
-)
+
+
+def _sections(entry: ReportEntry, shared: sections.Shared, prefix: str) -> list[tuple[str, Html]]:
+    """Return the title and the content of each section about `entry` that has content."""
+    found = (
+        ("Why it failed", sections.failures(entry)),
+        ("What changed", sections.changes(entry)),
+        ("Checks", sections.checks(entry, shared, prefix)),
+        ("Training", figures.training(entry)),
+        ("All-reduce bandwidth", figures.bandwidth(entry)),
+        ("Performance", sections.performance(entry)),
+        ("Launches", figures.launches(entry)),
+        ("Packages", figures.packages(entry, shared)),
+        ("Libraries as loaded", figures.libraries(entry)),
+        ("Compatibility", sections.chain(entry)),
+        ("Slim", sections.slim(entry)),
+        ("Provenance", sections.provenance(entry, shared)),
+    )
+    return [(title, part) for title, part in found if part is not None]
 
 
 def report_page(entries: Sequence[ReportEntry]) -> str:
@@ -48,12 +52,12 @@ def report_page(entries: Sequence[ReportEntry]) -> str:
         h("style", Html(style)),
     )
     footer = h("footer", h("p", f"envbuild {__version__}. This page is one file: it loads nothing and runs nothing."))
-    return f"<!DOCTYPE html>\n{h('html', head, h('body', body, footer), lang='en')}\n"
+    return f"<!DOCTYPE html>\n{h('html', head, h('body', body, footer, sections.icons()), lang='en')}\n"
 
 
 def _single(entry: ReportEntry) -> Html:
     name = text_of(entry.receipt, "recipe.name") or "artifact"
-    told = _told(entry)
+    told = _sections(entry, sections.Shared(several=False), "")
     links = [h("li", h("a", title, href=f"#{_anchor('', title)}")) for title, _ in told]
     return joined(
         h("header", h("p", "envbuild report", class_="brand"), sections.verdict(entry, "h1", name)),
@@ -71,8 +75,13 @@ def _several(entries: Sequence[ReportEntry]) -> Html:
         _section(f"Training step of {name}", drawn, f"t{number}-", "h2")
         for number, (name, drawn) in enumerate(_step_times(entries), start=1)
     ]
+    shared = sections.Shared(several=True)
     for number, entry in enumerate(entries, start=1):
-        inner = [_section(title, part, f"r{number}-", "h3") for title, part in _told(entry)]
+        prefix = f"r{number}-"
+        inner = [
+            _section(title, shared.once(part, entry, _anchor(prefix, title)), prefix, "h3")
+            for title, part in _sections(entry, shared, prefix)
+        ]
         top = sections.verdict(entry, "h2", sections.name_of(entry.receipt))
         back = h("p", h("a", "Back to the overview", href="#overview"), class_="small back")
         parts.append(h("article", top, inner, back, id=f"r{number}"))
@@ -81,10 +90,6 @@ def _several(entries: Sequence[ReportEntry]) -> Html:
           class_=f"verdict {look}")),
         h("main", parts),
     )  # fmt: skip
-
-
-def _told(entry: ReportEntry) -> list[tuple[str, Html]]:
-    return [(title, part) for title, make in _SECTIONS if (part := make(entry)) is not None]
 
 
 def _section(title: str, part: Html, prefix: str, heading: str) -> Html:
@@ -130,7 +135,7 @@ def _step_times(entries: Sequence[ReportEntry]) -> list[tuple[str, Html]]:
             found.setdefault(text_of(entry.receipt, "recipe.name") or "an artifact", {}).setdefault(line, []).append(
                 (at, step)
             )
-    drawn = []
+    charts = []
     for name, lines in found.items():
         times = sorted({at for points in lines.values() for at, _ in points})
         if len(times) < 2:
@@ -144,5 +149,5 @@ def _step_times(entries: Sequence[ReportEntry]) -> list[tuple[str, Html]]:
         labels = [(at.timestamp(), f"{at:%H:%M}" if same_day else f"{at.day} {at:%b}") for at in times]
         last = max((point for points in lines.values() for point in points), key=lambda point: point[0])
         title = f"Training step of {name} over {len(times)} verifications; the last took {short(last[1] * 1000)} ms."
-        drawn.append((name, line_chart(series, title, labels, "time of verification", "Milliseconds of a step")))
-    return drawn
+        charts.append((name, line_chart(series, title, labels, "time of verification", "Milliseconds of a step")))
+    return charts

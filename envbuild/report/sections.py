@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from envbuild.inspect.compare import Change
@@ -31,8 +32,24 @@ _LOOKS = {PASSED: "good", FAILED: "bad", BLOCKED: "warn", OPEN: "none", "good": 
 _PATHS = {
     "good": "M3.5 8.5l3 3 6-7", "bad": "M4 4l8 8M12 4l-8 8", "warn": "M8 3v6M8 12v1", "none": "M4 8h8",
 }  # fmt: skip
+_WORTH = 300  # characters of a part that is worth a link instead
 _DIGESTS = (("artifact", "artifact.digest"), ("manifest", "artifact.manifest"), ("pushed as", "artifact.pushed"),
             ("plan", "plan.digest"), ("lock", "lock.digest"), ("recipe", "recipe.digest"))  # fmt: skip
+
+
+class Shared:
+    """The parts that a page of `several` receipts has already: another receipt with an equal part gets a link to it."""
+
+    def __init__(self, several: bool) -> None:
+        self.several = several
+        self._places: dict[str, tuple[str, str]] = {}
+
+    def once(self, part: Html, entry: ReportEntry, place: str) -> Html:
+        """Return `part` of `entry`, whose anchor is `place`, or the link to the same part of an earlier receipt."""
+        if not self.several or len(part) < _WORTH:
+            return part
+        first, title = self._places.setdefault(part, (place, entry.path))
+        return part if first == place else h("p", "The same as in ", h("a", title, href=f"#{first}"), ".")
 
 
 def badge(status: object, word: str = "") -> Html:
@@ -43,8 +60,17 @@ def badge(status: object, word: str = "") -> Html:
 
 def icon(look: str) -> Html:
     """Return the sign of a status, which says nothing that the word beside it does not say."""
-    line = h("path", d=_PATHS[look], fill="none", stroke="currentColor", stroke_width="2.2", stroke_linecap="round")
-    return h("svg", line, viewBox="0 0 16 16", class_="icon", aria_hidden="true")
+    return h("svg", h("use", href=f"#x-{look}"), class_="icon", aria_hidden="true")
+
+
+def icons() -> Html:
+    """Return the drawings of all signs, which a page has once."""
+    drawn = [
+        h("symbol", h("path", d=path, fill="none", stroke="currentColor", stroke_width="2.2", stroke_linecap="round"),
+          id=f"x-{look}", viewBox="0 0 16 16")
+        for look, path in _PATHS.items()
+    ]  # fmt: skip
+    return h("svg", drawn, class_="symbols", aria_hidden="true")
 
 
 def name_of(receipt: Mapping[str, Any]) -> str:
@@ -108,16 +134,16 @@ def failures(entry: ReportEntry) -> Html | None:
     return h("ul", rows, class_="faults")
 
 
-def _told(check: Mapping[str, Any]) -> Html:
+def _told(check: Mapping[str, Any], seen_above: bool = False) -> Html:
     seen, cause = (text_of(check, name) for name in ("seen", "cause"))
-    body = h("pre", seen) if "\n" in seen else prose(seen)
+    body = None if seen_above else h("pre", seen) if "\n" in seen else prose(seen)
     return pairs([("Seen", body), ("Expected", text_of(check, "expected")), ("Usually", prose(cause) if cause else "")])
 
 
-def checks(entry: ReportEntry) -> Html:
-    """Return every check; its evidence unfolds."""
+def checks(entry: ReportEntry, shared: Shared, prefix: str) -> Html:
+    """Return every check; its evidence unfolds. `prefix` begins the anchors of this receipt."""
     rows = []
-    for one in checks_of(entry.receipt):
+    for number, one in enumerate(checks_of(entry.receipt), start=1):
         name, seen = text_of(one, "name"), text_of(one, "seen")
         found = one.get("evidence")
         head = [
@@ -126,8 +152,10 @@ def checks(entry: ReportEntry) -> Html:
             h("span", prose(_first_line(seen)), class_="seen"),
         ]
         proof = evidence_html(found) if isinstance(found, Mapping) and found else h("p", "No evidence was recorded.")
-        body = [_told(one), proof, h("p", "Check ", h("code", name), class_="small")]
-        rows.append(h("li", folded(joined(head), body, is_open=one.get("status") == FAILED)))
+        body = joined(_told(one, "\n" not in seen), proof, h("p", "Check ", h("code", name), class_="small"))
+        failed, place = one.get("status") == FAILED, f"{prefix}check-{number}"
+        body = body if failed else shared.once(body, entry, place)
+        rows.append(h("li", folded(joined(head), body, is_open=failed), id=place if shared.several else None))
     return h("ol", rows, class_="checks") if rows else h("p", "The receipt has no checks.")
 
 
@@ -155,7 +183,7 @@ def _change(part: str, one: Change) -> list[object]:
     return [one.name, part, change, one.before or "—", one.after or "—"]
 
 
-def provenance(entry: ReportEntry) -> Html:
+def provenance(entry: ReportEntry, shared: Shared) -> Html:
     """Return where the artifact comes from, on which host and with which settings it was verified, and the receipt."""
     receipt = entry.receipt
     groups: list[Html] = []
@@ -167,7 +195,7 @@ def provenance(entry: ReportEntry) -> Html:
     own = {"receipt": entry.path, "verified path": text_of(receipt, "artifact.path"),
            "runtime": text_of(receipt, "runtime"), "fabric": text_of(receipt, "fabric"),
            "logs of the nodes": text_of(receipt, "logs")}  # fmt: skip
-    file = download(entry, "the receipt", ".receipt.json", dumped(receipt))
+    file = download(entry, "the receipt", ".receipt.json", dumped(receipt), shared)
     return joined(pairs([*own.items(), *digests]), groups, h("p", file))
 
 
@@ -193,13 +221,18 @@ def slim(entry: ReportEntry) -> Html | None:
     )
 
 
-def download(entry: ReportEntry, what: str, ending: str, text: str) -> Html:
-    """Return a link that saves `text`, which the page holds, as a file that is named after the artifact."""
-    data = base64.b64encode(text.encode("utf-8", "backslashreplace")).decode()
+def download(entry: ReportEntry, what: str, ending: str, text: str, shared: Shared) -> Html:
+    """Return a link that saves `text`, which the page holds, as a file that is named after the artifact.
+
+    On a page of several receipts it is compressed, because files would be the larger part of the page.
+    """
+    data, form = text.encode("utf-8", "backslashreplace"), "json"
+    if shared.several:
+        data, form, ending = gzip.compress(data, mtime=0), "gzip", ending + ".gz"
     about = (text_of(entry.receipt, place) for place in ("recipe.name", "target", "artifact.kind"))
     name = re.sub(r"[^\w.-]+", "-", "-".join(filter(None, about))[:100]) + ending
-    return h("a", f"Download {what}: {name}", href=Html(f"data:application/json;base64,{data}"), download=name,
-             class_="button")  # fmt: skip
+    link = Html(f"data:application/{form};base64,{base64.b64encode(data).decode()}")
+    return h("a", f"Download {what}: {name}", href=link, download=name, class_="button")
 
 
 def chain(entry: ReportEntry) -> Html | None:
@@ -221,6 +254,3 @@ def chain(entry: ReportEntry) -> Html | None:
         for one in entry.chain
     ]
     return joined(h("p", f"Judged {entry.basis}."), h("ol", rows, class_="chain"))
-
-
-Section = Callable[[ReportEntry], Html | None]

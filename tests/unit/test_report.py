@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import base64
 import copy
+import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,7 +85,7 @@ def read(page: str) -> Checker:
     found.close()
     assert found.open == []
     assert len(found.ids) == len(set(found.ids))
-    allowed = ("#", "https://", "http://", "data:application/json;base64,")
+    allowed = ("#", "https://", "http://", "data:application/json;base64,", "data:application/gzip;base64,")
     assert [link for link in found.links if not link.startswith(allowed)] == []
     assert {link[1:] for link in found.links if link.startswith("#")} <= set(found.ids)
     assert not {"script", "img", "iframe", "object", "form", "link", "base"} & set(found.tags)
@@ -126,8 +128,15 @@ def test_the_loss_is_drawn_by_step_and_in_older_receipts_by_epoch() -> None:
     # One point is of both the distributed and the resumed run; the killed one begins later.
     killed = epochs - evidence["restart"]["start_epoch"]
     page, old = report_page([entry()]), report_page([entry(changed(forget))])
-    assert page.count("<circle") == 2 * steps + 1 + 16 * killed and "Mean loss of a step over epochs" in page
-    assert old.count("<circle") == 2 * epochs + 1 + killed and "Mean loss over epochs" in old
+
+    def points(drawn: str) -> int:
+        return sum(way.count("L") + 1 for way in re.findall(r'<path d="(M[^"]+)" class="line"', drawn))
+
+    assert points(page) == 2 * steps + 1 + 16 * killed and "Mean loss of a step over epochs" in page
+    assert points(old) == 2 * epochs + 1 + killed and "Mean loss over epochs" in old
+    # The end of each epoch has a dot, whose title has the number; the evidence has those of the other steps.
+    assert page.count("<circle") == old.count("<circle") == 2 * epochs + 1 + killed
+    assert all(str(step) in page for row in evidence["curve"]["steps"] for step in row)
 
 
 def test_measurements_have_names_and_units() -> None:
@@ -142,6 +151,54 @@ def test_the_receipt_and_the_sbom_are_in_the_page_byte_for_byte() -> None:
     links = [link for link in read(report_page([entry(sbom='{"a": "</a>"}')])).links if link.startswith("data:")]
     data = [json.loads(base64.b64decode(link.partition(",")[2])) for link in links]
     assert data == [{"a": "</a>"}, REAL]
+
+
+def receipts_of_days(number: int) -> list[ReportEntry]:
+    """Receipts of one artifact, whose measurements differ from day to day, as far as their digits go."""
+
+    def measured(value: Any, chance: random.Random) -> Any:
+        if isinstance(value, dict):
+            return {name: measured(one, chance) for name, one in value.items()}
+        if isinstance(value, list):
+            return [measured(one, chance) for one in value]
+        return float(f"{value * chance.uniform(0.99, 1.01):.7g}") if isinstance(value, float) else value
+
+    found = []
+    for day in range(number):
+        receipt = changed(lambda one: None)
+        receipt["verified_at"] = f"2026-{1 + day // 28:02}-{1 + day % 28:02}T10:00:00+00:00"
+        for check in receipt["checks"]:
+            check["evidence"] = measured(check["evidence"], random.Random(day))
+            if check["name"] == "parameters":
+                check["evidence"]["sha256"] = dict.fromkeys(check["evidence"]["sha256"], f"{day:064}")
+        before = found[-1].receipt if found else None
+        differences = receipt_changes(before, receipt, "the day before") if before else None
+        found.append(ReportEntry(receipt, f"{day}.receipt.json", sbom='{"of": "all"}', changes=differences))
+    return found
+
+
+def test_a_page_of_many_receipts_is_small_and_has_each_whole() -> None:
+    entries = receipts_of_days(40)
+    page = report_page(entries)
+    # A receipt has 32 kB, and had 135 kB on the page.
+    assert len(page) / len(entries) < 54_000, len(page) / len(entries)
+    found = read(page)
+    links = [link for link in found.links if link.startswith("data:application/gzip")]
+    saved = [json.loads(gzip.decompress(base64.b64decode(link.partition(",")[2]))) for link in links]
+    assert saved[0] == {"of": "all"}, "all have the same packages and SBOM"
+    assert saved[1:] == [one.receipt for one in entries]
+    assert page == report_page(entries)
+
+
+def test_what_a_receipt_has_in_common_with_another_is_a_link_to_it() -> None:
+    first, second = receipts_of_days(2)
+    page = report_page([first, second])
+    numbers = {one["name"]: number for number, one in enumerate(first.receipt["checks"], start=1)}
+    link = '<p>The same as in <a href="#{}">0.receipt.json</a>.</p>'
+    assert link.format("r1-packages") in page and link.format("r1-provenance") not in page
+    for check, shared in (("versions", True), ("launch", False), ("bandwidth", False)):
+        assert (link.format(f"r1-check-{numbers[check]}") in page) is shared, check
+    assert "The same as" not in report_page([first])
 
 
 def test_a_failure_is_told_first_with_its_usual_cause() -> None:

@@ -62,6 +62,10 @@ def test_lines_stay_inside_whatever_the_numbers(one: list[tuple[float, float]], 
         assert 0 <= float(place) <= 100
     for place in re.findall(r' cy="([^"]+)"', drawn):
         assert 0 <= float(place) <= 240
+    ways = re.findall(r'<path d="M([^"]+)"', drawn)
+    assert [way.count("L") + 1 for way in ways] == [len(points) for points in (one, two) if len(points) > 1]
+    for x, y in (point.split() for way in ways for point in way.split("L")):
+        assert 0 <= float(x) <= 100 and 0 <= float(y) <= 240
 
 
 def test_labels_that_would_touch_are_left_out() -> None:
