@@ -36,8 +36,9 @@ from {module} import {first}
 if __name__ == "__main__":
     sys.exit({function}())
 """
-# Metadata is read as a whole; no real file comes near these sizes.
-_MAX_METADATA, _MAX_RECORD = 1 << 20, 16 << 20
+# Metadata is read as a whole; no real file comes near these sizes. A longer RECORD may have a row for each member of
+# the archive: its name, quoted and in UTF-8, a hash and a size.
+_MAX_METADATA, _MAX_RECORD, _MAX_ROW = 1 << 20, 16 << 20, 160
 # The headers of METADATA come first; a description of any length may follow.
 _MOST_REQUIRED = 4 << 20
 _STEP = 1 << 18
@@ -262,7 +263,9 @@ class _Wheel:
 
     def record(self) -> dict[str, tuple[str, str]]:
         """Return the complete rows of the wheel's own RECORD: name in the archive → (hash, size)."""
-        text = self._text("RECORD", _MAX_RECORD)
+        members = self._archive.infolist()
+        rows_of_all = sum(4 * len(info.filename) + _MAX_ROW for info in members)
+        text = self._text("RECORD", max(_MAX_RECORD, rows_of_all))
         if text is None:
             raise BuildError(f"{self._file}: no RECORD in {self.info}")
         try:
@@ -286,7 +289,10 @@ class _Wheel:
         except KeyError:
             return None
         if info.file_size > most:
-            raise BuildError(f"{self._file}: {name} has {info.file_size} bytes")
+            raise BuildError(
+                f"{self._file}: {name} has {info.file_size} bytes, at most {most} are possible in this wheel",
+                "the wheel is damaged or made to fill memory: take another release or build of it",
+            )
         with self._archive.open(info) as stream:
             data = stream.read(info.file_size)  # no more, whatever size it unpacks to
         try:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from lab.fake_registry import Call, fake_registry
 from lab.tar_blocks import END, pax, plain, special
+from lab.wheels import make_wheel
 
 from envbuild.debian.control import parse_control
 from envbuild.environment import load_environment
@@ -29,6 +30,7 @@ from envbuild.image.tree import MergedTree
 from envbuild.imports import read_source
 from envbuild.inspect.metadata import interest
 from envbuild.jobs.lint import lint
+from envbuild.layers import wheel
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.lock import conda_format, format
 from envbuild.lock.base import pull
@@ -392,6 +394,22 @@ def test_a_wheel_whose_record_is_of_empty_rows_takes_little_memory(tmp_path: Pat
         assert tracemalloc.get_traced_memory()[1] < 25 * MIB
     finally:
         tracemalloc.stop()
+
+
+def test_a_record_may_be_as_long_as_its_wheel_has_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RECORD of a wheel with 450,000 files has 40 MB: no key bounds it, but the wheel itself."""
+    monkeypatch.setattr(wheel, "_MAX_RECORD", 1000)
+    path = make_wheel(tmp_path, "many-files", files={f"many/{number:04}.txt": b"" for number in range(100)})
+    with zipfile.ZipFile(path) as archive:
+        assert next(one.file_size for one in archive.infolist() if one.filename.endswith("RECORD")) > 5000
+    assert sum(entry.path.endswith(".txt") for entry, _ in wheel_tree(path, Scheme("opt/env", "3.11"), 0)) == 100
+    odd = tmp_path / "lab-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(odd, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("lab-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\n")
+        archive.writestr("lab-1.0.dist-info/RECORD", ",,\n" * 400)
+    with pytest.raises(BuildError, match="RECORD has 1200 bytes, at most 1000 are possible in this wheel") as caught:
+        list(wheel_tree(odd, Scheme("opt/env", "3.11"), 0))
+    assert "another release" in caught.value.hint
 
 
 def test_a_key_of_thousands_of_parts_is_refused(tmp_path: Path) -> None:
