@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import platform
 import time
@@ -49,18 +50,27 @@ def _is_left(entry: Path, owner: str) -> bool:
 
 
 def write_temporary(path: Path, payload: bytes) -> Path:
-    """Write `payload` to a new file beside `path`, and sync it to disk. Raises OSError."""
+    """Write `payload` to a new file beside `path`, and sync it to disk if its file system can. Raises OSError."""
     temporary = temporary_name(path)
     try:
         with temporary.open("wb") as stream:
             stream.write(payload)
             stream.flush()
-            os.fsync(stream.fileno())
+            _sync(stream.fileno())
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
     return temporary
+
+
+def _sync(handle: int) -> None:
+    """Sync a file to disk; FUSE and some of NFS cannot, which is no reason to lose a snapshot. Raises OSError."""
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -252,6 +252,21 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.load(store.previous)["EPOCHS_RUN"] == 1
 
 
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_without_fsync_gets_its_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fsync(handle: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if number == errno.EIO:
+        with pytest.raises(TrainError, match="Input/output error"):
+            file_with(tmp_path, 1)
+    else:
+        assert torch.load(file_with(tmp_path, 1).path)["EPOCHS_RUN"] == 1
+
+
 def test_full_disk_keeps_the_old_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = file_with(tmp_path, 1)
 
