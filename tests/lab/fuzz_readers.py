@@ -37,6 +37,7 @@ from envbuild.diagnose.flight import merged, read_record
 from envbuild.diagnose.nccl_log import parse_nccl_log
 from envbuild.diagnose.read import job_number, read_logs
 from envbuild.diagnose.rules import load_rules
+from envbuild.doctor.batch import pyxis_scope
 from envbuild.elf import elf_machine, file_head, read_elf
 from envbuild.environment import Environment
 from envbuild.errors import EnvbuildError
@@ -848,6 +849,11 @@ READERS: dict[str, FuzzedReader] = {
         given("36 35 98:0 /mnt1 /mnt\\0402 rw,noatime master:1 - ext3 /dev/root rw,errors=continue\n"),
         text(lambda words: list(parse_mounts(words))),
         500,
+    ),
+    "plugstack.conf": FuzzedReader(
+        given("required /usr/lib/slurm/spank_pyxis.so container_scope=job\ninclude plugstack.conf.d/*\n"),
+        file("plugstack.conf", lambda path: pyxis_scope({"SLURM_CONF": str(path.parent / "slurm.conf")})),
+        300,
     ),
     "ELF": FuzzedReader(
         lambda _: _elfs(), file("x.so", lambda path: (_elf(path), elf_machine(file_head(str(path))))), 700
