@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Ask = Callable[[Mapping[str, str]], "requests.Response"]
 ANSWERS = (200, 206, 416)
 _NUMBER = r"\d{1,18}"
+# New bytes of an attempt that is no failure: a server may send one byte in each.
+PROGRESS = 1 << 16
 # Bytes of a file whose size nobody stated: a server may send for ever.
 _MOST = 1 << 37
 
@@ -110,9 +112,9 @@ class Download:
     def run(self, ask: Ask, retries: int) -> str:
         """Fetch the remaining data with `ask`; return the sha256.
 
-        Attempts that deliver new data do not count as retries, so that a large file does not fail on an
-        unreliable connection; those that are too slow do. With `retries` 0 there is one attempt. Raises Mismatch when
-        the content has none of `hashes`, else RequestFailed; the next source may then continue the download.
+        Attempts that deliver PROGRESS do not count as retries, so that a large file does not fail on an unreliable
+        connection; those that are too slow do. With `retries` 0 there is one attempt. Raises Mismatch when the content
+        has none of `hashes`, else RequestFailed; the next source may then continue the download.
         """
         most, tries, slow = self.received, 0, 0
         while not self.is_complete:
@@ -120,7 +122,7 @@ class Download:
             try:
                 complete = self._receive(ask)
             except RequestFailed as error:
-                most, tries = (self.received, 0) if self.received > most else (most, tries + 1)
+                most, tries = (self.received, 0) if self.received >= most + PROGRESS else (most, tries + 1)
                 slow += isinstance(error, TooSlow)
                 if not error.transient or not retries or max(tries, slow) > retries:
                     self.inherited = self.received > 0

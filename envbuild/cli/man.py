@@ -32,6 +32,7 @@ EXIT_CODES = {
     6: "this host lacks a tool, an interpreter, an architecture or a permission",
     70: "a fault of envbuild itself",
     130: "interrupted",
+    141: "the reader of its output ended first, as head -1 does: SIGPIPE, as for ls or git",
 }
 
 

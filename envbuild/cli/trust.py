@@ -127,12 +127,10 @@ def _attest(
 
 @click.command("trust")
 @click.argument("named", metavar="ARTIFACT", shell_complete=complete.artifacts)
-@click.option(
-    "--recipe", default="", metavar="NAME", help="Refuse it too if it is of another recipe, whoever signed that."
-)
+@click.option("--recipe", metavar="NAME", help="Refuse it too if it is of another recipe, whoever signed that.")
 @with_options("site", "target", "exact", "json")
 def trust_command(
-    named: str, recipe: str, site: str | None, target: str | None, exact: bool, as_json: bool
+    named: str, recipe: str | None, site: str | None, target: str | None, exact: bool, as_json: bool
 ) -> None:  # fmt: skip
     """Say whether ARTIFACT is trusted by the [trust] table of the site; exit code 5 if it is not.
 
@@ -153,7 +151,9 @@ def trust_command(
     """
     from envbuild.trust.policy import judge
 
-    shown = named
+    if recipe == "":  # of a variable that is not set
+        raise UsageError("--recipe names no recipe", "leave it out to take one of any recipe")
+    shown, recipe = named, recipe or ""
     names: tuple[str, ...] = ()
     where = load_site(os.environ, site)
     trust = where.trust

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from envbuild.cache.download import PROGRESS
 from envbuild.cache.http import BLOCK
 from envbuild.cache.pace import TooSlow
 from envbuild.cache.retry import RequestFailed, Stopped, pause
@@ -91,7 +92,7 @@ class _Upload:
         self._request = partial(self.endpoint.request, stop=self.stop, push=True, retries=0)
 
     def run(self) -> None:
-        """Upload the blob. The count of retries restarts when the registry has more bytes than ever before.
+        """Upload the blob. The count of retries restarts when the registry has PROGRESS bytes more than before.
 
         That of requests which were too slow does not.
         """
@@ -107,7 +108,7 @@ class _Upload:
                 if max(tries, slow) > self.endpoint.retries:
                     raise
                 pause(tries - 1, error, self.stop)
-            if self.offset > most:
+            if self.offset >= most + PROGRESS:
                 most, tries = self.offset, 0
 
     def _step(self) -> None:

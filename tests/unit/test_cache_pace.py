@@ -14,6 +14,7 @@ from lab.fake_registry import Call, fake_registry, upload
 from envbuild.cache import pace
 from envbuild.cache.http import Transport
 from envbuild.cache.pace import Pace, TooSlow
+from envbuild.cache.retry import RequestFailed
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor, canonical, digest_of
@@ -104,6 +105,36 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up(what: str, how: str
     ):
         TRANSFERS[what](fake.address, tmp_path)
     assert len(fake.seen) == 2  # once more, although bytes came
+
+
+@pytest.mark.parametrize("what", ["file", "blob"])
+def test_a_server_that_sends_a_byte_for_each_request_is_given_up(what: str, tmp_path: Path, quick: None) -> None:
+    def script(call: Call) -> None:
+        start = int(call.headers.get("Range", "bytes=0-")[6:-1])
+        spoken = f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}"
+        call.reply(
+            206 if start else 200, CONTENT[start : start + 1], promise=len(CONTENT) - start, Content_Range=spoken
+        )
+
+    with fake_registry(script) as fake, pytest.raises((RequestFailed, BuildError)):
+        TRANSFERS[what](fake.address, tmp_path)
+    assert len(fake.seen) == 2
+
+
+def test_an_upload_of_which_a_byte_is_taken_for_each_request_is_given_up(tmp_path: Path, quick: None) -> None:
+    sent = 0
+
+    def script(call: Call) -> None:
+        nonlocal sent
+        if call.command == "PATCH":
+            sent += 1
+            call.content()
+            return call.reply(500 if sent % 2 else 202, Range=f"0-{sent}", Location="/v2/team/x/blobs/uploads/1")
+        call.reply(202 if call.command == "POST" else 204, Range=f"0-{sent}", Location="/v2/team/x/blobs/uploads/1")
+
+    (tmp_path / "blob").write_bytes(CONTENT)
+    with fake_registry(script) as fake, pytest.raises(BuildError, match="HTTP 500"):
+        upload(registry(fake.address), BLOB, tmp_path / "blob", lambda _: None, chunk=100)
 
 
 def test_a_token_server_is_given_up_too(quick: None) -> None:

@@ -448,7 +448,7 @@ def send(fake: Fake, tmp_path: Path, *, chunk: int = 300_000, retries: int = 2) 
 
 
 def test_an_upload_to_a_fake_registry_goes_on_inside_a_cut_chunk(tmp_path: Path) -> None:
-    uploads = Uploads(cut_at=[100_000, 450_000, 451_000, 452_000, 1_000_000])
+    uploads = Uploads(cut_at=[100_000, 450_000, 520_000, 590_000, 1_000_000])
     with fake_registry(uploads) as fake:
         send(fake, tmp_path)
         assert uploads.committed and not uploads.cut_at

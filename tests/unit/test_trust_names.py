@@ -18,7 +18,7 @@ from securesystemslib.signer import CryptoSigner
 
 from envbuild.bundle import FILE, FORMAT, attest_bundle
 from envbuild.cli.commands import cli
-from envbuild.errors import EnvbuildError, RecipeError, VerificationError
+from envbuild.errors import EnvbuildError, RecipeError, UsageError, VerificationError
 from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical, digest_of, new_manifest
 from envbuild.image.reference import parse_reference
 from envbuild.jobs.artifact import check_trust, open_artifact
@@ -120,6 +120,13 @@ def test_a_tag_is_judged_by_what_it_names_now_and_by_its_recipe(place: Place, ta
         place.signer._private_key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)  # type: ignore[attr-defined]
     )
     place.refuses("trust", name, "--recipe", "lab")
+
+
+@pytest.mark.parametrize("tag", ["file", "image"])
+def test_an_option_without_a_name_is_no_permission(place: Place, tag: str) -> None:
+    """--recipe "$NAME", of a variable that is not set."""
+    error = place.run("trust", f"{place.fake.address}/team/x:{tag}", "--recipe", "").exception
+    assert isinstance(error, UsageError) and "--recipe names no recipe" in error.message
 
 
 @pytest.mark.parametrize("tag", ["file", "image"])
