@@ -279,6 +279,17 @@ _QUOTED = "[rank0]: Last error:"
         (["but OMPI was not built with SLURM support. This usually happens"], "mpi-slurm"),
         (["n2: Permission denied (publickey,password)."], "ssh-refused"),
         (["ssh: connect to host n2 port 22: Connection refused"], "ssh-refused"),
+        (["[c10d] The client socket has timed out after 1800s while trying to connect to ( 10.0.5.4, 29500)."], "endpoint-malformed"),
+        (["n1:1:1 [0] NCCL WARN Net : Call to connect to 10.0.0.5<40001> failed : Connection timed out"], "nccl-no-route"),
+        (["host=n1 was not reachable via ssh. If you are running with a single node please remove n1"], "ssh-refused"),
+        (["srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."], "step-refused"),
+        (["=>> PBS: job killed: mem 1048576kb exceeded limit 1024kb"], "slurm-memory"),
+        (["TERM_RUNLIMIT: job killed after reaching LSF run time limit."], "time-limit"),
+        (["RuntimeError: can't start new thread"], "process-limit"),
+        (["MemoryError"], "cpu-memory"), (["terminate called after throwing an instance of 'std::bad_alloc'"], "cpu-memory"),
+        (["found NaN in local forward loss calculation"], "loss-nan"),
+        (["Fatal error in PMPI_Init_thread: Other MPI error, error stack:"], "mpi-init"),
+        (["401 Client Error: Unauthorized for url: https://huggingface.co/meta-llama/Llama-2-7b/resolve/main/config.json"], "model-gated"),
         (["Error response from daemon: toomanyrequests: You have reached your pull rate limit."], "hub-limit"),
     ],
 )  # fmt: skip
@@ -309,12 +320,22 @@ def test_the_cause_of_other_programs_words(lines: list[str], cause: str) -> None
         "lib.so: defined symbol: x",
         "Warning: Permanently added 'n2' (ED25519) to the list of known hosts.",
         "SPANK plugin \"pyxis\" option \"container-image\" registered",
+        "exitcode  : -15 (pid: 7)", "Signal 15 (SIGTERM) received by PID 7", "MemoryErrorHandler installed", "size mismatch warning off",
+        "train: the gcc: found version 12", "0/1 Pending", "ddp-worker-0  1/1  Running  0  3m", "nan values: 0", "wandb: api_key configured",
+        "MPI_Init took 3 s", "no NVIDIA GPU was busy",
         "container_p_restore: done", "There are enough slots available in the system",
         "Received request: HTTPSConnectionPool(host='x', port=443) created",
     ],
 )  # fmt: skip
 def test_a_line_that_is_like_one_of_a_failure_is_none(line: str) -> None:
     assert told(line) == []
+
+
+def test_a_rank_that_torchrun_killed_after_another_failed_is_no_cause() -> None:
+    killed = ["  exitcode  : -9 (pid: 7)", "  traceback : Signal 9 (SIGKILL) received by PID 7"]
+    assert told(*killed) == ["rank-killed"]
+    assert told("  exitcode  : 1 (pid: 6)", *killed) == []
+    assert "rank-killed" not in told(*killed, "E failed (exitcode: 1) local_rank: 0")
 
 
 def test_the_line_behind_last_error_is_nccls_in_any_block() -> None:
