@@ -108,6 +108,8 @@ class Login:
         try:
             parts = split(realm)
             server = parts.netloc.rpartition("@")[2]
+            if known and parts.scheme == "http" and not self.http.plain:  # also if the site allows it to this host
+                raise RequestFailed("it is asked by plain HTTP, where the registry is asked by HTTPS")
             if known and known.identity_token:
                 fields += [("grant_type", "refresh_token"), ("scope", " ".join(scopes))]
                 fields += [("refresh_token", known.identity_token)]

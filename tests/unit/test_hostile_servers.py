@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import threading
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 from lab.fake_registry import Call, fake_registry, upload
 
-from envbuild.cache.http import Transport, split
+from envbuild.cache.http import HttpClient, Transport, split
 from envbuild.cache.retry import RequestFailed
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
+from envbuild.image.credentials import Credentials
 from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical, digest_of
 from envbuild.image.registry import Registry, open_registry
+from envbuild.image.registry_auth import Login
 from envbuild.kinds.share import open_pushed
 from envbuild.store.pieces import ARTIFACT, ATTESTATIONS, CONFIG, RECEIPT, render
 from envbuild.store.store import Store
@@ -121,6 +124,20 @@ def test_an_address_of_two_meanings_is_refused(url: str) -> None:
 )  # fmt: skip
 def test_an_address_of_one_meaning_is_taken(url: str) -> None:
     assert split(url).geturl()
+
+
+@pytest.mark.parametrize("identity", ["", "token"])
+def test_the_credentials_of_an_https_registry_go_to_no_token_server_by_plain_http(identity: str) -> None:
+    with fake_registry(lambda call: call.reply(200, b'{"token": "x"}')) as other:
+        http = HttpClient(Transport(insecure=frozenset([other.address])), plain=False)
+        login = Login(lambda: Credentials("u", "secret", identity, "here"), http, 0)
+        assert login.refused(None, f'Bearer realm="http://{other.address}/token"')
+        with pytest.raises(RequestFailed, match=r"no token from .* it is asked by plain HTTP"):
+            login.header(["repository:x:pull"], threading.Event())
+        assert not other.seen
+        anonymous = Login(lambda: None, http, 0)
+        assert anonymous.refused(None, f'Bearer realm="http://{other.address}/token"')
+        assert anonymous.header(["repository:x:pull"], threading.Event()) == "Bearer x"
 
 
 def test_what_was_pushed_has_one_receipt(tmp_path: Path) -> None:
