@@ -12,9 +12,8 @@ from envbuild.errors import HostError
 
 _CHANGE = "change the site file or the options that it names, then submit again"
 _KUBEFLOW = "https://www.kubeflow.org/docs/components/trainer"
-# (pattern of kubectl's message, hint); the first match wins. Sources: kubernetes/kubernetes,
-# staging/src/k8s.io/apiserver/pkg/admission/plugin/webhook/errors and pkg/util/webhook (webhooks),
-# staging/src/k8s.io/apimachinery/pkg/api/errors (the server), plugin/pkg/admission and pkg/quota (pods).
+# (pattern of kubectl's message, hint); the first match wins. The messages are those that users of clusters reported:
+# hmcts/cnp-flux-config#2122 and #13765 (quota), red-hat-storage/ocs-ci#6332 and rancher/k3k#294 (PodSecurity).
 _HINTS = (
     (
         r"fail(?:ed|ure) (?:calling|to call) webhook|no endpoints available for service",
