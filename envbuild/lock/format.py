@@ -23,6 +23,8 @@ from envbuild.recipe.sources import LockedPackage as LockedPackage
 FORMAT = 1
 _KEYS = ("recipe", "target", "python", "platform", "recipe-digest")
 _HEADER = re.compile(rf"#\s*({'|'.join(_KEYS)})\s*:\s*(\S+)\s*$")
+# Forms of values that become words of commands and parts of paths.
+_FORMS = {"python": re.compile(r"\d\.\d{1,2}"), "platform": re.compile(r"[a-z0-9_]+-manylinux_2_\d{1,3}")}
 _WARNING = re.compile(r"#\s*warning\s*:\s*(.+)$")
 _PIN = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([^\s;@\\]+)\s*(.*)$")
 _BUILT = re.compile(r"#\s*built\s*:\s*(.+)$")
@@ -159,6 +161,10 @@ def parse(text: str, source: str) -> Lock:
     names = [*packages, *(one.name for one in built)]
     faults += [f"{source}: {one.name} is locked twice" for one in built if names.count(one.name) > 1]
     faults += [f"{source}: the header line '# {key}: …' is missing" for key in _KEYS if key not in header]
+    faults += [
+        f"{source}: the header line '# {key}: {header[key]:.80}' has another form"
+        for key, form in _FORMS.items() if key in header and not form.fullmatch(header[key])
+    ]  # fmt: skip
     if faults:
         raise LockError("\n".join(faults), "locks are not edited by hand: run `envbuild lock` again")
     recipe, target, python, platform, digest = (header[key] for key in _KEYS)

@@ -123,3 +123,14 @@ def test_a_package_is_locked_once() -> None:
         parse(f"{head}# built: {row}\na==1 --hash=sha256:{'0' * 64}\n", "x")
     with pytest.raises(LockError, match="x:7: not a built package"):
         parse(f"{head}# built: {{}}\n", "x")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("python", "./python"), ("python", "3"), ("platform", "x86_64"), ("platform", "../x")]
+)
+def test_a_value_that_becomes_a_word_of_a_command_has_its_form(key: str, value: str) -> None:
+    """The lock is a file of a repository: uv would run the interpreter at a path."""
+    lines = {"python": "3.11", "platform": "x86_64-manylinux_2_28", key: value}
+    head = "# envbuild lock, format 1; made by: x\n# recipe: r\n# target: cpu-x86_64\n# recipe-digest: sha256:0\n"
+    with pytest.raises(LockError, match=f"the header line '# {key}: .*' has another form"):
+        parse(head + "".join(f"# {name}: {text}\n" for name, text in lines.items()), "x")
