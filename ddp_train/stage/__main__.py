@@ -1,4 +1,4 @@
-"""`python3 -m stage ABOUT STEP SETTINGS [NUMBER]`, once on every node of a job.
+"""`python3 -I stage-RESTARTS.zip ABOUT STEP SETTINGS [NUMBER]`, once on every node of a job.
 
 ABOUT is JSON: `source`, the shared file or environment; `manifest`, the SHA-256 of the environment's; `folder`, on
 each node's disk; `keep`, the limit of images there, in bytes; `number`, the launcher's variables with this node's

@@ -20,6 +20,7 @@ from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import fill, heredoc, path_word, word
 
 _WIDTH = 118
+_MAIN = 'import runpy\n\nrunpy.run_module("stage", run_name="__main__")\n'
 
 _PROGRAM = r"""
 # Brings the @WHAT@ to every node's own disk: node 0 reads the shared one, the nodes pass it on to each other, and
@@ -34,7 +35,7 @@ _STAGE = r"""rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
 # shellcheck disable=SC2030,SC2031 # its values are for this step alone
 if ! (
     launch=(
-        env "PYTHONPATH=$ENVBUILD_RUN/stage-$restarts.zip" @PYTHON@ -B -m stage
+        @PYTHON@ -I -B "$ENVBUILD_RUN/stage-$restarts.zip"
         @ABOUT@
     )
     @CONTAINER@settings=$ENVBUILD_RUN/settings-$restarts.sh
@@ -80,9 +81,13 @@ def _shared(plan: JobPlan) -> str:
 
 
 def _packed() -> tuple[str, str]:
-    """Return the package `stage` as a zip file, which Python can import from, in base64, and the sha256 of the file."""
+    """Return the package `stage` as a zip file that Python runs, in base64, and the sha256 of the file.
+
+    Python puts the file first in its path, also isolated from the variables of whoever submits the job.
+    """
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
+        file.writestr(zipfile.ZipInfo("__main__.py"), _MAIN)
         for path in sorted(shipped("ddp_train").glob("stage/*.py")):
             file.writestr(zipfile.ZipInfo(f"stage/{path.name}"), path.read_bytes(), zipfile.ZIP_DEFLATED, 9)
     data = packed.getvalue()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
 import re
+import subprocess
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -164,9 +166,22 @@ def test_who_reads_a_script_can_compare_its_packed_program_with_the_readable_one
     packed = base64.b64decode(text.split("<<'STAGE'\n")[1].split("\nSTAGE\n")[0])
     assert f"# sha256 of the decoded file: {hashlib.sha256(packed).hexdigest()}\n" in text
     with zipfile.ZipFile(io.BytesIO(packed)) as file:
-        for entry in file.namelist():
+        assert file.read("__main__.py") == b'import runpy\n\nrunpy.run_module("stage", run_name="__main__")\n'
+        for entry in set(file.namelist()) - {"__main__.py"}:
             assert file.read(entry) == (Path(REPOSITORY) / "ddp_train" / entry).read_bytes()
     assert f"the folder ddp_train/stage of envbuild {envbuild.__version__}" in text
+    # It starts whatever the caller's variables say of Python, as with those of another Python's module.
+    (tmp_path / "stage-0.zip").write_bytes(packed)
+    (tmp_path / "stage.py").write_text("raise SystemExit('not this one')")
+    line = next(line for line in text.splitlines() if line.endswith('-I -B "$ENVBUILD_RUN/stage-$restarts.zip"'))
+    variables = {"PYTHONHOME": "/of/another", "PYTHONPATH": str(tmp_path), "PYTHONINSPECT": "1"}
+    about = '{"source": "/none", "folder": "/none", "keep": 0, "number": ["N"], "interface": ""}'
+    done = subprocess.run(
+        ["bash", "-c", f"exec {line} \"$@\"", "bash", about, "stage", str(tmp_path / "run/settings-0.sh")],
+        env={"PATH": os.environ["PATH"], "ENVBUILD_RUN": str(tmp_path), "restarts": "0", "N": "0", **variables},
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1 and "no image is staged: " in done.stderr, done.stderr
 
 
 def test_there_is_no_golden_file_of_a_plan_that_is_gone() -> None:

@@ -155,7 +155,7 @@ rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
 # shellcheck disable=SC2030,SC2031 # its values are for this step alone
 if ! (
     launch=(
-        env "PYTHONPATH=$ENVBUILD_RUN/stage-$restarts.zip" python3 -B -m stage
+        python3 -I -B "$ENVBUILD_RUN/stage-$restarts.zip"
         '{"source": "/fsx/conda/pt", "manifest": "sha256:abababababababababababababababababababababababababababababababab", "folder": "/local disk", "keep": 0, "number": [], "interface": ""}'
     )
     settings=$ENVBUILD_RUN/settings-$restarts.sh

@@ -177,7 +177,7 @@ rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
 # shellcheck disable=SC2030,SC2031 # its values are for this step alone
 if ! (
     launch=(
-        env "PYTHONPATH=$ENVBUILD_RUN/stage-$restarts.zip" python3 -B -m stage
+        python3 -I -B "$ENVBUILD_RUN/stage-$restarts.zip"
         '{"source": "/fsx/pt.sqsh", "folder": "/local/nvme", "keep": 100000000000, "number": ["SLURM_NODEID"], "interface": ""}'
     )
     settings=$ENVBUILD_RUN/settings-$restarts.sh
