@@ -11,6 +11,7 @@ from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import fill, mount, path_word, word, words
 from envbuild.jobs.stage import image_word
 from envbuild.recipe.accelerators import CUDA
+from envbuild.site.schedulers import LAUNCHERS
 
 _ENROOT = r"""# On a node that users share, the folder above is everybody's: one put there by another user is refused.
 private() {
@@ -149,7 +150,7 @@ def _mount_key(plan: JobPlan, host: str) -> str:
 
 def tidies(plan: JobPlan) -> bool:
     """Return whether a job removes the containers that ended jobs left on its nodes: squeue knows which have ended."""
-    return plan.scheduler == "slurm" and plan.runtime in ("pyxis", "enroot")
+    return "srun" in LAUNCHERS[plan.scheduler] and plan.runtime in ("pyxis", "enroot")
 
 
 def container_words(plan: JobPlan) -> list[str]:

@@ -66,12 +66,22 @@ leave_out_slow() {
 }
 """
 
+_TIMER = r"""# Ends the training before the time limit: the scheduler then signals what serves a container's files, too.
+(
+    trap 'kill "$!"; exit' TERM
+    sleep $((@LEFT@ > SECONDS ? @LEFT@ - SECONDS : 0)) &
+    wait "$!" && kill -USR1 $$
+) >/dev/null 2>&1 &
+timer=$!
+"""
+_NO_TIMER = 'kill "$timer" 2>/dev/null || true\n'
+
 _TRAINING = r"""
 everywhere training &
 launched=$!
 # Time is up, or the job is cancelled: torchrun ends its workers in order.@NOTE@
 trap '@END@ 2>/dev/null || true' @SIGNALS@
-while :; do
+@TIMER@while :; do
     code=0
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
@@ -89,12 +99,10 @@ trap '(SLURM_IMMEDIATE=60 everywhere own) >/dev/null 2>&1 || true' EXIT
 _END = 'kill -TERM "$launched"'
 # The file informs a node whose container is still starting.
 _TOLD = ': >"$ENVBUILD_RUN/told-$restarts" || true'
-_FAILED = r"""\
-# The launcher's code is the largest, mostly of a node that it ended. The first node that failed left its own in a file.
+_FAILED = r"""# The launcher's code may be that of a node that it ended. The first node that failed left its own.
 [ "$code" -eq 0 ] || code=$(cat "$ENVBUILD_RUN/failed-$restarts" 2>/dev/null || echo "$code")
 """
-_ENDED = r"""\
-# Nodes that were asked to stop wrote their exit codes: an error would have made @LAUNCHER@ kill the others.
+_ENDED = r"""# Nodes that were asked to stop wrote their codes: an error would have made @LAUNCHER@ kill the others.
 [ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 """
 
@@ -106,17 +114,19 @@ def render_script(
     job: str,
     hosts: str,
     signals: str = "TERM USR1",
+    left: int | None = None,
 ) -> str:
     """Return the script of a job.
 
     `job` is the template of the lines with the job's values, see `_known`, and `hosts` are the lines that set the
     array `hosts` and `peer`, the second host. `signals` are those by which the scheduler tells the script to end.
+    After `left` seconds, the script itself tells the training to end; None if the scheduler does that in time.
     Raises UsageError for a plan that a batch script cannot run.
     """
     _check(plan)
     launcher = launchers[plan.launcher]
     first = f"{opening(plan, directives, _about(plan))}\n\n{_known(plan, job)}"
-    return "\n".join([first, hosts, f"{_programs(plan, launcher)}\n", _steps(plan, launcher, signals)])
+    return "\n".join([first, hosts, f"{_programs(plan, launcher)}\n", _steps(plan, launcher, signals, left)])
 
 
 def _check(plan: JobPlan) -> None:
@@ -206,10 +216,10 @@ def _programs(plan: JobPlan, launcher: Launcher) -> str:
     )
 
 
-def _steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str:
+def _steps(plan: JobPlan, launcher: Launcher, signals: str, left: int | None) -> str:
     """Return the list of nodes, the preflight and the training; without a command, the preflight alone.
 
-    `signals` are those by which the scheduler tells the script to end.
+    `signals` and `left` are those of `render_script`.
     """
     text = _NODES + _trust(plan) + stage_lines(plan, launcher)
     if plan.preflight:
@@ -222,7 +232,9 @@ def _steps(plan: JobPlan, launcher: Launcher, signals: str = "TERM USR1") -> str
             end=f"{_TOLD}; {launcher.signal}" if launcher.signal else _END,
             note=launcher.signal_note,
             signals=signals,
-            ended=(_FAILED if keeps_first_code(plan) else "")
+            timer="" if left is None else fill(_TIMER, left=left),
+            ended=("" if left is None else _NO_TIMER)
+            + (_FAILED if keeps_first_code(plan) else "")
             + (fill(_ENDED, launcher=plan.launcher) if records_exit_codes(plan, launcher) else ""),
         )
     return text

@@ -102,6 +102,28 @@ def test_every_node_starts_one_torchrun_by_the_schedulers_own_launcher(tmp_path:
     assert started == [(number, "n0 n1", "pt_cpu-77-0") for number in "01"]
 
 
+@pytest.mark.parametrize("name", ["pbs", "lsf", "flux"])
+def test_a_script_ends_its_training_before_the_time_limit_where_the_scheduler_signals_all(
+    tmp_path: Path, name: str
+) -> None:
+    stage = Stage(tmp_path)
+    saving = f"trap 'touch {tmp_path}/saved; exit 0' TERM; while :; do sleep 0.1; done"
+    python = recorder(tmp_path / "env/python", saving)
+    plan = replace(
+        PLAN, scheduler=name, launcher="flux" if name == "flux" else "ssh", nodes=1, work=str(tmp_path),
+        artifact=replace(PLAN.artifact, python=python),
+    )  # fmt: skip
+    script = render(plan)
+    assert "sleep $((3480 > SECONDS ? 3480 - SECONDS : 0)) &" in script
+    if name != "flux":  # its stand-in signals nobody
+        done, _ = stage.run(script.replace("3480", "4"))
+        assert done.returncode == 143 and (tmp_path / "saved").exists(), done
+    # The site's own limit is not known to the script.
+    own = {"pbs": "-l walltime=02:00:00", "lsf": "-W 120", "flux": "-t 2h"}[name]
+    site = replace(plan.site, scheduler=SchedulerTable(kind=name, directives=(own,)))
+    assert "timer" not in render(replace(plan, site=site))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
 def test_all_signals_of_lsf_end_the_training_in_order(tmp_path: Path, number: signal.Signals) -> None:
     stage = Stage(tmp_path, 1)

@@ -12,6 +12,9 @@ from envbuild.errors import HostError
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive_line
 
+# At the limit itself, schedulers signal every process of a job, also those that serve a container's files.
+_SAVING_S = 120
+
 # A scheduler directive in a script: its line number and words.
 Directive = tuple[int, tuple[str, ...]]
 
@@ -201,8 +204,26 @@ def whole(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
-def minutes(time: str) -> int:
-    """Return the minutes of a time limit, [D-]HH:MM:SS, rounded up."""
+def seconds(time: str) -> int:
+    """Return the seconds of a time limit, [D-]HH:MM:SS."""
     days, _, clock = time.rpartition("-")
     hours, minute, second = map(int, clock.split(":"))
-    return (int(days or 0) * 24 + hours) * 60 + minute + (second > 0)
+    return ((int(days or 0) * 24 + hours) * 60 + minute) * 60 + second
+
+
+def minutes(time: str) -> int:
+    """Return the minutes of a time limit, [D-]HH:MM:SS, rounded up."""
+    return -(-seconds(time) // 60)
+
+
+def saving_s(time: str) -> int:
+    """Return how many seconds before its time limit a job is told to end."""
+    return min(_SAVING_S, seconds(time) // 10)
+
+
+def time_left(time: str, line: str, lines: Collection[str]) -> int | None:
+    """Return after how many seconds a script tells its training to end, so that it saves its state before `time`.
+
+    None if the site's directives replaced `line`, the directive with that limit: the script does not know theirs.
+    """
+    return seconds(time) - saving_s(time) if line in lines else None

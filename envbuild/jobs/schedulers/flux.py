@@ -23,6 +23,7 @@ from envbuild.jobs.schedulers.base import (
     Submission,
     minutes,
     option_values,
+    time_left,
     whole,
     with_site,
 )
@@ -64,7 +65,9 @@ _SIGNAL_NOTE = r"""
 
 
 def _render(plan: JobPlan) -> str:
-    return render_script(plan, _LAUNCHERS, _directives(plan), _JOB, _HOSTS)
+    lines = _directives(plan)
+    left = time_left(plan.time, f"#flux: --time-limit={minutes(plan.time)}m", lines)
+    return render_script(plan, _LAUNCHERS, lines, _JOB, _HOSTS, left=left)
 
 
 def _directives(plan: JobPlan) -> list[str]:

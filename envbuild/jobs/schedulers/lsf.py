@@ -27,6 +27,7 @@ from envbuild.jobs.schedulers.base import (
     Submission,
     minutes,
     option_values,
+    time_left,
     whole,
     with_site,
 )
@@ -65,7 +66,9 @@ _SIGNALS = "INT TERM USR1 USR2"
 
 
 def _render(plan: JobPlan) -> str:
-    return render_script(plan, _LAUNCHERS, _directives(plan), _JOB, _HOSTS, _SIGNALS)
+    lines = _directives(plan)
+    left = time_left(plan.time, f"#BSUB -W {minutes(plan.time)}", lines)
+    return render_script(plan, _LAUNCHERS, lines, _JOB, _HOSTS, _SIGNALS, left)
 
 
 def _directives(plan: JobPlan) -> list[str]:

@@ -23,6 +23,7 @@ from envbuild.jobs.schedulers.base import (
     ScriptFacts,
     Submission,
     first_number,
+    time_left,
     with_site,
 )
 from envbuild.jobs.script import render_script
@@ -82,7 +83,9 @@ exec >>"$ENVBUILD_RUN/output-$restarts.$3" 2>&1
 
 def render_pbs(plan: JobPlan) -> str:
     """Return the script. Raises UsageError, naming the key, for values that PBS cannot express."""
-    return render_script(plan, _LAUNCHERS, directives(plan), _JOB, _HOSTS)
+    lines = directives(plan)
+    left = time_left(plan.time, f"#PBS -l walltime={_walltime(plan.time)}", lines)
+    return render_script(plan, _LAUNCHERS, lines, _JOB, _HOSTS, left=left)
 
 
 def directives(plan: JobPlan) -> list[str]:

@@ -23,8 +23,8 @@ from envbuild.jobs.schedulers.base import (
     ScriptFacts,
     Submission,
     first_number,
-    minutes,
     option_values,
+    saving_s,
     whole,
     with_site,
 )
@@ -42,9 +42,6 @@ _SAME = {"gpus": "gpus-per-node", "gpus-per-task": "gpus-per-node", "gpus-per-so
 _SHORT = {"J": "job-name", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "p": "partition", "A": "account",
           "q": "qos", "C": "constraint", "t": "time", "o": "output", "e": "error", "D": "chdir",
           "G": "gpus"}  # fmt: skip
-
-# At the limit itself, Slurm signals every process of the job, and srun then kills the ranks.
-_SAVING_S = 120
 
 _JOB = r"""nodes=@NODES@ job=$SLURM_JOB_ID
 # A job that Slurm starts again goes on from its snapshot, and meets under another name.
@@ -109,7 +106,7 @@ def directives(plan: JobPlan) -> list[str]:
         ("--qos=", scheduler.qos, "[scheduler] qos"),
         ("--constraint=", scheduler.constraint, "[scheduler] constraint"),
         ("--time=", plan.time, "--time"),
-        ("--signal=", f"B:USR1@{_saving_s(plan.time)}" if plan.command else "", "--time"),
+        ("--signal=", f"B:USR1@{saving_s(plan.time)}" if plan.command else "", "--time"),
         ("--chdir=", plan.work, work_key(plan)),
         # sbatch does not create this folder; without it the job ends at once and leaves no log.
         ("--output=", f"{plan.logs}/", "[paths] logs"),
@@ -123,11 +120,6 @@ def directives(plan: JobPlan) -> list[str]:
     lines = with_site(lines, scheduler.directives, _keys, "#SBATCH")
     lines.append(f"# The folder {plan.logs} must be there: `envbuild job --submit` makes it, sbatch does not.")
     return lines
-
-
-def _saving_s(time: str) -> int:
-    """Return how many seconds before the time limit Slurm tells the script to end; it may be up to 60 s earlier."""
-    return min(_SAVING_S, minutes(time) * 60 // 10)
 
 
 def _srun(plan: JobPlan) -> str:

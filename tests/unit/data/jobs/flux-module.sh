@@ -66,15 +66,21 @@ launched=$!
 # Flux signals every process of a task, also squashfuse, which holds a container's image: the signal is 23, SIGURG,
 # which only ddp_train.launch heeds.
 trap ': >"$ENVBUILD_RUN/told-$restarts" || true; flux job killall --force --signal=23 2>/dev/null || true' TERM USR1
+# Ends the training before the time limit: the scheduler then signals what serves a container's files, too.
+(
+    trap 'kill "$!"; exit' TERM
+    sleep $((3480 > SECONDS ? 3480 - SECONDS : 0)) &
+    wait "$!" && kill -USR1 $$
+) >/dev/null 2>&1 &
+timer=$!
 while :; do
     code=0
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
-\
-# The launcher's code is the largest, mostly of a node that it ended. The first node that failed left its own in a file.
+kill "$timer" 2>/dev/null || true
+# The launcher's code may be that of a node that it ended. The first node that failed left its own.
 [ "$code" -eq 0 ] || code=$(cat "$ENVBUILD_RUN/failed-$restarts" 2>/dev/null || echo "$code")
-\
-# Nodes that were asked to stop wrote their exit codes: an error would have made flux kill the others.
+# Nodes that were asked to stop wrote their codes: an error would have made flux kill the others.
 [ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 [ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"

@@ -67,9 +67,17 @@ launched=$!
 # Flux signals every process of a task, also squashfuse, which holds a container's image: the signal is 23, SIGURG,
 # which only ddp_train.launch heeds.
 trap ': >"$ENVBUILD_RUN/told-$restarts" || true; flux job killall --force --signal=23 2>/dev/null || true' TERM USR1
+# Ends the training before the time limit: the scheduler then signals what serves a container's files, too.
+(
+    trap 'kill "$!"; exit' TERM
+    sleep $((3480 > SECONDS ? 3480 - SECONDS : 0)) &
+    wait "$!" && kill -USR1 $$
+) >/dev/null 2>&1 &
+timer=$!
 while :; do
     code=0
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
+kill "$timer" 2>/dev/null || true
 [ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"

@@ -128,12 +128,19 @@ everywhere training &
 launched=$!
 # Time is up, or the job is cancelled: torchrun ends its workers in order.
 trap 'kill -TERM "$launched" 2>/dev/null || true' TERM USR1
+# Ends the training before the time limit: the scheduler then signals what serves a container's files, too.
+(
+    trap 'kill "$!"; exit' TERM
+    sleep $((3480 > SECONDS ? 3480 - SECONDS : 0)) &
+    wait "$!" && kill -USR1 $$
+) >/dev/null 2>&1 &
+timer=$!
 while :; do
     code=0
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
-\
-# The launcher's code is the largest, mostly of a node that it ended. The first node that failed left its own in a file.
+kill "$timer" 2>/dev/null || true
+# The launcher's code may be that of a node that it ended. The first node that failed left its own.
 [ "$code" -eq 0 ] || code=$(cat "$ENVBUILD_RUN/failed-$restarts" 2>/dev/null || echo "$code")
 [ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"

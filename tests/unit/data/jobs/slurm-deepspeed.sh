@@ -92,7 +92,6 @@ while :; do
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
-\
-# The launcher's code is the largest, mostly of a node that it ended. The first node that failed left its own in a file.
+# The launcher's code may be that of a node that it ended. The first node that failed left its own.
 [ "$code" -eq 0 ] || code=$(cat "$ENVBUILD_RUN/failed-$restarts" 2>/dev/null || echo "$code")
 [ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"

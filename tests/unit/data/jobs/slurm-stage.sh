@@ -101,10 +101,8 @@ while :; do
     wait "$launched" || code=$?
     kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
 done
-\
-# The launcher's code is the largest, mostly of a node that it ended. The first node that failed left its own in a file.
+# The launcher's code may be that of a node that it ended. The first node that failed left its own.
 [ "$code" -eq 0 ] || code=$(cat "$ENVBUILD_RUN/failed-$restarts" 2>/dev/null || echo "$code")
-\
-# Nodes that were asked to stop wrote their exit codes: an error would have made srun kill the others.
+# Nodes that were asked to stop wrote their codes: an error would have made srun kill the others.
 [ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 [ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"
