@@ -13,8 +13,9 @@ from typing import Generic, TypeVar
 Mark = TypeVar("Mark", bound=Hashable)
 
 _DIGITS = b"0123456789"
-# Characters of logs from the rarest to the most common; all others, such as capitals, are rare.
-_COMMON = b"zqjx|'\"vk()bywg=][pmfu,dclh-_/:.srnioatE e"
+# How often characters occur in logs, by classes: per 1,000 characters; all others, such as capitals, are rare.
+_COMMON = {60: b" e", 40: b"atnorsi", 20: b'cdlmpu."_-/:', 10: b"bfghkwvy,=[]()", 5: b"xzjq'"}
+_RARE = 1
 # The shapes that are remembered, and their characters in all.
 _MOST, _MOST_CHARACTERS = 100_000, 16 << 20
 _SHORTEST = 3
@@ -35,13 +36,9 @@ class LineShapes(Generic[Mark]):
         for mark, some in encoded.items():
             for text in () if mark in self._always else some:
                 self._marks.setdefault(text, []).append(mark)
-        # The texts by their ends, which begin with a rare character: these are searched, for speed.
-        self._ends: dict[int, list[tuple[bytes, bytes]]] = {}
         self._short = [text for text in self._marks if len(text) < _SHORTEST]
-        for text in self._marks.keys() - self._short:
-            starts = range(len(text) - _SHORTEST + 1)
-            start = min(starts, key=lambda one: (_COMMON.find(text[one : one + 1]), one))
-            self._ends.setdefault(text[start], []).append((text[start:], text))
+        # The texts by their ends, which begin with few and rare characters: these are searched, for speed.
+        self._ends = _ends([text for text in self._marks if len(text) >= _SHORTEST])
         self._search_short = re.compile(b"|".join(map(re.escape, self._short)) or rb"(?!)").search
         self._search = _alternatives([end for some in self._ends.values() for end, _ in some]).search
         self._known: dict[bytes, tuple[Mark, ...]] = {}
@@ -68,6 +65,25 @@ class LineShapes(Generic[Mark]):
                 if shape.startswith(end, at - 1) and text in shape:
                     marks.update(self._marks[text])
         return tuple(sorted(marks, key=self._order.__getitem__))
+
+
+def _ends(texts: Collection[bytes]) -> dict[int, list[tuple[bytes, bytes]]]:
+    """Return an end and the whole of each of the `texts`, by the end's first character."""
+    frequency = {character: often for often, some in _COMMON.items() for character in some}
+    starts: dict[int, dict[bytes, int]] = {}
+    for text in texts:
+        for start in range(len(text) - _SHORTEST, -1, -1):
+            starts.setdefault(text[start], {})[text] = start
+    found: dict[int, list[tuple[bytes, bytes]]] = {}
+    left = set(texts)
+    while left:
+        # The character that begins most ends for its frequency (a greedy cover).
+        first = max(
+            sorted(starts), key=lambda one: len(starts[one].keys() & left) / (frequency.get(one, _RARE) + _RARE)
+        )
+        found[first] = [(text[start:], text) for text, start in starts[first].items() if text in left]
+        left -= starts.pop(first).keys()
+    return found
 
 
 def _alternatives(texts: Collection[bytes]) -> re.Pattern[bytes]:
