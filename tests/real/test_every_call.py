@@ -55,7 +55,7 @@ ONCE = {
     "oci": [("kill", "/store/layers/.new-*", 3, ""), ("kill", "/store/layers/*.lock", 2, "")],
     "enroot": [("full", "/out/.i.sqsh.envbuild-*/*", 6, "cannot write ")],
     # A Lustre client that was evicted: exit code 0, and no artifact.
-    "pull-sqsh": [("ESHUTDOWN", "/out/.w.sqsh.envbuild-*/*", 2, "w.sqsh: Cannot send after")],
+    "pull-sqsh": [("ESHUTDOWN", "/out/.w.sqsh.envbuild-*/w.sqsh", 2, "w.sqsh: Cannot send after")],
     "report": [("ESHUTDOWN", "/out/.r.html.envbuild-*", 2, "out/r.html: Cannot send after")],
     "push-sqsh": [("full", "/store/opened/*/config", 1, "cannot write ")],
     "init": [("EUCLEAN", "/recipes/.fresh.envbuild-*/recipe.toml", 2, "cannot write ")],
