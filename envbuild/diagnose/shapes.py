@@ -19,6 +19,8 @@ _RARE = 1
 # The shapes that are remembered, and their characters in all.
 _MOST, _MOST_CHARACTERS = 100_000, 16 << 20
 _SHORTEST = 3
+# Shorter ends of texts are in too many other words.
+_END = 4
 
 
 def _encoded(text: str) -> bytes:
@@ -40,7 +42,7 @@ class LineShapes(Generic[Mark]):
         # The texts by their ends, which begin with few and rare characters: these are searched, for speed.
         self._ends = _ends([text for text in self._marks if len(text) >= _SHORTEST])
         self._search_short = re.compile(b"|".join(map(re.escape, self._short)) or rb"(?!)").search
-        self._search = _alternatives([end for some in self._ends.values() for end, _ in some]).search
+        self._search = _alternatives({end for some in self._ends.values() for end, _ in some}).search
         self._known: dict[bytes, tuple[Mark, ...]] = {}
         self._characters = 0
 
@@ -60,28 +62,30 @@ class LineShapes(Generic[Mark]):
         marks = {*self._always, *(mark for text in self._short if text in shape for mark in self._marks[text])}
         at = 0
         while found := self._search(shape, at):
-            at = found.start() + 1
-            for end, text in self._ends[shape[at - 1]]:
-                if shape.startswith(end, at - 1) and text in shape:
+            begin, at = found.start(), found.start() + 1
+            for end, text in self._ends[shape[begin : begin + _SHORTEST]]:
+                if shape.startswith(end, begin) and text in shape:
                     marks.update(self._marks[text])
         return tuple(sorted(marks, key=self._order.__getitem__))
 
 
-def _ends(texts: Collection[bytes]) -> dict[int, list[tuple[bytes, bytes]]]:
-    """Return an end and the whole of each of the `texts`, by the end's first character."""
+def _ends(texts: Collection[bytes]) -> dict[bytes, list[tuple[bytes, bytes]]]:
+    """Return an end and the whole of each of the `texts`, by the first characters of the end."""
     frequency = {character: often for often, some in _COMMON.items() for character in some}
     starts: dict[int, dict[bytes, int]] = {}
     for text in texts:
-        for start in range(len(text) - _SHORTEST, -1, -1):
+        for start in range(max(0, len(text) - _END), -1, -1):
             starts.setdefault(text[start], {})[text] = start
-    found: dict[int, list[tuple[bytes, bytes]]] = {}
+    found: dict[bytes, list[tuple[bytes, bytes]]] = {}
     left = set(texts)
     while left:
         # The character that begins most ends for its frequency (a greedy cover).
         first = max(
             sorted(starts), key=lambda one: len(starts[one].keys() & left) / (frequency.get(one, _RARE) + _RARE)
         )
-        found[first] = [(text[start:], text) for text, start in starts[first].items() if text in left]
+        for text, start in starts[first].items():
+            if text in left:
+                found.setdefault(text[start : start + _SHORTEST], []).append((text[start:], text))
         left -= starts.pop(first).keys()
     return found
 
