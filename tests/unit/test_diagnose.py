@@ -168,6 +168,21 @@ def test_the_advice_fits_the_place(pod: str, slurm: str, cause: str) -> None:
     assert any(word in hints[1] for word in ("sacct", "--mem", "sbatch"))
 
 
+def test_a_name_server_that_does_not_answer_is_told_from_an_unknown_name() -> None:
+    lines = [
+        "[c10d] The IPv4 network addresses of (ddp-master-0, 29500) cannot be retrieved (gai error: {} - x)",
+        "DistNetworkError",
+    ]
+    silent, unknown = (
+        diagnose(
+            [("log", [f"[pod/ddp-worker-0/pytorch] {line.format(code)}" for line in lines])], load_rules()
+        ).findings[0]
+        for code in (-3, -2)
+    )
+    assert "ddp-master-0 cannot be looked up on a node (error -3: no name server answers)" in silent.cause
+    assert "error" not in unknown.cause and "headless service" in unknown.hint
+
+
 def test_every_symptom_follows_from_a_cause_in_some_log() -> None:
     seen = {one.id for rule in rules(provoked=True) for one in of(*logs_of(rule.id)).findings if one.kind == "symptom"}
     assert {rule.id for rule in RULES.values() if rule.kind == "symptom"} <= seen
