@@ -43,7 +43,7 @@ def write_locks(path: Path) -> None:
             cuda = f"{target.accelerator[2:4]}.{target.accelerator[4:]}.77"
             packages.append(LockedPackage("nvidia-cuda-runtime-cu12", cuda, ("b" * 64,)))
         wheels = Lock(
-            loaded.recipe.name, name, "3.11", "linux", loaded.resolution_digest(target), tuple(packages)
+            loaded.recipe.name, name, "3.11", target.platform("2.28"), loaded.resolution_digest(target), tuple(packages)
         )  # fmt: skip
         base = OciLock(loaded.recipe.image.base, "sha256:" + "c" * 64)
         image = ImageLock(loaded.recipe.name, name, loaded.image_digest(target), base)

@@ -93,7 +93,7 @@ if tool == "flux" and arguments[0] != "run":
     hosts = [f"n{{number}}" for number in range(int(os.environ["NODES"]))]
     said = {{"getattr": "f9", "job": "77", "hostlist": "\\n".join(hosts)}}  # getattr jobid, job id F58
     sys.exit(print(said[arguments[0]]))
-programs = ("/python", "apptainer", "envbuild")
+programs = ("/python", "python3", "apptainer", "envbuild")
 start = next(at for at, one in enumerate(arguments) if one in ("sh", "bash", "env") or one.endswith(programs))
 tasks = []
 for number in range(int(os.environ["NODES"])):

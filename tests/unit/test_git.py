@@ -84,7 +84,8 @@ def test_no_program_of_a_repository_is_run(repository: Path, tmp_path: Path, nam
         assert changes_since("HEAD~1", repository)[1] == sorted(FILES)
     assert not marker.exists()
     (repository / "pkg/__init__.py").write_text("x = 3\n")
-    for words in (["status"], ["diff", "HEAD"], ["commit", "--allow-empty", "-qm", "x"]):  # git as it is alone
+    # git as it is alone; `add` writes the index, and so runs the hook.
+    for words in (["status"], ["diff", "HEAD"], ["add", "--all"], ["commit", "--allow-empty", "-qm", "x"]):
         user = ["-c", "user.name=ada", "-c", "user.email=ada@example.org"]
         subprocess.run(["git", *user, *words], cwd=repository, capture_output=True, check=False)
     assert marker.exists() or "pager" in name, "the program could not run at all"
