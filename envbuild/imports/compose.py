@@ -13,7 +13,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from envbuild.data import load_table
 from envbuild.imports.draft import Draft
-from envbuild.imports.gpu_signs import gpu_note, gpu_signs, tags_of
+from envbuild.imports.gpu_signs import gpu_note, gpu_signs, group_note, tags_of
 from envbuild.imports.statement import LINUX, OTHER_SYSTEM, OWN_NAME, Statement, for_linux
 from envbuild.masking import is_secret, masked_text
 from envbuild.names import normalise
@@ -53,6 +53,9 @@ _CHECKS: Mapping[str, Callable[[str], str | None]] = {
     "base": checks.base_problem, "accelerator": lambda tag: None if accelerator_of(tag) else "no known accelerator",
 }  # fmt: skip
 _CONDA = ("conda", "conda-pin")
+# In PyTorch's indexes, builds for accelerators that no target has.
+_OTHER_TAGS = ("xpu", "hpu", "npu")
+_NO_TARGET = "of an accelerator for which envbuild has no target"
 
 
 def compose(
@@ -85,8 +88,9 @@ def compose(
     for statement in given:
         problem = statement.reason or _problem(statement, chosen)
         lose(statement, problem) if problem else kept.setdefault(statement)
-    signs = gpu_signs(one for one in given if one in kept or not _left_out(one, chosen))
     arches = [Target.parse(target).arch] if target else _arches(kept)
+    signs = gpu_signs(one for one in given if _is_for(one, arches) and (one in kept or not _left_out(one, chosen)))
+    hidden = gpu_signs(one for one in given if _is_for(one, arches) and one not in kept and _left_out(one, chosen))
     torch = [Requirement(one.text).specifier for one in kept if one.kind in _REQUIREMENTS and _project(one) == "torch"]
     chosen_tags = tags_of(signs, torch, arches[0])
     targets = [Target.parse(target)] if target else _targets(kept, arches, chosen_tags)
@@ -95,8 +99,8 @@ def compose(
     for statement in list(kept):
         if _PLATFORMS.get(statement.platform or statement.text, targets[0].arch) not in arches:
             lose(statement, f"no target is for {statement.platform or statement.text}: choose with --target")
-        elif statement.kind in ("index", "accelerator") and _tag(statement) not in ("", *tags):
-            lose(statement, f"no target is for {_tag(statement)}: choose with --target")
+        elif statement.kind in ("index", "accelerator") and (tag := _tag(statement)) not in ("", *tags):
+            lose(statement, f"no target is for {tag}: choose with --target" if accelerator_of(tag) else _NO_TARGET)
         elif statement.kind == "channel" and not is_conda:
             lose(statement, "no conda package is in the sources")
     python = _python(kept, lose)
@@ -125,7 +129,7 @@ def compose(
     common = [text for found in named.values() for text in found]
     tables: dict[str, dict[str, Any]] = {}
     for one in targets:
-        indexes = [url for url in of("index") if _tag_of(url) in ("", one.accelerator)]
+        indexes = [url for url in [*of("index"), *of("index", arch=one.arch)] if _tag_of(url) in ("", one.accelerator)]
         indexes.sort(key=lambda url: not _tag_of(url))
         if not is_conda and _local(one) and not any(map(_tag_of, indexes)):
             indexes.insert(0, torch_index(one.accelerator))
@@ -146,7 +150,10 @@ def compose(
         else:
             data["project"] = {"path": statement.text}
     data |= _filled(fabric="".join(of("fabric"))) | {"targets": tables} | _filled(image=_image(kept, lose, is_conda))
-    return Draft(name, data, tuple(kept), tuple(gone), gpu_note(signs, targets, chosen_tags))
+    warning = gpu_note(signs, targets, chosen_tags)
+    if not warning and not target and not any(map(_chooses, kept)):
+        warning = group_note(hidden, targets)
+    return Draft(name, data, tuple(kept), tuple(gone), warning)
 
 
 def _filled(**values: Any) -> dict[str, Any]:
@@ -165,6 +172,20 @@ def _left_out(statement: Statement, groups: set[str]) -> bool:
     """Return whether a statement belongs to groups of which `groups`, normalised names (PEP 685), has none."""
     own = statement.group.split()
     return bool(own) and groups.isdisjoint(map(normalise, own))
+
+
+def _chooses(statement: Statement) -> bool:
+    """Return whether a statement is of an extra with which the user has chosen a torch."""
+    return bool(statement.group) and (
+        _project(statement) == "torch" or (statement.kind == "index" and bool(_tag(statement)))
+    )
+
+
+def _is_for(statement: Statement, arches: Collection[str]) -> bool:
+    """Return whether a statement's platform and marker are true on Linux on one of `arches`."""
+    marker = statement.text.partition(";")[2] if statement.kind in _REQUIREMENTS else ""
+    is_here = _PLATFORMS.get(statement.platform, next(iter(arches))) in arches
+    return is_here and for_linux(marker, [(arch, python) for arch in arches for python in PYTHONS])
 
 
 def _problem(statement: Statement, groups: set[str]) -> str | None:
@@ -223,7 +244,7 @@ def _tag(statement: Statement) -> str:
 
 def _tag_of(url: str) -> str:
     """Return the accelerator of an index of PyTorch's, its nightly builds or a mirror of them; "" for other indexes."""
-    parts = [part for part in url.split("/")[3:] if accelerator_of(part)]
+    parts = [part for part in url.split("/")[3:] if accelerator_of(part) or part in _OTHER_TAGS]
     return parts[-1] if parts else ""
 
 
@@ -236,9 +257,10 @@ def _arches(kept: Collection[Statement]) -> list[str]:
 
 def _targets(kept: Collection[Statement], arches: Sequence[str], signed: Sequence[str]) -> list[Target]:
     """Return the targets: of torch's own version, else of the indexes, else of the tags `signed`, else for CPUs."""
-    texts = [one.text for one in kept if one.kind in _REQUIREMENTS]
+    here = [one for one in kept if _is_for(one, arches)]
+    texts = [one.text for one in here if one.kind in _REQUIREMENTS]
     pinned = [tag for text in texts if _project_of(text) == "torch" for tag in _LOCAL.findall(text)]
-    indexed = [_tag(statement) for statement in kept if statement.kind in ("index", "accelerator")]
+    indexed = [_tag(statement) for statement in here if statement.kind in ("index", "accelerator")]
     tags = list(filter(accelerator_of, pinned)) or list(filter(accelerator_of, indexed)) or signed or ["cpu"]
     return [Target(tag, arch) for tag in dict.fromkeys(tags) for arch in arches]
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from envbuild.compat.rows import load_rows
 from envbuild.data import load_table
@@ -19,13 +20,15 @@ from envbuild.recipe.targets import Target
 # A statement is a line; a longer text is a script of a Dockerfile, whose beginning is enough.
 _MAX_TEXT = 2000
 _SHOWN = 3
+_PINS = ("pin", "conda-pin")
 # Statements that say nothing about this environment.
 _ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE, UNUSED_INDEX)
+_TORCH = re.compile(r"(?:[\w./-]+::)?(?:torch|pytorch|pytorch-cuda|libtorch)(?![\w-])")
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSign:
-    """A statement that names GPUs of `family` (cuda, rocm).
+    """A statement that names GPUs of `family` (cuda, rocm; another name, such as Intel XPU, if no target is for it).
 
     `version` is that of the family's toolkit, "12.6", only its major part, or "". A `weak` sign chooses a target only
     where no other one does: a base image's CUDA need not be torch's.
@@ -37,6 +40,11 @@ class GpuSign:
     weak: bool
 
     @property
+    def rank(self) -> int:
+        """Which signs choose the target: first (0) those of torch itself, last (2) the weak ones."""
+        return 2 if self.weak else 0 if _TORCH.match(self.statement.text) else 1
+
+    @property
     def tag(self) -> str:
         """Tag of the accelerator, cu126; "" if the version is not known so far."""
         return tag_of_version(self.family, self.version) if "." in self.version else ""
@@ -44,7 +52,12 @@ class GpuSign:
     @property
     def title(self) -> str:
         """The family and its version: CUDA 12.6."""
-        return f"{ACCELERATORS[self.family].title} {self.version}".strip()
+        return f"{ACCELERATORS[self.family].title if self.known else self.family} {self.version}".strip()
+
+    @property
+    def known(self) -> bool:
+        """Whether a target can be for it."""
+        return self.family in ACCELERATORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +80,15 @@ def gpu_signs(statements: Iterable[Statement]) -> list[GpuSign]:
 
 
 def tags_of(signs: Sequence[GpuSign], torch: Collection[SpecifierSet], arch: str) -> list[str]:
-    """Return the accelerators' tags that `signs` choose.
+    """Return the accelerator's tag that `signs` choose, as a list of one or none: an environment has one CUDA.
 
-    Those of strong signs count before those of weak ones. Signs with a major version alone choose the CUDA of the
-    plain wheel of the torch that the specifiers `torch` pin, if it has that major version.
+    Of the signs of the first rank the newest version counts: other packages may have older ones. Signs with a major
+    version alone choose the CUDA of the plain wheel of the torch that the specifiers `torch` pin, if it has that one.
     """
-    for weak in (False, True):
-        tags = [sign.tag for sign in signs if sign.tag and sign.weak is weak]
+    for rank in range(3):
+        tags = {sign.tag: Version(sign.version) for sign in signs if sign.tag and sign.rank == rank}
         if tags:
-            return list(dict.fromkeys(tags))
+            return [max(tags, key=lambda tag: tags[tag])]
     majors = {sign.version for sign in signs if sign.family == "cuda"} - {""}
     for row in load_rows().torch:
         if row.arch == arch and row.default.partition(".")[0] in majors and _pins_release(torch, row.versions):
@@ -84,25 +97,52 @@ def tags_of(signs: Sequence[GpuSign], torch: Collection[SpecifierSet], arch: str
 
 
 def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence[str]) -> str:
-    """Return the warning about `signs` that none of `targets` carries, or ""; `tags` are those that signs choose."""
-    missing = [sign for sign in signs if not any(_agrees(target.accelerator, sign) for target in targets)]
+    """Return the warning about `signs` that none of `targets` carries, or ""; `tags` are those that signs choose.
+
+    Where torch's own sign is carried, the versions of other packages in a lock are no contradiction.
+    """
+
+    def is_carried(sign: GpuSign) -> bool:
+        return any(_agrees(target.accelerator, sign) for target in targets)
+
+    settled = any(sign.rank == 0 and is_carried(sign) for sign in signs)
+    missing = [one for one in signs if not is_carried(one) and not (settled and one.statement.kind in _PINS)]
     if not missing:
         return ""
-    named = [f"{one.statement.place}: {masked_text(one.statement.text)[:80]} ({one.title})" for one in missing]
-    more = f", and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
     sign = next((one for one in missing if one.version), missing[0])
+    names = ", ".join(target.name for target in targets)
+    head = f"the sources name GPUs, and the recipe is for {names}: {_named(missing)}."
+    if not sign.known:
+        return f"{head} envbuild has no target for {sign.family}"
     usual = [tag for tag in ACCELERATORS[sign.family].usual if _agrees(tag, sign)]
     choice = next((tag for tag in tags if _agrees(tag, sign)), usual[-1] if usual else sign.tag)
+    return f"{head} For these GPUs choose --target {choice}-{targets[0].arch}"
+
+
+def group_note(signs: Sequence[GpuSign], targets: Sequence[Target]) -> str:
+    """Return the warning about `signs` in extras and groups that are not carried while no target is for GPUs, or ""."""
+    groups: dict[str, GpuSign] = {}
+    for sign in signs:
+        groups.setdefault(sign.statement.group.split()[0], sign)
+    if not groups or any(target.family.gpu for target in targets):
+        return ""
     names = ", ".join(target.name for target in targets)
+    choice = " or ".join(f"--extra {name}" for name in list(groups)[:_SHOWN])
     return (
-        f"the sources name GPUs, and the recipe is for {names}: {'; '.join(named[:_SHOWN])}{more}."
-        f" For these GPUs choose --target {choice}-{targets[0].arch}"
+        f"extras or groups that name GPUs are not carried, and the recipe is for {names}:"
+        f" {_named(list(groups.values()))}. For GPUs choose {choice}"
     )
+
+
+def _named(signs: Sequence[GpuSign]) -> str:
+    named = [f"{one.statement.place}: {masked_text(one.statement.text)[:80]} ({one.title})" for one in signs]
+    more = f", and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
+    return f"{'; '.join(named[:_SHOWN])}{more}"
 
 
 def _agrees(tag: str, sign: GpuSign) -> bool:
     """Return whether the accelerator `tag` is of the family of `sign`, and has its major version if it has one."""
-    version = ACCELERATORS[sign.family].version(tag)
+    version = ACCELERATORS[sign.family].version(tag) if sign.known else None
     if version is None:  # of another family
         return False
     return not sign.version or version.partition(".")[0] == sign.version.partition(".")[0]
@@ -134,8 +174,9 @@ def _sign(statement: Statement) -> GpuSign | None:
         if match:
             groups = match.groupdict()
             tag = (groups.get("tag") or "").lower()
-            accelerator = accelerator_of(tag) if tag else ACCELERATORS[row.family]
+            accelerator = accelerator_of(tag) if tag else ACCELERATORS.get(row.family)
             if accelerator is None:
+                signs += [] if tag else [GpuSign(statement, row.family, "", row.weak)]
                 continue
             parts = [part for part in (groups.get("major"), groups.get("minor")) if part]
             version = (accelerator.version(tag) if tag else ".".join(parts)) or ""

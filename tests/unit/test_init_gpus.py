@@ -146,8 +146,44 @@ def test_signs_of_other_systems_and_extras_choose_nothing(tmp_path: Path) -> Non
     draft, recipe = imported(tmp_path, "environment.yml", f"{_CONDA}- pytorch\n- cudatoolkit=11.3 # [win64]\n")
     assert list(recipe.targets) == ["cpu-x86_64"] and not draft.warning
     text = '[project]\nname = "a"\ndependencies = ["torch"]\n[project.optional-dependencies]\ngpu = ["flash-attn"]\n'
-    assert not imported(tmp_path, "pyproject.toml", text)[0].warning
+    draft, recipe = imported(tmp_path, "pyproject.toml", text)
+    assert list(recipe.targets) == ["cpu-x86_64"]  # it chooses nothing, and is named
+    assert "pyproject.toml:5:8: flash-attn (CUDA)" in draft.warning and draft.warning.endswith("--extra gpu")
+    assert not imported(tmp_path, "pyproject.toml", text, target="cpu-x86_64")[0].warning
     assert imported(tmp_path, "pyproject.toml", text, groups=("gpu",))[0].warning
+
+
+def test_torchs_own_sign_counts_before_those_of_other_packages(tmp_path: Path) -> None:
+    row = "- {{name: {0}, version: '{1}', manager: conda, platform: linux-64, url: '{2}', category: main}}\n"
+    base = "https://conda.anaconda.org/pytorch/linux-64/"
+    text = "version: 1\nmetadata: {channels: [{url: conda-forge}], platforms: [linux-64]}\npackage:\n"
+    text += row.format("cuda-version", "12.5", f"{base}cuda-version-12.5-hd4f0392_3.conda")
+    text += row.format("pytorch", "2.1.0", f"{base}pytorch-2.1.0-py3.10_cuda11.8_cudnn8.7.0_0.tar.bz2")
+    draft, recipe = imported(tmp_path, "conda-lock.yml", text)
+    assert list(recipe.targets) == ["cu118-x86_64"] and not draft.warning
+    # An environment has one CUDA, the newest of those that packages name; other architectures have their own.
+    text = "llama==1+cu124\nexllama==2+cu128\ntorch==2.7.1\n"
+    text += "nvidia-cuda-runtime-cu12==12.9.37; platform_machine == 'aarch64'\n"
+    assert list(imported(tmp_path, "requirements.txt", text)[1].targets) == ["cu128-x86_64"]
+    text = "torch==2.8.0+cpu ; platform_machine == 'aarch64'\ntorch==2.8.0+cu128 ; platform_machine == 'x86_64'\n"
+    assert list(imported(tmp_path, "requirements.txt", text)[1].targets) == ["cu128-x86_64"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "family"),
+    [
+        ("requirements.txt", "torch-npu==2.5.1\n", "Ascend NPU"),
+        ("requirements.txt", "numpy\ntriton-ascend==3.2.0\n", "Ascend NPU"),
+        ("requirements.txt", "torch==2.8.0+xpu\n--extra-index-url https://download.pytorch.org/whl/xpu\n", "Intel XPU"),
+        ("requirements.txt", "jax[tpu]>=0.4\n", "TPU"),
+        ("Dockerfile", "FROM intel/oneapi-basekit:2024.2\nRUN pip install numpy\n", "Intel XPU"),
+    ],
+)
+def test_accelerators_that_no_target_has_are_named(tmp_path: Path, name: str, text: str, family: str) -> None:
+    draft, recipe = imported(tmp_path, name, text)
+    ((target, table),) = recipe.targets.items()
+    assert target == "cpu-x86_64" and not any("xpu" in url for url in table.indexes)
+    assert draft.warning.endswith(f"envbuild has no target for {family}") and f"({family})" in draft.warning
 
 
 def test_all_packages_of_pytorch_have_the_targets_local_version(tmp_path: Path) -> None:
