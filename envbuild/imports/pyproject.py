@@ -32,6 +32,8 @@ from envbuild.imports.statement import (
 )
 from envbuild.names import normalise
 from envbuild.recipe.checks import requirement_parts
+from envbuild.recipe.model import PYTHONS
+from envbuild.recipe.targets import ARCHES
 from envbuild.toml import Document, list_at, read, table_at, value_at
 
 _EXTRAS = ("project", "optional-dependencies")
@@ -52,10 +54,17 @@ _STRINGS = {
     ("tool", "flit", "metadata", "requires-python"): "python",
 }
 _INDEXES = (("tool", "uv", "index"), ("tool", "poetry", "source"), ("tool", "pdm", "source"))
-_LOST = {("build-system", "requires"): "builds the project's own wheel", ("tool", "uv", "override-dependencies"): TOOL}
+_LOST = {
+    ("build-system", "requires"): "builds the project's own wheel",
+    ("tool", "uv", "override-dependencies"): (
+        "replaces what other packages ask for, which pip cannot; if they accept it, add it to `constraints`"
+    ),
+}
 BOUND = (
     "the target has this index; that the package comes from it alone is said in [indexes] of the recipe and the site"
 )
+# conda's platforms of the architectures.
+_PLATFORMS = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}
 _POETRY, _CONDA_LOCK = ("tool", "poetry"), ("tool", "conda-lock")
 
 
@@ -139,8 +148,26 @@ def _sourced(document: Document, found: Iterator[Statement]) -> Iterator[Stateme
 def _applies(source: Mapping[str, Any], requirement: Statement) -> bool:
     """Return whether a source of uv's serves a requirement: for Linux, and for the extra or group that it has."""
     groups = {normalise(name) for name in requirement.group.split()}
-    wanted = normalise(str(source.get("extra") or source.get("group") or ""))
+    wanted = normalise(_group_of(source))
     return for_linux(str(source.get("marker", ""))) and (not wanted or wanted in groups)
+
+
+def _group_of(source: Mapping[str, Any]) -> str:
+    """Return the extra or group of a source of uv's, which its marker may name: "" for all."""
+    named = re.search(r"\bextra\s*==\s*['\"]([^'\"]+)['\"]", str(source.get("marker", "")))
+    return str(source.get("extra") or source.get("group") or (named[1] if named else ""))
+
+
+def _required(document: Document) -> dict[str, list[str]]:
+    """Return the groups ("" is none) whose requirements name each project, by its normalised name."""
+    found: dict[str, list[str]] = {}
+    for array, group in _ARRAYS.items():
+        for name in table_at(document.data, *array) if group is None else array[-1:]:
+            place = (*array, name) if group is None else array
+            for one in texts(document, place, "requirement", name if group is None else group):
+                if not one.reason:
+                    found.setdefault(requirement_parts(one.text)[0], []).append(one.group)
+    return found
 
 
 def _uv_sources(document: Document) -> dict[str, list[Mapping[str, Any]]]:
@@ -164,15 +191,20 @@ def _uv_settings(document: Document) -> Iterator[Statement]:
         for key in ("find-links", "torch-backend"):
             if key in table:
                 yield lost(f"{key} = {table[key]}", document.where(*root, key), TOOL)
-    required = {requirement_parts(str(one))[0] for one in list_at(data, "project", "dependencies")}
+    required = _required(document)
     for name, given in table_at(data, "tool", "uv", "sources").items():
         at = document.where("tool", "uv", "sources", name)
         for about in map(table_at, given if isinstance(given, list) else [given]):
-            address, group = git_address(about), str(about.get("extra") or about.get("group") or "")
-            if not for_linux(str(about.get("marker", ""))):
+            address, group, marker = git_address(about), _group_of(about), str(about.get("marker", ""))
+            users = [
+                one for one in required.get(normalise(name), []) if not group or normalise(one) == normalise(group)
+            ]
+            if not for_linux(marker):
                 yield lost(f"{name} = {about}", at, OTHER_SYSTEM, group)
-            elif address and not about.keys() & {"marker", "extra", "group"} and normalise(name) in required:
-                yield Statement("requirement", f"{name} @ {address}", at)
+            elif address and users:
+                yield from (Statement("requirement", f"{name} @ {address}", at, one) for one in users)
+            elif address:
+                yield lost(f"{name} = {about}", at, "no requirement here names this package", group)
             elif "index" in about:
                 yield lost(f"{name} = {about}", at, BOUND, group)
             elif not {"workspace", "path", "url"} & about.keys():  # those are named at the requirement
@@ -186,9 +218,11 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
     are for other systems, or if it is explicit and no package names it.
     """
     uses: dict[str, list[tuple[str, str]]] = {}  # the index → group and marker of each package that names it
-    for about in [about for given in _uv_sources(document).values() for about in given]:
-        use = (str(about.get("extra") or about.get("group") or ""), str(about.get("marker", "")))
-        uses.setdefault(str(about.get("index")), []).append(use)
+    required = _required(document)
+    for name, about in [(name, about) for name, given in _uv_sources(document).items() for about in given]:
+        # A package that only extras require needs its index with these alone.
+        groups = [group] if (group := _group_of(about)) else required.get(name, [""])
+        uses.setdefault(str(about.get("index")), []).extend((one, str(about.get("marker", ""))) for one in groups)
     for group, about in _poetry_entries(document):
         system = str(about.get("platform", ""))
         marker = f"sys_platform == '{system}'" if re.fullmatch(r"\w+", system) else str(about.get("markers", ""))
@@ -197,12 +231,18 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
         place, url = document.where(*keys, number), str(row.get("url"))
         used = uses.get(str(row.get("name")), [])
         here = [group for group, marker in used if for_linux(marker)]
+        arches = [arch for arch in ARCHES if not used or any(for_linux(marker, _at(arch)) for _, marker in used)]
+        platform = _PLATFORMS[arches[0]] if len(arches) == 1 else ""
         if used and not here:
             yield lost(url, place, OTHER_SYSTEM)
         elif not used and (row.get("explicit") is True or row.get("priority") == "explicit"):
             yield lost(url, place, UNUSED_INDEX)
         else:
-            yield Statement("index", url, place, "" if "" in here else " ".join(dict.fromkeys(here)))
+            yield Statement("index", url, place, "" if "" in here else " ".join(dict.fromkeys(here)), platform)
+
+
+def _at(arch: str) -> list[tuple[str, str]]:
+    return [(arch, python) for python in PYTHONS]
 
 
 def _without_own(

@@ -12,6 +12,7 @@ from envbuild.errors import UsageError
 from envbuild.imports import read_source
 from envbuild.imports.draft import Draft, recipe_name
 from envbuild.imports.poetry import poetry_specifier
+from envbuild.masking import masked_text
 from envbuild.recipe.model import Recipe
 
 DATA = Path(__file__).parent / "data/init"
@@ -86,8 +87,45 @@ requires = ["hatchling"]
     assert lost["flash-attn>=2"] == "belongs to fast: carry it with --extra fast"
     assert "pytest>=8" not in lost, "it is carried with dev"
     assert "hatchling" in lost and any(text.startswith("torch = ") for text in lost)
-    assert any(text.startswith("flash-attn = ") for text in lost), "only an extra requires it"
+    address = "flash-attn @ git+ssh://git@host.example/dao/flash-attn"
+    assert lost[masked_text(address)] == "belongs to fast: carry it with --extra fast"
     assert recipe_name("My Train") == "my_train"
+    # With the extra it is the repository's package, never the index's of the same name.
+    _, recipe = imported(tmp_path, "pyproject.toml", text, groups=("fast",))
+    assert recipe.requirements == ("numpy @ git+https://host.example/numpy@v2", address)
+
+
+def test_sources_of_uv_count_for_what_requires_them(tmp_path: Path) -> None:
+    text = """\
+[project]
+name = "a"
+dependencies = ["torch", "one", "two"]
+[project.optional-dependencies]
+cu13 = ["kernels"]
+rocm = ["triton-rocm"]
+[tool.uv]
+override-dependencies = ["ml-dtypes==0.4.1"]
+[tool.uv.sources]
+torch = [
+  { index = "arm", marker = "platform_machine == 'aarch64'" },
+  { index = "cu128", marker = "platform_machine == 'x86_64' and sys_platform == 'linux'" },
+  { index = "cu130", marker = "extra == 'cu13'" },
+]
+triton-rocm = { index = "rocm", marker = "sys_platform == 'linux'" }
+one = { git = "https://host.example/one", marker = "sys_platform == 'linux'" }
+two = { git = "https://host.example/two", marker = "sys_platform == 'darwin'" }
+four = { git = "https://host.example/four" }
+"""
+    for name, tag in (("arm", "cpu"), ("cu128", "cu128"), ("cu130", "cu130"), ("rocm", "rocm6.4")):
+        text += f'[[tool.uv.index]]\nname = "{name}"\nurl = "https://download.pytorch.org/whl/{tag}"\nexplicit = true\n'
+    draft, recipe = imported(tmp_path, "pyproject.toml", text, target=None)
+    assert {target.rpartition("-")[0] for target in recipe.targets} == {"cu128"}
+    assert recipe.requirements == ("one @ git+https://host.example/one", "two")
+    lost = reasons(draft)
+    assert lost["https://download.pytorch.org/whl/rocm6.4"] == "belongs to rocm: carry it with --extra rocm"
+    assert lost["https://download.pytorch.org/whl/cu130"] == "belongs to cu13: carry it with --extra cu13"
+    assert lost["ml-dtypes==0.4.1"].startswith("replaces what other packages ask for")
+    assert lost["four = {'git': 'https://host.example/four'}"] == "no requirement here names this package"
 
 
 @pytest.mark.parametrize(
