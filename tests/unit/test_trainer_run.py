@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,7 +184,8 @@ def test_a_second_launch_waits_for_the_report_of_the_first(folder: Path, monkeyp
         elif len(waited) == 3:
             (first / "train-report1.json").touch()
 
-    monkeypatch.setattr("ddp_train.resume.time.sleep", sleep)
+    # Not time.sleep itself: a thread that another test left would call it, too.
+    monkeypatch.setattr("ddp_train.resume.time", SimpleNamespace(sleep=sleep))
     pattern = f"{glob.escape(str(first))}/train-report*.json"
     monkeypatch.setenv("DDP_TRAIN_RESUME_AFTER", pattern)
     report = train("6", "6")

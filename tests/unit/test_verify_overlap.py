@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -32,7 +33,8 @@ def test_after_a_failed_reference_the_second_launch_starts_after_the_first(repor
 
 def test_it_starts_when_the_agents_of_the_first_have_imported_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("envbuild.verify.run.time.sleep", slept.append)
+    clock = SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr("envbuild.verify.run.time", clock)
     assert _may_start_beside(first_launch(0.5), reference(SECONDS))
     assert _may_start_beside(first_launch(9.0), reference(SECONDS))
     assert slept == [pytest.approx(1.5, abs=0.1), 0.0]
