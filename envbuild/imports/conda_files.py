@@ -124,9 +124,15 @@ def read_pixi(path: Path) -> Iterator[Statement]:
 
 
 def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statement]:
-    """Yield the statements of pixi's tables below `root`: those of features have the feature's name as their group."""
+    """Yield the statements of pixi's tables below `root`.
+
+    Those of a feature have its name as their group, unless the environment `default` has the feature.
+    """
     data = table_at(document.data, *root)
-    places = {root: "", **{(*root, "feature", name): name for name in table_at(data, "feature")}}
+    default = value_at(data, "environments", "default")
+    in_default = list_at(default if isinstance(default, list) else value_at(default, "features"))
+    features = {(*root, "feature", name): "" if name in in_default else name for name in table_at(data, "feature")}
+    places = {root: "", **features}
     for place, group in places.items():
         own = table_at(document.data, *place)
         for name, value in own.items():
@@ -152,6 +158,14 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                             yield Statement("index", str(url), at, group)
                     else:
                         yield lost(f"{key} = {given}", at, TOOL, group)
+            elif name == "environments":
+                for key, about in table_at(value).items():
+                    reason = "the features of `default` are carried, others with --extra FEATURE"
+                    # Its features are names that --extra may have.
+                    names = " ".join(map(str, in_default)) if key == "default" else ""
+                    yield lost(f"{key} = {about}", document.where(*place, name, key), reason, names)
+            elif name == "channels" and place != root:
+                yield from texts(document, (*place, name), "channel", group)
             elif name not in ("target", "feature"):
                 yield lost(f"{name} = {value}", document.where(*place, name), TOOL, group)
 
@@ -189,6 +203,18 @@ def read_pixi_lock(path: Path) -> Iterator[Statement]:
         for platform, names in groups.get(url, {}).items():
             yield _pin("conda" not in row, url, row, place, "" if "default" in names else " ".join(names), platform)
     yield lost("url, hash", str(path), _LOCKED)
+
+
+def read_conda_file(path: Path) -> Iterator[Statement]:
+    """Yield the statements of what `conda install --file` and `conda env create --file` read. Raises UsageError."""
+    if re.fullmatch(r".*\.ya?ml", path.name):
+        yield from read_conda_lock(path) if re.search(r"conda-lock\.ya?ml$", path.name) else read_environment(path)
+    elif is_conda_list(text := text_of(path)):
+        yield from read_conda_list(path)
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            if spec := line.partition("#")[0].strip():
+                yield conda_spec("conda", spec, f"{path}:{number}")
 
 
 def is_conda_list(text: str) -> bool:

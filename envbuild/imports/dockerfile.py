@@ -17,31 +17,42 @@ from pathlib import Path
 
 from envbuild.errors import UsageError
 from envbuild.files import parse_json
-from envbuild.imports.conda_files import conda_spec
+from envbuild.image.model import GOARCH
+from envbuild.imports.conda_files import conda_spec, read_conda_file
 from envbuild.imports.pip_files import Find, pip_words
 from envbuild.imports.statement import NOT_IN_IMAGE, Statement, lost, text_of
+from envbuild.recipe.targets import host_arch
 
 # Bases whose content a recipe can name: Python's version, and torch's; data/gpu_signs.toml reads their CUDA.
 _BASES = (
     re.compile(r"(?:docker\.io/)?(?:library/)?python:(?P<python>3\.\d+)\S*"),
     re.compile(r"(?:docker\.io/)?pytorch/pytorch:(?P<torch>\d+\.\d+\.\d+)-cuda\d+\.\d\S*"),
+    re.compile(r"(?:docker\.io/)?rocm/pytorch:\S*_py(?P<python>3\.\d+)_\S*"),
     re.compile(r"(?:docker\.io/)?nvidia/cuda:\d+\.\d\S*"),
 )
 # $NAME, ${NAME}, ${NAME:-default} and ${NAME:+alternative}; a backslash keeps the dollar.
 _VARIABLE = re.compile(r"(?<!\\)\$(?:(\w+)|\{(\w+)(?::?([-+])([^{}$]*))?\})")
 _HEREDOC = re.compile(r"<<-?\s*[\"']?([A-Za-z_]\w*)[\"']?")
+# A command in an environment of conda.
+_RUN_IN = r"(?:(?:\S*/)?(?:conda|mamba|micromamba) run (?:(?:-n|-p|--name|--prefix)[ =]\S+ |-\S+ )*)?"
 _INSTALL = {
-    "pip": re.compile(r"(?:(?:\S*/)?python[\d.]* -m |(?:\S*/)?uv )?(?:\S*/)?pip[\d.]*(?: -\S+)* install"),
-    "conda": re.compile(r"(?:\S*/)?(?:conda|mamba|micromamba) (?:install|create)"),
+    "pip": re.compile(rf"{_RUN_IN}(?:(?:\S*/)?python[\d.]* -m |(?:\S*/)?uv )?(?:\S*/)?pip[\d.]*(?: -\S+)* install"),
+    "conda": re.compile(
+        rf"{_RUN_IN}(?:\S*/)?(?:(?:conda|mamba|micromamba)(?: -[yq])* (?:env )?(?:install|create)"
+        r"|(?:conda|mamba|micromamba)(?: -[yq])* env update|conda-lock install)"
+    ),
     "package": re.compile(r"apt(?:-get)?(?: -\S+)* install"),
 }
 # They change neither packages nor versions.
 _WITHOUT_EFFECT = ("-y", "-q", "-qq", "--yes", "--quiet", "--no-install-recommends", "--assume-yes")
-_CONDA_VALUED = ("-f", "--file", "-n", "--name", "-p", "--prefix", "--solver", "--repodata-fn", "--platform")
+_CONDA_FILES = ("-f", "--file")
+_CONDA_VALUED = ("-n", "--name", "-p", "--prefix", "--solver", "--repodata-fn", "--platform")
 _SHELL = "a command of the shell"
 _PYTHON = "the recipe's Python"
 # Statements about the environment of a stage that another copies; the others are about its image.
-_OF_ENVIRONMENT = ("requirement", "constraint", "index", "conda", "channel")
+_OF_ENVIRONMENT = ("requirement", "constraint", "pin", "index", "conda", "conda-pin", "channel")
+_BRANCH = "in a branch or loop of the shell that envbuild does not evaluate: name what you need with --from"
+_NOT_TAKEN = "in a branch of the shell that the values of ARG and ENV do not take"
 _NEWLINE = ";;"  # which no command of a RUN outside of `case` has
 _COPIES = "copies files: own code belongs to [project]"
 _REASONS = dict.fromkeys(("COPY", "ADD"), _COPIES) | {
@@ -86,7 +97,10 @@ class _Stage:
 
 def read_dockerfile(path: Path) -> Iterator[Statement]:
     """Yield the statements of a Dockerfile's last stage and of those that it builds on or copies. Raises UsageError."""
-    stages = [_Stage("")]
+    arch = GOARCH.get(host_arch(), host_arch())
+    # What a builder sets; source: docs.docker.com, "Automatic platform ARGs in the global scope".
+    platform = {"PLATFORM": f"linux/{arch}", "OS": "linux", "ARCH": arch}
+    stages = [_Stage("", args={f"{of}{key}": one for of in ("TARGET", "BUILD") for key, one in platform.items()})]
     for number, name, rest in _instructions(text_of(path)):
         place, stage = f"{path}:{number}", stages[-1]
         if name == "FROM":
@@ -208,7 +222,8 @@ def _base(image: str, place: str) -> Iterator[Statement]:
     about = found.groupdict() if found else {}
     if "python" in about:
         yield Statement("python", f"=={about['python']}.*", place)
-        return
+        if found and found.re is _BASES[0]:
+            return
     if "torch" in about:
         yield Statement("requirement", f"torch=={about['torch']}", place)
     yield lost(f"FROM {image}", place, _REASONS["FROM"]) if found else Statement("base", image, place)
@@ -323,22 +338,29 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
             commands = [[str(one) for one in parse_json(body)]]
         else:
             lines, comment = body.replace("\\\n", " ").replace("\n", f" {_NEWLINE} "), False
+            held: list[str] = []
+            while (whole := _SUBSTITUTION.sub(lambda found: _held(found[0], held), lines)) != lines:
+                lines = whole
             lexer = shlex.shlex(lines, posix=True, punctuation_chars=";&|<>()")
             lexer.whitespace_split, lexer.commenters = True, ""  # a # inside a word, as in a URL, is no comment
             for word in lexer:
                 comment = word != _NEWLINE and (comment or word.startswith("#"))
                 if comment:
                     continue
-                commands.append([]) if re.fullmatch(r"[;&|()]+", word) else commands[-1].append(word)
+                commands.append([]) if re.fullmatch(r"[;&|()]+", word) else commands[-1].append(_freed(word, held))
     except (ValueError, TypeError):
         yield lost(text.replace(_END, ""), place, _SHELL)
         return
-    workdir, variables = stage.workdir, dict(stage.variables)
-    for words in filter(None, commands):
+    workdir, variables, shell = stage.workdir, dict(stage.variables), _Branches()
+    for given in filter(None, commands):
+        words = shell.enter([_replaced(word, variables) for word in given])
+        if not words or shell.reason:
+            if words:
+                yield lost(" ".join(words), place, shell.reason)
+            continue
         start = next((index for index, word in enumerate(words) if not re.match(r"sudo$|[A-Za-z_]\w*=", word)), 0)
         if words[0] == "export" or all("=" in word for word in words):
             variables |= _pairs(" ".join(shlex.quote(_replaced(word, variables)) for word in words if "=" in word))
-        words = [_replaced(word, variables) for word in words]
         line = " ".join(words[start:])
         stage.made += [stage.path(path) for path in _MAKES.findall(line)]
         if words[start] in ("cd", "pushd") and len(words) == start + 2:
@@ -353,18 +375,105 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
         if kind == "pip":
             yield from pip_words(left, place, _finder(stage, workdir, mounted))
         else:
-            yield from _packages(left, place, kind)
+            # `conda env` without a file reads this one.
+            default = ["-f", "environment.yml"] if " env " in found[0] and not {*_CONDA_FILES} & set(left) else []
+            yield from _packages([*left, *default], place, kind, _finder(stage, workdir, mounted))
 
 
-def _packages(words: list[str], place: str, kind: str) -> Iterator[Statement]:
+_SUBSTITUTION = re.compile(r"\$\([^()]*\)")
+
+
+def _held(text: str, held: list[str]) -> str:
+    """Return a word in the place of a command's substitution, which the shell's words would split."""
+    held.append(text)
+    return f"\x01{len(held) - 1}\x01"
+
+
+def _freed(word: str, held: list[str]) -> str:
+    while (whole := re.sub("\x01(\\d+)\x01", lambda found: held[int(found[1])], word)) != word:
+        word = whole
+    return word
+
+
+@dataclass(slots=True)
+class _Branches:
+    """The branches and loops around a command of the shell.
+
+    `open` has for each whether it is taken (None: unknown), `before` whether one before it in the same `if` is;
+    `testing` tells whether a condition is read.
+    """
+
+    open: list[bool | None] = field(default_factory=list)
+    before: list[bool | None] = field(default_factory=list)
+    testing: bool = False
+
+    @property
+    def reason(self) -> str:
+        """Why the command is not carried, or ""."""
+        return _NOT_TAKEN if False in self.open else _BRANCH if None in self.open else ""
+
+    def enter(self, words: list[str]) -> list[str]:
+        """Note the keywords before a command, and return the rest of its words: [] if none is a command."""
+        while words:
+            word, *rest = words
+            if word in ("if", "for", "while", "until", "case"):
+                self.open.append(_is_true(rest) if word == "if" else None)
+                self.before.append(False)
+                self.testing = word == "if"
+                return []
+            if word in ("elif", "else") and self.open:
+                both = (self.open[-1], self.before[-1])
+                self.before[-1] = True if True in both else None if None in both else False
+                left = None if self.before[-1] is None else not self.before[-1]
+                self.open[-1] = _is_true(rest) if left and word == "elif" else left
+                self.testing = word == "elif"
+                if word == "elif":
+                    return []
+            elif word in ("fi", "done", "esac") and self.open:
+                self.open.pop()
+                self.before.pop()
+                return []
+            elif word == "then":
+                self.testing = False
+            elif word not in ("do", "else", "{", "}", "!"):
+                if self.testing:  # a second part of the condition
+                    self.open[-1] = None
+                    return []
+                return words
+            words = rest
+        return []
+
+
+def _is_true(words: list[str]) -> bool | None:
+    """Return whether a test of the shell, of values alone, is true; None for what only a shell knows."""
+    if any(re.search(r"[$`*?]", word) for word in words):
+        return None
+    inner = words[1:-1] if words[:1] in (["["], ["[["]) else words[1:] if words[:1] == ["test"] else []
+    match inner:
+        case ["-z", value]:
+            return not value
+        case ["-n", value]:
+            return bool(value)
+        case [one, "=" | "==", other]:
+            return one == other
+        case [one, "!=", other]:
+            return one != other
+    return None
+
+
+def _packages(words: list[str], place: str, kind: str, find: Find) -> Iterator[Statement]:
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
         python = re.fullmatch(r"python(?:(3\.\d+)|3)?(?:-(?:full|minimal|venv|dev|distutils|pip|is-python3))?", word)
         if kind == "conda" and name in ("-c", "--channel"):
             yield Statement("channel", value if equals else next(left, ""), place)
+        elif kind == "conda" and (name in _CONDA_FILES or re.fullmatch(r"[^-=<>]\S*\.ya?ml", word)):
+            yield from _conda_file(
+                value if equals else word if name not in _CONDA_FILES else next(left, ""), place, find
+            )
         elif kind == "conda" and name in _CONDA_VALUED:
-            yield lost(f"{name} {value if equals else next(left, '')}", place, "name a file with --from")
+            yield lost(f"{name} {value if equals else next(left, '')}", place, "an option of the package manager")
         elif kind == "package" and python:
             if python[1]:
                 yield Statement("python", f"=={python[1]}.*", place)
@@ -378,3 +487,15 @@ def _packages(words: list[str], place: str, kind: str) -> Iterator[Statement]:
             yield conda_spec(kind, text, place) if kind == "conda" else Statement(kind, text, place)
         elif word not in _WITHOUT_EFFECT:
             yield lost(word, place, "an option of the package manager")
+
+
+def _conda_file(name: str, place: str, find: Find) -> Iterator[Statement]:
+    """Yield the statements of a file of conda's; the environment's name is none of the recipe's."""
+    try:
+        found = find(name)
+        if not isinstance(found, Path):
+            yield lost(f"--file {name}", place, "no such file here: name it with --from")
+            return
+        yield from (one for one in read_conda_file(found) if one.kind != "name")
+    except UsageError as error:
+        yield lost(f"--file {name}", place, error.message)

@@ -136,3 +136,77 @@ RUN conda install -y -c conda-forge cuda-version=${CUDA_VERSION} nvidia::cuda-nv
 def draft_of_gpu(context: Path, text: str) -> tuple[Draft, Recipe]:
     (context / "Dockerfile").write_text(text)
     return draft_of(context / "Dockerfile", target=None)
+
+
+_ENVIRONMENT = """\
+name: theirs
+channels: [nvidia, conda-forge]
+dependencies: [python=3.12, numpy=2.1, pytorch-cuda=12.4, {pip: [einops==0.8.1]}]
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "COPY sub/env.yml /tmp/e.yml\nRUN conda env create -n a -f /tmp/e.yml && conda clean -a\n",
+        "COPY sub/env.yml /tmp/e.yml\nRUN mamba env update -n base --file /tmp/e.yml\n",
+        "COPY sub/env.yml /tmp/e.yml\nRUN micromamba install -y -n base -f /tmp/e.yml && micromamba clean -a\n",
+        "COPY sub/env.yml /tmp/environment.yml\nWORKDIR /tmp\nRUN conda env create\n",
+    ],
+)
+def test_the_environment_file_that_conda_reads_is_followed(context: Path, text: str) -> None:
+    (context / "sub/env.yml").write_text(_ENVIRONMENT)
+    (context / "Dockerfile").write_text(f"FROM condaforge/miniforge3:25.3.1-0\n{text}")
+    _, recipe = draft_of(context / "Dockerfile", target=None)
+    assert recipe.python == "3.12" and recipe.conda.channels == ("nvidia", "conda-forge") and recipe.name == "lab"
+    assert recipe.conda.dependencies == ("numpy=2.1", "pytorch-cuda=12.4")
+    assert recipe.conda.requirements == ("einops==0.8.1",)
+    assert [target.partition("-")[0] for target in recipe.targets] == ["cu124"]
+
+
+def test_conda_run_and_files_that_are_not_here(context: Path) -> None:
+    (context / "sub/specs.txt").write_text("# specs\nscipy=1.15\n")
+    text = "COPY sub/specs.txt /s.txt\nRUN conda install -y --file /s.txt --file /gone.txt\n"
+    text += "RUN conda run --no-capture-output -n base pip install tqdm==4.67.1\n"
+    draft, recipe = read(context, f"FROM condaforge/miniforge3:25.3.1-0\n{text}")
+    assert recipe.conda.dependencies == ("scipy=1.15",) and recipe.conda.requirements == ("tqdm==4.67.1",)
+    lost = {one.text: one.reason for one in draft.lost}
+    assert lost["--file /gone.txt"] == "no such file here: name it with --from"
+
+
+def test_a_builders_own_arguments_choose_the_stage(context: Path) -> None:
+    text = "ARG OS=ubi8\n"
+    for arch in ("amd64", "arm64"):
+        text += f"FROM nvidia/cuda:12.6.3-runtime-ubi8 AS {arch}ubi8\nRUN pip install {arch}-only\n"
+    text += "FROM ${TARGETARCH}${OS} AS final\nARG TARGETPLATFORM\nRUN pip install on-${TARGETPLATFORM#*/}\n"
+    (context / "Dockerfile").write_text(text)
+    _, recipe = draft_of(context / "Dockerfile", target=None)
+    (target,) = recipe.targets
+    assert target.startswith("cu126-") and len(recipe.requirements) == 1
+    assert recipe.requirements[0] == f"{'amd64' if target.endswith('x86_64') else 'arm64'}-only"
+
+
+def test_branches_of_the_shell_are_taken_or_listed(context: Path) -> None:
+    text = """\
+FROM python:3.11
+ARG FLASH=false
+ENV KIND=cpu
+RUN if [ "${FLASH}" = "true" ]; then pip install ninja && pip install flash-attn; else pip install plain; fi
+RUN if [[ "$KIND" == "gpu" ]]; then pip install gpu; elif [ -n "$KIND" ]; then pip install ${KIND}; \\
+    elif [ 1 = 1 ]; then pip install no; else pip install no; fi
+RUN if [ "$(uname -m)" = aarch64 ] && true; then pip install arm; fi; pip install after
+RUN for one in a b; do pip install $one; done && apt-get install -y tools-$(uname -r | cut -d- -f1) git
+"""
+    draft, recipe = read(context, text)
+    assert recipe.requirements == ("plain", "cpu", "after") and recipe.image.packages == ("git",)
+    lost = {one.text: one.reason for one in draft.lost}
+    assert lost["pip install flash-attn"].startswith("in a branch of the shell that the values")
+    assert lost["pip install arm"].startswith("in a branch or loop") and "pip install $one" in lost
+    assert lost["tools-$(uname -r | cut -d- -f1)"].startswith("a recipe accepts") and not draft.warning
+
+
+def test_the_python_in_the_tag_of_rocms_image_is_the_recipes(context: Path) -> None:
+    (context / "Dockerfile").write_text("FROM rocm/pytorch:rocm6.4.1_ubuntu24.04_py3.12_pytorch_release_2.6.0\n")
+    draft, recipe = draft_of(context / "Dockerfile", target=None)
+    assert recipe.python == "3.12" and [one.partition("-")[0] for one in recipe.targets] == ["rocm6.4.1"]
+    assert any(one.text.startswith("FROM rocm/pytorch") for one in draft.lost)

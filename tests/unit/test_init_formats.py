@@ -413,7 +413,25 @@ def test_pixi(tmp_path: Path) -> None:
     assert recipe.conda.requirements == ("einops==0.8.1", "ty")
     assert recipe.targets["cpu-x86_64"].conda == ("libnuma 2.0",)
     texts = [one.text.partition(" ")[0] for one in draft.lost]
-    assert sorted(texts) == ["environments", "lab", "osx-arm64", "tasks", "xattr"]
+    assert sorted(texts) == ["default", "lab", "osx-arm64", "tasks", "xattr"]
+
+
+@pytest.mark.parametrize("default", ['["gpu"]', '{ features = ["gpu"], solve-group = "a" }'])
+def test_the_features_of_pixis_default_environment_are_carried(tmp_path: Path, default: str) -> None:
+    text = (
+        '[workspace]\nname = "a"\nchannels = ["conda-forge"]\nplatforms = ["linux-64"]\n[dependencies]\nnumpy = "2.*"\n'
+    )
+    text += '[feature.gpu]\nchannels = ["nvidia"]\nsystem-requirements = { cuda = "12.6" }\n'
+    text += '[feature.gpu.dependencies]\npytorch-gpu = "*"\n[feature.cpu.dependencies]\npytorch-cpu = "*"\n'
+    draft, recipe = imported(
+        tmp_path, "pixi.toml", f'{text}[environments]\ndefault = {default}\ncpu = ["cpu"]\n', target=None
+    )
+    assert list(recipe.targets) == ["cu126-x86_64"] and recipe.conda.dependencies == ("numpy 2.*", "pytorch-gpu")
+    assert recipe.conda.channels == ("conda-forge", "nvidia") and not draft.warning
+    draft, recipe = imported(tmp_path, "pixi.toml", f'{text}[environments]\ngpu = ["gpu"]\n', target=None)
+    assert list(recipe.targets) == ["cpu-x86_64"] and recipe.conda.channels == ("conda-forge",)
+    assert "pytorch-gpu" in draft.warning or "cuda" in draft.warning
+    assert draft.warning.endswith("choose --extra gpu")
 
 
 def test_uv_lock() -> None:
