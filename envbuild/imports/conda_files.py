@@ -28,6 +28,9 @@ CHANNEL = "carried without its channel: the order of `channels` decides which of
 _LOCKED = "URLs and hashes: `envbuild lock` writes those of the same versions and builds"
 # A line of `conda list --export`: NAME=VERSION=BUILD
 _EXPORTED = r"([\w.-]+)=([^=\s]+)=([^=\s]+)"
+# The head of the table that `conda list` and `micromamba list` print, and a row: name, version, build, channel.
+_TABLE = re.compile(r"^[ \t]*(?:#[ \t]*)?Name[ \t]+Version[ \t]+Build\b", re.MULTILINE)
+_ROW = r"([\w.-]+)\s+([^\s=]+)\s+(\S+)(?:\s+(\S+))?"
 # Arrays of environment.yml, pixi and conda-lock → kind of their statements.
 KINDS = {"channels": "channel", "platforms": "platform", "dependencies": "conda"}
 
@@ -218,20 +221,37 @@ def read_conda_file(path: Path) -> Iterator[Statement]:
 
 
 def is_conda_list(text: str) -> bool:
-    """Return whether a text file is the output of `conda list --explicit` or `conda list --export`."""
+    """Return whether a text file is the output of `conda list`, also with --explicit or --export."""
+    if _TABLE.search(text):
+        return True
     lines = (line.strip() for line in text.split("\n"))
     first = next((line for line in lines if line and not line.startswith("#")), "")
     return first == "@EXPLICIT" or re.fullmatch(_EXPORTED, first) is not None
 
 
 def read_conda_list(path: Path) -> Iterator[Statement]:
-    """Yield the pins of an output of `conda list --explicit` or `conda list --export`. Raises UsageError.
+    """Yield the pins of an output of `conda list`, also with --explicit or --export. Raises UsageError.
 
     Source: conda's documentation, "Managing environments", "Building identical conda environments".
     """
-    platform, channels = "", dict[str, str]()
-    for number, line in enumerate(text_of(path).split("\n"), 1):
+    platform, channels, content = "", dict[str, str](), text_of(path)
+    table = _TABLE.search(content)
+    head = content.count("\n", 0, table.end()) + 1 if table else 0
+    for number, line in enumerate(content.split("\n"), 1):
         text, place = line.strip(), f"{path}:{number}"
+        if number <= head:
+            continue
+        if table:
+            if listed := re.fullmatch(_ROW, text):
+                name, version, build, channel = listed.groups()
+                is_pip = channel == "pypi" or build.startswith(("pypi_", "<pip>"))
+                file = f"x/{name}-{version}-{build}.{'whl' if is_pip else 'conda'}"
+                yield _pin(is_pip, file, {"name": name, "version": version}, place, "", "")
+                if not is_pip:  # the table names no channel for those of `defaults`
+                    channels.setdefault(channel or "defaults", place)
+            elif re.search(r"\w", text):
+                yield lost(text, place, "no row of `conda list`")
+            continue
         if named := re.fullmatch(r"# platform: (\S+)", text):
             platform = named[1]
         elif exported := re.fullmatch(_EXPORTED, text):

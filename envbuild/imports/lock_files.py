@@ -21,6 +21,7 @@ from envbuild.imports.statement import (
     INDEX,
     OTHER_SYSTEM,
     OWN,
+    OWN_NAME,
     SOURCE,
     Statement,
     check_version,
@@ -42,6 +43,7 @@ _FORMATS = {
 }
 _ELSEWHERE = {"git", "url", "path", "directory", "vcs", "archive", "file", "virtual", "editable"}
 _REMOTE = {"git", "url", "vcs", "archive"}
+_FOLDERS = {"path", "directory", "virtual", "editable"}
 _EXTRA = r"extra == ['\"]([^'\"]+)['\"]"
 _CLAUSE = re.compile(r"""(?:extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups))""")
 
@@ -78,7 +80,8 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
         if address := _address(row, source):
             yield _pin(row.get("name"), f" @ {address}", marker, at, group)
         elif ({kind, *row} if name == "pylock.toml" else {kind}) & _ELSEWHERE:
-            yield lost(f"{row.get('name')} {row.get('version', '')} {source or ''}", at, SOURCE, group)
+            reason = OWN_NAME if {kind, *row} & _FOLDERS else SOURCE
+            yield lost(f"{row.get('name')} {row.get('version', '')} {source or ''}", at, reason, group)
         else:
             yield _pin(row.get("name"), row.get("version"), marker, at, group)
             registry = str(source.get("registry") or source.get("url") or row.get("index") or "")
@@ -230,7 +233,7 @@ def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
             if normalise(str(one.get("name"))) == normalise(str(row.get("name"))):
                 yield lost(text, place, OWN, own)
             elif _ELSEWHERE & one.keys() - _REMOTE:  # what is remote has its address in its own row
-                yield lost(one, place, SOURCE, own)
+                yield lost(one, place, OWN_NAME, own)
             else:
                 yield Statement("requirement", text, place, own)
 

@@ -416,6 +416,35 @@ def test_pixi(tmp_path: Path) -> None:
     assert sorted(texts) == ["default", "lab", "osx-arm64", "tasks", "xattr"]
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        "# packages in environment at /opt/conda:\n#\n# Name      Version      Build  Channel\n",
+        'List of packages in environment: "/opt/conda"\n\n  Name   Version  Build  Channel\n──────────────\n',
+    ],
+)
+def test_the_table_of_conda_list(tmp_path: Path, head: str) -> None:
+    rows = "  python   3.12.8   h9e4cc4f_1_cpython   conda-forge\n  zlib   1.3.1   h5eee18b_0\n"
+    rows += "  pytorch  2.5.1   cuda126_py312_h1   conda-forge\n  wandb  0.16.0   pypi_0   pypi\n  old  1.0   <pip>\n"
+    draft, recipe = imported(tmp_path, "packages.txt", f"{head}{rows}oh dear\n", target=None)
+    assert recipe.python == "3.12" and [one.partition("-")[0] for one in recipe.targets] == ["cu126"]
+    assert recipe.conda.channels[0] == "conda-forge" and "https://repo.anaconda.com/pkgs/main" in recipe.conda.channels
+    assert recipe.conda.dependencies == (
+        "python 3.12.8 h9e4cc4f_1_cpython", "zlib 1.3.1 h5eee18b_0", "pytorch 2.5.1 cuda126_py312_h1",
+    )  # fmt: skip
+    assert recipe.conda.requirements == ("wandb==0.16.0", "old==1.0")
+    assert reasons(draft) == {"oh dear": "no row of `conda list`"}
+
+
+def test_a_package_of_the_workspace_in_uv_lock_is_named_as_own(tmp_path: Path) -> None:
+    text = 'version = 1\n[[package]]\nname = "a"\nsource = { editable = "." }\ndependencies = [{ name = "core" }]\n'
+    text += '[package.metadata]\nrequires-dist = [{ name = "core", editable = "core" }]\n'
+    text += '[[package]]\nname = "core"\nversion = "1"\nsource = { editable = "core" }\n'
+    draft, recipe = imported(tmp_path, "uv.lock", text)
+    said = [one.reason for one in draft.lost if "core" in one.text]
+    assert len(said) == 2 and all("somebody else's package" in one for one in said) and not recipe.requirements
+
+
 @pytest.mark.parametrize("default", ['["gpu"]', '{ features = ["gpu"], solve-group = "a" }'])
 def test_the_features_of_pixis_default_environment_are_carried(tmp_path: Path, default: str) -> None:
     text = (
