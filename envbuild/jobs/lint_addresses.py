@@ -26,7 +26,9 @@ GIVEN = re.compile(r"(?:SLURM|SALLOC)\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|H
 _LIST = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b|\bPBS_NODEFILE\b|scontrol show hostnames?\b")
 _SHORT = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b")
 _EXPANDS = re.compile(r"scontrol|hostlist|nodeset|python|sed|perl|expand|\btr\b|\\?\[")
-_FIRST = re.compile(r"head|tail|sed|awk|cut|grep|read|\[0\]|python|-m ?1")
+_HOSTS = re.compile(r"^\$\(\s*scontrol show hostnames?\b[^|]*\)$")
+_QUOTED = re.compile(r"\s*(?:declare -a )?(\w+)=\(\s*\"(\$[^\"]*(?:\"[^\"]*\"[^\"]*)?)\"\s*\)\s*(?:#.*)?$")
+_FIRST = re.compile(r"head|tail|sed|perl|awk|cut|grep|read|\[0\]|python|-m ?1")
 
 
 def of_addresses(script: ParsedScript) -> Iterator[Found]:
@@ -78,13 +80,26 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
             wrong = not _EXPANDS.search(value) if _SHORT.search(value) else False
             if listed and plain and (wrong or not (_FIRST.search(value) or "|" in value or "%" in value)):
                 yield Found("endpoint-list", command.line, name)
+    yield from _quoted_lists(script)
     commented = any(re.match(r"\s*#.*\bMASTER_ADDR=", line) for line in script.lines)
     code = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
     named = re.search(r"MASTER_ADDR|://|\b(?:COMM|INIT|DIST|SYNC)_\w*=", code)
     told = script.launches or named or sets_elsewhere(script)
     if script.several and commented and not told:
         steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one)]
-        yield from (Found("endpoint-unset", one.line, "MASTER_ADDR") for one in steps[-1:])
+        # Some programs ask Slurm themselves.
+        yield from (Found("endpoint-unset", one.line, "MASTER_ADDR", level="hint") for one in steps[-1:])
+
+
+def _quoted_lists(script: ParsedScript) -> Iterator[Found]:
+    """Find arrays with one element, all hosts, from which the first is taken."""
+    lists = {name for name, words in script.values.items() if any(_HOSTS.search(word) for word in words)}
+    for number, line in enumerate(script.lines if script.several else (), 1):
+        match = _QUOTED.match(line)
+        if not match or not (_HOSTS.search(match[2]) or ((name := _NAME.fullmatch(match[2])) and name[1] in lists)):
+            continue
+        if re.search(rf"\$(?:\{{{match[1]}(?:\[0\])?\}}|{match[1]}\b)", "\n".join(script.lines[number:])):
+            yield Found("endpoint-list", number, match[1])
 
 
 def of_numbers(script: ParsedScript) -> Iterator[Found]:

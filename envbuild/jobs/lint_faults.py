@@ -68,13 +68,16 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
             if fault.command and fault.command.search(text := command_text(command)):
                 if fault.id in _OF_ADDRESSES and _printed(command, script.lines[command.line - 1]):
                     continue
-                level: Literal["", "hint"] = "" if fault.id not in _OF_TRAININGS or script.trains else "hint"
+                doubtful = fault.id in _OF_TRAININGS and (not script.trains or "--no-index" in text)
+                level: Literal["", "hint"] = "hint" if doubtful else ""
                 yield Found(fault.id, command.line, text[:_SHOWN], level=level)
                 if fault.id in _OF_TRAININGS:
                     break
         for name, pattern in fault.variables.items():
             for command, value in script.exported(name):
-                if pattern.fullmatch(value) and not _elsewhere(name, fault.id, script):
+                told = "".join(script.lines[max(command.line - 2, 0) : command.line])
+                meant = fault.id == "launch-blocking" and re.search(r"#.*(?:\bhang|workaround|do not remove)", told)
+                if pattern.fullmatch(value) and not meant and not _elsewhere(name, fault.id, script):
                     yield Found(fault.id, command.line, f"{name}={value}")
 
 
@@ -82,6 +85,8 @@ def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:
     """Return whether the fault of a variable does not matter in this script."""
     if fault == "nccl-library-path":
         return "torch" not in script.text or re.search(r"LD_PRELOAD=\S*nccl", script.text) is not None
+    if variable in _OF_INFINIBAND and re.search(r"FI_PROVIDER=[\"']?efa", script.text):
+        return True  # NCCL reaches EFA through its plugin, and not as InfiniBand
     meant = re.search("NCCL_NSOCKS_PERTHREAD|NCCL_SOCKET_NTHREADS", script.text)  # sockets that are tuned
     if variable == "NCCL_P2P_DISABLE":
         return any(_CONSUMER.search(" ".join(words)) for _, words in script.directives)

@@ -6,15 +6,24 @@ import re
 from collections.abc import Iterator
 
 from envbuild.jobs.lint_addresses import GIVEN, sets_elsewhere
+from envbuild.jobs.lint_launch import starts_training
 from envbuild.jobs.lint_script import Found, ParsedScript
+from envbuild.jobs.lint_shell import LAUNCHERS
 
 _WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
 _OFTEN = {"".join(sorted(name)): name for name in (
     "source", "export", "module", "srun", "torchrun", "mpirun", "conda", "python", "mkdir", "accelerate", "unset",
 )}  # fmt: skip
+_UNSEEN = re.compile("[\u00a0\u200b-\u200d\u2060\ufeff]")
 _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal")
 # Variables that are read. Those in upper case may come from the environment: they are compared only with names that
 # differ in underscores.
+_COPIES = frozenset(["cp", "rsync", "tar", "unzip", "rclone", "sbcast", "mpicopy"])
+_MEANT = re.compile(r"MASTER_(?:ADDR|PORT)$|WORLD_SIZE$|NCCL_|PYTHONPATH$")
+_OF_NODE = re.compile(
+    r"\$\{?(?:SLURM_TMPDIR|TMPDIR|PBS_JOBFS|LOCAL_SCRATCH|LOCALSCRATCH)\}?|/(?:tmp|dev/shm|mnt/bb)(?:/[\w.$-]+)?"
+)
+_SETS_UP = re.compile(r"\b(?:export|source|module|env|activate)\b|(?:^| )-l\w*c\b")
 _READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\b|\{([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\})")
 _TOLD = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
 _QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst", "xargs", "find", "trap", "python"])
@@ -43,28 +52,55 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
     elsewhere = sets_elsewhere(script)
     told = set(_TOLD.findall("\n".join(line for line in script.lines if not line.lstrip().startswith("#"))))
     others = {name.lower() for name in script.values} - script.values.keys() - told
-    squeezed = {name.replace("_", ""): name for name in script.values if name.isupper()}
+    squeezed = {name.replace("_", "").rstrip("S"): name for name in script.values if name.isupper()}
     seen: set[str] = set()
     for one in script.commands:
         if one.file or one.per_node:
             continue
         name = one.program
         meant = _OFTEN.get("".join(sorted(one.words[0])) if one.words else "", name)
-        unknown = meant != name or (_HELPERS.fullmatch(name) and not elsewhere)
+        unknown = meant != name or _UNSEEN.search(name) or (_HELPERS.fullmatch(name) and not elsewhere)
         if unknown and name not in defined and name not in seen and one.end not in (")", "|"):  # a pattern of `case`
             seen.add(name)
             yield Found("command-unknown", one.line, name)
         texts = [("", one.words if name not in _QUOTES else ()), *one.assignments]  # LR=$lr takes a parameter of sbatch
         for own, match in ((own, match) for own, row in texts for match in _READ.finditer(" ".join(row))):
             read = match[1] or match[2]
-            similar = squeezed.get(read.replace("_", ""), read)
+            similar = squeezed.get(read.replace("_", "").rstrip("S"), read)
             unset = not (elsewhere or read in script.values or read in seen or GIVEN.fullmatch(read))
-            if unset and read.isupper() and read not in (own, similar) and len(read) > 4:
+            if unset and read.isupper() and read not in (own, similar) and len(read) > 3:
                 seen.add(read)
                 yield Found("variable-case", script.where(match[0], one.line), read)
             elif read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
                 yield Found("variable-case", script.where(match[0], one.line), read)
+
+
+def of_other_nodes(script: ParsedScript) -> Iterator[Found]:
+    """Find what the script prepares on the head alone, and its other nodes lack: an environment, copied data."""
+    here = [one for one in script.commands if not (one.started_by or one.file or one.function)]
+    set_up = [name for one in here for name, _ in one.assignments if _MEANT.match(name)]
+    set_up += [" ".join(one.words[:3]) for one in here if one.words[:2] in (("module", "load"), ("conda", "activate"))]
+    for one in here:
+        inside = " ".join(one.words[1:])
+        if one.program == "pbsdsh" and set_up and not _SETS_UP.search(inside):
+            own = any(name in inside for name in set_up)
+            starts = re.search(r"\bpython|torchrun|\.(?:sh|py)\b", inside)
+            if starts and not own:
+                yield Found("pbsdsh-environment", one.line, set_up[-1])
+                break
+    everywhere = any(one.program in (*LAUNCHERS, "sbcast", "mpicopy") and _COPIES & {*one.words} for one in here)
+    if not script.several or script.kind == "shell" or everywhere:
+        return
+    later = " ".join(word for one in script.commands if starts_training(one) for word in one.words)
+    later = " ".join(script.variables.expanded(later.split()))
+    for one in here:
+        target = next((word for word in reversed(one.words[1:]) if not word.startswith("-")), "")
+        target = " ".join(script.variables.expanded([target]))
+        folder = _OF_NODE.match(target)
+        if one.program in _COPIES and folder and folder[0].rstrip("/") in later:
+            yield Found("head-copy", one.line, folder[0])
+            return
 
 
 def of_environment(script: ParsedScript) -> Iterator[Found]:

@@ -8,12 +8,27 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from envbuild.jobs.lint_addresses import of_addresses, of_endpoints, of_numbers, of_order
-from envbuild.jobs.lint_flow import of_environment, of_names, of_signals
+from envbuild.jobs.lint_flow import of_environment, of_names, of_other_nodes, of_signals
 from envbuild.jobs.lint_launch import TRAINS, starts_training
-from envbuild.jobs.lint_resources import of_cpus, of_idle_nodes, of_optional_variables, of_ranks, of_requests, of_steps
+from envbuild.jobs.lint_resources import (
+    of_cpus,
+    of_idle_nodes,
+    of_optional_variables,
+    of_placement,
+    of_ranks,
+    of_requests,
+    of_steps,
+)
 from envbuild.jobs.lint_script import NOUNSET, Found, ParsedScript, option_set
 from envbuild.jobs.lint_shell import LAUNCHERS
-from envbuild.jobs.lint_slips import of_comments, of_default_ports, of_literal_hosts, of_placeholders
+from envbuild.jobs.lint_slips import (
+    of_assignments,
+    of_comments,
+    of_default_ports,
+    of_literal_hosts,
+    of_placeholders,
+    of_remote_shells,
+)
 from envbuild.jobs.lint_status import of_status
 from envbuild.jobs.schedulers.base import option_values
 from envbuild.masking import looks_secret
@@ -31,6 +46,7 @@ _SHELLS = frozenset(["bash", "sh", "zsh", "source", "."])
 _USES = _SHELLS | {"cd", "pushd"}
 _BARE = re.compile(r"\$(?:(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\b|\{(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\})")
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+_SETTING = re.compile(r"[a-z]\w*(?:\.\w+)+=|[\w-]+(?:/[\w-]+)+:/")
 _TORCHRUNS = re.compile(r"--(?:nproc[-_]per[-_]node|rdzv[-_](?:endpoint|backend|id)|standalone)(?:=.*)?", re.DOTALL)
 _GPUS_IN_DOCKER = re.compile(r"--gpus|--runtime|--device|--privileged|nvidia|rocm")
 
@@ -69,9 +85,13 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
     here = [one for one in script.commands if not one.started_by]
     inside = any(one.program == "cd" and one.started_by for one in script.commands)
     moves = [one.words[1] for one in here if one.program in ("cd", "pushd") and one.words[1:]]
-    moved = any(folder.startswith(("/", "$", "~", "`")) for folder in moves)
+    moved = any(folder.startswith(("/", "$", "~", "`")) or folder.isupper() for folder in moves)
     options = script.facts.folder if script.facts else ()
     if not options or moved or script.directive(*options):
+        return
+    # Some scripts mean the home folder: they name a folder in it both ways.
+    own = re.findall(r"\$\{?HOME\}?/([\w.-]{3,40})", script.text)
+    if any(re.search(rf"(?<![\w/.~}}-]){re.escape(name)}/", script.text) for name in own):
         return
     for one in here if inside else script.commands:
         words = one.words[1:] if starts_training(one) else ()
@@ -110,6 +130,9 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     strict = script.facts is not None and script.facts.strict
     if strict and lines and not _INTERPRETER.fullmatch(script.lines[0].rstrip()):
         yield Found("no-interpreter", lines[0])
+    bash = re.search(r"\[\[ |\(\(|<<<|<\(|\w=\(|\$\{\w+\[", script.text)
+    if script.kind == "pbs" and lines[:1] == [1] and bash and not script.directive("-S"):
+        yield Found("no-interpreter", 1, level="warning")
     expands = script.facts.expands if script.facts else None
     for line, words in script.directives if expands is not None else ():
         names = [name for name in _NAME.findall(" ".join(words)) if not re.fullmatch(expands or "-", name)]
@@ -134,6 +157,11 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
         # Behind an operator it is a condition of [[ … ]], before a parenthesis a pattern of `case`.
         if begins and not (one.file or one.started_by) and one.end not in (")", "|") and len(before.end) < 2:
             yield Found("line-not-continued", one.line, option)
+            break
+        # A setting of Hydra, or the rest of a list of folders: no program has such a name.
+        rest = _SETTING.match("".join(one.words[:1])) if not (one.file or one.started_by) else None
+        if rest and len(before.end) < 2 and script.lines[one.line - 1].lstrip().startswith(rest[0]):
+            yield Found("line-not-continued", one.line, rest[0])
             break
     for one, two in pairwise(script.commands):
         shell = two.program in _SHELLS or (two.program.startswith("python") and two.words[1:] in ((), ("-",)))
@@ -166,7 +194,8 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_secrets(script: ParsedScript) -> Iterator[Found]:
-    """Find secrets, which everyone can read who may read the script or see the job."""
+    """Find secrets, which everyone can read who may read the script or see the job, also those in comments."""
+    yield from _in_comments(script)
     for one in script.commands:
         for name, words in one.assignments:
             value = words[0] if len(words) == 1 else ""
@@ -179,6 +208,12 @@ def of_secrets(script: ParsedScript) -> Iterator[Found]:
                 yield Found("secret", one.line, name)
         if one.words[:2] == ("wandb", "login") and re.fullmatch(r"[0-9a-f]{40}", one.words[-1]):
             yield Found("secret", one.line, "wandb login")
+
+
+def _in_comments(script: ParsedScript) -> Iterator[Found]:
+    for number, line in enumerate(script.lines, 1):
+        if re.match(r"\s*#.*\bwandb login [0-9a-f]{40}\b", line):
+            yield Found("secret", number, "wandb login")
 
 
 def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
@@ -206,8 +241,8 @@ def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
 
 JOB_RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
     of_output, of_folder, of_own_path, of_directives, of_status, of_shell, of_secrets, of_gpu_containers,
-    of_steps, of_cpus, of_ranks, of_requests, of_optional_variables, of_idle_nodes,
+    of_steps, of_cpus, of_ranks, of_requests, of_placement, of_optional_variables, of_idle_nodes,
     of_addresses, of_endpoints, of_numbers, of_order,
-    of_signals, of_names, of_environment,
-    of_comments, of_placeholders, of_default_ports, of_literal_hosts,
+    of_signals, of_names, of_environment, of_other_nodes,
+    of_comments, of_placeholders, of_default_ports, of_literal_hosts, of_assignments, of_remote_shells,
 )  # fmt: skip

@@ -45,7 +45,9 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
         if isinstance(document, Mapping):
             ends = str(document.get("kind")).endswith("Job")
             found = _walk(document, _nodes(document), _ranks(document), set())
-            yield from (one for one in found if ends or one.id not in _OF_JOBS)
+            mounted = str(document.get("apiVersion")).startswith("ray.io/")  # KubeRay mounts /dev/shm itself
+            left_out = (set() if ends else _OF_JOBS) | ({"shared-memory"} if mounted else set())
+            yield from (one for one in found if one.id not in left_out)
             if document.get("kind") == "Job":
                 yield from _names(document)
                 yield from _sidecars(document)
@@ -62,7 +64,9 @@ def _nodes(document: Mapping[str, Any]) -> int:
     for key in ("pytorchReplicaSpecs", "replicatedJobs"):
         value = spec.get(key)
         for one in value.values() if isinstance(value, Mapping) else value or ():
-            counts.append(one.get("replicas", 1) if isinstance(one, Mapping) else 1)
+            pods = _inner(one, "template", "spec", "parallelism") if key == "replicatedJobs" else 1
+            replicas = one.get("replicas", 1) if isinstance(one, Mapping) else 1
+            counts.append(replicas * pods if isinstance(replicas, int) and isinstance(pods, int) else replicas)
     trainer = spec.get("trainer")
     counts.append(trainer.get("numNodes", 1) if isinstance(trainer, Mapping) else 0)
     if document.get("kind") == "Job":
@@ -149,9 +153,11 @@ def _pod(spec: Mapping[str, Any], nodes: int, ranks: str) -> Iterator[Found]:
             # One rank without workers uses none.
             text = " ".join(_words(container))
             lone = _gpus(container) == 1 and re.search(r"workers[= ]0\b|^(?:\S*sh -\w*c )?(?:sleep|nvidia-smi)\b", text)
-            loads = _gpus(container) or re.search(r"\bnum[-_]workers[= ][1-9]", text)
-            if key == "containers" and loads and not shared and not lone:
-                yield Found("shared-memory", _line(container, "image"))
+            workers = re.search(r"\bnum[-_]workers[= ][1-9]", text)
+            gpus = _gpus(container) or 0
+            if key == "containers" and (gpus or workers) and not shared and not lone:
+                # Whether one rank has data loaders is not known.
+                yield Found("shared-memory", _line(container, "image"), level="" if gpus > 1 or workers else "hint")
             yield from _memory_lock(container)
 
 
@@ -175,7 +181,7 @@ def _sidecars(document: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _limits(container: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    limits = _inner(container, "resources", "limits")
+    limits = _inner(container, "resources", "limits") or _inner(container, "resourcesPerNode", "limits")
     return limits if isinstance(limits, Mapping) else None
 
 
@@ -211,7 +217,15 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
     shell = len(words) > 2 and words[1].startswith("-") and words[1].endswith("c")
     body = words[2] if shell else " ".join(_quoted(word) for word in words)
     begun = _line(container, "command" if "command" in container else "args")
-    if nodes > 1 and "nnodes" not in body:  # the operator sets it in PET_NNODES
+    told = whole(ranks)
+    if told and _gpus(container) and told > (_gpus(container) or 0) and not _STARTS_RANKS.search(body):
+        yield Found("ranks-exceed-gpus", begun, f"{told} ranks, {_gpus(container)} GPUs")
+    # No operator tells the pods of a Job or JobSet how many they are.
+    lone = nodes > 1 and not ranks and "PET_" not in f"{exports}"
+    meets = re.search(r"torchrun\s.*--(?:master[-_]addr|rdzv[-_]endpoint)", body, re.DOTALL)
+    if lone and meets and not re.search(r"nnodes|standalone", body):
+        yield Found("nodes-missing", begun, "", str(nodes))
+    if nodes > 1 and ranks and "nnodes" not in body:  # the operator sets it in PET_NNODES
         body = body.replace("torchrun ", f"torchrun --nnodes={nodes} ", 1)
     if ranks and "nproc" not in body:  # the operator sets it in PET_NPROC_PER_NODE
         body = _TORCHRUN.sub(lambda found: f"{found[0]}--nproc-per-node={_quoted(ranks)} ", body)

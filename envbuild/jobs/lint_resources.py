@@ -19,7 +19,7 @@ from envbuild.jobs.schedulers.base import option_values, whole
 _FREE = r"(?:quiet,|verbose,|[qv],)?(?:no|map_|mask_|rank|sockets|ldoms|boards)"
 _BOUND = re.compile(rf"(?:^| )(?:--cpus-per-task|--cpus-per-gpu|-c ?[\d$]|--cpu[-_]bind[= ]{_FREE})")
 _UNBOUND = re.compile(_FREE, re.IGNORECASE)
-_EMPTY = re.compile(r"\$(?:(SLURM_\w+)|\{(SLURM_\w+)\})")
+_EMPTY = re.compile(r"\$(?:(SLURM_\w+)|\{(SLURM_\w+)\}|\(\(\s*(SLURM_\w+))")
 _MPIRUN = frozenset(["mpirun", "mpiexec", "orterun"])
 _EXPLAINED = re.compile(
     r"DataParallel|device.map|lightning|\b(?:ray|verl|vllm|sglang|tensorflow|jax|keras)\b|(?:tensor|model|pipeline)[-_.]parallel"
@@ -30,6 +30,7 @@ _EXPLAINED = re.compile(
 _COUNT = re.compile(
     r"(?:--gres[= ](?:\S{0,60},)?gpu:|--gpu[= ]|-gpu num=)(?:[a-zA-Z][\w.-]{0,40}:)?(\d{1,4}(?:/\w{1,9})?)"
 )
+_COMPUTES = re.compile(r"torch|horovod|cuda|nccl|deepspeed|ddp", re.IGNORECASE)
 _SLOTS = re.compile(r"host|machinefile|oversubscribe|rankfile|:ppn", re.IGNORECASE)
 
 
@@ -131,10 +132,12 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         most = min(filter(None, (gpus, seen)), default=0)
         if not most:
             continue
-        alone = len(script.launches) == 1 and (script.tasks <= 1 or not one.launcher) and one.launcher not in _MPIRUN
+        each = one.option("--ppn", "-ppn", "--ntasks-per-node", "-npernode", "--npernode") == "1"
+        alone = len(script.launches) == 1 and each
+        alone |= len(script.launches) == 1 and (script.tasks <= 1 or not one.launcher) and one.launcher not in _MPIRUN
         if ranks > most:
             yield Found("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {most} GPUs")
-        elif 0 < ranks < gpus and not seen and alone and one.complete:
+        elif 0 < ranks < most and (not seen or most == gpus) and alone and one.complete:
             yield Found("one-rank", line, f"{ranks} of {gpus}")
     tasks = [one for one in script.commands if one.program == "srun" and starts_training(one) and not one.file]
     own = re.compile(r"(?:^| )(?:-n|-N|--ntasks|--mps|--overlap|--gpu)")
@@ -146,8 +149,12 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         and not own.search(" ".join(tasks[-1].words))
     ):
         yield Found("ranks-exceed-gpus", tasks[-1].line, f"{script.tasks} tasks, {gpus} GPUs", level="warning")
+    for line, value in shown if script.kind == "slurm" and gpus > 0 and not script.whole_nodes else ():
+        if re.fullmatch(r"\d{1,2}(?:,\d{1,2})*", value) and max(map(int, value.split(","))) >= gpus:
+            yield Found("device-missing", line, value, f"{gpus} GPU{'s' * (gpus > 1)}")
     several = gpus > 1 or any(one.ranks > 1 for one in script.launches)
-    for line, value in shown if several else ():
+    exports = [(one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES") if not _for_one(one)]
+    for line, value in exports if several else ():
         if re.fullmatch(r"\d", value):
             yield Found("one-gpu-visible", line, value)
     if gpus > 1 and not script.launches and script.kind != "shell":
@@ -159,6 +166,11 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         level = "" if script.tasks == gpus and not tasks else explained(script.text, gpus)
         if plain and not others:
             yield Found("one-process", plain[0].line, str(gpus), level=level)
+
+
+def _for_one(command: Command) -> bool:
+    """Return whether a command that sets variables for itself alone is one process."""
+    return is_plain_training(command) or command.program in ASKS
 
 
 def _stepped(one: Command) -> Command:
@@ -188,6 +200,9 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     counts = {found[1]: line for line, row in asks if (found := _COUNT.search(row))}
     if len(counts) > 1:
         yield Found("gpus-differ", max(counts.values()), " and ".join(counts))
+    least = script.directive("--ntasks", "-n")
+    if script.kind == "slurm" and least and 0 < (whole(least[1]) or 0) < nodes:
+        yield Found("nodes-reduced", least[0], least[1], str(nodes))
     total = script.directive("--ntasks", "-n") if script.facts and script.facts.own_steps else None
     placed = script.directive("--nodes", "-N", *PER_NODE) or script.launchers_work
     if total and (whole(total[1]) or 0) > 1 and script.launches and not placed:
@@ -207,6 +222,56 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
                 yield Found("slots-missing", one.line, f"{asked} ranks, {slots} slot{'s' * (slots != 1)}")
 
 
+def of_placement(script: ParsedScript) -> Iterator[Found]:
+    """Find steps that ask for other nodes than the job has, and ranks that no option places on them."""
+    nodes = script.nodes[1] if script.nodes else 0
+    names = script.directive("--nodelist", "-w")
+    listed = len(_expanded_hosts(names[1])) if names else 0
+    if names and 0 < nodes < listed:
+        yield Found("nodelist-longer", names[0], str(listed), str(nodes))
+    for one in script.commands:
+        words = script.variables.expanded(one.words)
+        if one.file:
+            continue
+        if one.program == "srun" and nodes and script.kind == "slurm":
+            asked = whole(next(option_values(_before_program(words), ("--nodes", "-N")), "")) or 0
+            if asked > nodes and not re.search(r"--(?:jobid|het-group)", " ".join(words)):
+                yield Found("step-exceeds-job", one.line, str(asked), str(nodes))
+            told = whole(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
+            if told and told != nodes and not asked and starts_training(one):  # Lightning's, by convention
+                yield Found("nodes-differ", one.line, str(told), str(nodes), "the program", level="warning")
+        if one.program == "mpiexec" and script.kind == "pbs" and nodes > 1:
+            ranks = next(option_values(words, ("-n", "-np", "--np")), "")
+            placed = re.search(r"mpiprocs|ppn|perhost|ppr:|map-by|--?host|oversubscribe", f"{words}{script.directives}")
+            each = whole(next(option_values(words, ("--ppn", "-ppn", "-perhost")), ""))
+            if (whole(ranks) or 0) > nodes and starts_training(one) and script.gpus > 1 and not placed:
+                yield Found("ranks-unplaced", one.line, ranks, str(nodes))
+            elif each and each > 1 and (whole(ranks) or each + 1) <= each and starts_training(one):
+                yield Found("idle-nodes", one.line, nodes=str(nodes), program="mpiexec")
+        if one.program == "jsrun" and _COMPUTES.search(script.text):
+            options = _before_program(words)
+            given = any(re.match(r"-g|--gpu_per_rs|-U|--erf_input|-S|--smpiargs", word) for word in options)
+            trains = starts_training(one) and not set(words) & ASKS
+            if trains and not given and not any(word.startswith("$") for word in options):
+                yield Found("jsrun-gpus", one.line)
+
+
+def _before_program(words: list[str]) -> list[str]:
+    return [*words[:1], *takewhile(lambda word: not STARTS.fullmatch(posixpath.basename(word)), words[1:])]
+
+
+def _expanded_hosts(text: str) -> list[str]:
+    """Return the hosts of a list in Slurm's short form, [] for one with variables."""
+    hosts: list[str] = []
+    for name in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) if "$" not in text and len(text) < 1000 else ():
+        found = re.fullmatch(r"([\w.-]+)\[([\d,-]+)\]", name)
+        for part in found[2].split(",") if found else ("",):
+            first, _, last = part.partition("-")
+            size = int(last) - int(first) + 1 if last.isdecimal() and first.isdecimal() else 1
+            hosts += [name] * min(max(size, 1), 10_000)
+    return hosts
+
+
 def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
     """Find variables of the scheduler that are not set, because the directive that sets them is missing."""
     optional = script.facts.optional if script.facts else {}
@@ -219,7 +284,7 @@ def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
         rows = [row for name, row in one.assignments if strict or not name.endswith("_THREADS")]
         words = [*one.words, *(word for row in rows for word in row)]
         for match in _EMPTY.finditer(" ".join(words)):
-            name = match[1] or match[2]
+            name = match[1] or match[2] or match[3]
             if name in unset:
                 yield Found("option-variable", one.line, f"{name} without {optional[name][0]}")
                 return
@@ -230,7 +295,9 @@ def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:
     if script.nodes is None or script.nodes[1] < 2 or script.launches or script.launchers_work:
         return
     for one in script.commands:
-        alone = one.program == "deepspeed" and not re.search(r"hostfile|-H |--launcher", script.text)
+        hosts = re.search(r"(?:^| )(?:-H|--hosts?|-?-hostfile|--host-discovery-script|--mpi)", " ".join(one.words))
+        alone = one.program == "horovodrun" and script.kind == "slurm" and not hosts
+        alone |= one.program == "deepspeed" and not re.search(r"hostfile|-H |--launcher", script.text)
         if (alone or is_plain_training(one)) and not one.file and "ray" not in script.passed:
             yield Found("idle-nodes", one.line, nodes=str(script.nodes[1]), program=one.program)
             return

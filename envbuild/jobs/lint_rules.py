@@ -6,16 +6,18 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator
 
+from envbuild.jobs.lint_addresses import sets_elsewhere
 from envbuild.jobs.lint_faults import command_text, of_patterns
-from envbuild.jobs.lint_launch import Launch
+from envbuild.jobs.lint_launch import Launch, starts_training
 from envbuild.jobs.lint_script import PER_NODE, Found, ParsedScript
-from envbuild.jobs.lint_shell import CONTAINERS, Command
+from envbuild.jobs.lint_shell import CONTAINERS, LAUNCHERS, Command
 from envbuild.jobs.lint_variables import LOCAL, of_fallbacks, of_variables
 from envbuild.jobs.schedulers.base import option_values, whole
 
 _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
 _LITERAL_PORT = re.compile(r":(\d{2,5})$")
+_FUNCTION = re.compile(r"[a-z]+(?:_[a-z]+)+")
 _KEYS = re.compile(r"(?:key|token|secret)s?(?:\.sh)?$")
 # A name that users of a guide replace with their own.
 _PLACEHOLDER = re.compile(r"(?:[\w.-]+/)*(?:<[\w -]+>|your(?:[-_]|registry|org|repo|user|name))", re.IGNORECASE)
@@ -43,10 +45,14 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     # An explicit node rank means that it is started by hand on each node.
     by_hand = script.kind == "shell" and "node-rank" in options
     alone = not (one.command.file or by_hand or _on_nodes(script, one))
+    # A function of a file that the script reads may start its words on each node.
+    handed = _FUNCTION.fullmatch(one.command.program) is not None and sets_elsewhere(script)
+    if handed and several and alone:
+        return
     if several and alone and one.waits:
         fault = "head-only" if script.kind != "shell" or script.launchers_work else "started-here"
         yield Found(fault, line, nodes=several)
-    elif script.nodes and several and alone and not covered:
+    elif script.nodes and several and alone and not (covered or _later_on_nodes(script, one)):
         yield Found("idle-nodes", line, nodes=several)
     step = one.option("--nodes", "-N")
     if not one.waits and (alone or covered or step == "1"):
@@ -56,10 +62,23 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     meets = options.keys() & {"rdzv-endpoint", "master-addr"} and not {"nnodes", "standalone"} & options.keys()
     if several and meets and one.program == "torchrun" and not script.sets_options:
         yield Found("nodes-missing", line, nodes=several)
+    own = {"nnodes", "standalone", "rdzv-endpoint", "master-addr", "rdzv-conf", "config-file"} & options.keys()
+    by = one.launcher == "srun" and one.program == "torchrun" and script.kind == "slurm" and one.complete
+    if script.nodes and several and by and not (own or step or script.sets_options):
+        yield Found("nodes-missing", line, nodes=several, level="warning")
     nodes = options.get("nnodes", "").rpartition(":")[2]
     asked = step if whole(step) is not None else str(script.nodes[1] if script.nodes else "")
-    if script.nodes and step != "1" and whole(nodes) not in (None, whole(asked)):
+    # With one number in each branch of an `if`, it is not known.
+    chosen = any(nodes in (*words,) and len({*words}) > 1 for words in script.values.values())
+    if script.nodes and not chosen and step != "1" and whole(nodes) not in (None, whole(asked)):
         yield Found("nodes-differ", script.where("nnodes", line), nodes, asked)
+
+
+def _later_on_nodes(script: ParsedScript, one: Launch) -> bool:
+    """Return whether a launcher starts a training on the nodes after this torchrun."""
+    return any(
+        two.line > one.command.line and two.program in LAUNCHERS and starts_training(two) for two in script.commands
+    )
 
 
 def _on_nodes(script: ParsedScript, one: Launch) -> bool:
@@ -78,7 +97,9 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
         raw = script.where(name.replace("-", "_"), one.command.line)
         at = script.where(name, one.command.line) if raw == one.command.line else raw
         fewest, _, most = one.options.get("nnodes", "").partition(":")
-        if LOCAL.match(value) and script.several:
+        if LOCAL.match(value) and fewest == "1" and most in ("", "1"):
+            pass  # told to be a job of one node
+        elif LOCAL.match(value) and script.several:
             yield Found("localhost-endpoint", at, value, script.several)
         elif LOCAL.match(value) and most not in ("", fewest):
             yield Found("localhost-endpoint", at, value, most, level="warning")
@@ -167,6 +188,8 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
     """Find faults of modules, conda, containers and images."""
     first = script.lines[0] if script.lines else ""
     purged, set_up = False, re.match(r"#!\S+ .*?(?:-\w*l\b|--login)", first) is not None
+    # pyxis then starts the batch script itself in the container.
+    whole_script = script.directive("--container-image") is not None
     for command in script.commands:
         words, line = command.words, command.line
         text, name = command_text(command), command.program
@@ -183,7 +206,7 @@ def of_commands(script: ParsedScript) -> Iterator[Found]:
         set_up |= re.search(r"shell\.(?:bash|posix) hook", text) is not None
         if words[:2] == ("conda", "activate") and not set_up:
             yield Found("conda-activate", line)
-        if name == "scontrol" and (set(command.started_by) & (CONTAINERS | {"pyxis"})):
+        if name == "scontrol" and (whole_script or set(command.started_by) & (CONTAINERS | {"pyxis"})):
             yield Found("scontrol-in-container", line)
         yield from _images(script, command)
     for line, words in script.directives:

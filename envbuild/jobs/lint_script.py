@@ -29,6 +29,7 @@ _CRAY = re.compile(
     r"|shifter)\b|filesystems="
 )
 
+_OF_JOB = re.compile(r"(?:--(?:output|error|job-name|export|signal|requeue|open-mode)\b|-[oeJ])")
 _SHARED = re.compile(r"small|shared|dev|debug|interactive")
 
 
@@ -128,7 +129,9 @@ class ParsedScript:
     def whole_nodes(self) -> bool:
         """Whether no other job runs on the nodes, as far as the script tells."""
         words = [word for _, line in self.directives for word in line]
-        exclusive = any("excl" in word or word in ("--mem=0", "--gres=gpu:8") for word in words)
+        exclusive = self.kind == "lsf" and self.directive("-nnodes", "-x") is not None
+        of_nodes = (re.sub(r"j_exclusive|exclusive_process", "", word) for word in words)
+        exclusive |= any("excl" in word or word in ("--mem=0", "--gres=gpu:8") for word in of_nodes)
         most = max((self.gpus, *(one.ranks for one in self.launches)))
         return exclusive or most >= 8 or self.is_cray or (self.undivided and not 0 < self.gpus < 4)
 
@@ -140,7 +143,7 @@ class ParsedScript:
     @property
     def doubtful(self) -> Literal["", "hint"]:
         """The level of a fault of shared nodes: nodes of many clusters have four GPUs, which this job takes."""
-        return "hint" if self.gpus >= 4 else ""
+        return "hint" if self.gpus >= 4 and not self.directive("--array", "-a", "-J") else ""
 
     @functools.cached_property
     def launches(self) -> tuple[Launch, ...]:
@@ -211,8 +214,8 @@ class ParsedScript:
                     yield command, " ".join(self.variables.expanded(words))
             for word in command.words:
                 # env NAME=…, -x NAME=…, --export=NAME=…, --env NAME=…
-                if match := re.search(rf"(?:^|[=,\s]){name}=([^,\s]+)", word):
-                    yield command, match[1]
+                if match := re.search(rf"^{name}=(\S+)|[=,\s]{name}=([^,\s]+)", word):
+                    yield command, match[1] or match[2]
 
 
 # Options of the shell, as `set` and the first line give them.
@@ -240,7 +243,17 @@ def read_script(text: str) -> ParsedScript:
     for command in commands:
         for name, words in command.assignments:
             values.setdefault(name.rstrip("+"), []).extend(words)
-    return ParsedScript(kind, tuple(lines), tuple(directives), commands, values)
+    return ParsedScript(kind, tuple(lines), tuple(_of_components(directives)), commands, values)
+
+
+def _of_components(directives: list[tuple[int, tuple[str, ...]]]) -> list[tuple[int, tuple[str, ...]]]:
+    """Return the directives, in a heterogeneous job without what each component asks for on its own.
+
+    Source: Slurm, Heterogeneous Job Support: only --output, --error and the like are those of the whole job.
+    """
+    if not any(words[:1] in (("hetjob",), ("packjob",)) for _, words in directives):
+        return directives
+    return [(line, words if _OF_JOB.match("".join(words[:1])) else ()) for line, words in directives]
 
 
 def _split(text: str) -> list[str]:

@@ -14,11 +14,20 @@ from envbuild.jobs.schedulers.base import option_values, whole
 
 _SPACED = re.compile(r"#\s+(?:SBATCH|PBS)\s+(-\S+)")
 _WITHOUT_NAME = re.compile(r"#(--(?:gres|gpus|gpus-per-node|gpus-per-task)=\S+)")
-_ANGLES = re.compile(r"<[A-Za-z][\w -]{0,60}>")
-_ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}")
-_PATH = re.compile(r"(?:^|[^-])/path/to/|^path/to/|^path_to_\w")
+_ANGLES = re.compile(
+    r"<[A-Za-z][\w -]{0,60}>|\{\{ ?(?!id|name|jobid)[A-Za-z][\w .-]{0,60}\}\}"
+    r"|(?<![${])\{[A-Za-z][a-zA-Z_ -]{2,60}\}"
+)
+_ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}|X|X{3,}")
+_PATH = re.compile(
+    r"(?:^|[^-])/path/to/|^path/to/|^path_to_\w|^[Yy]our[_A-Z-]\w+$|<(?:your|path|my)[ \w-]{1,60}>"
+    r"|\{\{ ?(?:your|path|my)[ \w.-]{0,60}\}\}|(?<!\$)\{(?:your|path_to)[_ -][\w -]{1,60}\}"
+)
 _PRINTS = frozenset(["echo", "printf", ":", "cat"])
 _PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
+_DOLLAR = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
+_CSH = re.compile(r"\s*set\s+([A-Z][A-Z_]*=\S+)\s*$")
+_ADDRESS = re.compile(r"(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}")
 _LITERAL_HOST = re.compile(r"[a-z][\w.-]+(?::.*)?", re.DOTALL)
 
 
@@ -40,11 +49,13 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
     """Find names in a script copied from a guide that its user has not replaced."""
     for line, words in script.directives:
         accounts = [*option_values(words, ("--account", "-A", "--partition", "-p"))]
-        found = [word for word in words if _ANGLES.search(word)] + [one for one in accounts if _ACCOUNT.fullmatch(one)]
+        found = _ANGLES.findall(" ".join(words)) + [one for one in accounts if _ACCOUNT.fullmatch(one)]
         yield from (Found("placeholder", line, word) for word in found[:1])
     for one in script.commands:
         # The default in ${DATA:-/path/to/data} is no fault: users set DATA.
         paths = [word for word in one.texts if _PATH.search(word) and ":-" not in word]
+        if one.program == "cd" and re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", "".join(one.words[1:])):
+            paths = [one.words[1]]
         if paths and not one.file and one.program not in _PRINTS:
             yield Found("placeholder", one.line, paths[0])
             return
@@ -64,6 +75,31 @@ def of_default_ports(script: ParsedScript) -> Iterator[Found]:
             return
 
 
+def of_assignments(script: ParsedScript) -> Iterator[Found]:
+    """Find lines that look like assignments and are none."""
+    for one in script.commands:
+        words = one.words[1:] if one.words[:1] in (("export",), ("env",)) else one.words[:1]
+        for word in words:
+            if not one.file and _DOLLAR.fullmatch(word.partition("=")[0]) and "=" in word:
+                yield Found("assignment-malformed", one.line, word.partition("=")[0] + "=")
+                break
+        spaced = one.words[1:2] == ("=",) and re.fullmatch(r"[A-Za-z_]\w*", one.words[0])
+        if spaced and not (one.file or one.started_by or one.words[0] in ("test", "let", "expr", "alias", "set")):
+            yield Found("assignment-malformed", one.line, f"{one.words[0]} =")
+    for number, line in enumerate(script.lines if script.directives else (), 1):
+        if match := _CSH.match(line):
+            yield Found("assignment-set", number, match[1])
+
+
+def of_remote_shells(script: ParsedScript) -> Iterator[Found]:
+    """Find ssh to a node without a command."""
+    for one in script.commands if script.directives else ():
+        words = [word for word in one.words[1:] if not re.match(r"-[AaCfGgKkMNnqsTtVvXxYy]+$", word)]
+        line = script.lines[one.line - 1]
+        if one.program == "ssh" and len(words) == 1 and words[0].startswith("$") and not re.search(r"<|\||\\$", line):
+            yield Found("ssh-alone", one.line, words[0])
+
+
 def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:
     """Find endpoints at a fixed host in jobs that look the head up and do not use it."""
     for one in script.launches if script.several and "scontrol show hostname" in script.text else ():
@@ -71,3 +107,8 @@ def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:
             host = one.options.get(name, "")
             if _LITERAL_HOST.fullmatch(host) and not host.startswith("localhost"):
                 yield Found("endpoint-fixed", script.where(host[:20], one.command.line), host.partition(":")[0])
+    # Where the directives name the nodes, their addresses are known.
+    pinned = script.directive("--nodelist", "-w") or "host=" in script.text
+    for command, value in script.exported("MASTER_ADDR") if script.several and script.facts and not pinned else ():
+        if _ADDRESS.fullmatch(value) and not command.file:
+            yield Found("endpoint-fixed", command.line, value)

@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator
 from itertools import groupby, pairwise
+from typing import Literal
 
-from envbuild.jobs.lint_launch import starts_training
+from envbuild.jobs.lint_launch import ASKS, is_plain_training, starts_training
 from envbuild.jobs.lint_script import ERREXIT, PIPEFAIL, Found, ParsedScript, option_set
-from envbuild.jobs.lint_shell import LAUNCHERS
+from envbuild.jobs.lint_shell import LAUNCHERS, Command
 
+# A server's jobs end with their time; jswait has the exit code of what it waits for.
+_ENDS_WITH = re.compile(r"jswait\b|sleep (?:\d{4,}|\d+[hd]|inf)")
+_ON_EXIT = frozenset(["EXIT", "ERR", "0"])
 _MESSAGES = frozenset(["echo", "printf", "date", "hostname"])
 _FAILED = re.compile(
     r"^echo (?:-e )?(?:no (?:gpu|cuda|device|data|config|arg)|error|fatal|cannot|missing)"
     r"|\berror:|\b(?:not found|failed)\b",
     re.IGNORECASE,
 )
+_FIRST_STEPS = re.compile(
+    r"prep|\bcp_|_to_te?mp|download|convert|tokeni|setup|set_up|install|stag(?:e|ing)|copy|build|cache|clean|extract|\blsb?_?cpu|--version"
+    r"|\bbash -l?c|\bls\b|\btar\b|rsync|unzip|latbw|smi\b|\btest|hello|mps-control",
+    re.IGNORECASE,
+)
+_LOOP = re.compile(r"\s*for\b(?! \w+ in [\w.'\"-]+ *(?:;|$))")  # of more than one run
+_STARTS_RANKS = re.compile(r"\b(?:torchrun|deepspeed|accelerate launch|srun|mpirun|mpiexec|jsrun) ")
 _CHECKS = re.compile(r"\$\?|\|\||&&|\b(?:exit|break|wait|trap|PIPESTATUS)\b|&$", re.MULTILINE)
 
 
 def of_status(script: ParsedScript) -> Iterator[Found]:
     """Find scripts whose exit code is not that of the training, and those that end before it."""
-    yield from list(_outer_status(script)) or list(_inner_status(script)) or _loop_status(script)
+    yield from (
+        list(_outer_status(script))
+        or list(_inner_status(script))
+        or list(_loop_status(script))
+        or _first_of_two(script)
+    )
 
 
 def _outer_status(script: ParsedScript) -> Iterator[Found]:
     stops, pipes = option_set(script, ERREXIT), option_set(script, PIPEFAIL)
     top = [one for one in script.commands if not (one.started_by or one.function or one.file or one.per_node)]
-    at = max((number for number, one in enumerate(top) if starts_training(one)), default=-1)
+    at = max((number for number, one in enumerate(top) if starts_training(one) or _kept(script, one)), default=-1)
     if at < 0 and script.gpus:  # what only messages follow is the training, whatever its name
         scripts = (n for n, one in enumerate(top) if one.program in ("bash", "sh") and one.words[1:])
         at = max((n for n in scripts if all(one.program in _MESSAGES for one in top[n + 1 :])), default=-1)
@@ -35,13 +52,17 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
         return
     for one, two in pairwise(top[:at]):
         if one.program == "echo" and _FAILED.search(" ".join(one.words)) and two.words in (("exit",), ("exit", "0")):
-            yield Found("status-lost", two.line, "exit 0 after an error")
+            level: Literal["", "hint"] = "" if two.words[1:] else "hint"
+            yield Found("status-lost", two.line, "exit 0 after an error", level=level)
             return
     end = top[at].line
     while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
         end += 1
     # Commands in $(…) on the training's own lines follow it in the list, too.
     after = [one for one in top[at + 1 :] if one.words and one.line > end]
+    # What follows an exit outside of conditions never runs.
+    exits = (n for n, one in enumerate(after, 1) if re.fullmatch(r"exit\s*", script.lines[one.line - 1]))
+    after = after[: next(exits, len(after))]
     quiet = all(one.program in _MESSAGES or one.program in ("conda", "deactivate", "exit") for one in after)
     if script.kind != "shell" and top[at].background and quiet and "wait" not in script.text:
         yield Found("ends-early", top[at].line)
@@ -55,13 +76,34 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     piped = then if hidden or (top[at].end in ("|", "|&") and not pipes) else None
     ends = [one for one in after if one.line == after[-1].line and not stops]
     last = piped or (ends[0] if ends else None)
-    if last is None or (last.program == "wait" and last.words[1:]):
+    if last is not None and last.program == "wait" and last.words[1:] and not stops:
+        rest = "\n".join(script.lines[last.line - 1 :])
+        if re.match(r"\s*wait [^|&;\n]+(?:;\s*|\n\s*)done\s*(?:#.*)?\s*\Z", rest):
+            yield Found("status-lost", last.line, "the last of several wait")
+        return
+    if last is None or (last.program == "wait" and last.words[1:]) or _ENDS_WITH.match(" ".join(last.words)):
+        return
+    if "=" in last.program:  # an option that is not continued
         return
     asked = any("PIPESTATUS" in line or "$?" in line for line in script.lines[end - 1 :])
     fails = any(one.program in ("exit", "return") and (one.words[1:2] or ("0",)) != ("0",) for one in top[at + 1 :])
-    if not (fails and (asked or not piped)) and not any(one.program == "trap" for one in top):
+    bare = [two for two in after if two.words == ("wait",)]
+    if fails and top[at].background and bare and not any(two.program == "wait" and two.words[1:] for two in after):
+        yield Found("status-lost", bare[0].line, "wait, which is 0")
+        return
+    trapped = any(one.program == "trap" and _ON_EXIT & set(one.words[2:]) for one in top)
+    if not (fails and (asked or not piped)) and not trapped:
         said = script.kind == "shell" and not (piped or script.everywhere) and last.program in _MESSAGES
         yield Found("status-lost", last.line, last.program, level="hint" if said else "")
+
+
+def _kept(script: ParsedScript, one: Command) -> bool:
+    """Return whether a command is the value of a variable that starts ranks."""
+    alone = len(one.words) == 1 and one.program.startswith("$")
+    if alone:
+        return bool(_STARTS_RANKS.search(" ".join(script.variables.expanded(one.words))))
+    # A wrapper that gets a launcher and what that starts.
+    return one.program.endswith(".sh") and any(posixpath.basename(word) in LAUNCHERS for word in one.words[1:-1])
 
 
 def _inner_status(script: ParsedScript) -> Iterator[Found]:
@@ -92,8 +134,31 @@ def _loop_status(script: ParsedScript) -> Iterator[Found]:
     if not steps or script.kind == "shell" or steps[-1].background or option_set(script, ERREXIT):
         return
     line = steps[-1].line
-    loops = [number for number, text in enumerate(script.lines[:line], 1) if re.match(r"\s*for\b", text)]
+    loops = [number for number, text in enumerate(script.lines[:line], 1) if _LOOP.match(text)]
     before, rest = "\n".join(script.lines[(loops or [line])[-1] : line - 1]), "\n".join(script.lines[line - 1 :])
     inside = re.search(r"\bdone\b", before) is None and re.search(r"^\s*done\b", rest, re.MULTILINE) is not None
     if loops and inside and not _CHECKS.search(f"{before}\n{rest}"):
         yield Found("status-lost", line, "the loop's last run")
+
+
+def _first_of_two(script: ParsedScript) -> Iterator[Found]:
+    """Find runs whose exit code is lost, because another run follows them."""
+    if script.kind == "shell" or option_set(script, ERREXIT):
+        return
+    runs = [one for one in script.commands if _is_run(script, one)]
+    for one, two in pairwise(runs):
+        between = "\n".join(script.lines[one.line - 1 : two.line])
+        parted = re.search(r"^\s*(?:else|elif|fi|esac|done|;;|\))", between, re.MULTILINE) or _CHECKS.search(between)
+        if one.end in ("\n", ";") and not parted:
+            yield Found("status-lost", one.line, f"the run in line {two.line}")
+            return
+
+
+def _is_run(script: ParsedScript, one: Command) -> bool:
+    if one.started_by or one.function or one.file or one.per_node or one.background:
+        return False
+    text = " ".join(one.words)
+    known = one.program in LAUNCHERS and one.program not in ("ssh", "kubectl", "parallel")
+    known |= bool(re.search(r"\btorchrun\b", text)) or is_plain_training(one)
+    names = {posixpath.basename(word) for word in one.words}
+    return known and len(one.words) > 1 and one.program != "which" and not (names & ASKS or _FIRST_STEPS.search(text))

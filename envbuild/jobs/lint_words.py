@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
 # Placeholders in guides: /home/<your-name>/env.
-_PLACEHOLDER = re.compile(r"<[A-Za-z][A-Za-z_-]*>")
+_PLACEHOLDER = re.compile(r"<[A-Za-z][\w-]*(?: [A-Za-z][\w-]*){0,4}>")
 _ANSI_C = re.compile(r"\$'([^'\\]*+(?:\\.[^'\\]*+)*+)'", re.DOTALL)
 _DEEPEST = 16
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>&|<&|<<<|<>|>|<)(?:&?\d+-?)?")

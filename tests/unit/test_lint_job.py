@@ -52,6 +52,8 @@ EIGHT = SLURM.replace("per-node=1", "per-node=8")
 ONE = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --gpus-per-node=4\nset -euo pipefail\nexport OMP_NUM_THREADS=4\n"
 # What `srun ./node.sh` starts on each node.
 BARE = '#!/bin/bash\nset -e\nexec torchrun --nnodes="$SLURM_NNODES" --rdzv-endpoint="$head:$port" train.py\n'
+TWO_GPU_NODES = "#!/bin/bash\n#PBS -l select=2:ncpus=32:ngpus=4\n#PBS -l place=scatter\nset -e\ncd /x\n"
+LSF = "#!/bin/bash\n#BSUB -nnodes 4\n#BSUB -W 1:00\nset -e\n"
 SWEEP = (
     "for lr in 1 2; do\n srun --nodes=1 --ntasks=1 --exclusive torchrun --standalone --nnodes=1 x $lr &\ndone\nwait\n"
 )
@@ -115,6 +117,72 @@ def test_a_script_without_faults_has_none() -> None:
 
 # fault: (scripts that have it, in the line that the text stands in; scripts that are like them and do not)
 CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
+    "device-missing": (
+        [(ONE.replace("node=4", "node=2") + "export CUDA_VISIBLE_DEVICES=6,7\ntorchrun --standalone x", "CUDA"),
+            (ONE.replace("node=4", "node=1") + "export CUDA_VISIBLE_DEVICES=1\npython train.py", "CUDA")],
+        [ONE + "export CUDA_VISIBLE_DEVICES=2,3\ntorchrun --standalone x", "#!/bin/bash\nexport CUDA_VISIBLE_DEVICES=6\npython x",
+            ONE.replace("node=4", "node=4\n#SBATCH --exclusive") + "export CUDA_VISIBLE_DEVICES=6,7\npython train.py"],
+    ),
+    "nodes-reduced": (
+        [(SLURM.replace("--ntasks-per-node=1", "--ntasks=1") + "srun python train.py", "ntasks")],
+        [SLURM.replace("--ntasks-per-node=1", "--ntasks=2") + "srun python train.py", SLURM + "srun -n 1 python train.py"],
+    ),
+    "step-exceeds-job": (
+        [(EIGHT + "srun --nodes=8 python train.py", "srun"), (EIGHT + "srun -N4 ./run.sh", "srun")],
+        [EIGHT + "srun --nodes=2 python train.py", EIGHT + "srun -N 1 python train.py", EIGHT + "srun ./run.sh -N 8"],
+    ),
+    "nodelist-longer": (
+        [(CLEAN.replace("set -e", "#SBATCH --nodelist=gpu[001-016]\nset -e"), "nodelist"),
+            (CLEAN.replace("set -e", "#SBATCH -w a,b,c\nset -e"), "-w")],
+        [CLEAN.replace("set -e", "#SBATCH -w gpu[01,07]\nset -e"), CLEAN.replace("set -e", "#SBATCH -w gpu01\nset -e"),
+            CLEAN.replace("set -e", "#SBATCH -w a[1-2]b\nset -e")],
+    ),
+    "ranks-unplaced": (
+        [(TWO_GPU_NODES + "mpiexec -n 8 python /x/train.py", "mpiexec")],
+        [TWO_GPU_NODES + "mpiexec -n 8 --ppn 4 python /x/train.py", TWO_GPU_NODES + "mpiexec -n 2 python /x/train.py",
+            TWO_GPU_NODES.replace("ngpus=4", "ngpus=4:mpiprocs=4") + "mpiexec -n 8 python /x/train.py",
+            TWO_GPU_NODES.replace(":ngpus=4", "") + "mpiexec -n 8 python /x/train.py"],
+    ),
+    "jsrun-gpus": (
+        [(LSF + "jsrun -n 4 -a 1 -c 7 python train_torch.py", "jsrun")],
+        [LSF + "jsrun -n 4 -g 1 -c 7 python train_torch.py", LSF + "jsrun -n 4 -gALL_GPUS python train_torch.py",
+            LSF + "jsrun $OPTS python train_torch.py", LSF + "jsrun -n 4 ./solver.exe", LSF + "jsrun -n 1 nvidia-smi torch"],
+    ),
+    "pbsdsh-environment": (
+        [(PBS + "export MASTER_ADDR=$(head -n 1 $PBS_NODEFILE)\npbsdsh /x/train.sh", "pbsdsh"),
+            (PBS + "module load conda\npbsdsh python /x/train.py", "pbsdsh")],
+        [PBS + "export MASTER_ADDR=$h\npbsdsh -- bash -lc 'cd /x; ./train.sh'", PBS + "pbsdsh /x/train.sh",
+            PBS + "export MASTER_ADDR=$h\npbsdsh -- bash -c \"export MASTER_ADDR=$h; /x/train.sh\"",
+            PBS + "module load conda\nmpiexec python /x/train.py"],
+    ),
+    "head-copy": (
+        [(SLURM + f"cp /data/set.tar $SLURM_TMPDIR\nsrun {RUN} x --data $SLURM_TMPDIR/set.tar", "cp"),
+            (SLURM + f"D=/tmp/data\nrsync -a /data/set $D\nsrun {RUN} x --data $D", "rsync"),
+            (SLURM + f"cp -r /data/set /dev/shm/set\nsrun {RUN} x --data /dev/shm/set", "cp")],
+        [SLURM + f"srun cp /data/set.tar $SLURM_TMPDIR\nsrun {RUN} x --data $SLURM_TMPDIR/set.tar",
+            SLURM.replace("nodes=2", "nodes=1") + "cp /d $SLURM_TMPDIR\ntorchrun --standalone x --data $SLURM_TMPDIR/d",
+            SLURM + f"cp /data/set.tar /scratch/me\nsrun {RUN} x --data /scratch/me/set.tar",
+            SLURM + f"cp a /tmp/a\nsrun {RUN} x --data /data"],
+    ),
+    "ssh-alone": (
+        [(SLURM + "for node in $nodes; do\n ssh -q $node\n mkdir /scratch/a\ndone", "ssh")],
+        [SLURM + "for node in $nodes; do\n ssh -q $node mkdir /scratch/a\ndone", SLURM + "ssh $node <<END\nhostname\nEND",
+            SLURM + "echo hostname | ssh $node", SLURM + "ssh -o BatchMode=yes $node \\\n  hostname"],
+    ),
+    "assignment-malformed": (
+        [(SLURM + f"$MASTER_ADDR=$h srun {RUN} x", "$MASTER_ADDR="), (SLURM + "export $PORT=1", "export"),
+            (SLURM + "HEAD = $(hostname)", "HEAD =")],
+        [SLURM + f"MASTER_ADDR=$h srun {RUN} x", SLURM + '[ "$a" = b ] && true', SLURM + "test a = b", SLURM + "$CMD a=b"],
+    ),
+    "assignment-set": (
+        [(SLURM + "set PYTHONPATH=/x", "set")],
+        [SLURM + "export PYTHONPATH=/x", SLURM + "set -- A=b", SLURM + "setenv A b"],
+    ),
+    "setting-unknown": (
+        [(SLURM + "export NCCL_DEBUG=DEBUG", "NCCL"), (SLURM + "export NCCL_DISABLE_IB=1", "NCCL"),
+            (SLURM + "export TORCH_DISTRIBUTED_DETAIL=DEBUG", "TORCH")],
+        [SLURM + "export NCCL_DEBUG=warn", SLURM + "export NCCL_DEBUG=$LEVEL", SLURM + "export TORCH_DISTRIBUTED_DEBUG=OFF"],
+    ),
     "output-folder": (
         [(SLURM.replace("set -e", "#SBATCH -o logs/%j.out\nset -e") + f"srun {RUN} x --log logs/x.txt", "logs/"),
             (SLURM.replace("set -e", "#SBATCH --output=logs/%j.out\nset -e") + f"srun {RUN} x", "logs/"),
@@ -1102,11 +1170,11 @@ GUIDES = {
     "seed-000-image.sh": [],
     "seed-002-images.sh": [],
     "seed-003-by-hand.sh": ["fixed-port"],
-    "seed-003-single-gpu.sh": [],
-    "seed-003-one-node.pbs": ["ranks-exceed-gpus", "status-lost"],
-    "seed-003-two-nodes.pbs": ["first-address", "head-only", "status-lost"],
-    "seed-003-plugin.pbs": ["nccl-library-path", "efa-elsewhere", "first-address", "head-only", "status-lost"],
-    "seed-004-apptainer.sh": ["image-unpinned"],
+    "seed-003-single-gpu.sh": ["placeholder"],
+    "seed-003-one-node.pbs": ["placeholder", "ranks-exceed-gpus", "status-lost"],
+    "seed-003-two-nodes.pbs": ["placeholder", "head-only", "status-lost"],
+    "seed-003-plugin.pbs": ["placeholder", "nccl-library-path", "efa-elsewhere", "head-only", "status-lost"],
+    "seed-004-apptainer.sh": [],
     "seed-004-horovod.sh": [],
 }  # fmt: skip
 
@@ -1391,3 +1459,223 @@ def test_what_cannot_be_read_is_named(content: bytes | None, says: str, tmp_path
     assert getattr(done.exception, "exit_code", None) == 2
     assert str(path) in str(done.exception)
     assert says in str(done.exception)
+
+
+# ---- what a neighbour of a fault is not
+
+HET = """#!/bin/bash
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+#SBATCH hetjob
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+set -euo pipefail
+export OMP_NUM_THREADS=4
+"""
+
+
+@pytest.mark.parametrize("word", ["hetjob", "packjob"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_nodes_of_a_component_are_not_those_of_a_heterogeneous_job(word: str, turned: bool) -> None:
+    text = HET.replace("hetjob", word)
+    if turned:
+        text = (
+            text.replace("--nodes=4", "--nodes=9").replace("--nodes=1", "--nodes=4").replace("--nodes=9", "--nodes=1")
+        )
+    levels = {
+        one.fault.level for one in lint(f"{text}srun --het-group=1 {RUN.replace('nnodes=2', 'nnodes=4')} x", "j.sh")
+    }
+    assert levels <= {"hint"}
+    # Without the word, the last number counts, and the nodes differ.
+    plain = text.replace(f"#SBATCH {word}\n", "")
+    assert "nodes-differ" in ids(f"{plain}srun {RUN.replace('nnodes=2', 'nnodes=8')} x")
+
+
+def test_memory_that_ranks_share_is_no_network() -> None:
+    assert "network-disabled" not in ids(SLURM + f"export NCCL_SHM_DISABLE=1\nsrun {RUN} x")
+    assert "network-disabled" in ids(SLURM + f"export NCCL_IB_DISABLE=1\nsrun {RUN} x")
+    efa = "export FI_PROVIDER=efa NCCL_IB_DISABLE=1"  # NCCL reaches it through libfabric
+    assert "network-disabled" not in ids(SLURM + f"{efa}\nsrun {RUN} x")
+
+
+def test_a_port_is_that_of_the_job_alone_on_whole_nodes_of_lsf_too() -> None:
+    run = "export MASTER_PORT=29500\njsrun -n 4 -g 6 python train.py\n"
+    assert "fixed-port" not in ids(LSF + run)
+    assert "fixed-port" not in ids(LSF.replace("-nnodes 4", "-n 4\n#BSUB -x") + run)
+    assert "fixed-port" in ids(LSF.replace("-nnodes 4", "-n 4\n#BSUB -gpu num=1:j_exclusive=yes") + run)
+
+
+@pytest.mark.parametrize(
+    ("marker", "other"), [("#BSUB -n 4", "LSB"), ("#flux: -N 2", "flux"), ("#PBS -l select=2", "PBS")]
+)
+def test_no_advice_names_variables_of_another_scheduler(marker: str, other: str) -> None:
+    problem = found(f"#!/bin/bash\n{marker}\nexport MASTER_PORT=29500\npython train.py", "fixed-port")
+    assert problem is not None and "SLURM" not in problem.instead and other in problem.instead
+    scheduler = {"LSB": "lsf", "flux": "flux", "PBS": "pbs"}[other]
+    own = {"cpus-not-passed", "option-variable", "script-folder"}  # of Slurm alone, or told above
+    for fault in load_faults().values():
+        if "SLURM_" in fault.instead and fault.id not in own:
+            assert "SLURM_" not in fault.of_scheduler.get(scheduler, "SLURM_"), fault.id
+
+
+def test_ray_mounts_shared_memory_and_one_rank_may_need_none() -> None:
+    pod = "containers: [{name: ray-worker, image: 'r.example.org/a:1.2.3', resources: {limits: {nvidia.com/gpu: 8}}}]"
+    ray = f"apiVersion: ray.io/v1\nkind: RayJob\nspec: {{rayClusterSpec: {{headGroupSpec: {{template: {{spec: {{{pod}}}}}}}}}}}\n"
+    assert "shared-memory" not in ids(ray, "job.yaml")
+    job = f"apiVersion: batch/v1\nkind: Job\nspec: {{template: {{spec: {{{pod}}}}}}}\n"
+    several, one = (
+        found(job, "shared-memory", "job.yaml"),
+        found(job.replace(": 8", ": 1"), "shared-memory", "job.yaml"),
+    )
+    assert several is not None and one is not None
+    assert (several.fault.level, one.fault.level) == ("warning", "hint")
+
+
+def test_a_bare_exit_ends_the_script_with_the_code_of_the_training() -> None:
+    assert "status-lost" not in ids(NO_E + f"srun {RUN} x\nexit\necho 'old notes'\nrm -f core")
+    assert "status-lost" in ids(NO_E + f"srun {RUN} x\nexit 0\n")
+    asked = 'if [ ! -f a ]; then\n echo "Error: not found"\n exit\nfi\n'
+    problem = found(NO_E + f"{asked}srun {RUN} x", "status-lost")
+    assert problem is not None and problem.fault.level == "hint"
+    problem = found(NO_E + f"{asked.replace('exit', 'exit 0')}srun {RUN} x", "status-lost")
+    assert problem is not None and problem.fault.level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            f'hosts=$(scontrol show hostnames $SLURM_JOB_NODELIST)\na=("$hosts")\nhead=${{a[0]}}\nsrun {RUN} x',
+            "endpoint-list",
+        ),
+        (f'a=("$(scontrol show hostnames)")\nhead=$a\nsrun {RUN} x', "endpoint-list"),
+        ("srun python a/train.py --lr 1\nsrun python a/train.py --lr 2", "status-lost"),
+        ("srun ./train_a.sh 1\nsrun ./train_b.sh 2", "status-lost"),
+        (f"cd WORK_FOLDER\nsrun {RUN} x", "placeholder"),
+        (f"cd /home/<your name>/run\nsrun {RUN} x", "placeholder"),
+        (f"D='{{your_path}}/data'\nsrun {RUN} x $D", "placeholder"),
+        ("#SBATCH --account={{ account }}\nsrun python train.py", "placeholder"),
+        ("#SBATCH --mail-user=me --account=<my project>\nsrun python train.py", "placeholder"),
+        ("#SBATCH --container-image=/x.sqsh\nH=$(scontrol show hostnames | head -n 1)", "scontrol-in-container"),
+        (
+            "#SBATCH --array=0-7\n#SBATCH --gpus-per-node=4\nexport MASTER_PORT=29500\nsrun python train.py",
+            "fixed-port",
+        ),
+        ("export MASTER_ADDR=10.1.2.3\nsrun python train.py", "endpoint-fixed"),
+        ("srun python train.py \\\n  --a=1 \\\n  model.lr=2\nmodel.size=3 \\\n  b=4", "line-not-continued"),
+        ("\u200b\nsrun python train.py", "command-unknown"),
+        (f"# wandb login {'ab' * 20}\nsrun python train.py", "secret"),
+        ("srun python train.py | tee log", "status-lost"),
+        ("for p in $pids; do\n wait $p\ndone".replace("for", "srun python train.py &\nfor", 1), "status-lost"),
+        ("conda activate YourEnv\nsrun python train.py", "placeholder"),
+        ("srun python train.py &\nwait\ncode=$?\nexit $code", "status-lost"),
+        ("./with_db.sh srun -n 4 ./run.exe a\necho end", "status-lost"),
+        ("srun --ntasks-per-node=1 torchrun --nproc-per-node=4 train.py", "nodes-missing"),
+        ("STEPS=5\nsrun python train.py --steps=$STEP", "variable-case"),
+        ("horovodrun -np 8 python train.py", "idle-nodes"),
+        ("srun python train.py --num_nodes=1", "nodes-differ"),
+        ("srun python train.py --workers $((SLURM_CPUS_PER_TASK / 2))", "option-variable"),
+        ('run="deepspeed train.py"\neval "${run}"\nset +x', "status-lost"),
+    ],
+)
+def test_a_fault_of_a_kind_that_was_missed_is_found(text: str, fault: str) -> None:
+    head = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n" + "trap 'echo late' USR1\n" * ("tee" in text)
+    before = head if text.startswith("#SBATCH") is False else head.replace("trap", "#trap")
+    problem = found(before + text, fault)
+    assert problem is not None and problem.fault.level != "hint"
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (
+            f"hosts=$(scontrol show hostnames $SLURM_JOB_NODELIST)\na=($hosts)\nhead=${{a[0]}}\nsrun {RUN} x",
+            "endpoint-list",
+        ),
+        (f'h=$(scontrol show hostnames | head -n 1)\na=("$h")\nhead=${{a[0]}}\nsrun {RUN} x', "endpoint-list"),
+        (
+            f"head=$(perl -e '$_=$ENV{{SLURM_JOB_NODELIST}}; s/,.*//; s/-.*//; print')\nMASTER_ADDR=$head\nsrun {RUN} x",
+            "endpoint-list",
+        ),
+        ("set -e\nsrun python a/train.py --lr 1\nsrun python a/train.py --lr 2", "status-lost"),
+        ("srun python prepare.py\nsrun python train.py", "status-lost"),
+        ("srun python train.py &\nfor p in $pids; do\n wait $p || exit 1\ndone", "status-lost"),
+        ("horovodrun -np 8 -H $hosts python train.py", "idle-nodes"),
+        ("srun python train.py &\nwait $!\ncode=$?\nexit $code", "status-lost"),
+        ("srun -N 1 torchrun --nproc-per-node=4 train.py", "nodes-missing"),
+        ("export PET_NNODES=2\nsrun torchrun --nproc-per-node=4 train.py", "nodes-missing"),
+        ("srun torchrun $OPTIONS train.py", "nodes-missing"),
+        ("srun python train.py --num_nodes=2", "nodes-differ"),
+        (
+            "source helper.sh\nrun_with_retry torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=$h:$p x",
+            "head-only",
+        ),
+        ("if $a; then\n srun python train.py\nelse\n srun python train.py 2\nfi", "status-lost"),
+        ("for a in 1; do\n srun python train.py\ndone", "status-lost"),
+        ("srun python train.py || exit 1\nsrun python train.py 2", "status-lost"),
+        (f"cd $WORK_FOLDER\nsrun {RUN} x -x LD_LIBRARY_PATH\nunset LD_LIBRARY_PATH", "placeholder"),
+        ("#SBATCH --container-mounts=/x\nH=$(scontrol show hostnames | head -n 1)", "scontrol-in-container"),
+        ("#SBATCH --nodelist=a,b\nexport MASTER_ADDR=10.1.2.3\nsrun python train.py", "endpoint-fixed"),
+        ("# do not remove, or it will hang\nexport CUDA_LAUNCH_BLOCKING=1\nsrun python train.py", "launch-blocking"),
+        ("pip install --no-index wheels/a.whl", "install-in-job"),
+        (f"N=1\nif $a; then\n N=2\nfi\nsrun {RUN.replace('nnodes=2', 'nnodes=$N')} x", "nodes-differ"),
+    ],
+)
+def test_a_script_that_is_like_one_with_a_fault_has_none(text: str, fault: str) -> None:
+    head = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=4\n"
+    problem = found(head + text, fault)
+    assert problem is None or problem.fault.level == "hint"
+
+
+def test_visible_gpus_of_one_command_are_not_those_of_the_job() -> None:
+    own = ONE + "CUDA_VISIBLE_DEVICES=0 python train.py\n"
+    assert "one-gpu-visible" not in ids(own + "mpirun -np 8 -x CUDA_VISIBLE_DEVICES=0,1,2,3 python train.py")
+    assert "one-gpu-visible" in ids(ONE + "CUDA_VISIBLE_DEVICES=0 torchrun --standalone --nproc-per-node=4 x")
+
+
+def test_ranks_that_an_operator_is_told_are_compared_with_a_pods_gpus() -> None:
+    job = """apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {name: ddp}
+spec:
+  trainer:
+    image: r.example.org/a:1.2.3
+    numNodes: 2
+    numProcPerNode: 8
+    resourcesPerNode: {limits: {nvidia.com/gpu: 4}}
+"""
+    assert "ranks-exceed-gpus" in ids(job, "job.yaml")
+    assert "ranks-exceed-gpus" not in ids(job.replace("numProcPerNode: 8", "numProcPerNode: 4"), "job.yaml")
+    assert "ranks-exceed-gpus" in ids(job + "    command: [torchrun, t.py]\n", "job.yaml")
+
+
+def test_pods_that_no_operator_numbers_need_their_number() -> None:
+    text = """apiVersion: jobset.x-k8s.io/v1alpha2
+kind: JobSet
+spec:
+  replicatedJobs:
+  - name: w
+    template:
+      spec:
+        parallelism: 4
+        template:
+          spec:
+            containers:
+            - name: t
+              image: r.example.org/a:1.2.3
+              command: [bash, -c, "torchrun --nproc_per_node=1 --master_addr=a --master_port=3 t.py"]
+"""
+    assert "nodes-missing" in ids(text, "job.yaml")
+    assert "nodes-missing" not in ids(text.replace("--nproc", "--nnodes=4 --node_rank=$R --nproc"), "job.yaml")
+    assert "nodes-missing" not in ids(text.replace("parallelism: 4", "parallelism: 1"), "job.yaml")
+
+
+def test_a_pbs_script_without_an_interpreter_may_run_in_another_shell() -> None:
+    text = "#PBS -l select=1:ncpus=8\nset -e\ncd /x\nif [[ -n $a ]]; then true; fi\npython train.py\n"
+    problem = found(text, "no-interpreter")
+    assert problem is not None and problem.fault.level == "warning"
+    assert "no-interpreter" not in ids("#!/bin/bash\n" + text)
+    assert "no-interpreter" not in ids(text.replace("select", "select").replace("#PBS -l", "#PBS -S /bin/bash -l"))
+    assert "no-interpreter" not in ids(text.replace("[[", "[").replace("]]", "]"))

@@ -141,6 +141,9 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
         for value in option_values(words, ("-n",)):
             number = whole(value)
             slots = None if number is None else (line, number)
+        for value in option_values(words, ("-nnodes",)):  # whole nodes, on systems with jsrun
+            if number := whole(value):
+                return line, number
         if match := re.search(r"\bspan\[(?:ptile=(\d{1,9})|hosts=1)\]", " ".join(words)):
             each_node = int(match[1] or 10**9)
     if slots is None or not (each_node or slots[1] == 1):
@@ -152,7 +155,7 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
 def _cpus(directives: Sequence[Directive]) -> int | None:
     nodes = _nodes(directives)
     words = [word for _, line in directives for word in line]
-    if nodes is None or nodes[1] > 1 or "affinity[" in "".join(words) or "-x" in words:
+    if nodes is None or nodes[1] > 1 or "affinity[" in "".join(words) or "-x" in words or "-nnodes" in words:
         return None
     return whole(next(option_values(words, ("-n",)), "1"))
 
