@@ -13,6 +13,7 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 from envbuild.errors import UsageError
@@ -50,7 +51,8 @@ _CONDA_VALUED = ("-n", "--name", "-p", "--prefix", "--solver", "--repodata-fn", 
 _SHELL = "a command of the shell"
 _PYTHON = "the recipe's Python"
 # Statements about the environment of a stage that another copies; the others are about its image.
-_OF_ENVIRONMENT = ("requirement", "constraint", "pin", "index", "conda", "conda-pin", "channel")
+_OF_ENVIRONMENT = ("requirement", "constraint", "pin", "index", "conda", "conda-pin", "channel", "python")
+_REDIRECTED = "a redirection of the shell: quote a requirement that has < or >"
 _BRANCH = "in a branch or loop of the shell that envbuild does not evaluate: name what you need with --from"
 _NOT_TAKEN = "in a branch of the shell that the values of ARG and ENV do not take"
 _NEWLINE = ";;"  # which no command of a RUN outside of `case` has
@@ -60,7 +62,10 @@ _REASONS = dict.fromkeys(("COPY", "ADD"), _COPIES) | {
     "ARG": "its default is used where the file names it",
 }
 # Folders of environments, and the words before the path of one that a command makes.
-_ENVIRONMENT = re.compile(r"/($|usr($|/local)|opt/conda|.*(venv|virtualenv|site-packages|dist-packages|\.local)(/|$))")
+_ENVIRONMENT = re.compile(
+    r"/($|usr($|/local)|opt/conda|.*(venv|virtualenv|site-packages|dist-packages|\.local)(/|$)"
+    r"|.*/(ana|mini|micro)?(conda|mamba|forge)(forge)?\d*(/|$))"
+)
 _MAKES = re.compile(r"(?:-m venv|virtualenv|uv venv|--prefix|--target|-t|-p)(?: -\S+)*[ =]((?:/|\.\w)\S*)")
 # Parents of the Dockerfile's folder in which the build context is looked for.
 _PARENTS = 3
@@ -148,12 +153,12 @@ def _instruction(
 ) -> Iterator[Statement]:
     text = rest if name == "RUN" else _replaced(rest, stage.variables)
     if name == "ARG":
-        given = _pairs(text)
+        given = _values(rest, stage.variables)
         declared = re.findall(r"^(\w+)$", text)
         stage.args |= given | {one: stages[0].args[one] for one in declared if one in stages[0].args}
         yield lost(f"ARG {' '.join(f'{key}={value}' for key, value in given.items()) or rest}", place, _REASONS["ARG"])
     elif name == "ENV":
-        given = _pairs(text)
+        given = _values(rest, stage.variables)
         stage.env |= given
         stage.made += [value for key, value in given.items() if key in ("VIRTUAL_ENV", "CONDA_PREFIX")]
         yield from (Statement("env", f"{key}={value}", place) for key, value in given.items())
@@ -215,6 +220,12 @@ def _pairs(text: str) -> dict[str, str]:
     if len(words) > 1 and "=" not in words[0]:
         return {words[0]: " ".join(words[1:])}
     return {name: value for name, equals, value in (word.partition("=") for word in words) if equals}
+
+
+def _values(text: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of ENV or ARG: a value may have blanks from another one, and a backslash keeps a dollar."""
+    kept = {name: _replaced(value, variables) for name, value in _pairs(text.replace("\\$", "\x02")).items()}
+    return {name: value.replace("\x02", "$") for name, value in kept.items()}
 
 
 def _base(image: str, place: str) -> Iterator[Statement]:
@@ -361,6 +372,9 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
         start = next((index for index, word in enumerate(words) if not re.match(r"sudo$|[A-Za-z_]\w*=", word)), 0)
         if words[0] == "export" or all("=" in word for word in words):
             variables |= _pairs(" ".join(shlex.quote(_replaced(word, variables)) for word in words if "=" in word))
+        if inner := _script(words[start:]):
+            yield from _run(inner, place, stage, folder)
+            continue
         line = " ".join(words[start:])
         stage.made += [stage.path(path) for path in _MAKES.findall(line)]
         if words[start] in ("cd", "pushd") and len(words) == start + 2:
@@ -368,9 +382,15 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
             continue
         matches = {kind: one for kind, pattern in _INSTALL.items() if (one := pattern.match(line))}
         kind, found = next(iter(matches.items()), ("", None))
-        if not found or {"<", ">", ">>"} & set(words):  # a redirection, or a requirement without quotes
+        if not found:
             yield lost(" ".join(words), place, _SHELL)
             continue
+        while redirected := next(
+            (index for index, word in enumerate(words) if re.fullmatch("[&]?[<>]+[&|]?", word)), 0
+        ):
+            # In the shell, numpy>=2 without quotes is numpy, whose output goes to the file =2.
+            yield lost(" ".join(words[redirected - 1 : redirected + 2]), place, _REDIRECTED)
+            del words[redirected - words[redirected - 1].isdecimal() : redirected + 2]  # the 2 of 2>&1, too
         left = words[start + len(found[0].split()) :]
         if kind == "pip":
             yield from pip_words(left, place, _finder(stage, workdir, mounted))
@@ -378,6 +398,15 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
             # `conda env` without a file reads this one.
             default = ["-f", "environment.yml"] if " env " in found[0] and not {*_CONDA_FILES} & set(left) else []
             yield from _packages([*left, *default], place, kind, _finder(stage, workdir, mounted))
+
+
+def _script(words: list[str]) -> str:
+    """Return the script of `bash -c SCRIPT`, or ""."""
+    if not re.fullmatch(r"(?:\S*/)?(?:ba|da|z)?sh", words[0]):
+        return ""
+    options = list(takewhile(lambda word: word.startswith("-"), words[1:]))
+    found = options and re.fullmatch(r"-[a-z]*c", options[-1])
+    return "".join(words[len(options) + 1 : len(options) + 2]) if found else ""
 
 
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)")

@@ -111,7 +111,9 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
         return ""
     sign = next((one for one in missing if one.version), missing[0])
     names = ", ".join(target.name for target in targets)
-    head = f"the sources name GPUs, and the recipe is for {names}: {_named(missing)}."
+    head = (
+        f"the sources name {'GPUs' if sign.known else sign.family}, and the recipe is for {names}: {_named(missing)}."
+    )
     if not sign.known:
         return f"{head} envbuild has no target for {sign.family}"
     usual = [tag for tag in ACCELERATORS[sign.family].usual if _agrees(tag, sign)]
@@ -170,7 +172,10 @@ def _rows() -> tuple[_SignRow, ...]:
 def _sign(statement: Statement) -> GpuSign | None:
     signs = []
     for row in _rows():
-        match = row.pattern.search(statement.text[:_MAX_TEXT]) if statement.kind in row.kinds or not row.kinds else None
+        applies = not row.kinds or statement.kind in row.kinds
+        if statement.kind == "lost" and "base" in row.kinds:  # of what is not carried, images alone
+            applies = statement.text.startswith("FROM ")
+        match = row.pattern.search(statement.text[:_MAX_TEXT]) if applies else None
         if match:
             groups = match.groupdict()
             tag = (groups.get("tag") or "").lower()

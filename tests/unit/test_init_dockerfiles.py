@@ -210,3 +210,34 @@ def test_the_python_in_the_tag_of_rocms_image_is_the_recipes(context: Path) -> N
     draft, recipe = draft_of(context / "Dockerfile", target=None)
     assert recipe.python == "3.12" and [one.partition("-")[0] for one in recipe.targets] == ["rocm6.4.1"]
     assert any(one.text.startswith("FROM rocm/pytorch") for one in draft.lost)
+
+
+def test_redirections_and_scripts_are_those_of_the_shell(context: Path) -> None:
+    text = """\
+FROM python:3.11
+RUN pip install one>=1 two==2 > /dev/null 2>&1 && pip install three 2> log
+RUN ["/bin/bash", "-i", "-c", "cd sub && pip install four"]
+RUN bash -lc 'pip install five'
+RUN bash script.sh -c x && sh -e "pip install no"
+"""
+    draft, recipe = read(context, text)
+    assert recipe.requirements == ("one", "two==2", "three", "four", "five")
+    lost = {one.text: one.reason for one in draft.lost}
+    assert "quote a requirement" in lost["one > =1"] and "2 > log" in lost
+
+
+def test_an_environment_of_conda_in_another_stage_is_the_images(context: Path) -> None:
+    (context / "env.yml").write_text("channels: [conda-forge]\ndependencies: [python=3.12, numpy=2.1]\n")
+    text = "FROM debian:12 AS builder\nENV HOME=/home/me\nWORKDIR $HOME\nENV FILE=env.yml\nCOPY ./$FILE .\n"
+    text += "RUN ~/bin/micromamba env create --file $FILE\nRUN apt-get install -y gcc\n"
+    text += "FROM debian:12\nCOPY --from=builder /home/me/micromamba /home/me/micromamba\n"
+    _, recipe = read(context, text)
+    assert recipe.python == "3.12" and recipe.conda.dependencies == ("numpy=2.1",)
+    assert "gcc" not in recipe.image.packages
+
+
+def test_values_keep_their_blanks_and_dollars(context: Path) -> None:
+    text = 'ARG LIST="7.0 8.0+PTX"\nENV ARCHES=$LIST ONE=\\$LIST TWO="a b"\nENV THREE ${TWO} c\n'
+    draft, recipe = read(context, f"FROM python:3.11\n{text}")
+    assert recipe.image.env == {"ARCHES": "7.0 8.0+PTX", "TWO": "a b", "THREE": "a b c"}
+    assert any(one.text == "ONE=$LIST" for one in draft.lost)

@@ -109,6 +109,8 @@ def test_a_sign_of_gpus_chooses_the_target(tmp_path: Path, name: str, text: str,
         ("requirements.txt", "cupy-cuda12x\n", "cupy-cuda12x (CUDA 12)"),
         ("requirements.txt", "jax[cuda12]>=0.4\n", "jax[cuda12]>=0.4 (CUDA 12)"),
         ("requirements.txt", "onnxruntime-gpu\n", "onnxruntime-gpu (CUDA)"),
+        ("requirements.txt", "deepmd-kit[gpu,cu12,lmp]\n", "deepmd-kit[gpu,cu12,lmp] (CUDA 12)"),
+        ("Dockerfile", "ARG CUDA_VERSION=12\nFROM python:3.11\nRUN pip install torch\n", "CUDA_VERSION=12 (CUDA 12)"),
         ("requirements.txt", "torch==2.4.0\nnvidia-nccl-cu12==2.20.5\n", "nvidia-nccl-cu12==2.20.5 (CUDA 12)"),
         (
             "Dockerfile",
@@ -135,7 +137,8 @@ def test_a_sign_without_a_version_is_a_warning(tmp_path: Path, name: str, text: 
         ("requirement", "GPUtil"), ("conda", "pytorch * cpu*"),
         ("conda", "cudf-free 1"), ("conda", "nccl-tests-docs"), ("conda-pin", "libtorch 2.7.1 cpu_mkl_h1"),
         ("index", "https://download.pytorch.org/whl/cpu"), ("base", "python:3.11"), ("env", "OMP_NUM_THREADS=1"),
-        ("lost", "COPY cuda_kernels.py ."), ("index", "https://host.example/cu126x/simple"),
+        ("lost", "COPY cuda_kernels.py ."), ("lost", "SKIP_CUDA_BUILD=TRUE uv sync"),
+        ("lost", "x-rocm = {'index': 'r'}"),        ("index", "https://host.example/cu126x/simple"),
     ],
 )  # fmt: skip
 def test_what_is_no_sign(kind: str, text: str) -> None:
