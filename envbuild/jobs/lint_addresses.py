@@ -26,6 +26,7 @@ GIVEN = re.compile(r"(?:SLURM|SALLOC)\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|H
 _LIST = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b|\bPBS_NODEFILE\b|scontrol show hostnames?\b")
 _SHORT = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b")
 _EXPANDS = re.compile(r"scontrol|hostlist|nodeset|python|sed|perl|expand|\btr\b|\\?\[")
+_MOST_ARRAYS = 20
 _HOSTS = re.compile(r"^\$\(\s*scontrol show hostnames?\b[^|]*\)$")
 _QUOTED = re.compile(r"\s*(?:declare -a )?(\w+)=\(\s*\"(\$[^\"]*(?:\"[^\"]*\"[^\"]*)?)\"\s*\)\s*(?:#.*)?$")
 _FIRST = re.compile(r"head|tail|sed|perl|awk|cut|grep|read|\[0\]|python|-m ?1")
@@ -94,10 +95,14 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
 def _quoted_lists(script: ParsedScript) -> Iterator[Found]:
     """Find arrays with one element, all hosts, from which the first is taken."""
     lists = {name for name, words in script.values.items() if any(_HOSTS.search(word) for word in words)}
+    looked = 0
     for number, line in enumerate(script.lines if script.several else (), 1):
         match = _QUOTED.match(line)
         if not match or not (_HOSTS.search(match[2]) or ((name := _NAME.fullmatch(match[2])) and name[1] in lists)):
             continue
+        looked += 1
+        if looked > _MOST_ARRAYS:
+            return
         if re.search(rf"\$(?:\{{{match[1]}(?:\[0\])?\}}|{match[1]}\b)", "\n".join(script.lines[number:])):
             yield Found("endpoint-list", number, match[1])
 

@@ -18,6 +18,7 @@ _UNSEEN = re.compile("[\u00a0\u200b-\u200d\u2060\ufeff]")
 _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal")
 # Variables that are read. Those in upper case may come from the environment: they are compared only with names that
 # differ in underscores.
+_MOST = 50  # names that are looked for
 _COPIES = frozenset(["cp", "rsync", "tar", "unzip", "rclone", "sbcast", "mpicopy"])
 _MEANT = re.compile(r"MASTER_(?:ADDR|PORT)$|WORLD_SIZE$|NCCL_|PYTHONPATH$")
 _OF_NODE = re.compile(
@@ -81,6 +82,7 @@ def of_other_nodes(script: ParsedScript) -> Iterator[Found]:
     here = [one for one in script.commands if not (one.started_by or one.file or one.function)]
     set_up = [name for one in here for name, _ in one.assignments if _MEANT.match(name)]
     set_up += [" ".join(one.words[:3]) for one in here if one.words[:2] in (("module", "load"), ("conda", "activate"))]
+    set_up = list(dict.fromkeys(set_up))[:_MOST]
     for one in here:
         inside = " ".join(one.words[1:])
         if one.program == "pbsdsh" and set_up and not _SETS_UP.search(inside):

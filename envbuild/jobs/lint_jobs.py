@@ -46,6 +46,7 @@ _SHELLS = frozenset(["bash", "sh", "zsh", "source", "."])
 _USES = _SHELLS | {"cd", "pushd"}
 _BARE = re.compile(r"\$(?:(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\b|\{(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\})")
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+_MOST = 50  # folders that are looked for
 _SETTING = re.compile(r"[a-z]\w*(?:\.\w+)+=|[\w-]+(?:/[\w-]+)+:/")
 _TORCHRUNS = re.compile(r"--(?:nproc[-_]per[-_]node|rdzv[-_](?:endpoint|backend|id)|standalone)(?:=.*)?", re.DOTALL)
 _GPUS_IN_DOCKER = re.compile(r"--gpus|--runtime|--device|--privileged|nvidia|rocm")
@@ -90,7 +91,7 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
     if not options or moved or script.directive(*options):
         return
     # Some scripts mean the home folder: they name a folder in it both ways.
-    own = re.findall(r"\$\{?HOME\}?/([\w.-]{3,40})", script.text)
+    own = sorted(set(re.findall(r"\$\{?HOME\}?/([\w.-]{3,40})", script.text)))[:_MOST]
     if any(re.search(rf"(?<![\w/.~}}-]){re.escape(name)}/", script.text) for name in own):
         return
     for one in here if inside else script.commands:

@@ -222,7 +222,7 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
         yield Found("ranks-exceed-gpus", begun, f"{told} ranks, {_gpus(container)} GPUs")
     # No operator tells the pods of a Job or JobSet how many they are.
     lone = nodes > 1 and not ranks and "PET_" not in f"{exports}"
-    meets = re.search(r"torchrun\s.*--(?:master[-_]addr|rdzv[-_]endpoint)", body, re.DOTALL)
+    meets = "torchrun " in body and re.search(r"--(?:master[-_]addr|rdzv[-_]endpoint)", body)
     if lone and meets and not re.search(r"nnodes|standalone", body):
         yield Found("nodes-missing", begun, "", str(nodes))
     if nodes > 1 and ranks and "nnodes" not in body:  # the operator sets it in PET_NNODES

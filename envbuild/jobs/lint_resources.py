@@ -30,6 +30,7 @@ _EXPLAINED = re.compile(
 _COUNT = re.compile(
     r"(?:--gres[= ](?:\S{0,60},)?gpu:|--gpu[= ]|-gpu num=)(?:[a-zA-Z][\w.-]{0,40}:)?(\d{1,4}(?:/\w{1,9})?)"
 )
+_MOST = 10_000  # characters of a job's directives
 _COMPUTES = re.compile(r"torch|horovod|cuda|nccl|deepspeed|ddp", re.IGNORECASE)
 _SLOTS = re.compile(r"host|machinefile|oversubscribe|rankfile|:ppn", re.IGNORECASE)
 
@@ -225,6 +226,8 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
 def of_placement(script: ParsedScript) -> Iterator[Found]:
     """Find steps that ask for other nodes than the job has, and ranks that no option places on them."""
     nodes = script.nodes[1] if script.nodes else 0
+    computes = _COMPUTES.search(script.text) is not None
+    asks = " ".join(word for _, row in script.directives for word in row)
     names = script.directive("--nodelist", "-w")
     listed = len(_expanded_hosts(names[1])) if names else 0
     if names and 0 < nodes < listed:
@@ -240,15 +243,15 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
             told = whole(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
             if told and told != nodes and not asked and starts_training(one):  # Lightning's, by convention
                 yield Found("nodes-differ", one.line, str(told), str(nodes), "the program", level="warning")
-        if one.program == "mpiexec" and script.kind == "pbs" and nodes > 1:
+        if one.program == "mpiexec" and script.kind == "pbs" and nodes > 1 and len(asks) < _MOST:
             ranks = next(option_values(words, ("-n", "-np", "--np")), "")
-            placed = re.search(r"mpiprocs|ppn|perhost|ppr:|map-by|--?host|oversubscribe", f"{words}{script.directives}")
+            placed = re.search(r"mpiprocs|ppn|perhost|ppr:|map-by|--?host|oversubscribe", f"{words}{asks}")
             each = whole(next(option_values(words, ("--ppn", "-ppn", "-perhost")), ""))
             if (whole(ranks) or 0) > nodes and starts_training(one) and script.gpus > 1 and not placed:
                 yield Found("ranks-unplaced", one.line, ranks, str(nodes))
             elif each and each > 1 and (whole(ranks) or each + 1) <= each and starts_training(one):
                 yield Found("idle-nodes", one.line, nodes=str(nodes), program="mpiexec")
-        if one.program == "jsrun" and _COMPUTES.search(script.text):
+        if one.program == "jsrun" and computes:
             options = _before_program(words)
             given = any(re.match(r"-g|--gpu_per_rs|-U|--erf_input|-S|--smpiargs", word) for word in options)
             trains = starts_training(one) and not set(words) & ASKS

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 from envbuild.jobs.lint_addresses import sets_elsewhere
 from envbuild.jobs.lint_faults import command_text, of_patterns
-from envbuild.jobs.lint_launch import Launch, starts_training
+from envbuild.jobs.lint_launch import Launch
 from envbuild.jobs.lint_script import PER_NODE, Found, ParsedScript
-from envbuild.jobs.lint_shell import CONTAINERS, LAUNCHERS, Command
+from envbuild.jobs.lint_shell import CONTAINERS, Command
 from envbuild.jobs.lint_variables import LOCAL, of_fallbacks, of_variables
 from envbuild.jobs.schedulers.base import option_values, whole
 
@@ -28,8 +28,11 @@ def of_launches(script: ParsedScript) -> Iterator[Found]:
     """Find a torchrun that starts on the head only or twice per node, and faults of its endpoint, run ID and port."""
     # A step on one node in a job of several, or an evaluation after the training, is intentional.
     covered = any(one.waits and _on_nodes(script, one) for one in script.launches)
+    elsewhere = sets_elsewhere(script)
     for one in script.launches:
-        yield from _nodes(script, one, covered)
+        # A function of a file that the script reads may start its words on each node.
+        if not (elsewhere and _FUNCTION.fullmatch(one.command.program) and not _on_nodes(script, one)):
+            yield from _nodes(script, one, covered)
         yield from _endpoint(script, one)
         if script.several and "standalone" not in one.options:
             yield from _identity(script, one)
@@ -45,14 +48,10 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     # An explicit node rank means that it is started by hand on each node.
     by_hand = script.kind == "shell" and "node-rank" in options
     alone = not (one.command.file or by_hand or _on_nodes(script, one))
-    # A function of a file that the script reads may start its words on each node.
-    handed = _FUNCTION.fullmatch(one.command.program) is not None and sets_elsewhere(script)
-    if handed and several and alone:
-        return
     if several and alone and one.waits:
         fault = "head-only" if script.kind != "shell" or script.launchers_work else "started-here"
         yield Found(fault, line, nodes=several)
-    elif script.nodes and several and alone and not (covered or _later_on_nodes(script, one)):
+    elif script.nodes and several and alone and not (covered or line < script.last_on_nodes):
         yield Found("idle-nodes", line, nodes=several)
     step = one.option("--nodes", "-N")
     if not one.waits and (alone or covered or step == "1"):
@@ -68,17 +67,8 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
         yield Found("nodes-missing", line, nodes=several, level="warning")
     nodes = options.get("nnodes", "").rpartition(":")[2]
     asked = step if whole(step) is not None else str(script.nodes[1] if script.nodes else "")
-    # With one number in each branch of an `if`, it is not known.
-    chosen = any(nodes in (*words,) and len({*words}) > 1 for words in script.values.values())
-    if script.nodes and not chosen and step != "1" and whole(nodes) not in (None, whole(asked)):
+    if script.nodes and nodes not in script.choices and step != "1" and whole(nodes) not in (None, whole(asked)):
         yield Found("nodes-differ", script.where("nnodes", line), nodes, asked)
-
-
-def _later_on_nodes(script: ParsedScript, one: Launch) -> bool:
-    """Return whether a launcher starts a training on the nodes after this torchrun."""
-    return any(
-        two.line > one.command.line and two.program in LAUNCHERS and starts_training(two) for two in script.commands
-    )
 
 
 def _on_nodes(script: ParsedScript, one: Launch) -> bool:

@@ -152,6 +152,18 @@ class ParsedScript:
         return tuple(find_launches(self.commands, self.variables, {"nnodes": told} if told else {}))
 
     @functools.cached_property
+    def choices(self) -> frozenset[str]:
+        """The values of variables that have several, as in the branches of an `if`: which one counts is unknown."""
+        several = (set(words) for words in self.values.values())
+        return frozenset(word for words in several if len(words) > 1 for word in words)
+
+    @functools.cached_property
+    def last_on_nodes(self) -> int:
+        """The line of the last training that a launcher starts, 0 for none."""
+        lines = (one.line for one in self.commands if one.program in LAUNCHERS and starts_training(one))
+        return max(lines, default=0)
+
+    @functools.cached_property
     def trains(self) -> bool:
         """Whether the script starts a training."""
         return bool(self.launches) or any(starts_training(one) for one in self.commands)

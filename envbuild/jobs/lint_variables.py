@@ -40,6 +40,9 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
         for command, value in script.exported(variable):
             default = re.fullmatch(r"\$\{MASTER_PORT:?-(\d+)\}", value)
             value = default[1] if default and len(script.values.get(variable, ())) == 1 else value
+            alike = "SLURM_ARRAY_JOB_ID" in value and "TASK_ID" not in value  # one number for all tasks of an array
+            if alike and not script.whole_nodes:
+                yield Found("fixed-port", command.line, value)
             if value.isdecimal() and not (given or script.whole_nodes) and (command.words or read[variable]):
                 yield Found("fixed-port", command.line, value, level=script.doubtful)
     seen: dict[str, Command] = {}

@@ -1570,6 +1570,10 @@ def test_a_bare_exit_ends_the_script_with_the_code_of_the_training() -> None:
         ("srun python train.py | tee log", "status-lost"),
         ("for p in $pids; do\n wait $p\ndone".replace("for", "srun python train.py &\nfor", 1), "status-lost"),
         ("conda activate YourEnv\nsrun python train.py", "placeholder"),
+        (
+            "#SBATCH --array=0-7\nexport MASTER_PORT=$((20000 + SLURM_ARRAY_JOB_ID % 9999))\nsrun python train.py",
+            "fixed-port",
+        ),
         ("srun python train.py &\nwait\ncode=$?\nexit $code", "status-lost"),
         ("./with_db.sh srun -n 4 ./run.exe a\necho end", "status-lost"),
         ("srun --ntasks-per-node=1 torchrun --nproc-per-node=4 train.py", "nodes-missing"),
@@ -1603,6 +1607,10 @@ def test_a_fault_of_a_kind_that_was_missed_is_found(text: str, fault: str) -> No
         ("srun python prepare.py\nsrun python train.py", "status-lost"),
         ("srun python train.py &\nfor p in $pids; do\n wait $p || exit 1\ndone", "status-lost"),
         ("horovodrun -np 8 -H $hosts python train.py", "idle-nodes"),
+        (
+            "export MASTER_PORT=$((9999 + SLURM_ARRAY_JOB_ID % 99 + SLURM_ARRAY_TASK_ID))\nsrun python train.py",
+            "fixed-port",
+        ),
         ("srun python train.py &\nwait $!\ncode=$?\nexit $code", "status-lost"),
         ("srun -N 1 torchrun --nproc-per-node=4 train.py", "nodes-missing"),
         ("export PET_NNODES=2\nsrun torchrun --nproc-per-node=4 train.py", "nodes-missing"),
