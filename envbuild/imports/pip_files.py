@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import posixpath
 import re
 import shlex
 from collections import deque
@@ -109,6 +110,8 @@ def _valued(
         inner = "constraint" if _FILES[option] == "constraint" else kind
         if "://" in value:
             yield lost(text, place, "a file at a URL: download it, and name it with --from")
+        elif re.search(r"\.(toml|lock|cfg|py)$", value):  # uv reads these, too
+            yield lost(text, place, f"not a requirements file: name {posixpath.basename(value)} with --from")
         elif other is None or len(seen) > 20 or (isinstance(other, Path) and other.absolute() in seen):
             yield lost(text, place, "no such file here: name it with --from")
         elif isinstance(other, Path):

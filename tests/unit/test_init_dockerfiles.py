@@ -241,3 +241,13 @@ def test_values_keep_their_blanks_and_dollars(context: Path) -> None:
     draft, recipe = read(context, f"FROM python:3.11\n{text}")
     assert recipe.image.env == {"ARCHES": "7.0 8.0+PTX", "TWO": "a b", "THREE": "a b c"}
     assert any(one.text == "ONE=$LIST" for one in draft.lost)
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "setup.py", "setup.cfg"])
+def test_other_files_than_requirements_are_no_requirements_files(context: Path, name: str) -> None:
+    (context / name).write_text("[project]\nflask\n")
+    text = f"FROM python:3.11\nCOPY {name} /tmp/\nRUN uv pip install -r /tmp/{name} --extra gpu\n"
+    draft, recipe = read(context, text)
+    assert not recipe.requirements
+    reasons = {one.text: one.reason for one in draft.lost}
+    assert reasons[f"-r /tmp/{name}"] == f"not a requirements file: name {name} with --from"

@@ -179,6 +179,7 @@ def test_torchs_own_sign_counts_before_those_of_other_packages(tmp_path: Path) -
         ("requirements.txt", "numpy\ntriton-ascend==3.2.0\n", "Ascend NPU"),
         ("requirements.txt", "torch==2.8.0+xpu\n--extra-index-url https://download.pytorch.org/whl/xpu\n", "Intel XPU"),
         ("requirements.txt", "jax[tpu]>=0.4\n", "TPU"),
+        ("Dockerfile", "FROM mthreads/musa:rc3.1.0-devel\nRUN pip install numpy\n", "Moore Threads MUSA"),
         ("Dockerfile", "FROM intel/oneapi-basekit:2024.2\nRUN pip install numpy\n", "Intel XPU"),
     ],
 )
