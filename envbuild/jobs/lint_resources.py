@@ -102,7 +102,10 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
         started += [(one, whole(asked) or script.gpus)] * (id(one) not in known)
     for command, ranks in started:
         if ranks >= 2 * max(cpus, 1) and not command.file:
-            yield Found("cpus-missing", command.line, f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}")
+            # Sites may give each GPU some CPUs, where the job asks for none.
+            told = script.directive("--cpus-per-task", "-c", "--cpus-per-gpu") or script.kind != "slurm"
+            value = f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}"
+            yield Found("cpus-missing", command.line, value, level="" if told else "hint")
             return
 
 

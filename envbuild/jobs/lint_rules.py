@@ -126,7 +126,9 @@ def _identity(script: ParsedScript, one: Launch) -> Iterator[Found]:
 
 def _there(script: ParsedScript, one: Launch, text: str) -> bool:
     """Return whether `text`, an expansion in a torchrun's words, is expanded on each node."""
-    return one.launcher != "" and (one.command.per_node or script.escapes(text))
+    # The value of a variable that the batch script sets is the same on each node.
+    own = any(text in word for word in one.command.words) or text in script.set_on_nodes
+    return one.launcher != "" and ((one.command.per_node and own) or script.escapes(text))
 
 
 def _doubled(script: ParsedScript, one: Launch) -> Iterator[Found]:

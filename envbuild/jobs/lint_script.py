@@ -29,6 +29,7 @@ _CRAY = re.compile(
     r"|shifter)\b|filesystems="
 )
 
+_DOCUMENT = re.compile(r"(?<!<)<<-?\s*['\"\\]?([A-Za-z_]\w*)")
 _OF_JOB = re.compile(r"(?:--(?:output|error|job-name|export|signal|requeue|open-mode)\b|-[oeJ])")
 _SHARED = re.compile(r"small|shared|dev|debug|interactive")
 
@@ -158,6 +159,11 @@ class ParsedScript:
         return frozenset(word for words in several if len(words) > 1 for word in words)
 
     @functools.cached_property
+    def set_on_nodes(self) -> str:
+        """The values that commands on the nodes assign to variables."""
+        return "\n".join(word for one in self.commands if one.per_node for _, row in one.assignments for word in row)
+
+    @functools.cached_property
     def last_on_nodes(self) -> int:
         """The line of the last training that a launcher starts, 0 for none."""
         lines = (one.line for one in self.commands if one.program in LAUNCHERS and starts_training(one))
@@ -244,18 +250,35 @@ def option_set(script: ParsedScript, pattern: str) -> bool:
 def read_script(text: str) -> ParsedScript:
     """Parse a script as far as the rules need it."""
     lines = text.splitlines()
-    directives, kind = [], "shell"
+    found = []
+    inner = _in_documents(lines)
     for number, line in enumerate(lines, start=1):
         for name, pattern in _DIRECTIVES.items():
             if match := pattern.match(line):
-                kind = name
-                directives.append((number, tuple(_split(match[1]))))
+                found.append((name, number, tuple(_split(match[1]))))
+    # Those that it writes into another script count only where it has none of its own.
+    found = [row for row in found if row[1] not in inner] or found
+    kind = found[-1][0] if found else "shell"
+    directives = [row[1:] for row in found]
     commands = tuple(parse(text))
     values: dict[str, list[str]] = {}
     for command in commands:
         for name, words in command.assignments:
             values.setdefault(name.rstrip("+"), []).extend(words)
     return ParsedScript(kind, tuple(lines), tuple(_of_components(directives)), commands, values)
+
+
+def _in_documents(lines: Sequence[str]) -> set[int]:
+    """Return the numbers of the lines in here-documents."""
+    inner: set[int] = set()
+    end = ""
+    for number, line in enumerate(lines, start=1):
+        if end:
+            inner.add(number)
+            end = "" if line.strip() == end else end
+        elif (match := _DOCUMENT.search(line)) and not line.lstrip().startswith("#"):
+            end = match[1]
+    return inner if not end else set()
 
 
 def _of_components(directives: list[tuple[int, tuple[str, ...]]]) -> list[tuple[int, tuple[str, ...]]]:

@@ -18,7 +18,7 @@ _ANGLES = re.compile(
     r"<[A-Za-z][\w -]{0,60}>|\{\{ ?(?!id|name|jobid)[A-Za-z][\w .-]{0,60}\}\}"
     r"|(?<![${])\{[A-Za-z][a-zA-Z_ -]{2,60}\}"
 )
-_ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}|X|X{3,}")
+_ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}|X|X{3,}|[Yy]our[_-]\w+")
 _PATH = re.compile(
     r"(?:^|[^-])/path/to/|^path/to/|^path_to_\w|^[Yy]our[_A-Z-]\w+$|<(?:your|path|my)[ \w-]{1,60}>"
     r"|\{\{ ?(?:your|path|my)[ \w.-]{0,60}\}\}|(?<!\$)\{(?:your|path_to)[_ -][\w -]{1,60}\}"
@@ -48,7 +48,7 @@ def of_comments(script: ParsedScript) -> Iterator[Found]:
 def of_placeholders(script: ParsedScript) -> Iterator[Found]:
     """Find names in a script copied from a guide that its user has not replaced."""
     for line, words in script.directives:
-        accounts = [*option_values(words, ("--account", "-A", "--partition", "-p"))]
+        accounts = [*option_values(words, ("--account", "-A", "--partition", "-p", "--qos", "-q"))]
         found = _ANGLES.findall(" ".join(words)) + [one for one in accounts if _ACCOUNT.fullmatch(one)]
         yield from (Found("placeholder", line, word) for word in found[:1])
     for one in script.commands:

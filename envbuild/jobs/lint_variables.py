@@ -19,7 +19,7 @@ _POINTED = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(?:\$\([^)]
 _BEFORE = 500  # characters before a fallback in which the option stands
 _NAMES = re.compile(r"\$\{?(\w+)")
 OF_RENDEZVOUS = re.compile(
-    r"(?:PET_)?(?:MASTER_(?:ADDR|HOST|IP)|RDZV_\w+)|HEAD_?(?:NODE|ADDR|IP|HOST)\w*", re.IGNORECASE
+    r"(?:PET_)?(?:MASTER_(?:ADDR|HOST|IP|NODE)|RDZV_\w+)|HEAD_?(?:NODE|ADDR|IP|HOST)\w*", re.IGNORECASE
 )
 
 

@@ -227,7 +227,8 @@ SLURM.replace("set -e", "#SBATCH -o runs/a/%j.out\nset -e") + f'A=a D=/data/runs
     ),
     "directive-ignored": (
         [(f"{CLEAN}#SBATCH --mem=64G\n", "--mem"), (SLURM + "#SBATCH --mem=0\ntrue", "--mem")],
-        [CLEAN, "cat >job.sh <<END\n#SBATCH --nodes=2\nEND\nsbatch job.sh\n"],
+        [CLEAN, "cat >job.sh <<END\n#SBATCH --nodes=2\nEND\nsbatch job.sh\n",
+            CLEAN + "cat <<'END' >eval.sh\n#!/bin/bash\n#SBATCH --nodes=9\nEND\nsbatch eval.sh\n"],
     ),
     "export-none": (
         [(SLURM.replace("set -e", "#SBATCH --export=NONE\nset -e") + f"srun {RUN} x", "NONE")],
@@ -1570,6 +1571,7 @@ def test_a_bare_exit_ends_the_script_with_the_code_of_the_training() -> None:
         ("srun python train.py | tee log", "status-lost"),
         ("for p in $pids; do\n wait $p\ndone".replace("for", "srun python train.py &\nfor", 1), "status-lost"),
         ("conda activate YourEnv\nsrun python train.py", "placeholder"),
+        ("#SBATCH --qos=your_assigned_qos\nsrun python train.py", "placeholder"),
         (
             "#SBATCH --array=0-7\nexport MASTER_PORT=$((20000 + SLURM_ARRAY_JOB_ID % 9999))\nsrun python train.py",
             "fixed-port",
@@ -1607,6 +1609,8 @@ def test_a_fault_of_a_kind_that_was_missed_is_found(text: str, fault: str) -> No
         ("srun python prepare.py\nsrun python train.py", "status-lost"),
         ("srun python train.py &\nfor p in $pids; do\n wait $p || exit 1\ndone", "status-lost"),
         ("horovodrun -np 8 -H $hosts python train.py", "idle-nodes"),
+        (f"export ID=$RANDOM\nsrun bash -c '{RUN.replace('$SLURM_JOB_ID', '$ID')} x'", "run-id-per-node"),
+        ("#SBATCH --gpus-per-node=4\ntorchrun --standalone --nproc-per-node=4 x", "cpus-missing"),
         (
             "export MASTER_PORT=$((9999 + SLURM_ARRAY_JOB_ID % 99 + SLURM_ARRAY_TASK_ID))\nsrun python train.py",
             "fixed-port",
