@@ -108,7 +108,8 @@ def check_version(path: Path, name: str, found: object, known: str) -> None:
     """Raise UsageError unless `found`, the version of a lock's format, matches the pattern `known`."""
     if not re.fullmatch(known, str(found)):
         shown = known.replace("\\", "").replace("[0-9]+", "x")
-        raise UsageError(f"{path}: version {found} of the format {name} is not known (known: {shown})")
+        hint = "write it anew with a current version of the tool that made it, or name what it was made from"
+        raise UsageError(f"{path}: version {found} of the format {name} is not known (known: {shown})", hint)
 
 
 def texts(

@@ -387,6 +387,8 @@ def test_refusals_name_the_file(tmp_path: Path, name: str, text: str, said: str)
     with pytest.raises(UsageError) as caught:
         list(read_source(tmp_path / name))
     assert said in caught.value.message and str(tmp_path / name) in caught.value.message
+    if "of the format" in said:
+        assert "write it anew" in str(caught.value.hint)
 
 
 def test_pytorchs_index_of_a_conda_environment_stays(tmp_path: Path) -> None:
