@@ -41,7 +41,9 @@ _FAILURE = re.compile(rf"\b(?:\w*Error|\w*Exception|{'|'.join(_FAILURES)})\b")
 # torch's exception quotes what NCCL said in the next line (ProcessGroupNCCL, getNcclErrorDetailStr).
 _LAST_ERROR = "Last error:"
 # The line of an exception or of an error, where a log has no traceback; torchrun and srun add their own lines.
-_DECIDES = re.compile(r"\b[A-Z]\w{0,80}(?:Error|Exception)\b: \S|\b(?:FATAL|[Ff]atal|[Ee]rror|ERROR|panic)\]?: ?\S")
+_DECIDES = re.compile(
+    r"\b[A-Z]\w{0,80}(?:Error|Exception)\b: \S|\bwhat\(\): +\S|\b(?:FATAL|[Ff]atal|[Ee]rror|ERROR|panic)\]?: ?\S"
+)
 _OF_LAUNCHERS = re.compile(r"ChildFailedError|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: ")
 _FINISHED = "worker group successfully finished"
 _SHAPES_KEPT = 64  # per pattern

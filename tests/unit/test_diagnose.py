@@ -306,6 +306,31 @@ _QUOTED = "[rank0]: Last error:"
         (["Fatal error in PMPI_Init_thread: Other MPI error, error stack:"], "mpi-init"),
         (["401 Client Error: Unauthorized for url: https://huggingface.co/meta-llama/Llama-2-7b/resolve/main/config.json"], "model-gated"),
         (["Error response from daemon: toomanyrequests: You have reached your pull rate limit."], "hub-limit"),
+        (["Killed"], "worker-killed"),
+        (["[TensorRT-LLM][ERROR] Failed, NCCL error /src/tensorrt_llm/runtime/ncclCommunicator.cpp:122 'internal error - please report this issue to the NCCL developers'"], "nccl-error"),
+        (["sbatch: error: Parameter --gres=gpu:1 no longer acceptable, please switch to --gpus=1"], "submission-refused"),
+        (["srun: error: Step requested GRES (gpu:(null)) not found in the job"], "step-refused"),
+        (["fastmoe: Test NCCL failure common.cu:777 'unhandled system error'"], "nccl-error"),
+        (["RuntimeError: NCCL Error 2: unhandled system error (run with NCCL_DEBUG=INFO for details)"], "nccl-error"),
+        (["0/1 nodes are available: 1 Insufficient nvidia.com/gpu. preemption: 0/1 nodes are available: 1 No victims."], "pod-pending"),
+        (["failed with exit code 139"], "worker-crashed"),
+        (["error: _forkexec_slurmstepd: slurmstepd failed to send return code got 0: No error"], "launch-failed"),
+        (["srun: error: Application launch failed: Unable to layout tasks on given cpus"], "step-refused"),
+        (["RuntimeError: more than one node have assigned same rank at General.cpp:17"], "nccl-rank-twice"),
+        (["ImportError: No module named dmlc_tracker"], "no-module"),
+        (["nvidia-container-cli: requirement error: unsatisfied condition: brand = tesla"], "driver-too-old"),
+        (["slurmstepd: error: execve(): /tmp/slurmd/job7/slurm_script: No such file or directory"], "launch-failed"),
+        (["sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"], "slurm-unreachable"),
+        (["RuntimeError: expected device cuda:0 but got device cuda:1"], "devices-mixed"),
+        (["RuntimeError: arguments are located on different GPUs at /pytorch/aten/src/THC/generic/THCTensorMathPointwise.cu:314"], "devices-mixed"),
+        (["RuntimeError: Expected object of backend CUDA but got backend CPU for argument #2 'weight'"], "devices-mixed"),
+        (["  exitcode  : 1 (pid: 22640)"], "rank-failed"),
+        (["application called MPI_Abort(MPI_COMM_WORLD, 0) - process 0"], "rank-failed"),
+        (["RuntimeError: Caught RuntimeError in replica 0 on device 0."], "rank-failed"),
+        (["Lmod Warning: Failed to find the following module(s):"], "module-unknown"),
+        (["/bin/bash: enroot-aufs2ovlfs: command not found"], "program-missing"),
+        (["DistBackendError: NCCL communicator was aborted on rank 0."], "nccl-error"),
+        (["RuntimeError: MPI process group does not support multi-GPU collectives"], "backend-device"),
         (["RuntimeError: Trying to backward through the graph a second time (or directly access saved tensors after they have already been freed)."], "autograd-graph"),
         (["RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"], "autograd-graph"),
         (["RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 1024x10)"], "shapes-differ"),
@@ -470,6 +495,8 @@ def test_the_cause_of_other_programs_words(lines: list[str], cause: str) -> None
         "requests.get: Connection refused, retrying", "condition: cuda>=12.4 satisfied", "no NVIDIA GPU was busy",
         "container_p_restore: done", "There are enough slots available in the system",
         "Received request: HTTPSConnectionPool(host='x', port=443) created",
+        'Killed 3 old processes', 'sbatch: error messages are shown', 'Requested GRES gpu:1', "NCCL error codes",
+        'a container with name "a" exists', 'exitcode  : 0 (pid: 7)', 'MPI_Abort is not called', 'Caught an error in replica, going on', 'expected device cuda:0',
         "$'a': command found", 'the file has DOS line breaks',
         'a syntax error in the configuration', 'bound variable: 3',
         'python interpreter: /usr/bin/python3',
@@ -565,10 +592,25 @@ def test_a_line_that_is_like_one_of_a_failure_is_none(line: str) -> None:
     assert told(line) == []
 
 
+def test_a_loader_worker_that_ended_with_a_code_was_not_killed() -> None:
+    assert told("RuntimeError: DataLoader worker (pid 7) exited unexpectedly with exit code 1.") == [
+        "loader-worker-failed"
+    ]
+
+
+def test_what_is_said_where_python_is_not_alone() -> None:
+    """The text of a C++ exception decides a log without tracebacks."""
+    found = diagnose(
+        [("log", ["terminate called after throwing an instance of 'x::E'", "  what():  Assertion failed: y"])],
+        load_rules(),
+    )
+    assert [line.text for line in found.exception] == ["what():  Assertion failed: y"]
+
+
 def test_a_rank_that_torchrun_killed_after_another_failed_is_no_cause() -> None:
     killed = ["  exitcode  : -9 (pid: 7)", "  traceback : Signal 9 (SIGKILL) received by PID 7"]
     assert told(*killed) == ["rank-killed"]
-    assert told("  exitcode  : 1 (pid: 6)", *killed) == []
+    assert told("  exitcode  : 1 (pid: 6)", *killed) == ["rank-failed"]
     assert "rank-killed" not in told(*killed, "E failed (exitcode: 1) local_rank: 0")
 
 
