@@ -124,7 +124,7 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
 def group_note(signs: Sequence[GpuSign], targets: Sequence[Target]) -> str:
     """Return the warning about `signs` in extras and groups that are not carried while no target is for GPUs, or ""."""
     groups: dict[str, GpuSign] = {}
-    for sign in signs:
+    for sign in sorted(signs, key=lambda sign: not sign.tag):  # those that choose a target first
         groups.setdefault(sign.statement.group.split()[0], sign)
     if not groups or any(target.family.gpu for target in targets):
         return ""

@@ -206,7 +206,7 @@ def _uv_settings(document: Document) -> Iterator[Statement]:
             elif address:
                 yield lost(f"{name} = {about}", at, "no requirement here names this package", group)
             elif "index" in about:
-                yield lost(f"{name} = {about}", at, BOUND, group)
+                yield lost(f"{name} = {about}", at, BOUND, "" if "" in users else " ".join(users) or group)
             elif not {"workspace", "path", "url"} & about.keys():  # those are named at the requirement
                 yield lost(f"{name} = {about}", at, SOURCE, group)
 

@@ -125,6 +125,14 @@ four = { git = "https://host.example/four" }
     assert lost["https://download.pytorch.org/whl/rocm6.4"] == "belongs to rocm: carry it with --extra rocm"
     assert lost["https://download.pytorch.org/whl/cu130"] == "belongs to cu13: carry it with --extra cu13"
     assert lost["ml-dtypes==0.4.1"].startswith("replaces what other packages ask for")
+    assert not draft.warning
+    # The index of a package that only an extra requires is a sign of that extra.
+    text = '[project]\nname = "a"\ndependencies = ["numpy"]\n[project.optional-dependencies]\nxpu = ["triton-xpu"]\n'
+    text += 'cuda = ["torch==2.7.1+cu128"]\n[tool.uv.sources]\ntriton-xpu = { index = "xpu" }\n'
+    text += '[[tool.uv.index]]\nname = "xpu"\nurl = "https://download.pytorch.org/whl/xpu"\nexplicit = true\n'
+    assert imported(tmp_path, "pyproject.toml", text, target=None)[0].warning.startswith(
+        "extras or groups that name GPUs"
+    )
     assert lost["four = {'git': 'https://host.example/four'}"] == "no requirement here names this package"
 
 

@@ -154,6 +154,8 @@ def test_signs_of_other_systems_and_extras_choose_nothing(tmp_path: Path) -> Non
     assert "pyproject.toml:5:8: flash-attn (CUDA)" in draft.warning and draft.warning.endswith("--extra gpu")
     assert not imported(tmp_path, "pyproject.toml", text, target="cpu-x86_64")[0].warning
     assert imported(tmp_path, "pyproject.toml", text, groups=("gpu",))[0].warning
+    draft, _ = imported(tmp_path, "pyproject.toml", f'{text}full = ["torch==2.7.1+cu126"]\n')
+    assert draft.warning.endswith("choose --extra full or --extra gpu")  # what chooses a target first
 
 
 def test_torchs_own_sign_counts_before_those_of_other_packages(tmp_path: Path) -> None:
