@@ -159,6 +159,8 @@ def _dockerfile(plan: Plan) -> str:
     """Return the Dockerfile with the recipe's variables; their values are arguments, which need no quoting."""
     assert plan.image is not None
     lines = [read_dockerfile(Target.parse(plan.target)).rstrip("\n")]
+    if plan.image.base != "debian":  # as in `image.run_config`: the base's Python would import from ~/.local
+        lines.append("ENV PYTHONNOUSERSITE=1")
     for number, name in enumerate(plan.image.env):
         lines += [f"ARG ENVBUILD_ENV_{number}", f"ENV {name}=${{ENVBUILD_ENV_{number}}}"]
     return "\n".join(lines) + "\n"

@@ -32,11 +32,12 @@ def verify_machine(
     nccl: str = "",
     variables: Mapping[str, str] | None = None,
     env: Mapping[str, str] | None = None,
+    planted: Mapping[str, str] | None = None,
 ) -> list[Check]:
     """Verify the tried Python and return its checks; the nodes' logs are kept in the folder of `step`.
 
     `fabric` and `nccl` (the locked version of NCCL, by default the installed one) are what the artifact would name,
-    `variables` those of the site, and `env` those of the caller.
+    `variables` those of the site, `env` those of the caller, and `planted` those with which each program starts.
     """
     folder = context.folder(step)
     site = folder / "site.toml"
@@ -44,7 +45,7 @@ def verify_machine(
     # This table replaces that of any site file of the machine.
     site.write_text("[fabric.variables]\n" + "".join(rows))
     own = clean_environment(ENVBUILD_SITE=str(site), **(env or {}))
-    verdict = verify(_subject(context, fabric, nccl), settings, own, print, logs=folder / "logs")
+    verdict = verify(_subject(context, fabric, nccl, planted or {}), settings, own, print, logs=folder / "logs")
     return [check for check in verdict.checks if check.name not in _OF_ARTIFACTS]
 
 
@@ -53,7 +54,7 @@ def failed(checks: list[Check]) -> list[str]:
     return [check.name for check in checks if check.status == FAIL]
 
 
-def _subject(context: Context, fabric: str, nccl: str) -> Subject:
+def _subject(context: Context, fabric: str, nccl: str, planted: Mapping[str, str]) -> Subject:
     python = context.python
     executable, cuda = python["executable"], python["cuda"]
     accelerator = "cu" + "".join(cuda.split(".")[:2]) if context.cuda else "cpu"
@@ -71,9 +72,11 @@ def _subject(context: Context, fabric: str, nccl: str) -> Subject:
     root = os.path.commonpath([executable, python["prefix"], python["torch_file"], *own_nccl])
     elf = scan_elf(torch_folder(context), target.elf_machine)
 
+    before = ["env", *(f"{name}={value}" for name, value in planted.items())] if planted else []
+
     def command(program: str, arguments: Any) -> list[str]:
         start = ["-m", "torch.distributed.run"] if program == "torchrun" else []
-        return [executable, *start, *arguments]
+        return [*before, executable, *start, *arguments]
 
     return Subject(
         Path(python["prefix"] if root == "/" else root), state, target, "", "host",

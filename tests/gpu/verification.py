@@ -154,7 +154,8 @@ def plant_library(context: Context) -> Seen:
     library = break_library(context, folder)
     if library is None:
         raise Skipped("torch has its libraries from elsewhere than its own packages")
-    found, evidence = _verify(context, "plant-library", _nodes(context), env={"PYTHONPATH": str(folder)})
+    # As a part of the subject, because a verification drops the caller's PYTHONPATH.
+    found, evidence = _verify(context, "plant-library", _nodes(context), planted={"PYTHONPATH": str(folder)})
     evidence["library"] = library
     seen = _expect(found, ["launch"], evidence)
     cause = evidence["checks"]["launch"]["cause"]

@@ -50,7 +50,7 @@ def test_the_receipt_passed_and_names_what_ran(pt_docker: dict[str, Any]) -> Non
     assert receipt["artifact"]["digest"] == pt_docker["digest"]
     assert receipt["runtime"].startswith("docker ")
     checks = {check["name"]: check for check in receipt["checks"]}
-    assert len(checks) == 24 and checks["restart"]["status"] == "pass"
+    assert len(checks) == 25 and checks["restart"]["status"] == "pass"
     hosts = {row["host"] for world in checks["world"]["evidence"]["worlds"] for row in world["ranks"]}
     assert len(hosts) == 2, "the ranks were not in two containers"
     assert checks["fabric"]["evidence"]["interface"] == "eth0"
