@@ -132,7 +132,8 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     if strict and lines and not _INTERPRETER.fullmatch(script.lines[0].rstrip()):
         yield Found("no-interpreter", lines[0])
     bash = re.search(r"\[\[ |\(\(|<<<|<\(|\w=\(|\$\{\w+\[", script.text)
-    if script.kind == "pbs" and lines[:1] == [1] and bash and not script.directive("-S"):
+    shell = script.facts.shell if script.facts else ""
+    if shell and lines[:1] == [1] and bash and not script.directive(shell):
         yield Found("no-interpreter", 1, level="warning")
     expands = script.facts.expands if script.facts else None
     for line, words in script.directives if expands is not None else ():

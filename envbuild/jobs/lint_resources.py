@@ -40,7 +40,7 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
     asked = script.directive("--cpus-per-task", "-c")
     several = asked is not None and (whole(asked[1]) or 2) > 1
     free = any(_UNBOUND.match(value) for _, value in script.exported("SLURM_CPU_BIND"))
-    if not (script.facts and script.facts.own_steps) or "SRUN_CPUS_PER_TASK" in script.text or free:
+    if not script.has_steps or "SRUN_CPUS_PER_TASK" in script.text or free:
         return
     if not several:
         yield from _one_core(script)
@@ -103,7 +103,7 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
     for command, ranks in started:
         if ranks >= 2 * max(cpus, 1) and not command.file:
             # Sites may give each GPU some CPUs, where the job asks for none.
-            told = script.directive("--cpus-per-task", "-c", "--cpus-per-gpu") or script.kind != "slurm"
+            told = script.directive("--cpus-per-task", "-c", "--cpus-per-gpu") or not script.has_steps
             value = f"{ranks} ranks, {cpus} CPU{'s' * (cpus != 1)}"
             yield Found("cpus-missing", command.line, value, level="" if told else "hint")
             return
@@ -153,7 +153,7 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         and not own.search(" ".join(tasks[-1].words))
     ):
         yield Found("ranks-exceed-gpus", tasks[-1].line, f"{script.tasks} tasks, {gpus} GPUs", level="warning")
-    for line, value in shown if script.kind == "slurm" and gpus > 0 and not script.whole_nodes else ():
+    for line, value in shown if script.has_steps and gpus > 0 and not script.whole_nodes else ():
         if re.fullmatch(r"\d{1,2}(?:,\d{1,2})*", value) and max(map(int, value.split(","))) >= gpus:
             yield Found("device-missing", line, value, f"{gpus} GPU{'s' * (gpus > 1)}")
     several = gpus > 1 or any(one.ranks > 1 for one in script.launches)
@@ -205,9 +205,9 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     if len(counts) > 1:
         yield Found("gpus-differ", max(counts.values()), " and ".join(counts))
     least = script.directive("--ntasks", "-n")
-    if script.kind == "slurm" and least and 0 < (whole(least[1]) or 0) < nodes:
+    if script.has_steps and least and 0 < (whole(least[1]) or 0) < nodes:
         yield Found("nodes-reduced", least[0], least[1], str(nodes))
-    total = script.directive("--ntasks", "-n") if script.facts and script.facts.own_steps else None
+    total = script.directive("--ntasks", "-n") if script.has_steps else None
     placed = script.directive("--nodes", "-N", *PER_NODE) or script.launchers_work
     if total and (whole(total[1]) or 0) > 1 and script.launches and not placed:
         yield Found("tasks-spread", total[0], total[1])
@@ -217,7 +217,7 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     if together and starts and not re.search(r"scatter|excl|host=", text) and not script.is_cray:
         yield Found("chunks-together", script.nodes[0] if script.nodes else 1)
     limited = (script.tasks or script.nodes) and "OMPI_MCA" not in script.text
-    if script.facts and script.facts.own_steps and limited:
+    if script.has_steps and limited:
         slots = max(script.tasks, 1) * nodes
         for one in script.commands:
             options = script.variables.expanded(one.words)
@@ -239,14 +239,15 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
         words = script.variables.expanded(one.words)
         if one.file:
             continue
-        if one.program == "srun" and nodes and script.kind == "slurm":
+        if one.program == "srun" and nodes and script.has_steps:
             asked = whole(next(option_values(_before_program(words), ("--nodes", "-N")), "")) or 0
             if asked > nodes and not re.search(r"--(?:jobid|het-group)", " ".join(words)):
                 yield Found("step-exceeds-job", one.line, str(asked), str(nodes))
             told = whole(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
             if told and told != nodes and not asked and starts_training(one):  # Lightning's, by convention
                 yield Found("nodes-differ", one.line, str(told), str(nodes), "the program", level="warning")
-        if one.program == "mpiexec" and script.kind == "pbs" and nodes > 1 and len(asks) < _MOST:
+        in_chunks = script.facts is not None and script.facts.chunks
+        if one.program == "mpiexec" and in_chunks and nodes > 1 and len(asks) < _MOST:
             ranks = next(option_values(words, ("-n", "-np", "--np")), "")
             placed = re.search(r"mpiprocs|ppn|perhost|ppr:|map-by|--?host|oversubscribe", f"{words}{asks}")
             each = whole(next(option_values(words, ("--ppn", "-ppn", "-perhost")), ""))
@@ -302,7 +303,7 @@ def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:
         return
     for one in script.commands:
         hosts = re.search(r"(?:^| )(?:-H|--hosts?|-?-hostfile|--host-discovery-script|--mpi)", " ".join(one.words))
-        alone = one.program == "horovodrun" and script.kind == "slurm" and not hosts
+        alone = one.program == "horovodrun" and script.has_steps and not hosts
         alone |= one.program == "deepspeed" and not re.search(r"hostfile|-H |--launcher", script.text)
         if (alone or is_plain_training(one)) and not one.file and "ray" not in script.passed:
             yield Found("idle-nodes", one.line, nodes=str(script.nodes[1]), program=one.program)

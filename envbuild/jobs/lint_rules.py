@@ -62,7 +62,7 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     if several and meets and one.program == "torchrun" and not script.sets_options:
         yield Found("nodes-missing", line, nodes=several)
     own = {"nnodes", "standalone", "rdzv-endpoint", "master-addr", "rdzv-conf", "config-file"} & options.keys()
-    by = one.launcher == "srun" and one.program == "torchrun" and script.kind == "slurm" and one.complete
+    by = one.launcher == "srun" and one.program == "torchrun" and script.has_steps and one.complete
     if script.nodes and several and by and not (own or step or script.sets_options):
         yield Found("nodes-missing", line, nodes=several, level="warning")
     nodes = options.get("nnodes", "").rpartition(":")[2]

@@ -77,6 +77,11 @@ class ParsedScript:
         return _FACTS.get(self.kind)
 
     @property
+    def has_steps(self) -> bool:
+        """Whether its scheduler starts the steps of a job itself, as Slurm does by srun."""
+        return self.facts is not None and self.facts.own_steps
+
+    @property
     def scheduler(self) -> str:
         """The scheduler that runs it, by its directives or else by the variables that it reads; "" if unknown."""
         if self.kind in _FACTS:
@@ -98,7 +103,7 @@ class ParsedScript:
     def tasks(self) -> int:
         """The number of tasks that the directives ask for on each node, 0 if they do not tell."""
         each = self.directive(*PER_NODE)
-        every = self.directive("--ntasks", "-n") if self.facts and self.facts.own_steps else None
+        every = self.directive("--ntasks", "-n") if self.has_steps else None
         of_all = (whole(every[1]) or 0) // max(1, self.nodes[1] if self.nodes else 1) if every else 0
         most = (whole(each[1]) or 0) if each else of_all
         return min(most, of_all or most)  # with --ntasks, --ntasks-per-node is a limit
@@ -130,7 +135,8 @@ class ParsedScript:
     def whole_nodes(self) -> bool:
         """Whether no other job runs on the nodes, as far as the script tells."""
         words = [word for _, line in self.directives for word in line]
-        exclusive = self.kind == "lsf" and self.directive("-nnodes", "-x") is not None
+        whole_by = self.facts.whole if self.facts else ()
+        exclusive = bool(whole_by) and self.directive(*whole_by) is not None
         of_nodes = (re.sub(r"j_exclusive|exclusive_process", "", word) for word in words)
         exclusive |= any("excl" in word or word in ("--mem=0", "--gres=gpu:8") for word in of_nodes)
         most = max((self.gpus, *(one.ranks for one in self.launches)))

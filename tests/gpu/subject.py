@@ -45,7 +45,7 @@ def verify_machine(
     # This table replaces that of any site file of the machine.
     site.write_text("[fabric.variables]\n" + "".join(rows))
     own = clean_environment(ENVBUILD_SITE=str(site), **(env or {}))
-    verdict = verify(_subject(context, fabric, nccl, planted or {}), settings, own, print, logs=folder / "logs")
+    verdict = verify(_subject(context, fabric, nccl, planted), settings, own, print, logs=folder / "logs")
     return [check for check in verdict.checks if check.name not in _OF_ARTIFACTS]
 
 
@@ -54,7 +54,7 @@ def failed(checks: list[Check]) -> list[str]:
     return [check.name for check in checks if check.status == FAIL]
 
 
-def _subject(context: Context, fabric: str, nccl: str, planted: Mapping[str, str]) -> Subject:
+def _subject(context: Context, fabric: str, nccl: str, planted: Mapping[str, str] | None = None) -> Subject:
     python = context.python
     executable, cuda = python["executable"], python["cuda"]
     accelerator = "cu" + "".join(cuda.split(".")[:2]) if context.cuda else "cpu"
@@ -72,7 +72,7 @@ def _subject(context: Context, fabric: str, nccl: str, planted: Mapping[str, str
     root = os.path.commonpath([executable, python["prefix"], python["torch_file"], *own_nccl])
     elf = scan_elf(torch_folder(context), target.elf_machine)
 
-    before = ["env", *(f"{name}={value}" for name, value in planted.items())] if planted else []
+    before = ["env", *(f"{name}={value}" for name, value in (planted or {}).items())] if planted else []
 
     def command(program: str, arguments: Any) -> list[str]:
         start = ["-m", "torch.distributed.run"] if program == "torchrun" else []

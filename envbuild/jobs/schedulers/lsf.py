@@ -194,6 +194,7 @@ LSF = Scheduler(
         output=("-o", "-oo", "-e", "-eo"),
         submitted="LS_SUBCWD",
         cpus=_cpus,
+        whole=("-nnodes", "-x"),
     ),
     host=HostFacts(
         version=("-V",),

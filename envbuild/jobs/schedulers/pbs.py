@@ -214,6 +214,8 @@ PBS = Scheduler(
         cpus=_cpus,
         expands=r"HOME|USER|PBS_(?:JOBID|JOBNAME|ARRAYID|ARRAY_INDEX|O_\w+)",
         delivers=("-k",),
+        shell="-S",
+        chunks=True,
     ),
     host=HostFacts(
         version=("--version",),
