@@ -58,7 +58,7 @@ def test_the_receipt_passed_and_names_what_ran(pt_docker: dict[str, Any]) -> Non
     assert seen and not [address for address in seen if address.startswith("127.")]
     assert checks["installed"]["evidence"]["files"] > 10_000
     page = (pt_docker["command"].folder / "page.html").read_text()
-    assert "23 passed, 1 not tried" in page and "Mean loss of a step" in page
+    assert "24 passed, 1 not tried" in page and "Mean loss of a step" in page
 
 
 def test_docker_run_trains(pt_docker: dict[str, Any], docker_daemon: Lab) -> None:
