@@ -14,7 +14,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from envbuild.data import load_table
 from envbuild.imports.draft import Draft
 from envbuild.imports.gpu_signs import gpu_note, gpu_signs, group_note, tags_of
-from envbuild.imports.statement import LINUX, OTHER_SYSTEM, OWN_NAME, Statement, for_linux
+from envbuild.imports.statement import LINUX, OTHER_SYSTEM, OWN_NAME, Statement, for_linux, linux_places
 from envbuild.masking import is_secret, masked_text
 from envbuild.names import normalise
 from envbuild.recipe import checks
@@ -185,7 +185,7 @@ def _is_for(statement: Statement, arches: Collection[str]) -> bool:
     """Return whether a statement's platform and marker are true on Linux on one of `arches`."""
     marker = statement.text.partition(";")[2] if statement.kind in _REQUIREMENTS else ""
     is_here = _PLATFORMS.get(statement.platform, next(iter(arches))) in arches
-    return is_here and for_linux(marker, [(arch, python) for arch in arches for python in PYTHONS])
+    return is_here and for_linux(marker, linux_places(arches))
 
 
 def _problem(statement: Statement, groups: set[str]) -> str | None:

@@ -27,12 +27,12 @@ from envbuild.imports.statement import (
     check_version,
     for_linux,
     git_address,
+    linux_places,
     lost,
     text_of,
 )
 from envbuild.names import normalise
 from envbuild.recipe.model import PYTHONS
-from envbuild.recipe.targets import ARCHES
 from envbuild.toml import list_at, read, table_at, value_at
 
 # Format → key of its version, accepted versions, key of its packages.
@@ -103,7 +103,7 @@ class _Use:
 
 # Architecture and Python.
 _Place = tuple[str, str]
-_PLACES = [(arch, python) for arch in ARCHES for python in PYTHONS]
+_PLACES = linux_places()
 
 
 def _uses_of_uv(rows: Sequence[Mapping[str, Any]], chosen: Collection[str]) -> dict[int, _Use]:

@@ -27,12 +27,12 @@ from envbuild.imports.statement import (
     Statement,
     for_linux,
     git_address,
+    linux_places,
     lost,
     texts,
 )
 from envbuild.names import normalise
 from envbuild.recipe.checks import requirement_parts
-from envbuild.recipe.model import PYTHONS
 from envbuild.recipe.targets import ARCHES
 from envbuild.toml import Document, list_at, read, table_at, value_at
 
@@ -231,7 +231,9 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
         place, url = document.where(*keys, number), str(row.get("url"))
         used = uses.get(str(row.get("name")), [])
         here = [group for group, marker in used if for_linux(marker)]
-        arches = [arch for arch in ARCHES if not used or any(for_linux(marker, _at(arch)) for _, marker in used)]
+        arches = [
+            arch for arch in ARCHES if not used or any(for_linux(marker, linux_places([arch])) for _, marker in used)
+        ]
         platform = _PLATFORMS[arches[0]] if len(arches) == 1 else ""
         if used and not here:
             yield lost(url, place, OTHER_SYSTEM)
@@ -239,10 +241,6 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
             yield lost(url, place, UNUSED_INDEX)
         else:
             yield Statement("index", url, place, "" if "" in here else " ".join(dict.fromkeys(here)), platform)
-
-
-def _at(arch: str) -> list[tuple[str, str]]:
-    return [(arch, python) for python in PYTHONS]
 
 
 def _without_own(

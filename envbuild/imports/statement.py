@@ -15,6 +15,7 @@ from envbuild.errors import UsageError
 from envbuild.files import read_small
 from envbuild.names import normalise
 from envbuild.recipe.model import PYTHONS
+from envbuild.recipe.targets import ARCHES
 from envbuild.toml import Document, list_at, table_at, value_at
 
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
@@ -33,7 +34,6 @@ SOURCE = "a source other than an index or git; give its wheel to an index or a f
 # The environment of markers on Linux, without architecture and Python.
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "extra": "",
          "implementation_name": "cpython", "platform_python_implementation": "CPython"}  # fmt: skip
-_PLACES = [(arch, python) for arch in ("x86_64", "aarch64") for python in PYTHONS]
 _EXTRAS = re.compile(r"""extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups)""")
 
 
@@ -56,13 +56,18 @@ class Statement:
     reason: str = ""
 
 
+def linux_places(arches: Iterable[str] = ARCHES) -> list[tuple[str, str]]:
+    """Return each of `arches` with each Python: the places on Linux where a marker may be true."""
+    return [(arch, python) for arch in arches for python in PYTHONS]
+
+
 @functools.lru_cache(maxsize=4096)
 def _parsed(marker: str) -> Marker:
     return Marker(marker)
 
 
-def for_linux(marker: str, places: Iterable[tuple[str, str]] = _PLACES) -> bool:
-    """Return whether an environment marker (PEP 508) is true on Linux at one of `places`: architecture and Python.
+def for_linux(marker: str, places: Iterable[tuple[str, str]] | None = None) -> bool:
+    """Return whether an environment marker (PEP 508) is true on Linux at one of `places` (all, for None).
 
     Clauses about extras count as true, and so does a text that is no marker.
     """
@@ -72,7 +77,8 @@ def for_linux(marker: str, places: Iterable[tuple[str, str]] = _PLACES) -> bool:
         parsed = _parsed(_EXTRAS.sub("python_version >= '3'", marker))
         names = ("platform_machine", "python_version", "python_full_version")
         return any(
-            parsed.evaluate(LINUX | dict(zip(names, (arch, one, f"{one}.9"), strict=True))) for arch, one in places
+            parsed.evaluate(LINUX | dict(zip(names, (arch, one, f"{one}.9"), strict=True)))
+            for arch, one in (linux_places() if places is None else places)
         )
     except (InvalidMarker, UndefinedComparison, UndefinedEnvironmentName):
         return True
