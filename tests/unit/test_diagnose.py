@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lab.golden import assert_golden_table
 
 from envbuild.cli.diagnose import diagnose_command
 from envbuild.diagnose import read, shapes
@@ -27,7 +28,7 @@ from envbuild.diagnose.rules import PLACES, DiagnosisRule, load_rules, needles
 from envbuild.diagnose.shapes import LineShapes
 
 DATA = Path(__file__).parent / "data"
-DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"
+DOCS = Path(__file__).parents[2] / "docs/reference/diagnoses.md"
 RULES = {rule.id: rule for rule in load_rules()}
 EVERYWHERE = [rule for place in PLACES for rule in load_rules(place)]
 # NCCL's own logs are kept with the tests of diagnose/nccl_log.py.
@@ -736,13 +737,14 @@ def shown(text: str) -> str:
     return text.replace("{{", "{").replace("}}", "}").replace("|", "\\|")
 
 
-def test_the_documentation_lists_every_rule() -> None:
-    text = DOCS.read_text()
-    for rule in RULES.values():
+def test_the_table_in_the_docs() -> None:
+    rows = ["| rule | cause | what to do | tested with |", "| --- | --- | --- | --- |"]
+    for _, rule in sorted(RULES.items()):
         kind = "" if rule.kind == "cause" else f"{rule.kind}: "
         tested = "a real failure" if rule.provoked else "lines of its source"
         hint = shown(rule.hint) + (f"; in a pod: {shown(rule.pod_hint)}" if rule.pod_hint else "")
-        assert f"| `{rule.id}` | {kind}{shown(rule.cause)} | {hint} | {tested} |\n" in text
+        rows.append(f"| `{rule.id}` | {kind}{shown(rule.cause)} | {hint} | {tested} |")
+    assert_golden_table(rows, DOCS, "tests/unit/test_diagnose.py")
 
 
 # ---- the program's own failure

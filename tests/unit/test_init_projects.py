@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from lab.drafts import draft_of
-from lab.golden import assert_golden
+from lab.golden import assert_golden_table
 
 from envbuild.imports.draft import Draft
 
@@ -172,8 +172,4 @@ def test_the_table_in_the_docs(unpacked: Path) -> None:
         )
         counts = " | ".join(str(kinds[name] or "") for name in (*COLUMNS, "other"))
         lines.append(f"| {file.removesuffix('.gz')} | {len(draft.carried)} | {counts} |")
-    page = TOP / "docs/howto/init.md"
-    text = page.read_text()
-    marker = "<!-- made by tests/unit/test_init_projects.py -->\n"
-    before, _, _ = text.partition(marker)
-    assert_golden(before + marker + "\n" + "\n".join(lines) + "\n", page)
+    assert_golden_table(lines, TOP / "docs/reference/init-projects.md", "tests/unit/test_init_projects.py")

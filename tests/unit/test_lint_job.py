@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lab.golden import assert_golden_table
 
 from envbuild.cli.diagnose import lint_job_command
 from envbuild.jobs.lint import Problem, lint, lint_file
@@ -18,7 +19,7 @@ from envbuild.jobs.lint_faults import load_faults
 from envbuild.jobs.lint_shell import parse
 
 DATA = Path(__file__).parent / "data"
-DOCS = Path(__file__).parents[2] / "docs/howto/diagnose.md"
+DOCS = Path(__file__).parents[2] / "docs/reference/job-faults.md"
 RENDERED = sorted(
     path
     for kind in ("jobs", "builds")
@@ -1158,11 +1159,21 @@ def test_carriage_returns_are_one_fault() -> None:
     assert ids(text.replace("\n", "\r\n")) == ["dos-lines"]
 
 
-def test_every_fault_is_tested_and_documented() -> None:
+def test_every_fault_is_tested() -> None:
     assert set(CASES) | set(PODS) == set(load_faults())
-    text = DOCS.read_text()
-    for name in load_faults():
-        assert f"| `{name}` |" in text
+
+
+def test_the_table_in_the_docs() -> None:
+    def shown(text: str) -> str:
+        filled = text.replace("{nodes}", "*N*").replace("{value}", "*value*")
+        return filled.replace("{{", "{").replace("}}", "}").replace("|", "\\|")
+
+    levels = ["error", "warning", "hint"]
+    rows = ["| fault | level | problem | write instead |", "| --- | --- | --- | --- |"]
+    for name, fault in sorted(load_faults().items(), key=lambda row: (levels.index(row[1].level), row[0])):
+        pbs = f"; PBS: {shown(fault.of_scheduler['pbs'])}" if "pbs" in fault.of_scheduler else ""
+        rows.append(f"| `{name}` | {fault.level} | {shown(fault.what)} | {shown(fault.instead)}{pbs} |")
+    assert_golden_table(rows, DOCS, "tests/unit/test_lint_job.py")
 
 
 # ---- the guides' scripts
