@@ -16,43 +16,63 @@ from envbuild.masking import redact
 from envbuild.terminal import clean
 
 _BUILDERS = {"folder": "folder", "file": "image_file", "registry": "docker"}
-# command → (module, one line for --help). Help must not import the commands' dependencies.
-COMMANDS = {
-    "init": ("init", "Write a recipe from requirements, locks, a Dockerfile or an environment."),
-    "list": ("recipes", "List the recipes that can be built."),
-    "show": ("recipes", "Show one recipe as it was understood."),
-    "lock": ("lock", "Resolve recipes and write or check their locks."),
-    "audit": ("audit", "Look up locked packages in a database of known vulnerabilities."),
-    "explain": ("recipes", "Say whether CUDA, torch, NCCL and the network go together."),
-    "plan": ("plan", "Show what a build would do, in order, with digests."),
-    **{name: (_BUILDERS[kind.form], kind.help) for name, kind in ARTIFACTS.items()},
-    "layers": ("plan", "Build the source-built layers of a recipe alone."),
-    "build": ("image_file", "Build several artifacts of one recipe in one go."),
-    "bundle": ("plan", "Collect all that a build reads, for nodes without a network."),
-    "verify": ("verify", "Train in an artifact and judge it again."),
-    "history": ("history", "Show what the verifications of a recipe measured, over time."),
-    "bisect": ("bisect", "Find the package that broke or slowed an environment."),
-    "run": ("verify", "Run your program in an artifact on this host."),
-    "job": ("job", "Render, and submit, the job that trains with an artifact on a cluster."),
-    "preflight": ("job", "Check nodes and network of an allocation before training."),
-    "diagnose": ("diagnose", "Say from a job's logs why it failed."),
-    "lint-job": ("diagnose", "Find faults in a job script written by hand."),
-    "site": ("site", "Describe a cluster: its scheduler, modules, paths and network."),
-    "doctor": ("doctor", "Say what this host can build, verify and run, and how to fix the rest."),
-    "exec": ("verify", "Run a program in an image without any container runtime."),
-    "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
-    "diff": ("inspect", "Compare two artifacts of any kinds."),
-    "report": ("report", "Write receipts as one HTML page."),
-    "push": ("share", "Push an artifact to a registry, in the parts that artifacts share."),
-    "pull": ("share", "Pull an artifact from a registry: the parts that are not here yet."),
-    "attest": ("trust", "Sign the receipt of an artifact, so that others can trust it."),
-    "trust": ("trust", "Say whether the site trusts an artifact, and why."),
-    "store": ("store", "Show, bound and check the store of downloads and layers."),
-    "cache": ("cache", "Share the results of builds in a registry."),
-    "matrix": ("matrix", "List the builds that a CI should run."),
-    "completion": ("complete", "Print the script that completes commands and names in your shell."),
-    "man": ("man", "Write the man pages of all commands."),
+_KINDS = {name: (_BUILDERS[kind.form], kind.help) for name, kind in ARTIFACTS.items()}
+# Heading of --help → command → (module, one line). Help must not import the commands' dependencies.
+GROUPS = {
+    "Start": {
+        "init": ("init", "Write a recipe from requirements, locks, a Dockerfile or an environment."),
+        "venv": _KINDS["venv"],
+        "run": ("verify", "Run your program in an artifact on this host."),
+        "doctor": ("doctor", "Say what this host can build, verify and run, and how to fix the rest."),
+    },
+    "Recipe": {
+        "list": ("recipes", "List the recipes that can be built."),
+        "show": ("recipes", "Show one recipe as it was understood."),
+        "lock": ("lock", "Resolve recipes and write or check their locks."),
+        "plan": ("plan", "Show what a build would do, in order, with digests."),
+        "check": ("recipes", "Say whether CUDA, torch, NCCL and the network go together."),
+        "audit": ("audit", "Look up locked packages in a database of known vulnerabilities."),
+    },
+    "Build": {
+        "build": ("image_file", "Build several artifacts of one recipe in one go."),
+        **{name: told for name, told in _KINDS.items() if name != "venv"},
+        "layers": ("plan", "Build the source-built layers of a recipe alone."),
+        "bundle": ("plan", "Collect all that a build reads, for nodes without a network."),
+    },
+    "Artifact": {
+        "verify": ("verify", "Train in an artifact and judge it again."),
+        "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
+        "diff": ("inspect", "Compare two artifacts of any kinds."),
+        "report": ("report", "Write receipts as one HTML page."),
+        "exec": ("verify", "Run a program in an image without any container runtime."),
+    },
+    "Cluster": {
+        "site": ("site", "Describe a cluster: its scheduler, modules, paths and network."),
+        "job": ("job", "Render, and submit, the job that trains with an artifact on a cluster."),
+        "preflight": ("job", "Check nodes and network of an allocation before training."),
+        "diagnose": ("diagnose", "Say from a job's logs why it failed."),
+        "lint-job": ("diagnose", "Find faults in a job script written by hand."),
+    },
+    "Share": {
+        "push": ("share", "Push an artifact to a registry, in the parts that artifacts share."),
+        "pull": ("share", "Pull an artifact from a registry: the parts that are not here yet."),
+        "attest": ("trust", "Sign the receipt of an artifact, so that others can trust it."),
+        "trust": ("trust", "Say whether the site trusts an artifact, and why."),
+        "cache": ("cache", "Share the results of builds in a registry."),
+    },
+    "Over time": {
+        "history": ("history", "Show what the verifications of a recipe measured, over time."),
+        "bisect": ("bisect", "Find the package that broke or slowed an environment."),
+        "matrix": ("matrix", "List the builds that a CI should run."),
+    },
+    "Upkeep": {
+        "store": ("store", "Show, bound and check the store of downloads and layers."),
+        "completion": ("complete", "Print the script that completes commands and names in your shell."),
+    },
 }
+COMMANDS = {name: told for group in GROUPS.values() for name, told in group.items()}
+# Former names of commands: they work, and neither help nor completion shows them.
+RENAMED = {"explain": "check"}
 
 
 class _Commands(click.Group):
@@ -62,6 +82,7 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        cmd_name = RENAMED.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"envbuild.cli.{COMMANDS[cmd_name][0]}")
@@ -85,7 +106,7 @@ class _Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in (*COMMANDS, *RENAMED) and not args[0].startswith("-"):
             from envbuild.toml import closest
 
             near = closest(args[0], COMMANDS)
@@ -94,15 +115,17 @@ class _Commands(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for heading, group in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name.ljust(width), text) for name, (_, text) in group.items()])
 
 
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Examples:  envbuild venv pt_cpu   ·   envbuild lock pt_cpu --upgrade=numpy   ·   "
-    "envbuild verify build/pt_cpu/cpu-x86_64/venv --faults",
+    epilog="\b\nExamples:\n  envbuild init my_train --from requirements.txt\n  envbuild venv my_train\n"
+    "  envbuild run my_train --script train.py -- --steps 2",
 )
 @verbosity
 @click.version_option(__version__, prog_name="envbuild")

@@ -1,4 +1,4 @@
-"""`envbuild list`, `envbuild show` and `envbuild explain`."""
+"""`envbuild list`, `envbuild show` and `envbuild check`."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
     return f"{packages}, {state.fault or 'current'}"
 
 
-@click.command("explain")
+@click.command("check")
 @click.argument("recipe", shell_complete=complete.recipes)
 @click.option(
     "--target", metavar="TARGET", shell_complete=complete.targets,
@@ -181,7 +181,7 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
 )  # fmt: skip
 @click.option("--driver", metavar="VERSION", help="Judge this driver of the nodes, as nvidia-smi prints it.")
 @with_options("json")
-def explain_command(recipe: str, target: str | None, driver: str | None, as_json: bool) -> None:
+def check_command(recipe: str, target: str | None, driver: str | None, as_json: bool) -> None:
     """Say whether what RECIPE is made of goes together, link by link, each with its source.
 
     From glibc and driver over CUDA, torch and NCCL to the plugin, libfabric and the network, and on which GPUs it runs.
@@ -190,9 +190,9 @@ def explain_command(recipe: str, target: str | None, driver: str | None, as_json
 
     \b
     Examples:
-      envbuild explain pt_cu126
-      envbuild explain gh200_cu126 --target cu126-aarch64 --driver 550.54.15
-      envbuild explain ./recipe.toml --json
+      envbuild check pt_cu126
+      envbuild check gh200_cu126 --target cu126-aarch64 --driver 550.54.15
+      envbuild check ./recipe.toml --json
     """
     environment = load_environment()
     loaded = open_recipe(recipe, environment)

@@ -51,7 +51,7 @@ def check_stack(
     if bad:
         raise LockError(
             f"{loaded.path}: target {target.name} is known not to work:{_lines(bad)}",
-            f"`envbuild explain {recipe.name} --target {target.name}` shows all reasons with their sources",
+            f"`envbuild check {recipe.name} --target {target.name}` shows all reasons with their sources",
         )
     for finding in findings:
         if finding.status == "unknown" and log is not None:

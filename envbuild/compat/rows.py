@@ -180,7 +180,7 @@ class CompatFinding:
     date: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """Return the finding as `envbuild explain --json` prints it."""
+        """Return the finding as `envbuild check --json` prints it."""
         return asdict(self)
 
 

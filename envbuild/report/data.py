@@ -40,7 +40,7 @@ class ReportEntry:
     """A receipt, and what is known of its artifact.
 
     `files` is the number of the artifact's files, None if it was not read, `size` their bytes. `sbom` is its CycloneDX
-    document. `chain` are the findings of `envbuild explain`, None if its recipe is not here, and `basis` says what they
+    document. `chain` are the findings of `envbuild check`, None if its recipe is not here, and `basis` says what they
     judge. `notes` are for the reader.
     """
 

@@ -130,7 +130,7 @@ def sized_packages(contents: Inventory) -> Iterator[SizedPackage]:
 
 
 def _with_chain(entry: ReportEntry, environment: Environment) -> ReportEntry:
-    """Add the findings of `envbuild explain`, if the recipe is in a search folder of this host."""
+    """Add the findings of `envbuild check`, if the recipe is in a search folder of this host."""
     name = text_of(entry.receipt, "recipe.name")
     if not _NAME.fullmatch(name):  # never a path: a receipt must not choose files
         return entry

@@ -236,7 +236,7 @@ def download(entry: ReportEntry, what: str, ending: str, text: str, shared: Shar
 
 
 def chain(entry: ReportEntry) -> Html | None:
-    """Return the links of `envbuild explain`, each with its source."""
+    """Return the links of `envbuild check`, each with its source."""
     if entry.chain is None:
         return None
     if not entry.chain:

@@ -69,7 +69,7 @@ def _helps() -> Iterator[Shown]:
     for name, command in _tree():
         lines = (command.help or "").partition("Examples:\n")[2].splitlines()
         yield from (Shown(f"{name} --help", line.strip()) for line in lines if line.strip())
-    examples = (cli.epilog or "").removeprefix("Examples:").split("·")
+    examples = (cli.epilog or "").partition("Examples:\n")[2].splitlines()
     yield from (Shown("envbuild --help", line.strip()) for line in examples)
 
 

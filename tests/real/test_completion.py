@@ -1,4 +1,4 @@
-"""Real bash, zsh and fish complete what a user types; the readers of man pages find nothing wrong in ours."""
+"""Real bash, zsh and fish complete what a user types."""
 
 from __future__ import annotations
 
@@ -96,19 +96,3 @@ def test_fish_completes(place: Path) -> None:
     last = [re.split(r"(?<!\\) (?!image:)", line.rstrip())[-1] for _, line in CASES]
     assert found == [word.replace("\\", "").strip('"') for word in last], done.stdout + done.stderr
     assert done.stderr == ""
-
-
-def test_readers_of_man_pages_find_nothing_wrong(place: Path) -> None:
-    if missing := [program for program in ("groff", "mandoc") if shutil.which(program) is None]:
-        pytest.skip(f"not installed: {', '.join(missing)}")
-    env = variables()
-    subprocess.run(["envbuild", "man", "--out", "man1"], check=True, cwd=place, env=env, stdout=subprocess.PIPE)
-    pages = sorted((place / "man1").glob("*.1"))
-    # groff is what man starts.
-    formatted = ["groff", "-K", "utf8", "-man", "-ww", "-T", "utf8", "-P", "-cbou"]
-    for command in (["mandoc", "-T", "lint", "-W", "warning"], [*formatted, "-z"]):
-        done = subprocess.run([*command, *pages], capture_output=True, text=True, env=env)
-        assert (done.returncode, done.stdout + done.stderr) == (0, "")
-    page = [*formatted, place / "man1/envbuild-venv.1"]
-    shown = subprocess.run(page, capture_output=True, text=True, env=env).stdout
-    assert "envbuild venv [OPTIONS] RECIPE" in shown and "envbuild venv pt_cpu --out" in shown

@@ -45,7 +45,7 @@ def test_an_artifact_is_verified_and_a_job_on_another_gpu_refused(lab: Command) 
     job = lab("job", place / "venv", "--site", "./h100.toml")
     assert job.returncode == 5 and "_C.so has no code for sm_90 (h100): it has sm_80, sm_86, and no PTX" in job.stderr
     assert lab("job", place / "venv", "--site", "./a100.toml").returncode == 0
-    told = json.loads(lab("explain", "ops", "--json").stdout)["targets"][0]["findings"]
+    told = json.loads(lab("check", "ops", "--json").stdout)["targets"][0]["findings"]
     assert "its artifact here runs natively on sm_80, sm_86, sm_87, sm_89" in [one["text"] for one in told]
     # Another GPU is another verification of the same environment.
     name_gpus(lab.folder, '"h100"')

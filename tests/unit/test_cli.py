@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from lab.users import as_nobody
@@ -37,13 +39,25 @@ def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
 
 
 def test_help_lists_every_command_with_examples() -> None:
-    from envbuild.cli.commands import COMMANDS
+    from envbuild.cli.commands import COMMANDS, GROUPS
 
     overview = run("--help").stdout
-    assert all(name in overview for name in COMMANDS)
+    for heading, group in GROUPS.items():
+        below = overview.partition(f"\n{heading}:\n")[2].partition("\n\n")[0]
+        assert re.findall("^  ([a-z-]+)", below, re.MULTILINE) == list(group), heading
     for name in COMMANDS:
         done = run(name, "--help")
         assert done.returncode == 0 and "Examples:" in done.stdout, name
+
+
+def test_a_former_name_of_a_command_works_and_is_shown_nowhere() -> None:
+    from envbuild.cli.commands import COMMANDS, RENAMED, cli
+
+    context = click.Context(cli)
+    for old, new in RENAMED.items():
+        assert cli.get_command(context, old) is cli.get_command(context, new) is not None
+        assert old not in COMMANDS and old not in [one.value for one in cli.shell_complete(context, old)]
+    assert run("explain", "pt_cu126").stdout == run("check", "pt_cu126").stdout != ""
 
 
 @pytest.mark.parametrize(

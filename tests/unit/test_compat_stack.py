@@ -136,7 +136,7 @@ def test_a_known_bad_pair_is_refused_before_anything_is_resolved(
     with pytest.raises(LockError) as caught:
         update(wheel_lock(loaded, X86), load_environment(), upgrade=None, offline=True, log=print)
     assert fix in caught.value.message and "fix: " in caught.value.message
-    assert caught.value.hint and "envbuild explain lab --target cu126-x86_64" in caught.value.hint
+    assert caught.value.hint and "envbuild check lab --target cu126-x86_64" in caught.value.hint
     assert list(loaded.folder.iterdir()) == [loaded.path]
 
 

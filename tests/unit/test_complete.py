@@ -1,9 +1,8 @@
-"""Shell completion and man pages: the values of each parameter, each shell's words, and silence after errors."""
+"""Shell completion: the values of each parameter, each shell's words, and silence after errors."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,14 +11,11 @@ from pathlib import Path
 import click
 import pytest
 from click.shell_completion import BashComplete, CompletionItem
-from click.testing import CliRunner
 from lab.commands import TOP
 from lab.shellcheck import shellcheck
 
 from envbuild.cli import complete
-from envbuild.cli.commands import COMMANDS, cli
-from envbuild.cli.man import EXIT_CODES, man_pages
-from envbuild.errors import HostError, UsageError
+from envbuild.cli.commands import cli
 
 HEAVY = ("torch", "docker", "conda_lock", "rich", "rattler", "requests")
 
@@ -194,36 +190,3 @@ def test_a_value_that_is_not_printable_is_not_offered(
 
 def test_shellcheck_finds_nothing_in_the_script_for_bash() -> None:
     assert shellcheck("--shell=bash", TOP / "envbuild/data/completion.bash") == ""
-
-
-def test_a_man_page_for_each_command_has_all_sections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
-    pages = man_pages(cli)
-    assert {f"envbuild-{name}.1" for name in COMMANDS} | {"envbuild.1", "envbuild-site-init.1"} <= pages.keys()
-    sections = ["NAME", "SYNOPSIS", "DESCRIPTION", "OPTIONS", "EXAMPLES", "EXIT STATUS", "SEE ALSO"]
-    for name, text in pages.items():
-        assert [one for one in re.findall(r"^\.SH (.*)", text, re.MULTILINE) if one != "COMMANDS"] == sections, name
-        assert "\b" not in text and " 1 1970-01-01 " in text and ".SH EXAMPLES\n.nf\n.fi" not in text, name
-    venv = pages["envbuild-venv.1"]
-    assert "\n.B \\-\\-target TARGET\nACCELERATOR\\-ARCH, such as" in venv and "\nenvbuild venv pt_cpu\n" in venv
-
-
-def test_a_folder_for_man_pages_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
-    (tmp_path / "man1").touch()
-    done = CliRunner().invoke(cli, ["man", "--out", str(tmp_path / "man1")])
-    assert isinstance(done.exception, HostError) and "man1: the man pages cannot be written" in done.exception.message
-
-
-@pytest.mark.parametrize("value", ["abc", "-1", "1.5", "1" * 12])
-def test_a_source_date_that_is_none_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", value)
-    done = CliRunner().invoke(cli, ["man", "--out", str(tmp_path / "man1")])
-    assert isinstance(done.exception, UsageError) and f"SOURCE_DATE_EPOCH is '{value}'" in done.exception.message
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "")  # as if it were not set
-    assert CliRunner().invoke(cli, ["man", "--out", str(tmp_path / "man1")]).exit_code == 0
-
-
-def test_exit_codes_of_man_pages_are_those_of_the_docs() -> None:
-    table = re.findall(r"^\| (\d+) \| (.*) \|$", (TOP / "docs/reference/commands.md").read_text(), re.MULTILINE)
-    told = {int(code): text.replace("`", "").partition("; please")[0] for code, text in table}
-    assert told == EXIT_CODES

@@ -130,5 +130,5 @@ def test_the_locked_cuda_is_named_where_it_is_another_than_the_targets(tmp_path:
     assert len(done.stdout.split()) == 3 and all((tmp_path / path).is_file() for path in done.stdout.split())
     pytorch = next(line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("| pytorch "))
     assert "MB" in pytorch or "GB" in pytorch
-    said = lock(tmp_path, channel, "explain", "recipe.toml", "--target", "cu126-x86_64").stdout
+    said = lock(tmp_path, channel, "check", "recipe.toml", "--target", "cu126-x86_64").stdout
     assert "CUDA 12.9" in said and "CUDA 12.6" not in said

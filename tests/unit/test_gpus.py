@@ -203,7 +203,7 @@ def test_the_chip_of_an_amd_gpu(tmp_path: Path) -> None:
     assert found.facts["chips"] == ["gfx90a"]
 
 
-# ---- envbuild explain
+# ---- envbuild check
 @pytest.mark.parametrize(
     ("torch", "cuda", "gpus", "said"),
     [
@@ -215,13 +215,13 @@ def test_the_chip_of_an_amd_gpu(tmp_path: Path) -> None:
         ("2.9.1+cu126", "12.6", (), None),
     ],
 )
-def test_explain_says_on_which_gpus_torch_runs(torch: str, cuda: str, gpus: tuple[str, ...], said: str | None) -> None:
+def test_check_says_on_which_gpus_torch_runs(torch: str, cuda: str, gpus: tuple[str, ...], said: str | None) -> None:
     stack = Stack("x86_64", "3.11", "2.28", cuda=cuda, torch=torch, torch_origin="lock")
     found = [f"{one.status}: {one.text}" for one in gpu_findings(stack, gpus, {})]
     assert not found if said is None else found[0].startswith(said)
 
 
-def test_explain_says_what_an_artifact_has() -> None:
+def test_check_says_what_an_artifact_has() -> None:
     built = {"a": Containers({("sm_80", "compute_80"): 9}), "b": Containers({("sm_90",): 1, ("compute_75",): 1})}
     built |= {"lib/libcusparseLt.so.0": Containers({("sm_120",): 1}), "c": Containers({(UNREADABLE,): 1})}
     (found,) = gpu_findings(Stack("x86_64", "3.11", "2.28", cuda="13.0"), (), built)

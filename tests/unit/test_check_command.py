@@ -1,4 +1,4 @@
-"""`envbuild explain`: the chain of reasons as a user reads it."""
+"""`envbuild check`: the chain of reasons as a user reads it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ aws-ofi-nccl 1.21.1 has v6 to v12: v10 is used, from libnccl-net-ofi.so
 """
 
 
-def explain(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "envbuild", "explain", *arguments]
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "envbuild", "check", *arguments]
     return subprocess.run(command, capture_output=True, text=True, cwd=TOP)
 
 
@@ -75,7 +75,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_the_chain_is_told_link_by_link_and_bad_is_exit_3(recipe: Path) -> None:
-    done = explain(str(recipe), "--target", "cu126-aarch64", "--driver", "470.82.01")
+    done = check(str(recipe), "--target", "cu126-aarch64", "--driver", "470.82.01")
     assert (done.returncode, done.stderr) == (3, "")
     assert unwrapped(done.stdout) == CHAIN
     assert max(map(len, done.stdout.splitlines()[1:])) <= 110
@@ -84,14 +84,14 @@ def test_the_chain_is_told_link_by_link_and_bad_is_exit_3(recipe: Path) -> None:
 
 
 def test_all_targets_are_told_without_a_target(recipe: Path) -> None:
-    done = explain(str(recipe), "--driver", "550.54.15")
+    done = check(str(recipe), "--driver", "550.54.15")
     assert done.returncode == 0
     assert "lab for cu126-x86_64" in done.stdout and "lab for cu126-aarch64" in done.stdout
     assert done.stdout.count("nothing is known not to work") == 2
 
 
 def test_json_has_the_stack_and_each_finding(recipe: Path) -> None:
-    done = explain(str(recipe), "--json", "--driver", "100")
+    done = check(str(recipe), "--json", "--driver", "100")
     told = json.loads(done.stdout)
     assert done.returncode == 3 and told["recipe"] == "lab"
     assert [one["target"] for one in told["targets"]] == ["cu126-x86_64", "cu126-aarch64"]
@@ -104,7 +104,7 @@ def test_json_has_the_stack_and_each_finding(recipe: Path) -> None:
 
 def test_a_lock_that_cannot_be_read_is_said_and_the_pins_are_judged(recipe: Path) -> None:
     recipe.with_name("cu126-x86_64.requirements.txt").write_text("torch==nonsense\n")
-    done = explain(str(recipe), "--target", "cu126-x86_64")
+    done = check(str(recipe), "--target", "cu126-x86_64")
     assert done.returncode == 0 and "as the recipe pins it: " in done.stdout
     assert "Traceback" not in done.stderr
 
@@ -113,17 +113,17 @@ def test_a_lock_that_cannot_be_read_is_said_and_the_pins_are_judged(recipe: Path
     ("arguments", "said"), [(["--target", "cu999-x86_64"], "no target"), (["--driver"], "requires an argument")]
 )
 def test_misuse_is_exit_2(recipe: Path, arguments: list[str], said: str) -> None:
-    done = explain(str(recipe), *arguments)
+    done = check(str(recipe), *arguments)
     assert done.returncode == 2 and said in done.stderr and not done.stdout
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_what_is_shipped_is_known_to_go_together(name: str) -> None:
-    done = explain(name, "--json")
+    done = check(name, "--json")
     assert done.returncode == 0, done.stdout
     for one in json.loads(done.stdout)["targets"]:
         assert one["verdict"] == "good", one
 
 
 def test_help_has_examples() -> None:
-    assert re.search(r"Examples:\n\s+envbuild explain pt_cu126", explain("--help").stdout)
+    assert re.search(r"Examples:\n\s+envbuild check pt_cu126", check("--help").stdout)
