@@ -464,6 +464,8 @@ _QUOTED = "[rank0]: Last error:"
         (["wandb: ERROR Error while calling W&B API: permission denied (<Response [403]>)"], "tracker-failed"),
         (["ValueError: Free memory on device (10.1/79.1 GiB) on startup is less than desired GPU memory utilization (0.9, 71.2 GiB)."], "gpu-memory"),
         (["ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."], "gpu-memory"),
+        (["W1126 17:57:13.548749    2020 bfc_allocator.cc:598] Allocator (GPU_0_bfc) ran out of memory trying to allocate 16.00GiB (rounded to 17179869184) from the lower end requested by op "], "gpu-memory"),
+        (["'[Errno -3] Temporary failure in name resolution' thrown while requesting HEAD https://huggingface.co/bert-base-uncased/resolve/main/config.json", "Retrying in 1s [Retry 1/5]."], "model-unreachable"),
         (["RuntimeError: CUDA error: device-side assert triggered"], "device-assert"),
         (["OSError: Consistency check failed: file should be of size 4943162336 but has size 12 (model.safetensors)."], "download-cut"),
         (["OSError: [Errno 122] Disk quota exceeded"], "disk-full"),
