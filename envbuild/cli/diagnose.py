@@ -49,8 +49,13 @@ def diagnose_command(logs: tuple[str, ...], everything: bool, as_json: bool) -> 
 
 def _show(found: Diagnosis, everything: bool) -> None:
     known = any(one.kind == "cause" for one in found.findings)
-    if found.exception and not known:
-        click.echo(click.style("No cause is known. The program's own words:", bold=True))
+    if found.exception:
+        title = (
+            "The program's own words, which no rule explains:"
+            if known
+            else "No cause is known. The program's own words:"
+        )
+        click.echo(click.style(title, bold=True))
         _quote(found.exception)
     # Without a known cause, only the symptoms can be shown.
     hides = not everything and known
@@ -66,9 +71,6 @@ def _show(found: Diagnosis, everything: bool) -> None:
         click.echo(f"Followed by: {', '.join(one.id for one in hidden)} (--all shows them)", err=True)
     if not found.findings:
         click.echo(f"Nothing was recognised in {found.lines} lines.", err=True)
-    if found.exception and known:
-        click.echo("The program's first exception:")
-        _quote(found.exception)
     if found.last and not found.findings and not found.exception:
         click.echo("The last lines that speak of an error:", err=True)
         _quote(found.last)

@@ -15,11 +15,11 @@ import os
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from envbuild.diagnose.exception import BEGIN, Exceptions, Line
+from envbuild.diagnose.exception import BEGIN, FRAME, SIGNS, Exceptions, Line, Weight, Words
 from envbuild.diagnose.nccl_log import needles_of_forms, parse_nccl_log
 from envbuild.diagnose.rules import KINDS, DiagnosisRule, Kind, LinePattern, Place, course_patterns, load_rules
 from envbuild.diagnose.shapes import LineShapes
@@ -40,11 +40,6 @@ _FAILURES = ("Error", "error", "ERROR", "FATAL", "fatal", "Exception", "FAILED",
 _FAILURE = re.compile(rf"\b(?:\w*Error|\w*Exception|{'|'.join(_FAILURES)})\b")
 # torch's exception quotes what NCCL said in the next line (ProcessGroupNCCL, getNcclErrorDetailStr).
 _LAST_ERROR = "Last error:"
-# The line of an exception or of an error, where a log has no traceback; torchrun and srun add their own lines.
-_DECIDES = re.compile(
-    r"\b[A-Z]\w{0,80}(?:Error|Exception)\b: \S|\bwhat\(\): +\S|\b(?:FATAL|[Ff]atal|[Ee]rror|ERROR|panic)\]?: ?\S"
-)
-_OF_LAUNCHERS = re.compile(r"ChildFailedError|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: ")
 _FINISHED = "worker group successfully finished"
 _SHAPES_KEPT = 64  # per pattern
 _DIGITS = re.compile(r"\d+")
@@ -73,9 +68,9 @@ class DiagnosisFinding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings, causes first; the program's first exception and its location, if no finding explains it.
+    """The findings, causes first; and the program's own words on its failure, if no cause explains them.
 
-    In a log without tracebacks, `exception` is the last line that names an exception or error, if no cause is known.
+    They come before the findings: the first exception and its location, or the line that decides (exception.py).
 
     `lines` is the number of lines read; `last` are the last lines that look like an error.
     """
@@ -143,7 +138,7 @@ class _Course:
 class _Mark:
     """Lines that tell the `course` of the job or its exceptions, and lines of NCCL that have other forms."""
 
-    name: Literal["attempts", "progress", "failures", "pods", "traceback", "nccl", "last", "error"]
+    name: Literal["attempts", "progress", "failures", "pods", "words", "nccl", "last", "error"]
     regex: tuple[re.Pattern[str], ...] = ()
 
     def on(self, line: str) -> bool:
@@ -166,7 +161,7 @@ class _Reader:
             texts[_Mark(name, tuple(one.regex for one in some))] = (
                 [text for needles in every for text in needles] if all(every) else ()
             )
-        texts[_Mark("traceback")] = (BEGIN,)
+        texts[_Mark("words")] = (BEGIN, FRAME, *SIGNS)
         texts[_Mark("nccl")] = needles_of_forms()
         texts[_Mark("last")] = (_LAST_ERROR,)
         texts |= {pattern: pattern.needles for pattern in patterns}
@@ -176,8 +171,6 @@ class _Reader:
         self.last: deque[Line] = deque(maxlen=6)
         self.course, self.exceptions = _Course(), Exceptions()
         self.total = 0
-        self.decides: tuple[int, Line] | None = None
-        self.tracebacks = False
         # The text before `Last error:`, and the number of the line behind it.
         self._quoted: tuple[str, int] = "", 0
 
@@ -207,18 +200,20 @@ class _Reader:
         self, line: Line, before: str, order: int, marks: Sequence[_Mark | LinePattern], here: dict[LinePattern, _Seen]
     ) -> None:
         """Read a line that follows the line `before`; `here` counts in its log, since its last new attempt."""
-        course = ""
+        course, words = "", False
+        matched: list[LinePattern] = []
         if self._quoted[1] == order and line.text.startswith(self._quoted[0]):
             self._match_forms(f" NCCL WARN {line.text[len(self._quoted[0]) :]}", line, order, here)
         for mark in marks:
             if isinstance(mark, LinePattern):
-                self._match(mark, line, line.text, order, here)
+                if self._match(mark, line, line.text, order, here):
+                    matched.append(mark)
             elif mark.name == "nccl":
                 self._match_forms(line.text[max(0, line.text.find(" NCCL ")) :], line, order, here)
             elif mark.name == "last":
                 self._quoted = line.text.partition(_LAST_ERROR)[0], order + 1
-            elif mark.name == "traceback":
-                self.tracebacks = True
+            elif mark.name == "words":
+                words = True
             elif not mark.on(line.text):
                 continue
             elif mark.name == "attempts":
@@ -228,8 +223,6 @@ class _Reader:
                 self.course.pods = True
             elif mark.name == "error":
                 self.last.append(line)
-                if _DECIDES.search(line.text) and not _OF_LAUNCHERS.search(line.text):
-                    self.decides = order, line
             else:
                 course = course or mark.name
         if course == "progress":
@@ -237,9 +230,9 @@ class _Reader:
             self.course.finished = order if _FINISHED in line.text else self.course.finished
         elif course == "failures":
             self.course.failed = order
-        if not self.exceptions.first and (self.exceptions.open or BEGIN in line.text):
-            self.exceptions.read(line, before, order)
-        if self.exceptions.first and self.course.long_passed(self.exceptions.order):
+        if words or self.exceptions.open:
+            self.exceptions.read(line, before, order, matched)
+        if self.exceptions.best.weight and self.course.long_passed(self.exceptions.best.order):
             self.exceptions = Exceptions()
 
     def _match_forms(self, text: str, line: Line, order: int, here: dict[LinePattern, _Seen]) -> None:
@@ -248,15 +241,16 @@ class _Reader:
                 if isinstance(pattern, LinePattern):
                     self._match(pattern, line, form, order, here)
 
-    def _match(self, pattern: LinePattern, line: Line, form: str, order: int, here: dict[LinePattern, _Seen]) -> None:
+    def _match(self, pattern: LinePattern, line: Line, form: str, order: int, here: dict[LinePattern, _Seen]) -> bool:
         match = pattern.regex.search(form)
         if match is None:
-            return
+            return False
         one = self.seen.setdefault(pattern, _Seen(order=order))
         one.latest = order
         _keep(one, match, line, match.start() if form is line.text else 0)
         if pattern in self._counted:
             _count(here.setdefault(pattern, _Seen()), match.groupdict())
+        return True
 
 
 def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[DiagnosisRule]) -> Diagnosis:
@@ -270,13 +264,31 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
     seen, course, exceptions = reader.seen, reader.course, reader.exceptions
     held = [(rule, found) for rule in rules if (found := _found(rule, seen, course)) is not None]
     held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
-    known = any(rule.kind == "cause" and rule.rank > _ROOT for rule, _ in held)
-    first = () if known or course.passed(exceptions.order) else exceptions.first
-    if reader.decides and not reader.tracebacks and not any(rule.kind == "cause" for rule, _ in held):
-        order, line = reader.decides
-        first = () if course.passed(order) else (line,)
+    words = exceptions.words
+    shown = () if course.passed(words.order) else tuple(map(_evidence, (*words.lines, *words.led)))
+    if held and held[0][0].kind == "cause":
+        explains = [n for n, (rule, _) in enumerate(held) if words.marks.intersection((*rule.any, *rule.all))]
+        if shown and explains:
+            rule, (order, finding) = held[explains[0]]
+            held[explains[0]] = rule, (order, _with_words(finding, shown))
+        shown = () if explains or _comes_before(*held[0], words) else shown
     last = tuple(map(_evidence, reader.last))
-    return Diagnosis(reader.total, tuple(finding for _, (_, finding) in held), tuple(map(_evidence, first)), last)
+    return Diagnosis(reader.total, tuple(finding for _, (_, finding) in held), shown, last)
+
+
+def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], words: Words) -> bool:
+    """Return whether a cause says more than `words` of the program that no rule explains.
+
+    Programs often go on after lines of a rule that `passes`; what a program says after other causes follows from them.
+    """
+    if rule.rank > _ROOT:
+        return True
+    return words.weight < Weight.NAMED or (found[0] < words.order and not rule.passes)
+
+
+def _with_words(finding: DiagnosisFinding, words: tuple[Evidence, ...]) -> DiagnosisFinding:
+    """Return `finding` with the lines of an exception that it explains, its place first."""
+    return replace(finding, evidence=tuple(dict.fromkeys((*words, *finding.evidence))))
 
 
 def explain(text: str, place: Place) -> str:

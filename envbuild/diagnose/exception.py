@@ -1,31 +1,76 @@
-"""The first exception of a program in its log, which may mix the lines of many ranks.
+"""The program's own words on its failure, in a log that may mix the lines of many ranks.
 
-A traceback has Python's format (traceback.c): a header line, indented frames, and the exception. Each line may
-have a prefix that names its process (`[rank0]: `, `0: `, `[pod/ddp-worker-0/pytorch] `).
+They are the first exception of the program or, in a log without tracebacks, the line that decides. A traceback has
+the format of Python (traceback.c), of rich (a box) or of IPython; its begin or its indentation may be missing. Each
+line may have a prefix that names its process (`[rank0]: `, `0: `, `[pod/ddp-worker-0/pytorch] `).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple
 
-BEGIN = "Traceback (most recent call last):"
-_FRAME = re.compile(r'\s+File "(?P<file>[^"]+)", line \d+')
+BEGIN = "Traceback (most recent call last)"
+FRAME = 'File "'
+_FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line \d+')
+_FRAME_IN = re.compile(r'(?P<prefix>.*?)(?:  )?File "[^"]+", line \d+, in ')
+_BOX = re.compile(r"[╭+][─-]+ $")
+_BOXED = re.compile(r"\s*[│|] (?P<file>\S[^:]*\.py):\d+ +in ")
+_IN_NOTEBOOK = re.compile(r"(?:File )?(?P<file>[/~<\[]\S*?)(?::\d+)?,? in ")
+_ARROW = re.compile(r"\s*(?:[│|] ❱|-{2,4}>)")
+_HEADER = re.compile(r"(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit))\s{3,}$")
 _MARKS = re.compile(r"[\s^~]*$")
-_EXCEPTION = re.compile(r"(?P<module>(?:\w+\.)*)(?P<name>[A-Z]\w*)(?:: |:?\s*$)")
+_EXCEPTION = re.compile(r"(?P<module>(?:\w+\.)*)(?P<name>[A-Z]\w*)(?:\(\w+\))?(?:: |:?\s*$)")
 _USUAL = ("Error", "Exception", "Warning", "Expired", "Timeout", "Failure", "Interrupt", "Exit", "Iteration")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<frozen ")
 _LAUNCHER = re.compile(r"/torch/distributed/(?:run|launch|launcher/api)\.py$|/bin/torchrun$")
 _OF_TORCHRUN = "torch.distributed.elastic."
 _ENDS = ("SystemExit", "KeyboardInterrupt")
+_CHAINED = re.compile(r"During handling of the above exception|The above exception was the direct cause")
+# Python and its logging tell of exceptions that end nothing.
+_IGNORED = re.compile(r"Exception ignored in|--- Logging error ---")
+# Exceptions that report another process' failure, or another exception that stands elsewhere in the log.
+_RELAYS = re.compile(
+    r"CalledProcessError|ChildFailedError|Process(?:Raised|Exited)Exception|RemoteTraceback|RayTaskError|TrainingFailedError"
+    r"|Caught \w{1,60} in (?:DataLoader worker|replica|pin memory)|is killed by signal: Terminated"
+    r"|(?:Engine core|WorkerProc) initialization failed|EngineDeadError|Background loop has errored"
+    r"|Engine (?:loop|process) (?:has died|failed)|One or more workers? failed|^Exception: *$"
+)
 # Timestamps, which differ between the lines of a traceback and are removed from their prefixes.
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+|\d\d:\d\d:\d\d[\d.,]*")
-# The maximum of lines per traceback, and of open tracebacks.
+# A line that begins a record of a logger, and is no further line of a message.
+_RECORD = re.compile(r"\s*(?:\[?\d{4}-|\[?[IWEF]\d{4} |\[?(?:INFO|WARNING|ERROR|DEBUG)\b|\[rank\d|srun: )")
+# The maximum of lines per traceback, of open tracebacks, and of a message after its first line.
 _LONGEST = 1000
 _MOST = 256
+_MESSAGE = 4
 # A traceback whose end is missing is given up after so many lines of all processes.
 _GIVEN_UP = 50_000
+# Lines between an exception and the one that it led to.
+_BETWEEN = 3
+
+_NAMED = re.compile(r"\b[A-Z]\w{0,80}(?:Error|Exception)\b:(?: \S|\s*$)")
+_ABORTED = re.compile(r"\bwhat\(\): +\S|: Assertion [`'\"].{1,300}['\"`] failed|panicked at ")
+_OF_COMPILERS = re.compile(
+    r"(?::\d{1,6}|\(\d{1,6}\)): (?:fatal )?error: |\b(?:nvcc|ptxas) fatal|: undefined reference to |: cannot find -l"
+    r"|^CMake Error"
+)
+_ERROR_LINE = re.compile(r"\b(?:FATAL|[Ff]atal|[Ee]rror|ERROR|panic)\]?: ?\S")
+_REFUSAL = re.compile(
+    r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to|exiting\b"
+    r"|[Aa]borting|must (?:be|not)|not (?:found|supported)|but current state is)"
+)
+_OF_LAUNCHERS = re.compile(r"ChildFailedError|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: |: ?None$")
+
+# Each line that decides contains one of these.
+SIGNS = (
+    *("Error", "Exception", "what():", "Assertion", "panicked at ", "error: ", "fatal", "FATAL", "ERROR", "rror: "),
+    *("panic", "undefined reference to ", "cannot find -l", "exiting", "borting", "not found", "not supported"),
+    *("must be", "must not", "nable to", "annot ", "ould not", "ouldn't", "an't ", "ailed to", "current state is"),
+)
 
 
 class Line(NamedTuple):
@@ -36,47 +81,121 @@ class Line(NamedTuple):
     text: str
 
 
+class Weight(IntEnum):
+    """How well words decide why a program failed; of equal ones the first count, of REFUSAL and ERROR the last."""
+
+    NOTHING = 0
+    FRAME = 1
+    RELAY = 2
+    REFUSAL = 3
+    ERROR = 4
+    NAMED = 5
+    COMPILER = 6
+    ENDED = 7
+
+
+@dataclass(slots=True)
+class Words:
+    """Lines in which a program says why it failed, the number of the decisive one, and the `marks` on them.
+
+    `led` is the last exception to which the one in `lines` led.
+    """
+
+    weight: Weight = Weight.NOTHING
+    lines: tuple[Line, ...] = ()
+    order: int = 0
+    marks: set[Hashable] = field(default_factory=set)
+    led: tuple[Line, ...] = ()
+
+
 @dataclass(slots=True)
 class _Open:
-    """A traceback whose exception has not been read: its last frame, and the last frame in the program's own files."""
+    """A traceback whose exception has not been read: its last frame, and the last frame in the program's own files.
+
+    `name` is the exception that the header of IPython names, `boxed` whether rich's box is open, `bare` whether the
+    line before is a frame without indentation.
+    """
 
     last: list[Line] = field(default_factory=list)
     own: list[Line] = field(default_factory=list)
     lines: int = 0
     framed: bool = False
     launcher: bool = False
+    ignored: bool = False
+    name: str = ""
+    boxed: bool = False
+    bare: bool = False
+
+
+@dataclass(slots=True)
+class _After:
+    """What may follow the best words: more lines of their message, and an exception to which they led."""
+
+    prefix: str
+    wanted: bool
+    lines: int = 0
+    message: bool = True
+    chain: bool = False
+    led: bool = False
 
 
 @dataclass(slots=True)
 class Exceptions:
-    """A reader of log lines that finds the `first` exception that is neither torchrun's own nor ignored.
+    """A reader of log lines that finds the best `words` of the program, which are neither torchrun's nor ignored.
 
-    Before it are the frames that locate it; `order` is the number of its line among all lines.
+    Before an exception are the frames that locate it.
     """
 
-    first: tuple[Line, ...] = ()
-    order: int = 0
+    best: Words = field(default_factory=Words)
     _file: str = ""
     _begun: int = 0
     _open: dict[str, _Open] = field(default_factory=dict)
+    _after: _After | None = None
 
     @property
     def open(self) -> bool:
-        """Whether each line counts, for a traceback has begun; else only a line that contains BEGIN."""
-        return bool(self._open) and not self.first
+        """Whether each line counts; else only lines with a text that marks a traceback or an error."""
+        return self._after is not None or bool(self._open)
 
-    def read(self, line: Line, before: str, order: int) -> None:
-        """Read the next line, which follows the line `before` of its file."""
+    @property
+    def words(self) -> Words:
+        """The best words; in a log that ends within a traceback and has no others, the last frames."""
+        frames = next((one for one in self._open.values() if one.last and not one.launcher | one.ignored), None)
+        if self.best.weight or frames is None:
+            return self.best
+        return Words(Weight.FRAME, tuple(dict.fromkeys((*frames.own, *frames.last))), self._begun)
+
+    def read(self, line: Line, before: str, order: int, marks: Collection[Hashable]) -> None:
+        """Read the next line, which follows the line `before` of its file and has `marks`."""
         if line.file != self._file or order > self._begun + _GIVEN_UP:
             self._file = line.file
             self._open.clear()
-        begun = BEGIN in line.text
-        if (begun or self._open) and (plain := _TIME.sub("", line.text)):
-            if begun and "Exception ignored in" not in before and len(self._open) < _MOST:
-                self._open[plain[: plain.index(BEGIN)]] = _Open()
-                self._begun = order
-            elif not begun:
-                self._go_on(line, before, plain, order)
+            self._after = None
+        plain = _TIME.sub("", line.text)
+        if self._after and self._follows(self._after, line, plain, marks):
+            return
+        if self.best.weight == Weight.ENDED and not (self._after and self._after.led):
+            self._open.clear()
+            return
+        if BEGIN in plain:
+            self._begin(plain, before, order)
+        elif plain and not self._go_on(line, before, plain, order, marks) and self.best.weight < Weight.ENDED:
+            self._decide(line, plain, order, marks)
+
+    def _begin(self, plain: str, before: str, order: int) -> None:
+        if len(self._open) >= _MOST:
+            return
+        prefix = plain[: plain.index(BEGIN)]
+        one = _Open(ignored=_IGNORED.search(before) is not None)
+        if box := _BOX.search(prefix):
+            one.boxed = True
+            prefix = prefix[: box.start()]
+        elif header := _HEADER.search(prefix):
+            one.name = header["name"]
+            prefix = prefix[: header.start()]
+        if self._after is None or prefix == self._after.prefix:
+            self._open[prefix] = one
+            self._begun = order
 
     def _without_bar(self, plain: str, before: str) -> None:
         """Correct the prefix of a traceback that began behind a progress bar in the line before, by its first frame."""
@@ -86,36 +205,139 @@ class Exceptions:
         if not known and bar in self._open and (bar.startswith(prefix) or bar.endswith(prefix)):
             self._open[prefix] = self._open.pop(bar)
 
-    def _go_on(self, line: Line, before: str, plain: str, order: int) -> None:
+    def _go_on(self, line: Line, before: str, plain: str, order: int, marks: Collection[Hashable]) -> bool:
+        """Return whether the line belongs to a traceback."""
         self._without_bar(plain, before)
         prefix = max((one for one in self._open if plain.startswith(one)), key=len, default=None)
         if prefix is None:
-            return
+            # A traceback whose begin is missing.
+            frame = None if self._after or len(self._open) >= _MOST else _FRAME_IN.match(plain)
+            if frame is None:
+                return False
+            prefix, self._begun = frame["prefix"], order
+            self._open[prefix] = _Open()
         one = self._open[prefix]
         one.lines += 1
-        found = _exception(one, line, plain[len(prefix) :])
+        text = plain[len(prefix) :]
+        found, belongs = _exception(one, line, text)
         if found is not None or one.lines > _LONGEST:
             del self._open[prefix]
-        if found is None or one.launcher or found["name"] in _ENDS or found["module"].startswith(_OF_TORCHRUN):
+        if found is None:
+            return belongs
+        if one.ignored or one.launcher or found["name"] in _ENDS or found["module"].startswith(_OF_TORCHRUN):
+            return True
+        if self._after:
+            self.best.led = (line,)
+            self.best.marks.update(marks)
+            self._after = _After(prefix, _is_open(text), chain=True)
+            return True
+        weight = Weight.RELAY if _RELAYS.search(text) else Weight.ENDED
+        lines = tuple(dict.fromkeys((*one.own, *one.last, line)))
+        self._propose(Words(weight, lines, order, set(marks)), prefix, text)
+        return True
+
+    def _propose(self, words: Words, prefix: str, text: str) -> None:
+        late = words.weight in (Weight.REFUSAL, Weight.ERROR)
+        if words.weight > self.best.weight or (late and words.weight == self.best.weight):
+            self.best = words
+            self._after = _After(prefix, _is_open(text), chain=words.weight == Weight.ENDED)
+            if words.weight == Weight.ENDED:
+                self._open.clear()
+
+    def _follows(self, after: _After, line: Line, plain: str, marks: Collection[Hashable]) -> bool:
+        """Return whether `line` is a further line of the best words' message, or leads to another exception."""
+        after.lines += 1
+        if after.led:
+            if after.lines > _LONGEST:
+                self._after = None
+            return False
+        # Other processes may write in between.
+        mine = plain.startswith(after.prefix.rstrip())
+        text = plain[len(after.prefix) :] if mine else ""
+        if mine and after.chain and _CHAINED.search(text):
+            after.led, after.lines = True, 0
+            return True
+        if mine and after.message and text.strip():
+            indented = text[:1] in (" ", "\t")
+            other = BEGIN in text or _FRAME.match(text) or _RECORD.match(text)
+            taken = (indented or after.wanted) and not other and after.lines <= _MESSAGE
+            after.message = taken
+            if taken:
+                where = "led" if self.best.led else "lines"
+                setattr(self.best, where, (*getattr(self.best, where), line))
+                self.best.marks.update(marks)
+                after.wanted = _is_open(text)
+                return True
+        ended = not after.message and (not after.chain or BEGIN in text)
+        self._after = None if ended or after.lines > _MESSAGE else after
+        return False
+
+    def _decide(self, line: Line, plain: str, order: int, marks: Collection[Hashable]) -> None:
+        """Take a line outside of tracebacks if it decides more than the best words."""
+        if _OF_LAUNCHERS.search(plain):
             return
-        self.first, self.order = tuple(dict.fromkeys((*one.own, *one.last, line))), order
+        for weight, regex in _DECISIVE:
+            if weight < self.best.weight:
+                return
+            if match := regex.search(plain):
+                relay = weight == Weight.NAMED and _RELAYS.search(plain[match.start() :])
+                words = Words(Weight.RELAY if relay else weight, (line,), order, set(marks))
+                prefix = plain[: match.start()] if weight == Weight.NAMED else ""
+                self._propose(words, prefix, plain)
+                return
 
 
-def _exception(one: _Open, line: Line, text: str) -> re.Match[str] | None:
-    """Store a frame in the traceback `one`, or return the match of its exception; `text` is Python's part of `line`."""
-    if text[:1] in (" ", "\t"):
-        if frame := _FRAME.match(text):
+_DECISIVE = (
+    (Weight.ENDED, _ABORTED),
+    (Weight.COMPILER, _OF_COMPILERS),
+    (Weight.NAMED, _NAMED),
+    (Weight.ERROR, _ERROR_LINE),
+    (Weight.REFUSAL, _REFUSAL),
+)
+
+
+def _is_open(text: str) -> bool:
+    """Return whether the message in `text` goes on in the next line."""
+    return text.rstrip().endswith(":") or text.rstrip().endswith("(")
+
+
+def _exception(one: _Open, line: Line, text: str) -> tuple[re.Match[str] | None, bool]:
+    """Return the match of the exception that ends the traceback `one`, and whether `line` belongs to it.
+
+    A frame is stored in `one`; `text` is Python's part of the line.
+    """
+    if one.boxed or one.name:
+        return _in_frame_of_others(one, line, text)
+    frame = _FRAME.match(text)
+    if frame or text[:1] in (" ", "\t") or one.bare:
+        if frame:
             one.launcher |= _LAUNCHER.search(frame["file"]) is not None
             one.last = [line]
             if not _LIBRARY.search(frame["file"]):
                 one.own = one.last
         elif len(one.last) == 1 and not _MARKS.match(text):
             one.last.append(line)
+        one.bare = frame is not None and text.startswith("File")
         one.framed = True
-        return None
+        return None, True
     found = _EXCEPTION.match(text)
     # Other processes may write between its lines.
-    ended = found and (one.framed or found["name"].endswith(_USUAL))
+    ended = found if found and (one.framed or found["name"].endswith(_USUAL)) else None
     if text.strip():
         one.framed = False
-    return found if ended else None
+    return ended, not text.strip()
+
+
+def _in_frame_of_others(one: _Open, line: Line, text: str) -> tuple[re.Match[str] | None, bool]:
+    """Read a line of a traceback of rich or IPython as _exception does."""
+    if one.boxed and text.lstrip().startswith(("╰", "+--")):
+        one.boxed, one.framed = False, True
+        return None, True
+    if frame := (_BOXED if one.boxed else _IN_NOTEBOOK).match(text):
+        one.last = [line]
+        if not _LIBRARY.search(frame["file"]):
+            one.own = one.last
+    elif _ARROW.match(text) and len(one.last) == 1:
+        one.last.append(line)
+    found = None if one.boxed or not text.startswith(one.name) else _EXCEPTION.match(text)
+    return found, found is not None or one.boxed or text[:1] in (" ", "-", "\t", "~", "/", "<", "[", "F")

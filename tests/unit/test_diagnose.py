@@ -838,6 +838,94 @@ def test_an_exception_is_found_between_the_lines_of_other_ranks(rng: random.Rand
     assert all(re.match(rf"\D*{first[-1]}\b", line) for line in found)
 
 
+_FRAMES = ['  File "/home/ada/train.py", line 9, in main', "    step()", '  File "/env/lib/python3.11/site-packages/x/y.py", line 3, in z', "    raise E"]  # fmt: skip
+_BOX = [
+    "╭──────────── Traceback (most recent call last) ────────────╮",
+    "│ /home/ada/train.py:9 in main                              │",
+    "│   8                                                       │",
+    "│ ❱ 9 │   step()                                            │",
+    "│ /env/lib/python3.11/site-packages/x/y.py:3 in z           │",
+    "│ ❱ 3 │   raise E                                           │",
+    "╰───────────────────────────────────────────────────────────╯",
+]
+_NOTEBOOK = [
+    "-" * 75,
+    "KeyError                                  Traceback (most recent call last)",
+    "<ipython-input-3-1a> in <module>",
+    "      1 import x",
+    "----> 2 x.z()",
+    "",
+    "/env/lib/python3.11/site-packages/x/y.py in z(self)",
+    "----> 3     raise E",
+    "",
+]
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: ", "(Engine pid=7) ERROR 05-21 05:16:15 [core.py:48] "])
+@pytest.mark.parametrize(
+    ("lines", "place"),
+    [
+        (_FRAMES, 'File "/home/ada/train.py", line 9, in main'),
+        ([line.strip() for line in _FRAMES], 'File "/home/ada/train.py", line 9, in main'),
+        ([_TRACEBACK[0], *_FRAMES], 'File "/home/ada/train.py", line 9, in main'),
+        ([_TRACEBACK[0], *(line.strip() for line in _FRAMES)], 'File "/home/ada/train.py", line 9, in main'),
+        (_BOX, "/home/ada/train.py:9 in main"),
+        (_NOTEBOOK, "<ipython-input-3-1a> in <module>"),
+    ],
+)
+def test_an_exception_is_found_in_tracebacks_of_other_forms(prefix: str, lines: list[str], place: str) -> None:
+    found = exception(*(prefix + line for line in (*lines, "KeyError: 'x'")), *_KILLED)
+    assert place in found[0]
+    assert found[-1] == f"{prefix}KeyError: 'x'"
+    assert all("File" not in line and "y.py" not in line for line in found[1:2])
+
+
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [
+        # Messages of several lines.
+        ([*_FRAMES, "RuntimeError: ", "    CUDA Setup failed", "more"], ["RuntimeError:", "CUDA Setup failed"]),
+        ([*_FRAMES, "X.BackendFailed: backend raised:", "", "PermissionRefused: no", "more"], ["X.BackendFailed: backend raised:", "PermissionRefused: no"]),
+        ([*_FRAMES, "ValueError: bad", "more"], ["ValueError: bad"]),
+        ([*_FRAMES, "ValueError: one of:", "[rank7]: other", "WARNING: x"], ["ValueError: one of:"]),
+        # The root of a chain, and its end.
+        ([*_FRAMES, "KeyError: 'x'", "", "During handling of the above exception, another exception occurred:", "", *_TRACEBACK[:-1], "OSError: no"], ["KeyError: 'x'", "OSError: no"]),
+        ([*_FRAMES, "KeyError: 'x'", "", "The above exception was the direct cause of the following exception:", "", _TRACEBACK[0], *_FRAMES, "A.E: of", "", "During handling of the above exception, another exception occurred:", "", _TRACEBACK[0], *_FRAMES, "B.E: to"], ["KeyError: 'x'", "B.E: to"]),
+        ([*_FRAMES, "KeyError: 'x'", "", _TRACEBACK[0], *_FRAMES, "OSError: no"], ["KeyError: 'x'"]),
+        # Exceptions that report another one.
+        ([_TRACEBACK[0], *_FRAMES, "KeyError: Caught KeyError in DataLoader worker process 0.", "Original " + _TRACEBACK[0], *_FRAMES, "KeyError: 'y'"], ["KeyError: 'y'"]),
+        ([_TRACEBACK[0], *_FRAMES, "subprocess.CalledProcessError: Command 'x' returned non-zero exit status 1.", "AssertionError: one"], ["AssertionError: one"]),
+        (["AssertionError: one", _TRACEBACK[0], *_FRAMES, "RuntimeError: Engine core initialization failed. See root cause above."], ["AssertionError: one"]),
+        # The line that decides.
+        (["x.cu(3): error: no operator", "x.cu(9): error: second", "RuntimeError: compiling failed"], ["x.cu(3): error: no operator"]),
+        (["error: one", "error: two"], ["error: two"]),
+        (["cannot do it", "AssertionError", "it must be done"], ["it must be done"]),
+        (["p: a.cpp:1: void f(): Assertion `a == b' failed.", *_TRACEBACK], ["p: a.cpp:1: void f(): Assertion `a == b' failed."]),
+        # A traceback that the log cuts off.
+        (["x", _TRACEBACK[0], *_FRAMES], ["raise E"]),
+        (["--- Logging error ---", *_TRACEBACK, "ValueError: x"], ["ValueError: x"]),
+    ],
+)  # fmt: skip
+def test_what_the_program_says_is_whole_and_its_first_failure(lines: list[str], shown: list[str]) -> None:
+    assert exception(*lines)[-len(shown) :] == shown
+
+
+def test_an_exception_that_no_rule_explains_comes_before_causes_that_may_follow_from_it() -> None:
+    killed = "E failed (exitcode: -9) local_rank: 1"
+    assert exception(*_TRACEBACK, killed)[-1] == _TRACEBACK[-1]
+    assert exception(killed, *_TRACEBACK) == []
+    assert exception("FileNotFoundError: [Errno 2] No such file or directory: 'a'", *_TRACEBACK)[-1] == _TRACEBACK[-1]
+    assert exception("OSError: [Errno 28] No space left on device", *_TRACEBACK) == []
+
+
+def test_a_cause_shows_the_place_of_the_exception_that_it_explains() -> None:
+    missing = "FileNotFoundError: [Errno 2] No such file or directory: 'a'"
+    found = diagnose([("log", [*_TRACEBACK[:-1], missing])], load_rules())
+    assert found.findings[0].id == "file-missing"
+    assert found.findings[0].evidence[0].text == _TRACEBACK[1].strip()
+    assert found.findings[0].evidence[-1].text == missing
+
+
 @pytest.mark.parametrize(
     ("logs", "doubt"),
     [
@@ -891,7 +979,8 @@ def test_lines_that_differ_in_numbers_are_searched_once_and_few_are_read(monkeyp
     path.write_text("\n".join([*lines, "OSError: [Errno 28] No space left on device", *lines[:9]]))
     found = of(path)
     assert (found.findings[0].id, found.findings[0].evidence[0].line, found.lines) == ("disk-full", 100_001, 100_010)  # fmt: skip
-    assert [one.number for one in read] == [100_001]
+    # The line behind the exception may belong to its message.
+    assert [one.number for one in read] == [100_001, 100_002]
     assert len(searched) == 1
 
 
@@ -1015,7 +1104,7 @@ def test_where_nothing_is_recognised_the_last_errors_are_shown(tmp_path: Path) -
     assert "The last lines that speak of an error:" in done.output
     log.write_text("\n".join(["ValueError: too many classes", "[rank1]: KeyError: 'x'", *_TORCHRUN[:1], *_KILLED]))
     done = CliRunner().invoke(diagnose_command, [str(log)])
-    assert done.stdout.splitlines()[1].endswith("x.log:2: [rank1]: KeyError: 'x'")
+    assert done.stdout.splitlines()[1].endswith("x.log:1: ValueError: too many classes")
 
 
 @pytest.mark.parametrize("name", ["nosuch.log", "."])
