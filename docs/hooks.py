@@ -16,6 +16,8 @@ _BLOCK = re.compile(r"(?<=\n\n)((?: {4}.*\n)(?:(?: {4}.*)?\n)*)")
 _LIST = re.compile(r"\s*([-*]|\d+\.) |\s+\S")
 _WORD = re.compile(r"<code>([^<\s]{1,18})</code>")
 _TABLE = re.compile("<table>.*?</table>", re.DOTALL)
+# A word of a table's text that is wider than its column may be: a path, a variable.
+_LONG = re.compile(r"(?<![^\s>])[^\s<>&;]{22,}(?=[\s<])(?![^<]*>)")
 # The language of a block, by its first line.
 _LANGUAGES = {
     r"\$ ": "console",
@@ -32,7 +34,7 @@ def on_config(config: MkDocsConfig) -> None:
     assert found
     config.site_name = f"envbuild {found[1]}"
     urls = tomllib.loads((TOP / "pyproject.toml").read_text())["project"].get("urls", {})
-    config.repo_url = urls.get("Repository")
+    config.repo_url, config.site_url = urls.get("Repository"), urls.get("Documentation")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
@@ -62,7 +64,8 @@ def _labelled(table: re.Match[str]) -> str:
         return f'<td data-heading="{headings[next(cells) % len(headings)]}"'
 
     text = re.sub("<td", cell, table[0]).replace("<table", "<table data-stacked", 1)
-    return re.sub("(?<=[0-9]) %", "\N{NO-BREAK SPACE}%", text)
+    text = re.sub("(?<=[0-9]) %", "\N{NO-BREAK SPACE}%", text)
+    return _LONG.sub(lambda word: re.sub("(?<=[/_.,=:@-])(?=[^/_.,=:@-])", "<wbr>", word[0]), text)
 
 
 def _fenced(block: re.Match[str], markdown: str) -> str:

@@ -46,15 +46,17 @@ class Tab:
                 result: dict[str, Any] = answer["result"]
                 return result
 
-    def open(self, page: Path, *, width: int = 1200, height: int = 900, dark: bool = False, media: str = "") -> None:
-        """Load a file in a window of that size, and wait until it is there."""
+    def open(
+        self, page: Path | str, *, width: int = 1200, height: int = 900, dark: bool = False, media: str = ""
+    ) -> None:
+        """Load a file or an address in a window of that size, and wait until it is there."""
         self.events.clear()
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", media=media, features=[scheme])
-        self.send("Page.navigate", url=page.absolute().as_uri())
+        self.send("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
         while not any(method == "Page.loadEventFired" for method, _ in self.events):
             self._next()
 

@@ -109,6 +109,7 @@ def picture(recording: Recording, title: str, until: int | None = None) -> str:
             for (colour, bold), run in groupby(cells, lambda cell: (cell.fg, cell.bold)):
                 text.append("".join(cell.data for cell in run), Style(color=_colour(colour), bold=bold))
             console.print(text, soft_wrap=True)
+        console.print()  # the picture's clip cuts the underscores of its last line
     svg = console.export_svg(title=title, unique_id="terminal")
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)
     return "\n".join(line.rstrip() for line in svg.splitlines() if line.strip()) + "\n"

@@ -1,0 +1,93 @@
+"""The site of docs/: its version and addresses have one place, nothing but pages is in it, and nav has them all."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOP = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    for name in ("docs", "mkdocs.yml", "pyproject.toml", "CHANGELOG.md", "envbuild/__init__.py"):
+        place = tmp_path / "copy" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(TOP / name, place) if (TOP / name).is_dir() else shutil.copy(TOP / name, place)
+    return tmp_path / "copy"
+
+
+def build(copy: Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict"]
+    return subprocess.run(line, cwd=copy, capture_output=True, text=True, env={"NO_MKDOCS_2_WARNING": "1"})
+
+
+def release(copy: Path, version: str, urls: str) -> None:
+    (copy / "envbuild/__init__.py").write_text(f'__version__ = "{version}"\n')
+    project = re.sub(r"\[project\.urls\]\n((?:\S.*\n)*)", "", (copy / "pyproject.toml").read_text())
+    (copy / "pyproject.toml").write_text(f"{project}\n[project.urls]\n{urls}")
+
+
+def test_version_and_addresses_come_from_the_package(copy: Path) -> None:
+    release(copy, "7.8.9", 'Repository = "https://git.example.org/team/tool"\nDocumentation = "https://tool.example"\n')
+    done = build(copy)
+    assert done.returncode == 0, done.stderr
+    page = (copy / "build/site/howto/project/index.html").read_text()
+    assert "envbuild 7.8.9" in page and '<link rel="canonical" href="https://tool.example/howto/project/">' in page
+    assert 'href="https://git.example.org/team/tool/blob/HEAD/examples/own_project/README.md"' in page
+    assert re.search(r'<a href="https://git.example.org/team/tool" title="[^"]*" class="md-source">', page)
+
+
+def test_a_site_without_addresses_has_no_link_to_a_repository(copy: Path) -> None:
+    release(copy, "7.8.9", "")
+    done = build(copy)
+    assert done.returncode == 0, done.stderr
+    page = (copy / "build/site/howto/project/index.html").read_text()
+    assert "md-source" not in page and "is examples/own_project.</p>" in page
+
+
+def test_nothing_but_pages_pictures_and_schemas_is_published(copy: Path) -> None:
+    for name in ("__pycache__/hooks.cpython-311.pyc", "howto/note.txt", "howto/images.md~", "pictures/try", ".env"):
+        (copy / "docs" / name).parent.mkdir(exist_ok=True)
+        (copy / "docs" / name).write_text("x")
+    done = build(copy)
+    assert done.returncode == 0, done.stderr
+    site = copy / "build/site"
+    files = {str(one.relative_to(site)) for one in site.rglob("*") if one.is_file()}
+    own = {one for one in files if not one.startswith(("assets/", "search/")) and not one.endswith("index.html")}
+    expected = {"404.html", "sitemap.xml", "sitemap.xml.gz", "site.css"}
+    expected |= {one.name for one in (TOP / "docs").glob("*.schema.json")}
+    expected |= {f"pictures/{one.name}" for one in (TOP / "docs/pictures").iterdir() if one.suffix in (".png", ".svg")}
+    assert own == expected
+    pages = {str(one.relative_to(TOP / "docs").with_suffix("")) for one in (TOP / "docs").rglob("*.md")}
+    folders = {re.sub(r"(^|(?<=/))README$|^index$", "", one) for one in pages} | {"changelog"}
+    assert {one.removesuffix("index.html").strip("/") for one in files if one.endswith("index.html")} == {
+        one.strip("/") for one in folders
+    }
+
+
+def test_a_page_that_the_navigation_lacks_fails_the_build(copy: Path) -> None:
+    (copy / "docs" / "howto/lost.md").write_text("# Lost\n")
+    done = build(copy)
+    assert done.returncode == 1 and "howto/lost.md" in done.stderr
+
+
+def test_indented_code_is_coloured_by_what_it_is(copy: Path) -> None:
+    lines = [
+        "    envbuild venv pt_cpu",
+        "    [paths]\n    shared = 1",
+        "    $ ls\n    a",
+        "    on:\n      push:",
+        "    a b  c",
+    ]
+    text = "\n\n".join(f"Text.\n\n{one}" for one in lines) + "\n\n- a list\n\n    no code, a part of the list\n"
+    page = copy / "docs/howto/run.md"
+    page.write_text(f"# Run\n\n{text}")
+    assert build(copy).returncode == 0
+    html = (copy / "build/site/howto/run/index.html").read_text()
+    assert re.findall(r'<div class="language-(\w+) highlight">', html) == ["bash", "toml", "console", "yaml", "text"]
