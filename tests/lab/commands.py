@@ -20,7 +20,7 @@ _FORM = re.compile(r"\[[^]]*\]|[A-Z]\|[A-Z]|…")
 # Lines of code blocks that begin so are commands; others are output, TOML or YAML.
 _PROGRAM = re.compile(
     r"([A-Z_]+=\S+ )*(\S*\$\()?([\w./-]*/)?(envbuild|docker|kubectl|srun|salloc|sbatch|apptainer|conda|micromamba"
-    r"|torchrun|horovodrun|python[\d.]*|pip|source|tests/run)( (?!=)|$)"
+    r"|torchrun|horovodrun|python[\d.]*|pip|pipx|uv|source|tests/run|tools/[\w-]+|sh|tar)( (?!=)|$)"
 )
 
 
@@ -40,10 +40,12 @@ class Shown:
         """The arguments of each `program` in the line, as a shell splits it."""
         lexer = shlex.shlex(self.line, posix=True, punctuation_chars=True)
         lexer.whitespace_split, lexer.commenters = True, ""
-        words, found = [*lexer, ";"], []
+        words, found, before = [*lexer, ";"], [], ""
         while words:
             word = words.pop(0)
-            if word == program or word.endswith(f"/bin/{program}"):
+            installed = before in ("install", "upgrade", "uninstall")
+            before = before if word.startswith("-") else word
+            if (word == program or word.endswith(f"/bin/{program}")) and not installed:
                 end = next(i for i, one in enumerate(words) if set(one) <= _OPERATORS)
                 found.append(words[:end])
         return found

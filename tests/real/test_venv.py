@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,17 +134,20 @@ def test_what_changed_since_its_verification_is_not_run(pt_cpu: dict[str, Any], 
 
 
 def test_an_installed_envbuild_works_from_any_folder(tmp_path: Path, session_store: Path) -> None:
-    """The wheel carries the recipes and the trainer; nothing of the checkout is used."""
-    uv = shutil.which("uv") or str(Path(os.sys.executable).parent / "uv")  # type: ignore[attr-defined]
-    env = {**os.environ, "ENVBUILD_STORE": str(session_store)}
-    subprocess.run([uv, "build", "-q", "--wheel", "-o", tmp_path / "dist", REPOSITORY], check=True, env=env)
-    subprocess.run([uv, "venv", "-q", tmp_path / "tool"], check=True, env=env)
+    """The release's wheel has what it needs, is tried by the release's own script, and builds; nothing of the checkout
+    is used."""
+    tools = tmp_path / "tools"
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": search, "ENVBUILD_STORE": str(session_store), "UV_TOOL_DIR": str(tools)}
+    release = [sys.executable, REPOSITORY / "tools/release", "build", "check", "try", "--dist", tmp_path / "dist"]
+    made = subprocess.run([*release, "--python", sys.executable], env=env, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
     wheel = next((tmp_path / "dist").glob("*.whl"))
-    python = tmp_path / "tool" / "bin" / "python"
-    subprocess.run([uv, "pip", "install", "-q", "--python", python, wheel], check=True, env=env)
+    env["UV_TOOL_BIN_DIR"] = str(tmp_path / "bin")
+    subprocess.run(["uv", "tool", "install", "-q", "--python", sys.executable, wheel], check=True, env=env)
     folder = tmp_path / "anywhere"
     folder.mkdir()
-    program = tmp_path / "tool" / "bin" / "envbuild"
+    program = tmp_path / "bin/envbuild"
     listed = subprocess.run([program, "list"], capture_output=True, text=True, cwd=folder, env=env)
     assert "pt_cpu" in listed.stdout and "_bundled" in listed.stdout, listed.stderr
     built = subprocess.run(
