@@ -1,4 +1,4 @@
-"""`envbuild exec`: one program in a .sqsh or .sif file, without a container runtime, root or daemon.
+"""`envbuild run` of one program in a .sqsh or .sif file, without a container runtime, root or daemon.
 
 The image is opened as for a verification (verify/own_runtime.py): mounted by the kernel, mounted by squashfuse, or
 unpacked. Unlike there, no way is tried out first, the namespace is for one program, and nothing is kept in the store,
@@ -27,7 +27,7 @@ from envbuild.store.store import working_folder
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
 from envbuild.verify.own_runtime import EXTRACT, START, WAYS, WayUnavailable, extract, forbidden, spec_of
-from envbuild.verify.runtimes import OWN
+from envbuild.verify.runtimes import NAMES, OWN
 
 RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
 # Variables that a job sets for its programs; of Python's settings, those of data/caller.toml are passed, too. PATH,
@@ -102,7 +102,8 @@ def exec_image(
     host cannot start it.
     """
     if runtime not in RUNTIMES:
-        raise UsageError(f"no runtime is called {runtime!r}", f"one of {', '.join(RUNTIMES)}")
+        fault = f"{runtime} starts ranks, not one program" if runtime in NAMES else f"no runtime is called {runtime!r}"
+        raise UsageError(fault, f"one of {', '.join(RUNTIMES)}")
     accelerator = next((one for one in gpu_families() if any(Path("/dev").glob(one.probe))), CPU)
     image = open_image_file(path, accelerator=accelerator)
     home = environment.variables.get("HOME")

@@ -25,6 +25,29 @@ def shipped(name: str) -> Path:
     return bundled if bundled.exists() else package.parent / name
 
 
+def project_folder() -> Path:
+    """Return the folder whose `recipes` folder has a recipe: the current one or the nearest above it, else the current.
+
+    Builds write into its `build` folder. Others could have put recipes into a folder that everyone may write to, so the
+    search ends below it.
+    """
+    here = Path()
+    while next(here.glob("recipes/*/recipe.toml"), None) is None:
+        above = here / ".."
+        try:
+            if above.stat().st_mode & stat.S_IWOTH or above.samefile(here):
+                return Path()
+        except OSError:
+            return Path()
+        here = above
+    return here
+
+
+def build_folder() -> Path:
+    """Return the folder of artifacts without --out: build/RECIPE/TARGET in it."""
+    return project_folder() / "build"
+
+
 def read_small(path: Path) -> bytes:
     """Return the content of a file of at most 16 MiB. Raises OSError, also for a larger one: a device has no end."""
     with path.open("rb") as stream:

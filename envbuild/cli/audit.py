@@ -12,13 +12,13 @@ import click
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import PATH, Names, with_options
-from envbuild.errors import LockError, UsageError, VerificationError
+from envbuild.errors import LockError, VerificationError
 from envbuild.lock.advisories import audit
 from envbuild.locks import needed_locks
 
 
 @click.command("audit")
-@click.argument("recipes", nargs=-1, metavar="RECIPE…", shell_complete=complete.recipes)
+@click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
 @click.option(
     "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
     help="Only this target; repeatable.",
@@ -39,13 +39,11 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
       envbuild audit pt_cpu --database /srv/osv
       envbuild audit pt_cpu pt_hf --target cpu-x86_64 --ignore GHSA-xxxx-xxxx-xxxx --json
     """
-    if not recipes:
-        raise UsageError("no recipe was named", "envbuild audit RECIPE")
     environment = run_environment()
     table = environment.site.audit
     table = replace(table, database=str(database or table.database), ignore=(*table.ignore, *ignore))
     locks: list[object] = []
-    for loaded in (open_recipe(name, environment) for name in recipes):
+    for loaded in (open_recipe(name, environment) for name in recipes or (None,)):
         for target in [open_target(loaded, name, environment) for name in targets or loaded.recipe.targets]:
             for kind in needed_locks(loaded, target):
                 state = kind.inspect()
@@ -56,7 +54,7 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
                 else:
                     locks.append(state.lock)
     if not locks:
-        raise LockError("none of these recipes is locked", f"envbuild lock {' '.join(recipes)}")
+        raise LockError("none of these recipes is locked", f"envbuild lock {' '.join(recipes)}".rstrip())
     done = audit(locks, table, datetime.now(UTC))
     value: dict[str, Any] = {
         "database": table.database, "newest": done.newest.isoformat() if done.newest else None,

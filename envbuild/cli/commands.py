@@ -22,7 +22,7 @@ GROUPS = {
     "Start": {
         "init": ("init", "Write a recipe from requirements, locks, a Dockerfile or an environment."),
         "venv": _KINDS["venv"],
-        "run": ("verify", "Run your program in an artifact on this host."),
+        "run": ("run", "Run your script, or any program, in an artifact on this host."),
         "doctor": ("doctor", "Say what this host can build, verify and run, and how to fix the rest."),
     },
     "Recipe": {
@@ -44,7 +44,6 @@ GROUPS = {
         "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
         "diff": ("inspect", "Compare two artifacts of any kinds."),
         "report": ("report", "Write receipts as one HTML page."),
-        "exec": ("verify", "Run a program in an image without any container runtime."),
     },
     "Cluster": {
         "site": ("site", "Describe a cluster: its scheduler, modules, paths and network."),
@@ -72,7 +71,7 @@ GROUPS = {
 }
 COMMANDS = {name: told for group in GROUPS.values() for name, told in group.items()}
 # Former names of commands: they work, and neither help nor completion shows them.
-RENAMED = {"explain": "check"}
+RENAMED = {"exec": "run", "explain": "check"}
 
 
 class _Commands(click.Group):
@@ -125,7 +124,7 @@ class _Commands(click.Group):
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="\b\nExamples:\n  envbuild init my_train --from requirements.txt\n  envbuild venv my_train\n"
-    "  envbuild run my_train --script train.py -- --steps 2",
+    "  envbuild run my_train train.py --steps 2",
 )
 @verbosity
 @click.version_option(__version__, prog_name="envbuild")

@@ -18,7 +18,7 @@ from envbuild.cli import layout
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.progress import log as log
-from envbuild.recipe.find import choose_target, find_recipe, search_folders
+from envbuild.recipe.find import choose_target, default_recipe, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
@@ -66,9 +66,10 @@ def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:
     return fetch
 
 
-def open_recipe(name: str, environment: Environment) -> LoadedRecipe:
-    """Return the recipe with the name or path `name`."""
-    loaded = load_recipe(find_recipe(name, search_folders(environment.site.recipe_folders)))
+def open_recipe(name: str | None, environment: Environment) -> LoadedRecipe:
+    """Return the recipe with the name or path `name`, None for the default one."""
+    folders = search_folders(environment.site.recipe_folders)
+    loaded = load_recipe(default_recipe() if name is None else find_recipe(name, folders))
     click.get_current_context().call_on_close(partial(remember, environment.store, loaded.recipe.name))
     return loaded
 
@@ -78,7 +79,7 @@ def open_target(loaded: LoadedRecipe, name: str | None, environment: Environment
     return choose_target(loaded, name, search_folders(environment.site.recipe_folders))
 
 
-def open_build(recipe: str, target: str | None) -> tuple[Environment, LoadedRecipe, Target]:
+def open_build(recipe: str | None, target: str | None) -> tuple[Environment, LoadedRecipe, Target]:
     """Return the environment of this process, the recipe, and its target; see `open_recipe` and `open_target`."""
     environment = run_environment()
     loaded = open_recipe(recipe, environment)

@@ -14,6 +14,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem, ShellComplete, split_arg_string
 
+from envbuild.files import build_folder
 from envbuild.kinds import ARTIFACTS, kinds_of
 
 SHELLS = ("bash", "zsh", "fish")
@@ -83,15 +84,16 @@ def artifacts_or_receipts(context: click.Context, parameter: click.Parameter, te
     return _artifacts(text, ("folder", "file"), _here((".receipt.json",)), (".json",))
 
 
-def images(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
-    """Return the image files below ./build and here; if none fits, files for a path."""
-    return _artifacts(text, ("file",))
-
-
 def recipes_or_artifacts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
     """Return recipes and artifacts."""
     names = [] if _is_path(text) else recipes(context, parameter, text)
     return [*names, *(item for item in artifacts(context, parameter, text) if item.type == "plain" or not names)]
+
+
+def runnable(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return recipes, artifacts and the Python scripts here."""
+    found = [*recipes_or_artifacts(context, parameter, text), *_items(_here((".py",)), text)]
+    return [item for item in found if item.type == "plain"] or _files(*_IMAGES, ".py")
 
 
 def python_files(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
@@ -179,7 +181,7 @@ def _folders() -> list[Path]:
 
 
 def _built(*kinds: str) -> Iterator[str]:
-    for folder in sorted(Path("build").glob("*/*")):
+    for folder in sorted(build_folder().glob("*/*")):
         paths = [ARTIFACTS[kind].default_path(folder.parent.name, folder.name) for kind in kinds]
         yield from (os.fspath(path) for path in paths if path.exists())
 

@@ -16,7 +16,7 @@ from envbuild.progress import step
 
 
 @click.command("docker")
-@click.argument("recipe", shell_complete=complete.recipes)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @click.option(
     "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
     help="ACCELERATOR-ARCH, such as cpu-x86_64; repeatable: one multi-platform image. Default: this host's.",
@@ -35,7 +35,7 @@ from envbuild.progress import step
 @click.option("--base", metavar="IMAGE", help="For --builder dockerfile: the image to build on, with Python and venv.")
 @build_options("no-verify", "faults", "no-bytecode", "dry-run", "locked", "offline", "report", "json")
 def docker_command(
-    recipe: str,
+    recipe: str | None,
     targets: Names,
     tag: str | None,
     push: bool,

@@ -13,7 +13,7 @@ from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.cli.report import reported
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
-from envbuild.files import absolute_path
+from envbuild.files import absolute_path, build_folder
 from envbuild.kinds import ARTIFACTS, FolderArtifact, plan_of
 from envbuild.progress import step
 from envbuild.recipe.load import LoadedRecipe
@@ -42,7 +42,7 @@ def _folder_options(*own: Decorator) -> Decorator:
 
 
 @click.command("venv")
-@click.argument("recipe", shell_complete=complete.recipes)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_folder_options(
     click.option(
         "--out", type=PATH, metavar="DIR",
@@ -51,7 +51,7 @@ def _folder_options(*own: Decorator) -> Decorator:
     click.option("--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version."),
     click.option("--editable", is_flag=True, help="Refer to the folder of [project] instead of copying its files."),
 )  # fmt: skip
-def venv_command(recipe: str, options: BuildOptions) -> None:
+def venv_command(recipe: str | None, options: BuildOptions) -> None:
     """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
 
     The environment appears in its place only when it is whole and passed; until then an older one stays there. The last
@@ -69,7 +69,7 @@ def venv_command(recipe: str, options: BuildOptions) -> None:
 
 
 @click.command("conda")
-@click.argument("recipe", shell_complete=complete.recipes)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_folder_options(
     click.option(
         "--out", "--prefix", "-p", "out", type=PATH, metavar="DIR",
@@ -80,7 +80,7 @@ def venv_command(recipe: str, options: BuildOptions) -> None:
         help="Put it where `conda activate NAME` finds it (CONDA_ENVS_DIRS, conda's envs, ~/.conda/envs).",
     ),
 )  # fmt: skip
-def conda_command(recipe: str, name: str | None, options: BuildOptions) -> None:
+def conda_command(recipe: str | None, name: str | None, options: BuildOptions) -> None:
     """Build the conda environment of RECIPE from its lock and prove it by distributed training.
 
     It needs no conda: packages are taken from the recipe's channels (or the site's mirrors of them), checked by sha256
@@ -100,7 +100,7 @@ def conda_command(recipe: str, name: str | None, options: BuildOptions) -> None:
     _build("conda", recipe, options, name)
 
 
-def _build(kind_name: str, recipe: str, options: BuildOptions, conda_name: str | None = None) -> None:
+def _build(kind_name: str, recipe: str | None, options: BuildOptions, conda_name: str | None = None) -> None:
     """Build the environment, on this host or in a job, and print its path."""
     from envbuild.artifacts.state import check_place
     from envbuild.cli.summary import summarise
@@ -160,7 +160,7 @@ def _build_by_job(
     check_out(bundle, "--bundle")
     check_out(options.script, "--script")
     site = load_site(environment.variables, options.site)
-    top = Path(site.paths.shared or Path.cwd()) / "build"
+    top = Path(site.paths.shared) / "build" if site.paths.shared else build_folder()
     place = absolute_path(options.out or top / loaded.recipe.name / target.name / kind.default_name)
     if not options.dry_run:  # nodes may be unable to reach an index, so resolve now
         plan_of(kind, loaded, target, environment, here=False, verify=not options.no_verify, **options.lock_use)

@@ -22,7 +22,7 @@ _SHORT = len("sha256:") + 8
 
 
 @click.command("history")
-@click.argument("recipe", shell_complete=complete.recipes)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @click.option(
     "--target", metavar="TARGET", shell_complete=complete.targets, help="Only this target. Default: all of them."
 )  # fmt: skip
@@ -35,7 +35,7 @@ _SHORT = len("sha256:") + 8
 )  # fmt: skip
 @with_options("json")
 def history_command(
-    recipe: str, target: str | None, metrics: tuple[str, ...], places: tuple[Path, ...], as_json: bool
+    recipe: str | None, target: str | None, metrics: tuple[str, ...], places: tuple[Path, ...], as_json: bool
 ) -> None:
     """Show what the verifications of RECIPE measured, oldest first, with a sparkline for each metric.
 

@@ -15,8 +15,6 @@ from envbuild.kinds import ARTIFACTS, kinds_of
 from envbuild.progress import step
 from envbuild.recipe.targets import Target, host_arch
 
-DEFAULT_RECIPE = "pt_cpu"
-
 
 def _image_options(*own: Decorator) -> Decorator:
     return build_options(
@@ -49,7 +47,7 @@ def _file_options(suffix: str, converter: str, *own: Decorator) -> Decorator:
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_file_options("sqsh", "enroot import")
 def enroot_command(recipe: str | None, options: BuildOptions) -> None:
-    """Build the squashfs image of RECIPE (default: pt_cpu) for enroot and pyxis, and prove it by training in it.
+    """Build the squashfs image of RECIPE for enroot and pyxis, and prove it by training in it.
 
     Needs neither enroot, root, nor a docker daemon, and writes for any architecture. What an unprivileged user can
     launch here (enroot, or user namespaces) trains in the image before it takes its place.
@@ -75,7 +73,7 @@ def enroot_command(recipe: str | None, options: BuildOptions) -> None:
     ),
 )  # fmt: skip
 def apptainer_command(recipe: str | None, options: BuildOptions) -> None:
-    """Build the SIF of RECIPE (default: pt_cpu) for Apptainer and Singularity, and prove it by training in it.
+    """Build the SIF of RECIPE for Apptainer and Singularity, and prove it by training in it.
 
     Needs neither Apptainer, root, nor a docker daemon, and writes for any architecture. What an unprivileged user can
     launch here (Apptainer, or user namespaces) trains in the image before it takes its place.
@@ -100,7 +98,7 @@ def apptainer_command(recipe: str | None, options: BuildOptions) -> None:
     ),
 )  # fmt: skip
 def build_command(recipe: str | None, artifacts: str, options: BuildOptions) -> None:
-    """Build several artifacts of RECIPE (default: pt_cpu) in one go, each verified, below build/.
+    """Build several artifacts of RECIPE in one go, each verified, below build/.
 
     Every kind has a command of its own, with more to choose: see `envbuild enroot --help`.
 
@@ -176,7 +174,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         from envbuild.kinds.image import prepare_image
         from envbuild.verify.static_checks import check_torch
 
-        loaded = open_recipe(recipe or DEFAULT_RECIPE, environment)
+        loaded = open_recipe(recipe, environment)
         target = open_target(loaded, options.target, environment)
         with step(f"planning the image of {loaded.recipe.name} for {target.name}", told=True):
             one = prepare_image(loaded, target, environment, bytecode=not options.no_bytecode, **options.lock_use)

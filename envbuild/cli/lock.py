@@ -26,6 +26,7 @@ from envbuild.lock.upgrade_report import LockChange, UpgradeReport, VerifiedUpgr
 from envbuild.lock.wheels import wheel_lock
 from envbuild.locks import PARTS, check_locks, has_conda, has_wheels, needed_locks
 from envbuild.names import normalise
+from envbuild.recipe.find import recipe_files, search_folders
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 
@@ -35,7 +36,7 @@ _ALL = "*"
 
 
 @click.command("lock")
-@click.argument("recipes", nargs=-1, metavar="RECIPE…", shell_complete=complete.recipes)
+@click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
 @click.option(
     "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
     help="Only this target; repeatable.",
@@ -119,15 +120,17 @@ def lock_command(
       envbuild lock pt_cpu --report upgrade.md --verify --upgrade
       envbuild lock pt_cpu --conda --export conda-lock --export-dir exported
     """
-    if not recipes:
-        taken = f"; --upgrade took {upgrades[-1]!r} as a package: write --upgrade last" if upgrades else ""
-        raise UsageError(f"no recipe was named{taken}", "envbuild lock RECIPE [--upgrade=PKG]")
     chosen = [part for part, on in zip(PARTS, (wheels, image, conda), strict=True) if on]
     parts = chosen or PARTS
     environment = replace(run_environment(), allow_expired=allow_expired)
+    if not recipes and upgrades and upgrades[-1] in recipe_files(search_folders(environment.site.recipe_folders)):
+        raise UsageError(
+            f"--upgrade took the recipe {upgrades[-1]!r} as a package, and no recipe was named",
+            f"write --upgrade last: envbuild lock {upgrades[-1]} --upgrade",
+        )
     work = [
         (loaded, open_target(loaded, target, environment))
-        for loaded in (open_recipe(name, environment) for name in recipes)
+        for loaded in (open_recipe(name, environment) for name in recipes or (None,))
         for target in targets or loaded.recipe.targets
     ]
     if "conda" in chosen or set(EXPORTS) & set(exports):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from envbuild.bundle import make_bundle
 from envbuild.cli import complete
 from envbuild.cli.common import check_out, log, open_build, show, show_plan
 from envbuild.cli.options import PATH, BuildOptions, build_options
+from envbuild.files import build_folder
 from envbuild.kinds import ARTIFACTS, kinds_of, plan_of
 from envbuild.kinds.image import image_layers, prepare_image
 from envbuild.kinds.prepare import build_layers
@@ -17,7 +16,7 @@ from envbuild.layers.requested import before_environment, for_host
 
 
 @click.command("plan")
-@click.argument("recipe", shell_complete=complete.recipes)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @build_options(
     "target",
     click.option("--artifact", type=click.Choice(list(ARTIFACTS)), default="venv", show_default=True),
@@ -28,7 +27,7 @@ from envbuild.layers.requested import before_environment, for_host
     click.option("--no-verify", is_flag=True, help="Plan a build that is not verified and needs no torch."),
     "locked", "offline", "json",
 )  # fmt: skip
-def plan_command(recipe: str, artifact: str, elsewhere: bool, options: BuildOptions) -> None:
+def plan_command(recipe: str | None, artifact: str, elsewhere: bool, options: BuildOptions) -> None:
     """Show what building RECIPE would do: ordered layers, each with a digest of all that decides it.
 
     What the build would refuse is refused here, with the same error and exit code. Nothing is written: a lock that is
@@ -49,7 +48,7 @@ def plan_command(recipe: str, artifact: str, elsewhere: bool, options: BuildOpti
 
 
 @click.command("layers")
-@click.argument("recipe", shell_complete=complete.recipes)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @build_options(
     "target",
     click.option(
@@ -59,7 +58,7 @@ def plan_command(recipe: str, artifact: str, elsewhere: bool, options: BuildOpti
     ),
     "locked", "offline", "json",
 )  # fmt: skip
-def layers_command(recipe: str, place: str, options: BuildOptions) -> None:
+def layers_command(recipe: str | None, place: str, options: BuildOptions) -> None:
     """Build the source-built layers of RECIPE ([layers]) alone, into the store, and print their folders.
 
     Builds of artifacts do this by themselves. Layers for another architecture are built on a node that has it; where
@@ -98,7 +97,7 @@ def layers_command(recipe: str, place: str, options: BuildOptions) -> None:
 
 
 @click.command("bundle")
-@click.argument("recipe", shell_complete=complete.recipes)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @build_options(
     "target",
     click.option(
@@ -109,7 +108,7 @@ def layers_command(recipe: str, place: str, options: BuildOptions) -> None:
     click.option("--no-tools", is_flag=True, help="Leave envbuild itself out: the nodes have it."),
     "offline", "json",
 )  # fmt: skip
-def bundle_command(recipe: str, kinds: tuple[str, ...], no_tools: bool, options: BuildOptions) -> None:
+def bundle_command(recipe: str | None, kinds: tuple[str, ...], no_tools: bool, options: BuildOptions) -> None:
     """Collect all that building RECIPE reads into a folder, for nodes without a network.
 
     It holds the recipe with its locks, the locked wheels and packages, sources of layers, and envbuild itself for the
@@ -123,7 +122,7 @@ def bundle_command(recipe: str, kinds: tuple[str, ...], no_tools: bool, options:
     """
     check_out(options.out)
     environment, loaded, target = open_build(recipe, options.target)
-    path = options.out or Path("build") / loaded.recipe.name / target.name / "bundle"
+    path = options.out or build_folder() / loaded.recipe.name / target.name / "bundle"
     about = make_bundle(
         loaded, target, environment, path, log, kinds=kinds, tools=not no_tools, offline=options.offline
     )  # fmt: skip

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
@@ -19,6 +18,7 @@ from envbuild.compat.gpus import gpu_findings
 from envbuild.compat.judge import judge
 from envbuild.compat.rows import CompatFinding
 from envbuild.environment import load_environment
+from envbuild.files import build_folder
 from envbuild.gpu_code import Containers
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.lifecycle import LockState
@@ -88,9 +88,9 @@ def _locked_target(name: str, locks: Mapping[str, bool]) -> str:
 
 
 @click.command("show")
-@click.argument("recipe", shell_complete=complete.recipes)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @with_options("json")
-def show_command(recipe: str, as_json: bool) -> None:
+def show_command(recipe: str | None, as_json: bool) -> None:
     """Show RECIPE as it was understood, with defaults filled in and the state of its locks.
 
     \b
@@ -174,14 +174,14 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
 
 
 @click.command("check")
-@click.argument("recipe", shell_complete=complete.recipes)
+@click.argument("recipe", required=False, shell_complete=complete.recipes)
 @click.option(
     "--target", metavar="TARGET", shell_complete=complete.targets,
     help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.",
 )  # fmt: skip
 @click.option("--driver", metavar="VERSION", help="Judge this driver of the nodes, as nvidia-smi prints it.")
 @with_options("json")
-def check_command(recipe: str, target: str | None, driver: str | None, as_json: bool) -> None:
+def check_command(recipe: str | None, target: str | None, driver: str | None, as_json: bool) -> None:
     """Say whether what RECIPE is made of goes together, link by link, each with its source.
 
     From glibc and driver over CUDA, torch and NCCL to the plugin, libfabric and the network, and on which GPUs it runs.
@@ -229,7 +229,7 @@ def check_command(recipe: str, target: str | None, driver: str | None, as_json: 
 
 def _built(recipe: str, target: Target) -> dict[str, Containers]:
     """Return the code for GPUs in the libraries of what was built here, from its receipt; {} without one."""
-    for path in sorted(Path("build", recipe, target.name).glob("*.receipt.json")):
+    for path in sorted((build_folder() / recipe / target.name).glob("*.receipt.json")):
         with suppress(OSError, ValueError):
             if found := recorded_gpu_code(read_receipt(path)):
                 return found

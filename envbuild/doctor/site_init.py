@@ -161,7 +161,7 @@ def _container(variables: Mapping[str, str]) -> Iterator[str]:
     elif program:
         yield _said("runtime", program, "its program is here; nodes must have it, too")
     else:
-        yield _said("runtime", "none", "images are started by `envbuild exec`")
+        yield _said("runtime", "none", "images are started by `envbuild run`")
     yield _said("mounts", ["/fsx:/fsx"], "what containers see of the host", off=True)
 
 

@@ -12,7 +12,7 @@ from envbuild.artifacts.manifest import shown
 from envbuild.artifacts.state import BuiltLayer, read_state
 from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import find_fabric
-from envbuild.files import named_path
+from envbuild.files import build_folder, named_path
 from envbuild.jobs.model import JobArtifact
 from envbuild.kinds import ARTIFACTS, DOCKER, kind_at
 from envbuild.layers.compose import PREFIX
@@ -79,7 +79,7 @@ def _built(
     fetch: FetchAttested | None,
 ) -> JobInputs:  # fmt: skip
     """Return the artifact of `recipe` from the folders in which builds write it."""
-    tops = [Path("build") / recipe]
+    tops = [build_folder() / recipe]
     if shared and Path(shared).absolute() != Path.cwd():
         tops.append(Path(shared) / "build" / recipe)
     found = next(filter(None, (_places(top, recipe, kinds, target) for top in tops)), [])
@@ -222,7 +222,7 @@ def _image(
 
 def _receipt_of(digest: str | None, target: str | None) -> tuple[Path, dict[str, Any]] | None:
     """Return the receipt of the image `digest`, and its place, of local builds; unreadable ones are skipped."""
-    for place in sorted(one / "docker" for one in Path("build").glob(f"*/{target or '*'}")):
+    for place in sorted(one / "docker" for one in build_folder().glob(f"*/{target or '*'}")):
         path = receipt_path(place)
         try:
             receipt = _receipt(path)

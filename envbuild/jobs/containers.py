@@ -170,7 +170,7 @@ def container_words(plan: JobPlan) -> list[str]:
             flags = f"apptainer exec --no-home {plan.artifact.accelerator.apptainer}".rstrip()
             return [flags, *binds, image]
         case "own":
-            return [f"{path_word(plan.envbuild, 'the command envbuild')} exec", *binds, f"{image} --"]
+            return [f"{path_word(plan.envbuild, 'the command envbuild')} run", *binds, f"{image} --"]
         case _:
             return []
 

@@ -46,7 +46,7 @@ def _command(request: JobRequest, opened: JobInputs) -> str:
         start = ["mpirun", "-np", ranks, *start]
     if artifact.of_kind.form == "file":
         see = ["--bind", str(request.current.absolute())]
-        start = [request.envbuild, "exec", *see, artifact.path, "--", *start]
+        start = [request.envbuild, "run", *see, artifact.path, "--", *start]
     return shlex.join([*start, *command])
 
 

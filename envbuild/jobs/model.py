@@ -14,7 +14,7 @@ from envbuild.site.settings import Site
 
 Strategy = Literal["ddp", "accelerate", "deepspeed", "horovod", "single"]
 # The way to start an artifact's program on a node: in the folder of an environment, with pyxis (through srun),
-# enroot, apptainer or `envbuild exec` ("own"), or as the container of a pod.
+# enroot, apptainer or `envbuild run` ("own"), or as the container of a pod.
 Runtime = Literal["folder", "pyxis", "enroot", "apptainer", "own", "pod"]
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Unpack
 
+from envbuild.files import build_folder
+
 if TYPE_CHECKING:
     from envbuild.artifacts.folder import FolderModule
     from envbuild.artifacts.state import State
@@ -60,7 +62,7 @@ class Artifact:
 
     def default_path(self, recipe: str, target: str) -> Path:
         """Return the path of the artifact without --out."""
-        return Path("build", recipe, target, self.default_name.format(recipe=recipe))
+        return build_folder() / recipe / target / self.default_name.format(recipe=recipe)
 
     def holds(self, path: Path) -> bool:
         """Return whether `path` holds an artifact of this kind. Raises BuildError for a damaged one."""

@@ -12,7 +12,7 @@ from typing import Generic, NotRequired, Protocol, TypedDict, TypeVar
 from envbuild.atomic import write_beside
 from envbuild.environment import Environment
 from envbuild.errors import LockError
-from envbuild.files import read_small
+from envbuild.files import build_folder, read_small
 from envbuild.progress import Log, step
 from envbuild.recipe.find import command_word, shipped_folder
 from envbuild.recipe.load import LoadedRecipe
@@ -244,4 +244,4 @@ def lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:
     bundled = installed.parent.name == "_bundled" and installed in recipe.path.resolve().parents
     if os.access(recipe.folder, os.W_OK) and not bundled:
         return [recipe.folder]
-    return [recipe.folder, Path("build") / recipe.recipe.name / target.name]
+    return [recipe.folder, build_folder() / recipe.recipe.name / target.name]

@@ -1,4 +1,4 @@
-"""Search for recipes: in ./recipes, the site's folders, the user's, and the shipped ones."""
+"""Search for recipes: in the project's `recipes` folder, the site's folders, the user's, and the shipped ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.errors import EnvbuildError, UsageError
-from envbuild.files import shipped
+from envbuild.files import project_folder, shipped
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 from envbuild.toml import nearest
 
 FILE_NAME = "recipe.toml"
+_DEFAULT = "pt_cpu"
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def search_folders(site_folders: Sequence[Path] = ()) -> list[Path]:
     """Return the folders to search, in order of precedence; some may not exist."""
     found: dict[Path, Path] = {}
     # At the top of a checkout, ./recipes is also the shipped folder.
-    for folder in (Path("recipes"), *site_folders, *_user_folders(), shipped_folder()):
+    for folder in (project_folder() / "recipes", *site_folders, *_user_folders(), shipped_folder()):
         found.setdefault(folder.absolute(), folder)
     return list(found.values())
 
@@ -51,6 +52,20 @@ def _user_folders() -> list[Path]:
         except RuntimeError:  # for example a container's user without a home
             return []
     return [config / "envbuild" / "recipes"]
+
+
+def default_recipe() -> Path:
+    """Return the recipe file of a command that names none: the project's only recipe, or pt_cpu without a project.
+
+    Raises UsageError when the project has several.
+    """
+    folder = project_folder() / "recipes"
+    own = recipe_files([folder])
+    if not own or folder.resolve() == shipped_folder().resolve():
+        return shipped_folder() / _DEFAULT / FILE_NAME
+    if len(own) > 1:
+        raise UsageError(f"{folder} has {len(own)} recipes: {', '.join(own)}", "name one of them")
+    return next(iter(own.values()))
 
 
 def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:

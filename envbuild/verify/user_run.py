@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from envbuild.environment import Environment
@@ -27,12 +27,13 @@ _ENDLESS_S = 10.0 * 365 * 86400
 
 def run_program_on_nodes(
     subject: Subject, program: Sequence[str], environment: Environment, folder: Path,
-    *, nodes: int, nproc_per_node: int, echo: Callable[[str], None],
+    *, nodes: int, nproc_per_node: int, variables: Mapping[str, str], echo: Callable[[str], None],
 ) -> Outcome:  # fmt: skip
     """Run `program` as every rank, started by torchrun in `folder`, which images show as their work folder.
 
-    Each line of output is passed to `echo` when it comes, and starts with [NODE.RANK OF THE NODE]. Without torch in the
-    artifact, the program starts once on each node. Raises HostError when the artifact cannot run here.
+    It gets `variables`, too. Each line of output is passed to `echo` when it comes, and starts with [NODE.RANK OF THE
+    NODE]. Without torch in the artifact, the program starts once on each node. Raises HostError when the artifact
+    cannot run here.
     """
     settings = Settings(nodes=nodes, nproc_per_node=nproc_per_node)
     bare = not subject.isolated and not subject.state.has_torch  # the base of an image may have torch
@@ -51,7 +52,7 @@ def run_program_on_nodes(
         ):
             network = network_of(subject, opened, (nodes, nproc_per_node), env, load_site(env).fabric)
             bench = Bench(opened, Path(logs), settings, subject, network, {})
-            extra = {"TMPDIR": str(opened.work / temporary.name)}
+            extra = {"TMPDIR": str(opened.work / temporary.name), **variables}
             with bench.launch(job, extra) as running:
                 followed = _Follower(running, echo)
                 outcome = running.wait(followed.poll)

@@ -51,6 +51,7 @@ class ShownSite:
 
     def __init__(self, top: Path) -> None:
         self.top, self.here = top, top / _USER
+        self.others = top / "home/.config/envbuild/recipes"  # besides the only one of ./recipes
         self.env = {
             "HOME": str(top / "home"), "USER": _USER, "ENVBUILD_STORE": str(top / "store"), "COLUMNS": "",
             "ENVBUILD_SITE": str(self.here / "sites" / "slurm-modules.toml"), "PIP_CONFIG_FILE": "/dev/null",
@@ -110,15 +111,15 @@ class ShownSite:
         """The recipe that docs/seeds/slurm-modules.md has its readers make."""
         page = (TOP / "docs" / "seeds" / "slurm-modules.md").read_text()
         block = page[page.index("    [targets.cu126-x86_64]") : page.index("Lock it by `envbuild lock horovod_cu126")]
-        shutil.copytree(TOP / "recipes" / "horovod", self.here / "recipes" / "horovod_cu126")
-        file = self.here / "recipes" / "horovod_cu126" / "recipe.toml"
+        shutil.copytree(TOP / "recipes" / "horovod", self.others / "horovod_cu126")
+        file = self.others / "horovod_cu126" / "recipe.toml"
         head = file.read_text().partition("[targets")[0].replace('"horovod"', '"horovod_cu126"', 1)
         file.write_text(head + textwrap.dedent(block))
 
     def _recipe_of_the_tutorial(self) -> None:
         """The recipe that docs/tutorial.md has its readers write: it asks for pt_cpu's packages, so that lock fits."""
         page = (TOP / "docs" / "tutorial.md").read_text()
-        folder = self.here / "recipes" / "my_train"
+        folder = self.others / "my_train"
         folder.mkdir()
         (folder / "recipe.toml").write_text(page.partition("```toml\n")[2].partition("```")[0])
         lock = "cpu-x86_64.requirements.txt"

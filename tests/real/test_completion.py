@@ -24,7 +24,7 @@ CASES = [
     ("envbuild verify bu", "envbuild verify build/pt_cpu/cpu-x86_64/venv "),
     ('envbuild verify "my image:', 'envbuild verify "my image:1.sqsh" '),
     ("envbuild push my\\ image:1.sqsh host:5000/x:1 --js", "envbuild push my\\ image:1.sqsh host:5000/x:1 --json "),
-    ("envbuild exec ./fi", "envbuild exec ./file.sif "),
+    ("envbuild run ./fi", "envbuild run ./file.sif "),
     ("envbuild venv pt_cpu --out=./oth", "envbuild venv pt_cpu --out=./other/"),
 ]
 # How each shell starts; then a key (Ctrl-O) that appends the line to a file and empties it.

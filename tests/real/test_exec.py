@@ -1,4 +1,4 @@
-"""`envbuild exec`: what a program sees of image and host, how it ends, and that nothing of it stays."""
+"""`envbuild run`: what a program sees of image and host, how it ends, and that nothing of it stays."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SLEEP = f"sleep 976{os.getpid()}"
 
 @pytest.fixture
 def line(tmp_path: Path) -> Callable[..., list[str]]:
-    """The command line of `envbuild exec`, its options given; tmp_path is bound."""
+    """The command line of `envbuild run`, its options given; tmp_path is bound."""
 
     def make(image: Path, *command: str | Path, options: tuple[str, ...] = ()) -> list[str]:
-        own = [sys.executable, "-m", "envbuild", "exec", "--bind", str(tmp_path), *options]
+        own = [sys.executable, "-m", "envbuild", "run", "--bind", str(tmp_path), *options]
         return [*own, str(image), "--", *map(str, command)]
 
     return make
@@ -268,7 +268,7 @@ def test_a_user_without_any_right_runs_it_with_the_users_own_files(
     script = "echo x >made; (echo x >/opt/x) 2>/dev/null && echo written; echo $OF_IMAGE; exit 4"
     command = [
         *NOBODY, f"HOME={home}", f"PYTHONPATH={packages}", f"TMPDIR={home}",
-        "/usr/bin/python3", "-m", "envbuild", "exec", "--bind", str(home), str(images[form]), "sh", "-c", script,
+        "/usr/bin/python3", "-m", "envbuild", "run", "--bind", str(home), str(images[form]), "sh", "-c", script,
     ]  # fmt: skip
     assert run(command, 4, cwd=home).stdout == "of image\n"
     assert (home / "made").stat().st_uid == 65534

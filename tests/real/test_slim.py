@@ -43,7 +43,7 @@ def test_a_slim_image_is_verified_and_trains_bit_equal_to_the_full_environment(
     for one in folders:
         one.mkdir()
     full = trained(folders[0], Path(pt_cpu["path"]) / "bin/python", env=env)
-    start = envbuild.line("exec", "--bind", folders[1], made["path"], "--", "/opt/env/bin/python")
+    start = envbuild.line("run", "--bind", folders[1], made["path"], "--", "/opt/env/bin/python")
     assert trained(folders[1], *start, env=env) == full
 
 

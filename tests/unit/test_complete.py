@@ -32,7 +32,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "sites").mkdir()
     (tmp_path / "sites/mine.toml").write_text("")
     (tmp_path / "build/mine/cpu-x86_64/venv").mkdir(parents=True)
-    for name in ("build/mine/cpu-x86_64/mine.sqsh", "a:b.sif", "my image.sqsh", "notes.txt", "old.receipt.json"):
+    for name in (
+        "build/mine/cpu-x86_64/mine.sqsh",
+        "a:b.sif",
+        "my image.sqsh",
+        "notes.txt",
+        "old.receipt.json",
+        "my_train.py",
+    ):
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -70,7 +77,7 @@ def values(*words: str) -> list[str]:
         (["report", "o"], ["old.receipt.json"]),
         (["report", "a:b.sif", "--against", "build/mine/cpu-x86_64/v"], ["build/mine/cpu-x86_64/venv"]),
         (["diff", "a:b.sif", "my"], ["my image.sqsh"]),
-        (["exec", ""], ["build/mine/cpu-x86_64/mine.sqsh", "a:b.sif", "my image.sqsh"]),
+        (["run", "m"], ["mine", "mistaken", "my recipe", "my image.sqsh", "my_train.py"]),
         (["job", "m"], ["mine", "mistaken", "my recipe", "my image.sqsh"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
     ],

@@ -104,7 +104,7 @@ def test_a_value_that_looks_like_a_line_of_the_script_is_no_variable(tmp_path: P
 
 
 def read_by_exec(tmp_path: Path, env: dict[str, str]) -> dict[str, str]:
-    """What `envbuild exec` finds in an enroot image with the variables `env`."""
+    """What `envbuild run` finds in an enroot image with the variables `env`."""
     pairs = [f"{name}={value}" for name, value in env.items()]
     made = texts(Env=pairs, Labels={"text": "two\nlines"}, WorkingDir="/workspace")
     for name in ("environment", "rc"):

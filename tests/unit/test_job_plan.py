@@ -317,7 +317,7 @@ def test_where_nobody_says_what_nodes_are_another_architecture_is_a_doubt(tmp_pa
 HERE = {
     "venv": "/e/venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 3 -m ddp_train 7 1",
     "conda": "/opt/env/bin/python -m torch.distributed.run --standalone --nproc-per-node 3 -m ddp_train 7 1",
-    "enroot": "envbuild exec --bind {} /e/x.sqsh -- /opt/env/bin/python -m torch.distributed.run --standalone "
+    "enroot": "envbuild run --bind {} /e/x.sqsh -- /opt/env/bin/python -m torch.distributed.run --standalone "
     "--nproc-per-node 3 -m ddp_train 7 1",
 }
 

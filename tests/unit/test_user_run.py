@@ -1,4 +1,4 @@
-"""The output of a program that `envbuild run` starts: which lines are shown, when, and how."""
+"""The words of `envbuild run`, and the output of its program: which lines are shown, when, and how."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 
+from envbuild.cli.commands import cli
 from envbuild.verify.user_run import _Follower
 
 
@@ -42,3 +44,41 @@ def test_torchrun_ends_lines_as_a_text_file_of_python_does(tmp_path: Path) -> No
     program = "import sys; print(len(list(open(sys.argv[1], encoding='utf-8', errors='replace'))))"
     said = subprocess.run([sys.executable, "-c", program, tmp_path / "log"], capture_output=True, text=True, check=True)
     assert said.stdout == "3\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "named", "words", "nodes"),
+    [
+        ("train.py --steps 2", None, ["train.py", "--steps", "2"], None),
+        (
+            "--nodes 2 pt_cpu --env A=b sub/train.py --nodes 9 -- x",
+            "pt_cpu",
+            ["sub/train.py", "--nodes", "9", "--", "x"],
+            2,
+        ),
+        ("--nodes=3 -- nvidia-smi -L", None, ["--", "nvidia-smi", "-L"], 3),
+        ("image.sqsh --unverified --nodes 2 -- train.py", "image.sqsh", ["--", "train.py"], 2),
+        ("image.sqsh sh -c true", "image.sqsh", ["sh", "-c", "true"], None),
+        ("--bind /a --bind /b:/c:ro image.sqsh -- env", "image.sqsh", ["--", "env"], None),
+        ("pt_cpu --script old.py -- --nodes 9", "pt_cpu", ["--", "--nodes", "9"], None),
+        ("folder.py train.py", "folder.py", ["train.py"], None),
+        ("", None, [], None),
+    ],
+)
+def test_own_options_end_at_the_script_or_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, named: str | None, words: list[str], nodes: int | None
+) -> None:
+    (tmp_path / "folder.py").mkdir()
+    monkeypatch.chdir(tmp_path)
+    command = cli.get_command(click.Context(cli), "run")
+    assert command is not None
+    found = command.make_context("run", line.split()).params
+    assert (found["named"], list(found["words"]), found["nodes"]) == (named, words, nodes)
+
+
+@pytest.mark.parametrize("line", ["--nodse 2 train.py", "pt_cpu --steps 2 train.py", "--nodes"])
+def test_an_option_that_is_none_is_refused(line: str) -> None:
+    command = cli.get_command(click.Context(cli), "run")
+    assert command is not None
+    with pytest.raises(click.UsageError):
+        command.make_context("run", line.split())

@@ -49,7 +49,7 @@ SETTINGS
 . "$ENVBUILD_RUN/settings-$restarts.sh"
 # From the host where the job was submitted; it need not be here.
 unset XDG_RUNTIME_DIR
-launch=(envbuild exec --bind /fsx:/fsx /fsx/pt.sqsh -- /opt/env/bin/python -I -X utf8 -m ddp_train.launch)
+launch=(envbuild run --bind /fsx:/fsx /fsx/pt.sqsh -- /opt/env/bin/python -I -X utf8 -m ddp_train.launch)
 settings=/fsx/me/${ENVBUILD_RUN##*/}/settings-$restarts.sh
 
 # everywhere STEP: runs a step once on every node and becomes its launcher, so call it in a subshell.

@@ -1,0 +1,253 @@
+"""`envbuild run`: the user's program in an artifact on this host."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shlex
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from envbuild.cli import complete
+from envbuild.cli.common import log, run_environment
+from envbuild.cli.options import Names, with_options
+from envbuild.environment import load_environment
+from envbuild.errors import UsageError
+from envbuild.kinds import ARTIFACTS, FolderArtifact, kinds_of
+from envbuild.recipe.find import default_recipe
+from envbuild.terminal import clean
+
+if TYPE_CHECKING:
+    from envbuild.jobs.model import JobArtifact
+
+_COUNT = click.IntRange(1, 64)
+_NO_PROGRAM = 127, 126  # exit codes of a shell: there is none; it cannot be started
+
+
+class _Run(click.Command):
+    """A command whose own options end at the script, or at the program behind RECIPE|ARTIFACT or `--`."""
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return ["[OPTIONS] [RECIPE|ARTIFACT]", "SCRIPT.py|-- PROGRAM", "[ARGS]..."]
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        options = [one for one in self.params if isinstance(one, click.Option)]
+        with_value = {name for one in options if not one.is_flag for name in one.opts}
+        own, named, at = list[str](), None, 0
+        while at < len(args):
+            word = args[at]
+            if word.startswith("-") and word not in ("-", "--"):
+                own += args[at : at + (2 if word in with_value else 1)]
+                at += 2 if word in with_value else 1
+            elif named is not None or word == "--" or _is_script(word):
+                break
+            else:
+                named, at = word, at + 1
+        rest = super().parse_args(ctx, own)
+        ctx.params |= {"named": named, "words": tuple(args[at:])}
+        return rest
+
+
+@click.command("run", cls=_Run)
+@click.argument("named", metavar="RECIPE|ARTIFACT", required=False, shell_complete=complete.runnable)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, shell_complete=complete.any_files)
+@click.option("--nodes", type=_COUNT, help="Simulated nodes.  [default: 1]")
+@click.option("--nproc-per-node", type=_COUNT, help="Ranks of each node.  [default: 1]")
+@click.option(
+    "--module", metavar="PKG.MODULE", help="Run this module of the artifact as the script; -- ARGS are its own."
+)
+@click.option(
+    "--script", metavar="TRAIN.py", hidden=True, shell_complete=complete.python_files, help="As SCRIPT.py."
+)  # fmt: skip
+@click.option(
+    "--env", "given", multiple=True, metavar="NAME[=VALUE]",
+    help="Set a variable; NAME alone passes the caller's, so that a secret is on no command line. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--bind", "binds", multiple=True, metavar="HOST[:PLACE][:ro]",
+    help="Show PROGRAM in an image a folder or file of this host, by default at the same path. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--workdir", "folder", metavar="DIR",
+    help="Start PROGRAM in this folder. Default: the current one; in an image if a --bind shows it, else /.",
+)  # fmt: skip
+@click.option(
+    "--runtime", metavar="NAME",
+    help="What starts an image: own, or one way of it: own:mount (root), own:squashfuse, own:extract; for ranks also "
+    "enroot and apptainer. Default: own; for ranks the best here.",
+)  # fmt: skip
+@click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
+@with_options("target")
+def run_command(
+    named: str | None, words: Names, nodes: int | None, nproc_per_node: int | None, module: str | None,
+    script: str | None, given: Names, binds: Names, folder: str | None, runtime: str | None, unverified: bool,
+    target: str | None,
+) -> None:  # fmt: skip
+    """Run your script, or any program, in an artifact on this host.
+
+    SCRIPT.py is a file of this folder. torchrun starts it as every rank, in this folder, which an image shows as its
+    work folder. Each line of output starts with [NODE.RANK], and the exit code is torchrun's.
+
+    Any other PROGRAM starts once, with this terminal; its exit code is this command's. With --nodes or
+    --nproc-per-node, it too is started as every rank. In an image it has this host's network, devices, /dev/shm, GPU
+    driver and names, and the job's variables (SLURM_*, NCCL_*, …); that needs neither a container runtime nor root.
+
+    Takes the path of an artifact, or the venv, conda environment, .sqsh or .sif that was built of RECIPE. Default: the
+    only recipe of ./recipes, or else pt_cpu.
+
+    \b
+    Examples:
+      envbuild run train.py --steps 2
+      envbuild run pt_cpu --nodes 2 --nproc-per-node 2 train.py --lr 0.1
+      envbuild run pytorch.sqsh --module pkg.train
+      envbuild run pt_cpu -- python -c 'import torch; print(torch.__version__)'
+      envbuild run --bind /fsx --bind "$PWD" pytorch.sif -- torchrun train.py
+      envbuild run --bind data:/data:ro --workdir /data pytorch.sqsh -- bash
+    """
+    program, is_script = _program(words, script, module)
+    once = not is_script and nodes is None and nproc_per_node is None
+    variables = _variables(given)
+    if not once and (binds or folder):
+        raise UsageError(
+            "--bind and --workdir are for one program, and this starts ranks",
+            "leave them out: ranks run in the current folder; or start the program once: -- PROGRAM",
+        )
+    if once and named is not None and os.path.isfile(named):  # any image, whoever made it
+        _run_in_image(Path(named), program, binds, folder, variables, runtime)
+    from envbuild.jobs.artifact import open_artifact  # nodes start every process of a job by the lines above
+
+    kinds = kinds_of("folder", "file")
+    opened = open_artifact(named or str(default_recipe().parent), kinds, target, unverified=unverified)
+    if opened.artifact.kind not in kinds:
+        raise UsageError(
+            f"{named} is an image in a registry",
+            "build a venv, conda environment, .sqsh or .sif of its recipe, or start it with `docker run`",
+        )
+    if not once:
+        _run_ranks(opened.artifact, program, variables, nodes or 1, nproc_per_node or 1, runtime)
+    if opened.artifact.of_kind.form == "file":
+        _run_in_image(Path(opened.artifact.path), program, binds, folder, variables, runtime)
+    _run_in_folder(opened.artifact, program, binds, folder, variables, runtime)
+
+
+def _is_script(word: str) -> bool:
+    return word.endswith(".py") and not os.path.isdir(word)
+
+
+def _program(words: Names, script: str | None, module: str | None) -> tuple[list[str], bool]:
+    """Return the command line of the program, and whether it is a script or a module, which torchrun starts.
+
+    Raises UsageError unless there is one program.
+    """
+    rest = list(words[1:] if words[:1] == ("--",) else words)
+    if script is not None and module is not None:
+        raise UsageError("--script and --module are two programs", "leave one of them out")
+    if module is not None:
+        return ["python", "-m", module, *rest], True
+    if script is None and words and _is_script(words[0]):
+        script, *rest = rest
+    if script is not None:
+        if not os.path.isabs(script) and not os.path.isfile(script):
+            raise UsageError(
+                f"there is no script {script} in {Path.cwd()}", "name a file of this folder, or go to its folder"
+            )
+        return ["python", script, *rest], True
+    if not rest:
+        raise UsageError("no program is named", "give SCRIPT.py, --module M, or -- PROGRAM")
+    return rest, False
+
+
+def _variables(given: Names) -> dict[str, str]:
+    """Return the variables of --env; a NAME that the caller's environment lacks is left out."""
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not name or "\0" in text:
+            raise UsageError(f"--env {text!r} is not NAME or NAME=VALUE")
+        if equals:
+            found[name] = value
+        elif name in os.environ:
+            found[name] = os.environ[name]
+    return found
+
+
+def _run_ranks(
+    artifact: JobArtifact, program: list[str], variables: dict[str, str], nodes: int, nproc_per_node: int,
+    runtime: str | None,
+) -> NoReturn:  # fmt: skip
+    """Run `program` as every rank of simulated nodes, and exit as it does."""
+    from envbuild.kinds.commit import open_subject
+    from envbuild.verify.user_run import exit_code, run_program_on_nodes
+
+    environment = run_environment()
+    subject = open_subject(Path(artifact.path), environment, runtime)
+    log(f"running {shlex.join(program)} on {nodes} × {nproc_per_node} ranks …")
+    outcome = run_program_on_nodes(
+        subject, program, environment, Path.cwd(),
+        nodes=nodes, nproc_per_node=nproc_per_node, variables=variables, echo=lambda line: click.echo(clean(line)),
+    )  # fmt: skip
+    sys.exit(exit_code(outcome))
+
+
+def _run_in_image(
+    path: Path, program: list[str], binds: Names, folder: str | None, variables: dict[str, str], runtime: str | None
+) -> NoReturn:
+    """Run `program` once in the image at `path`, and end as it does: by its exit code, or by the same signal."""
+    from envbuild.exec_image import exec_image, parse_bind
+
+    shown = [parse_bind(text) for text in binds]
+    status = exec_image(
+        path,
+        program,
+        load_environment(),
+        log,
+        binds=shown,
+        folder=folder,
+        variables=variables,
+        runtime=runtime or "own",
+    )
+    if os.WIFSIGNALED(status):
+        _end_by(os.WTERMSIG(status))
+    sys.exit(os.waitstatus_to_exitcode(status))
+
+
+def _end_by(number: int) -> None:
+    """End this process by the signal that ended the program, so that the caller sees it."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _run_in_folder(
+    artifact: JobArtifact, program: list[str], binds: Names, folder: str | None, variables: dict[str, str],
+    runtime: str | None,
+) -> NoReturn:  # fmt: skip
+    """Replace this process by `program` in the environment of a folder."""
+    if binds or runtime is not None:
+        raise UsageError(f"--bind and --runtime are for images, and {artifact.path} is none", "leave them out")
+    kind, path = ARTIFACTS[artifact.kind], Path(artifact.path)
+    assert isinstance(kind, FolderArtifact)
+    module = kind.module()
+    environment = module.launch_environment(path, os.environ) | variables
+    command = module.command(path, *program)
+    try:
+        os.chdir(folder or ".")
+    except OSError as error:
+        raise UsageError(f"--workdir {folder}: {error.strerror}") from error
+    if shutil.which(command[0], path=environment.get("PATH")) is None:
+        there = "/" in command[0] and os.path.exists(command[0])
+        log(f"{program[0]}: {'cannot be started' if there else 'not found in the environment and on PATH'}")
+        sys.exit(_NO_PROGRAM[there])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would, too
+        signal.signal(ignored, signal.SIG_DFL)
+    os.execvpe(command[0], command, environment)
