@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,28 @@ def test_no_paragraph_stands_on_two_pages() -> None:
             if len(line) > _LONG and not line.startswith(("    ", "|")):
                 places[line].add(name(page))
     assert {line: on for line, on in places.items() if len(on) > 1} == {}
+
+
+def paragraphs(text: str) -> Iterator[str]:
+    """Yield the paragraphs and the entries of lists, without headings, tables, code, pictures and comments."""
+    fenced, lines = False, list[str]()
+    for line in [*text.splitlines(), ""]:
+        fenced ^= line.lstrip().startswith("```")
+        plain = not fenced and line.strip() and not re.match(r"\||    |#|<!--|```|!\[", line)
+        if lines and (not plain or re.match(r"\s*([-*]|\d+\.) ", line)):
+            yield " ".join(lines)
+            lines.clear()
+        if plain:
+            lines.append(line.strip())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_no_paragraph_is_longer_than_five_lines_of_100_columns(page: Path) -> None:
+    assert [one for one in paragraphs(page.read_text(encoding="utf-8")) if len(one) > 500] == []
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=name)
+def test_each_page_says_first_who_needs_it(page: Path) -> None:
+    if page != TOP / "docs/index.md":  # the landing page says it in a section
+        heading, first = page.read_text(encoding="utf-8").split("\n\n", 2)[:2]
+        assert heading.startswith("# ") and first.startswith("For "), first
