@@ -79,7 +79,14 @@ def test_everybody_can_read_it(tab: Tab, site: str, page: str, dark: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "page"), [("quickstart", ""), ("slurm", "howto/jobs/"), ("flight-behind", "reference/diagnoses/")]
+    ("words", "page"),
+    [
+        ("add a package", "howto/locks/"),
+        ("quickstart", ""),
+        ("install", "install/"),
+        ("slurm", "howto/jobs/"),
+        ("flight-behind", "reference/diagnoses/"),
+    ],
 )
 def test_search_finds(tab: Tab, site: str, words: str, page: str) -> None:
     tab.open(site, width=1440)
