@@ -19,14 +19,26 @@ from envbuild.progress import step
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
+_out_option = click.option(
+    "--out", type=PATH, metavar="PATH",
+    help="With --job: write the job to this file; default: print it. Without --job: as --prefix.",
+)  # fmt: skip
+
+
+def _prefix_option(kind: str) -> Decorator:
+    return click.option(
+        "--prefix", "-p", type=PATH, metavar="DIR",
+        help=f"The environment's folder. Default: build/RECIPE/TARGET/{kind}, with --job in [paths] shared.",
+    )  # fmt: skip
+
 
 def _folder_options(*own: Decorator) -> Decorator:
     return build_options(
         "target", *own,
         click.option(
             "--job", is_flag=True,
-            help="Render the job that builds and verifies it on a node of --site, in [paths] shared there where --out "
-            "says nothing else. With --dry-run the job is printed, and nothing locked, bundled or submitted.",
+            help="Render the job that builds and verifies it on a node of --site: at --prefix, or in its [paths] "
+            "shared. With --dry-run the job is printed, and nothing locked, bundled or submitted.",
         ),
         "site",
         click.option(
@@ -34,7 +46,7 @@ def _folder_options(*own: Decorator) -> Decorator:
             help="For nodes without a network: an offline bundle, made there when it is missing or stale.",
         ),
         click.option("--submit", is_flag=True, help="Hand the job to sbatch or qsub."),
-        click.option("--script", type=PATH, metavar="FILE", help="Write the job there. Default: print it."),
+        click.option("--script", type=PATH, hidden=True, help="As --out, with --job."),
         "no-verify", "faults", "exact",
         click.option("--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."),
         "dry-run", "locked", "offline", "report", "json",
@@ -44,10 +56,7 @@ def _folder_options(*own: Decorator) -> Decorator:
 @click.command("venv")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_folder_options(
-    click.option(
-        "--out", type=PATH, metavar="DIR",
-        help="Default: build/RECIPE/TARGET/venv, with --job in [paths] shared of the site.",
-    ),
+    _prefix_option("venv"), _out_option,
     click.option("--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version."),
     click.option("--editable", is_flag=True, help="Refer to the folder of [project] instead of copying its files."),
 )  # fmt: skip
@@ -71,10 +80,7 @@ def venv_command(recipe: str | None, options: BuildOptions) -> None:
 @click.command("conda")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_folder_options(
-    click.option(
-        "--out", "--prefix", "-p", "out", type=PATH, metavar="DIR",
-        help="The environment's folder. Default: build/RECIPE/TARGET/conda, with --job in [paths] shared of the site.",
-    ),
+    _prefix_option("conda"), _out_option,
     click.option(
         "--name", "-n", metavar="NAME",
         help="Put it where `conda activate NAME` finds it (CONDA_ENVS_DIRS, conda's envs, ~/.conda/envs).",
@@ -95,7 +101,7 @@ def conda_command(recipe: str | None, name: str | None, options: BuildOptions) -
       envbuild conda pt_cpu --job --site aws-parallelcluster --submit
       build/pt_cpu/cpu-x86_64/conda/bin/torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
-    if options.out is not None and name is not None:
+    if name is not None and (options.prefix or (options.out and not options.job)):
         raise UsageError("--name and --prefix both say where to build", "give one of them")
     _build("conda", recipe, options, name)
 
@@ -110,9 +116,12 @@ def _build(kind_name: str, recipe: str | None, options: BuildOptions, conda_name
 
     environment, loaded, target = open_build(recipe, options.target)
     if not options.job:  # for a job, nodes may see folders that this host does not
-        check_out(options.out)
+        if options.prefix and options.out:
+            raise UsageError("--out and --prefix both say where to build", "give one of them")
+        options = replace(options, prefix=options.prefix or options.out)
+        check_out(options.prefix)
     if conda_name is not None:
-        options = replace(options, out=named_prefix(conda_name, environment.variables))
+        options = replace(options, prefix=named_prefix(conda_name, environment.variables))
     kind = ARTIFACTS[kind_name]
     assert isinstance(kind, FolderArtifact)
     if options.job:
@@ -125,7 +134,7 @@ def _build(kind_name: str, recipe: str | None, options: BuildOptions, conda_name
             **options.lock_use,
         )  # fmt: skip
         check_torch(loaded, plan, verify=not options.no_verify)
-    path = options.out or kind.default_path(loaded.recipe.name, target.name)
+    path = options.prefix or kind.default_path(loaded.recipe.name, target.name)
     if options.dry_run:
         check_place(path)
         show_plan(plan, options.as_json, path)
@@ -158,10 +167,11 @@ def _build_by_job(
             "give --bundle DIR, a folder that the nodes see: it brings envbuild for them",
         )
     check_out(bundle, "--bundle")
-    check_out(options.script, "--script")
+    script = options.out or options.script
+    check_out(script)
     site = load_site(environment.variables, options.site)
     top = Path(site.paths.shared) / "build" if site.paths.shared else build_folder()
-    place = absolute_path(options.out or top / loaded.recipe.name / target.name / kind.default_name)
+    place = absolute_path(options.prefix or top / loaded.recipe.name / target.name / kind.default_name)
     if not options.dry_run:  # nodes may be unable to reach an index, so resolve now
         plan_of(kind, loaded, target, environment, here=False, verify=not options.no_verify, **options.lock_use)
         if bundle is not None:
@@ -193,9 +203,9 @@ def _build_by_job(
     script, number = hand_over(
         job,
         text,
-        None if options.dry_run else options.script,
+        None if options.dry_run else script,
         submit=options.submit and not options.dry_run,
-        hint="name another file with --script, or another folder by [paths] shared of the site",
+        hint="name another file with --out, or another folder by [paths] shared of the site",
         note=f"; {place} appears when it is built and has passed",
     )
     about = {

@@ -92,6 +92,7 @@ class BuildOptions:
 
     target: str | None = None
     out: Path | None = None
+    prefix: Path | None = None
     python: str | None = None
     job: bool = False
     site: str | None = None
@@ -116,7 +117,7 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         if not self.job and (self.site or self.bundle or self.submit or self.script):
-            raise UsageError("--site, --bundle, --submit and --script are for --job", "add --job")
+            raise UsageError("--site, --bundle and --submit are for --job", "add --job")
         if self.report is not None and (self.job or self.no_verify):
             raise UsageError(
                 "--report needs a receipt, and with --job or --no-verify this run writes none",

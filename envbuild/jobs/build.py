@@ -116,10 +116,10 @@ def render_build(plan: JobPlan, build: Build) -> str:
         )
     if store:
         lines.append(f"export ENVBUILD_STORE={word(store, 'the store')}")
-    place = word(build.place, "--out")
-    command = f"{tool} {build.kind} {word(recipe, 'the recipe')} --target {build.target} --out {place}"
+    place = word(build.place, "--prefix")
+    command = f"{tool} {build.kind} {word(recipe, 'the recipe')} --target {build.target} --prefix {place}"
     lines += [
-        f"mkdir -p {word(str(PurePosixPath(build.place).parent), '--out')}",
+        f"mkdir -p {word(str(PurePosixPath(build.place).parent), '--prefix')}",
         _VERIFIED,
         f"exec {command} {words(options)}",
     ]

@@ -109,7 +109,7 @@ def test_a_job_builds_and_verifies_on_a_node_with_modules_and_without_network(
         line = [jobs.command(), "venv", bundle[0].folder / "recipes/pt_minimal", "--job", "--site", jobs.site]
         shared = cluster.shared
         done = cluster.run(
-            [*line, "--bundle", bundle[1], "--out", shared / "venv", "--submit", "--json"],
+            [*line, "--bundle", bundle[1], "--prefix", shared / "venv", "--submit", "--json"],
             env=jobs.env, timeout_s=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr

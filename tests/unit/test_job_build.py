@@ -16,6 +16,7 @@ from lab.golden import assert_golden
 from lab.shellcheck import shellcheck
 
 import envbuild
+from envbuild.cli import folder
 from envbuild.cli.folder import conda_command, venv_command
 from envbuild.errors import UsageError
 from envbuild.jobs.build import Build, plan_build, render_build
@@ -95,7 +96,7 @@ def test_paths_and_variables_arrive_unchanged_at_a_recording_envbuild(
     subprocess.run(["bash", "-c", text], check=True, env={"PATH": os.environ["PATH"]})
     told = log.read_text().split("\0")[:-1]
     assert told == [
-        value, f"{tmp_path}/cache/envbuild", "venv", VENV.recipe, "--target", "cpu-x86_64", "--out", target,
+        value, f"{tmp_path}/cache/envbuild", "venv", VENV.recipe, "--target", "cpu-x86_64", "--prefix", target,
         option, "--locked",
     ]  # fmt: skip
 
@@ -145,7 +146,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-@pytest.mark.parametrize("more", [(), ("--submit",), ("--bundle", "b", "--script", "job.sh")])
+@pytest.mark.parametrize("more", [(), ("--submit",), ("--bundle", "b", "--out", "job.sh")])
 @pytest.mark.parametrize("command", [venv_command, conda_command], ids=["venv", "conda"])
 def test_a_dry_run_prints_the_job_and_makes_and_submits_nothing(
     command: Any, more: tuple[str, ...], site: Path, tmp_path: Path
@@ -154,9 +155,31 @@ def test_a_dry_run_prints_the_job_and_makes_and_submits_nothing(
     done = CliRunner().invoke(command, [*given, *more], catch_exceptions=False)
     assert done.exit_code == 0 and done.output.startswith("#!/bin/bash")
     kind = command.name
-    assert f"--out {tmp_path}/fsx/build/pt_cpu/cpu-{host_arch()}/{kind} --locked" in done.output
+    assert f"--prefix {tmp_path}/fsx/build/pt_cpu/cpu-{host_arch()}/{kind} --locked" in done.output
     assert not os.listdir(tmp_path / "here") and not (tmp_path / "fsx").exists()
     assert not (tmp_path / "submitted").exists()
+
+
+@pytest.mark.parametrize("option", ["--out", "--script"])
+@pytest.mark.parametrize("command", [venv_command, conda_command], ids=["venv", "conda"])
+def test_the_job_goes_to_out_and_the_environment_to_prefix(
+    command: Any, option: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "plan_of", lambda *_, **__: None)
+    given = ["pt_cpu", "--target", f"cpu-{host_arch()}", "--job", "--site", str(site), "--prefix", f"{tmp_path}/fsx/e"]
+    done = CliRunner().invoke(command, [*given, option, "job.sh"], catch_exceptions=False)
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (0, "job.sh")
+    assert f"--prefix {tmp_path}/fsx/e --locked" in Path("job.sh").read_text()
+
+
+def test_one_folder_is_named_once() -> None:
+    for command, words in (
+        (venv_command, ["--out", "a", "--prefix", "b"]),
+        (conda_command, ["--name", "a", "--prefix", "b"]),
+        (conda_command, ["--name", "a", "--out", "b"]),
+    ):
+        done = CliRunner().invoke(command, ["pt_cpu", "--dry-run", *words])
+        assert isinstance(done.exception, UsageError) and "both say where to build" in done.exception.message
 
 
 def test_nodes_of_another_architecture_need_an_envbuild_of_theirs(site: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_script_that_cannot_be_written_is_an_error_with_what_to_change(
 
 
 @pytest.mark.parametrize(
-    ("shared", "more"), [("{}", ["--script", "{}"]), ("{}", ["--script", "{}/file/x.sh"]), ("{}/file", ["--submit"])]
+    ("shared", "more"), [("{}", ["--out", "{}"]), ("{}", ["--out", "{}/file/x.sh"]), ("{}/file", ["--submit"])]
 )  # fmt: skip
 def test_so_is_one_of_a_job_that_builds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str, more: list[str]

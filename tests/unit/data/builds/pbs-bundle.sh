@@ -33,4 +33,4 @@ command -v python3.11 >/dev/null || stop 'there is no python3.11 on this node; a
 export ENVBUILD_STORE=/fsx/ada/bundle/store
 mkdir -p /fsx/ada/build/pt_cpu/cpu-x86_64
 # Verification simulates its nodes on this one; its receipt goes beside the environment.
-exec python3.11 -m envbuild venv /fsx/ada/bundle/recipes/gh200 --target cu126-aarch64 --out /fsx/ada/build/pt_cpu/cpu-x86_64/venv --locked --offline
+exec python3.11 -m envbuild venv /fsx/ada/bundle/recipes/gh200 --target cu126-aarch64 --prefix /fsx/ada/build/pt_cpu/cpu-x86_64/venv --locked --offline

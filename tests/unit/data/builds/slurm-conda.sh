@@ -27,4 +27,4 @@ command -v /fsx/tools/bin/envbuild >/dev/null || stop 'this node does not see en
 export ENVBUILD_STORE=/fsx/cache/envbuild
 mkdir -p /fsx/ada/build/pt_cpu/cpu-x86_64
 # Verification simulates its nodes on this one; its receipt goes beside the environment.
-exec /fsx/tools/bin/envbuild conda /home/ada/recipes/pt_cpu --target cpu-x86_64 --out /fsx/ada/build/pt_cpu/cpu-x86_64/venv --locked
+exec /fsx/tools/bin/envbuild conda /home/ada/recipes/pt_cpu --target cpu-x86_64 --prefix /fsx/ada/build/pt_cpu/cpu-x86_64/venv --locked
