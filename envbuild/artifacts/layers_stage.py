@@ -29,7 +29,7 @@ MODULES = (
     "artifacts/__init__.py", "artifacts/installed.py", "artifacts/layer_lists.py", "artifacts/layers_stage.py",
     "data/__init__.py", "data/diagnoses.toml", "data/nccl_log.toml", "data/secrets.toml",
     "diagnose/__init__.py", "diagnose/engine.py", "diagnose/exception.py",
-    "diagnose/nccl_log.py", "diagnose/rules.py", "diagnose/shapes.py",
+    "diagnose/mpi_help.py", "diagnose/nccl_log.py", "diagnose/rules.py", "diagnose/shapes.py",
     "layers/__init__.py", "layers/local_build_host.py", "layers/source_files.py",
     "layers/source_causes.py", "layers/source_job.py", "layers/source_standalone.py", "layers/source_steps.py",
     "recipe/__init__.py", "recipe/sources.py",

@@ -4,8 +4,9 @@ A rule holds if each of its `all` patterns, one of its `any` and none of its `no
 and its counts hold over all logs together. A line of NCCL's log is also matched in the form that nccl_log.py
 parses, `nccl:KIND: TEXT`; so is the line behind torch's `Last error:`, which quotes NCCL. If a requeued job
 appended to its log, counts restart at the line that reports the new attempt. If no cause is known, the diagnosis
-shows the program's own exception (exception.py). Patterns are tried only on lines that contain their constant
-texts (shapes.py).
+shows the program's own exception (exception.py). Messages of Open MPI, which are blocks of
+lines, are matched as one line, `mpi:help: TEXT` (mpi_help.py). Patterns are tried only on lines that contain their
+constant texts (shapes.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from envbuild.diagnose.exception import BEGIN, FRAME, SIGNS, Exceptions, Line, Weight, Words
+from envbuild.diagnose.mpi_help import RULE, HelpBlock
 from envbuild.diagnose.nccl_log import needles_of_forms, parse_nccl_log
 from envbuild.diagnose.rules import KINDS, DiagnosisRule, Kind, LinePattern, Place, course_patterns, load_rules
 from envbuild.diagnose.shapes import LineShapes
@@ -138,7 +140,7 @@ class _Course:
 class _Mark:
     """Lines that tell the `course` of the job or its exceptions, and lines of NCCL that have other forms."""
 
-    name: Literal["attempts", "progress", "failures", "pods", "words", "nccl", "last", "error"]
+    name: Literal["attempts", "progress", "failures", "pods", "words", "nccl", "last", "help", "error"]
     regex: tuple[re.Pattern[str], ...] = ()
 
     def on(self, line: str) -> bool:
@@ -164,6 +166,7 @@ class _Reader:
         texts[_Mark("words")] = (BEGIN, FRAME, *SIGNS)
         texts[_Mark("nccl")] = needles_of_forms()
         texts[_Mark("last")] = (_LAST_ERROR,)
+        texts[_Mark("help")] = (RULE,)
         texts |= {pattern: pattern.needles for pattern in patterns}
         texts[_Mark("error", (_FAILURE,))] = _FAILURES
         self._shapes = LineShapes(texts)
@@ -171,6 +174,7 @@ class _Reader:
         self.last: deque[Line] = deque(maxlen=6)
         self.course, self.exceptions = _Course(), Exceptions()
         self.total = 0
+        self.help = HelpBlock()
         # The text before `Last error:`, and the number of the line behind it.
         self._quoted: tuple[str, int] = "", 0
 
@@ -182,9 +186,11 @@ class _Reader:
         for block in blocks:
             plain = _CONTROL.sub("", block) if "\x1b" in block else block
             shapes = self._shapes.of(plain)
-            lines = plain.split("\n") if self.exceptions.open or any(shapes) or self._quoted[1] > self.total else ()
+            follows = self.exceptions.open or self.help.open or self._quoted[1] > self.total
+            lines = plain.split("\n") if follows or any(shapes) else ()
             for index, marks in enumerate(shapes) if lines else ():
-                if marks or self.exceptions.open or self._quoted[1] == self.total + index + 1:
+                follows = self.exceptions.open or self.help.open or self._quoted[1] == self.total + index + 1
+                if marks or follows:
                     line = Line(name, number + index + 1, lines[index].rstrip("\r"))
                     self._line(line, before, self.total + index + 1, marks, here)
                 before = lines[index]
@@ -203,18 +209,20 @@ class _Reader:
         course, words = "", False
         matched: list[LinePattern] = []
         if self._quoted[1] == order and line.text.startswith(self._quoted[0]):
-            self._match_forms(f" NCCL WARN {line.text[len(self._quoted[0]) :]}", line, order, here)
+            self._match_forms(_forms(f" NCCL WARN {line.text[len(self._quoted[0]) :]}"), line, order, here)
+        if (block := self.help.read(line)) is not None:
+            self._match_forms((f"mpi:help: {block[1]}",), block[0], order, here)
         for mark in marks:
             if isinstance(mark, LinePattern):
                 if self._match(mark, line, line.text, order, here):
                     matched.append(mark)
             elif mark.name == "nccl":
-                self._match_forms(line.text[max(0, line.text.find(" NCCL ")) :], line, order, here)
+                self._match_forms(_forms(line.text[max(0, line.text.find(" NCCL ")) :]), line, order, here)
             elif mark.name == "last":
                 self._quoted = line.text.partition(_LAST_ERROR)[0], order + 1
             elif mark.name == "words":
                 words = True
-            elif not mark.on(line.text):
+            elif mark.name == "help" or not mark.on(line.text):
                 continue
             elif mark.name == "attempts":
                 here.clear()
@@ -235,8 +243,8 @@ class _Reader:
         if self.exceptions.best.weight and self.course.long_passed(self.exceptions.best.order):
             self.exceptions = Exceptions()
 
-    def _match_forms(self, text: str, line: Line, order: int, here: dict[LinePattern, _Seen]) -> None:
-        for form in _forms(text):
+    def _match_forms(self, forms: Iterable[str], line: Line, order: int, here: dict[LinePattern, _Seen]) -> None:
+        for form in forms:
             for pattern in self._shapes.of(form)[0]:
                 if isinstance(pattern, LinePattern):
                     self._match(pattern, line, form, order, here)
@@ -263,6 +271,8 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
         reader.read(name, blocks)
     seen, course, exceptions = reader.seen, reader.course, reader.exceptions
     held = [(rule, found) for rule in rules if (found := _found(rule, seen, course)) is not None]
+    highest = max((rule.rank for rule, _ in held if rule.kind == "cause"), default=0)
+    held = [one for one in held if not one[0].general or one[0].rank >= highest]
     held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
     words = exceptions.words
     shown = () if course.passed(words.order) else tuple(map(_evidence, (*words.lines, *words.led)))

@@ -49,6 +49,8 @@ _MOST = 256
 _MESSAGE = 4
 # A traceback whose end is missing is given up after so many lines of all processes.
 _GIVEN_UP = 50_000
+# Lines that name an error and are farther apart tell of different failures.
+_CLOSE = 60
 # Lines between an exception and the one that it led to.
 _BETWEEN = 3
 
@@ -58,18 +60,26 @@ _OF_COMPILERS = re.compile(
     r"(?::\d{1,6}|\(\d{1,6}\)): (?:fatal )?error: |\b(?:nvcc|ptxas) fatal|: undefined reference to |: cannot find -l"
     r"|^CMake Error"
 )
-_ERROR_LINE = re.compile(r"\b(?:FATAL|[Ff]atal|[Ee]rror|ERROR|panic)\]?: ?\S")
+_ERROR_LINE = re.compile(
+    r"\b(?:FATAL|[Ff]atal|[Ee]rror|ERROR|panic)(?:\]?: ?|  ?: |  +\[|\]? (?=[A-Z]))\S|NCCL WARN \S|^Memory access fault"
+)
 _REFUSAL = re.compile(
     r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to|exiting\b"
-    r"|[Aa]borting|must (?:be|not)|not (?:found|supported)|but current state is)"
+    r"|[Aa]borting|must (?:be|not)|not (?:found|supported|permitted)|but current state is|[Dd]enied|[Rr]efused|No such"
+    r"|[Uu]nreachable|[Tt]imed out|[Aa]borted)"
 )
-_OF_LAUNCHERS = re.compile(r"ChildFailedError|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: |: ?None$")
+_OF_LAUNCHERS = re.compile(
+    r"ChildFailedError|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: |: ?None$"
+    r"|\bframe #\d|MPI_ABORT was invoked|Failed to invoke spank plugin stack|Job step aborted|Unable to register cu\w+"
+)
 
 # Each line that decides contains one of these.
 SIGNS = (
     *("Error", "Exception", "what():", "Assertion", "panicked at ", "error: ", "fatal", "FATAL", "ERROR", "rror: "),
     *("panic", "undefined reference to ", "cannot find -l", "exiting", "borting", "not found", "not supported"),
     *("must be", "must not", "nable to", "annot ", "ould not", "ouldn't", "an't ", "ailed to", "current state is"),
+    *("NCCL WARN", "Memory access fault", "not permitted", "enied", "efused", "No such", "nreachable", "imed out"),
+    *("borted",),
 )
 
 
@@ -82,7 +92,10 @@ class Line(NamedTuple):
 
 
 class Weight(IntEnum):
-    """How well words decide why a program failed; of equal ones the first count, of REFUSAL and ERROR the last."""
+    """How well words decide why a program failed; of equal ones the first count.
+
+    Of REFUSAL and ERROR, that is the first of the last ones that are close to each other: others repeat the reason.
+    """
 
     NOTHING = 0
     FRAME = 1
@@ -151,6 +164,7 @@ class Exceptions:
     _begun: int = 0
     _open: dict[str, _Open] = field(default_factory=dict)
     _after: _After | None = None
+    _told: int = 0
 
     @property
     def open(self) -> bool:
@@ -237,7 +251,8 @@ class Exceptions:
         return True
 
     def _propose(self, words: Words, prefix: str, text: str) -> None:
-        late = words.weight in (Weight.REFUSAL, Weight.ERROR)
+        late = words.weight in (Weight.REFUSAL, Weight.ERROR) and words.order > self._told + _CLOSE
+        self._told = words.order
         if words.weight > self.best.weight or (late and words.weight == self.best.weight):
             self.best = words
             self._after = _After(prefix, _is_open(text), chain=words.weight == Weight.ENDED)

@@ -74,6 +74,7 @@ class DiagnosisRule:
     ended: tuple[LinePattern, ...] = ()
     before: tuple[LinePattern, ...] = ()
     passes: bool = False
+    general: bool = False
     alone: str = ""
     every: str = ""
     counts: tuple[Count, ...] = ()

@@ -561,6 +561,18 @@ def test_the_cause_of_other_programs_words(lines: list[str], cause: str) -> None
         'wandb: Run data is saved locally',
         'all tensors are on the same device',
         'expected scalar',
+        "Ray runtime started. Next steps: to connect to this Ray cluster", "ray: all workers registered with GCS", "Version match: Ray 2.9",
+        "NVML: initialized", "nvmlInit() succeeded", "GPU0000:3B:00.0: healthy", "NVRM: loading NVIDIA UNIX kernel module",
+        "n1:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB", "n1:1:1 [0] NCCL INFO Call to ibv_open_device success", "mlx5_core 0000:3b:00.0: firmware version: 22.39",
+        "n1:1:1 [0] NCCL WARN Missing \"iommu=pt\" from kernel command line which can lead to system instablity or hang!",
+        "n1:1:1 [0] NCCL WARN NUMA auto balancing enabled which can lead to variability in the RCCL performance!",
+        "n1:1:1 [0] NCCL WARN Could not find real path of /sys/class/x", "n1:1:1 [0] NCCL WARN NET/IB : mlx5_0:1 Got non-fatal async event: port active(9)",
+        "pyxis: importing docker image: ubuntu", "pyxis: imported docker image: ubuntu", "[INFO] Extracting squashfs filesystem...",
+        "srun: job 7 queued and waiting for resources", "slurmstepd: task 0 started", "INFO:    Mounting image", "docker: 24.0.7, build afdd53b",
+        "Lmod: loaded gcc/12", "Environment modules: 4.5", "the CUDA errors of a run: 0", "cudaErrorless", "HSA_STATUS: fine", "ROCk module is loaded",
+        "sched_setaffinity: 0-7", "Using magic number 7", "TERM_PROGRAM=tmux", "flux-job: submitted", "Job submitted to queue gpu.",
+        "  Normal  Scheduled  3s  default-scheduler  Successfully assigned ml/x to n1", "conda environment: ddp", "a file of a large size",
+        "libfabric:88:1712:cxi:domain:cxip_x():99<warn> n1: Failed to find valid default rgroup and vni for cxi0",
         'the size of tensor a is 3',
         'IndexError: list index out of range',
         'UserWarning: None of the inputs have requires_grad=True. Gradients will be None',
@@ -747,6 +759,55 @@ def test_the_table_in_the_docs() -> None:
         hint = shown(rule.hint) + (f"; in a pod: {shown(rule.pod_hint)}" if rule.pod_hint else "")
         rows.append(f"| `{rule.id}` | {kind}{shown(rule.cause)} | {hint} | {tested} |")
     assert_golden_table(rows, DOCS, "tests/unit/test_diagnose.py")
+
+
+# ---- Open MPI's blocks of lines, and the line that decides
+
+_RULE = "-" * 74
+
+
+@pytest.mark.parametrize("prefix", ["", "[1,0]<stderr>:", "[pod/ddp-launcher/mpi] "])
+def test_a_message_of_open_mpi_is_read_as_one_line(prefix: str) -> None:
+    text = ["No components were able to be", "  opened in the", "", "btl framework."]
+    found = diagnose([("log", [prefix + line for line in (_RULE, *text, _RULE)])], load_rules()).findings
+    assert [one.id for one in found] == ["mpi-component"]
+    assert "(framework btl)" in found[0].cause
+    assert [line.line for line in found[0].evidence] == [2]
+
+
+def test_what_is_between_two_messages_of_open_mpi_or_without_an_end_is_none() -> None:
+    refusal = "The specified fork agent was not found: x"
+    assert told(_RULE, "a table", _RULE, refusal, _RULE, "another one", _RULE) == ["mpi-help"]
+    assert "fork agent" not in diagnose([("log", [_RULE, "a table", _RULE, refusal])], load_rules()).findings[0].cause
+    assert told(_RULE, refusal) == []
+    assert told(_RULE, refusal, *["a step"] * 60, _RULE) == []
+    assert told(_RULE, _RULE, refusal, _RULE) == ["mpi-help"]
+    assert told(_RULE, "WARNING: Open MPI will create a shared memory file", _RULE) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "decides"),
+    [
+        (["widgetd: error: no belt", "widgetd: fatal: giving up"], 0),
+        (["could not open the valve", "widgetd: error: no belt"], 1),
+        (["widgetd: error: no belt", "RuntimeError: first", "ValueError: second"], 1),
+        (["widgetd: error: no belt", *["step"] * 99, "widgetd: error: no gear"], 100),
+        (["srun: error: n1: task 0: Exited with exit code 1", "the crate was not found"], 1),
+        (["frame #1: c10::Error::Error(c10::SourceLocation)", "the crate was not found"], 1),
+    ],
+)  # fmt: skip
+def test_the_first_clear_line_of_the_last_failure_decides(lines: list[str], decides: int) -> None:
+    found = diagnose([("log", lines)], load_rules())
+    assert [one.line for one in found.exception] == [decides + 1]
+
+
+def test_what_a_program_says_in_general_is_no_cause_beside_a_known_one() -> None:
+    general = "docker: Error response from daemon: the widget is loose."
+    assert told(general) == ["docker-report"]
+    assert told(general, "nvidia-container-cli: initialization error: nvml error: driver not loaded")[0] == "container-gpus"  # fmt: skip
+    assert "docker-report" not in told(general, "No CUDA GPUs are available")
+    # A killed process explains less than a container that did not start.
+    assert told("command terminated with exit code 137", general)[0] == "docker-report"
 
 
 # ---- the program's own failure
