@@ -4,7 +4,7 @@ A rule holds if each of its `all` patterns, one of its `any` and none of its `no
 and its counts hold over all logs together. A line of NCCL's log is also matched in the form that nccl_log.py
 parses, `nccl:KIND: TEXT`; so is the line behind torch's `Last error:`, which quotes NCCL. If a requeued job
 appended to its log, counts restart at the line that reports the new attempt. If no cause is known, the diagnosis
-shows the program's own exception (exception.py). Messages of Open MPI, which are blocks of
+shows the program's own words (exception.py). Messages of Open MPI, which are blocks of
 lines, are matched as one line, `mpi:help: TEXT` (mpi_help.py). Patterns are tried only on lines that contain their
 constant texts (shapes.py).
 """

@@ -49,8 +49,6 @@ _MOST = 256
 _MESSAGE = 4
 # A traceback whose end is missing is given up after so many lines of all processes.
 _GIVEN_UP = 50_000
-# Lines that name an error and are farther apart tell of different failures.
-_CLOSE = 60
 # Lines between an exception and the one that it led to.
 _BETWEEN = 3
 
@@ -92,10 +90,7 @@ class Line(NamedTuple):
 
 
 class Weight(IntEnum):
-    """How well words decide why a program failed; of equal ones the first count.
-
-    Of REFUSAL and ERROR, that is the first of the last ones that are close to each other: others repeat the reason.
-    """
+    """How well words decide why a program failed; of equal ones the first count, of REFUSAL and ERROR the last."""
 
     NOTHING = 0
     FRAME = 1
@@ -164,7 +159,6 @@ class Exceptions:
     _begun: int = 0
     _open: dict[str, _Open] = field(default_factory=dict)
     _after: _After | None = None
-    _told: int = 0
 
     @property
     def open(self) -> bool:
@@ -251,8 +245,7 @@ class Exceptions:
         return True
 
     def _propose(self, words: Words, prefix: str, text: str) -> None:
-        late = words.weight in (Weight.REFUSAL, Weight.ERROR) and words.order > self._told + _CLOSE
-        self._told = words.order
+        late = words.weight in (Weight.REFUSAL, Weight.ERROR)
         if words.weight > self.best.weight or (late and words.weight == self.best.weight):
             self.best = words
             self._after = _After(prefix, _is_open(text), chain=words.weight == Weight.ENDED)
