@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import sys
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envbuild import process
-from envbuild.atomic import naming
+from envbuild.atomic import naming, write_hint
 from envbuild.errors import BuildError, HostError
 from envbuild.file_lock import lock_failure
 from envbuild.site.pip_config import PipConfig, load_pip_config
@@ -148,3 +149,25 @@ def load_environment(variables: Mapping[str, str] | None = None) -> Environment:
     known = dict(os.environ if variables is None else variables)
     site = load_site(known)
     return Environment(known, site, load_pip_config(known), Store(site.store))
+
+
+def uv_hint(said: str, status: int) -> str:
+    """Return the hint for uv's error message `said` and its exit status."""
+    if status < 0:
+        return process.KILLED
+    text = said.lower()
+    if "no space left" in text or "quota" in text:
+        return write_hint(errno.ENOSPC)
+    if "read-only file system" in text or "permission denied" in text:
+        return write_hint(errno.EROFS)
+    if "hash mismatch" in text:
+        return "a wheel changed since it was locked; remove it from its source, or lock again"
+    return "run it again; if it persists, remove the store's uv folder (it is only a cache)"
+
+
+def own_command() -> str:
+    """Return the path of this envbuild, with which nodes start it if they see it at the same path."""
+    path = Path(sys.argv[0]).absolute()
+    if path.name == "__main__.py":  # python -m envbuild
+        path = Path(sys.executable).absolute().parent / "envbuild"
+    return os.fspath(path)

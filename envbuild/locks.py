@@ -9,6 +9,7 @@ from envbuild.compat.stack import Stack, stack_of
 from envbuild.errors import LockError
 from envbuild.layers.requested import requested_layers
 from envbuild.lock.base import image_lock
+from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import LockKind, LockState
 from envbuild.lock.wheels import wheel_lock
 from envbuild.progress import Log
@@ -27,7 +28,7 @@ def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = 
     """
     found: list[LockKind[Any]] = []
     if has_wheels(loaded, target):
-        found.append(wheel_lock(loaded, target))
+        found += wheel_locks(loaded, target)
     found.append(image_lock(loaded, target))
     image = loaded.recipe.image
     # Other images have no compilers for source layers.
@@ -41,6 +42,12 @@ def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = 
 
         found.append(conda_lock(loaded, target))
     return [one for one in found if one.part in parts]
+
+
+def wheel_locks(loaded: LoadedRecipe, target: Target) -> list[LockKind[Lock]]:
+    """Return the wheel lock of `target` for the recipe's Python, then those for the target's other `pythons`."""
+    others = (loaded.for_python(target, python) for python in loaded.recipe.targets[target.name].pythons)
+    return [wheel_lock(one, target) for one in (loaded, *others) if one]
 
 
 def has_conda(loaded: LoadedRecipe) -> bool:

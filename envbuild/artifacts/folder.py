@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import errno
 import os
 import shutil
 import stat
@@ -18,7 +17,7 @@ from envbuild.artifacts.installed import Distribution, distributions, record_row
 from envbuild.artifacts.layers_in import LayerFolder, install_layers
 from envbuild.artifacts.manifest import Manifest, Stat, seal, shown, write_manifest
 from envbuild.artifacts.state import FILE, State, state_of
-from envbuild.environment import Environment
+from envbuild.environment import Environment, uv_hint
 from envbuild.errors import BuildError, HostError
 from envbuild.files import walk_stats
 from envbuild.layers.compose import WheelFile
@@ -111,7 +110,7 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequen
         raise BuildError(
             f"{wanted.final}: uv could not install the locked wheels ({process.ending(done.returncode)}):\n"
             f"{process.tail(done)}",
-            tool_hint(done.stderr, done.returncode),
+            uv_hint(done.stderr, done.returncode),
         )
     with atomic.writing(staged):
         _apply_umask(staged, site_packages(staged, wanted.plan.python), stat.S_IMODE(listed.stat().st_mode))
@@ -144,29 +143,16 @@ def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
                 shutil.copyfile(path, copy)
 
 
-def tool_hint(said: str, status: int) -> str:
-    """Return the hint for uv's error message `said` and its exit status."""
-    if status < 0:
-        return process.KILLED
-    text = said.lower()
-    if "no space left" in text or "quota" in text:
-        return atomic.write_hint(errno.ENOSPC)
-    if "read-only file system" in text or "permission denied" in text:
-        return atomic.write_hint(errno.EROFS)
-    if "hash mismatch" in text:
-        return "a wheel changed since it was locked; remove it from its source, or lock again"
-    return "run it again; if it persists, remove the store's uv folder (it is only a cache)"
-
-
 def finish(
     wanted: FolderBuild, own: Sequence[WheelFile], python_version: str, python: str,
     locked: Mapping[str, Collection[str]],
     conda: Sequence[Distribution] = (), owned: Collection[str] = (), read: Mapping[Stat, str] = {},
-    rewritten: Collection[str] = (),
+    rewritten: Collection[str] = (), python_build: str = "",
 ) -> State:  # fmt: skip
     """Install the source layers into an environment that has all packages, check it, write and return its state.
 
-    `own` are the wheels of own code, `python` is the interpreter that the state names. `locked` has the sha256 that a
+    `own` are the wheels of own code, `python` is the interpreter that the state names, `python_build` uv's name of it
+    if uv downloaded it. `locked` has the sha256 that a
     file of a package may have, by path. `conda` are the conda packages, `owned` their .dist-info folders,
     `read` the sha256 of files that were read before, by stat, and `rewritten` the locked files into which their
     installation wrote a path. Raises the errors of `layers`, and BuildError when the packages or their files are not
@@ -179,7 +165,7 @@ def finish(
         added = distributions(site_packages(staged, plan.python), owned).values()
         _check_installed(wanted, own, layers, {one.name: one.version for one in added})
         packages = [(one.name, one.version, one.record) for one in (*conda, *added)]
-        state = state_of(plan, python_version, python, packages, built, own)
+        state = state_of(plan, python_version, python, packages, built, own, python_build)
         (staged / FILE).write_text(state.render(), encoding="utf-8")
         manifest, files = write_manifest(staged, workers, read)
     wrong = [path for path, known in locked.items() if getattr(manifest.rows.get(path), "sha256", "") not in known]

@@ -46,7 +46,8 @@ class State:
     the conda packages, with the sha256 of their list of files. `verify` is the recipe's [verify] table at the time of
     the build. `project` is the user's own code: its name, version, commit (`-dirty` if tracked files were changed),
     the digest of its files, and whether the environment only refers to its folder (`editable`); {} without one.
-    `slim` are the rules by which wheels are without something, {} for none.
+    `slim` are the rules by which wheels are without something, {} for none. `python_build` is uv's name of the Python
+    that it downloaded into the store for the environment, "" for any other Python.
     """
 
     artifact: str
@@ -66,6 +67,7 @@ class State:
     fabric: str = "any"
     project: dict[str, Any] = field(default_factory=dict)
     slim: dict[str, Any] = field(default_factory=dict)
+    python_build: str = ""
 
     @property
     def digest(self) -> str:
@@ -87,7 +89,7 @@ class State:
             del data["layers"]
         if self.fabric == "any":
             del data["fabric"]
-        for name in ("project", "slim"):
+        for name in ("project", "slim", "python_build"):
             if not data[name]:
                 del data[name]
         return json.dumps(data, indent=1) + "\n"
@@ -100,10 +102,11 @@ def state_of(
     packages: Iterable[tuple[str, str, str]],
     layers: Sequence[BuiltLayer] = (),
     own: Sequence[WheelFile] = (),
+    python_build: str = "",
 ) -> State:
     """Return the state of an environment built from `plan`; `layers` are its source layers as installed.
 
-    `own` are the wheels of own code, that of the project last.
+    `own` are the wheels of own code, that of the project last. `python_build` is as in State.
     """
     code, project = plan.project, dict[str, Any]()
     if code is not None:
@@ -128,6 +131,7 @@ def state_of(
         fabric=plan.fabric,
         project=project,
         slim=plan.slim.as_json() if plan.slim else {},
+        python_build=python_build,
     )
 
 

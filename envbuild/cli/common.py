@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -108,14 +107,6 @@ def check_out(path: Path | None, option: str = "--out") -> None:
         f"{option} {path}: the folder {missing} does not exist",
         f"correct the path, or make the folders first: mkdir -p {shlex.quote(str(above))}",
     )
-
-
-def own_command() -> str:
-    """Return the path of this envbuild, with which nodes start it if they see it at the same path."""
-    path = Path(sys.argv[0]).absolute()
-    if path.name == "__main__.py":  # python -m envbuild
-        path = Path(sys.executable).absolute().parent / "envbuild"
-    return os.fspath(path)
 
 
 def print_json(value: Mapping[str, Any]) -> None:

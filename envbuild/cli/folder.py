@@ -8,10 +8,10 @@ from pathlib import Path
 import click
 
 from envbuild.cli import complete
-from envbuild.cli.common import check_out, hand_over, log, open_build, own_command, show, show_job, show_plan
+from envbuild.cli.common import check_out, hand_over, log, open_build, show, show_job, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.cli.report import reported
-from envbuild.environment import Environment
+from envbuild.environment import Environment, own_command
 from envbuild.errors import UsageError
 from envbuild.files import absolute_path, build_folder
 from envbuild.kinds import ARTIFACTS, FolderArtifact, plan_of
@@ -131,7 +131,7 @@ def _build(kind_name: str, recipe: str | None, options: BuildOptions, conda_name
     with step(f"planning {what} for {target.name}", told=True):
         plan, trainer = prepare_folder(
             kind, loaded, target, environment, compile_bytecode=options.compile_bytecode, editable=options.editable,
-            **options.lock_use,
+            python=options.python, **options.lock_use,
         )  # fmt: skip
         check_torch(loaded, plan, verify=not options.no_verify)
     path = options.prefix or kind.default_path(loaded.recipe.name, target.name)

@@ -20,11 +20,10 @@ from envbuild.lock.conda import CondaLock, environment_text, explicit_text, expo
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import check_has_conda, conda_lock, resolve_pip
 from envbuild.lock.conda_lock_tool import solve_by_conda_lock
-from envbuild.lock.format import without_credentials
+from envbuild.lock.format import Lock, without_credentials
 from envbuild.lock.lifecycle import L, LockKind, Resolved, update
 from envbuild.lock.upgrade_report import LockChange, UpgradeReport, VerifiedUpgrade
-from envbuild.lock.wheels import wheel_lock
-from envbuild.locks import PARTS, check_locks, has_conda, has_wheels, needed_locks
+from envbuild.locks import PARTS, check_locks, has_conda, has_wheels, needed_locks, wheel_locks
 from envbuild.names import normalise
 from envbuild.recipe.find import recipe_files, search_folders
 from envbuild.recipe.load import LoadedRecipe
@@ -216,7 +215,11 @@ class LockRun:
         """Update the wheel lock of `target`, and export it."""
         if not has_wheels(loaded, target):
             return
-        kind = wheel_lock(loaded, target)
+        for kind in wheel_locks(loaded, target):
+            with self.kept():
+                self._lock_wheels(kind, loaded, target)
+
+    def _lock_wheels(self, kind: LockKind[Lock], loaded: LoadedRecipe, target: Target) -> None:
         upgrade = self.upgrade
         if upgrade:
             old = kind.inspect().lock
@@ -224,11 +227,13 @@ class LockRun:
             conda = conda_lock(loaded, target).inspect().lock if has_conda(loaded) else None
             # The conda lock takes the names that only it contains.
             upgrade = [n for n in upgrade if normalise(n) in wheels or conda is None or not conda.knows(n)]
-        log(f"{loaded.recipe.name} {target.name}: resolving …")
+        of_python = kind.label.removeprefix(kind.name)
+        log(f"{loaded.recipe.name} {target.name}{of_python}: resolving …")
         pylock = self._update(kind, upgrade).pylock
         if "pylock" in self.exports:
             # PEP 751: pylock.NAME.toml, without dots in NAME. Unlike the lock, it contains the URLs of this site.
-            name = f"{loaded.recipe.name}-{target.name}".replace(".", "-")
+            words = [loaded.recipe.name, target.name, *(f"python{one}" for one in [kind.recipe.variant] if one)]
+            name = "-".join(words).replace(".", "-")
             self._write_export(self.folder / f"pylock.{name}.toml", without_credentials(pylock))
 
     def lock_images(self, loaded: LoadedRecipe, target: Target) -> None:

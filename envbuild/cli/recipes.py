@@ -76,7 +76,7 @@ def list_command(as_json: bool) -> None:
 def _locked(loaded: LoadedRecipe) -> dict[str, dict[str, bool]]:
     """Return, for each target and each lock that its builds need, whether the lock exists and is current."""
     return {
-        name: {one.name: one.fault() is None for one in needed_locks(loaded, Target.parse(name))}
+        name: {one.label: one.fault() is None for one in needed_locks(loaded, Target.parse(name))}
         for name in loaded.recipe.targets
     }
 
@@ -102,7 +102,7 @@ def show_command(recipe: str | None, as_json: bool) -> None:
     states: dict[str, dict[str, LockState[Any]]] = {}
     for name in loaded.recipe.targets:
         for one in needed_locks(loaded, Target.parse(name)):
-            states.setdefault(one.name, {})[name] = one.inspect()
+            states.setdefault(one.name, {})[f"{name}{one.label.removeprefix(one.name)}"] = one.inspect()
     locks, conda = states.get("wheels", {}), states.get("conda", {})
     if as_json:
         names = {"wheels": "locks", "conda": "conda_locks", "image": "image_locks", "builder": "builder_locks"}
@@ -143,8 +143,7 @@ def show_command(recipe: str | None, as_json: bool) -> None:
             say(f"    index {index}")
         if target.conda:
             say(f"    conda {', '.join(target.conda)}")
-        if name in locks:
-            state = locks[name]
+        for state in (one for key, one in locks.items() if key.partition(" ")[0] == name):
             packages = f"{len(state.lock.packages)} packages" if state.lock else "none"
             say(f"    lock {state.path}: {packages}, {state.fault or 'current'}")
         for kind in ("image", "builder"):

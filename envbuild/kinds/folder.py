@@ -13,8 +13,8 @@ from envbuild.artifacts.folder import FolderBuild, check_host
 from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.manifest import changes, move_seal, read_manifest, shown
 from envbuild.artifacts.state import State, check_place
-from envbuild.environment import Environment
-from envbuild.errors import BuildError, LockError, UsageError, VerificationError
+from envbuild.environment import Environment, own_command
+from envbuild.errors import BuildError, HostError, LockError, UsageError, VerificationError
 from envbuild.files import absolute_path
 from envbuild.kinds import CONDA, VENV, FolderArtifact
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, keep_receipt, settings_of, verify_staged
@@ -26,6 +26,7 @@ from envbuild.lock.lifecycle import LockUse
 from envbuild.locks import has_wheels
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
+from envbuild.pythons import HostPython, OfferedPython, choose_python, keep_python, provide_python
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
@@ -35,9 +36,14 @@ from envbuild.verify.static_checks import check_unverified_gpus
 
 def prepare_folder(
     kind: FolderArtifact, loaded: LoadedRecipe, target: Target, environment: Environment, *,
-    compile_bytecode: bool = False, editable: bool = False, here: bool = True, **use: Unpack[LockUse],
+    compile_bytecode: bool = False, editable: bool = False, here: bool = True, python: str | None = None,
+    **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:  # fmt: skip
-    """Return the plan of an environment of `kind`, and its trainer. Raises UsageError, HostError if built `here`."""
+    """Return the plan of an environment of `kind`, and its trainer. Raises UsageError, HostError if built `here`.
+
+    `python` is as in `make_environment`. A virtual environment gets its Python now, before anything is resolved; if no
+    lock is written, nothing is downloaded either.
+    """
     if here:
         check_host(kind.module().TITLE, target)
     if editable and loaded.code is None:
@@ -47,6 +53,8 @@ def prepare_folder(
             f"recipe {loaded.recipe.name} has conda packages and no requirements, so there is no {kind.name} of it",
             f"build it with `envbuild conda {command_word(loaded)}`",
         )
+    if here and not kind.of_conda:
+        loaded = _for_python(loaded, target, environment, python, **use)
     layers = for_host(loaded, target, environment) if here else requested_layers(loaded, target)
     plan, trainer = prepare(
         loaded, target, environment, artifact=kind.name, compile_bytecode=compile_bytecode,
@@ -55,6 +63,38 @@ def prepare_folder(
     if here:
         check_here(RequestedLayers(plan.sources, plan.host_layers), environment)
     return plan, trainer
+
+
+def _for_python(
+    loaded: LoadedRecipe, target: Target, environment: Environment, python: str | None, **use: Unpack[LockUse]
+) -> LoadedRecipe:
+    """Return the recipe for the Python that its virtual environment gets on this host, which may be downloaded."""
+    recipe, wanted = loaded.recipe, python or loaded.recipe.python
+    try:
+        choose = provide_python if use.get("write", True) else choose_python
+        chosen = choose(wanted, environment, offline=use["offline"])
+    except HostError as error:
+        here = [one for one in recipe.targets[target.name].pythons if one != wanted and _has(one, environment)]
+        if python is not None or not here:
+            raise
+        command = f"{own_command()} venv {command_word(loaded)} --python {here[-1]}"
+        raise HostError(error.message, f"run `{command}`: the recipe has a lock for it; or {error.hint}") from None
+    if isinstance(chosen, OfferedPython):
+        log(f"this host has no Python {chosen.minor}; the build gets {chosen}")
+    if (found := loaded.for_python(target, chosen.minor)) is None:
+        other = f", or name {chosen.minor} in `pythons` of its target {target.name}," if python else ""
+        raise HostError(
+            f"--python {python} is Python {chosen.version}; recipe {recipe.name} wants Python {recipe.python}",
+            f"give a Python {recipe.python}, or change `python` in the recipe{other} and lock it again",
+        )
+    return found
+
+
+def _has(python: str, environment: Environment) -> bool:
+    try:
+        return isinstance(choose_python(python, environment, offline=True), HostPython)
+    except HostError:
+        return False
 
 
 def make_environment(
@@ -106,6 +146,7 @@ def make_environment(
             log(f"{path}: {shown(changed)} changed since the build; building again")
         else:
             check(state)
+            keep_python(state.python_build, path, environment.store)
             known = not verify or has_receipt(path, state.digest, plan, faults)
             if not known:
                 keep_receipt(proven(path, state), path)

@@ -31,6 +31,7 @@ from envbuild.names import normalise
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
 from envbuild.pure_wheel import described, pack, with_record
+from envbuild.pythons import provide_python
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.project import OwnCode
 from envbuild.recipe.targets import host_arch
@@ -193,9 +194,10 @@ def _built(code: OwnCode, work: Path, plan: Plan, environment: Environment, offl
         path.write_bytes(data)
         path.chmod(mode)
     environment.write_uv_settings(work / "uv.toml", ())
+    python = provide_python(plan.python, environment, offline=offline)
     options = ["--offline"] if offline else []
     done = process.run(
-        [environment.uv, "build", "--wheel", "--config-file", work / "uv.toml", "--python", plan.python,
+        [environment.uv, "build", "--wheel", "--config-file", work / "uv.toml", "--python", python.path,
          "--out-dir", work / "dist", *options, work / "source"],
         env={**environment.uv_environment(), "SOURCE_DATE_EPOCH": str(FIXED_TIME), "PYTHONHASHSEED": "0"},
         check=False,

@@ -87,9 +87,9 @@ class Lock:
         return {one.name: one.version for one in self.packages} | {one.name: one.version for one in self.built}
 
 
-def lock_file_name(target: str) -> str:
-    """Return the name of the lock file of `target`, in the recipe's folder."""
-    return f"{target}.requirements.txt"
+def lock_file_name(target: str, python: str = "") -> str:
+    """Return the name of the lock file of `target`, in the recipe's folder; `python` is one of its other Pythons."""
+    return f"{target}.python{python}.requirements.txt" if python else f"{target}.requirements.txt"
 
 
 def render(lock: Lock) -> str:

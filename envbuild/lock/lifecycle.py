@@ -106,6 +106,11 @@ class LockKind(Generic[L]):
     warnings: Callable[[L], Sequence[str]] = lambda _lock: ()
 
     @property
+    def label(self) -> str:
+        """Name of the lock, with the Python of one that is not for the recipe's own."""
+        return f"{self.name} for Python {self.recipe.variant}" if self.recipe.variant else self.name
+
+    @property
     def part(self) -> str:
         """Option of `envbuild lock` that makes the lock: wheels, image or conda."""
         return _KINDS[self.name][0]

@@ -52,9 +52,9 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
         check_stack(recipe, target, lock.versions, log)
 
     return LockKind(
-        recipe, target, "wheels", lock_file_name(target.name), recipe.resolution_digest(target), read=read,
-        resolve=resolved, changes=changes, write=lambda path, lock: write_lock_file(path, render(lock)), judge=judge,
-        warnings=lambda lock: lock.warnings,
+        recipe, target, "wheels", lock_file_name(target.name, recipe.variant), recipe.resolution_digest(target),
+        read=read, resolve=resolved, changes=changes, write=lambda path, lock: write_lock_file(path, render(lock)),
+        judge=judge, warnings=lambda lock: lock.warnings,
     )  # fmt: skip
 
 

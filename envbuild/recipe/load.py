@@ -29,7 +29,7 @@ class LoadedRecipe:
     """A valid recipe and its file.
 
     The requirements of its project are among its own; `code` is without its files. `script` is the path and the text of
-    the script of [verify].
+    the script of [verify]. `variant` is the Python of `for_python`, "" for the recipe's own.
     """
 
     recipe: model.Recipe
@@ -37,6 +37,7 @@ class LoadedRecipe:
     document: Document = dataclasses.field(repr=False, compare=False)
     code: OwnCode | None = None
     script: tuple[Path, str] | None = None
+    variant: str = ""
 
     @property
     def folder(self) -> Path:
@@ -54,11 +55,20 @@ class LoadedRecipe:
         if self.recipe.slim == SlimTable():
             del data["slim"]
         for table in data["targets"].values():
+            del table["pythons"]  # they have locks of their own
             if not table["gpus"]:
                 del table["gpus"]
         if self.script is not None:
             data["verify"]["script_text"] = self.script[1]
         return _digest(**{name: value for name, value in data.items() if value or name not in _NEW})
+
+    def for_python(self, target: Target, python: str) -> LoadedRecipe | None:
+        """Return the recipe as it is built for `target` with this Python, None if the target has no lock for it."""
+        if python == self.recipe.python:
+            return self
+        if python not in self.recipe.targets[target.name].pythons:
+            return None
+        return dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, python=python), variant=python)
 
     @cached_property
     def bound(self) -> dict[str, str]:

@@ -48,6 +48,10 @@ class TargetTable:
         (), "conda packages of this target, added to [conda]'s dependencies.",
         check=checks.spec_problem, example=["pytorch 2.7.* cuda126*"],
     )  # fmt: skip
+    pythons: tuple[str, ...] = key(
+        (), "Other versions of Python that have a wheel lock of this target; `envbuild venv --python` chooses one.",
+        choices=PYTHONS, example=["3.12", "3.13"],
+    )  # fmt: skip
     gpus: tuple[str, ...] = key(
         (), "The GPUs that it must run on: chips (sm_90, gfx90a), GPUs (h100, mi250x) or families (hopper).",
         check=gpu_problem, pattern=GPU_PATTERN, example=["sm_90"],

@@ -51,6 +51,7 @@ class SiteTables:
     )  # fmt: skip
     registries: dict[str, tables.RegistryTable] = key({}, "Image registries by host, such as docker.io.")
     debian: tables.DebianTable = key(tables.DebianTable(), "Where Debian packages come from.")
+    python: tables.PythonTable = key(tables.PythonTable(), "Where Pythons come from.")
     fabric: tables.FabricTable = key(tables.FabricTable(), "The network between nodes with GPUs.")
     limits: tables.LimitsTable = key(tables.LimitsTable(), "The size of the store, and of images that envbuild reads.")
     trust: tables.TrustTable = key(tables.TrustTable(), "Whose attestations jobs take.")

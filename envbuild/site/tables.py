@@ -47,6 +47,15 @@ class DebianTable:
 
 
 @dataclass(frozen=True, slots=True)
+class PythonTable:
+    """`[python]`: the Pythons of virtual environments."""
+
+    downloads: Literal["automatic", "never"] = key(
+        "automatic", "Whether uv downloads a Python that a build needs and the host lacks, into the store."
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class FabricTable:
     """`[fabric]`: the network between this site's nodes, as verification uses it."""
 

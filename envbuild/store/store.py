@@ -10,7 +10,8 @@ partial/                       unfinished downloads, which a later run resumes
 blobs/                         layers and manifests of images, Debian packages (image/blobs.py)
 layers/ bases/ listings/       metadata of blobs: the inputs of layers, checks of bases, the contents of layers
 segments/                      layers compressed as parts of a squashfs
-built/ builders/ pythons/      built source layers, builder images, interpreters
+built/ builders/ pythons/      built source layers, builder images, notes on the host's Pythons
+interpreters/                  Pythons that uv downloaded
 maps/                          which parts of image files are those of segments
 facts/                         what builds need to know of wheels whose layers exist
 digests/                       sha256 of files since the boot, by path and stat

@@ -35,13 +35,14 @@ class _Kind:
     """Items of one kind, by the pattern of their paths; `beside` are patterns of files that belong to an item.
 
     `{}` is the part of the item's name that the pattern's * stands for. `noted` items have their files' notes in
-    `digests`.
+    `digests`. `users` is the folder with the paths of the environments that link to an item, which is kept for them.
     """
 
     title: str
     pattern: str
     beside: tuple[str, ...] = ()
     noted: bool = True
+    users: str = ""
 
 
 _KINDS = (
@@ -55,6 +56,7 @@ _KINDS = (
     _Kind("sources", "sources/*"),
     _Kind("built layers", "built/*"),
     _Kind("builder images", "builders/*.sqsh", ("builders/{}.json",)),
+    _Kind("Pythons", "interpreters/cpython-*", noted=False, users="interpreters/.users/cpython-{}"),
     _Kind("lists of conda packages", "conda/images/*.json", noted=False),
     _Kind("maps of image files", "maps/*.json", noted=False),
     _Kind("attestations of images", "attested/*", noted=False),
@@ -70,6 +72,7 @@ class StoreItem:
     """What is removed as a whole: a file or folder, and what belongs to it.
 
     `name` is its path in the store, `size` the bytes on the disk, `used` the time of its last use (time.time()).
+    An item that is `needed` by an environment is not removed.
     """
 
     kind: str
@@ -77,6 +80,7 @@ class StoreItem:
     paths: tuple[Path, ...]
     size: int
     used: float
+    needed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ def items(store: Store) -> list[StoreItem]:
 
 def _item(store: Store, kind: _Kind, path: Path) -> StoreItem | None:
     """Return the item at `path`; None for a file that is being written, and if there is none."""
-    if path.name.startswith(".") or path.suffix == ".lock":
+    if path.name.startswith(".") or path.suffix == ".lock" or (kind.users and path.is_symlink()):
         return None
     start, _, end = Path(kind.pattern).name.partition("*")
     stem = path.name[len(start) : len(path.name) - len(end)]
@@ -110,8 +114,28 @@ def _item(store: Store, kind: _Kind, path: Path) -> StoreItem | None:
                 size += info.st_blocks * _BLOCK
         if kind.noted:
             times += map(store.digests.used, files)
-        return StoreItem(kind.title, path.relative_to(store.root).as_posix(), (path, *beside), size, max(times))
+        users = store.root / kind.users.format(stem) if kind.users else None
+        needed = users is not None and any(_links(place, path) for place in _places(users))
+        name = path.relative_to(store.root).as_posix()
+        return StoreItem(kind.title, name, (path, *beside, *([users] if users else ())), size, max(times), needed)
     return None
+
+
+def _places(users: Path) -> Iterator[Path]:
+    for note in users.glob("*"):
+        with suppress(OSError):
+            yield Path(os.fsdecode(note.read_bytes()))
+
+
+def _links(environment: Path, path: Path) -> bool:
+    """Return whether the environment links to a program below `path`, or cannot be looked at."""
+    try:
+        program = os.readlink(environment / "bin" / "python")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return os.path.realpath(program).startswith(f"{os.path.realpath(path)}{os.sep}")
 
 
 def _files(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -160,14 +184,18 @@ def choose(
 
     Then, while more than `keep` bytes remain, those that were not used for longest. Without both, all of them.
     """
+
+    def free(item: StoreItem) -> bool:
+        return only(item) and not item.needed
+
     if older_s is None and keep is None:
-        return list(filter(only, found))
-    old = [item for item in found if only(item) and older_s is not None and item.used < now - older_s]
+        return list(filter(free, found))
+    old = [item for item in found if free(item) and older_s is not None and item.used < now - older_s]
     chosen, left = {item.name for item in old}, sum(item.size for item in found) - sum(item.size for item in old)
     for item in found:
         if keep is None or left <= keep:
             break
-        if item.name not in chosen and only(item):
+        if item.name not in chosen and free(item):
             chosen.add(item.name)
             left -= item.size
     return [item for item in found if item.name in chosen]
@@ -218,7 +246,7 @@ def _times(paths: Iterable[Path]) -> Iterator[float]:
 def _put_away(store: Store, item: StoreItem, since: float, trash: Path) -> bool:
     kind = next(kind for kind in _KINDS if kind.title == item.kind)
     now = _item(store, kind, item.paths[0])
-    if now is not None and now.used >= since:
+    if now is not None and (now.used >= since or now.needed):
         return False
     for path in item.paths:
         with suppress(FileNotFoundError):

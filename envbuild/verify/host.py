@@ -22,6 +22,7 @@ from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.environment import Environment
 from envbuild.errors import HostError
+from envbuild.pythons import keep_python
 from envbuild.recipe.targets import Target
 from envbuild.verify.model import Subject, out_of_time
 from envbuild.verify.processes import find_rank
@@ -110,6 +111,8 @@ def folder_subject(
     """
     target = Target.parse(state.target)
     check_host(kind.TITLE, target)
+    if not fresh:  # it may have been moved
+        keep_python(state.python_build, path, environment.store)
     manifest, expected = read_manifest(path), "" if fresh else manifest_of(path, state.digest)
     store, workers = environment.store, resources.workers(environment.variables)
     # Before a program of the environment runs: what comes later is compared by the next command, before it is used.

@@ -66,6 +66,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
         "versions": {
             "envbuild": __version__,
             **{name: versions.get(name) for name in ("python", "torch", "torch_cuda")},
+            **({"python_build": state.python_build} if state.python_build else {}),
             "nccl": nccl_version(state) or None,
         },
         "host": {

@@ -232,7 +232,7 @@ def test_a_command_that_ends_with_a_code_of_its_own_ends_with_it() -> None:
 def test_nodes_are_told_a_program_that_they_can_start(
     program: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from envbuild.cli.common import own_command
+    from envbuild.environment import own_command
 
     monkeypatch.setattr(sys, "argv", [program])
     assert own_command() == expected

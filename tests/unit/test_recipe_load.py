@@ -86,7 +86,7 @@ nodes = "two"
         "6:3: 'requirements[1]': an option of pip (-r), not a requirement: which index or mirror"
         " serves a file is the site's affair; write name==version",
         "10:1: unknown key 'requirments' in [targets.cpu-x86_64]; did you mean 'requirements'?"
-        " Accepted: requirements, indexes, glibc, conda, gpus",
+        " Accepted: requirements, indexes, glibc, conda, pythons, gpus",
         f"11:17: 'numpy' is also required by 'numpy==2.2.6' at {tmp_path}/recipes/lab/recipe.toml:5:3",
         "14:1: 'nodes' in [verify]: expected an integer, got a string",
     ]
@@ -102,7 +102,8 @@ nodes = "two"
         ('"3.12"', "3.12", "3:1: 'python': expected a string, got a number"),
         ("cu126-x86_64", "cu12.6-x86_64", "10:10: 'cu12' in [targets]: not a target: expected"
          " ACCELERATOR-ARCH, of cpu, cuNNN (cu126) or rocmN.N (rocm6.4), x86_64 or aarch64\n"
-         "10:15: unknown key '6-x86_64' in [targets.cu12]; accepted: requirements, indexes, glibc, conda, gpus"),
+         "10:15: unknown key '6-x86_64' in [targets.cu12];"
+         " accepted: requirements, indexes, glibc, conda, pythons, gpus"),
         ('"2.34"', '"2.29"', None),
         ('"Pillow"', '"NUMPY>2"', "4:33: 'numpy' is also required by 'numpy==2.2.6' at HERE:4:17"),
         ('"torch==2.13.0+cpu"', '"pillow<12"',

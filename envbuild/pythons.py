@@ -1,0 +1,350 @@
+"""The Python that something is built with: one of this host, one in the store, or one that uv downloads into the store.
+
+`choose_python` decides for every build, and for all that tells beforehand what a build will do. Downloaded Pythons are
+uv's (python-build-standalone). They are in `interpreters/` of the store, each beside a list of the environments that
+link to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from envbuild import atomic, process
+from envbuild.cache.retry import RequestFailed
+from envbuild.environment import Environment, uv_hint
+from envbuild.errors import BuildError, HostError
+from envbuild.files import parse_json
+from envbuild.masking import redact
+from envbuild.progress import log, step
+from envbuild.recipe.model import PYTHONS
+from envbuild.site.uv_config import uv_environment
+from envbuild.store.client import Client, path_of
+from envbuild.store.store import Store
+
+# Folders of the store: downloaded Pythons, and the environments that use each.
+FOLDER, USERS = "interpreters", "interpreters/.users"
+_IDENTITY = """
+import sys, importlib.util as u
+print(sys.implementation.cache_tag, ".".join(map(str, sys.version_info[:3])), u.MAGIC_NUMBER.hex())
+print(getattr(sys, "_base_executable", sys.executable))
+"""
+_VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
+# In the addresses of python-build-standalone's archives, all mirrors have what follows.
+_RELEASES = "/releases/download/"
+_STANDALONE = f"https://github.com/astral-sh/python-build-standalone{_RELEASES}"
+# A server that takes longer counts as one that cannot be reached.
+_PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class HostPython:
+    """A Python that runs on this host: its program, full version, and the tag and magic number of its bytecode.
+
+    `build` is uv's name of a Python in the store, "" for any other.
+    """
+
+    path: str
+    version: str
+    tag: str
+    magic: str
+    build: str = ""
+
+    @property
+    def minor(self) -> str:
+        """The version as recipes have it: 3.11."""
+        return _minor(self.version)
+
+    def __str__(self) -> str:
+        return f"Python {self.version} ({self.path})"
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedPython:
+    """A Python that this host lacks and that uv can download: its version, uv's name of it, and its address.
+
+    `mirror` is the address that uv is given in place of its own, "" for none.
+    """
+
+    version: str
+    build: str
+    url: str
+    mirror: str = ""
+
+    @property
+    def minor(self) -> str:
+        """The version as recipes have it: 3.11."""
+        return _minor(self.version)
+
+    def __str__(self) -> str:
+        return f"Python {self.version}, which uv downloads ({self.build} from {redact(self.url).rpartition('/')[0]})"
+
+
+def choose_python(wanted: str, environment: Environment, *, offline: bool = False) -> HostPython | OfferedPython:
+    """Return the Python `wanted`, a version or a path: this host's, else the store's, else one that uv downloads.
+
+    Nothing is written but a note of the answer. Raises HostError without any, in less than five seconds.
+    """
+    if os.sep in wanted:
+        return read_python(wanted)
+    found = _known(wanted, environment) or _on_host(wanted, environment) or _in_store(wanted, environment.store)
+    return found or _offer(wanted, environment, offline)
+
+
+def provide_python(wanted: str, environment: Environment, *, offline: bool = False) -> HostPython:
+    """Return the Python `wanted` as `choose_python` chooses it; uv downloads it if need be, which is announced.
+
+    Raises HostError, and BuildError when the store cannot be written.
+    """
+    chosen = choose_python(wanted, environment, offline=offline)
+    if isinstance(chosen, OfferedPython):
+        return _download(chosen, environment)
+    if chosen.build:
+        environment.store.note_use(path := _home(chosen, environment.store), path)
+    return chosen
+
+
+def read_python(path: str) -> HostPython:
+    """Return the Python whose program is `path`. Raises HostError when it does not run."""
+    done = process.run([path, "-S", "-c", _IDENTITY], check=False, env=_clean())
+    lines = done.stdout.splitlines()
+    words = lines[0].split() if lines else []
+    if done.returncode != 0 or len(words) != 3:
+        raise HostError(f"{path} does not run as a Python:\n{process.tail(done)}", "name another one with --python")
+    program = lines[1] if os.path.exists(lines[1]) else path
+    return HostPython(os.path.realpath(program), words[1], words[0], words[2])
+
+
+def installed_pythons(environment: Environment) -> list[tuple[str, str]]:
+    """Return version and path of the Pythons of this host and of the store, one of each version."""
+    done = process.run(
+        [environment.uv, "python", "list", "--only-installed", "--output-format", "json", "--no-config"],
+        env=_variables(environment),
+        check=False,
+    )
+    rows = json.loads(done.stdout) if done.returncode == 0 else []
+    found = [(str(row["version"]), str(row["path"])) for row in rows if row["implementation"] == "cpython"]
+    found.append((platform.python_version(), sys.executable))
+    found += [(one.version, one.path) for version in PYTHONS for one in _stored(version, environment.store)]
+    return list(dict(reversed(found)).items())[::-1]
+
+
+def keep_python(build: str, path: Path, store: Store) -> None:
+    """Note that the environment at `path` links to the Python `build` of the store, which keeps it; "" is no Python."""
+    if not build:
+        return
+    place = os.path.realpath(path)
+    with contextlib.suppress(OSError, BuildError):  # a store that cannot be written is not pruned either
+        note = store.folder(USERS, build) / hashlib.sha256(os.fsencode(place)).hexdigest()
+        if not note.is_file():
+            atomic.write_atomically(note, place)
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _clean() -> dict[str, str]:
+    # A Python from a module tree may need this variable to find libpython.
+    libraries = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
+    return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **libraries}
+
+
+def _variables(environment: Environment) -> dict[str, str]:
+    """Return the environment for a question to uv, which makes no store."""
+    root = environment.store.root
+    if root.exists():
+        return environment.uv_environment()
+    return {**uv_environment(environment.pip, environment.variables, root / "uv"), "UV_NO_CACHE": "1"}
+
+
+def _known(wanted: str, environment: Environment) -> HostPython | None:
+    """Return the Python of this host that was found last time, which saves 0.1 s, if it is unchanged."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        size, time, fields = parse_json(_note(wanted, environment).read_bytes())
+        found = HostPython(**fields)
+        stat = os.stat(found.path)
+        if (stat.st_size, stat.st_mtime_ns) == (size, time):
+            return found
+    return None
+
+
+def _note(wanted: str, environment: Environment) -> Path:
+    names = ("PATH", "PYENV_VERSION", "UV_PYTHON_PREFERENCE", "UV_PYTHON_INSTALL_DIR")
+    key = json.dumps([wanted, sys.executable, *(environment.variables.get(name) for name in names)])
+    return environment.store.root / "pythons" / hashlib.sha256(key.encode()).hexdigest()
+
+
+def _on_host(wanted: str, environment: Environment) -> HostPython | None:
+    """Return the Python that uv finds, else envbuild's own if it is the one `wanted`."""
+    done = process.run(
+        [environment.uv, "python", "find", "--no-project", "--no-config", wanted],
+        env=_variables(environment),
+        check=False,
+    )
+    paths = [done.stdout.strip()] if done.returncode == 0 else []
+    if f"{platform.python_version()}.".startswith(f"{wanted}.") and sys.implementation.name == "cpython":
+        paths.append(sys.executable)
+    for path in paths:
+        with contextlib.suppress(HostError):
+            found = read_python(path)
+            with contextlib.suppress(OSError):
+                stat, note = os.stat(found.path), _note(wanted, environment)
+                if environment.store.root.exists():  # a dry run makes no store
+                    atomic.write_atomically(note, json.dumps([stat.st_size, stat.st_mtime_ns, asdict(found)]))
+            return found
+    if re.search(r"\(os error (?!2\))", done.stderr):  # such as a cache that cannot be written: any error but ENOENT
+        raise BuildError(
+            f"uv cannot look for Python {wanted}:\n{process.tail(done)}", uv_hint(done.stderr, done.returncode)
+        )
+    return None
+
+
+def _in_store(wanted: str, store: Store) -> HostPython | None:
+    return next(_stored(wanted, store), None)
+
+
+def _stored(wanted: str, store: Store) -> Iterator[HostPython]:
+    """Yield the Pythons of the store whose version is `wanted` or begins so, the newest first."""
+    found = []
+    for path in (store.root / FOLDER).glob(f"cpython-*-{platform.machine()}-*"):
+        version = path.name.split("-")[1]
+        if not path.is_symlink() and f"{version}.".startswith(f"{wanted}."):
+            found.append(([int(part) if part.isdigit() else 0 for part in version.split(".")], path))
+    for _, path in sorted(found, reverse=True):
+        with contextlib.suppress(HostError):
+            yield _of_store(path)
+
+
+def _of_store(path: Path) -> HostPython:
+    program = path / "bin" / f"python{_minor(path.name.split('-')[1])}"
+    return replace(read_python(str(program)), path=str(program), build=path.name)
+
+
+def _home(python: HostPython, store: Store) -> Path:
+    return store.root / FOLDER / python.build
+
+
+def _offer(wanted: str, environment: Environment, offline: bool) -> OfferedPython:
+    """Return the Python that uv downloads for `wanted`. Raises HostError if none is allowed, known or reached."""
+    found = ", ".join(f"{version} ({path})" for version, path in installed_pythons(environment))
+    lacking = f"this host has no Python {wanted}, it has {found}"
+    if not _VERSION.fullmatch(wanted):
+        raise HostError(lacking, "name a version (3.11), or the path of a Python")
+    command = f"{shlex.quote(environment.uv)} python install {wanted}"
+    other = f"install Python {wanted} (a package of the distribution, a module), or name one with --python PATH"
+    if forbidden := _forbidden(environment):
+        raise HostError(f"{lacking}; {forbidden} forbids to download one", other)
+    rows = _listed(wanted, environment)
+    if not rows:
+        raise HostError(f"{lacking}; uv offers none for this host", other)
+    tries, reasons = _addresses(rows[0], environment), []
+    for one in tries:
+        reason = _unreached(one, environment, offline)
+        if reason is None:
+            return one
+        reasons.append(reason)
+    raise HostError(
+        f"{lacking}; uv cannot download one: {'; '.join(reasons)}",
+        f"run `{command}` where the network is reached (`--mirror URL` for a mirror of python-build-standalone, which "
+        "may be a folder: file:///PATH), then run this again",
+    )
+
+
+def _forbidden(environment: Environment) -> str:
+    """Return what forbids downloads of Pythons, "" if they are allowed."""
+    site, variables = environment.site, environment.variables
+    if site.python.downloads == "never":
+        return site.origin("python", "downloads")
+    if variables.get("UV_PYTHON_DOWNLOADS", "automatic") in ("never", "manual", "false"):
+        return f"UV_PYTHON_DOWNLOADS={variables['UV_PYTHON_DOWNLOADS']}"
+    if variables.get("UV_PYTHON_PREFERENCE") == "only-system":
+        return "UV_PYTHON_PREFERENCE=only-system"
+    return ""
+
+
+def _listed(wanted: str, environment: Environment) -> list[OfferedPython]:
+    """Return the CPythons that uv offers for `wanted` on this host, the best first."""
+    done = process.run(
+        [environment.uv, "python", "list", wanted, "--only-downloads", "--output-format", "json", "--no-config"],
+        # uv's list is in its program, unless UV_PYTHON_DOWNLOADS_JSON_URL names one on a server.
+        env={**_variables(environment), "UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "2"},
+        check=False,
+    )
+    rows = json.loads(done.stdout) if done.returncode == 0 else []
+    return [
+        OfferedPython(str(row["version"]), str(row["key"]), str(row["url"]))
+        for row in rows
+        if row["implementation"] == "cpython" and row["variant"] == "default" and row["url"]
+    ]
+
+
+def _addresses(offered: OfferedPython, environment: Environment) -> list[OfferedPython]:
+    """Return `offered` at each address to try: uv's, after those of the site's [mirrors] of it."""
+    _, releases, tail = offered.url.partition(_RELEASES)
+    if not releases or environment.variables.get("UV_PYTHON_INSTALL_MIRROR"):
+        return [offered]
+    # Newer versions of uv ask a server of its own first, with the same files.
+    mirrors = [url for one in (_STANDALONE + tail, offered.url) for url in environment.site.mirrored(one)[:-1]]
+    return [*(replace(offered, url=url, mirror=url.removesuffix(f"/{tail}")) for url in mirrors), offered]
+
+
+def _unreached(offered: OfferedPython, environment: Environment, offline: bool) -> str | None:
+    """Return why the archive cannot be had, None if it can."""
+    server = redact("/".join(offered.url.split("/")[:3]))
+    if offered.url.startswith("file:"):
+        return None if path_of(offered.url).is_file() else f"there is no file {path_of(offered.url)}"
+    if offline:
+        return f"--offline forbids to ask {server}"
+    pip = replace(environment.pip, retries=0, timeout_s=_PATIENCE_S - 1)
+    said = [f"{server} does not answer"]
+
+    def ask() -> None:
+        try:
+            Client(pip, environment.variables).reach(offered.url)
+            said.clear()
+        except RequestFailed as error:
+            said[:] = [f"{server}: {error}"]
+
+    # A resolver without a server takes longer than any timeout of a connection.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_PATIENCE_S)
+    return said[0] if said else None
+
+
+def _download(offered: OfferedPython, environment: Environment) -> HostPython:
+    """Let uv download a Python into the store, and return it. Raises HostError, and BuildError for the store."""
+    store = environment.store
+    folder = store.folder(FOLDER)
+    log(f"this host has no Python {offered.minor}: uv downloads {offered.build} from {redact(offered.url)} to {folder}")
+    variables = {**environment.uv_environment(), "UV_PYTHON_DOWNLOADS": "manual"}
+    if offered.mirror:
+        variables["UV_PYTHON_INSTALL_MIRROR"] = offered.mirror
+    try:
+        with step(f"downloading Python {offered.version}"):
+            command: Sequence[str | Path] = [
+                environment.uv, "python", "install", offered.version, "--install-dir", folder, "--no-bin",
+                "--no-config", "--quiet",
+            ]  # fmt: skip
+            done = process.run(command, env=variables, check=False)
+            for link in folder.glob("cpython-*"):  # to the newest of a minor version, which the next download moves
+                if link.is_symlink():
+                    link.unlink()
+    except OSError as error:
+        raise store.unwritable(error) from error
+    if done.returncode != 0:
+        raise HostError(f"uv cannot download Python {offered.version}:\n{process.tail(done)}", "run it again")
+    found = _of_store(folder / offered.build)
+    store.note_use(path := folder / offered.build, path)
+    return found
