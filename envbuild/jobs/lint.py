@@ -20,6 +20,9 @@ from envbuild.site.pip_config import redact
 
 _LARGEST = 2 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
+# What a template is for.
+_TEMPLATE = re.compile(r"template[^/]*$|\.(?:tmpl|tpl|mako|j2|jinja2?)$")
+_OF_TEMPLATES = ("directive-variable", "placeholder")
 _IGNORED = "lint-job: ignore"
 _SHOWN = 500  # characters of a line, and of a value in a message
 
@@ -80,7 +83,7 @@ def lint(text: str, name: str) -> list[Problem]:
         fault = replace(faults[one.id], level=one.level or faults[one.id].level)
         at = min(max(one.line, 1), max(len(lines), 1))
         line = lines[at - 1] if lines else ""
-        if _ignored(line, one.id):
+        if _ignored(line, one.id) or (one.id in _OF_TEMPLATES and _TEMPLATE.search(name)):
             continue
         advice = fault.of_scheduler.get(scheduler) or fault.instead
         what, instead = (

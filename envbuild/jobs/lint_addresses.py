@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from envbuild.jobs.lint_launch import Launch, starts_training
 from envbuild.jobs.lint_script import Found, ParsedScript
@@ -79,7 +80,8 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
             listed = OF_RENDEZVOUS.fullmatch(name) and not name.lower().endswith(("s", "list")) and _LIST.search(value)
             plain = f"{name}=(" not in "".join(script.lines[command.line - 1 : command.line]).replace(" ", "")
             wrong = not _EXPANDS.search(value) if _SHORT.search(value) else False
-            if listed and plain and (wrong or not (_FIRST.search(value) or "|" in value or "%" in value)):
+            parts = len(_SHORT.findall(value)) > 1  # of names that the author knows
+            if listed and plain and not parts and (wrong or not (_FIRST.search(value) or "|" in value or "%" in value)):
                 yield Found("endpoint-list", command.line, name)
     yield from _quoted_lists(script)
     commented = any(re.match(r"\s*#.*\bMASTER_ADDR=", line) for line in script.lines)
@@ -123,11 +125,13 @@ def of_numbers(script: ParsedScript) -> Iterator[Found]:
         for name, words in one.assignments:
             here = not (one.per_node or one.file or one.function) and one.line < steps[-1].line
             match = _RANK.match(" ".join(words)) if here and name in _RANK_NAMES else None
-            if match and (name != "NODE_RANK" or script.several):
-                yield Found("node-rank", one.line, match[0].strip("${"))
+            if match and (name in ("RANK", "LOCAL_RANK") or script.several):
+                # Most programs ask the scheduler's own variables.
+                level: Literal["warning", "hint"] = "warning" if name in ("RANK", "LOCAL_RANK") else "hint"
+                yield Found("node-rank", one.line, match[0].strip("${"), level=level)
             size = whole(" ".join(words)) if here and name == "WORLD_SIZE" else None
             if size is not None and size not in (total, nodes * script.gpus):  # a task can start more ranks
-                yield Found("world-size", one.line, f"WORLD_SIZE={size}, {total} tasks")
+                yield Found("world-size", one.line, f"WORLD_SIZE={size}, {total} tasks", level="warning")
 
 
 def of_order(script: ParsedScript) -> Iterator[Found]:

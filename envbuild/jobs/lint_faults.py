@@ -21,6 +21,8 @@ _SHOWN = 60
 _OF_TRAININGS = ("install-in-job",)  # elsewhere it is the purpose of the script, and one finding is enough
 _OF_INFINIBAND = ("NCCL_IB_DISABLE",)  # Slingshot has none
 _OF_ADDRESSES = ("first-address", "own-address")
+# A comment that says why a variable has its value.
+_REASON = re.compile(r"#.*(?:\bhang|workaround|work around|do not remove|support|without (?:this|it)|fix(?:es)?\b)")
 # GPUs whose driver offers no peer-to-peer access.
 _CONSUMER = re.compile(r"RTX|(?<![0-9])[2345]0[6-9]0(?:ti)?\b", re.IGNORECASE)
 
@@ -62,7 +64,7 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
     """Find the faults whose row has a pattern."""
     for fault in load_faults().values():
         for line, words in script.directives:
-            if fault.directive and fault.directive.search(" ".join(words)):
+            if fault.directive and fault.directive.search(" ".join(word.replace(" ", "_") for word in words)):
                 yield Found(fault.id, line)
         for command in script.commands if fault.command else ():
             if fault.command and fault.command.search(text := command_text(command)):
@@ -76,7 +78,7 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
         for name, pattern in fault.variables.items():
             for command, value in script.exported(name):
                 told = "".join(script.lines[max(command.line - 2, 0) : command.line])
-                meant = fault.id == "launch-blocking" and re.search(r"#.*(?:\bhang|workaround|do not remove)", told)
+                meant = _REASON.search(told) is not None
                 if pattern.fullmatch(value) and not meant and not _elsewhere(name, fault.id, script):
                     yield Found(fault.id, command.line, f"{name}={value}")
 

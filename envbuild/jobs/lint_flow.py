@@ -1,4 +1,4 @@
-"""The rules of `envbuild lint-job` for what a shell does with a script's signals, names and variables."""
+"""The rules of `envbuild lint-job` for what a shell does with a script's signals and names."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 
 from envbuild.jobs.lint_addresses import GIVEN, sets_elsewhere
-from envbuild.jobs.lint_launch import starts_training
 from envbuild.jobs.lint_script import Found, ParsedScript
-from envbuild.jobs.lint_shell import LAUNCHERS
 
 _WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
+_IGNORES = re.compile(r"(?:-|:|true)?$|echo\b[^;&|]*$")
 _OFTEN = {"".join(sorted(name)): name for name in (
     "source", "export", "module", "srun", "torchrun", "mpirun", "conda", "python", "mkdir", "accelerate", "unset",
 )}  # fmt: skip
@@ -18,13 +17,6 @@ _UNSEEN = re.compile("[\u00a0\u200b-\u200d\u2060\ufeff]")
 _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal")
 # Variables that are read. Those in upper case may come from the environment: they are compared only with names that
 # differ in underscores.
-_MOST = 50  # names that are looked for
-_COPIES = frozenset(["cp", "rsync", "tar", "unzip", "rclone", "sbcast", "mpicopy"])
-_MEANT = re.compile(r"MASTER_(?:ADDR|PORT)$|WORLD_SIZE$|NCCL_|PYTHONPATH$")
-_OF_NODE = re.compile(
-    r"\$\{?(?:SLURM_TMPDIR|TMPDIR|PBS_JOBFS|LOCAL_SCRATCH|LOCALSCRATCH)\}?|/(?:tmp|dev/shm|mnt/bb)(?:/[\w.$-]+)?"
-)
-_SETS_UP = re.compile(r"\b(?:export|source|module|env|activate)\b|(?:^| )-l\w*c\b")
 _READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\b|\{([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\})")
 _TOLD = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
 _QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst", "xargs", "find", "trap", "python"])
@@ -36,7 +28,7 @@ def of_signals(script: ParsedScript) -> Iterator[Found]:
     waits = any(one.program == "wait" or one.end == "&" for one in script.commands)
     for one in script.commands if script.facts else ():
         names = {word.removeprefix("SIG") for word in one.words[2:]}
-        handles = one.words[:1] == ("trap",) and names & _WARNINGS and one.words[1] not in ("", "-", ":", "true")
+        handles = one.words[:1] == ("trap",) and names & _WARNINGS and not _IGNORES.match(one.words[1])
         if not handles or one.file or one.started_by:
             continue
         steps = signal is not None and not re.match(r"R?B", signal[1])
@@ -67,6 +59,8 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
         texts = [("", one.words if name not in _QUOTES else ()), *one.assignments]  # LR=$lr takes a parameter of sbatch
         for own, match in ((own, match) for own, row in texts for match in _READ.finditer(" ".join(row))):
             read = match[1] or match[2]
+            if not script.where(match[0], 0):  # $NAME\_x or "$NAME""_x": quotes end the name
+                continue
             similar = squeezed.get(read.replace("_", "").rstrip("S"), read)
             unset = not (elsewhere or read in script.values or read in seen or GIVEN.fullmatch(read))
             if unset and read.isupper() and read not in (own, similar) and len(read) > 3:
@@ -75,42 +69,3 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
             elif read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
                 yield Found("variable-case", script.where(match[0], one.line), read)
-
-
-def of_other_nodes(script: ParsedScript) -> Iterator[Found]:
-    """Find what the script prepares on the head alone, and its other nodes lack: an environment, copied data."""
-    here = [one for one in script.commands if not (one.started_by or one.file or one.function)]
-    set_up = [name for one in here for name, _ in one.assignments if _MEANT.match(name)]
-    set_up += [" ".join(one.words[:3]) for one in here if one.words[:2] in (("module", "load"), ("conda", "activate"))]
-    set_up = list(dict.fromkeys(set_up))[:_MOST]
-    for one in here:
-        inside = " ".join(one.words[1:])
-        if one.program == "pbsdsh" and set_up and not _SETS_UP.search(inside):
-            own = any(name in inside for name in set_up)
-            starts = re.search(r"\bpython|torchrun|\.(?:sh|py)\b", inside)
-            if starts and not own:
-                yield Found("pbsdsh-environment", one.line, set_up[-1])
-                break
-    everywhere = any(one.program in (*LAUNCHERS, "sbcast", "mpicopy") and _COPIES & {*one.words} for one in here)
-    if not script.several or script.kind == "shell" or everywhere:
-        return
-    later = " ".join(word for one in script.commands if starts_training(one) for word in one.words)
-    later = " ".join(script.variables.expanded(later.split()))
-    for one in here:
-        target = next((word for word in reversed(one.words[1:]) if not word.startswith("-")), "")
-        target = " ".join(script.variables.expanded([target]))
-        folder = _OF_NODE.match(target)
-        if one.program in _COPIES and folder and folder[0].rstrip("/") in later:
-            yield Found("head-copy", one.line, folder[0])
-            return
-
-
-def of_environment(script: ParsedScript) -> Iterator[Found]:
-    """Find variables set for mpirun alone, which Open MPI does not pass to other hosts."""
-    for one in script.commands:
-        text = " ".join(one.words)
-        names = [name for name, _ in one.assignments if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))]
-        hosts = re.search(r"--?(?:hostfile|machinefile|host)\b", text)
-        open_mpi = "OMPI_" in script.text or re.search(r"--?(?:map-by|bind-to|mca)\b", text)
-        if one.program in ("mpirun", "orterun") and names and hosts and open_mpi and " -x " not in text:
-            yield Found("mpi-environment", one.line, names[0])

@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from envbuild.jobs.lint_addresses import of_addresses, of_endpoints, of_numbers, of_order
-from envbuild.jobs.lint_flow import of_environment, of_names, of_other_nodes, of_signals
+from envbuild.jobs.lint_flow import of_names, of_signals
+from envbuild.jobs.lint_hosts import (
+    of_archives,
+    of_early_expansion,
+    of_fixed_hosts,
+    of_mpi_environment,
+    of_other_nodes,
+    of_remote_shells,
+    of_terminals,
+)
 from envbuild.jobs.lint_launch import TRAINS, starts_training
 from envbuild.jobs.lint_resources import (
     of_cpus,
@@ -18,17 +27,11 @@ from envbuild.jobs.lint_resources import (
     of_ranks,
     of_requests,
     of_steps,
+    of_typed_counts,
 )
 from envbuild.jobs.lint_script import NOUNSET, Found, ParsedScript, option_set
-from envbuild.jobs.lint_shell import LAUNCHERS
-from envbuild.jobs.lint_slips import (
-    of_assignments,
-    of_comments,
-    of_default_ports,
-    of_literal_hosts,
-    of_placeholders,
-    of_remote_shells,
-)
+from envbuild.jobs.lint_shell import LAUNCHERS, SUBMITS
+from envbuild.jobs.lint_slips import of_assignments, of_comments, of_default_ports, of_literal_hosts, of_placeholders
 from envbuild.jobs.lint_status import of_status
 from envbuild.jobs.schedulers.base import option_values
 from envbuild.masking import looks_secret
@@ -45,6 +48,8 @@ _FETCHES = frozenset(["curl", "wget"])
 _SHELLS = frozenset(["bash", "sh", "zsh", "source", "."])
 _USES = _SHELLS | {"cd", "pushd"}
 _BARE = re.compile(r"\$(?:(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\b|\{(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\})")
+# Directives without which a job trains the same.
+_LABELS = re.compile(r"--(?:job-name|comment|mail-\w+)\b")
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 _MOST = 50  # folders that are looked for
 _SETTING = re.compile(r"[a-z]\w*(?:\.\w+)+=|[\w-]+(?:/[\w-]+)+:/")
@@ -60,7 +65,8 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
     told = "\n".join(line for line in script.lines if line.startswith("#") and "mkdir" in line)
     seen = set()
     makes = {posixpath.normpath(word) for one in script.commands if one.program == "mkdir" for word in one.words}
-    late = script.facts is not None and script.facts.delivers and not script.directive(*script.facts.delivers)
+    late = script.facts is not None and bool(script.facts.delivers) and not script.directive(*script.facts.delivers)
+    late |= any(one.program in SUBMITS for one in script.commands)  # it makes them, and then submits itself
     for line, words in script.directives:
         for value in option_values(words, names):
             folder = posixpath.normpath(posixpath.dirname(value) or ".")
@@ -106,7 +112,7 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
 def of_own_path(script: ParsedScript) -> Iterator[Found]:
     """Find paths made from the script's own in a batch job, where they lead to the scheduler's copy."""
     submitted = script.facts.submitted if script.facts else ""
-    if not submitted or any(one.program in ("sbatch", "qsub", "bsub") for one in script.commands):
+    if not submitted or any(one.program in SUBMITS for one in script.commands):
         return  # the script submits itself
     told: dict[str, bool] = {}
     for one in script.commands:
@@ -126,8 +132,11 @@ def of_own_path(script: ParsedScript) -> Iterator[Found]:
 
 def of_directives(script: ParsedScript) -> Iterator[Found]:
     """Find directives that the scheduler does not read, and an environment that srun does not get."""
+    if script.writes:  # with the values of this one, by a shell that has no first line here
+        return
     first = min((one.line for one in script.commands), default=0)
-    lines = [line for line, _ in script.directives]
+    last = max((one.line for one in script.commands), default=0)
+    lines = [line for line, words in script.directives if words[:1] and words[0].startswith("-")]
     strict = script.facts is not None and script.facts.strict
     if strict and lines and not _INTERPRETER.fullmatch(script.lines[0].rstrip()):
         yield Found("no-interpreter", lines[0])
@@ -139,11 +148,15 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     for line, words in script.directives if expands is not None else ():
         names = [name for name in _NAME.findall(" ".join(words)) if not re.fullmatch(expands or "-", name)]
         for name in names[:1]:
-            yield Found("directive-variable", line, name, level="" if strict else "warning")
+            file = words[:1] and re.match(r"--(?:output|error)\b|-[oe]$", words[0])
+            named = file and "$" not in posixpath.dirname(" ".join(words).partition("=")[2] or words[-1])
+            harms = strict and not (_LABELS.match("".join(words[:1])) or named)
+            yield Found("directive-variable", line, name, level="" if harms else "warning")
     if lines and first and lines[0] < first:
+        labels = {line for line, words in script.directives if _LABELS.match("".join(words[:1]))}
         for line in lines:
-            if line > first:
-                yield Found("directive-ignored", line)
+            if line > first:  # some keep directives for later at the end
+                yield Found("directive-ignored", line, level="warning" if line > last or line in labels else "")
     none = script.directive("--export")
     if none and none[1].upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
         steps = [one for one in script.commands if one.program == "srun"]
@@ -237,14 +250,16 @@ def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
         starts = any(word in ("exec", "run") for word in rest[:4]) and not any(
             word.startswith("$") for word in rest[1:2]
         )
-        if starts and not {"--nv", "--rocm", "--nvccli"} & set(rest):
+        image = next((word for word in rest if re.search(r"\.s(?:if|img)$|\.img$|^\$|://", word)), "")
+        if starts and not {"--nv", "--rocm", "--nvccli"} & set(rest) and "cpu" not in image.lower():
             yield Found("no-nv", one.line)
 
 
 JOB_RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
     of_output, of_folder, of_own_path, of_directives, of_status, of_shell, of_secrets, of_gpu_containers,
-    of_steps, of_cpus, of_ranks, of_requests, of_placement, of_optional_variables, of_idle_nodes,
+    of_steps, of_cpus, of_ranks, of_requests, of_placement, of_optional_variables, of_typed_counts, of_idle_nodes,
     of_addresses, of_endpoints, of_numbers, of_order,
-    of_signals, of_names, of_environment, of_other_nodes,
+    of_signals, of_names, of_other_nodes, of_mpi_environment, of_fixed_hosts, of_terminals,
+    of_early_expansion, of_archives,
     of_comments, of_placeholders, of_default_ports, of_literal_hosts, of_assignments, of_remote_shells,
 )  # fmt: skip

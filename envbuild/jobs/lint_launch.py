@@ -6,7 +6,7 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from envbuild.jobs.lint_expand import Variables
 from envbuild.jobs.lint_shell import LAUNCHERS, Command, starters
@@ -26,6 +26,7 @@ RANK_OPTIONS = ("--num_processes", "--num-processes", "--num_gpus")
 ASKS = frozenset([
     "hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date", "ray", "jupyter",
 ])  # fmt: skip
+_MODULES = frozenset(["venv", "virtualenv", "pip", "ensurepip", "build", "compileall"])
 _PREPARES = re.compile(r"(?:copy|set_?up|install|download|stage|clean|extract|config|create|prepare)[\w.-]{0,60}\.sh")
 _FLAGS = frozenset([
     "standalone", "no-python", "run-path", "module", "m", "multi-gpu", "same-network", "use-deepspeed", "use-fsdp",
@@ -140,6 +141,11 @@ def _options(words: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     return found, tuple(words[at:])
 
 
+def before_program(words: list[str]) -> list[str]:
+    """Return the words of a launcher up to the program that it starts."""
+    return [*words[:1], *takewhile(lambda word: not STARTS.fullmatch(posixpath.basename(word)), words[1:])]
+
+
 def starts_training(command: Command) -> bool:
     """Return whether a command looks like the training and not like a step before or after it."""
     name = command.program
@@ -157,7 +163,8 @@ def starts_training(command: Command) -> bool:
         return any(
             STARTS.fullmatch(name) or word.startswith("$") for name, word in zip(names, command.words[1:], strict=True)
         )
-    return bool(TRAINS.fullmatch(name)) and (len(command.words) > 1 and "-c" not in command.words[1:2])
+    prepares = command.words[1:2] == ("-m",) and "".join(command.words[2:3]) in _MODULES
+    return bool(TRAINS.fullmatch(name)) and len(command.words) > 1 and "-c" not in command.words[1:2] and not prepares
 
 
 def is_plain_training(command: Command) -> bool:

@@ -10,7 +10,16 @@ from dataclasses import replace
 from itertools import dropwhile, takewhile
 from typing import Literal
 
-from envbuild.jobs.lint_launch import ASKS, RANK_OPTIONS, STARTS, TRAINS, Launch, is_plain_training, starts_training
+from envbuild.jobs.lint_launch import (
+    ASKS,
+    RANK_OPTIONS,
+    STARTS,
+    TRAINS,
+    Launch,
+    before_program,
+    is_plain_training,
+    starts_training,
+)
 from envbuild.jobs.lint_script import NOUNSET, PER_NODE, Found, ParsedScript, option_set
 from envbuild.jobs.lint_shell import LAUNCHERS, Command
 from envbuild.jobs.schedulers.base import option_values, whole
@@ -20,18 +29,24 @@ _FREE = r"(?:quiet,|verbose,|[qv],)?(?:no|map_|mask_|rank|sockets|ldoms|boards)"
 _BOUND = re.compile(rf"(?:^| )(?:--cpus-per-task|--cpus-per-gpu|-c ?[\d$]|--cpu[-_]bind[= ]{_FREE})")
 _UNBOUND = re.compile(_FREE, re.IGNORECASE)
 _EMPTY = re.compile(r"\$(?:(SLURM_\w+)|\{(SLURM_\w+)\}|\(\(\s*(SLURM_\w+))")
+_TYPED = {
+    "SLURM_GPUS_PER_NODE": ("--gpus-per-node",), "SLURM_GPUS": ("--gpus", "-G"),
+    "SLURM_GPUS_PER_TASK": ("--gpus-per-task",),
+}  # fmt: skip
 _MPIRUN = frozenset(["mpirun", "mpiexec", "orterun"])
 _EXPLAINED = re.compile(
-    r"DataParallel|device.map|lightning|\b(?:ray|verl|vllm|sglang|tensorflow|jax|keras)\b|(?:tensor|model|pipeline)[-_.]parallel"
+    r"DataParallel|device.map|lightning|\b(?:ray|verl|vllm|sglang|tf|tensorflow|jax|keras)\b|(?:tensor|model|pipeline)[-_.]parallel"
     r"|trainer\.(?:devices|gpus|n_gpus)|--(?:multi|dist|ddp|fsdp|dp|tp|n_?gpus?|num_?gpus?|gpus?|devices|world|strategy)"
     r"|WORLD_SIZE|MASTER_(?:ADDR|PORT)|spawn|accelerate|deepspeed|submitit|fabric",
     re.IGNORECASE,
 )
+_ALL_GPUS = re.compile(r"\b(?:tf|tensorflow|keras|jax)\b", re.IGNORECASE)  # one process takes all GPUs
 _COUNT = re.compile(
     r"(?:--gres[= ](?:\S{0,60},)?gpu:|--gpu[= ]|-gpu num=)(?:[a-zA-Z][\w.-]{0,40}:)?(\d{1,4}(?:/\w{1,9})?)"
 )
 _MOST = 10_000  # characters of a job's directives
 _COMPUTES = re.compile(r"torch|horovod|cuda|nccl|deepspeed|ddp", re.IGNORECASE)
+_OPEN_MPI = re.compile(r"open-?mpi|\bompi|OMPI_|orterun|--(?:map-by|bind-to)\b|--?(?:mca|npernode)\b", re.IGNORECASE)
 _SLOTS = re.compile(r"host|machinefile|oversubscribe|rankfile|:ppn", re.IGNORECASE)
 
 
@@ -158,7 +173,7 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
             yield Found("device-missing", line, value, f"{gpus} GPU{'s' * (gpus > 1)}")
     several = gpus > 1 or any(one.ranks > 1 for one in script.launches)
     exports = [(one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES") if not _for_one(one)]
-    for line, value in exports if several else ():
+    for line, value in exports if several and len({value for _, value in exports}) == 1 else ():
         if re.fullmatch(r"\d", value):
             yield Found("one-gpu-visible", line, value)
     if gpus > 1 and not script.launches and script.kind != "shell":
@@ -167,14 +182,15 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
         if script.tasks == 1 == len(tasks) and not (script.several or own.search(" ".join(tasks[0].words))):
             plain, others = [one for one in tasks if is_plain_training(_stepped(one))], False
         # With as many tasks as GPUs, a rank for each was meant; only srun would start them.
-        level = "" if script.tasks == gpus and not tasks else explained(script.text, gpus)
+        meant = script.tasks == gpus and not tasks and not _ALL_GPUS.search(script.text)
+        level = "" if meant else explained(script.text, gpus)
         if plain and not others:
             yield Found("one-process", plain[0].line, str(gpus), level=level)
 
 
 def _for_one(command: Command) -> bool:
     """Return whether a command that sets variables for itself alone is one process."""
-    return is_plain_training(command) or command.program in ASKS
+    return command.program.startswith("python") or command.program in ASKS
 
 
 def _stepped(one: Command) -> Command:
@@ -218,12 +234,15 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
         yield Found("chunks-together", script.nodes[0] if script.nodes else 1)
     limited = (script.tasks or script.nodes) and "OMPI_MCA" not in script.text
     if script.has_steps and limited:
-        slots = max(script.tasks, 1) * nodes
+        every = whole(total[1]) if total and not script.nodes else None
+        slots = every or max(script.tasks, 1) * nodes
+        open_mpi = _OPEN_MPI.search(script.text)  # other launchers put several ranks on a core
         for one in script.commands:
             options = script.variables.expanded(one.words)
             asked = next(option_values(options, ("-n", "-np", "--np", "-c")), "") if one.program in _MPIRUN else ""
             if (whole(asked) or 0) > slots and not _SLOTS.search(" ".join(options)):
-                yield Found("slots-missing", one.line, f"{asked} ranks, {slots} slot{'s' * (slots != 1)}")
+                value = f"{asked} ranks, {slots} slot{'s' * (slots != 1)}"
+                yield Found("slots-missing", one.line, value, level="" if open_mpi else "warning")
 
 
 def of_placement(script: ParsedScript) -> Iterator[Found]:
@@ -240,7 +259,7 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
         if one.file:
             continue
         if one.program == "srun" and nodes and script.has_steps:
-            asked = whole(next(option_values(_before_program(words), ("--nodes", "-N")), "")) or 0
+            asked = whole(next(option_values(before_program(words), ("--nodes", "-N")), "")) or 0
             if asked > nodes and not re.search(r"--(?:jobid|het-group)", " ".join(words)):
                 yield Found("step-exceeds-job", one.line, str(asked), str(nodes))
             told = whole(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
@@ -256,15 +275,11 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
             elif each and each > 1 and (whole(ranks) or each + 1) <= each and starts_training(one):
                 yield Found("idle-nodes", one.line, nodes=str(nodes), program="mpiexec")
         if one.program == "jsrun" and computes:
-            options = _before_program(words)
+            options = before_program(words)
             given = any(re.match(r"-g|--gpu_per_rs|-U|--erf_input|-S|--smpiargs", word) for word in options)
             trains = starts_training(one) and not set(words) & ASKS
             if trains and not given and not any(word.startswith("$") for word in options):
                 yield Found("jsrun-gpus", one.line)
-
-
-def _before_program(words: list[str]) -> list[str]:
-    return [*words[:1], *takewhile(lambda word: not STARTS.fullmatch(posixpath.basename(word)), words[1:])]
 
 
 def _expanded_hosts(text: str) -> list[str]:
@@ -294,6 +309,24 @@ def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
             name = match[1] or match[2] or match[3]
             if name in unset:
                 yield Found("option-variable", one.line, f"{name} without {optional[name][0]}")
+                return
+
+
+def of_typed_counts(script: ParsedScript) -> Iterator[Found]:
+    """Find Slurm's variables with a number of GPUs that have the type before it, where a number is needed."""
+    typed = {}
+    for name, options in _TYPED.items():
+        told = script.directive(*options) if script.has_steps else None
+        if told and re.fullmatch(r"[A-Za-z][\w.-]*:\d+", told[1]) and name not in script.values:
+            typed[name] = told[1]
+    for one in script.commands if typed else ():
+        texts = [*one.words, *(word for _, row in one.assignments for word in row)]
+        own = [text for text in texts if "$((" in text]
+        own += list(option_values(one.words, ("--nproc_per_node", "--nproc-per-node", *RANK_OPTIONS)))
+        text = " ".join(script.variables.expanded(own))
+        for name, value in typed.items():
+            if re.search(rf"\$\{{?{name}\}}?(?![\w#%:/])|\$\(\([^)]*\b{name}\b", text):
+                yield Found("count-typed", one.line, f"{name} is {value}")
                 return
 
 

@@ -47,6 +47,7 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     several, line, options = script.several, one.command.line, one.options
     # An explicit node rank means that it is started by hand on each node.
     by_hand = script.kind == "shell" and "node-rank" in options
+    numbered = re.fullmatch(r"\$\{?\d\}?", options.get("node-rank", ""))  # submitted once for each node
     alone = not (one.command.file or by_hand or _on_nodes(script, one))
     if several and alone and one.waits:
         fault = "head-only" if script.kind != "shell" or script.launchers_work else "started-here"
@@ -67,7 +68,13 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
         yield Found("nodes-missing", line, nodes=several, level="warning")
     nodes = options.get("nnodes", "").rpartition(":")[2]
     asked = step if whole(step) is not None else str(script.nodes[1] if script.nodes else "")
-    if script.nodes and nodes not in script.choices and step != "1" and whole(nodes) not in (None, whole(asked)):
+    if (
+        script.nodes
+        and not numbered
+        and nodes not in script.choices
+        and step != "1"
+        and whole(nodes) not in (None, whole(asked))
+    ):
         yield Found("nodes-differ", script.where("nnodes", line), nodes, asked)
 
 

@@ -7,19 +7,23 @@ import re
 import shlex
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from envbuild.jobs.lint_expand import Variables
 from envbuild.jobs.lint_launch import Launch, find_launches, starts_training
-from envbuild.jobs.lint_shell import LAUNCHERS, Command, parse
+from envbuild.jobs.lint_shell import LAUNCHERS, Command, commands_of
+from envbuild.jobs.lint_words import Reader
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import ScriptFacts, option_values, whole
 
 _FACTS = {name: one.script for name, one in SCHEDULERS.items() if one.script}
-_DIRECTIVES = {name: re.compile(rf"{one.pattern or one.marker}\s+(.*)") for name, one in _FACTS.items()}
+_DIRECTIVES = {name: re.compile(rf"(?:{one.pattern or one.marker})(?:\s+|(?=--))(.*)") for name, one in _FACTS.items()}
 PER_NODE = ("--ntasks-per-node", "--tasks-per-node")
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
+_OTHER_LANGUAGE = re.compile(r"#!.*\b(?:python|perl|julia|Rscript|R\b|ruby|node|groovy)")
+# Variables that the scheduler sets: another value in a branch of an `if` is for a run outside of a job.
+_OF_SCHEDULER = re.compile(r"(?:SLURM|PBS|LSB)_")
 _GPUS = re.compile(
     r"(?<!per-)\b(?:gpus-per-node|(gpus-per-task)|gpu|ngpus|ngpus_excl_p|num)"
     r"(?::[\w.-]+)?[:=](?:[a-zA-Z][\w.-]*:)?(\d{1,4})\b"
@@ -29,7 +33,6 @@ _CRAY = re.compile(
     r"|shifter)\b|filesystems="
 )
 
-_DOCUMENT = re.compile(r"(?<!<)<<-?\s*['\"\\]?([A-Za-z_]\w*)")
 _OF_JOB = re.compile(r"(?:--(?:output|error|job-name|export|signal|requeue|open-mode)\b|-[oeJ])")
 _SHARED = re.compile(r"small|shared|dev|debug|interactive")
 
@@ -52,7 +55,8 @@ class ParsedScript:
 
     `kind` is the scheduler of its directives, "shell" without any. `directives` are (line, words); `values` are
     the words of all assignments to each variable; `everywhere` means that each node runs the script, and
-    `pod_gpus` are the GPUs of the pod that does.
+    `pod_gpus` are the GPUs of the pod that does. `writes`: its directives are those of a script that it writes,
+    and `documents` the lines of the here-documents with them, and whether this shell leaves them as they are.
     """
 
     kind: str
@@ -62,6 +66,8 @@ class ParsedScript:
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
     everywhere: bool = False
     pod_gpus: int = 0
+    writes: bool = False
+    documents: tuple[tuple[int, int, bool], ...] = ()
 
     def directive(self, *names: str) -> tuple[int, str] | None:
         """Return line and value of the last directive with one of these names."""
@@ -183,7 +189,7 @@ class ParsedScript:
     @functools.cached_property
     def variables(self) -> Variables:
         """The variables, for expansion; all rules together have one bound."""
-        return Variables(self.values)
+        return Variables({name: row for name, row in self.values.items() if not _OF_SCHEDULER.match(name)})
 
     @functools.cached_property
     def launchers_work(self) -> bool:
@@ -257,34 +263,27 @@ def read_script(text: str) -> ParsedScript:
     """Parse a script as far as the rules need it."""
     lines = text.splitlines()
     found = []
-    inner = _in_documents(lines)
+    reader = Reader(text, 1)
+    commands = () if _OTHER_LANGUAGE.match(lines[0] if lines else "") else tuple(commands_of(reader))
     for number, line in enumerate(lines, start=1):
         for name, pattern in _DIRECTIVES.items():
             if match := pattern.match(line):
                 found.append((name, number, tuple(_split(match[1]))))
-    # Those that it writes into another script count only where it has none of its own.
-    found = [row for row in found if row[1] not in inner] or found
+    # Those of a script that it writes, in a here-document or a string, count only where it has none of its own.
+    own = [row for row in found if row[1] in reader.comments or not commands]
+    written = [one for one in reader.documents if not own and any(one[0] <= row[1] <= one[1] for row in found)]
+    writes = bool(found) and not own
+    found = own or found
     kind = found[-1][0] if found else "shell"
     directives = [row[1:] for row in found]
-    commands = tuple(parse(text))
+    inside = {line for first, last, _ in written for line in range(first, last + 1)}
+    commands = tuple(replace(one, file=one.file and one.line not in inside) for one in commands)
     values: dict[str, list[str]] = {}
     for command in commands:
         for name, words in command.assignments:
             values.setdefault(name.rstrip("+"), []).extend(words)
-    return ParsedScript(kind, tuple(lines), tuple(_of_components(directives)), commands, values)
-
-
-def _in_documents(lines: Sequence[str]) -> set[int]:
-    """Return the numbers of the lines in here-documents."""
-    inner: set[int] = set()
-    end = ""
-    for number, line in enumerate(lines, start=1):
-        if end:
-            inner.add(number)
-            end = "" if line.strip() == end else end
-        elif (match := _DOCUMENT.search(line)) and not line.lstrip().startswith("#"):
-            end = match[1]
-    return inner if not end else set()
+    components = tuple(_of_components(directives))
+    return ParsedScript(kind, tuple(lines), components, commands, values, writes=writes, documents=tuple(written))
 
 
 def _of_components(directives: list[tuple[int, tuple[str, ...]]]) -> list[tuple[int, tuple[str, ...]]]:

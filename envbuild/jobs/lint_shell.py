@@ -19,6 +19,7 @@ LAUNCHERS = frozenset(LAUNCHER_NAMES) | frozenset(
 )
 CONTAINERS = frozenset(["apptainer", "singularity", "enroot", "docker", "podman", "ch-run", "shifter"])
 _SHELLS = frozenset(["bash", "sh", "dash", "zsh", "ksh"])
+_OTHERS = re.compile(r"python|perl|ruby|julia|Rscript|node$|\$\{?\w{0,20}(?:PYTHON|python)")
 _KEYWORDS = frozenset([
     "if", "then", "elif", "else", "fi", "while", "until", "do", "done", "for", "case", "esac", "in", "function", "time",
     "!", "{", "}", "exec", "command", "nohup", "eval",
@@ -26,6 +27,9 @@ _KEYWORDS = frozenset([
 # Programs that start another one, and the words between them and it: options, durations, numbers, names of signals.
 _WRAPPERS = frozenset(["timeout", "time", "nice", "ionice", "numactl", "taskset", "stdbuf", "setsid", "unbuffer"])
 _OPERAND = re.compile(r"-.*|[\d.]\S*|[A-Z]{1,8}|\$\{?\w{0,40}(?:time|TIME|limit|LIMIT|dur|DUR)\w*\}?")
+# Programs that write a here-document, or take it as a job.
+SUBMITS = frozenset(["sbatch", "qsub", "bsub"])
+_WRITES = SUBMITS | {"cat", "tee"}
 _DEEPEST = 6
 _AROUND = 200  # words before a nested command that are kept
 
@@ -75,12 +79,17 @@ class _CommandPlace:
     depth: int = 0
 
 
-def parse(text: str, line: int = 1) -> list[Command]:
-    """Return the commands of a script whose first line has number `line`.
+def parse(text: str) -> list[Command]:
+    """Return the commands of a script.
 
     Commands in other shells and in `$(…)` follow the command that contains them.
     """
-    return list(_commands(Reader(text, line), _CommandPlace()))
+    return list(commands_of(Reader(text, 1)))
+
+
+def commands_of(reader: Reader) -> Iterator[Command]:
+    """Yield the commands from the reader's position on; afterwards it knows the comments and here-documents there."""
+    yield from _commands(reader, _CommandPlace())
 
 
 def _commands(reader: Reader, place: _CommandPlace) -> Iterator[Command]:
@@ -132,7 +141,8 @@ def _nested(
     texts = command.around + command.words[:_AROUND]
     place = replace(place, background=command.background)
     for number, (word, literal) in enumerate(words):
-        shell = number and not names[max(number - 2, 0)].startswith("python")
+        before = next((name for name in reversed(names[: max(number - 1, 0)]) if not name.startswith("-")), "")
+        shell = number and not _OTHERS.match(before)
         given = shell and re.fullmatch(r"-\w*c", words[number - 1][0])
         if " " in word and (given or names[0] in ("ssh", "pdsh", "clush")):
             around = texts[: min(len(command.around) + number, _AROUND)]
@@ -141,7 +151,7 @@ def _nested(
             yield from _commands(Reader(word, command.line, late=not there), inner)
     runs = any(one in _SHELLS or one in LAUNCHERS for one in names)
     for line, body, literal in bodies:
-        if runs or names[:1] == ["cat"] or names[:1] == ["tee"]:
+        if runs or _WRITES & {*names}:
             there = literal and not late
             inner = replace(place, started_by=by, around=texts[:_AROUND], per_node=there or place.per_node)
             inner = replace(inner, file=place.file or not runs)

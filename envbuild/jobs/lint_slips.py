@@ -16,13 +16,15 @@ _SPACED = re.compile(r"#\s+(?:SBATCH|PBS)\s+(-\S+)")
 _WITHOUT_NAME = re.compile(r"#(--(?:gres|gpus|gpus-per-node|gpus-per-task)=\S+)")
 _ANGLES = re.compile(
     r"<[A-Za-z][\w -]{0,60}>|\{\{ ?(?!id|name|jobid)[A-Za-z][\w .-]{0,60}\}\}"
-    r"|(?<![${])\{[A-Za-z][a-zA-Z_ -]{2,60}\}"
+    r"|(?<![${])\{(?:\d{1,2}\. ?)?[A-Za-z][a-zA-Z_ -]{2,60}\}|\[(?:replace|your|insert|fill in)\b[\w @.-]{0,60}\]"
 )
 _ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}|X|X{3,}|[Yy]our[_-]\w+")
 _PATH = re.compile(
     r"(?:^|[^-])/path/to/|^path/to/|^path_to_\w|^[Yy]our[_A-Z-]\w+$|<(?:your|path|my)[ \w-]{1,60}>"
-    r"|\{\{ ?(?:your|path|my)[ \w.-]{0,60}\}\}|(?<!\$)\{(?:your|path_to)[_ -][\w -]{1,60}\}"
+    r"|\{\{ ?(?:your|path|my)[ \w.-]{0,60}\}\}"
+    r"|(?<!\$)\{\d{1,2}\. ?[A-Za-z]|(?<!\$)\{(?:your|path_to)[_ -][\w -]{1,60}\}"
 )
+_LAST_ANGLES = re.compile(r"^[^#'\"]*\s(<[A-Za-z][\w -]{1,60}>)\s*$")
 _PRINTS = frozenset(["echo", "printf", ":", "cat"])
 _PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
 _DOLLAR = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
@@ -54,6 +56,9 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
     for one in script.commands:
         # The default in ${DATA:-/path/to/data} is no fault: users set DATA.
         paths = [word for word in one.texts if _PATH.search(word) and ":-" not in word]
+        # As the last word, it is a syntax error: > without a file.
+        if angles := _LAST_ANGLES.search(script.lines[one.line - 1]) if one.words else None:
+            paths = [angles[1]]
         if one.program == "cd" and re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", "".join(one.words[1:])):
             paths = [one.words[1]]
         if paths and not one.file and one.program not in _PRINTS:
@@ -80,7 +85,8 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
     for one in script.commands:
         words = one.words[1:] if one.words[:1] in (("export",), ("env",)) else one.words[:1]
         for word in words:
-            if not one.file and _DOLLAR.fullmatch(word.partition("=")[0]) and "=" in word:
+            named = f'"{word[:2]}' in script.lines[one.line - 1]  # export "$NAME"="$VALUE" of a loop over names
+            if not one.file and not named and _DOLLAR.fullmatch(word.partition("=")[0]) and "=" in word:
                 yield Found("assignment-malformed", one.line, word.partition("=")[0] + "=")
                 break
         spaced = one.words[1:2] == ("=",) and re.fullmatch(r"[A-Za-z_]\w*", one.words[0])
@@ -89,15 +95,6 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
     for number, line in enumerate(script.lines if script.directives else (), 1):
         if match := _CSH.match(line):
             yield Found("assignment-set", number, match[1])
-
-
-def of_remote_shells(script: ParsedScript) -> Iterator[Found]:
-    """Find ssh to a node without a command."""
-    for one in script.commands if script.directives else ():
-        words = [word for word in one.words[1:] if not re.match(r"-[AaCfGgKkMNnqsTtVvXxYy]+$", word)]
-        line = script.lines[one.line - 1]
-        if one.program == "ssh" and len(words) == 1 and words[0].startswith("$") and not re.search(r"<|\||\\$", line):
-            yield Found("ssh-alone", one.line, words[0])
 
 
 def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:

@@ -64,7 +64,8 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     exits = (n for n, one in enumerate(after, 1) if re.fullmatch(r"exit\s*", script.lines[one.line - 1]))
     after = after[: next(exits, len(after))]
     quiet = all(one.program in _MESSAGES or one.program in ("conda", "deactivate", "exit") for one in after)
-    if script.kind != "shell" and top[at].background and quiet and "wait" not in script.text:
+    piped_group = re.search(r"\}\s*\|", "\n".join(script.lines[top[at].line - 1 :]))  # its reader waits
+    if script.kind != "shell" and top[at].background and quiet and not piped_group and "wait" not in script.text:
         yield Found("ends-early", top[at].line)
         return
     while after and after[-1].words == ("exit",):

@@ -14,6 +14,7 @@ _HEREDOC = re.compile(r"<<(-?)\s*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
 _PLACEHOLDER = re.compile(r"<[A-Za-z][\w-]*(?: [A-Za-z][\w-]*){0,4}>")
 _ANSI_C = re.compile(r"\$'([^'\\]*+(?:\\.[^'\\]*+)*+)'", re.DOTALL)
 _DEEPEST = 16
+_BEFORE_COMMAND = frozenset(["for", "if", "elif", "while", "until", "then", "else", "do", "!", "{", "time"])
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>&|<&|<<<|<>|>|<)(?:&?\d+-?)?")
 
 
@@ -23,7 +24,8 @@ class Reader:
 
     With `late`, an outer shell has already expanded the text: only expansions behind a backslash (`\\$(…)`) are
     left for this shell, and the others are not commands of this script. `deep` counts the expansions and arrays around
-    the position; deeper than _DEEPEST, they are text.
+    the position; deeper than _DEEPEST, they are text. `comments` are the lines of the comments that were read,
+    and `documents` the first and last lines of here-documents, with whether the shell leaves their text as it is.
     """
 
     text: str
@@ -32,6 +34,8 @@ class Reader:
     late: bool = False
     deep: int = 0
     pending: list[tuple[str, bool, bool]] = field(default_factory=list)
+    comments: set[int] = field(default_factory=set)
+    documents: list[tuple[int, int, bool]] = field(default_factory=list)
 
     def take(self, size: int = 1) -> str:
         piece = self.text[self.at : self.at + size]
@@ -90,6 +94,7 @@ def simple_command(
         elif reader.text.startswith("\\\n", reader.at):
             reader.take(2)
         elif here == "#":
+            reader.comments.add(reader.line)
             while reader.at < len(reader.text) and reader.text[reader.at] != "\n":
                 reader.take()
         elif found := _HEREDOC.match(reader.text, reader.at):
@@ -107,7 +112,8 @@ def simple_command(
                 _word(reader, subs)
         elif here in ";|&()":
             reader.take()
-            if here == "(" and words in ([], [("for", False)]) and reader.text.startswith("(", reader.at):
+            arithmetic = all(word in _BEFORE_COMMAND for word, _ in words) and reader.text.startswith("(", reader.at)
+            if here == "(" and arithmetic:
                 reader.take()
                 reader.closing("(", ")")
                 continue
@@ -133,6 +139,7 @@ def _bodies(reader: Reader, subs: list[tuple[int, str]]) -> list[tuple[int, str,
             if (line.lstrip("\t") if tabs else line).rstrip("\n") == name:
                 break
             lines.append(line)
+        reader.documents.append((begun, begun + len(lines) - 1, literal))
         body = "".join(lines)
         found.append((begun, body if literal else _double(Reader(body, begun), subs, ""), literal))
     reader.pending.clear()

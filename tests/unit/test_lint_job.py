@@ -17,6 +17,7 @@ from envbuild.cli.diagnose import lint_job_command
 from envbuild.jobs.lint import Problem, lint, lint_file
 from envbuild.jobs.lint_faults import load_faults
 from envbuild.jobs.lint_shell import parse
+from envbuild.site.schedulers import TITLES
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/reference/job-faults.md"
@@ -149,12 +150,60 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [LSF + "jsrun -n 4 -g 1 -c 7 python train_torch.py", LSF + "jsrun -n 4 -gALL_GPUS python train_torch.py",
             LSF + "jsrun $OPTS python train_torch.py", LSF + "jsrun -n 4 ./solver.exe", LSF + "jsrun -n 1 nvidia-smi torch"],
     ),
-    "pbsdsh-environment": (
+    "environment-lost": (
         [(PBS + "export MASTER_ADDR=$(head -n 1 $PBS_NODEFILE)\npbsdsh /x/train.sh", "pbsdsh"),
-            (PBS + "module load conda\npbsdsh python /x/train.py", "pbsdsh")],
+            (PBS + "module load conda\npbsdsh python /x/train.py", "pbsdsh"),
+            (SLURM + "conda activate llm\nfor n in $nodes; do\n ssh $n 'cd /x && torchrun --nnodes=2 t.py' &\ndone\nwait", "ssh"),
+            (SLURM + "source /x/env/bin/activate\npdsh -w $nodes python /x/train.py", "pdsh")],
         [PBS + "export MASTER_ADDR=$h\npbsdsh -- bash -lc 'cd /x; ./train.sh'", PBS + "pbsdsh /x/train.sh",
             PBS + "export MASTER_ADDR=$h\npbsdsh -- bash -c \"export MASTER_ADDR=$h; /x/train.sh\"",
-            PBS + "module load conda\nmpiexec python /x/train.py"],
+            PBS + "module load conda\nmpiexec python /x/train.py",
+            SLURM + "conda activate llm\nssh $n 'source /x/env/bin/activate; python t.py'",
+            SLURM + "conda activate llm\nssh $n /x/env/bin/python t.py", SLURM + "conda activate llm\nssh $n nvidia-smi",
+            SLURM + "conda activate llm\nssh $n bash /x/run.sh", SLURM + "ssh $n python /x/t.py"],
+    ),
+    "hosts-fixed": (
+        [(SLURM + "mpirun -H node1:4,node2:4 python train.py", "node1"), (SLURM + "deepspeed --hostfile=hosts.txt train.py", "hosts.txt"),
+            (PBS + "mpiexec --hostfile ~/hosts python /x/train.py", "hosts"), (SLURM + "horovodrun -np 8 -H 10.0.0.1:4,10.0.0.2:4 python t.py", "10.0")],
+        [SLURM + "scontrol show hostnames > hosts.txt\ndeepspeed --hostfile=hosts.txt train.py", SLURM + "mpirun -H $nodes python train.py",
+            SLURM + "mpirun -H localhost:4 python train.py", PBS + "mpiexec --hostfile $PBS_NODEFILE python /x/train.py",
+            SLURM + "python make_hosts.py hosts.txt\ndeepspeed --hostfile hosts.txt train.py", "#!/bin/bash\nmpirun -H a:4,b:4 python t.py",
+            SLURM.replace("set -e", "#SBATCH -w node1,node2\nset -e") + "mpirun -H node1:4,node2:4 python train.py"],
+    ),
+    "job-fixed": (
+        [(SLURM + "srun --jobid=171866 --nodes=2 python train.py", "171866"), (SLURM + "srun --jobid 88 python train.py", "88")],
+        [SLURM + "srun --jobid=$SLURM_JOB_ID python train.py", "#!/bin/bash\nsrun --jobid=171866 --pty bash"],
+    ),
+    "terminal-missing": (
+        [(SLURM + "docker run -it --rm --gpus all pt:1 python t.py", "docker"), (SLURM + "srun docker run --gpus all -i -t pt python t.py", "docker"),
+            (SLURM + "docker exec -ti trainer python t.py", "docker"), (SLURM + "docker run --interactive --tty pt python t.py", "docker")],
+        [SLURM + "docker run --rm --gpus all pt:1 python t.py", SLURM + "docker run -itd pt sleep 9", "#!/bin/bash\ndocker run -it pt bash",
+            SLURM + "docker run -i pt:1 python t.py -t 3", SLURM + "srun --pty docker run -it pt bash", SLURM + "docker run --rm pt:1 bash -it"],
+    ),
+    "expanded-early": (
+        [("sbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\nexport MASTER_ADDR=$(hostname)\nsrun python t.py\nEOF", "hostname"),
+            ("cat > job.sh <<END\n#!/bin/bash\n#SBATCH --nodes=2\ncd $SLURM_SUBMIT_DIR\nEND\nsbatch job.sh", "SUBMIT_DIR"),
+            ("qsub <<END\n#!/bin/bash\n#PBS -l select=2\nsort -u ${PBS_NODEFILE}\nEND", "NODEFILE")],
+        ["sbatch <<'EOF'\n#!/bin/bash\n#SBATCH --nodes=2\nexport MASTER_ADDR=$(hostname)\nEOF",
+            "sbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\nexport A=\\$(hostname) B=\\$SLURM_JOB_ID C=$1\nEOF",
+            SLURM + "sbatch <<EOF\n#!/bin/bash\n#SBATCH --dependency=afterok:$SLURM_JOB_ID\nEOF",
+            "sbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\n# $SLURM_JOB_ID\necho $USER\nEOF"],
+    ),
+    "archive-elsewhere": (
+        [(SLURM + f"srun cp /d/set.tar $SLURM_TMPDIR\ntar xf $SLURM_TMPDIR/set.tar\nsrun {RUN} x --data $SLURM_TMPDIR/set", "tar xf"),
+            (ONE + "cp /d/a.tgz /tmp/me\ntar -xzf /tmp/me/a.tgz\npython train.py --data /tmp/me/a", "tar -xzf")],
+        [ONE + "tar xf $SLURM_TMPDIR/set.tar -C $SLURM_TMPDIR\npython train.py --data $SLURM_TMPDIR/set",
+            ONE + "cd $SLURM_TMPDIR\ntar xf $SLURM_TMPDIR/set.tar\npython /x/train.py --data $SLURM_TMPDIR/set",
+            ONE + "tar xf /data/set.tar\npython train.py --data set", ONE + "tar cf $SLURM_TMPDIR/o.tar out\npython train.py --data $SLURM_TMPDIR"],
+    ),
+    "count-typed": (
+        [(ONE.replace("node=4", "node=a100:4") + "torchrun --standalone --nproc_per_node=$SLURM_GPUS_PER_NODE t.py", "torchrun"),
+            (ONE.replace("node=4", "node=mi250:8") + "export WORLD_SIZE=$((SLURM_GPUS_PER_NODE * 2))\nsrun python t.py", "WORLD"),
+            (ONE.replace("-per-node=4", "=h100:4") + "N=$SLURM_GPUS\naccelerate launch --num_processes $N t.py", "accelerate")],
+        [ONE + "torchrun --standalone --nproc_per_node=$SLURM_GPUS_PER_NODE t.py",
+            ONE.replace("node=4", "node=a100:4") + "torchrun --standalone --nproc_per_node=$SLURM_GPUS_ON_NODE t.py",
+            ONE.replace("node=4", "node=a100:4") + "torchrun --standalone --nproc_per_node=${SLURM_GPUS_PER_NODE##*:} t.py",
+            ONE.replace("node=4", "node=a100:4") + "echo $SLURM_GPUS_PER_NODE $((1 + 1))"],
     ),
     "head-copy": (
         [(SLURM + f"cp /data/set.tar $SLURM_TMPDIR\nsrun {RUN} x --data $SLURM_TMPDIR/set.tar", "cp"),
@@ -1171,8 +1220,9 @@ def test_the_table_in_the_docs() -> None:
     levels = ["error", "warning", "hint"]
     rows = ["| fault | level | problem | write instead |", "| --- | --- | --- | --- |"]
     for name, fault in sorted(load_faults().items(), key=lambda row: (levels.index(row[1].level), row[0])):
-        pbs = f"; PBS: {shown(fault.of_scheduler['pbs'])}" if "pbs" in fault.of_scheduler else ""
-        rows.append(f"| `{name}` | {fault.level} | {shown(fault.what)} | {shown(fault.instead)}{pbs} |")
+        own = [(TITLES[kind], shown(text)) for kind, text in fault.of_scheduler.items()]
+        advice = "; ".join([shown(fault.instead), *(f"{title}: {text}" for title, text in own)])
+        rows.append(f"| `{name}` | {fault.level} | {shown(fault.what)} | {advice} |")
     assert_golden_table(rows, DOCS, "tests/unit/test_lint_job.py")
 
 
@@ -1702,3 +1752,99 @@ def test_a_pbs_script_without_an_interpreter_may_run_in_another_shell() -> None:
     assert "no-interpreter" not in ids("#!/bin/bash\n" + text)
     assert "no-interpreter" not in ids(text.replace("select", "select").replace("#PBS -l", "#PBS -S /bin/bash -l"))
     assert "no-interpreter" not in ids(text.replace("[[", "[").replace("]]", "]"))
+
+
+WRITTEN = "#!/bin/bash\nfor n in 1 2; do\nsbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=$n\nmodule load a\n#SBATCH --job-name=$n\nEOF\ndone\n"
+TEXT = 'time=1:00\nJOB="#!/bin/bash\n#SBATCH --time=$time\nsrun python t.py"\necho "$JOB" | sbatch\n'
+
+
+@pytest.mark.parametrize("text", [WRITTEN, TEXT, WRITTEN.replace("sbatch <<EOF", "cat <<EOF > job.sh")])
+def test_directives_of_a_script_that_is_written_have_the_writers_values(text: str) -> None:
+    assert not {"directive-variable", "directive-ignored", "no-interpreter"} & {*ids(text)}
+
+
+def test_a_job_in_a_here_document_is_read_as_a_script() -> None:
+    job = "#!/bin/bash\n#SBATCH --gres=gpu:1\npython train.py\ndate\n"
+    assert "status-lost" in ids(job)
+    for begin in ("sbatch <<'E'", "cat <<'E' | sbatch", "cat > job.sh <<'E'"):
+        problem = found(f"#!/bin/bash\n{begin}\n{job}E\n", "status-lost")
+        assert problem is not None, begin
+        assert problem.line == 6
+    assert "status-lost" not in ids(f"{CLEAN}cat > next.sh <<'E'\n{job}E\n")
+
+
+def test_sbatch_reads_a_directive_without_a_blank() -> None:
+    text = ONE.replace("#SBATCH --gpus", "#SBATCH--gpus") + "export CUDA_VISIBLE_DEVICES=6\npython train.py"
+    assert "device-missing" in ids(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "level"),
+    [
+        (SLURM.replace("set -e", "#SBATCH --job-name=$NAME\nset -e"), "directive-variable", "warning"),
+        (SLURM.replace("set -e", "#SBATCH -o a_$SLURM_JOB_ID.out\nset -e"), "directive-variable", "warning"),
+        (SLURM.replace("set -e", "#SBATCH -o $DIR/a.out\nset -e"), "directive-variable", "error"),
+        (CLEAN + "#SBATCH --array=1-9\n", "directive-ignored", "warning"),
+        (SLURM + f"#SBATCH --mail-type=END\nsrun {RUN} x", "directive-ignored", "warning"),
+        (SLURM + f"#SBATCH --mem=9G\nsrun {RUN} x", "directive-ignored", "error"),
+        (ONE.replace("gpus-per-node=4", "ntasks=1") + "mpiexec -n 4 python t.py", "slots-missing", "warning"),
+        (ONE.replace("gpus-per-node=4", "ntasks=1") + "mpirun --bind-to none -n 4 python t.py", "slots-missing", "error"),
+        (EIGHT + "export RANK=$SLURM_PROCID\nsrun python train.py", "node-rank", "warning"),
+        (EIGHT + "export NODE_RANK=$SLURM_NODEID\nsrun python train.py", "node-rank", "hint"),
+        (EIGHT + "export WORLD_SIZE=4\nsrun python train.py", "world-size", "warning"),
+    ],
+)  # fmt: skip
+def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level: str) -> None:
+    problem = found(text, fault)
+    assert problem is not None
+    assert problem.fault.level == level
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (SLURM + "export MASTER_ADDR=${SLURM_NODELIST:0:4}${SLURM_NODELIST:5:3}\nsrun python train.py", "endpoint-list"),
+        (SLURM + "cat <<E\nThen type\nssh $USER@login\nE\nsrun python train.py", "ssh-alone"),
+        (NO_E + "{ python train.py & date; } | mail -s done me", "ends-early"),
+        (SLURM + "if [ -z $SLURM_JOB_ID ]; then\n SLURM_NNODES=1\nfi\nsrun torchrun --nnodes=$SLURM_NNODES x", "nodes-differ"),
+        (ONE + "torchrun --nnodes=4 --node-rank=$1 --master-addr=$h x", "nodes-differ"),
+        ("#!/bin/bash\n#SBATCH -o logs/%j.out\nif [ -z $SLURM_JOB_ID ]; then\n mkdir -p logs\n sbatch $0\nfi\npython t.py", "output-folder"),
+        ("#!/bin/bash\n#SBATCH --gres=gpu:1\npython -m venv env\npip install torch", "install-in-job"),
+        (ONE.replace("--gpus", "--ntasks-per-node=4\n#SBATCH --gpus") + "source x/bin/activate tf\npython train.py", "one-process"),
+        ("#!/bin/bash\n#SBATCH --ntasks=10\n#SBATCH --ntasks-per-node=1\nmpirun --bind-to none -n 10 python train.py", "slots-missing"),
+        (SLURM + 'python -u -c "import a; \\\nt0 = a.now(); \\\nprint(t0)"', "assignment-malformed"),
+        ("#!/usr/bin/env julia\n#SBATCH --nodes=2\nhosts = gethostname()", "assignment-malformed"),
+        (SLURM + "if (( $tasks==1 )); then\n srun python train.py\nfi", "assignment-malformed"),
+        (SLURM + 'while read -r k v; do export "$k"="$v"; done < .env\nsrun python train.py', "assignment-malformed"),
+        (SLURM.replace("set -e", '#SBATCH --job-name=" two words"\nset -e') + "srun python train.py", "directive-malformed"),
+        (ONE + "CUDA_VISIBLE_DEVICES=0 dask-worker a &\nCUDA_VISIBLE_DEVICES=1 dask-worker a &\nwait", "one-gpu-visible"),
+        (SLURM + "BAM=a\necho $BAM\\_b\nmkdir $BAM\\_c", "variable-case"),
+        (SLURM + "trap \"echo 'USR1 came'\" USR1\nsrun python train.py", "signal-late"),
+        (SLURM + "export NCCL_P2P_DISABLE=1 # these cards do not support it\nsrun python train.py", "network-disabled"),
+        (ONE + "singularity exec images/tools-cpu.sif python prepare.py\nsingularity exec --nv a.sif python train.py", "no-nv"),
+        (SLURM + "mpirun ./solver.x -f input.dat", "hosts-fixed"),
+        (SLURM + "docker() { command docker run -it $@; }\nsrun python train.py", "terminal-missing"),
+        ("sbatch <<E\n#!/bin/bash\n#SBATCH --nodes=1\necho job $SLURM_JOB_ID\nE", "expanded-early"),
+    ],
+)  # fmt: skip
+def test_what_looks_like_an_error_and_is_none_is_passed_over(text: str, fault: str) -> None:
+    assert [one.fault.id for one in lint(text, "job.sh") if one.fault.level != "hint" and one.fault.id == fault] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SLURM.replace("nodes=2", "nodes={1. number of nodes}"), SLURM.replace("set -e", "#SBATCH --mail-user=[replace with yours]\nset -e"),
+        SLURM + "cd {3.where your project is}", SLURM + "conda activate <name of the environment>", SLURM + "conda activate <env_path>",
+    ],
+)  # fmt: skip
+def test_placeholders_of_any_form_are_found(text: str) -> None:
+    assert "placeholder" in ids(text)
+    assert "placeholder" not in ids(SLURM + "sort <in.txt >out.txt\nsort <in >\\\n out\necho {1..3} {a,b}")
+
+
+def test_a_template_may_have_variables_and_placeholders() -> None:
+    text = SLURM.replace("nodes=2", "nodes=$nodes") + "cd /path/to/run"
+    assert {"directive-variable", "placeholder"} <= {*ids(text)}
+    for name in ("job.sh.tmpl", "templates_x/job_template.sh", "a/job.mako"):
+        assert not {"directive-variable", "placeholder"} & {*ids(text, name)}
