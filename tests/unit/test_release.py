@@ -89,12 +89,23 @@ def test_pages_tell_how_to_install_the_released_package_after_a_release(tree: Pa
     assert {page: page.read_text() for page in pages} == before
 
 
-def test_the_index_gets_a_readme_without_relative_links(tree: Path) -> None:
-    page = tree / "README.md"
-    release.absolute_links(page, SITE["Repository"])
-    links = re.findall(r"\]\(([^)]+)\)", page.read_text())
-    assert len(links) > 10 and all(link.startswith("https://") for link in links)
-    assert f"{SITE['Repository']}/blob/v{envbuild.__version__}/docs/install.md" in links
+def test_an_index_and_a_release_get_pages_without_relative_links() -> None:
+    for text, page in (((TOP / "README.md").read_text(), "docs/install.md"), (release.section(envbuild.__version__),
+                       "docs/howto/locks.md#locks-of-the-shipped-recipes")):  # fmt: skip
+        links = re.findall(r"\]\(([^)#][^)]*)\)", release.absolute(text, SITE["Repository"]))
+        assert links and all(link.startswith("https://") for link in links)
+        assert f"{SITE['Repository']}/blob/v{envbuild.__version__}/{page}" in links
+        assert page not in release.absolute(text, "")
+
+
+def test_the_version_is_in_one_place_and_pages_name_files_of_no_other() -> None:
+    assert "version" in tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["dynamic"]
+    named = {
+        found
+        for page in [TOP / "README.md", *(TOP / "docs").rglob("*.md"), *(TOP / "tools").iterdir()]
+        for found in re.findall(r"envbuild-(\d+\.\d+\.\d+)", page.read_text(encoding="utf-8"))
+    }
+    assert named == {envbuild.__version__}
 
 
 def test_the_changelog_has_a_section_for_this_version_and_each_line_is_short() -> None:
