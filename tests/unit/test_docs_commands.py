@@ -16,7 +16,7 @@ from lab.commands import TOP, Shown, command_of, shown
 from lab.shown_site import ShownSite
 
 from ddp_train.args import build_parser
-from envbuild.cli.commands import cli
+from envbuild.cli.commands import GROUPS, cli
 
 SHOWN = shown()
 LINES = [one for one in SHOWN if not one.is_form]
@@ -149,3 +149,10 @@ def test_nobody_is_told_to_install_envbuild_from_an_index_before_the_first_relea
         text = re.sub(r"<!-- since the release\n.*?\n-->", "", file.read_text(), flags=re.DOTALL)
         found = told.search(text)
         assert found is None, f"{file}: {found and found[0]}"
+
+
+def test_the_page_of_commands_has_each_command_in_its_group_of_help() -> None:
+    page = (TOP / "docs/reference/commands.md").read_text(encoding="utf-8")
+    for group, commands in GROUPS.items():
+        rows = page.partition(f"\n## {group}\n")[2].partition("\n## ")[0]
+        assert set(re.findall(r"^\| `envbuild ([a-z-]+)", rows, re.MULTILINE)) == set(commands), group
