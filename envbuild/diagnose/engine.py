@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from envbuild.diagnose.exception import BEGIN, FRAME, SIGNS, Exceptions, Line, Weight, Words
+from envbuild.diagnose.exception import BEGIN, FRAME, NAMED_EXCEPTION, SIGNS, Exceptions, Line, Weight, Words
 from envbuild.diagnose.mpi_help import RULE, HelpBlock
 from envbuild.diagnose.nccl_log import needles_of_forms, parse_nccl_log
 from envbuild.diagnose.rules import KINDS, DiagnosisRule, Kind, LinePattern, Place, course_patterns, load_rules
@@ -289,11 +289,15 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
 def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], words: Words) -> bool:
     """Return whether a cause says more than `words` of the program that no rule explains.
 
-    Programs often go on after lines of a rule that `passes`; what a program says after other causes follows from them.
+    Programs often go on after lines of a rule that `passes`, such as the exception of an optional import; what a
+    program says after other causes follows from them.
     """
+    order, finding = found
+    later = order < words.order
     if rule.rank > _ROOT:
-        return True
-    return words.weight < Weight.NAMED or (found[0] < words.order and not rule.passes)
+        survived = rule.passes and all(NAMED_EXCEPTION.search(one.text) for one in finding.evidence)
+        return not (survived and later and words.weight == Weight.ENDED)
+    return words.weight < Weight.NAMED or (later and not rule.passes)
 
 
 def _with_words(finding: DiagnosisFinding, words: tuple[Evidence, ...]) -> DiagnosisFinding:

@@ -52,7 +52,7 @@ _GIVEN_UP = 50_000
 # Lines between an exception and the one that it led to.
 _BETWEEN = 3
 
-_NAMED = re.compile(r"\b[A-Z]\w{0,80}(?:Error|Exception)\b:(?: \S|\s*$)")
+NAMED_EXCEPTION = re.compile(r"\b[A-Z]\w{0,80}(?:Error|Exception)\b:(?: \S|\s*$)")
 _ABORTED = re.compile(r"\bwhat\(\): +\S|: Assertion [`'\"].{1,300}['\"`] failed|panicked at ")
 _OF_COMPILERS = re.compile(
     r"(?::\d{1,6}|\(\d{1,6}\)): (?:fatal )?error: |\b(?:nvcc|ptxas) fatal|: undefined reference to |: cannot find -l"
@@ -298,7 +298,7 @@ class Exceptions:
 _DECISIVE = (
     (Weight.ENDED, _ABORTED),
     (Weight.COMPILER, _OF_COMPILERS),
-    (Weight.NAMED, _NAMED),
+    (Weight.NAMED, NAMED_EXCEPTION),
     (Weight.ERROR, _ERROR_LINE),
     (Weight.REFUSAL, _REFUSAL),
 )
