@@ -31,6 +31,7 @@ NOT_TRIED = re.compile(
     r"|envbuild (layers|bundle|exec|run|verify|preflight|doctor|attest|trust|cache|push|pull|audit"
     r"|history|bisect|report)"
     r"|envbuild store prune --recipe"
+    r"|envbuild venv .*--python"
     r"|envbuild \w+ (pytorch_hub|aws_dlc)|--engine apptainer|--changed-since|(inspect|diff) .*(pt_cpu:cpu|docker://)"
 )
 BUILDS = {"venv", "conda", "docker", "enroot", "apptainer", "build", "init"}
