@@ -34,3 +34,22 @@ def more_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
     yield add
     data.load_table.cache_clear()
+
+
+def _need(tool: str, package: str) -> None:
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not on PATH (Debian: {package})")
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Skip the test where there is no C compiler; tests/run without arguments installs it."""
+    _need("gcc", "gcc libc6-dev")
+    _need("nm", "binutils")
+
+
+@pytest.fixture
+def openssh() -> None:
+    """Skip the test where OpenSSH's programs are missing; tests/run without arguments installs them."""
+    _need("ssh-keygen", "openssh-client")
+    _need("ssh-agent", "openssh-client")

@@ -162,7 +162,7 @@ def test_a_store_in_which_nothing_can_be_compiled_is_refused_by_plan_and_build(
 
 
 @pytest.fixture
-def recipe(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(nowhere: Path, monkeypatch: pytest.MonkeyPatch, compiler: None) -> Path:
     """The recipe `r` on an OCI layout, with a layer that is compiled in it."""
     wheels = nowhere / "wheels"
     make_wheel(wheels, "torch")

@@ -8,6 +8,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch")
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

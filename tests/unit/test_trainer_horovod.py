@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+pytest.importorskip("torch")
 from ddp_train.__main__ import main
 from ddp_train.args import parse_arguments
 from ddp_train.errors import TrainError

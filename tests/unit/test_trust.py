@@ -137,7 +137,7 @@ def test_what_a_signer_attests_is_trusted(
     assert found["predicate"] == read_receipt(receipt_path(place.venv))
 
 
-def test_a_file_of_a_signer_says_nothing_that_would_not_count(tmp_path: Path) -> None:
+def test_a_file_of_a_signer_says_nothing_that_would_not_count(tmp_path: Path, openssh: None) -> None:
     """A second key, or the end of a certificate's time, which nobody would notice that they do not."""
     for name in ("a", "b"):
         make_key(tmp_path, name)
@@ -496,7 +496,7 @@ def test_keys_of_other_kinds_and_faulty_uses(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, openssh: None) -> Iterator[Path]:
     """A folder with keys that a real ssh-agent has: KIND in OpenSSH's form, and KIND.pub."""
     place = tmp_path / "agent"
     monkeypatch.setenv("SSH_AUTH_SOCK", str(place))
