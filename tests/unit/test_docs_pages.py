@@ -80,3 +80,10 @@ def test_each_page_says_first_who_needs_it(page: Path) -> None:
     if page != TOP / "docs/index.md":  # the landing page says it in a section
         heading, first = page.read_text(encoding="utf-8").split("\n\n", 2)[:2]
         assert heading.startswith("# ") and first.startswith("For "), first
+
+
+@pytest.mark.parametrize("folder", ["howto", "reference", "seeds"])
+def test_the_first_page_of_a_folder_links_to_all_of_its_pages(folder: str) -> None:
+    first = TOP / "docs" / folder / "README.md"
+    linked = set(re.findall(r"\]\(([\w-]+\.md)[#)]", first.read_text(encoding="utf-8")))
+    assert linked >= {page.name for page in first.parent.glob("*.md")} - {first.name}
