@@ -6,7 +6,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, Literal
 
@@ -66,15 +66,20 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
         for line, words in script.directives:
             if fault.directive and fault.directive.search(" ".join(word.replace(" ", "_") for word in words)):
                 yield Found(fault.id, line)
+        doubts: list[Found] = []
         for command in script.commands if fault.command else ():
             if fault.command and fault.command.search(text := command_text(command)):
                 if fault.id in _OF_ADDRESSES and _printed(command, script.lines[command.line - 1]):
                     continue
-                doubtful = fault.id in _OF_TRAININGS and (not script.trains or "--no-index" in text)
-                level: Literal["", "hint"] = "hint" if doubtful else ""
-                yield Found(fault.id, command.line, text[:_SHOWN], level=level)
-                if fault.id in _OF_TRAININGS:
+                found = Found(fault.id, command.line, text[:_SHOWN])
+                if fault.id not in _OF_TRAININGS:
+                    yield found
+                elif not script.trains or "--no-index" in text:
+                    doubts.append(replace(found, level="hint"))
+                else:
+                    doubts = [found]
                     break
+        yield from doubts[:1]
         for name, pattern in fault.variables.items():
             for command, value in script.exported(name):
                 told = "".join(script.lines[max(command.line - 2, 0) : command.line])

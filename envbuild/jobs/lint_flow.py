@@ -9,6 +9,7 @@ from envbuild.jobs.lint_addresses import GIVEN, sets_elsewhere
 from envbuild.jobs.lint_script import Found, ParsedScript
 
 _WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
+_LOOPS = re.compile(r"\b(?:for|select|read(?: -\w+)*|mapfile(?: -\w+)*|readarray(?: -\w+)*|getopts \S+) (\w+)")
 _IGNORES = re.compile(r"(?:-|:|true)?$|echo\b[^;&|]*$")
 _OFTEN = {"".join(sorted(name)): name for name in (
     "source", "export", "module", "srun", "torchrun", "mpirun", "conda", "python", "mkdir", "accelerate", "unset",
@@ -46,7 +47,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
     told = set(_TOLD.findall("\n".join(line for line in script.lines if not line.lstrip().startswith("#"))))
     others = {name.lower() for name in script.values} - script.values.keys() - told
     squeezed = {name.replace("_", "").rstrip("S"): name for name in script.values if name.isupper()}
-    seen: set[str] = set()
+    seen = set(_LOOPS.findall(script.text))
     for one in script.commands:
         if one.file or one.per_node:
             continue

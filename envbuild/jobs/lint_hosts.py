@@ -36,6 +36,7 @@ _OF_JOB = re.compile(
     r"(?<![\\\w])(?:\$\{?(?:SLURM_(?!JOB_NAME)\w+|SLURMD_NODENAME|PBS_(?!O_)\w+|LSB_\w+)"
     r"|\$\((?:hostname|scontrol show hostnames?)\b)"
 )
+_ENDPOINT = re.compile(r"MASTER|HEAD|RDZV|_ADDR|_HOST\b|master[-_]addr|rdzv|_ip\b", re.IGNORECASE)
 _OF_DOCKER = frozenset(["docker", "nvidia-docker"])
 
 
@@ -161,7 +162,8 @@ def of_early_expansion(script: ParsedScript) -> Iterator[Found]:
         for number in range(first, last + 1) if not literal else ():
             line = script.lines[number - 1]
             match = _OF_JOB.search(line) if not line.lstrip().startswith(("#", "echo ", "printf ")) else None
-            if match and match[0].strip("${(}") not in script.values:
+            host = match is not None and match[0].startswith("$(hostname")
+            if match and match[0].strip("${(}") not in script.values and (not host or _ENDPOINT.search(line)):
                 yield Found("expanded-early", number, match[0])
                 return
 

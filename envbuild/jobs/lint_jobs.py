@@ -26,6 +26,7 @@ from envbuild.jobs.lint_resources import (
     of_placement,
     of_ranks,
     of_requests,
+    of_single_nodes,
     of_steps,
     of_typed_counts,
 )
@@ -134,8 +135,6 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     """Find directives that the scheduler does not read, and an environment that srun does not get."""
     if script.writes:  # with the values of this one, by a shell that has no first line here
         return
-    first = min((one.line for one in script.commands), default=0)
-    last = max((one.line for one in script.commands), default=0)
     lines = [line for line, words in script.directives if words[:1] and words[0].startswith("-")]
     strict = script.facts is not None and script.facts.strict
     if strict and lines and not _INTERPRETER.fullmatch(script.lines[0].rstrip()):
@@ -152,11 +151,10 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
             named = file and "$" not in posixpath.dirname(" ".join(words).partition("=")[2] or words[-1])
             harms = strict and not (_LABELS.match("".join(words[:1])) or named)
             yield Found("directive-variable", line, name, level="" if harms else "warning")
-    if lines and first and lines[0] < first:
-        labels = {line for line, words in script.directives if _LABELS.match("".join(words[:1]))}
-        for line in lines:
-            if line > first:  # some keep directives for later at the end
-                yield Found("directive-ignored", line, level="warning" if line > last or line in labels else "")
+    last = max((one.line for one in script.commands), default=0)
+    for line, words in script.late:  # some keep directives for later at the end
+        doubtful = line > last or _LABELS.match(words[0]) is not None
+        yield Found("directive-ignored", line, level="warning" if doubtful else "")
     none = script.directive("--export")
     if none and none[1].upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
         steps = [one for one in script.commands if one.program == "srun"]
@@ -258,6 +256,7 @@ def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
 JOB_RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
     of_output, of_folder, of_own_path, of_directives, of_status, of_shell, of_secrets, of_gpu_containers,
     of_steps, of_cpus, of_ranks, of_requests, of_placement, of_optional_variables, of_typed_counts, of_idle_nodes,
+    of_single_nodes,
     of_addresses, of_endpoints, of_numbers, of_order,
     of_signals, of_names, of_other_nodes, of_mpi_environment, of_fixed_hosts, of_terminals,
     of_early_expansion, of_archives,

@@ -50,6 +50,7 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
             yield from (one for one in found if one.id not in left_out)
             if document.get("kind") == "Job":
                 yield from _names(document)
+                yield from _indexes(document)
                 yield from _sidecars(document)
             if document.get("kind") == "PyTorchJob":
                 yield from _replicas(document)
@@ -117,6 +118,22 @@ def _names(document: Mapping[str, Any]) -> Iterator[Found]:
     for one in (one for container in _rows(pod, "containers") for one in _rows(container, "env")):
         if re.fullmatch(rf"{re.escape(str(name))}-\d+(?:[.:].*)?", value := str(one.get("value"))):
             yield Found("pod-name", _line(one, "value"), value)
+
+
+def _indexes(document: Mapping[str, Any]) -> Iterator[Found]:
+    """Find the number of a pod in Jobs whose pods have none."""
+    spec = document.get("spec")
+    if _inner(spec, "completionMode") == "Indexed":
+        return
+    for container in _rows(_inner(spec, "template", "spec"), "containers"):
+        for one in _rows(container, "env"):
+            path = str(_inner(one, "valueFrom", "fieldRef", "fieldPath"))
+            if "job-completion-index" in path:
+                yield Found("pod-index", _line(one, "name"), str(one.get("name")))
+        if re.search(r"\$\{?JOB_COMPLETION_INDEX\b", " ".join(_words(container))):
+            yield Found(
+                "pod-index", _line(container, "args" if "args" in container else "command"), "JOB_COMPLETION_INDEX"
+            )
 
 
 def _inner(value: Any, *keys: str) -> Any:

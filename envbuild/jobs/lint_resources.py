@@ -35,7 +35,7 @@ _TYPED = {
 }  # fmt: skip
 _MPIRUN = frozenset(["mpirun", "mpiexec", "orterun"])
 _EXPLAINED = re.compile(
-    r"DataParallel|device.map|lightning|\b(?:ray|verl|vllm|sglang|tf|tensorflow|jax|keras)\b|(?:tensor|model|pipeline)[-_.]parallel"
+    r"data[_-]?parallel|device.map|lightning|\b(?:ray|verl|vllm|sglang|tf|tensorflow|jax|keras)\b|(?:tensor|model|pipeline)[-_.]parallel"
     r"|trainer\.(?:devices|gpus|n_gpus)|--(?:multi|dist|ddp|fsdp|dp|tp|n_?gpus?|num_?gpus?|gpus?|devices|world|strategy)"
     r"|WORLD_SIZE|MASTER_(?:ADDR|PORT)|spawn|accelerate|deepspeed|submitit|fabric",
     re.IGNORECASE,
@@ -310,6 +310,19 @@ def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
             if name in unset:
                 yield Found("option-variable", one.line, f"{name} without {optional[name][0]}")
                 return
+
+
+def of_single_nodes(script: ParsedScript) -> Iterator[Found]:
+    """Find DeepSpeed's launcher started on each node, where each is a job of one node."""
+    for one in script.commands if script.several and script.has_steps else ():
+        text = " ".join(script.variables.expanded(one.words))
+        started = one.program == "srun" and re.search(r"(?:^| )(?:\S*/)?deepspeed ", text)
+        told = re.search(
+            r"--(?:hostfile|num_nodes|no_ssh|node_rank|include|force_multi)|-H |-N ?1 |--nodes[= ]1 ", text
+        )
+        if started and not told and not (one.file or "DLTS_HOSTFILE" in script.text):
+            yield Found("nodes-missing", one.line, nodes=script.several, program="deepspeed", level="warning")
+            return
 
 
 def of_typed_counts(script: ParsedScript) -> Iterator[Found]:

@@ -67,15 +67,12 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
     if script.nodes and several and by and not (own or step or script.sets_options):
         yield Found("nodes-missing", line, nodes=several, level="warning")
     nodes = options.get("nnodes", "").rpartition(":")[2]
+    known_nodes = script.nodes[1] if script.nodes and not numbered and nodes not in script.choices else 0
     asked = step if whole(step) is not None else str(script.nodes[1] if script.nodes else "")
-    if (
-        script.nodes
-        and not numbered
-        and nodes not in script.choices
-        and step != "1"
-        and whole(nodes) not in (None, whole(asked))
-    ):
+    if known_nodes and step != "1" and whole(nodes) not in (None, whole(asked)):
         yield Found("nodes-differ", script.where("nnodes", line), nodes, asked)
+    elif known_nodes and step == "1" and (whole(nodes) or 0) > known_nodes:  # a step for each node
+        yield Found("nodes-differ", script.where("nnodes", line), nodes, str(known_nodes))
 
 
 def _on_nodes(script: ParsedScript, one: Launch) -> bool:
@@ -97,16 +94,17 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
         if LOCAL.match(value) and fewest == "1" and most in ("", "1"):
             pass  # told to be a job of one node
         elif LOCAL.match(value) and script.several:
-            yield Found("localhost-endpoint", at, value, script.several)
+            unknown = script.several == "several"  # a parameter that may be 1
+            yield Found("localhost-endpoint", at, value, script.several, level="warning" if unknown else "")
         elif LOCAL.match(value) and most not in ("", fewest):
             yield Found("localhost-endpoint", at, value, most, level="warning")
         elif script.several and (name_of_host := _HOSTNAME.search(value)):
             per_node = _there(script, one, name_of_host[0])
             yield Found("endpoint-per-node" if per_node else "hostname-endpoint", at, name_of_host[0])
-        if match := _LITERAL_PORT.search(value):
+        if match := _LITERAL_PORT.search(_default(script, value)):
             ports.setdefault(match[1], at)
     if not (ports or {"rdzv-endpoint", "standalone"} & one.options.keys()):
-        ports = {one.options.get("master-port", ""): one.command.line}
+        ports = {_default(script, one.options.get("master-port", "")): one.command.line}
     for port, at in ports.items() if not (script.whole_nodes or one.command.file) else ():
         if port.isdecimal() and port != "0":
             yield Found("fixed-port", script.where(port, at), port, level=script.doubtful)
@@ -114,6 +112,17 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
     alone = script.kind != "shell" and one.program != "tune run" and not (script.several or script.whole_nodes)
     if alone and script.gpus and not own and one.complete and not script.sets_options:
         yield Found("fixed-port", one.command.line, "29500 (older torchruns' default)", level=script.doubtful)
+
+
+def _default(script: ParsedScript, value: str) -> str:
+    """Return `value` with the default of a variable in its place that only the user's environment sets."""
+
+    def filled(match: re.Match[str]) -> str:
+        own = " ".join(script.values.get(match[1], ()))
+        told = re.fullmatch(rf"\$\{{{match[1]}:?[-=](\d+)\}}", own) or re.fullmatch(r"\$\{\w+:?[-=](\d+)\}", match[0])
+        return told[1] if told else match[0]
+
+    return re.sub(r"\$\{?(\w+)(?::?[-=]\d+)?\}?$", filled, value)
 
 
 def _identity(script: ParsedScript, one: Launch) -> Iterator[Found]:

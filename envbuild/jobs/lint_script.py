@@ -55,7 +55,8 @@ class ParsedScript:
 
     `kind` is the scheduler of its directives, "shell" without any. `directives` are (line, words); `values` are
     the words of all assignments to each variable; `everywhere` means that each node runs the script, and
-    `pod_gpus` are the GPUs of the pod that does. `writes`: its directives are those of a script that it writes,
+    `pod_gpus` are the GPUs of the pod that does. `late` are directives behind the first command, which the
+    scheduler does not read. `writes`: its directives are those of a script that it writes,
     and `documents` the lines of the here-documents with them, and whether this shell leaves them as they are.
     """
 
@@ -66,6 +67,7 @@ class ParsedScript:
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
     everywhere: bool = False
     pod_gpus: int = 0
+    late: tuple[tuple[int, tuple[str, ...]], ...] = ()
     writes: bool = False
     documents: tuple[tuple[int, int, bool], ...] = ()
 
@@ -271,11 +273,14 @@ def read_script(text: str) -> ParsedScript:
                 found.append((name, number, tuple(_split(match[1]))))
     # Those of a script that it writes, in a here-document or a string, count only where it has none of its own.
     own = [row for row in found if row[1] in reader.comments or not commands]
+    begun = min((one.line for one in commands), default=len(lines) + 1)
+    # Whether bsub reads on there is not documented.
+    late = [row for row in own if row[1] > begun and "".join(row[2])[:1] == "-" and row[0] != "lsf"]
     written = [one for one in reader.documents if not own and any(one[0] <= row[1] <= one[1] for row in found)]
     writes = bool(found) and not own
     found = own or found
     kind = found[-1][0] if found else "shell"
-    directives = [row[1:] for row in found]
+    directives = [row[1:] for row in found if row not in late]
     inside = {line for first, last, _ in written for line in range(first, last + 1)}
     commands = tuple(replace(one, file=one.file and one.line not in inside) for one in commands)
     values: dict[str, list[str]] = {}
@@ -283,7 +288,16 @@ def read_script(text: str) -> ParsedScript:
         for name, words in command.assignments:
             values.setdefault(name.rstrip("+"), []).extend(words)
     components = tuple(_of_components(directives))
-    return ParsedScript(kind, tuple(lines), components, commands, values, writes=writes, documents=tuple(written))
+    return ParsedScript(
+        kind,
+        tuple(lines),
+        components,
+        commands,
+        values,
+        writes=writes,
+        documents=tuple(written),
+        late=tuple(row[1:] for row in late),
+    )
 
 
 def _of_components(directives: list[tuple[int, tuple[str, ...]]]) -> list[tuple[int, tuple[str, ...]]]:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 from envbuild.jobs.lint_launch import RANK_OPTIONS, starts_training
 from envbuild.jobs.lint_script import Found, ParsedScript
 from envbuild.jobs.schedulers.base import option_values, whole
 
 _SPACED = re.compile(r"#\s+(?:SBATCH|PBS)\s+(-\S+)")
+_MARKER = re.compile(r"#([A-Z]{3,7}) +(-\S+)")
+_MARKERS = frozenset(["SBATCH", "PBS", "BSUB"])
+_SORTED = frozenset("".join(sorted(name)) for name in (*_MARKERS, "SBTCH", "SBACH", "SBATH", "SBATC", "SSBATCH"))
 _WITHOUT_NAME = re.compile(r"#(--(?:gres|gpus|gpus-per-node|gpus-per-task)=\S+)")
 _ANGLES = re.compile(
     r"<[A-Za-z][\w -]{0,60}>|\{\{ ?(?!id|name|jobid)[A-Za-z][\w .-]{0,60}\}\}"
@@ -24,10 +28,11 @@ _PATH = re.compile(
     r"|\{\{ ?(?:your|path|my)[ \w.-]{0,60}\}\}"
     r"|(?<!\$)\{\d{1,2}\. ?[A-Za-z]|(?<!\$)\{(?:your|path_to)[_ -][\w -]{1,60}\}"
 )
-_LAST_ANGLES = re.compile(r"^[^#'\"]*\s(<[A-Za-z][\w -]{1,60}>)\s*$")
+_LAST_ANGLES = re.compile(r"^[^#'\"]*\s(<[A-Za-z][\w -]{1,60}>)\s*$|^\s*(?:export )?\w+=(<[A-Za-z][\w -]{1,60}>)")
 _PRINTS = frozenset(["echo", "printf", ":", "cat"])
 _PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
 _DOLLAR = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
+_PREFIX = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _CSH = re.compile(r"\s*set\s+([A-Z][A-Z_]*=\S+)\s*$")
 _ADDRESS = re.compile(r"(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}")
 _LITERAL_HOST = re.compile(r"[a-z][\w.-]+(?::.*)?", re.DOTALL)
@@ -40,6 +45,11 @@ def of_comments(script: ParsedScript) -> Iterator[Found]:
         if len(spaced) > 1:
             yield Found("directive-comment", *spaced[0])
         return
+    for number in range(1, script.directives[-1][0] + 8):
+        match = _MARKER.match(script.lines[number - 1]) if number <= len(script.lines) else None
+        marker = match[1] if match else ""
+        if match and marker not in _MARKERS and "".join(sorted(marker)) in _SORTED:
+            yield Found("directive-comment", number, f"#{marker} {match[2]}")
     asked = any(word.startswith(("--gres", "--gpu", "-G")) for _, words in script.directives for word in words)
     asked |= "python" not in script.text
     for number in range(script.directives[0][0], 0 if asked else script.directives[-1][0]):
@@ -57,8 +67,8 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
         # The default in ${DATA:-/path/to/data} is no fault: users set DATA.
         paths = [word for word in one.texts if _PATH.search(word) and ":-" not in word]
         # As the last word, it is a syntax error: > without a file.
-        if angles := _LAST_ANGLES.search(script.lines[one.line - 1]) if one.words else None:
-            paths = [angles[1]]
+        if angles := _LAST_ANGLES.search(script.lines[one.line - 1]):
+            paths = [angles[1] or angles[2]]
         if one.program == "cd" and re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", "".join(one.words[1:])):
             paths = [one.words[1]]
         if paths and not one.file and one.program not in _PRINTS:
@@ -89,12 +99,21 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
             if not one.file and not named and _DOLLAR.fullmatch(word.partition("=")[0]) and "=" in word:
                 yield Found("assignment-malformed", one.line, word.partition("=")[0] + "=")
                 break
+        started = _started(one.words) if one.program == "srun" and not one.file else ""
+        if _PREFIX.match(started):
+            yield Found("assignment-malformed", one.line, started.partition("=")[0] + "=")
         spaced = one.words[1:2] == ("=",) and re.fullmatch(r"[A-Za-z_]\w*", one.words[0])
         if spaced and not (one.file or one.started_by or one.words[0] in ("test", "let", "expr", "alias", "set")):
             yield Found("assignment-malformed", one.line, f"{one.words[0]} =")
     for number, line in enumerate(script.lines if script.directives else (), 1):
         if match := _CSH.match(line):
             yield Found("assignment-set", number, match[1])
+
+
+def _started(words: tuple[str, ...]) -> str:
+    """Return the program that a launcher starts: the first word that is neither an option nor may be its value."""
+    pairs = pairwise(words)
+    return next((two for one, two in pairs if two[:1] != "-" and (one[:1] != "-" or "=" in one)), "")
 
 
 def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Literal
 
@@ -27,6 +28,7 @@ _FIRST_STEPS = re.compile(
     re.IGNORECASE,
 )
 _LOOP = re.compile(r"\s*for\b(?! \w+ in [\w.'\"-]+ *(?:;|$))")  # of more than one run
+_RUNS = re.compile(r"\btorchrun\b|-m torch\.distributed\.(?:run|launch)\b|^(?:accelerate launch|deepspeed) ")
 _STARTS_RANKS = re.compile(r"\b(?:torchrun|deepspeed|accelerate launch|srun|mpirun|mpiexec|jsrun) ")
 _CHECKS = re.compile(r"\$\?|\|\||&&|\b(?:exit|break|wait|trap|PIPESTATUS)\b|&$", re.MULTILINE)
 
@@ -84,7 +86,7 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
         return
     if last is None or (last.program == "wait" and last.words[1:]) or _ENDS_WITH.match(" ".join(last.words)):
         return
-    if "=" in last.program:  # an option that is not continued
+    if "=" in last.program or last.program.startswith("-"):  # an option that is not continued
         return
     asked = any("PIPESTATUS" in line or "$?" in line for line in script.lines[end - 1 :])
     fails = any(one.program in ("exit", "return") and (one.words[1:2] or ("0",)) != ("0",) for one in top[at + 1 :])
@@ -92,10 +94,19 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     if fails and top[at].background and bare and not any(two.program == "wait" and two.words[1:] for two in after):
         yield Found("status-lost", bare[0].line, "wait, which is 0")
         return
-    trapped = any(one.program == "trap" and _ON_EXIT & set(one.words[2:]) for one in top)
+    trapped = any(
+        _ON_EXIT & set(one.words[2:]) and _tells(script, one.words[1]) for one in top if one.program == "trap"
+    )
     if not (fails and (asked or not piped)) and not trapped:
         said = script.kind == "shell" and not (piped or script.everywhere) and last.program in _MESSAGES
         yield Found("status-lost", last.line, last.program, level="hint" if said else "")
+
+
+def _tells(script: ParsedScript, handler: str) -> bool:
+    """Return whether the handler of a trap may end the script with another exit code."""
+    own = [one for one in script.commands if one.function and one.function in handler.split()]
+    body = " ".join(" ".join(one.words) for one in own)
+    return re.search(r"\bexit\b|\$\?", f"{handler} {body}") is not None
 
 
 def _kept(script: ParsedScript, one: Command) -> bool:
@@ -131,7 +142,7 @@ def _inner_status(script: ParsedScript) -> Iterator[Found]:
 
 def _loop_status(script: ParsedScript) -> Iterator[Found]:
     """Find loops that go on after a failed training, in scripts that do not check its exit code."""
-    steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one) and not one.file]
+    steps = [one for one in script.commands if not (one.file or one.function) and _in_loop(script, one)]
     if not steps or script.kind == "shell" or steps[-1].background or option_set(script, ERREXIT):
         return
     line = steps[-1].line
@@ -142,11 +153,23 @@ def _loop_status(script: ParsedScript) -> Iterator[Found]:
         yield Found("status-lost", line, "the loop's last run")
 
 
+def _in_loop(script: ParsedScript, one: Command) -> bool:
+    words = script.variables.expanded(one.words)
+    plain = bool(words) and is_plain_training(replace(one, words=tuple(" ".join(words).split())))
+    return plain or (one.program in LAUNCHERS and starts_training(one))
+
+
 def _first_of_two(script: ParsedScript) -> Iterator[Found]:
     """Find runs whose exit code is lost, because another run follows them."""
-    if script.kind == "shell" or option_set(script, ERREXIT):
+    if script.kind == "shell":
         return
     runs = [one for one in script.commands if _is_run(script, one)]
+    piped = [one for one in runs if one.end in ("|", "|&") and not option_set(script, PIPEFAIL)]
+    if piped and not _CHECKS.search("\n".join(script.lines[piped[0].line : piped[0].line + 3])):
+        yield Found("status-lost", piped[0].line, "the program behind the pipe")
+        return
+    if option_set(script, ERREXIT):
+        return
     for one, two in pairwise(runs):
         between = "\n".join(script.lines[one.line - 1 : two.line])
         parted = re.search(r"^\s*(?:else|elif|fi|esac|done|;;|\))", between, re.MULTILINE) or _CHECKS.search(between)
@@ -160,6 +183,6 @@ def _is_run(script: ParsedScript, one: Command) -> bool:
         return False
     text = " ".join(one.words)
     known = one.program in LAUNCHERS and one.program not in ("ssh", "kubectl", "parallel")
-    known |= bool(re.search(r"\btorchrun\b", text)) or is_plain_training(one)
+    known |= _RUNS.search(text) is not None or is_plain_training(one)
     names = {posixpath.basename(word) for word in one.words}
     return known and len(one.words) > 1 and one.program != "which" and not (names & ASKS or _FIRST_STEPS.search(text))

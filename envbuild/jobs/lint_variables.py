@@ -44,7 +44,8 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
             if alike and not script.whole_nodes:
                 yield Found("fixed-port", command.line, value)
             if value.isdecimal() and not (given or script.whole_nodes) and (command.words or read[variable]):
-                yield Found("fixed-port", command.line, value, level=script.doubtful)
+                own = script.kind == "shell" and not script.launches  # a program of its own, on hosts of its own
+                yield Found("fixed-port", command.line, value, level="hint" if own else script.doubtful)
     seen: dict[str, Command] = {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         for command, value in script.exported(variable):

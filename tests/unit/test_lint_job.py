@@ -106,6 +106,18 @@ spec:
           env: [{name: MASTER_ADDR, value: ddp-0}]
 """
 SIDECAR = INDEXED.replace("ddp-0", "head") + "        - {name: exporter, image: r.example.org/node:1.2.3}\n"
+UNNUMBERED = """apiVersion: batch/v1
+kind: Job
+metadata: {name: shards}
+spec:
+  parallelism: 3
+  template:
+    spec:
+      containers:
+        - name: tokenizer
+          image: r.example.org/pt:1.2.3
+          env: [{name: SHARD, valueFrom: {fieldRef: {fieldPath: "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}}]
+"""
 INFINIBAND = on_pods("command: [torchrun, t.py]").replace(
     "volumeMounts: [", "volumeMounts: [{name: ib, mountPath: /dev/infiniband}, "
 )
@@ -1139,6 +1151,10 @@ on_pods("command: [python, t.py, --num-workers=0]").replace("/dev/shm", "/data")
         [(on_pods('command: [bash, -c, "pip install x && torchrun t.py"]'), "pip")],
         [on_pods('command: [bash, -c, "torchrun t.py"]')],
     ),
+    "pod-index": (
+        [(UNNUMBERED, "SHARD"), (UNNUMBERED.replace("SHARD", "X").replace("job-completion-index", "x") + "          command: [bash, -c, 'python t.py $JOB_COMPLETION_INDEX']\n", "command")],
+        [UNNUMBERED.replace("spec:\n", "spec:\n  completionMode: Indexed\n", 1), UNNUMBERED.replace("job-completion-index", "other"), UNNUMBERED.replace("kind: Job", "kind: Other")],
+    ),
     "pod-name": (
         [(INDEXED, "MASTER_ADDR")],
         [INDEXED.replace("containers:", "subdomain: ddp\n      containers:"), INDEXED.replace("ddp-0", "head.example.org"), INDEXED.replace("Indexed", "NonIndexed")],
@@ -1792,6 +1808,8 @@ def test_sbatch_reads_a_directive_without_a_blank() -> None:
         (EIGHT + "export RANK=$SLURM_PROCID\nsrun python train.py", "node-rank", "warning"),
         (EIGHT + "export NODE_RANK=$SLURM_NODEID\nsrun python train.py", "node-rank", "hint"),
         (EIGHT + "export WORLD_SIZE=4\nsrun python train.py", "world-size", "warning"),
+        ("#!/bin/bash\nexport A=1\n#SBATCH --nodes=2\nsrun python train.py", "directive-ignored", "error"),
+        ("#!/bin/bash\ntorchrun --nnodes=$1 --master-addr localhost t.py", "localhost-endpoint", "warning"),
     ],
 )  # fmt: skip
 def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level: str) -> None:
@@ -1823,6 +1841,15 @@ def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level
         (SLURM + "export NCCL_P2P_DISABLE=1 # these cards do not support it\nsrun python train.py", "network-disabled"),
         (ONE + "singularity exec images/tools-cpu.sif python prepare.py\nsingularity exec --nv a.sif python train.py", "no-nv"),
         (SLURM + "mpirun ./solver.x -f input.dat", "hosts-fixed"),
+        (NO_E + "trap 'rm -rf $TMP' EXIT; trap 'exit 1' ERR\nsrun python train.py\ndate", "status-lost"),
+        (SLURM + 'for RUN in a b; do\n ls $RUN\ndone\nRUNS=2\nsrun python train.py', "variable-case"),
+        (ONE + "python train.py --data_parallel", "one-process"),
+        ("#!/bin/bash\nMASTER_PORT=30005\npython worker.py --port $MASTER_PORT", "fixed-port"),
+        (SLURM.replace("nodes=2", "nodes=4") + "for n in $a; do\n srun --nodes=1 -w $n torchrun --nnodes=2 --rdzv-endpoint=$h:$p x &\ndone\nwait", "nodes-differ"),
+        (SLURM + "srun --export ALL,A=1 env B=2 python train.py", "assignment-malformed"),
+        (SLURM + "srun deepspeed --hostfile $h train.py", "nodes-missing"), (ONE + "srun deepspeed train.py", "nodes-missing"),
+        (SLURM + "#SETUP -x\n#SBATCH -J a\nsrun python train.py", "directive-comment"),
+        ("bsub <<E\n#BSUB -n 2\nscp a $(hostname):/x\nE", "expanded-early"),
         (SLURM + "docker() { command docker run -it $@; }\nsrun python train.py", "terminal-missing"),
         ("sbatch <<E\n#!/bin/bash\n#SBATCH --nodes=1\necho job $SLURM_JOB_ID\nE", "expanded-early"),
     ],
@@ -1848,3 +1875,27 @@ def test_a_template_may_have_variables_and_placeholders() -> None:
     assert {"directive-variable", "placeholder"} <= {*ids(text)}
     for name in ("job.sh.tmpl", "templates_x/job_template.sh", "a/job.mako"):
         assert not {"directive-variable", "placeholder"} & {*ids(text, name)}
+
+
+@pytest.mark.parametrize(
+    ("text", "fault", "place"),
+    [
+        (NO_E + "cleanup() { rm -rf $TMP; }\ntrap cleanup TERM EXIT\nsrun python train.py\nrsync a b", "status-lost", "rsync"),
+        (NO_E + "python -m torch.distributed.launch a.py\naccelerate launch b.py", "status-lost", "a.py"),
+        (SLURM.replace("pipefail", "noclobber") + "srun python train.py | tee log\npython summary.py", "status-lost", "tee"),
+        (NO_E + 'RUN="python train.py"\nfor lr in 1 2; do\n $RUN --lr $lr > log\ndone', "status-lost", "$RUN"),
+        (ONE + "pip install --no-index torch\npip install wget\npython train.py", "install-in-job", "wget"),
+        (SLURM + "for n in $a; do\n srun --nodes=1 -w $n torchrun --nnodes=8 --rdzv-endpoint=$h:$p x &\ndone\nwait", "nodes-differ", "nnodes"),
+        (ONE.replace("node=4", "node=2") + "PORT=${PORT:-29500}\ntorchrun --nproc-per-node=2 --master_port=$PORT x", "fixed-port", "PORT="),
+        (ONE.replace("node=4", "node=2") + "torchrun --nproc-per-node=2 --master_port=${PORT:-29500} x", "fixed-port", "torchrun"),
+        ("#!/bin/bash\n#SBATCH --ntasks=4\n#SBATCH --ntasks-per-node=1\ntorchrun --standalone x", "idle-nodes", "torchrun"),
+        (ONE.replace("#SBATCH --gpus", "#SBTACH --gpus") + "python train.py", "directive-comment", "SBTACH"),
+        (SLURM + "srun --ntasks=2 LD_PRELOAD=/x.so python train.py", "assignment-malformed", "LD_PRELOAD"),
+        (SLURM + "srun deepspeed --num_gpus=1 --master_addr=$h train.py", "nodes-missing", "deepspeed"),
+        ("#!/bin/bash\nCKPT=<Specify path>\ntorchrun --standalone t.py --save $CKPT", "placeholder", "CKPT="),
+    ],
+)  # fmt: skip
+def test_a_fault_of_a_blind_set_is_found_in_its_line(text: str, fault: str, place: str) -> None:
+    problem = found(text, fault)
+    assert problem is not None and problem.fault.level != "hint"
+    assert place in text.splitlines()[problem.line - 1]

@@ -173,10 +173,17 @@ def _find_allocation(env: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
-    found = None
+    found = tasks = None
+    each = 0
     for line, words in directives:
         for value in option_values(words, ("--nodes", "-N")):
             found = (line, value)
+        for value in option_values(words, ("--ntasks", "-n")):
+            tasks = (line, whole(value) or 0)
+        for value in option_values(words, ("--ntasks-per-node", "--tasks-per-node")):
+            each = whole(value) or 0
+    if found is None and tasks and each:
+        return tasks[0], max(1, -(-tasks[1] // each))
     if found and (match := re.fullmatch(r"(?:\d+-)?(\d{1,9})", found[1])):
         return found[0], int(match[1])
     return None
