@@ -14,7 +14,8 @@ _TO_SOURCE = re.compile(rf"\[([^]]*)\]\((?:\.\./)+((?:{_SOURCE})/[^)]*|README\.m
 # An indented block of code behind a blank line, in no list.
 _BLOCK = re.compile(r"(?<=\n\n)((?: {4}.*\n)(?:(?: {4}.*)?\n)*)")
 _LIST = re.compile(r"\s*([-*]|\d+\.) |\s+\S")
-_WORD = re.compile(r"<code>([^<\s]{1,18})</code>")
+# Code in a line: a block's stands behind a span.
+_CODE = re.compile(r"(?<!</span>)<code>([^<]*)</code>")
 _TABLE = re.compile("<table>.*?</table>", re.DOTALL)
 # A word of a table's text that is wider than its column may be: a path, a variable.
 _LONG = re.compile(r"(?<![^\s>])[^\s<>&;]{22,}(?=[\s<])(?![^<]*>)")
@@ -51,7 +52,14 @@ def on_page_markdown(markdown: str, config: MkDocsConfig, **_: object) -> str:
 
 def on_page_content(html: str, **_: object) -> str:
     """Keep an option on one line, and write its column's heading into each cell: site.css stacks them on phones."""
-    return _TABLE.sub(_labelled, _WORD.sub(r'<code class="word">\1</code>', html))
+    return _TABLE.sub(_labelled, _CODE.sub(_unbroken, html))
+
+
+def _unbroken(code: re.Match[str]) -> str:
+    if re.fullmatch(r"\S{1,18}", code[1]):
+        return f'<code class="word">{code[1]}</code>'
+    options = re.sub(r"(?<!\S)-[\w-]{1,18}", r'<span class="word">\g<0></span>', code[1])
+    return f"<code>{options}</code>"
 
 
 def _labelled(table: re.Match[str]) -> str:

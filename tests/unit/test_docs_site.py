@@ -91,3 +91,16 @@ def test_indented_code_is_coloured_by_what_it_is(copy: Path) -> None:
     assert build(copy).returncode == 0
     html = (copy / "build/site/howto/run/index.html").read_text()
     assert re.findall(r'<div class="language-(\w+) highlight">', html) == ["bash", "toml", "console", "yaml", "text"]
+
+
+def test_options_stay_on_one_line_and_cells_of_wide_tables_have_their_headings(copy: Path) -> None:
+    page = copy / "docs/howto/run.md"
+    page.write_text(
+        "# Run\n\n`--out` or `x --a-b y-z`\n\n| `k` | b | c |\n| --- | --- | --- |\n| 1 | 2 % | 3 |\n| 4 | 5 | |\n"
+    )
+    assert build(copy).returncode == 0
+    html = (copy / "build/site/howto/run/index.html").read_text()
+    assert '<code class="word">--out</code> or <code>x <span class="word">--a-b</span> y-z</code>' in html
+    assert re.findall(r'<td data-heading="(\w)">(.*?)</td>', html) == [
+        ("k", "1"), ("b", "2\N{NO-BREAK SPACE}%"), ("c", "3"), ("k", "4"), ("b", "5"), ("c", ""),
+    ]  # fmt: skip
