@@ -10,7 +10,11 @@ import click
 from envbuild.cli import complete
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import PATH, with_options
+from envbuild.environment import Environment
 from envbuild.errors import LockError, UsageError, VerificationError
+from envbuild.lock.wheels import wheel_lock
+from envbuild.recipe.find import recipe_files, search_folders
+from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import host_arch
 
 if TYPE_CHECKING:
@@ -40,14 +44,14 @@ def bisect_command(
 ) -> None:  # fmt: skip
     """Find the package, or the packages together, that broke or slowed an environment: LOCK_A is good, LOCK_B bad.
 
-    Each is a lock file, or a folder that holds it for --target. Virtual environments with some packages of each lock
-    are built, judged and removed. For n packages that differ, a single one is found by at most ceil(log2 n) + 2 builds.
-    Exit code 5 if the locks do not differ by the metric.
+    Each is a lock file, a folder that holds it for --target, or a recipe: the lock that it has now. Virtual
+    environments with some packages of each lock are built, judged and removed. For n packages that differ, a single one
+    is found by at most ceil(log2 n) + 2 builds. Exit code 5 if the locks do not differ by the metric.
 
     \b
     Examples:
       envbuild bisect old/cpu-x86_64.requirements.txt recipes/pt_cpu/cpu-x86_64.requirements.txt
-      envbuild bisect old recipes/pt_cpu --metric step_time
+      envbuild bisect old pt_cpu --metric step_time
       envbuild bisect old recipes/pt_cpu --metric 'python -c "import torchvision"'
     """
     from envbuild.bisect.run import Bisection, bisect, find_lock
@@ -55,7 +59,7 @@ def bisect_command(
 
     environment = run_environment()
     name = target or f"cpu-{host_arch()}"
-    files = [find_lock(place, name) for place in (good, bad)]
+    files = [find_lock(_lock_of(place, name, environment), name) for place in (good, bad)]
     try:
         locks = [found for file in files if (found := read(file))]
     except LockError as error:  # its hint is for the lock of a recipe: to remove it and make it again
@@ -81,6 +85,17 @@ def bisect_command(
             f"{files[0]} and {files[1]} do not differ by {metric}: {result.found.why}",
             "check the metric: is the first lock good by it, and the second bad, on this host?",
         )
+
+
+def _lock_of(place: Path, target: str, environment: Environment) -> Path:
+    """Return `place`, or the lock of the recipe that it names."""
+    if place.exists():
+        return place
+    file = recipe_files(search_folders(environment.site.recipe_folders)).get(str(place))
+    if file is None:
+        return place
+    loaded = load_recipe(file)
+    return wheel_lock(loaded, open_target(loaded, target, environment)).inspect().path
 
 
 def _lines(result: Bisected) -> list[str]:

@@ -79,9 +79,11 @@ def artifacts(context: click.Context, parameter: click.Parameter, text: str) -> 
     return _artifacts(text, ("folder", "file"))
 
 
-def artifacts_or_receipts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
-    """Return artifacts, and receipts here; if none fits, files for a path."""
-    return _artifacts(text, ("folder", "file"), _here((".receipt.json",)), (".json",))
+def recipes_artifacts_or_receipts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:
+    """Return recipes, artifacts, and receipts here; if none fits, files for a path."""
+    names = [] if _is_path(text) else recipes(context, parameter, text)
+    found = _artifacts(text, ("folder", "file"), _here((".receipt.json",)), (".json",))
+    return [*names, *(item for item in found if item.type == "plain" or not names)]
 
 
 def recipes_or_artifacts(context: click.Context, parameter: click.Parameter, text: str) -> list[Item]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -14,11 +15,13 @@ from envbuild.cli import complete, layout
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import with_options
 from envbuild.describe import bill_of_materials, describe, receipt_of
-from envbuild.environment import load_environment
+from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.inspect.compare import Change, Comparison, compare
 from envbuild.inspect.conda_meta import channel_name
-from envbuild.inspect.reader import open_artifact, open_artifacts
+from envbuild.inspect.reader import open_artifact, open_artifacts, split
+from envbuild.kinds import ARTIFACTS
+from envbuild.kinds.built import find_built
 from envbuild.progress import human_size
 
 _SIGNS = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
@@ -35,7 +38,7 @@ _PARTS = {
 
 
 @click.command("inspect")
-@click.argument("artifact", shell_complete=complete.artifacts)
+@click.argument("artifact", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
 @click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Platform of a multi-platform image.")
 @click.option("--packages", is_flag=True, help="List every package, and nothing else.")
 @click.option("--layers", is_flag=True, help="List an image's layers; nothing in it is read.")
@@ -46,13 +49,14 @@ def inspect_command(
 ) -> None:
     """Show what ARTIFACT is: recipe, locks, base, packages, layers, settings, receipt.
 
-    ARTIFACT is the path of a venv, conda environment, OCI layout, image archive, squashfs or SIF, venv:DIR, conda:DIR,
-    oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME, docker://REGISTRY/NAME, or the name of
-    an image in the docker daemon. What envbuild did not make is read too. Values of variables whose names tell of
-    secrets are hidden.
+    ARTIFACT is a RECIPE, of which it takes what was built here, or the path of a venv, conda environment, OCI layout,
+    image archive, squashfs or SIF, venv:DIR, conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE,
+    docker-daemon:NAME, docker://REGISTRY/NAME, or the name of an image in the docker daemon. What envbuild did not make
+    is read too. Values of variables whose names tell of secrets are hidden.
 
     \b
     Examples:
+      envbuild inspect my_train
       envbuild inspect pt_cpu:cpu-x86_64
       envbuild inspect build/pt_cpu/cpu-x86_64/venv --json
       envbuild inspect conda:build/pt_cpu/cpu-x86_64/conda
@@ -63,7 +67,7 @@ def inspect_command(
     if sbom and (as_json or packages or layers):
         raise UsageError("--sbom writes JSON of its own; it goes with no other output")
     environment = load_environment()
-    with open_artifact(artifact, environment, target) as opened:
+    with open_artifact(_spelling(artifact, target, environment), environment, target) as opened:
         only_layers = layers and not packages
         contents = None if only_layers else opened.contents(hashes=False)
         if sbom and contents:
@@ -91,6 +95,15 @@ def inspect_command(
     if packages:
         rows = [[p["name"], p["version"], p["arch"]] for p in found["debian_packages"]]
         _table(f"Debian packages ({len(rows)})", rows)
+
+
+def _spelling(text: str, target: str | None, environment: Environment) -> str:
+    """Return `text`, or the artifact that was built of it if it is a recipe."""
+    with suppress(UsageError):  # of a path that is no artifact; it may be the folder of a recipe
+        if split(text)[0] is not None:
+            return text
+    built = find_built(text, tuple(ARTIFACTS), target=target, site_folders=environment.site.recipe_folders)
+    return text if built is None else built.spelling
 
 
 def _head(found: Mapping[str, Any]) -> None:
@@ -162,8 +175,8 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> None:
 
 
 @click.command("diff")
-@click.argument("a", shell_complete=complete.artifacts)
-@click.argument("b", shell_complete=complete.artifacts)
+@click.argument("a", shell_complete=complete.recipes_or_artifacts)
+@click.argument("b", shell_complete=complete.recipes_or_artifacts)
 @click.option("--target", metavar="TARGET", shell_complete=complete.targets, help="Platform of multi-platform images.")
 @click.option("--files/--no-files", default=True, help="Compare every file (default), or packages alone.")
 @click.option("--all", "everything", is_flag=True, help=f"List all files, not the first {_LINES}.")
@@ -171,11 +184,12 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> None:
 def diff_command(a: str, b: str, target: str | None, files: bool, everything: bool, exact: bool, as_json: bool) -> None:
     """Compare two artifacts of any kinds: settings, packages, files. Exit code 0 equal, 1 different.
 
-    A and B are paths of venvs, conda environments, OCI layouts, image archives, squashfs images or SIFs, venv:DIR,
-    conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE, docker-daemon:NAME, docker://REGISTRY/NAME, or
-    names of images in the docker daemon. A venv or conda environment is compared with the environment in an image, and
-    a venv with a conda environment by their site-packages; what differs between two kinds by nature is left out, and
-    said. Files of a venv or conda environment that changed since it was verified are named.
+    A and B are RECIPEs, of which it takes what was built here, paths of venvs, conda environments, OCI layouts, image
+    archives, squashfs images or SIFs, venv:DIR, conda:DIR, oci:DIR[:TAG], docker-archive:FILE, sqsh:FILE, sif:FILE,
+    docker-daemon:NAME, docker://REGISTRY/NAME, or names of images in the docker daemon. A venv or conda environment is
+    compared with the environment in an image, and a venv with a conda environment by their site-packages; what differs
+    between two kinds by nature is left out, and said. Files of a venv or conda environment that changed since it was
+    verified are named.
 
     \b
     Examples:
@@ -185,6 +199,7 @@ def diff_command(a: str, b: str, target: str | None, files: bool, everything: bo
       envbuild diff old.tar new.tar --no-files --json
     """
     environment = load_environment()
+    a, b = (_spelling(text, target, environment) for text in (a, b))
     with open_artifacts((a, b), environment, target) as (one, other):
         found = compare(one, other, files=files)
         sides: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ import click
 
 from envbuild.cli import complete, layout
 from envbuild.cli.common import attested_images, check_out, hand_over, log, show_job
-from envbuild.cli.options import PATH, with_options
+from envbuild.cli.options import PATH, next_word, with_options
 from envbuild.environment import own_command
 from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.model import JobRequest, Strategy
@@ -32,11 +32,16 @@ _unverified_option = click.option(
 
 
 class _WithScript(click.Command):
-    """A command whose arguments may be options of a training script."""
+    """A command whose first word may be left out, and whose others may be options of a training script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = next_word(self, args)
+        default = not ctx.resilient_parsing and args[at : at + 1] in ([], ["--"])
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, [*args[:at], "", *args[at:]] if default else args)
+            if default:
+                ctx.params["named"] = None
+            return rest
         except click.NoSuchOption as error:
             raise UsageError(
                 error.format_message(),
@@ -46,7 +51,7 @@ class _WithScript(click.Command):
 
 
 @click.command("job", cls=_WithScript)
-@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
+@click.argument("named", metavar="[RECIPE|ARTIFACT]", required=False, shell_complete=complete.recipes_or_artifacts)
 @click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete.any_files)
 @with_options("site")
 @click.option("--nodes", type=_COUNT, help="Nodes. Default: the recipe's [verify] nodes.")
@@ -83,7 +88,7 @@ class _WithScript(click.Command):
 @click.option("--submit", is_flag=True, help="Hand it to the scheduler; prints the job's number.")
 @with_options("json")
 def job_command(
-    named: str,
+    named: str | None,
     arguments: tuple[str, ...],
     site: str | None,
     target: str | None,
@@ -97,9 +102,10 @@ def job_command(
 ) -> None:
     """Render the job that trains with an artifact on a cluster.
 
-    Takes the path of an artifact, NAME@sha256:… of an image in a registry, or a RECIPE, of which it takes what was
-    built here, or in [paths] shared of the site. Only what passed verification is taken. Put -- before ARGS that begin
-    with a dash.
+    Takes the path of an artifact, NAME@sha256:… of an image in a registry, or a RECIPE (default: the only one of
+    ./recipes, or else pt_cpu): its artifact in ./build, or in the site's [paths] shared. The artifact must have passed
+    verification, and that of a RECIPE must have the packages that it locks now. Put -- before ARGS that begin with a
+    dash.
 
     \b
     Examples:
@@ -124,7 +130,7 @@ def job_command(
     kinds = kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
     opened = open_artifact(
         named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact,
-        fetch=attested_images(where),
+        fetch=attested_images(where), locked=True, site_folders=where.recipe_folders,
     )  # fmt: skip
     check_trust(opened, where.trust)
     check_gpus(opened, where)
@@ -154,7 +160,7 @@ def job_command(
 
 
 @click.command("preflight")
-@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
+@click.argument("named", metavar="[RECIPE|ARTIFACT]", required=False, shell_complete=complete.recipes_or_artifacts)
 @with_options("site")
 @click.option("--host", "hosts", metavar="H1,H2", default="", help="Nodes by ssh, without a scheduler.")
 @click.option("--nproc-per-node", type=_COUNT, help="GPUs wanted of each node.")
@@ -164,7 +170,7 @@ def job_command(
 @_unverified_option
 @with_options("exact", "target")
 def preflight_command(
-    named: str,
+    named: str | None,
     site: str | None,
     hosts: str,
     launcher: str | None,
@@ -205,7 +211,10 @@ def preflight_command(
         **options,
     )
     kinds = wanted_kinds(allocation.scheduler, where)
-    opened = open_artifact(named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact)
+    opened = open_artifact(
+        named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact, locked=True,
+        site_folders=where.recipe_folders,
+    )  # fmt: skip
     check_trust(opened, where.trust)
     check_gpus(opened, where)
     plan = alone(plan_job(request, opened, where))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
@@ -70,6 +70,18 @@ _SHARED: dict[str, Decorator] = {
         for name, (value, values, text) in _VALUES.items()
     },
 }
+
+
+def next_word(command: click.Command, args: Sequence[str], at: int = 0) -> int:
+    """Return the index of the first word of `args`, from `at` on, that is neither an option of `command` nor its value.
+
+    `--` is such a word; without one, this is the number of `args`.
+    """
+    options = [one for one in command.params if isinstance(one, click.Option)]
+    with_value = {name for one in options if not one.is_flag for name in one.opts}
+    while at < len(args) and args[at].startswith("-") and args[at] not in ("-", "--"):
+        at += 2 if args[at] in with_value else 1
+    return min(at, len(args))
 
 
 def with_options(*options: str | Decorator) -> Decorator:

@@ -15,6 +15,7 @@ from envbuild.cli.common import check_out, log
 from envbuild.cli.options import BESIDE, PATH, Names
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError, VerificationError
+from envbuild.kinds import ARTIFACTS
 
 if TYPE_CHECKING:
     from envbuild.report.data import ReportEntry
@@ -22,11 +23,12 @@ if TYPE_CHECKING:
 
 @click.command("report")
 @click.argument(
-    "named", metavar="ARTIFACT|RECEIPT…", nargs=-1, required=True, shell_complete=complete.artifacts_or_receipts
-)
+    "named", metavar="RECIPE|ARTIFACT|RECEIPT…", nargs=-1, required=True,
+    shell_complete=complete.recipes_artifacts_or_receipts,
+)  # fmt: skip
 @click.option("--out", type=PATH, default="report.html", show_default=True, metavar="FILE", help="Where the page goes.")
 @click.option(
-    "--against", metavar="ARTIFACT|RECEIPT", shell_complete=complete.artifacts_or_receipts,
+    "--against", metavar="RECIPE|ARTIFACT|RECEIPT", shell_complete=complete.recipes_artifacts_or_receipts,
     help="Show what changed since this one.",
 )  # fmt: skip
 @click.option("--open", "show_it", is_flag=True, help="Open the page in the browser.")
@@ -39,7 +41,7 @@ def report_command(named: Names, out: Path, against: str | None, show_it: bool) 
 
     \b
     Examples:
-      envbuild report build/pt_cpu/cpu-x86_64/venv
+      envbuild report pt_cpu
       envbuild report build/*/*/*.receipt.json --out report.html --open
       envbuild report pytorch.sqsh --against old.sqsh
     """
@@ -48,13 +50,23 @@ def report_command(named: Names, out: Path, against: str | None, show_it: bool) 
     if against is not None and len(named) > 1:
         raise UsageError("--against compares one artifact or receipt", "name one, or leave out --against")
     check_out(out)
-    _write(gather(named, load_environment(), against), out)
+    environment = load_environment()
+    artifacts = [_documented(one, environment) for one in named]
+    _write(gather(artifacts, environment, against and _documented(against, environment)), out)
     if show_it:
         import webbrowser
 
         if not webbrowser.open(out.absolute().as_uri()):
             log(f"no browser could be started; open {out} by hand")
     click.echo(out)
+
+
+def _documented(text: str, environment: Environment) -> str:
+    """Return `text`, or the artifact that was built of it if it is a recipe."""
+    from envbuild.kinds.built import find_built
+
+    built = find_built(text, tuple(ARTIFACTS), site_folders=environment.site.recipe_folders)
+    return text if built is None else built.documented
 
 
 @contextmanager

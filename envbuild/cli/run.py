@@ -15,11 +15,11 @@ import click
 
 from envbuild.cli import complete
 from envbuild.cli.common import log, run_environment
-from envbuild.cli.options import Names, with_options
+from envbuild.cli.options import Names, next_word, with_options
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS, FolderArtifact, kinds_of
-from envbuild.recipe.find import default_recipe
+from envbuild.site.settings import load_site
 from envbuild.terminal import clean
 
 if TYPE_CHECKING:
@@ -38,20 +38,13 @@ class _Run(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if ctx.resilient_parsing:
             return super().parse_args(ctx, args)
-        options = [one for one in self.params if isinstance(one, click.Option)]
-        with_value = {name for one in options if not one.is_flag for name in one.opts}
-        own, named, at = list[str](), None, 0
-        while at < len(args):
-            word = args[at]
-            if word.startswith("-") and word not in ("-", "--"):
-                own += args[at : at + (2 if word in with_value else 1)]
-                at += 2 if word in with_value else 1
-            elif named is not None or word == "--" or _is_script(word):
-                break
-            else:
-                named, at = word, at + 1
+        named, start = None, next_word(self, args)
+        own = args[:start]
+        if start < len(args) and args[start] != "--" and not _is_script(args[start]):
+            named, end = args[start], next_word(self, args, start + 1)
+            own, start = [*own, *args[start + 1 : end]], end
         rest = super().parse_args(ctx, own)
-        ctx.params |= {"named": named, "words": tuple(args[at:])}
+        ctx.params |= {"named": named, "words": tuple(args[start:])}
         return rest
 
 
@@ -124,7 +117,9 @@ def run_command(
     from envbuild.jobs.artifact import open_artifact  # nodes start every process of a job by the lines above
 
     kinds = kinds_of("folder", "file")
-    opened = open_artifact(named or str(default_recipe().parent), kinds, target, unverified=unverified)
+    opened = open_artifact(
+        named, kinds, target, unverified=unverified, locked=True, site_folders=load_site(os.environ).recipe_folders
+    )
     if opened.artifact.kind not in kinds:
         raise UsageError(
             f"{named} is an image in a registry",

@@ -11,23 +11,24 @@ from envbuild.cli.common import check_out, log, open_recipe, run_environment, sh
 from envbuild.cli.options import PATH, with_options
 from envbuild.environment import Environment
 from envbuild.errors import UsageError
-from envbuild.files import absolute_path
+from envbuild.files import absolute_path, named_path
 from envbuild.image.registry import Pushed, Registry
 from envbuild.jobs.artifact import open_artifact
-from envbuild.kinds import ARTIFACTS, FolderArtifact, kind_at
+from envbuild.kinds import ARTIFACTS, FolderArtifact, kind_at, kinds_of
+from envbuild.kinds.built import find_built
 from envbuild.lock.base import registry_of
 from envbuild.progress import human_size, transfer
 
 
 @click.command("push")
-@click.argument("named", metavar="ARTIFACT", shell_complete=complete.artifacts)
+@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
 @click.argument("reference", metavar="REF")
 @with_options("json")
 def push_command(named: str, reference: str, as_json: bool) -> None:
     """Push ARTIFACT, with its receipt and attestations, to REF in a registry.
 
     ARTIFACT is a .sqsh or .sif file, the folder of a venv or conda environment, or oci:DIR, a layout that `envbuild
-    docker --out` wrote. It needs a passing receipt, except for a layout.
+    docker --out` wrote; of a RECIPE, it is what was built here. It needs a passing receipt, except for a layout.
 
     A file goes there in the segments of its layers, an environment as what it was built from: registries keep once what
     several share, and `envbuild pull` fetches only what is not there yet. `docker pull` takes a layout from there.
@@ -89,7 +90,8 @@ def _pushed(named: str, registry: Registry, environment: Environment) -> tuple[s
     """Push the artifact `named`; return its digest, that of its manifest, and what was uploaded."""
     if named.startswith("oci:"):
         return _push_layout(named.removeprefix("oci:"), registry, environment)
-    path = Path(named)
+    built = find_built(named, kinds_of("folder", "file"), site_folders=environment.site.recipe_folders)
+    path = named_path(Path(named)) if built is None else built.path
     kind = kind_at(path)
     if kind is None:
         raise UsageError(

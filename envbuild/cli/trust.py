@@ -36,7 +36,7 @@ _PASSPHRASE = "ENVBUILD_KEY_PASSPHRASE"
 
 
 @click.command("attest")
-@click.argument("named", metavar="ARTIFACT", shell_complete=complete.artifacts)
+@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
 @click.option(
     "--key",
     "key",
@@ -56,12 +56,13 @@ def attest_command(
 ) -> None:  # fmt: skip
     """Sign the passing receipt of ARTIFACT: others, who have your public key, then trust it.
 
-    ARTIFACT is that of `job`: a recipe, a path, or NAME@sha256:… in a registry. Its content is compared with the
-    receipt first. The folder of a bundle has no receipt: all of its files are attested. Writes the attestation beside
-    it, as ARTIFACT.sigstore.json: an in-toto statement in a Sigstore bundle, which cosign reads too. That of an image
-    in a registry is also attached to it there. A .sif gets its attestations and a signature inside, too: `apptainer
-    verify --key PUBLIC ARTIFACT` checks it. A passphrase is asked for, or taken from ENVBUILD_KEY_PASSPHRASE. KMS URIs,
-    such as awskms:… or gcpkms:…, are securesystemslib's, and need what it needs for them.
+    ARTIFACT is a path, or NAME@sha256:… in a registry; of a RECIPE, it is what was built here. Its content is compared
+    with the receipt first. The folder of a bundle has no receipt: all of its files are attested. Writes the attestation
+    beside it, as ARTIFACT.sigstore.json: an in-toto statement in a Sigstore bundle, which cosign reads too. That of an
+    image in a registry is also attached to it there. A .sif gets its attestations and a signature inside, too:
+    `apptainer verify --key PUBLIC ARTIFACT` checks it. A passphrase is asked for, or taken from
+    ENVBUILD_KEY_PASSPHRASE. KMS URIs, such as awskms:… or gcpkms:…, are securesystemslib's, and need what it needs for
+    them.
 
     \b
     Examples:
@@ -126,7 +127,7 @@ def _attest(
 
 
 @click.command("trust")
-@click.argument("named", metavar="ARTIFACT", shell_complete=complete.artifacts)
+@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
 @click.option("--recipe", metavar="NAME", help="Refuse it too if it is of another recipe, whoever signed that.")
 @with_options("site", "target", "exact", "json")
 def trust_command(
@@ -138,7 +139,9 @@ def trust_command(
     a registry without an attested receipt here, these are what is attached to it there. `envbuild job` does the same
     where the site names signers. Of a bundle, every file is compared: ask before it is built from.
 
-    ARTIFACT may be REGISTRY/NAME:TAG, too: an image, or what `envbuild push` pushed, whose content `pull` compares. A
+    ARTIFACT is a path, or NAME@sha256:… in a registry; of a RECIPE, it is what was built here.
+
+    It may be REGISTRY/NAME:TAG, too: an image, or what `envbuild push` pushed, whose content `pull` compares. A
     tag can be moved to something else that is signed: --recipe, or [trust] names of the site, says what it stands for.
 
     \b
@@ -257,7 +260,10 @@ def _opened(
     named: str, target: str | None, exact: bool, fetch: FetchAttested | None = None
 ) -> tuple[JobInputs, dict[str, Any]]:
     # Without signers of its own, `attest` takes a receipt of this host alone.
-    opened = open_artifact(named, tuple(ARTIFACTS), target, exact=exact, fetch=fetch)
+    folders = load_site(os.environ).recipe_folders
+    opened = open_artifact(
+        named, tuple(ARTIFACTS), target, exact=exact, fetch=fetch, prefer=False, site_folders=folders
+    )  # fmt: skip
     if opened.receipt is None:
         raise VerificationError(f"{named} has no passing receipt", "verify it first")
     return opened, opened.receipt

@@ -9,18 +9,21 @@ import click
 
 from envbuild.cli import complete
 from envbuild.cli.common import attested_images, log, print_json, run_environment
-from envbuild.cli.options import PATH, with_options
+from envbuild.cli.options import with_options
 from envbuild.cli.report import reported
 from envbuild.cli.verbosity import verbosity
 from envbuild.errors import VerificationError
-from envbuild.kinds import ARTIFACTS
+from envbuild.files import named_path
+from envbuild.kinds import ARTIFACTS, kinds_of
+from envbuild.kinds.built import find_built, unknown
 from envbuild.progress import step
+from envbuild.recipe.find import search_folders
 
 _COUNT = click.IntRange(1, 64)
 
 
 @click.command("verify")
-@click.argument("path", type=PATH, shell_complete=complete.artifacts)
+@click.argument("named", metavar="RECIPE|ARTIFACT", shell_complete=complete.recipes_or_artifacts)
 @click.option("--nodes", type=_COUNT, help="Simulated nodes. Default: the recipe's.")
 @click.option("--nproc-per-node", type=_COUNT, help="Ranks of each node. Default: the recipe's.")
 @click.option("--epochs", type=click.IntRange(2, 10000), help="Epochs to train. Default: the recipe's.")
@@ -29,19 +32,19 @@ _COUNT = click.IntRange(1, 64)
 @with_options("runtime", "report", "json")
 @verbosity
 def verify_command(
-    path: Path, untrusted: bool, runtime: str | None, report: str | None, as_json: bool, **overrides: Any
+    named: str, untrusted: bool, runtime: str | None, report: str | None, as_json: bool, **overrides: Any
 ) -> None:
-    """Train in the artifact at PATH over several simulated nodes, judge it, write its receipt.
+    """Train in ARTIFACT over several simulated nodes, judge it, write its receipt.
 
-    Exit code 5 when a check fails; the receipt beside PATH then says so, and the nodes' logs are kept. Where the site
-    names signers ([trust]), only what one of them attested is started; the attested receipt then stays, and the new one
-    is PATH.here.receipt.json.
+    Exit code 5 when a check fails; the receipt beside ARTIFACT then says so, and the nodes' logs are kept. Where the
+    site names signers ([trust]), only what one of them attested is started; the attested receipt then stays, and the
+    new one is ARTIFACT.here.receipt.json.
 
-    PATH is the folder of a venv or conda environment, a .sqsh or a .sif.
+    ARTIFACT is the folder of a venv or conda environment, a .sqsh or a .sif; of a RECIPE, it is what was built here.
 
     \b
     Examples:
-      envbuild verify build/pt_cpu/cpu-x86_64/venv
+      envbuild verify pt_cpu
       envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
@@ -50,6 +53,10 @@ def verify_command(
     from envbuild.verify.receipt import check_lines, failures, receipt_path
 
     environment = run_environment()
+    built = find_built(named, kinds_of("folder", "file"), site_folders=environment.site.recipe_folders)
+    path = named_path(Path(named)) if built is None else built.path
+    if not path.exists():
+        raise unknown(named, search_folders(environment.site.recipe_folders))
     trust, beside = environment.site.trust, path
     if trust.restricts and not untrusted:
         fetch = attested_images(environment.site)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.manifest import shown
-from envbuild.artifacts.state import BuiltLayer, read_state
+from envbuild.artifacts.state import BuiltLayer
 from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import find_fabric
 from envbuild.files import build_folder, named_path
 from envbuild.jobs.model import JobArtifact
-from envbuild.kinds import ARTIFACTS, DOCKER, kind_at
+from envbuild.kinds import DOCKER, kind_at
+from envbuild.kinds.built import check_lock, find_built, unknown
 from envbuild.layers.compose import PREFIX
+from envbuild.recipe.find import search_folders
 from envbuild.site.tables import TrustTable
 from envbuild.verify.network import nccl_version
 from envbuild.verify.receipt import passing_receipt, read_receipt, receipt_path
@@ -30,7 +32,8 @@ class JobInputs:
 
     `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify` is
     the recipe's [verify] table, and `packages` is None if unknown. `receipt` is its passing receipt if there is one,
-    which lies beside `place`. `named_recipe` is the recipe by whose name it was found, "" if it was found otherwise.
+    which lies beside `place`. `lock` is the digest of the lock from which it was built, "" if unknown.
+    `named_recipe` is the recipe by whose name it was found, "" if it was found otherwise.
     """
 
     artifact: JobArtifact
@@ -40,6 +43,7 @@ class JobInputs:
     packages: frozenset[str] | None = None
     receipt: dict[str, Any] | None = None
     place: Path = Path()
+    lock: str = ""
     named_recipe: str = ""
 
     @property
@@ -50,65 +54,36 @@ class JobInputs:
 
 
 def open_artifact(
-    named: str, kinds: tuple[str, ...], target: str | None, *, shared: str = "", unverified: bool = False,
-    exact: bool = False, fetch: FetchAttested | None = None,
+    named: str | None, kinds: tuple[str, ...], target: str | None, *, shared: str = "", unverified: bool = False,
+    exact: bool = False, fetch: FetchAttested | None = None, prefer: bool = True, locked: bool = False,
+    site_folders: Sequence[Path] = (),
 ) -> JobInputs:  # fmt: skip
     """Return the artifact that `named` refers to.
 
-    `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or the name of a recipe. For a
-    recipe, this is the first of `kinds` that was built, in the current folder or in `shared` ([paths] shared of
-    the site), where jobs build. With `exact`, all of its files are read again and compared. `fetch` finds the receipt
-    of an image that was attested elsewhere, in its registry or its file.
+    `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or a recipe, None for the default one. Of a
+    recipe, this is what `find_built` finds, with `locked` only one with the packages that the recipe locks now. With
+    `exact`, all of its files are read again and compared. `fetch` finds the receipt of an image that was attested
+    elsewhere, in its registry or its file.
 
-    Raises UsageError when there is none, VerificationError when no passing receipt exists, unless `unverified`.
+    Raises UsageError when there is none, VerificationError when no passing receipt exists, unless `unverified`, and
+    LockError.
     """
-    path = named_path(Path(named))
-    if "@sha256:" in named:
+    if named is not None and "@sha256:" in named:
         return _image(named, target, unverified, fetch=fetch)
-    if (path / "recipe.toml").is_file():
-        return _built(path.resolve().name, kinds, target, shared, unverified, exact, fetch)
-    if path.exists() and ("/" in named or path.is_file() or read_state(path) is not None):
+    built = find_built(named, kinds, target=target, shared=shared, prefer=prefer, site_folders=site_folders)
+    if built is None:
+        assert named is not None, "there is a default recipe"
+        path = named_path(Path(named))
+        if not path.exists():
+            raise unknown(named, search_folders(site_folders))
         return _local(path, target, unverified, exact, fetch)
-    if "/" in named:
-        raise UsageError(f"{named} does not exist", "give what `envbuild venv` or another build printed")
-    return _built(named, kinds, target, shared, unverified, exact, fetch)
-
-
-def _built(
-    recipe: str, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool, exact: bool,
-    fetch: FetchAttested | None,
-) -> JobInputs:  # fmt: skip
-    """Return the artifact of `recipe` from the folders in which builds write it."""
-    tops = [build_folder() / recipe]
-    if shared and Path(shared).absolute() != Path.cwd():
-        tops.append(Path(shared) / "build" / recipe)
-    found = next(filter(None, (_places(top, recipe, kinds, target) for top in tops)), [])
-    if not found:
-        commands = ", ".join(f"`envbuild {kind} {recipe}`" for kind in kinds)
-        raise UsageError(
-            f"nothing is built of recipe {recipe!r} in {' or '.join(map(str, tops))} that this site could run",
-            f"build it first ({commands}), or give the path of an artifact",
-        )
-    if len(found) > 1:
-        raise UsageError(f"{recipe} is built for {', '.join(name for _, name, _ in found)}", "choose one with --target")
-    kind, name, place = found[0]
-    pushed = ARTIFACTS[kind].form == "registry"
-    opened = _pushed(place, name, unverified) if pushed else _local(place, target, unverified, exact, fetch)
-    return replace(opened, named_recipe=recipe)
-
-
-def _places(top: Path, recipe: str, kinds: tuple[str, ...], target: str | None) -> list[tuple[str, str, Path]]:
-    """Return (kind, target, path) of the first existing one of `kinds` in `top`, for `target` or for each target."""
-    targets = [target] if target else sorted(one.name for one in top.glob("*-*") if one.is_dir())
-    found = []
-    for name in targets:
-        for kind in kinds:
-            place = top / name / ARTIFACTS[kind].default_name.format(recipe=recipe)
-            pushed = ARTIFACTS[kind].form == "registry"
-            if (receipt_path(place) if pushed else place).exists():
-                found.append((kind, name, place))
-                break
-    return found
+    if built.kind.form == "registry":
+        opened = _pushed(built.path, built.target, unverified)
+    else:
+        opened = _local(built.path, target, unverified, exact, fetch)
+    if locked:
+        check_lock(built, opened.lock)
+    return replace(opened, named_recipe=built.recipe)
 
 
 def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch: FetchAttested | None) -> JobInputs:
@@ -149,7 +124,8 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch:
     )
     packages = frozenset(name for name, _, _ in state.packages)
     passed = receipt if not changed else None
-    return JobInputs(artifact, state.layers, nccl_version(state), state.verify, packages, passed, place)
+    nccl = nccl_version(state)
+    return JobInputs(artifact, state.layers, nccl, state.verify, packages, passed, place, state.lock_digest)
 
 
 def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
@@ -217,7 +193,8 @@ def _image(
     told = (receipt or {}).get("packages")
     packages = frozenset(told) if isinstance(told, list) else None
     settings = (receipt or {}).get("settings")
-    return JobInputs(artifact, layers, nccl, settings, packages, receipt if passed else None, place)
+    lock = str((receipt or {}).get("lock", {}).get("digest", ""))
+    return JobInputs(artifact, layers, nccl, settings, packages, receipt if passed else None, place, lock)
 
 
 def _receipt_of(digest: str | None, target: str | None) -> tuple[Path, dict[str, Any]] | None:

@@ -23,6 +23,10 @@ from lab.commands import TOP
 from envbuild.artifacts.state import State
 from envbuild.cli.commands import cli
 from envbuild.image.blobs import Blobs, file_digest
+from envbuild.lock.wheels import wheel_lock
+from envbuild.recipe.find import recipe_files, shipped_folder
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target
 from envbuild.verify.receipt import receipt_path
 
 # What `./site.toml` is: the guides adjust one of these.
@@ -150,13 +154,21 @@ class ShownSite:
         pushed = {"digest": _DIGEST, "path": "pt_cpu:1", "pushed": f"registry.example.org/team/pt_cpu@{_DIGEST}"}
         receipt_path(cpu / "docker").write_text(json.dumps({
             **_PASSED, "artifact": pushed, "recipe": {"name": "pt_cpu"}, "target": "cpu-x86_64", "versions": {},
+            "lock": {"digest": self._lock("pt_cpu", "cpu-x86_64")},
             "settings": {"nodes": 2, "nproc_per_node": 2, "epochs": 3, "faults": False},
         }))  # fmt: skip
         self._images()
 
+    def _lock(self, recipe: str, target: str) -> str:
+        """The digest of the lock that a recipe has, "" for one without."""
+        files = recipe_files([self.here / "recipes", self.others, shipped_folder()])
+        lock = wheel_lock(load_recipe(files[recipe]), Target.parse(target)).inspect().lock
+        return lock.digest if lock else ""
+
     def _venv(self, folder: Path, **state: object) -> None:
         made = State("venv", "pt_cpu", "r", "l", "p", "cpu-x86_64", "3.11", "3.11.7", "/usr/bin/python3.11", ())
         made = dataclasses.replace(made, **state)  # type: ignore[arg-type]
+        made = dataclasses.replace(made, lock_digest=self._lock(made.recipe, made.target))
         artifacts.make_venv(folder, {**artifacts.frame(), "envbuild.json": made.render()})
         self._receipt(folder, made.digest)
 

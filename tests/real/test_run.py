@@ -75,7 +75,7 @@ def test_refusals(envbuild: Command, pt_cpu: dict[str, Any]) -> None:
         ((pt_cpu["path"], "--script", "a.py", "--module", "a"), "--script and --module are two programs"),
         ((pt_cpu["path"], "--bind", "/", "--", "true"), "--bind and --runtime are for images"),
         ((pt_cpu["path"], "--nodes", "1", "--workdir", "/", "--", "true"), "this starts ranks"),
-        (("nothing-of-that-name", "--module", "a"), "nothing is built of recipe 'nothing-of-that-name'"),
+        (("nothing-of-that-name", "--module", "a"), "nothing-of-that-name is neither an artifact nor a recipe"),
     ):
         done = envbuild("run", *words)
         assert done.returncode == 2 and message in done.stderr, done.stderr

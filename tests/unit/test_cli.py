@@ -73,7 +73,8 @@ def test_a_former_name_of_a_command_works_and_is_shown_nowhere() -> None:
         (["lock", "--upgrade", "pt_cpu"], 2, "--upgrade took the recipe 'pt_cpu' as a package"),
         (["lock", "pt_cpu", "--upgrade=nonesuch", "--offline"], 3, "nonesuch"),
         (["venv", "pytorch_hub", "--target", "cpu-x86_64", "--locked"], 2, "takes torch from docker.io/pytorch"),
-        (["verify", "nowhere"], 2, "does not exist"),
+        (["verify", "./nowhere"], 2, "does not exist"),
+        (["verify", "pt_cpuu"], 2, "did you mean the recipe 'pt_cpu'"),
         (["verify", "."], 2, "not an artifact"),
         (["venv", "pt_cpu", "--nope"], 2, "--nope"),
         (

@@ -76,7 +76,7 @@ def values(*words: str) -> list[str]:
         (["verify", "b"], ["build/mine/cpu-x86_64/venv", "build/mine/cpu-x86_64/mine.sqsh"]),
         (["report", "o"], ["old.receipt.json"]),
         (["report", "a:b.sif", "--against", "build/mine/cpu-x86_64/v"], ["build/mine/cpu-x86_64/venv"]),
-        (["diff", "a:b.sif", "my"], ["my image.sqsh"]),
+        (["diff", "a:b.sif", "my"], ["my recipe", "my image.sqsh"]),
         (["run", "m"], ["mine", "mistaken", "my recipe", "my image.sqsh", "my_train.py"]),
         (["job", "m"], ["mine", "mistaken", "my recipe", "my image.sqsh"]),
         (["completion", ""], ["bash", "zsh", "fish"]),
@@ -104,7 +104,7 @@ def test_paths_are_left_to_the_shell(place: Path, words: list[str], suffixes: tu
 
 def test_every_parameter_that_names_such_a_thing_is_completed(place: Path) -> None:
     """A new command has completion, too."""
-    wanted = {"RECIPE", "TARGET", "SITE", "ARTIFACT", "RECIPE|ARTIFACT", "ARTIFACT|RECEIPT"}
+    wanted = {"RECIPE", "TARGET", "SITE", "RECIPE|ARTIFACT", "RECIPE|ARTIFACT|RECEIPT"}
     missing, seen = [], set()
     for context in contexts(cli, click.Context(cli, info_name="envbuild")):
         for parameter in context.command.params:

@@ -467,7 +467,7 @@ def test_a_recipe_is_looked_for_where_jobs_build_too(tmp_path: Path, monkeypatch
     monkeypatch.chdir(here)
     with pytest.raises(UsageError) as caught:
         open_artifact("pt_cpu", ("venv",), None, shared=str(shared))
-    assert f"in build/pt_cpu or {shared}/build/pt_cpu that" in caught.value.message
+    assert f"in build/pt_cpu or {shared}/build/pt_cpu" in caught.value.message
     built = _built(shared / "build/pt_cpu/cpu-x86_64/venv", True)
     assert open_artifact("pt_cpu", ("venv",), None, shared=str(shared)).artifact.path == str(built)
     own = _built(here / "build/pt_cpu/cpu-x86_64/venv", True)

@@ -1,0 +1,170 @@
+"""Artifacts by the name of their recipe: the one resolver of all commands that take an artifact."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from envbuild.artifacts.state import read_state
+from envbuild.errors import EnvbuildError, LockError, UsageError
+from envbuild.files import build_folder, named_path
+from envbuild.kinds import ARTIFACTS, Artifact
+from envbuild.progress import log
+from envbuild.recipe.find import FILE_NAME, command_word, default_recipe, recipe_files, search_folders
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target
+from envbuild.toml import closest
+from envbuild.verify.receipt import read_receipt, receipt_path
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltArtifactPath:
+    """An artifact of `recipe` in a folder of builds.
+
+    `path` is its own, or, of an image in a daemon or registry, the one beside which its receipt lies. `recipe_file` is
+    None if only the folder of builds knows the recipe.
+    """
+
+    recipe: str
+    recipe_file: Path | None
+    kind: Artifact
+    target: str
+    path: Path
+
+    @property
+    def spelling(self) -> str:
+        """The artifact as `envbuild inspect` takes it. Raises UsageError for a damaged receipt."""
+        if self.kind.form != "registry":
+            return os.fspath(self.path)
+        receipt = receipt_path(self.path)
+        try:
+            about = read_receipt(receipt)["artifact"]
+            return f"docker://{about['pushed']}" if about.get("pushed") else f"docker-daemon:{about['path']}"
+        except (OSError, ValueError, KeyError) as error:
+            raise UsageError(f"{receipt} cannot be read: {error}", "build the image again") from error
+
+    @property
+    def documented(self) -> str:
+        """The artifact as `envbuild report` takes it: an image in a daemon or registry by its receipt."""
+        return os.fspath(receipt_path(self.path) if self.kind.form == "registry" else self.path)
+
+
+def find_built(
+    text: str | None, kinds: Sequence[str], *, target: str | None = None, shared: str = "", prefer: bool = False,
+    site_folders: Sequence[Path] = (),
+) -> BuiltArtifactPath | None:  # fmt: skip
+    """Return the artifact that was built of the recipe `text`, a name or path, or the default recipe for None.
+
+    Returns None when `text` is no recipe: the path, or the name in a registry or daemon, of an artifact. `site_folders`
+    are searched for recipes, too. Artifacts are those of `kinds` for `target` (None for any) in the project's folder of
+    builds, or else in `shared` ([paths] shared of the site), where jobs build. With `prefer`, `kinds` has the best one
+    first, and the others of a target do not count.
+
+    Raises UsageError when there is none, and when there are several.
+    """
+    tops = [build_folder()]
+    if shared and (more := Path(shared, "build")).absolute() != tops[0].absolute():
+        tops.append(more)
+    found = _recipe_of(text, search_folders(site_folders), tops)
+    if found is None:
+        return None
+    recipe, file = found
+    tops = [top / recipe for top in tops]
+    built = next(filter(None, (_built_in(top, recipe, file, kinds, target) for top in tops)), [])
+    if prefer:
+        built = list({one.target: one for one in reversed(built)}.values())[::-1]
+    if not built:
+        word = recipe if file is None else command_word(load_recipe(file))
+        commands = ", ".join(f"`envbuild {kind} {word}`" for kind in kinds)
+        of_target = f" for {target}" if target else ""
+        raise UsageError(
+            f"nothing is built of recipe {recipe!r}{of_target} in {' or '.join(map(str, tops))}",
+            f"build it first ({commands}), or give the path of an artifact",
+        )
+    if len(built) > 1 and prefer:
+        raise UsageError(f"{recipe} is built for {', '.join(one.target for one in built)}", "choose one with --target")
+    if len(built) > 1:
+        paths = ", ".join(one.documented for one in built)
+        raise UsageError(f"{len(built)} artifacts of recipe {recipe!r} are here: {paths}", "give one of these paths")
+    return built[0]
+
+
+def _recipe_of(text: str | None, folders: Sequence[Path], tops: Sequence[Path]) -> tuple[str, Path | None] | None:
+    """Return name and file of the recipe `text`, None for the name or path of an artifact.
+
+    One that has a folder in `tops`, but none in `folders`, has no file.
+    """
+    if text is None:
+        default = default_recipe()
+        return _name_in(default), default
+    path = named_path(Path(text))
+    if path.name == FILE_NAME and path.is_file():
+        return _name_in(path), path
+    if (path / FILE_NAME).is_file():
+        return _name_in(path / FILE_NAME), path / FILE_NAME
+    if not text or set(text) & set("/:@") or path.is_file() or (path.exists() and read_state(path) is not None):
+        return None
+    file = recipe_files(folders).get(text)
+    return (text, file) if file or any((top / text).is_dir() for top in tops) else None
+
+
+def _name_in(file: Path) -> str:
+    with suppress(EnvbuildError):  # what needs the recipe reports its mistakes
+        return load_recipe(file).recipe.name
+    return file.resolve().parent.name
+
+
+def _built_in(
+    top: Path, recipe: str, file: Path | None, kinds: Sequence[str], target: str | None
+) -> list[BuiltArtifactPath]:
+    targets = [target] if target else sorted(one.name for one in top.glob("*-*") if one.is_dir())
+    found = []
+    for name in targets:
+        for kind in map(ARTIFACTS.__getitem__, kinds):
+            path = top / name / kind.default_name.format(recipe=recipe)
+            if (receipt_path(path) if kind.form == "registry" else path).exists():
+                found.append(BuiltArtifactPath(recipe, file, kind, name, path))
+    return found
+
+
+def unknown(text: str, folders: Sequence[Path]) -> UsageError:
+    """Return the error for a `text` that is neither a path nor a recipe."""
+    if "/" in text:
+        return UsageError(f"{text} does not exist", "give what `envbuild venv` or another build printed")
+    near = closest(text, recipe_files(folders))
+    meant = f"; did you mean the recipe {near!r}?" if near else ""
+    return UsageError(
+        f"{text} is neither an artifact nor a recipe{meant}",
+        "give a recipe of `envbuild list`, or the path that a build printed",
+    )
+
+
+def check_lock(built: BuiltArtifactPath, lock_digest: str) -> None:
+    """Check that an artifact, which was built from the lock `lock_digest`, has the packages that its recipe locks now.
+
+    Raises LockError with the command that builds it again.
+    """
+    from envbuild.lock.conda_kind import conda_lock  # commands that only look at artifacts need no locks
+    from envbuild.lock.wheels import wheel_lock
+    from envbuild.locks import has_conda
+
+    if built.recipe_file is None:
+        log(f"{built.path}: no recipe {built.recipe} is here to compare its lock with")
+        return
+    loaded = load_recipe(built.recipe_file)
+    command = f"build it again: `envbuild {built.kind.name} {command_word(loaded)} --target {built.target}`"
+    command += ", or name its path to take it as it is"
+    if built.target not in loaded.recipe.targets:
+        raise LockError(f"{built.path} is for {built.target}, which its recipe has no more", command)
+    target = Target.parse(built.target)
+    conda = built.kind.of_conda or (built.kind.form != "folder" and loaded.recipe.environment == "conda")
+    if conda and not has_conda(loaded):
+        raise LockError(f"{built.path} has conda packages, and its recipe has none any more", "remove it")
+    lock = conda_lock(loaded, target).inspect() if conda else wheel_lock(loaded, target).inspect()
+    if lock.fault is not None or lock.lock is None:
+        raise LockError(f"{built.path} does not have the packages of its recipe: {lock.path}: {lock.fault}", command)
+    if lock.lock.digest != lock_digest:
+        raise LockError(f"{built.path} was built before {lock.path} changed, and has other packages", command)
