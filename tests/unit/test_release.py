@@ -103,7 +103,7 @@ def test_the_version_is_in_one_place_and_pages_name_files_of_no_other() -> None:
     named = {
         found
         for page in [TOP / "README.md", *(TOP / "docs").rglob("*.md"), *(TOP / "tools").iterdir()]
-        for found in re.findall(r"envbuild-(\d+\.\d+\.\d+)", page.read_text(encoding="utf-8"))
+        for found in re.findall(r"envbuild(?:-|@v)(\d+\.\d+\.\d+)", page.read_text(encoding="utf-8"))
     }
     assert named == {envbuild.__version__}
 
@@ -243,6 +243,12 @@ def test_a_python_for_another_processor_is_refused(tmp_path: Path) -> None:
 
 
 # Files that GitHub and pre-commit read
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "SECURITY.md"])
+def test_links_of_pages_outside_of_the_site_lead_somewhere(name: str) -> None:
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", (TOP / name).read_text())
+    assert targets and all((TOP / target).exists() for target in targets)
 
 
 def read(file: Path) -> Any:
