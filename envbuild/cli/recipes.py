@@ -66,7 +66,8 @@ def list_command(as_json: bool) -> None:
             }
         )
         if recipe:
-            cells = [recipe.description, f"[{', '.join(_locked_target(*one) for one in locks.items())}]"]
+            described = [recipe.description] if recipe.description else []
+            cells = [*described, f"[{', '.join(_locked_target(*one) for one in locks.items())}]"]
         else:
             cells = ["broken: " + (error or "").partition("\n")[0]]
         lines.append(layout.entry(entry.name, [*cells, str(entry.path)], column, columns))
@@ -120,7 +121,7 @@ def show_command(recipe: str | None, as_json: bool) -> None:
     def say(line: str) -> None:
         click.echo(layout.fitted(line))
 
-    say(f"{table.name}: {table.description}")
+    say(f"{table.name}: {table.description}" if table.description else table.name)
     say(f"  from {loaded.path}")
     say(f"  digest {loaded.digest}")
     say(f"  python {table.python}")

@@ -148,8 +148,7 @@ def check_lock(built: BuiltArtifactPath, lock_digest: str) -> None:
     Raises LockError with the command that builds it again.
     """
     from envbuild.lock.conda_kind import conda_lock  # commands that only look at artifacts need no locks
-    from envbuild.lock.wheels import wheel_lock
-    from envbuild.locks import has_conda
+    from envbuild.locks import has_conda, wheel_locks
 
     if built.recipe_file is None:
         log(f"{built.path}: no recipe {built.recipe} is here to compare its lock with")
@@ -163,8 +162,11 @@ def check_lock(built: BuiltArtifactPath, lock_digest: str) -> None:
     conda = built.kind.of_conda or (built.kind.form != "folder" and loaded.recipe.environment == "conda")
     if conda and not has_conda(loaded):
         raise LockError(f"{built.path} has conda packages, and its recipe has none any more", "remove it")
-    lock = conda_lock(loaded, target).inspect() if conda else wheel_lock(loaded, target).inspect()
-    if lock.fault is not None or lock.lock is None:
+    locks = [conda_lock(loaded, target)] if conda else wheel_locks(loaded, target)  # one for each Python
+    states = [one.inspect() for one in locks]
+    if any(one.fault is None and one.lock is not None and one.lock.digest == lock_digest for one in states):
+        return
+    lock = states[0]
+    if lock.fault is not None:
         raise LockError(f"{built.path} does not have the packages of its recipe: {lock.path}: {lock.fault}", command)
-    if lock.lock.digest != lock_digest:
-        raise LockError(f"{built.path} was built before {lock.path} changed, and has other packages", command)
+    raise LockError(f"{built.path} was built before {lock.path} changed, and has other packages", command)

@@ -125,9 +125,6 @@ class Recipe:
         "The recipe's name; the same as its folder's in recipes/NAME/recipe.toml.",
         pattern=NAME_PATTERN, example="pt_cpu",
     )  # fmt: skip
-    description: str = required(
-        "What the environment is for, in one line.", pattern=r"^\S([^\n]*\S)?$", example="PyTorch DDP on CPU"
-    )
     python: str = required("Version of Python, X.Y.", choices=PYTHONS, example="3.11")
     requirements: tuple[str, ...] = required(
         "Packages of every target, as pip requirements (PEP 508), with git repositories, archives and files of the"
@@ -139,6 +136,9 @@ class Recipe:
         " or aarch64.",
         key_check=target_problem, min_items=1,
     )  # fmt: skip
+    description: str = key(
+        "", "What the environment is for, in one line.", pattern=r"^\S([^\n]*\S)?$", example="PyTorch DDP on CPU"
+    )
     constraints: tuple[str, ...] = key(
         (), "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
         check=checks.constraint_problem, example=["setuptools<81"],

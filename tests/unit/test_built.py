@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from envbuild.cli.commands import cli
 from envbuild.errors import EnvbuildError, LockError, UsageError
 from envbuild.jobs.artifact import open_artifact
 from envbuild.kinds.built import check_lock, find_built
+from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import default_recipe
 from envbuild.recipe.load import load_recipe
@@ -107,6 +109,15 @@ def test_several_recipes_are_no_default_and_none_is_pt_cpu(project: Path, monkey
     assert default_recipe().resolve() == TOP / "recipes/pt_cpu/recipe.toml"
 
 
+def test_a_recipe_needs_no_description(project: Path) -> None:
+    recipe = project / "recipes/mine/recipe.toml"
+    lines = recipe.read_text().splitlines(keepends=True)
+    recipe.write_text("".join(line for line in lines if not line.startswith("description")))
+    assert CliRunner().invoke(cli, ["show"]).stdout.startswith("mine\n  from ")
+    (listed,) = [line for line in CliRunner().invoke(cli, ["list"]).stdout.splitlines() if line.startswith("mine")]
+    assert listed.split()[1].startswith("[cpu-")
+
+
 def test_several_artifacts_are_listed_unless_one_kind_is_preferred(project: Path) -> None:
     top = project / f"build/mine/{HERE}"
     built(top / "venv")
@@ -186,6 +197,26 @@ def test_the_lock_of_a_recipe_that_is_not_here_cannot_be_compared(
     assert found is not None
     check_lock(found, "sha256:x")
     assert "no recipe gone is here to compare its lock with" in capsys.readouterr().err
+
+
+def test_the_locks_of_all_pythons_of_a_target_count(project: Path) -> None:
+    recipe = project / "recipes/mine/recipe.toml"
+    recipe.write_text(recipe.read_text().replace("[targets.cpu-x86_64]", '[targets.cpu-x86_64]\npythons = ["3.12"]', 1))
+    loaded = load_recipe(recipe)
+    other = loaded.for_python(Target.parse(HERE), "3.12")
+    assert other is not None
+    digests = []
+    for one in (loaded, other):
+        kind = wheel_lock(one, Target.parse(HERE))
+        package = LockedPackage("numpy", "2", (64 * "1",))
+        lock = Lock("mine", HERE, one.recipe.python, "x86_64-manylinux_2_28", kind.digest, (package,))
+        kind.write(recipe.parent / kind.file, lock)
+        digests.append(lock.digest)
+    assert len({*digests}) == 2
+    for digest in digests:
+        built(project / f"build/mine/{HERE}/venv", lock_digest=digest)
+        assert open_artifact("mine", FOLDERS, None, unverified=True, locked=True).lock == digest
+        shutil.rmtree(project / "build")
 
 
 def test_a_target_that_the_recipe_has_no_more_is_refused(project: Path) -> None:
