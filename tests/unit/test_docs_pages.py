@@ -26,6 +26,8 @@ def name(page: Path) -> str:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+    # On the site a page has no file's name.
+    assert not re.findall(r"\[[\w/.-]+\.md\]\(", page.read_text(encoding="utf-8"))
 
 
 def test_pages_that_code_and_data_name_exist() -> None:
