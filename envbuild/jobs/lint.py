@@ -20,6 +20,12 @@ from envbuild.site.pip_config import redact
 
 _LARGEST = 2 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
+# Faults of jobs with more than one node.
+_OF_NODES = frozenset([
+    "head-only", "standalone", "localhost-endpoint", "localhost-fallback", "endpoint-per-node", "run-id-per-node",
+    "nodes-missing", "node-rank", "node-rank-missing", "endpoint-missing", "endpoint-list", "one-after-another",
+    "loopback-interface",
+])  # fmt: skip
 # What a template is for.
 _TEMPLATE = re.compile(r"template[^/]*$|\.(?:tmpl|tpl|mako|j2|jinja2?)$")
 _OF_TEMPLATES = ("directive-variable", "placeholder")
@@ -81,6 +87,8 @@ def lint(text: str, name: str) -> list[Problem]:
     problems: dict[tuple[int, str], Problem] = {}
     for one in found:
         fault = replace(faults[one.id], level=one.level or faults[one.id].level)
+        if fault.level == "error" and one.id in _OF_NODES and script is not None and script.several == "several":
+            fault = replace(fault, level="hint")  # the number may be 1
         at = min(max(one.line, 1), max(len(lines), 1))
         line = lines[at - 1] if lines else ""
         if _ignored(line, one.id) or (one.id in _OF_TEMPLATES and _TEMPLATE.search(name)):

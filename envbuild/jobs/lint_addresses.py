@@ -65,13 +65,15 @@ def sets_elsewhere(script: ParsedScript) -> bool:
 
 def of_endpoints(script: ParsedScript) -> Iterator[Found]:
     """Find torchruns without an endpoint, endpoints that are lists of nodes, and those that only a comment sets."""
-    for one in script.launches if script.kind != "shell" and script.several and not script.sets_options else ():
+    by_hand: Literal["", "warning"] = "warning" if script.kind == "shell" and not script.everywhere else ""
+    for one in script.launches if script.several and not (script.sets_options or script.everywhere) else ():
         number = whole(one.options.get("nnodes", "").partition(":")[0]) or (script.nodes or (0, 0))[1]
         given = one.options.keys() & {"rdzv-endpoint", "master-addr", "standalone", "config-file", "rdzv-conf"}
         if one.waits and number > 1 and not given and one.complete:
-            yield Found("endpoint-missing", one.command.line, nodes=script.several, program=one.program)
+            at = one.command.line
+            yield Found("endpoint-missing", at, nodes=script.several, program=one.program, level=by_hand)
         numbered = one.options.keys() & {"node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"}
-        static = "master-addr" in one.options and one.program == "torchrun" and one.launcher
+        static = "master-addr" in one.options and one.program == "torchrun" and one.launcher and not by_hand
         if one.waits and number > 1 and static and one.complete and not numbered:
             yield Found("node-rank-missing", script.where("nnodes", one.command.line), nodes=script.several)
     for command in script.commands if script.several else ():

@@ -10,6 +10,11 @@ from envbuild.jobs.lint_script import Found, ParsedScript
 
 _WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
 _LOOPS = re.compile(r"\b(?:for|select|read(?: -\w+)*|mapfile(?: -\w+)*|readarray(?: -\w+)*|getopts \S+) (\w+)")
+_COMMENTED = re.compile(r"^[ \t]*#+[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{3,})=", re.MULTILINE)
+# What users' environments, modules and activated environments set.
+_FROM_OUTSIDE = re.compile(
+    r"CUDA|CONDA|NCCL|OMP|MPI|LD_|PATH$|.*(?:PATH|HOME|ROOT|DIR|SCRATCH|TMP|KEY|TOKEN)$|ROCR|HIP"
+)
 _IGNORES = re.compile(r"(?:-|:|true)?$|echo\b[^;&|]*$")
 _OFTEN = {"".join(sorted(name)): name for name in (
     "source", "export", "module", "srun", "torchrun", "mpirun", "conda", "python", "mkdir", "accelerate", "unset",
@@ -47,6 +52,8 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
     told = set(_TOLD.findall("\n".join(line for line in script.lines if not line.lstrip().startswith("#"))))
     others = {name.lower() for name in script.values} - script.values.keys() - told
     squeezed = {name.replace("_", "").rstrip("S"): name for name in script.values if name.isupper()}
+    commented = set(_COMMENTED.findall(script.text)) - set(script.values)
+    commented = {name for name in commented if not (GIVEN.fullmatch(name) or _FROM_OUTSIDE.match(name))}
     seen = set(_LOOPS.findall(script.text))
     for one in script.commands:
         if one.file or one.per_node:
@@ -61,6 +68,11 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
         for own, match in ((own, match) for own, row in texts for match in _READ.finditer(" ".join(row))):
             read = match[1] or match[2]
             if not script.where(match[0], 0):  # $NAME\_x or "$NAME""_x": quotes end the name
+                continue
+            part = re.search(rf"[\w:/-]\$\{{?{read}\b|\${read}[:/-]|\$\{{{read}\}}[\w:/-]", " ".join(one.texts))
+            if read in commented and part and read not in seen and not elsewhere:  # a whole word may be left out
+                seen.add(read)
+                yield Found("variable-commented", script.where(match[0], one.line), read)
                 continue
             similar = squeezed.get(read.replace("_", "").rstrip("S"), read)
             unset = not (elsewhere or read in script.values or read in seen or GIVEN.fullmatch(read))

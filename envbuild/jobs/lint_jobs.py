@@ -171,6 +171,11 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
         if begins and not (one.file or one.started_by) and one.end not in (")", "|") and len(before.end) < 2:
             yield Found("line-not-continued", one.line, option)
             break
+        alone = before.program == "srun" and all(re.match(r"--?[a-z]", word) for word in before.words[1:])
+        split = alone and before.end == "\n" and before.words[1:] and TRAINS.fullmatch(one.program)
+        if split and not (before.file or before.started_by):
+            yield Found("line-not-continued", one.line, one.program)
+            break
         # A setting of Hydra, or the rest of a list of folders: no program has such a name.
         rest = _SETTING.match("".join(one.words[:1])) if not (one.file or one.started_by) else None
         if rest and len(before.end) < 2 and script.lines[one.line - 1].lstrip().startswith(rest[0]):

@@ -152,7 +152,8 @@ def starts_training(command: Command) -> bool:
     if name.startswith("$") and re.search("torchrun|launcher", name, re.IGNORECASE):
         return True
     if name in LAUNCHERS or name in ("apptainer", "singularity", "docker"):
-        if set(command.words) & ASKS or re.search(r"\b(?:pip3?|conda) install\b", " ".join(command.words)):
+        tunnel = name == "ssh" and re.search(r" -\w*N", " ".join(command.words))
+        if tunnel or set(command.words) & ASKS or re.search(r"\b(?:pip3?|conda) install\b", " ".join(command.words)):
             return False
         texts = [text for flag, text in pairwise(command.words) if re.fullmatch(r"-\w*c", flag) and " " in text]
         if texts:

@@ -94,8 +94,7 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
         if LOCAL.match(value) and fewest == "1" and most in ("", "1"):
             pass  # told to be a job of one node
         elif LOCAL.match(value) and script.several:
-            unknown = script.several == "several"  # a parameter that may be 1
-            yield Found("localhost-endpoint", at, value, script.several, level="warning" if unknown else "")
+            yield Found("localhost-endpoint", at, value, script.several)
         elif LOCAL.match(value) and most not in ("", fewest):
             yield Found("localhost-endpoint", at, value, most, level="warning")
         elif script.several and (name_of_host := _HOSTNAME.search(value)):

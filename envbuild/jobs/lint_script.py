@@ -216,6 +216,10 @@ class ParsedScript:
         most = max(known, default=1)
         return str(most) if most > 1 else ""
 
+    def held(self, name: str) -> list[tuple[str, ...]]:
+        """Return the words of each assignment to the variable `name`, not of those that append to it."""
+        return [words for one in self.commands for other, words in one.assignments if other == name and any(words)]
+
     def where(self, text: str, near: int = 1) -> int:
         """Return the first line from `near` on that contains `text`, else one before it; `near` if there is none.
 

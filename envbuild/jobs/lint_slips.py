@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Literal
 
 from envbuild.jobs.lint_launch import RANK_OPTIONS, starts_training
 from envbuild.jobs.lint_script import Found, ParsedScript
@@ -24,15 +25,17 @@ _ANGLES = re.compile(
 )
 _ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}|X|X{3,}|[Yy]our[_-]\w+")
 _PATH = re.compile(
-    r"(?:^|[^-])/path/to/|^path/to/|^path_to_\w|^[Yy]our[_A-Z-]\w+$|<(?:your|path|my)[ \w-]{1,60}>"
+    r"(?:^|[^-])/path/to/|^/your/|^path/to/|^path_to_\w|^[Yy]our[_A-Z-]\w+$|<(?:your|path|my)[ \w-]{1,60}>"
     r"|\{\{ ?(?:your|path|my)[ \w.-]{0,60}\}\}"
     r"|(?<!\$)\{\d{1,2}\. ?[A-Za-z]|(?<!\$)\{(?:your|path_to)[_ -][\w -]{1,60}\}"
 )
 _LAST_ANGLES = re.compile(r"^[^#'\"]*\s(<[A-Za-z][\w -]{1,60}>)\s*$|^\s*(?:export )?\w+=(<[A-Za-z][\w -]{1,60}>)")
 _PRINTS = frozenset(["echo", "printf", ":", "cat"])
 _PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
+_PORT_OPTIONS = ("--main_process_port", "--main-process-port", "--master_port")
 _DOLLAR = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 _PREFIX = re.compile(r"[A-Z_][A-Z0-9_]*=")
+_HELD = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
 _CSH = re.compile(r"\s*set\s+([A-Z][A-Z_]*=\S+)\s*$")
 _ADDRESS = re.compile(r"(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}")
 _LITERAL_HOST = re.compile(r"[a-z][\w.-]+(?::.*)?", re.DOTALL)
@@ -78,13 +81,18 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
 
 def of_default_ports(script: ParsedScript) -> Iterator[Found]:
     """Find launchers that take the same port in each job, in jobs that may share their node."""
-    if script.kind == "shell" or script.several or script.whole_nodes or script.gpus < 2 or script.sets_options:
+    if script.kind == "shell" or script.several or script.whole_nodes or script.gpus < 1 or script.sets_options:
         return
+    known = {id(one.command) for one in script.launches}
     for one in script.commands:
         launches = one.program == "deepspeed" or (one.program == "accelerate" and one.words[1:2] == ("launch",))
         words = script.variables.expanded(one.words)
         ranks = next(option_values(words, RANK_OPTIONS), "")
-        told = _PORTS.search(" ".join(words)) or "MASTER_PORT" in script.text
+        port = next(option_values(words, _PORT_OPTIONS), "")
+        if launches and port.isdecimal() and port != "0" and not (one.file or id(one) in known):
+            yield Found("fixed-port", one.line, port, level=script.doubtful)
+            return
+        told = script.gpus < 2 or _PORTS.search(" ".join(words)) or "MASTER_PORT" in script.text
         if launches and not (one.file or told or whole(ranks) == 1) and starts_training(one):
             yield Found("fixed-port", one.line, f"29500 ({one.program}'s default)", level=script.doubtful)
             return
@@ -102,6 +110,12 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
         started = _started(one.words) if one.program == "srun" and not one.file else ""
         if _PREFIX.match(started):
             yield Found("assignment-malformed", one.line, started.partition("=")[0] + "=")
+        name = _HELD.fullmatch(one.words[0]) if one.words and "eval" not in script.lines[one.line - 1] else None
+        held = [" ".join(row) for row in script.held(name[1])] if name else []
+        begins = [text.partition("=")[0] for text in held if _PREFIX.match(text)]
+        if begins and not (one.file or one.around):  # in bash -c "$CMD" the other shell takes it for an assignment
+            level: Literal["", "warning"] = "" if len(begins) == len(held) else "warning"
+            yield Found("assignment-malformed", one.line, f"{begins[0]}=", level=level)
         spaced = one.words[1:2] == ("=",) and re.fullmatch(r"[A-Za-z_]\w*", one.words[0])
         if spaced and not (one.file or one.started_by or one.words[0] in ("test", "let", "expr", "alias", "set")):
             yield Found("assignment-malformed", one.line, f"{one.words[0]} =")

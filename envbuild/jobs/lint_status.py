@@ -48,7 +48,8 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     top = [one for one in script.commands if not (one.started_by or one.function or one.file or one.per_node)]
     at = max((number for number, one in enumerate(top) if starts_training(one) or _kept(script, one)), default=-1)
     if at < 0 and script.gpus:  # what only messages follow is the training, whatever its name
-        scripts = (n for n, one in enumerate(top) if one.program in ("bash", "sh") and one.words[1:])
+        shells = ("bash", "sh")
+        scripts = (n for n, one in enumerate(top) if (one.program in shells and one.words[1:]) or _starts_file(one))
         at = max((n for n in scripts if all(one.program in _MESSAGES for one in top[n + 1 :])), default=-1)
     if at < 0 or (script.kind == "shell" and not (script.launches or script.everywhere)):
         return
@@ -100,6 +101,10 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     if not (fails and (asked or not piped)) and not trapped:
         said = script.kind == "shell" and not (piped or script.everywhere) and last.program in _MESSAGES
         yield Found("status-lost", last.line, last.program, level="hint" if said else "")
+
+
+def _starts_file(one: Command) -> bool:
+    return "".join(one.words[:1]).startswith("./") and one.program.endswith(".sh")
 
 
 def _tells(script: ParsedScript, handler: str) -> bool:

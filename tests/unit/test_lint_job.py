@@ -201,6 +201,11 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             SLURM + "sbatch <<EOF\n#!/bin/bash\n#SBATCH --dependency=afterok:$SLURM_JOB_ID\nEOF",
             "sbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\n# $SLURM_JOB_ID\necho $USER\nEOF"],
     ),
+    "variable-commented": (
+        [(SLURM + "#STAGE_NO=1\nsrun python train.py --strategy zero_${STAGE_NO}", "train.py"), (SLURM + "# export WORK=/x\ncp a $WORK/b", "cp")],
+        [SLURM + "#EXTRA=--debug\nsrun python train.py $EXTRA", SLURM + "#STAGE_NO=1\nSTAGE_NO=2\nsrun python train.py --strategy zero_${STAGE_NO}",
+            SLURM + "#DATA_DIR=/x\nsrun python train.py $DATA_DIR/a", SLURM + "source vars.sh\n#STAGE_NO=1\nsrun python train.py zero_${STAGE_NO}"],
+    ),
     "archive-elsewhere": (
         [(SLURM + f"srun cp /d/set.tar $SLURM_TMPDIR\ntar xf $SLURM_TMPDIR/set.tar\nsrun {RUN} x --data $SLURM_TMPDIR/set", "tar xf"),
             (ONE + "cp /d/a.tgz /tmp/me\ntar -xzf /tmp/me/a.tgz\npython train.py --data /tmp/me/a", "tar -xzf")],
@@ -1809,7 +1814,10 @@ def test_sbatch_reads_a_directive_without_a_blank() -> None:
         (EIGHT + "export NODE_RANK=$SLURM_NODEID\nsrun python train.py", "node-rank", "hint"),
         (EIGHT + "export WORLD_SIZE=4\nsrun python train.py", "world-size", "warning"),
         ("#!/bin/bash\nexport A=1\n#SBATCH --nodes=2\nsrun python train.py", "directive-ignored", "error"),
-        ("#!/bin/bash\ntorchrun --nnodes=$1 --master-addr localhost t.py", "localhost-endpoint", "warning"),
+        ("#!/bin/bash\ntorchrun --nnodes=$1 --master-addr localhost t.py", "localhost-endpoint", "hint"),
+        ("#!/bin/bash\n#SBATCH --gres=gpu:4\ntorchrun --nnodes=$COUNT --node_rank=$SLURM_NODEID --master_addr=$h t.py", "head-only", "hint"),
+        ("#!/bin/bash\ntorchrun --nnodes=8 --nproc_per_node=8 t.py", "endpoint-missing", "warning"),
+        (SLURM + "torchrun --nnodes=2 t.py", "endpoint-missing", "error"),
     ],
 )  # fmt: skip
 def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level: str) -> None:
@@ -1850,6 +1858,10 @@ def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level
         (SLURM + "srun deepspeed --hostfile $h train.py", "nodes-missing"), (ONE + "srun deepspeed train.py", "nodes-missing"),
         (SLURM + "#SETUP -x\n#SBATCH -J a\nsrun python train.py", "directive-comment"),
         ("bsub <<E\n#BSUB -n 2\nscp a $(hostname):/x\nE", "expanded-early"),
+        (SLURM + 'L="A=1 torchrun"\nsrun bash -c "$L --nnodes=2 t.py"', "assignment-malformed"),
+        (SLURM + 'L="A=1 python t.py"\neval $L', "assignment-malformed"),
+        (ONE + "srun --label \\\n python t.py", "line-not-continued"), (ONE + "srun $ARGS\npython t.py", "line-not-continued"),
+        (NO_E + "/usr/bin/ssh -N -f -R 1:localhost:1 $host\njupyter lab", "status-lost"),
         (SLURM + "docker() { command docker run -it $@; }\nsrun python train.py", "terminal-missing"),
         ("sbatch <<E\n#!/bin/bash\n#SBATCH --nodes=1\necho job $SLURM_JOB_ID\nE", "expanded-early"),
     ],
@@ -1892,6 +1904,12 @@ def test_a_template_may_have_variables_and_placeholders() -> None:
         (ONE.replace("#SBATCH --gpus", "#SBTACH --gpus") + "python train.py", "directive-comment", "SBTACH"),
         (SLURM + "srun --ntasks=2 LD_PRELOAD=/x.so python train.py", "assignment-malformed", "LD_PRELOAD"),
         (SLURM + "srun deepspeed --num_gpus=1 --master_addr=$h train.py", "nodes-missing", "deepspeed"),
+        (ONE + "srun --cpu_bind=v --accel-bind=gn\npython -m eval", "line-not-continued", "eval"),
+        (ONE + 'CMD="A=1 python t.py"\n$CMD --debug', "assignment-malformed", "$CMD"),
+        (ONE + "RUN=(A=1 B=2 torchrun t.py)\n${RUN[@]}", "assignment-malformed", "RUN["),
+        (ONE.replace("node=4", "node=2") + "accelerate launch --config_file a.yaml --main_process_port 29501 t.py", "fixed-port", "29501"),
+        (ONE + "cp -r /your/model/dir .", "placeholder", "/your/"),
+        (NO_E.replace("set -", "#SBATCH --gpus-per-node=4\nset -").replace("export", "#SBATCH --gres=gpu:4\nexport") + "./sweep.sh\ndate", "status-lost", "date"),
         ("#!/bin/bash\nCKPT=<Specify path>\ntorchrun --standalone t.py --save $CKPT", "placeholder", "CKPT="),
     ],
 )  # fmt: skip
