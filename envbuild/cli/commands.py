@@ -72,6 +72,14 @@ GROUPS = {
 COMMANDS = {name: told for group in GROUPS.values() for name, told in group.items()}
 # Former names of commands: they work, and neither help nor completion shows them.
 RENAMED = {"exec": "run", "explain": "check"}
+# Commands of other tools, and the command of envbuild that does the same.
+_ELSEWHERE = {
+    "activate": "run", "clean": "store", "compile": "lock", "config": "site", "create": "venv", "env": "venv",
+    "freeze": "lock", "import": "init", "info": "inspect", "install": "venv", "launch": "run", "logs": "diagnose",
+    "make": "venv", "new": "init", "pip": "venv", "publish": "push", "pyxis": "enroot", "sbatch": "job", "shell": "run",
+    "sif": "apptainer", "singularity": "apptainer", "sqsh": "enroot", "start": "run", "submit": "job", "sync": "venv",
+    "test": "verify", "train": "run", "upgrade": "lock", "update": "lock", "validate": "verify", "virtualenv": "venv",
+}  # fmt: skip
 
 
 class _Commands(click.Group):
@@ -108,9 +116,11 @@ class _Commands(click.Group):
         if args and args[0] not in (*COMMANDS, *RENAMED) and not args[0].startswith("-"):
             from envbuild.toml import closest
 
-            near = closest(args[0], COMMANDS)
-            meant = f"; did you mean {near!r}?" if near else ""
-            ctx.fail(f"no command {args[0]!r}{meant} Commands: {', '.join(COMMANDS)}")
+            if args[0] == "help":
+                ctx.fail(f"there is no command 'help'; write `envbuild {' '.join([*args[1:2], '--help'])}`")
+            near = _ELSEWHERE.get(args[0]) or closest(args[0], COMMANDS)
+            meant = f"; did you mean {near!r}: {COMMANDS[near][1]}" if near else ". `envbuild --help` lists all."
+            ctx.fail(f"there is no command {args[0]!r}{meant}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

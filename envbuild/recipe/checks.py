@@ -48,13 +48,34 @@ def constraint_problem(text: str) -> str | None:
         return f"{text!r} is empty, or has blanks at its ends or unprintable characters"
     if file or re.search(r"[/\\]|^\.", before_marker):
         return f"{text!r} is a path, not a requirement: {_SITE}"
+    problem = _parse_problem(text)
+    if problem is None:
+        return None
+    meant = _corrected(text)
+    return f"{text!r} is not a requirement: " + (f"write {meant!r}" if meant else problem)
+
+
+def _parse_problem(text: str) -> str | None:
     from packaging.requirements import Requirement
 
     try:
         Requirement(text)
     except ValueError as problem:
-        return f"{text!r} is not a requirement: {str(problem).splitlines()[0]}"
+        return str(problem).splitlines()[0]
     return None
+
+
+def _corrected(text: str) -> str | None:
+    """Return the requirement that `text` means in conda's spelling or with a usual typing mistake, or None."""
+    parts = re.fullmatch(r"(\w[\w.-]*?(?:\s*\[[^]]*\])?)\s*([=<>!~\s].*)", text, re.S)
+    if parts is None:
+        return None
+    name, version = parts[1], parts[2].strip()
+    version = version.replace("=>", ">=").replace("=<", "<=")
+    version = re.sub(r"(?<![=<>!~])=(?!=)\s*([\w.]+\*?)(=[\w*]+)?", r"==\1", version)
+    version = re.sub(r"(?<=[\w*])\s*(?=[<>!~])", ",", version)
+    found = f"{name}=={version}" if version[:1].isdigit() else f"{name}{version}"
+    return found if found != text and _parse_problem(found) is None else None
 
 
 def requirement_parts(text: str) -> tuple[str, str]:

@@ -87,6 +87,12 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
             _check_readable(file)
         if os.path.isfile(file):
             return file
+    if name_or_path and os.path.isfile(name_or_path):
+        source = shlex.quote(name_or_path)
+        raise UsageError(
+            f"{name_or_path} is a file, where the name or folder of a recipe is expected",
+            f"make a recipe of it: `envbuild init --from {source}`",
+        )
     raise UsageError(
         f"there is no recipe {name_or_path!r}{nearest(name_or_path, recipe_files(folders))}",
         hint="Searched: " + ", ".join(f"{one}" if _may_enter(one) else f"{one} (permission denied)" for one in folders),
@@ -97,13 +103,13 @@ def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path
     """Return the target `name` of the recipe. UsageError for an unknown one names the recipes in `folders` with it."""
     try:
         return loaded.target(name)[0]
-    except UsageError:
+    except UsageError as error:
         having = [one.name for one in list_recipes(folders) if one.loaded and name in one.loaded.recipe.targets]
         if not having:
             raise
         raise UsageError(
             f"recipe {loaded.recipe.name!r} has no target {name!r}, only {', '.join(loaded.recipe.targets)}",
-            f"recipes with this target: {', '.join(having)}",
+            f"{error.hint}; recipes with this target: {', '.join(having)}",
         ) from None
 
 

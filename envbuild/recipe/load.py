@@ -16,7 +16,7 @@ from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.layers import kind_of, layer_mistakes
 from envbuild.recipe.project import OwnCode, declared_code, declared_requirements
 from envbuild.recipe.slim_table import SlimTable, slim_mistakes
-from envbuild.recipe.targets import Target, host_arch
+from envbuild.recipe.targets import Target, host_arch, target_problem
 from envbuild.recipe.verify_table import LATER, VerifyTable, script_of, verify_mistakes
 from envbuild.toml import Document, Problem, decode, nearest, read
 
@@ -138,8 +138,17 @@ class LoadedRecipe:
                 )
             name = fitting[0] if len(fitting) == 1 else f"cpu-{arch}"
         if name not in recipe.targets:
-            raise UsageError(f"recipe {recipe.name!r} has no target {name!r}{nearest(name, names)}")
+            raise UsageError(
+                f"recipe {recipe.name!r} has no target {name!r}{nearest(name, names)}", self._target_hint(name)
+            )
         return Target.parse(name), recipe.targets[name]
+
+    def _target_hint(self, name: str) -> str:
+        """Return what to do about a target `name` that the recipe lacks."""
+        if target_problem(name) is not None:
+            return "a target is ACCELERATOR-ARCHITECTURE: cpu-x86_64, cu126-x86_64, cu130-aarch64, rocm6.4-x86_64"
+        table = Target.parse(name).table
+        return f"to add it, write the table {table} into {self.path}, and run `envbuild lock {self.recipe.name}`"
 
     def image_digest(self, target: Target) -> str:
         """Return `sha256:...` over the inputs of the image lock of `target`, and nothing else."""

@@ -177,10 +177,13 @@ def _dotted(keys: Keys) -> str:
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the entry of `known` that is most similar to `word`, or None if none is similar."""
+    """Return the entry of `known` that is most similar to `word`, or has it as a part, or None if there is none."""
     import difflib  # imported only when there is a mistake
 
-    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.8)
+    having = [name for name in names if word in re.split(r"[-_.]", name)]
+    return next(iter((*near, *having, *difflib.get_close_matches(word, names, n=1))), None)
 
 
 def nearest(word: Any, accepted: Iterable[Any]) -> str:

@@ -108,7 +108,13 @@ def _syntax_error(path: Path, text: str, message: str) -> str:
     if found[2] is None:
         line, column = _line_column(text, len(text.rstrip("\n")))
         return f"{path}:{line}:{column}: {found[1]} at the end of the file"
-    return f"{path}:{found[2]}:{found[3]}: {found[1]}"
+    comma = ""
+    if found[1].startswith(("Unclosed array", "Unclosed inline table")):
+        # tomllib stopped at a character that is neither a comma nor the end: mostly the next value.
+        row = text.split("\n")[int(found[2]) - 1]
+        value = re.compile(r""""[^"]*"|'[^']*'|[\w.+-]+|[{\[]""").match(row, int(found[3]) - 1)
+        comma = f"; is a comma missing before {value[0]}?" if value else ""
+    return f"{path}:{found[2]}:{found[3]}: {found[1]}{comma}"
 
 
 def _line_column(text: str, offset: int) -> tuple[int, int]:
