@@ -69,16 +69,19 @@ def test_addresses_are_written_once_to_all_places_and_another_time_replaced(tree
     assert not [file for file in tree.rglob("*.*") if file.is_file() and b"git.example.org/old" in file.read_bytes()]
 
 
-def test_no_address_is_known_in_a_checkout_that_nobody_published(tree: Path) -> None:
-    release.fill(tree, "", "")
-    assert (tree / "pyproject.toml").read_bytes() == (TOP / "pyproject.toml").read_bytes()
-    assert tomllib.loads((TOP / "pyproject.toml").read_text())["project"]["urls"] == {}
+def test_without_an_address_none_is_invented(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    release.fill(tree, "", "https://docs.example.org/")
+    for name in ("pyproject.toml", "CITATION.cff"):
+        assert (tree / name).read_bytes() == (TOP / name).read_bytes()
+    assert release.main(["fill"]) == 4 and "needs the address" in capsys.readouterr().err
 
 
 def test_pages_tell_how_to_install_the_released_package_after_a_release(tree: Path) -> None:
-    pages = [tree / "README.md", tree / "docs/install.md", tree / "docs/tutorial.md"]
-    assert all("<!-- before the release -->" in page.read_text() for page in pages)
+    pages = [tree / "README.md", tree / "docs/install.md", tree / "docs" / "made-up.md"]
+    block = "<!-- before the release -->\n\nOld {0}.\n\n<!-- since the release\n\nNew {0}.\n\n-->\n\n"
+    pages[2].write_text("# Page\n\n" + block.format(1) + "Kept.\n\n<!-- other -->\n\n" + block.format(2))
     release.turn(tree)
+    assert pages[2].read_text() == "# Page\n\nNew 1.\n\nKept.\n\n<!-- other -->\n\nNew 2.\n\n"
     for page in [tree / "README.md", *(tree / "docs").rglob("*.md")]:
         text = page.read_text()
         assert "the release\n" not in text and "the release -->" not in text and "no package index" not in text, page
