@@ -47,6 +47,14 @@ _STANDALONE = f"https://github.com/astral-sh/python-build-standalone{_RELEASES}"
 _PATIENCE_S = 3.0
 
 
+# Version and path of Pythons.
+Installed = list[tuple[str, str]]
+
+
+class _NotOffered(HostError):
+    """The reason why uv cannot download a Python."""
+
+
 @dataclass(frozen=True, slots=True)
 class HostPython:
     """A Python that runs on this host: its program, full version, and the tag and magic number of its bytecode.
@@ -90,15 +98,29 @@ class OfferedPython:
         return f"Python {self.version}, which uv downloads ({self.build} from {redact(self.url).rpartition('/')[0]})"
 
 
-def choose_python(wanted: str, environment: Environment, *, offline: bool = False) -> HostPython | OfferedPython:
+def choose_python(
+    wanted: str, environment: Environment, *, offline: bool = False, installed: Installed | None = None
+) -> HostPython | OfferedPython:
     """Return the Python `wanted`, a version or a path: this host's, else the store's, else one that uv downloads.
 
-    Nothing is written but a note of the answer. Raises HostError without any, in less than five seconds.
+    Nothing is written but a note of the answer. `installed` are this host's Pythons if they are known already. Raises
+    HostError without any Python, in less than five seconds.
     """
     if os.sep in wanted:
         return read_python(wanted)
-    found = _known(wanted, environment) or _on_host(wanted, environment) or _in_store(wanted, environment.store)
-    return found or _offer(wanted, environment, offline)
+    here = installed is None or any(f"{version}.".startswith(f"{wanted}.") for version, _ in installed)
+    if here and (found := find_python(wanted, environment)):
+        return found
+    try:
+        return _offer(wanted, environment, offline)
+    except _NotOffered as error:
+        listed = ", ".join(f"{version} ({path})" for version, path in installed or installed_pythons(environment))
+        raise HostError(f"this host has no Python {wanted}, it has {listed}; {error.message}", error.hint) from None
+
+
+def find_python(wanted: str, environment: Environment) -> HostPython | None:
+    """Return the Python of this version on this host, else in the store, None without one."""
+    return _known(wanted, environment) or _on_host(wanted, environment) or _in_store(wanted, environment.store)
 
 
 def provide_python(wanted: str, environment: Environment, *, offline: bool = False) -> HostPython:
@@ -114,9 +136,9 @@ def provide_python(wanted: str, environment: Environment, *, offline: bool = Fal
     return chosen
 
 
-def read_python(path: str) -> HostPython:
-    """Return the Python whose program is `path`. Raises HostError when it does not run."""
-    done = process.run([path, "-S", "-c", _IDENTITY], check=False, env=_clean())
+def read_python(path: str, start: Sequence[str] = (), home: str = "") -> HostPython:
+    """Return the Python whose program is `path`; see Compiler for the others. Raises HostError if it does not run."""
+    done = process.run([*start, path, "-S", "-c", _IDENTITY], check=False, env=compiling_environment(home))
     lines = done.stdout.splitlines()
     words = lines[0].split() if lines else []
     if done.returncode != 0 or len(words) != 3:
@@ -125,7 +147,7 @@ def read_python(path: str) -> HostPython:
     return HostPython(os.path.realpath(program), words[1], words[0], words[2])
 
 
-def installed_pythons(environment: Environment) -> list[tuple[str, str]]:
+def installed_pythons(environment: Environment) -> Installed:
     """Return version and path of the Pythons of this host and of the store, one of each version."""
     done = process.run(
         [environment.uv, "python", "list", "--only-installed", "--output-format", "json", "--no-config"],
@@ -154,10 +176,12 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _clean() -> dict[str, str]:
+def compiling_environment(home: str = "") -> dict[str, str]:
+    """Return the environment of a Python that must give the same output on every host; `home` is as in Compiler."""
     # A Python from a module tree may need this variable to find libpython.
     libraries = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
-    return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **libraries}
+    own = {"PYTHONHOME": home} if home else libraries
+    return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **own}
 
 
 def _variables(environment: Environment) -> dict[str, str]:
@@ -236,29 +260,26 @@ def _home(python: HostPython, store: Store) -> Path:
 
 
 def _offer(wanted: str, environment: Environment, offline: bool) -> OfferedPython:
-    """Return the Python that uv downloads for `wanted`. Raises HostError if none is allowed, known or reached."""
-    found = ", ".join(f"{version} ({path})" for version, path in installed_pythons(environment))
-    lacking = f"this host has no Python {wanted}, it has {found}"
-    if not _VERSION.fullmatch(wanted):
-        raise HostError(lacking, "name a version (3.11), or the path of a Python")
-    command = f"{shlex.quote(environment.uv)} python install {wanted}"
+    """Return the Python that uv downloads for `wanted`. Raises _NotOffered if none is allowed, known or reached."""
     other = f"install Python {wanted} (a package of the distribution, a module), or name one with --python PATH"
+    if not _VERSION.fullmatch(wanted):
+        raise _NotOffered("uv can download a version alone", "name a version (3.11), or the path of a Python")
     if forbidden := _forbidden(environment):
-        raise HostError(f"{lacking}; {forbidden} forbids to download one", other)
+        raise _NotOffered(f"{forbidden} forbids to download one", other)
     rows = _listed(wanted, environment)
     if not rows:
-        raise HostError(f"{lacking}; uv offers none for this host", other)
-    tries, reasons = _addresses(rows[0], environment), []
-    for one in tries:
+        raise _NotOffered("uv offers none for this host", other)
+    reasons = []
+    for one in _addresses(rows[0], environment):
         reason = _unreached(one, environment, offline)
         if reason is None:
             return one
         reasons.append(reason)
-    raise HostError(
-        f"{lacking}; uv cannot download one: {'; '.join(reasons)}",
-        f"run `{command}` where the network is reached (`--mirror URL` for a mirror of python-build-standalone, which "
-        "may be a folder: file:///PATH), then run this again",
+    hint = (
+        f"run `{shlex.quote(environment.uv)} python install {wanted}` where the network is reached (`--mirror URL` for "
+        "a mirror of python-build-standalone, which may be a folder: file:///PATH), then run this again"
     )
+    raise _NotOffered(f"uv cannot download one: {'; '.join(reasons)}", hint)
 
 
 def _forbidden(environment: Environment) -> str:

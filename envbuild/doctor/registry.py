@@ -26,7 +26,10 @@ _HELD = {"package index": "wheels", "conda-forge": "conda packages", "Debian's a
 _LEAST_MEMORY = 1_500_000_000
 
 _AREAS: dict[str, dict[str, Callable[[Host], Iterable[HostFinding]]]] = {
-    "envbuild": {"envbuild": tools.envbuild_itself, "configuration": tools.configuration, "uv": tools.uv},
+    "envbuild": {
+        "envbuild": tools.envbuild_itself, "configuration": tools.configuration, "uv": tools.uv,
+        "Pythons": tools.pythons,
+    },
     "tools": {"programs": tools.programs, "modules": tools.modules, "docker daemon": batch.docker_daemon},
     "kernel": {"own launch": kernel.launching, "/dev/fuse": kernel.fuse, "subuid": kernel.subordinate_ids},
     "machine": {
@@ -91,6 +94,9 @@ def _build(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
             return StepVerdict("fail", f"{name}: {finding.what}", finding.hint)
     if kind.by_uv and "uv" in found and not found["uv"].facts:
         return StepVerdict("fail", found["uv"].what, found["uv"].hint)
+    pythons = found.get("Pythons") if kind.by_uv and kind.form == "folder" else None
+    if pythons is not None and pythons.status == "fail":
+        return StepVerdict("fail", pythons.what, pythons.hint)
     missing = [m for m in _facts(found, "packages").get("missing", ()) if m in kind.imports]
     if missing:
         return StepVerdict("fail", f"envbuild lacks {', '.join(missing)}", found["packages"].hint)
@@ -107,6 +113,8 @@ def _build(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
         return StepVerdict("warn", f"store: {store.what}", store.hint)
     if kind.form == "folder" and current is not None and current.status == "warn":
         return StepVerdict("warn", f"current folder: {current.what}", current.hint)
+    if pythons is not None and (lacking := pythons.facts.get("lacking")):
+        return StepVerdict("warn", f"not with Python {', '.join(lacking)}", pythons.hint)
     return StepVerdict("ok", "yes")
 
 

@@ -11,7 +11,10 @@ from functools import partial
 
 import envbuild
 from envbuild.data import load_table
-from envbuild.doctor.probe import PATIENCE_S, Host, HostFinding, find, first_line, run_parallel, run_probe
+from envbuild.doctor.probe import PATIENCE_S, Host, HostFinding, Status, find, first_line, run_parallel, run_probe
+from envbuild.errors import EnvbuildError
+from envbuild.pythons import OfferedPython, choose_python, installed_pythons
+from envbuild.recipe.model import PYTHONS
 from envbuild.site.settings import site_files
 
 # Exit statuses of a shell for a program that cannot be started, for example when a library is missing.
@@ -57,6 +60,39 @@ def uv(host: Host) -> list[HostFinding]:
         what = f"{path}: {first_line(said) or 'does not start'}"
         return [HostFinding("uv", "fail", what, "pip install --force-reinstall uv")]
     return [HostFinding("uv", "ok", f"{first_line(said)} ({path})", facts={"path": path})]
+
+
+def pythons(host: Host) -> list[HostFinding]:
+    """Report which Python a virtual environment of each version gets here, as its build chooses it."""
+    if host.environment is None:
+        return []
+    environment, facts = host.environment, dict[str, dict[str, str]]()
+
+    def look(python: str) -> None:
+        try:
+            found = choose_python(python, environment, offline=host.offline, installed=installed)
+        except EnvbuildError as error:
+            facts[python] = {"lacking": error.message, "hint": error.hint or ""}
+        else:
+            by = {"download": found.url} if isinstance(found, OfferedPython) else {"path": found.path}
+            facts[python] = {"version": found.version, **by}
+
+    installed = installed_pythons(environment)
+    run_parallel([partial(look, python) for python in PYTHONS], 3.0)
+    known = {python: facts[python] for python in PYTHONS if python in facts}
+    here = [f"{one['version']} ({one['path']})" for one in known.values() if "path" in one]
+    offered = [python for python, one in known.items() if "download" in one]
+    lacking = [
+        python for python in PYTHONS if python not in (*offered, *(p for p, one in known.items() if "path" in one))
+    ]
+    parts = here + ([f"uv downloads {', '.join(offered)}"] if offered else [])
+    if not lacking:
+        return [HostFinding("Pythons", "ok", "; ".join(parts), facts={"pythons": known, "lacking": []})]
+    newest = known.get(lacking[-1], {"lacking": "no answer in time", "hint": ""})
+    parts.append(f"not {', '.join(lacking)}: {newest['lacking'].rpartition('; ')[2]}")
+    status: Status = "info" if here or offered else "fail"
+    found = {"pythons": known, "lacking": lacking}
+    return [HostFinding("Pythons", status, "; ".join(parts), newest["hint"], found)]
 
 
 def programs(host: Host) -> Iterator[HostFinding]:

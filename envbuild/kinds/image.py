@@ -21,8 +21,8 @@ from envbuild.image.model import docker_manifest
 from envbuild.kinds import DOCKER
 from envbuild.kinds.commit import has_receipt, keep_receipt, settings_of, verify_staged
 from envbuild.kinds.prepare import build_layers, image_python, prepare
-from envbuild.layers.bytecode import compiler_for
 from envbuild.layers.compose import source_date
+from envbuild.layers.image_python import image_compiler
 from envbuild.layers.requested import check_here, for_image
 from envbuild.lock.base import image_lock
 from envbuild.lock.lifecycle import LockUse, ensure
@@ -65,7 +65,12 @@ def prepare_image(
     """Return the plan of an image, with current locks. Raises HostError for layers that cannot be built `here`."""
     layers = for_image(loaded, target, environment, **use)
     base = ensure(image_lock(loaded, target), environment, **use)
-    compiler = compiler_for(loaded.recipe.python, environment) if bytecode else None
+    compiler = None
+    if bytecode:
+        compiler = image_compiler(
+            base, loaded.recipe.python, environment, conda=loaded.recipe.environment == "conda",
+            offline=use["offline"], log=use["log"], write=use.get("write", True),
+        )  # fmt: skip
     inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment.variables))
     plan, trainer = prepare(
         loaded, target, environment, artifact=IMAGE, image=inputs,

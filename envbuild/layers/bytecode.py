@@ -6,7 +6,8 @@ inside a container takes effect.
 
 Bytecode must be the same on every machine, but marshal's output depends on the other objects in its process
 (python/cpython#78274). So processes that import only built-in modules compile it, each with a fixed hash seed and a
-fixed share of the modules, regardless of the number of processors.
+fixed share of the modules, regardless of the number of processors. They intern all strings of one character, which
+exist once in a process: whether an import at the start interned one depends on the bytecode that is beside the library.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import re
 import signal
 import struct
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -26,11 +26,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from envbuild import process
-from envbuild.environment import Environment
 from envbuild.errors import BuildError, HostError
 from envbuild.image.entry import FILE, Entry, Readable, Tree, closing
 from envbuild.layers.contents import Joined
+from envbuild.pythons import HostPython, compiling_environment
 from envbuild.workers import Answer, Workers
 
 # Larger modules are rare, generated tables; they are compiled when they are imported.
@@ -38,16 +37,14 @@ _MAX_SOURCE = 4 << 20
 # Tests are a third of the modules and of the time, and nothing that runs in an image imports them. Other names are no
 # sign of tests: torch imports modules of torch/testing/_internal.
 _TESTS = re.compile(r"/(?:tests|python3\.\d+/test)/")
-_RULES = 2  # of what is compiled
+_RULES = 3  # of what is compiled, and how
 # Modules per process: enough to make its start cheap, few enough to keep all processors busy.
 _SHARE, _SHARE_BYTES = 200, 4 << 20
 _MOST_PROCESSES = 8  # a single reader keeps no more busy, and shares in progress are held in memory
-_IDENTITY = """
-import sys, importlib.util as u
-print(sys.implementation.cache_tag, ".".join(map(str, sys.version_info[:3])), u.MAGIC_NUMBER.hex())
-"""
 _WORKER = r"""
 import marshal, sys
+for number in range(256):
+    sys.intern(chr(number))
 read, write, flush = sys.stdin.buffer.read, sys.stdout.buffer.write, sys.stdout.buffer.flush
 while head := read(8):
     name = read(int.from_bytes(head[:4], "little")).decode("utf-8", "surrogateescape")
@@ -61,18 +58,27 @@ while head := read(8):
     flush()
 """
 
+# The magic numbers of releases. Source: CPython, Include/internal/pycore_magic_number.h.
+_NUMBERS = {"3.9": 3425, "3.10": 3439, "3.11": 3495, "3.12": 3531, "3.13": 3571, "3.14": 3627}
+MAGIC = {python: number.to_bytes(2, "little") + b"\r\n" for python, number in _NUMBERS.items()}
+
 _Share = list[tuple[str, bytes]]  # (path, source)
 _Compiled = list[tuple[str, int, bytes]]  # (path, size of the source, code)
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A host interpreter that compiles bytecode: its path, full version, cache tag and magic number."""
+    """An interpreter that compiles bytecode: its path, full version, cache tag and magic number.
+
+    One that is no host's begins its command lines with `start`, and has its library below `home`.
+    """
 
     python: str
     version: str
     tag: str
     magic: bytes
+    start: tuple[str, ...] = ()
+    home: str = ""
 
     @property
     def identity(self) -> str:
@@ -80,29 +86,9 @@ class Compiler:
         return f"{self.tag} {self.version} {self.magic.hex()} {_RULES}"
 
 
-def compiler_for(python: str, environment: Environment) -> Compiler:
-    """Return the host's Python `python` ("3.11"): envbuild's own, else one that uv finds. Raises HostError for none."""
-    if ".".join(map(str, sys.version_info[:2])) == python and sys.implementation.cache_tag:
-        return find_compiler(sys.executable)
-    command = [environment.uv, "python", "find", "--no-project", "--no-config", python]
-    done = process.run(command, env=environment.uv_environment(), check=False)
-    path = done.stdout.strip()
-    if done.returncode != 0 or not os.path.exists(path):
-        raise HostError(
-            f"no Python {python} on this host to make the image's bytecode with",
-            f"install Python {python} (`uv python install {python}`), or build with --no-bytecode: every start in the "
-            "container is slower then",
-        )
-    return find_compiler(path)
-
-
-def find_compiler(python: str) -> Compiler:
-    """Query the version of the interpreter at `python`. Raises HostError when it does not run."""
-    done = process.run([python, "-S", "-c", _IDENTITY], check=False, env=_environment())
-    words = done.stdout.split()
-    if done.returncode != 0 or len(words) != 3:
-        raise HostError(f"{python} does not run:\n{process.tail(done)}")
-    return Compiler(python, words[1], words[0], bytes.fromhex(words[2]))
+def compiler_of(python: HostPython) -> Compiler:
+    """Return the compiler that `python` is."""
+    return Compiler(python.path, python.version, python.tag, bytes.fromhex(python.magic))
 
 
 def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], mtime: int) -> Tree:
@@ -236,7 +222,7 @@ class _Pool:
 
     def _run(self, data: bytes) -> tuple[int, bytes]:
         """Run a process with the input `data`; return (exit status, output). Raises HostError when it cannot start."""
-        command = [self._compiler.python, "-S", "-s", "-B", "-W", "ignore", "-c", _WORKER]
+        command = [*self._compiler.start, self._compiler.python, "-S", "-s", "-B", "-W", "ignore", "-c", _WORKER]
         with self._lock:
             if self._stopped:
                 return -signal.SIGKILL, b""
@@ -244,7 +230,7 @@ class _Pool:
                 # In its own session the child gets no Ctrl-C, which we handle; when we die, its input ends.
                 child = subprocess.Popen(
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                    env=_environment(), cwd="/", start_new_session=True,
+                    env=compiling_environment(self._compiler.home), cwd="/", start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
                 raise HostError(f"cannot run {command[0]}: {error.strerror}") from error
@@ -255,9 +241,3 @@ class _Pool:
             with self._lock:
                 self._running.discard(child)
         return child.returncode, out
-
-
-def _environment() -> dict[str, str]:
-    # A Python from a module tree may need this variable to find libpython.
-    libraries = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
-    return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **libraries}

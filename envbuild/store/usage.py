@@ -57,6 +57,7 @@ _KINDS = (
     _Kind("built layers", "built/*"),
     _Kind("builder images", "builders/*.sqsh", ("builders/{}.json",)),
     _Kind("Pythons", "interpreters/cpython-*", noted=False, users="interpreters/.users/cpython-{}"),
+    _Kind("Pythons of images", "interpreters/debian-*", noted=False),
     _Kind("lists of conda packages", "conda/images/*.json", noted=False),
     _Kind("maps of image files", "maps/*.json", noted=False),
     _Kind("attestations of images", "attested/*", noted=False),

@@ -5,6 +5,7 @@ media types, /workspace, bash. Made of Debian's Python, moved, and of wheels, si
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,12 @@ from envbuild.image.model import (
 )
 from envbuild.kinds.image import prepare_image
 from envbuild.layers.base import locked_files
-from envbuild.layers.bytecode import compiler_for, with_bytecode
+from envbuild.layers.bytecode import compiler_of, with_bytecode
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.layers.wheels import locate
 from envbuild.progress import log
+from envbuild.pythons import read_python
 from envbuild.recipe.load import load_recipe
 
 PYTHON = "opt/conda/bin/python3.11"
@@ -57,7 +59,7 @@ def hub_image(blobs: Blobs, variables: dict[str, str]) -> tuple[ImageManifest, l
     wheels, _ = locate(prepared.plan, load_trainer(), environment, False)
     layers = [write_layer(with_parents(_on_progress(base), _TIME), blobs)]
     files: Tree = _chain(wheel_tree(w.path, _Scheme("opt/conda", "3.11"), _TIME) for w in wheels)
-    files = with_bytecode(files, compiler_for("3.11", environment), ["opt/conda/lib"], _TIME)
+    files = with_bytecode(files, compiler_of(read_python(sys.executable)), ["opt/conda/lib"], _TIME)
     layers.append(write_layer(with_parents(files, _TIME), blobs))
     config = canonical(_config(layers))
     blobs.add(config)

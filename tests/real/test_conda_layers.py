@@ -36,15 +36,15 @@ from envbuild.artifacts import conda_install
 from envbuild.artifacts.conda_layers import conda_parts
 from envbuild.artifacts.conda_survey import conda_packages
 from envbuild.artifacts.layers_in import check_paths
-from envbuild.environment import load_environment
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.squashfs.codec import codec_of
-from envbuild.layers.bytecode import Compiler, compiler_for, find_compiler
+from envbuild.layers.bytecode import Compiler, compiler_of
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.recorded import recorded
 from envbuild.layers.segment_cache import SegmentCache
+from envbuild.pythons import read_python
 from envbuild.site.tables import LimitsTable
 from envbuild.store.store import Store
 
@@ -189,7 +189,7 @@ def test_files_have_fixed_modes_and_records_name_what_the_image_has(
 
 
 def test_modules_of_the_standard_library_and_of_packages_get_bytecode(tmp_path: Path) -> None:
-    compiler = find_compiler(sys.executable)
+    compiler = compiler_of(read_python(sys.executable))
     nodes, _ = in_layers(by_hand(tmp_path), Store(tmp_path / "store"), compiler)
     assert sorted(path for path in nodes if re.search("__pycache__", path)) == [
         f"lib/python3.11/__pycache__/os.{compiler.tag}.pyc",
@@ -275,7 +275,7 @@ def test_packages_that_cannot_be_in_an_image_are_refused_by_name(tmp_path: Path)
 def test_layers_are_the_same_with_one_processor_and_in_both_forms_hold_the_same(
     conda_channel: Channel, tmp_path: Path
 ) -> None:
-    compiler = compiler_for("3.11", load_environment())
+    compiler = compiler_of(read_python(sys.executable))
     files = [located(conda_channel.package(name)) for name in ("tqdm", "jinja2")]
     files.append(located(conda_channel.package("python", "linux-64")))
     made = []

@@ -12,10 +12,11 @@ from lab.wheels import make_wheel
 
 from envbuild.artifacts.conda_layers import LinkedPackage, LinkedPackages, conda_parts
 from envbuild.debian.defaults import default_packages
-from envbuild.layers.bytecode import Compiler, find_compiler
+from envbuild.layers.bytecode import Compiler, compiler_of
 from envbuild.layers.compose import LARGE, MOST_LARGE, LayerRequest, WheelFile, alone, environment_part
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
+from envbuild.pythons import read_python
 from envbuild.store.store import Store
 
 
@@ -48,7 +49,7 @@ def test_all_that_decides_a_layer_changes_its_key() -> None:
         parts([one]),
         parts([one], dataclasses.replace(SCHEME, python="3.12")),
         parts([one], dataclasses.replace(SCHEME, prefix="opt/other")),
-        parts([one], compiler=find_compiler(sys.executable)),
+        parts([one], compiler=compiler_of(read_python(sys.executable))),
         parts([one], mtime=MTIME + 1),
         parts([pretend("a", 1, record="2")]),
         parts([one, pretend("b", 1)]),

@@ -19,11 +19,12 @@ from envbuild.errors import BuildError, HostError
 from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE, Entry, Readable, Tree
 from envbuild.image.layer import with_parents, write_layer
-from envbuild.layers.bytecode import Compiler, find_compiler, with_bytecode
+from envbuild.layers.bytecode import Compiler, compiler_of, with_bytecode
+from envbuild.pythons import read_python
 
 SITE = "opt/env/lib/python3.11/site-packages"
 TIME = 1577836800
-COMPILER = find_compiler(sys.executable)
+COMPILER = compiler_of(read_python(sys.executable))
 PYC = f"{COMPILER.tag}.pyc"
 
 # Ways of writing that leave traces in marshalled code: shared constants, interned names, sets, encodings.
@@ -257,9 +258,9 @@ def test_an_interpreter_that_cannot_be_started_is_an_error(tmp_path: Path) -> No
     with pytest.raises(HostError, match=f"cannot run {gone}: No such file"):
         compiled({"a.py": b""}, Compiler(gone, "3.11.0", "cpython-311", COMPILER.magic))
     with pytest.raises(HostError, match=f"cannot run {gone}"):
-        find_compiler(gone)
+        compiler_of(read_python(gone))
     with pytest.raises(HostError, match="does not run"):
-        find_compiler(script(tmp_path, "echo no; exit 1").python)
+        compiler_of(read_python(script(tmp_path, "echo no; exit 1").python))
 
 
 def test_no_room_for_temporary_files_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:

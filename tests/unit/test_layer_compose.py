@@ -25,7 +25,7 @@ from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest
 from envbuild.image.entry import DIR, FILE, Entry, Tree
-from envbuild.layers.bytecode import Compiler, find_compiler
+from envbuild.layers.bytecode import Compiler, compiler_of
 from envbuild.layers.compose import (
     FIXED_TIME,
     LARGE,
@@ -39,11 +39,12 @@ from envbuild.layers.compose import (
 from envbuild.layers.compose import alone as dedicated
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.wheel import Scheme
+from envbuild.pythons import read_python
 from envbuild.store.store import Store
 
 SCHEME = Scheme(PREFIX, "3.11")
 SITE = SCHEME.site_packages
-COMPILER = find_compiler(sys.executable)
+COMPILER = compiler_of(read_python(sys.executable))
 
 
 def located(path: Path, size: int | None = None) -> WheelFile:

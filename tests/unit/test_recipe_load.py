@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lab.wheels import make_recipe
 from packaging.requirements import InvalidRequirement, Requirement
 
 from envbuild.errors import RecipeError, UsageError
+from envbuild.locks import wheel_locks
 from envbuild.recipe import load
 from envbuild.recipe.checks import _ORDINARY, index_problem, requirement_problem
 from envbuild.recipe.load import LoadedRecipe, load_recipe
@@ -381,3 +383,21 @@ def test_bound_packages_are_checked_and_change_the_locks_that_have_them(tmp_path
     assert one.resolution_digest(cpu) == other.resolution_digest(cpu) != plain.resolution_digest(cpu)
     assert one.resolution_digest(arm) == plain.resolution_digest(arm)  # it has no torch
     assert one.image_digest(cpu) == plain.image_digest(cpu) and one.digest != plain.digest
+
+
+def test_another_python_of_a_target_has_a_lock_of_its_own(tmp_path: Path) -> None:
+    text = '[targets.cpu-x86_64]\npythons = ["3.13"]\n[targets.cpu-aarch64]\n'
+    place = make_recipe(tmp_path, "small", ["numpy"], targets=text) / "recipe.toml"
+    loaded = load_recipe(place)
+    target, other = Target("cpu", "x86_64"), Target("cpu", "aarch64")
+    assert loaded.for_python(target, "3.11") is loaded
+    assert loaded.for_python(target, "3.12") is None and loaded.for_python(other, "3.13") is None
+    newer = loaded.for_python(target, "3.13")
+    assert newer is not None and newer.recipe.python == newer.variant == "3.13"
+    assert newer.resolution_digest(target) != loaded.resolution_digest(target)
+    assert [one.file for one in wheel_locks(loaded, target)] == [
+        "cpu-x86_64.requirements.txt", "cpu-x86_64.python3.13.requirements.txt",
+    ]  # fmt: skip
+    assert len(wheel_locks(loaded, other)) == 1
+    place.write_text(place.read_text().replace('pythons = ["3.13"]', ""))
+    assert load_recipe(place).digest == loaded.digest  # what the recipe builds by default is the same

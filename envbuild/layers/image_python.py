@@ -1,0 +1,104 @@
+"""The compiler of an image's bytecode: a Python of this host, else the Debian base's own, which runs from the store."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from envbuild import atomic
+from envbuild.debian.base import fetch_debs
+from envbuild.debian.deb import read_data
+from envbuild.debian.lock import DebianLock
+from envbuild.debian.rootfs import merged
+from envbuild.debian.sources import debian_client
+from envbuild.environment import Environment
+from envbuild.errors import HostError
+from envbuild.fingerprint import json_digest
+from envbuild.image.entry import FILE, SYMLINK
+from envbuild.layers.bytecode import MAGIC, Compiler, compiler_of
+from envbuild.lock.base import site_archives
+from envbuild.lock.image import ImageLock
+from envbuild.progress import Log, step
+from envbuild.pythons import FOLDER, find_python, read_python
+from envbuild.recipe.targets import Target, host_arch
+
+# All that an interpreter needs that imports nothing but built-in modules.
+_PACKAGES = r"(lib)?python{python}-minimal|libc6|libexpat1|zlib1g"
+_FILES = re.compile(r"usr/bin/python3\.\d+|usr/lib/python3\.\d+/.*\.py|usr/lib/([^/]+/)?[^/]+\.so(\.[^/]*)?")
+
+
+def image_compiler(
+    lock: ImageLock, python: str, environment: Environment, *, conda: bool, offline: bool, log: Log, write: bool = True
+) -> Compiler | None:
+    """Return the compiler of the bytecode of an image with the base of `lock`, None for an image without bytecode.
+
+    It is this host's Python `python`, else the base's own if this host can run it. Without `write`, that one is not
+    unpacked, and can only be named. Raises BuildError when its packages cannot be fetched.
+    """
+    if found := find_python(python, environment):
+        return compiler_of(found)
+    base, lacking = lock.base, f"{lock.target}: this host has no Python {python}"
+    runs = not conda and Target.parse(lock.target).arch == host_arch()
+    if runs and isinstance(base, DebianLock) and (own := _planned(base, python)):
+        log(f"{lacking}; the image's own compiles its bytecode")
+        return _unpacked(base, own, python, environment, offline) if write else own
+    log(f"{lacking} and cannot run the image's: the image gets no bytecode, and programs start slower in it")
+    return None
+
+
+def _planned(lock: DebianLock, python: str) -> Compiler | None:
+    """Return the base's Python as its lock tells it, without a program; None if its version is not known."""
+    version = next((deb.version for deb in lock.packages if deb.name == f"python{python}-minimal"), "")
+    found = re.match(r"\d+(\.\d+){2}", version)
+    magic = MAGIC.get(python)
+    return Compiler("", found[0], f"cpython-{python.replace('.', '')}", magic) if found and magic else None
+
+
+def _unpacked(lock: DebianLock, own: Compiler, python: str, environment: Environment, offline: bool) -> Compiler:
+    """Return `own` with its program, unpacked in the store. Raises BuildError, and HostError when it does not run."""
+    wanted = re.compile(_PACKAGES.format(python=re.escape(python)))
+    some = replace(lock, packages=tuple(deb for deb in lock.packages if wanted.fullmatch(deb.name)))
+    digest = json_digest([[deb.name, deb.sha256] for deb in some.packages]).partition(":")[2]
+    root = environment.store.folder(FOLDER) / f"debian-{digest}"
+    with atomic.exclusive(root, lambda _: None):
+        if not root.is_dir():
+            with atomic.staged(root) as staged, step(f"unpacking the image's Python {own.version}"):
+                _unpack(some, staged, environment, offline)
+                atomic.replace(staged, root)
+    environment.store.note_use(root, root)
+    (loader,) = _loaders(root)
+    folders = sorted({os.fspath(path.parent) for path in root.glob("usr/lib*/**/*.so*")})
+    start = (os.fspath(loader), "--library-path", ":".join(folders))
+    program, home = str(root / "usr/bin" / f"python{python}"), str(root / "usr")
+    there = compiler_of(read_python(program, start, home))
+    if there.identity != own.identity:
+        raise HostError(f"{program} is {there.identity}, not {own.identity}", "build with --no-bytecode")
+    return replace(there, python=program, start=start, home=home)
+
+
+def _loaders(root: Path) -> list[Path]:
+    found = {os.path.realpath(path) for path in root.glob("usr/lib*/**/ld-linux*.so*")}
+    return [Path(path) for path in found]
+
+
+def _unpack(lock: DebianLock, folder: Path, environment: Environment, offline: bool) -> None:
+    places = [] if offline else site_archives(lock.suite, lock.date, environment)
+    client = debian_client(environment.pip, environment.variables)
+    files = fetch_debs(lock, environment.store.blobs, places, client)
+    with atomic.writing(folder):
+        for deb, file in zip(lock.packages, files, strict=True):
+            for entry, content in read_data(file, deb.name):
+                name = merged(entry.path)
+                place = folder / name
+                if not _FILES.fullmatch(name) or place.exists():
+                    continue
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if entry.kind == SYMLINK and "/" not in entry.target:
+                    place.symlink_to(entry.target)
+                elif entry.kind == FILE and content is not None:
+                    with place.open("wb") as stream:
+                        shutil.copyfileobj(content, stream)
+                    place.chmod(entry.mode & 0o755)
