@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from envbuild.diagnose.exception import BEGIN, FRAME, NAMED_EXCEPTION, SIGNS, Exceptions, Line, Weight, Words
+from envbuild.diagnose.exception import BEGIN, FRAME, NAMED_EXCEPTION, SIGNS, WARNING, Exceptions, Line, Weight, Words
 from envbuild.diagnose.mpi_help import RULE, HelpBlock
 from envbuild.diagnose.nccl_log import needles_of_forms, parse_nccl_log
 from envbuild.diagnose.rules import KINDS, DiagnosisRule, Kind, LinePattern, Place, course_patterns, load_rules
@@ -275,7 +275,9 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
     held = [one for one in held if not one[0].general or one[0].rank >= highest]
     held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
     words = exceptions.words
-    shown = () if course.passed(words.order) else tuple(map(_evidence, (*words.lines, *words.led)))
+    shown = (
+        () if course.passed(words.order) else tuple(_evidence(line, words.at) for line in (*words.lines, *words.led))
+    )
     if held and held[0][0].kind == "cause":
         explains = [n for n, (rule, _) in enumerate(held) if words.marks.intersection((*rule.any, *rule.all))]
         if shown and explains:
@@ -289,13 +291,14 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
 def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], words: Words) -> bool:
     """Return whether a cause says more than `words` of the program that no rule explains.
 
-    Programs often go on after lines of a rule that `passes`, such as the exception of an optional import; what a
-    program says after other causes follows from them.
+    Programs go on after warnings, and often after lines of a rule that `passes`, such as the exception of an optional
+    import; what a program says after other causes follows from them.
     """
     order, finding = found
     later = order < words.order
     if rule.rank > _ROOT:
-        survived = rule.passes and all(NAMED_EXCEPTION.search(one.text) for one in finding.evidence)
+        regex = NAMED_EXCEPTION if rule.passes else WARNING
+        survived = all(regex.search(one.text) or WARNING.search(one.text) for one in finding.evidence)
         return not (survived and later and words.weight == Weight.ENDED)
     return words.weight < Weight.NAMED or (later and not rule.passes)
 

@@ -15,15 +15,18 @@ from typing import NamedTuple
 
 BEGIN = "Traceback (most recent call last)"
 FRAME = 'File "'
+BOXED = "│ ❱ "
 _FRAME = re.compile(r'\s*File "(?P<file>[^"]+)", line \d+')
 _FRAME_IN = re.compile(r'(?P<prefix>.*?)(?:  )?File "[^"]+", line \d+, in ')
 _BOX = re.compile(r"[╭+][─-]+ $")
-_BOXED = re.compile(r"\s*[│|] (?P<file>\S[^:]*\.py):\d+ +in ")
+_BOXED = re.compile(r"\s*[│|] (?P<file>\S[^:]*\.py):\d+ *(?:in |[│|]\s*$)")
 _IN_NOTEBOOK = re.compile(r"(?:File )?(?P<file>[/~<\[]\S*?)(?::\d+)?,? in ")
 _ARROW = re.compile(r"\s*(?:[│|] ❱|-{2,4}>)")
 _HEADER = re.compile(r"(?P<name>[A-Z]\w*(?:Error|Exception|Interrupt|Exit))\s{3,}$")
 _MARKS = re.compile(r"[\s^~]*$")
-_EXCEPTION = re.compile(r"(?P<module>(?:\w+\.)*)(?P<name>[A-Z]\w*)(?:\(\w+\))?(?:: |:?\s*$)")
+_EXCEPTION = re.compile(
+    r"(?P<module>(?:\w+\.)*)(?P<name>[A-Z]\w*|(?<=\.)(?:error|timeout|gaierror))(?:\(\w+\))?(?:: |:?\s*$)"
+)
 _USUAL = ("Error", "Exception", "Warning", "Expired", "Timeout", "Failure", "Interrupt", "Exit", "Iteration")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<frozen ")
 _LAUNCHER = re.compile(r"/torch/distributed/(?:run|launch|launcher/api)\.py$|/bin/torchrun$")
@@ -52,7 +55,10 @@ _GIVEN_UP = 50_000
 # Lines between an exception and the one that it led to.
 _BETWEEN = 3
 
-NAMED_EXCEPTION = re.compile(r"\b[A-Z]\w{0,80}(?:Error|Exception)\b:(?: \S|\s*$)")
+NAMED_EXCEPTION = re.compile(
+    r"\b(?<!raise )[A-Z]\w{0,80}(?:Error|Exception|NotFound|Refused|Expired|Failure)\b(?::(?: \S|\s*$)|\([\"'])"
+)
+WARNING = re.compile(r"\b[A-Z]\w{0,80}Warning: ")
 _ABORTED = re.compile(r"\bwhat\(\): +\S|: Assertion [`'\"].{1,300}['\"`] failed|panicked at ")
 _OF_COMPILERS = re.compile(
     r"(?::\d{1,6}|\(\d{1,6}\)): (?:fatal )?error: |\b(?:nvcc|ptxas) fatal|: undefined reference to |: cannot find -l"
@@ -63,12 +69,15 @@ _ERROR_LINE = re.compile(
 )
 _REFUSAL = re.compile(
     r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to|exiting\b"
-    r"|[Aa]borting|must (?:be|not)|not (?:found|supported|permitted)|but current state is|[Dd]enied|[Rr]efused|No such"
+    r"|[Aa]borting|must (?:be|not)|not (?:found|supported|permitted)"
+    r"|has no attribute '|but current state is|[Dd]enied|[Rr]efused|No such"
     r"|[Uu]nreachable|[Tt]imed out|[Aa]borted)"
 )
+_MENTION = re.compile(r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:\w*Error|\w*Exception|ERROR|FAILED|[Ff]ailed|[Cc]rashed)\b")
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: |: ?None$"
     r"|\bframe #\d|MPI_ABORT was invoked|Failed to invoke spank plugin stack|Job step aborted|Unable to register cu\w+"
+    r"|Exception ignored in"
 )
 
 # Each line that decides contains one of these.
@@ -77,7 +86,7 @@ SIGNS = (
     *("panic", "undefined reference to ", "cannot find -l", "exiting", "borting", "not found", "not supported"),
     *("must be", "must not", "nable to", "annot ", "ould not", "ouldn't", "an't ", "ailed to", "current state is"),
     *("NCCL WARN", "Memory access fault", "not permitted", "enied", "efused", "No such", "nreachable", "imed out"),
-    *("borted",),
+    *("borted", "has no attribute '", BOXED, "FAILED", "ailed", "rashed"),
 )
 
 
@@ -90,23 +99,24 @@ class Line(NamedTuple):
 
 
 class Weight(IntEnum):
-    """How well words decide why a program failed; of equal ones the first count, of REFUSAL and ERROR the last."""
+    """How well words decide why a program failed; of equal ones the first count, up to ERROR the last."""
 
     NOTHING = 0
-    FRAME = 1
-    RELAY = 2
-    REFUSAL = 3
-    ERROR = 4
-    NAMED = 5
-    COMPILER = 6
-    ENDED = 7
+    MENTION = 1
+    FRAME = 2
+    RELAY = 3
+    REFUSAL = 4
+    ERROR = 5
+    NAMED = 6
+    COMPILER = 7
+    ENDED = 8
 
 
 @dataclass(slots=True)
 class Words:
     """Lines in which a program says why it failed, the number of the decisive one, and the `marks` on them.
 
-    `led` is the last exception to which the one in `lines` led.
+    `led` is the last exception to which the one in `lines` led, `at` the place of the decisive text in the only line.
     """
 
     weight: Weight = Weight.NOTHING
@@ -114,6 +124,7 @@ class Words:
     order: int = 0
     marks: set[Hashable] = field(default_factory=set)
     led: tuple[Line, ...] = ()
+    at: int = 0
 
 
 @dataclass(slots=True)
@@ -169,7 +180,9 @@ class Exceptions:
     def words(self) -> Words:
         """The best words; in a log that ends within a traceback and has no others, the last frames."""
         frames = next((one for one in self._open.values() if one.last and not one.launcher | one.ignored), None)
-        if self.best.weight or frames is None:
+        # A program goes on after what it says before a traceback.
+        late = frames is not None and self.best.weight <= Weight.REFUSAL and self.best.order < self._begun
+        if frames is None or (self.best.weight > Weight.FRAME and not late):
             return self.best
         return Words(Weight.FRAME, tuple(dict.fromkeys((*frames.own, *frames.last))), self._begun)
 
@@ -220,14 +233,15 @@ class Exceptions:
         if prefix is None:
             # A traceback whose begin is missing.
             frame = None if self._after or len(self._open) >= _MOST else _FRAME_IN.match(plain)
-            if frame is None:
+            prefix, box, _ = plain.partition(BOXED)
+            if frame is None and not box:
                 return False
-            prefix, self._begun = frame["prefix"], order
-            self._open[prefix] = _Open()
+            prefix, self._begun = frame["prefix"] if frame else prefix, order
+            self._open[prefix] = _Open(boxed=frame is None)
         one = self._open[prefix]
         one.lines += 1
         text = plain[len(prefix) :]
-        found, belongs = _exception(one, line, text)
+        found, belongs = _exception(one, line, text, before)
         if found is not None or one.lines > _LONGEST:
             del self._open[prefix]
         if found is None:
@@ -245,7 +259,7 @@ class Exceptions:
         return True
 
     def _propose(self, words: Words, prefix: str, text: str) -> None:
-        late = words.weight in (Weight.REFUSAL, Weight.ERROR)
+        late = words.weight in (Weight.MENTION, Weight.REFUSAL, Weight.ERROR)
         if words.weight > self.best.weight or (late and words.weight == self.best.weight):
             self.best = words
             self._after = _After(prefix, _is_open(text), chain=words.weight == Weight.ENDED)
@@ -289,7 +303,7 @@ class Exceptions:
                 return
             if match := regex.search(plain):
                 relay = weight == Weight.NAMED and _RELAYS.search(plain[match.start() :])
-                words = Words(Weight.RELAY if relay else weight, (line,), order, set(marks))
+                words = Words(Weight.RELAY if relay else weight, (line,), order, set(marks), at=match.end())
                 prefix = plain[: match.start()] if weight == Weight.NAMED else ""
                 self._propose(words, prefix, plain)
                 return
@@ -301,6 +315,7 @@ _DECISIVE = (
     (Weight.NAMED, NAMED_EXCEPTION),
     (Weight.ERROR, _ERROR_LINE),
     (Weight.REFUSAL, _REFUSAL),
+    (Weight.MENTION, _MENTION),
 )
 
 
@@ -309,13 +324,13 @@ def _is_open(text: str) -> bool:
     return text.rstrip().endswith(":") or text.rstrip().endswith("(")
 
 
-def _exception(one: _Open, line: Line, text: str) -> tuple[re.Match[str] | None, bool]:
+def _exception(one: _Open, line: Line, text: str, before: str) -> tuple[re.Match[str] | None, bool]:
     """Return the match of the exception that ends the traceback `one`, and whether `line` belongs to it.
 
     A frame is stored in `one`; `text` is Python's part of the line.
     """
     if one.boxed or one.name:
-        return _in_frame_of_others(one, line, text)
+        return _in_frame_of_others(one, line, text, before)
     frame = _FRAME.match(text)
     if frame or text[:1] in (" ", "\t") or one.bare:
         if frame:
@@ -336,16 +351,17 @@ def _exception(one: _Open, line: Line, text: str) -> tuple[re.Match[str] | None,
     return ended, not text.strip()
 
 
-def _in_frame_of_others(one: _Open, line: Line, text: str) -> tuple[re.Match[str] | None, bool]:
+def _in_frame_of_others(one: _Open, line: Line, text: str, before: str) -> tuple[re.Match[str] | None, bool]:
     """Read a line of a traceback of rich or IPython as _exception does."""
     if one.boxed and text.lstrip().startswith(("╰", "+--")):
         one.boxed, one.framed = False, True
         return None, True
     if frame := (_BOXED if one.boxed else _IN_NOTEBOOK).match(text):
         one.last = [line]
-        if not _LIBRARY.search(frame["file"]):
+        # A box may break the path into two lines.
+        if not _LIBRARY.search(before + frame["file"] if one.boxed else frame["file"]):
             one.own = one.last
-    elif _ARROW.match(text) and len(one.last) == 1:
+    elif _ARROW.match(text) and len(one.last) < 2:
         one.last.append(line)
     found = None if one.boxed or not text.startswith(one.name) else _EXCEPTION.match(text)
     return found, found is not None or one.boxed or text[:1] in (" ", "-", "\t", "~", "/", "<", "[", "F")

@@ -106,8 +106,8 @@ def test_a_message_shows_no_value_that_no_line_told() -> None:
         (["The following module(s) are unknown: \"cuda/99\""], "no module cuda/99: login"),
         (["1: The following module(s) are unknown:", "1: \"cuda/99\""], "no module cuda/99: login"),
         (["The following module(s) are unknown:"], "the node has no module of that name: login"),
-        (["srun: error: n1: task 0: Segmentation fault"], "a process crashed (Segmentation fault): its libraries"),
-        (["failed (exitcode: -11) local_rank: 0"], "a process crashed (signal 11): its libraries"),
+        (["srun: error: n1: task 0: Segmentation fault"], "a process crashed (Segmentation fault) in compiled"),
+        (["failed (exitcode: -11) local_rank: 0"], "a process crashed (signal 11) in compiled"),
         (["CUDA error: out of memory"], "the GPU's memory is full"),
         (["srun: error: n1: task 0: Exited with exit code 3"], "an error (exit code 3)"),
         (["slurmctld: Killing job 7 on failed node n2"], "a node of the job failed"),
@@ -606,7 +606,6 @@ def test_the_cause_of_other_programs_words(lines: list[str], cause: str) -> None
         ('ValueError: Expected input batch_size (32) to match target batch_size (31).', "shapes-differ"),
         ('AssertionError: no_sync context manager reentry is unsupported', "zero-no-sync"),
         ('deepspeed.runtime.pipe.engine.PipelineError: Only train_batch() is accessible in pipeline mode.', "deepspeed-use"),
-        ('[WARNING]  async_io requires the dev libaio .so object and headers but these were not found.', "deepspeed-op"),
         ("train: /env/deepspeed/ops/csrc/aio/py_lib/deepspeed_py_aio_handle.cpp:159: void deepspeed_aio_handle_t::_stop_threads(): Assertion `0 == _num_pending_ops' failed.", "deepspeed-op"),
         ("AttributeError: 'PartialState' object has no attribute 'distributed_type'", "accelerate-state"),
         ('ValueError: Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` before using any functionality', "accelerate-state"),
@@ -654,6 +653,29 @@ def test_the_cause_of_other_programs_words(lines: list[str], cause: str) -> None
         ("/usr/bin/ld: /opt/libtorch/lib/libtorch_cpu.so: undefined reference to `powf@GLIBC_2.27'", "old-libc"),
         ('RuntimeError: Current CUDA Device does not support bfloat16. Please switch dtype to float16.', "gpu-feature"),
         ('RuntimeError: Triton Error [CUDA]: out of memory', "gpu-memory"),
+        ("(TorchTrainer pid=439, ip=10.0.0.1) *** SIGSEGV received at time=1741149596 on cpu 63 ***", "worker-crashed"),
+        ("*** SIGABRT (@0x1d26) received by PID 7462 (TID 0x7f6beee28380) from PID 7462; stack trace: ***", "worker-crashed"),
+        ("[n1:07462] Signal: Segmentation fault (11)", "worker-crashed"),
+        ("ValueError: Error initializing torch.distributed using tcp:// rendezvous: world_size parameter missing", "rank-unset"),
+        ("Loading checkpoint shards: 0%| | 0/2 [00:00<?, ?it/s]Killed", "worker-killed"),
+        ("Training failed: [Errno 17] File exists: '/runs/a'", "file-exists"),
+        ("could not start: [Errno 2] No such file or directory: '/data/a.yaml'", "file-missing"),
+        ("cannot write: [Errno 13] Permission denied: '/data/out'", "permission"),
+        ("Check the documentation of torch.load to learn more about types accepted by default with weights_only https://x", "load-refused"),
+        ("AssertionError: Unable to pre-compile sparse_attn", "deepspeed-op"),
+        ("ERROR: Failed to build installable wheels for some pyproject.toml based projects (flash_attn)", "package-build"),
+        ("  Caused by: Build backend failed to build wheel through `build_wheel()` with exit status: 1", "package-build"),
+        ("| WARNING: overflow detected, setting loss scale to: 0.0001220703125", "loss-scale-falls"),
+        ("[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1, reducing to 1", "loss-scale-falls"),
+        ("TypeError(\"__init__() got an unexpected keyword argument 'num_processes'\")", "argument-unknown"),
+        ("socket.timeout: timed out", "host-unreachable"),
+        ("httpx.ConnectTimeout: [Errno 110] Connection timed out", "host-unreachable"),
+        ("source: hyper_util::client::legacy::Error(SendRequest, hyper::Error(Io, Os { code: 110, kind: TimedOut, message: x }))", "host-unreachable"),
+        ("ResolvePackageNotFound:", "package-not-found"),
+        ("PackageNotFoundError: Packages missing in current channels:", "package-not-found"),
+        ("  × No solution found when resolving dependencies:", "package-not-found"),
+        ("Parameter indices which did not receive grad for rank 0: 72 73", "ddp-unused"),
+        ("FAILED: multi_tensor_adam.cuda.o", "extension-build"),
     ],
 )  # fmt: skip
 def test_the_cause_of_what_frameworks_raise(line: str, cause: str) -> None:
@@ -796,6 +818,8 @@ def test_the_cause_of_what_frameworks_raise(line: str, cause: str) -> None:
         'containerd task created',
         'the launch timed well',
         'param.ds_status is available',
+        'Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0', 'OVERFLOW! Skipping step. Attempted loss scale: 16384.0',
+        'processes: [Killed 0]', '[WARNING]  async_io requires the dev libaio .so object and headers but these were not found.',
         'no_sync() is entered', 'ZeRO stage 2 is used', 'Time to load fused_adam op: 0.3 seconds', 'AcceleratorState is initialized',
         'accelerate.prepare() took 3 s', 'the Trainer has a train_dataset', 'no checkpoint was asked for, beginning anew', 'loaded state dict of the optimizer',
         'num_samples=512', 'each element in the batch is equal', 'map operation: 100%', 'the tokenizer has a pad token', 'FlashAttention is used',
@@ -1153,8 +1177,12 @@ def test_an_exception_is_found_in_tracebacks_of_other_forms(prefix: str, lines: 
         (["cannot do it", "AssertionError", "it must be done"], ["it must be done"]),
         (["  what():  the queue is closed", *_TRACEBACK], ["what():  the queue is closed"]),
         # A traceback that the log cuts off.
+        (["x", *_BOX[2:5]], ["│ /env/lib/python3.11/site-packages/x/y.py:3 in z           │"]),
         (["x", _TRACEBACK[0], *_FRAMES], ["raise E"]),
         (["--- Logging error ---", *_TRACEBACK, "ValueError: x"], ["ValueError: x"]),
+        (["cannot open a.png", _TRACEBACK[0], *_FRAMES], ["raise E"]),
+        ([_TRACEBACK[0], *_FRAMES, "socket.timeout: of a server"], ["socket.timeout: of a server"]),
+        (["3 uploads failed", "an upload crashed"], ["an upload crashed"]),
     ],
 )  # fmt: skip
 def test_what_the_program_says_is_whole_and_its_first_failure(lines: list[str], shown: list[str]) -> None:
@@ -1167,6 +1195,16 @@ def test_an_exception_that_no_rule_explains_comes_before_causes_that_may_follow_
     assert exception(killed, *_TRACEBACK) == []
     assert exception("FileNotFoundError: [Errno 2] No such file or directory: 'a'", *_TRACEBACK)[-1] == _TRACEBACK[-1]
     assert exception("OSError: [Errno 28] No space left on device", *_TRACEBACK) == []
+    # An optional module, and a warning.
+    assert exception("ModuleNotFoundError: No module named 'apex'", *_TRACEBACK)[-1] == _TRACEBACK[-1]
+    assert exception("bash: module: command not found", *_TRACEBACK) == []
+    old = "UserWarning: CUDA initialization: The NVIDIA driver on your system is too old (found version 10020)."
+    assert exception(old, *_TRACEBACK)[-1] == _TRACEBACK[-1]
+
+
+def test_what_decides_is_shown_of_a_long_line() -> None:
+    (line,) = exception("x" * 300 + " OddError: the end " + "y" * 300)
+    assert "OddError: the end" in line and len(line) < 260
 
 
 def test_a_cause_shows_the_place_of_the_exception_that_it_explains() -> None:
@@ -1351,6 +1389,9 @@ def test_where_nothing_is_recognised_the_last_errors_are_shown(tmp_path: Path) -
     assert "The program's own words:\n     " in done.stdout
     assert "x.log:2: WidgetError: the frobnicator is loose" in done.stdout
     log.write_text("fine\n3 of 7 uploads failed\n")
+    done = CliRunner().invoke(diagnose_command, [str(log)])
+    assert "The program's own words:\n     " in done.stdout and "x.log:2: 3 of 7 uploads failed" in done.stdout
+    log.write_text("fine\nwarning: 3 of 7 uploads failed\n")
     done = CliRunner().invoke(diagnose_command, [str(log)])
     assert "The last lines that speak of an error:" in done.output
     log.write_text("\n".join(["ValueError: too many classes", "[rank1]: KeyError: 'x'", *_TORCHRUN[:1], *_KILLED]))
