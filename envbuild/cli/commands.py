@@ -141,6 +141,8 @@ class _Commands(click.Group):
 def cli() -> None:
     """Compile one recipe into PyTorch environments, each proven by distributed training.
 
+    Without RECIPE, commands take the only recipe of ./recipes, here or in a folder above, or else pt_cpu.
+
     Results go to standard output, everything else to standard error. Exit codes: 0 done, 2 usage or recipe, 3 lock, 4
     build, 5 verification failed, 6 a tool or permission this host lacks, 70 a fault of envbuild, 130 interrupted.
     """

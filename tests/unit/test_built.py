@@ -199,6 +199,23 @@ def test_the_lock_of_a_recipe_that_is_not_here_cannot_be_compared(
     assert "no recipe gone is here to compare its lock with" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "job --site slurm-modules",
+        "job --site slurm-modules --nodes 2 --script train.py -- --lr 0.1 x",
+        "preflight --host n1,n2",
+        "run train.py",
+        "run --nodes 2 -- python -V",
+    ],
+)
+def test_commands_that_run_take_the_default_recipe(project: Path, line: str) -> None:
+    (project / "train.py").touch()
+    done = CliRunner().invoke(cli, line.split())
+    assert isinstance(done.exception, UsageError), done.output
+    assert done.exception.message.startswith("nothing is built of recipe 'mine' in build/mine"), done.exception.message
+
+
 def test_the_locks_of_all_pythons_of_a_target_count(project: Path) -> None:
     recipe = project / "recipes/mine/recipe.toml"
     recipe.write_text(recipe.read_text().replace("[targets.cpu-x86_64]", '[targets.cpu-x86_64]\npythons = ["3.12"]', 1))
