@@ -20,7 +20,8 @@ from envbuild.cli import complete
 from envbuild.cli.common import attested_images, log, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.errors import UsageError, VerificationError
-from envbuild.jobs.artifact import FetchAttested, JobInputs, open_artifact
+from envbuild.jobs.artifact import FetchAttested, open_artifact
+from envbuild.jobs.model import JobInputs
 from envbuild.kinds import ARTIFACTS
 from envbuild.site.settings import load_site
 

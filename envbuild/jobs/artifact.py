@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from envbuild.artifacts.state import BuiltLayer
 from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import find_fabric
 from envbuild.files import build_folder, named_path
-from envbuild.jobs.model import JobArtifact
+from envbuild.jobs.model import JobArtifact, JobInputs
 from envbuild.kinds import DOCKER, kind_at
 from envbuild.kinds.built import check_lock, find_built, unknown
 from envbuild.layers.compose import PREFIX
@@ -24,33 +24,6 @@ from envbuild.verify.receipt import passing_receipt, read_receipt, receipt_path
 
 # Name or path of an image, and its digest → the place beside which its attested receipt lies, None without one.
 FetchAttested = Callable[[str, str], Path | None]
-
-
-@dataclass(frozen=True, slots=True)
-class JobInputs:
-    """An artifact and the other data that planning needs.
-
-    `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify` is
-    the recipe's [verify] table, and `packages` is None if unknown. `receipt` is its passing receipt if there is one,
-    which lies beside `place`. `lock` is the digest of the lock from which it was built, "" if unknown.
-    `named_recipe` is the recipe by whose name it was found, "" if it was found otherwise.
-    """
-
-    artifact: JobArtifact
-    layers: tuple[BuiltLayer, ...] = ()
-    nccl: str = ""
-    verify: dict[str, Any] | None = None
-    packages: frozenset[str] | None = None
-    receipt: dict[str, Any] | None = None
-    place: Path = Path()
-    lock: str = ""
-    named_recipe: str = ""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the artifact that a site may bind to a recipe."""
-        path = self.artifact.path
-        return (path.partition("@")[0],) if "@sha256:" in path else (path, str(Path(path).resolve()))
 
 
 def open_artifact(

@@ -6,8 +6,7 @@ import shlex
 
 from envbuild import torchrun
 from envbuild.errors import UsageError
-from envbuild.jobs.artifact import JobInputs
-from envbuild.jobs.model import JobRequest
+from envbuild.jobs.model import JobInputs, JobRequest
 from envbuild.jobs.plan import command_of, setting
 from envbuild.site.schedulers import SCHEDULER_NAMES
 from envbuild.site.settings import Site

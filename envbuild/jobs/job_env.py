@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import PurePath, PurePosixPath
 
 from envbuild.fabrics import find_fabric
-from envbuild.jobs.artifact import JobInputs
-from envbuild.jobs.model import Runtime
+from envbuild.jobs.model import JobInputs, Runtime
 from envbuild.site.settings import Site
 from envbuild.verify.network import fabric_variables, plugin_variables
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from envbuild import torchrun
+from envbuild.artifacts.state import BuiltLayer
 from envbuild.kinds import ARTIFACTS, Artifact
 from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
 from envbuild.site.settings import Site
@@ -54,6 +55,33 @@ class JobArtifact:
     def arch(self) -> str:
         """`x86_64` or `aarch64`."""
         return self.target.partition("-")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class JobInputs:
+    """An artifact and the other data that planning needs.
+
+    `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify` is
+    the recipe's [verify] table, and `packages` is None if unknown. `receipt` is its passing receipt if there is one,
+    which lies beside `place`. `lock` is the digest of the lock from which it was built, "" if unknown.
+    `named_recipe` is the recipe by whose name it was found, "" if it was found otherwise.
+    """
+
+    artifact: JobArtifact
+    layers: tuple[BuiltLayer, ...] = ()
+    nccl: str = ""
+    verify: dict[str, Any] | None = None
+    packages: frozenset[str] | None = None
+    receipt: dict[str, Any] | None = None
+    place: Path = Path()
+    lock: str = ""
+    named_recipe: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the artifact that a site may bind to a recipe."""
+        path = self.artifact.path
+        return (path.partition("@")[0],) if "@sha256:" in path else (path, str(Path(path).resolve()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,8 @@ from typing import Any
 from envbuild import units
 from envbuild.errors import UsageError
 from envbuild.files import absolute_path
-from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.job_env import container_mounts, job_env
-from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest, Runtime
+from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.kinds import ARTIFACTS, Artifact, kinds_of

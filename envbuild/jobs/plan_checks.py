@@ -8,9 +8,8 @@ from pathlib import Path
 
 from envbuild.errors import UsageError, VerificationError
 from envbuild.gpus import chips_named, gpu_faults
-from envbuild.jobs.artifact import JobInputs
 from envbuild.jobs.kubernetes_log import lost_log
-from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
+from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.masking import looks_secret
 from envbuild.recipe.targets import Target

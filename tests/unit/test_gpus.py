@@ -20,8 +20,7 @@ from envbuild.doctor.probe import Host
 from envbuild.errors import RecipeError, VerificationError
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import NATIVE, PTX, chips_named, gpu_faults, gpu_of, gpu_problem, library_runs, load_chips, runs
-from envbuild.jobs.artifact import JobInputs
-from envbuild.jobs.model import JobArtifact
+from envbuild.jobs.model import JobArtifact, JobInputs
 from envbuild.jobs.plan_checks import check_gpus as check_site
 from envbuild.jobs.schedulers.slurm import _partitions
 from envbuild.plan.plan import Plan

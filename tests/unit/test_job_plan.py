@@ -17,9 +17,9 @@ from envbuild.cli.commands import cli
 from envbuild.cli.job import job_command
 from envbuild.errors import UsageError, VerificationError
 from envbuild.image.blobs import Blobs
-from envbuild.jobs.artifact import JobInputs, open_artifact
+from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.here import no_scheduler_error
-from envbuild.jobs.model import JobArtifact, JobRequest
+from envbuild.jobs.model import JobArtifact, JobInputs, JobRequest
 from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
 from envbuild.jobs.plan_checks import possible_faults
 from envbuild.jobs.render import explained, render
