@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -138,6 +139,8 @@ def provide_python(wanted: str, environment: Environment, *, offline: bool = Fal
 
 def read_python(path: str, start: Sequence[str] = (), home: str = "") -> HostPython:
     """Return the Python whose program is `path`; see Compiler for the others. Raises HostError if it does not run."""
+    if not start and shutil.which(path) is None:
+        raise HostError(f"{path}: no such program", "give the path of a Python with --python, or leave it out")
     done = process.run([*start, path, "-S", "-c", _IDENTITY], check=False, env=compiling_environment(home))
     lines = done.stdout.splitlines()
     words = lines[0].split() if lines else []

@@ -77,6 +77,7 @@ def docker_command(
     wanted = [open_target(loaded, name, environment) for name in targets or (None,)]
     if len({target.arch for target in wanted}) < len(wanted):
         raise UsageError("two targets of one architecture do not fit into one image")
+    name = check_tag(tag or f"{loaded.recipe.name}:{wanted[0].name}", push=push)
     native, verify = builder == "native", not options.no_verify
     if native and base:
         raise UsageError("--base is for --builder dockerfile", "otherwise say `base` in the recipe's [image]")
@@ -84,7 +85,6 @@ def docker_command(
     with step(f"planning the image of {loaded.recipe.name}", told=True):
         use = options.lock_use
         prepared = [prepare(loaded, target, environment, bytecode=not options.no_bytecode, **use) for target in wanted]
-    name = check_tag(tag or f"{loaded.recipe.name}:{wanted[0].name}", push=push)
     wish = ImageOptions(name, place, push, verify=verify, faults=options.faults, form=form)
     for one in prepared:
         check_torch(loaded, one.plan, verify=verify)

@@ -12,9 +12,11 @@ import click
 from envbuild.cli import layout
 from envbuild.cli.common import print_json
 from envbuild.cli.options import with_options
+from envbuild.cli.verbosity import verbosity
 from envbuild.doctor.probe import HostFinding
 from envbuild.doctor.registry import CHECKS, StepVerdict, this_host
 from envbuild.errors import HostError
+from envbuild.progress import display
 
 _STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 _MARKS = {"ok": "ok", "info": "-", "warn": "!", "fail": "FAIL"}
@@ -23,15 +25,18 @@ _MARKS = {"ok": "ok", "info": "-", "warn": "!", "fail": "FAIL"}
 @click.command("doctor")
 @click.option("--offline", is_flag=True, help="Ask nothing over a network.")
 @with_options("json")
+@verbosity
 def doctor_command(offline: bool, as_json: bool) -> None:
     """Look at this host: tools, kernel, file systems, GPUs, network, scheduler, sources of packages.
 
-    Ends with what each of the five artifacts can and cannot do here, and what to change. Takes less than five seconds,
-    changes nothing and needs no root. Exit code 6 when no artifact can be built here, else 0.
+    Prints the findings that need attention, with --verbose all of them. Ends with what each of the five artifacts can
+    and cannot do here, and what to change. Takes less than five seconds, changes nothing and needs no root. Exit code 6
+    when no artifact can be built here, else 0.
 
     \b
     Examples:
       envbuild doctor
+      envbuild doctor --verbose
       envbuild doctor --json | jq .artifacts
       srun -N1 envbuild doctor --offline
     """
@@ -49,7 +54,10 @@ def doctor_command(offline: bool, as_json: bool) -> None:
         artifacts = {kind: {step: one.as_json() for step, one in steps.items()} for kind, steps in verdicts.items()}
         print_json({"usable": not useless, "areas": shown, "artifacts": artifacts})
     else:
-        show_areas(areas)
+        if display().verbosity > 0:
+            show_areas(areas)
+        else:
+            _show_faults(areas)
         _show_artifacts(verdicts)
     if useless:
         first = next(iter(verdicts.values()))["build"]
@@ -74,6 +82,27 @@ def show_areas(areas: Mapping[str, Sequence[HostFinding]]) -> None:
             table.add_row(Text(_MARKS[finding.status], style=_STYLES[finding.status]), finding.name, cell)
         shown += [Text(area, style="bold"), table, ""]
     _print(*shown)
+
+
+def _show_faults(areas: Mapping[str, Sequence[HostFinding]]) -> None:
+    """Print a line for each area, and below it the findings that need attention."""
+    from rich.text import Text
+
+    table = _table()
+    table.add_column(min_width=max(map(len, areas)))
+    table.add_column(overflow="fold")
+    for area, findings in areas.items():
+        faults = [one for one in findings if one.status in ("warn", "fail")]
+        fine = ", ".join(one.name for one in findings if one.status == "ok")
+        table.add_row(Text(area, style="bold"), f"ok: {fine}" if fine else "" if faults else "nothing here")
+        for one in faults:
+            mark = Text(_MARKS[one.status].rjust(len(area)), style=_STYLES[one.status])
+            cell = Text(f"{one.name}: {layout.printable(one.what)}")
+            if one.hint:
+                cell.append(f"\n→ {layout.printable(one.hint)}", style="dim")
+            table.add_row(mark, cell)
+    number = sum(map(len, areas.values()))
+    _print(table, "", f"All {number} findings: envbuild doctor --verbose", "")
 
 
 def _show_artifacts(verdicts: Mapping[str, Mapping[str, StepVerdict]]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from envbuild.artifacts.manifest import read_manifest
 from envbuild.errors import BuildError
 from envbuild.progress import display, human_size, human_time, log
-from envbuild.verify.receipt import read_receipt
+from envbuild.verify.receipt import passed_line, read_receipt
 
 
 def summarise(what: str, made: Mapping[str, Any], size: int | None = None) -> None:
@@ -55,9 +55,7 @@ def _checks(receipt: str | None) -> str:
         return "not verified"
     with suppress(OSError, ValueError, LookupError, TypeError):
         found = read_receipt(Path(receipt))
-        states = [check["status"] for check in found["checks"]]
-        skipped = f", {states.count('not tried')} not tried" if "not tried" in states else ""
-        return f"{states.count('pass')} passed{skipped}, {human_time(found['seconds'])}, {found['verified_at']}"
+        return f"{passed_line(found)}, {human_time(found['seconds'])}, {found['verified_at']}"
     return ""
 
 

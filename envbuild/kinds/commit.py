@@ -17,7 +17,7 @@ from envbuild.recipe.verify_table import expect_of
 from envbuild.store.history import record
 from envbuild.verify.model import Settings, Subject, Verdict
 from envbuild.verify.network import fit_to_gpus
-from envbuild.verify.receipt import failures, make_receipt, passing_receipt, receipt_path, write_receipt
+from envbuild.verify.receipt import failures, make_receipt, passed_line, passing_receipt, receipt_path, write_receipt
 
 if TYPE_CHECKING:
     from envbuild.plan.plan import Plan
@@ -71,7 +71,7 @@ def verify_staged(
     receipt["artifact"] |= more
     record(environment.store, receipt)
     if verdict.passed:
-        log(f"verified: {len(verdict.checks)} checks passed in {verdict.seconds:.1f} s")
+        log(f"verified: {passed_line(receipt)} in {verdict.seconds:.1f} s")
         return receipt
     kept = ""
     with atomic.writing(final.parent):

@@ -182,6 +182,13 @@ def check_lines(receipt: Mapping[str, Any]) -> list[str]:
     return [f"  {_MARKS[c['status']]:<6}  {c['title']}: {c['seen'].splitlines()[0]}" for c in receipt["checks"]]
 
 
+def passed_line(receipt: Mapping[str, Any]) -> str:
+    """Return how many checks passed, and how many were not tried: "22 checks passed, 2 not tried"."""
+    states = [check["status"] for check in receipt["checks"]]
+    skipped = f", {states.count('not tried')} not tried" if "not tried" in states else ""
+    return f"{states.count('pass')} checks passed{skipped}"
+
+
 def failures(receipt: Mapping[str, Any]) -> str:
     """Describe the failed checks of a receipt: the finding, the expectation, the usual cause."""
     checks = [check for check in receipt["checks"] if check["status"] != NOT_TRIED]

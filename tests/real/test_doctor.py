@@ -98,7 +98,9 @@ def test_the_table_for_people_has_no_password_and_nothing_is_written(tmp_path: P
         "PYTHONPATH": str(REPOSITORY),
     }
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "envbuild", "doctor"], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-m", "envbuild", "doctor", "--verbose"], capture_output=True, text=True, env=env
+    )
     assert time.monotonic() - begin < MOST_S
     assert done.returncode == 0 and done.stderr == ""
     assert "geheim" not in done.stdout and "http://ada:****@127.0.0.1:9" in done.stdout
