@@ -32,8 +32,16 @@ from envbuild.jobs.lint_resources import (
 )
 from envbuild.jobs.lint_script import NOUNSET, Found, ParsedScript, option_set
 from envbuild.jobs.lint_shell import LAUNCHERS, SUBMITS
-from envbuild.jobs.lint_slips import of_assignments, of_comments, of_default_ports, of_literal_hosts, of_placeholders
-from envbuild.jobs.lint_status import of_status
+from envbuild.jobs.lint_slips import (
+    of_assignments,
+    of_comments,
+    of_conflicts,
+    of_default_ports,
+    of_literal_hosts,
+    of_operators,
+    of_placeholders,
+)
+from envbuild.jobs.lint_status import of_checks, of_status
 from envbuild.jobs.schedulers.base import option_values
 from envbuild.masking import looks_secret
 from envbuild.site.jobs import job_variable_problem
@@ -259,11 +267,12 @@ def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
 
 
 JOB_RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
-    of_output, of_folder, of_own_path, of_directives, of_status, of_shell, of_secrets, of_gpu_containers,
+    of_output, of_folder, of_own_path, of_directives, of_status, of_checks, of_shell, of_secrets, of_gpu_containers,
     of_steps, of_cpus, of_ranks, of_requests, of_placement, of_optional_variables, of_typed_counts, of_idle_nodes,
     of_single_nodes,
     of_addresses, of_endpoints, of_numbers, of_order,
     of_signals, of_names, of_other_nodes, of_mpi_environment, of_fixed_hosts, of_terminals,
     of_early_expansion, of_archives,
     of_comments, of_placeholders, of_default_ports, of_literal_hosts, of_assignments, of_remote_shells,
+    of_conflicts, of_operators,
 )  # fmt: skip

@@ -106,7 +106,8 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
         ports = {_default(script, one.options.get("master-port", "")): one.command.line}
     for port, at in ports.items() if not (script.whole_nodes or one.command.file) else ():
         if port.isdecimal() and port != "0":
-            yield Found("fixed-port", script.where(port, at), port, level=script.doubtful)
+            alone = script.kind == "shell" and not script.several  # on a host of one's own
+            yield Found("fixed-port", script.where(port, at), port, level="hint" if alone else script.doubtful)
     own = one.options.keys() & {"rdzv-endpoint", "master-addr", "master-port", "standalone", "rdzv-conf", "config-file"}
     alone = script.kind != "shell" and one.program != "tune run" and not (script.several or script.whole_nodes)
     if alone and script.gpus and not own and one.complete and not script.sets_options:

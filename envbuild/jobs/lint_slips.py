@@ -36,6 +36,7 @@ _PORT_OPTIONS = ("--main_process_port", "--main-process-port", "--master_port")
 _DOLLAR = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 _PREFIX = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _HELD = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
+_OPERATOR = re.compile(r"(?<=[\w\"'/.-]) (\|&?|&&|2>&1|&?>>?) (?=[\w\"'/$.|])")
 _CSH = re.compile(r"\s*set\s+([A-Z][A-Z_]*=\S+)\s*$")
 _ADDRESS = re.compile(r"(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}")
 _LITERAL_HOST = re.compile(r"[a-z][\w.-]+(?::.*)?", re.DOTALL)
@@ -128,6 +129,29 @@ def _started(words: tuple[str, ...]) -> str:
     """Return the program that a launcher starts: the first word that is neither an option nor may be its value."""
     pairs = pairwise(words)
     return next((two for one, two in pairs if two[:1] != "-" and (one[:1] != "-" or "=" in one)), "")
+
+
+def of_conflicts(script: ParsedScript) -> Iterator[Found]:
+    """Find the marks of a merge that was not finished."""
+    starts = [number for number, line in enumerate(script.lines, 1) if line.startswith("<<<<<<< ")]
+    ends = [number for number, line in enumerate(script.lines, 1) if line.startswith(">>>>>>> ")]
+    if starts and ends and "=======" in script.lines[starts[0] : ends[-1]]:
+        yield Found("merge-conflict", starts[0], script.lines[starts[0] - 1][:20])
+
+
+def of_operators(script: ParsedScript) -> Iterator[Found]:
+    """Find operators of the shell in variables that are commands."""
+    for one in script.commands:
+        names = [_HELD.fullmatch(word) for word in (*one.words[:1], *(one.words[-1:] if one.program == "srun" else ()))]
+        line = script.lines[one.line - 1]
+        if one.file or one.around or re.search(r"\beval\b|\b(?:ba)?sh -", line):
+            continue
+        for name in (match[1] for match in names if match):
+            held = [" ".join(row) for row in script.held(name)]
+            found = [match for text in held if (match := _OPERATOR.search(text)) and "$(" not in text]
+            if found and len(found) == len(held):
+                yield Found("operator-quoted", one.line, found[0][1])
+                return
 
 
 def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:

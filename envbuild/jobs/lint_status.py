@@ -43,6 +43,24 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
     )
 
 
+def of_checks(script: ParsedScript) -> Iterator[Found]:
+    """Find checks of a training's exit code that `set -e` makes useless."""
+    relaxes = any(
+        one.words[:1] == ("set",) and any(re.match(r"\+\w*e", word) for word in one.words) for one in script.commands
+    )
+    if not option_set(script, ERREXIT) or relaxes:
+        return
+    begun = min((one.line for one in script.commands if one.words[:1] == ("set",)), default=0)
+    top = [one for one in script.commands if not (one.started_by or one.file or one.per_node or one.around)]
+    for one, two in pairwise(top):
+        runs = _is_run(script, one) or (starts_training(one) and not one.background)
+        line = script.lines[two.line - 1]
+        checks = re.match(r"\s*(?:if|while|until)\s+(?:\[\[?|test)\s[^\n]*\$\?", line)
+        if runs and checks and one.end == "\n" and one.line > begun and not one.function:
+            yield Found("check-unreached", two.line)
+            return
+
+
 def _outer_status(script: ParsedScript) -> Iterator[Found]:
     stops, pipes = option_set(script, ERREXIT), option_set(script, PIPEFAIL)
     top = [one for one in script.commands if not (one.started_by or one.function or one.file or one.per_node)]

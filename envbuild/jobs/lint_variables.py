@@ -44,7 +44,7 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
             if alike and not script.whole_nodes:
                 yield Found("fixed-port", command.line, value)
             if value.isdecimal() and not (given or script.whole_nodes) and (command.words or read[variable]):
-                own = script.kind == "shell" and not script.launches  # a program of its own, on hosts of its own
+                own = script.kind == "shell" and not script.several  # on a host of one's own
                 yield Found("fixed-port", command.line, value, level="hint" if own else script.doubtful)
     seen: dict[str, Command] = {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
