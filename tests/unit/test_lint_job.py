@@ -203,7 +203,7 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     ),
     "merge-conflict": (
         [("#!/bin/bash\n#SBATCH --nodes=1\n<<<<<<< HEAD\nsrun a\n=======\nsrun b\n>>>>>>> side\n", "<<<<")],
-        ["#!/bin/bash\ncat <<E\n=======\n>>>>>>> a\nE", SLURM + "srun a <<<<<<<b"],
+        ["#!/bin/bash\ncat <<E\n=======\n>>>>>>> a\nE", SLURM + "cat <<E\n<<<<<<< a\nE"],
     ),
     "operator-quoted": (
         [(ONE + 'CMD="python t.py | tee log"\n$CMD', "$CMD"), (ONE + "SHOW=\"tail -n1 | awk '{print 1}'\"\nsrun ./a | $SHOW", "$SHOW"),
