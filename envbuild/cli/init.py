@@ -15,10 +15,11 @@ import click
 from envbuild.atomic import exclusive, replace, staged
 from envbuild.cli.common import log, show
 from envbuild.cli.options import PATH, with_options
+from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 from envbuild.imports import read_source
-from envbuild.imports.compose import compose
 from envbuild.imports.draft import Draft, recipe_name
+from envbuild.imports.host_python import compose_here
 from envbuild.imports.statement import Statement
 from envbuild.kinds import ARTIFACTS
 from envbuild.recipe.accelerators import CUDA, ROCM
@@ -64,7 +65,7 @@ def init_command(
         raise UsageError(f"{name!r} is not the name of a recipe", f"choose for example {recipe_name(name)!r}")
     named = next((statement.text for statement in statements if statement.kind == "name"), "")
     name = name or recipe_name(named or sources[0].absolute().stem)
-    draft = compose(name, statements, groups, target)
+    draft = compose_here(name, statements, groups, target, load_environment())
     path = Path("recipes", name, "recipe.toml")
     draft.loaded(path)
     with contextlib.nullcontext() if dry_run else exclusive(path.parent, log):

@@ -59,12 +59,13 @@ _NO_TARGET = "of an accelerator for which envbuild has no target"
 
 
 def compose(
-    name: str, statements: Iterable[Statement], groups: Collection[str] = (), target: str | None = None
-) -> Draft:
+    name: str, statements: Iterable[Statement], groups: Collection[str] = (), target: str | None = None,
+    preferred: str = "",
+) -> Draft:  # fmt: skip
     """Return the recipe called `name` with `statements`.
 
     Those of extras, groups, features or categories are carried if `groups` names one; a name in `groups` that no
-    statement has is among the lost. The targets are `target`, or those of the accelerators and platforms in the
+    statement has is among the lost. The Python is `preferred` if the statements accept it. The targets are `target`, or those of the accelerators and platforms in the
     statements, else this host's with CPUs. Raises UsageError for a `target` that is none.
     """
     kept: dict[Statement, None] = {}
@@ -103,7 +104,7 @@ def compose(
             lose(statement, f"no target is for {tag}: choose with --target" if accelerator_of(tag) else _NO_TARGET)
         elif statement.kind == "channel" and not is_conda:
             lose(statement, "no conda package is in the sources")
-    python = _python(kept, lose)
+    python = _python(kept, lose, preferred)
     pins = _pins(kept, python, targets, lose)
     named, limits = _merged(kept, "requirement"), _merged(kept, "constraint")
     addresses = {one: pins.pop(one) for one, pin in list(pins.items()) if pin.url}
@@ -214,9 +215,9 @@ def _problem(statement: Statement, groups: set[str]) -> str | None:
     return problem
 
 
-def _python(kept: Collection[Statement], lose: Lose) -> str:
-    """Return the Python that all specifiers accept: the first of `_pythons`."""
-    accepted = _pythons()
+def _python(kept: Collection[Statement], lose: Lose, preferred: str) -> str:
+    """Return a Python that all specifiers accept: the `preferred` one, else the first of `pythons`."""
+    accepted = pythons()
     for statement in [one for one in kept if one.kind == "python" or re.match(r"python \d", one.text)]:
         try:
             wanted = SpecifierSet(re.sub(r"^python (\d+\.\d+).*", r"==\1.*", statement.text))
@@ -227,10 +228,10 @@ def _python(kept: Collection[Statement], lose: Lose) -> str:
         if not fitting:
             lose(statement, f"no Python of {PYTHONS[0]} to {PYTHONS[-1]} that the other sources accept too")
         accepted = fitting or accepted
-    return accepted[0]
+    return preferred if preferred in accepted else accepted[0]
 
 
-def _pythons() -> list[str]:
+def pythons() -> list[str]:
     """Return the Pythons, preferred ones first: of those that Debian has, and so images, then of the others."""
     packages = " ".join(name for suite in load_table("debian")["suites"].values() for name in suite["python"])
     usual = PYTHONS.index("3.11")
