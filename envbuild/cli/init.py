@@ -15,6 +15,7 @@ import click
 from envbuild.atomic import exclusive, replace, staged
 from envbuild.cli.common import log, show
 from envbuild.cli.options import PATH, with_options
+from envbuild.debian.defaults import suites_by_python
 from envbuild.environment import load_environment
 from envbuild.errors import UsageError
 from envbuild.imports import read_source
@@ -105,6 +106,12 @@ def _report(draft: Draft) -> Iterator[str]:
         yield (
             f"note: [project] path = {folder!r}: every artifact holds the package of that folder, and its requirements"
             " join the lock; for the dependencies alone, remove [project]"
+        )
+    python, debian = str(draft.data["python"]), suites_by_python()
+    if python not in debian and draft.data.get("environment") != "conda" and "base" not in draft.data.get("image", {}):
+        yield (
+            f"note: Debian has no Python {python} for images: `envbuild lock {draft.name} --wheels` locks all that"
+            f" `envbuild venv` needs; for images choose {' or '.join(debian)}, or a `base` in [image]"
         )
     packages = [one.text for one in draft.carried if one.kind in ("requirement", "pin", "conda", "conda-pin")]
     if not packages:

@@ -65,8 +65,9 @@ def compose(
     """Return the recipe called `name` with `statements`.
 
     Those of extras, groups, features or categories are carried if `groups` names one; a name in `groups` that no
-    statement has is among the lost. The Python is `preferred` if the statements accept it. The targets are `target`, or those of the accelerators and platforms in the
-    statements, else this host's with CPUs. Raises UsageError for a `target` that is none.
+    statement has is among the lost. The Python is `preferred` if the statements accept it. The targets are `target`, or
+    those of the accelerators and platforms in the statements, else this host's with CPUs. Raises UsageError for a
+    `target` that is none.
     """
     kept: dict[Statement, None] = {}
     gone: list[Statement] = []

@@ -29,9 +29,9 @@ def compose_here(
         return usual  # conda brings its Python
     for python in pythons():
         draft = compose(name, statements, groups, target, python)
-        if draft.data["python"] == python != usual.data["python"] and _is_here(python, environment):
-            if _has_wheels(draft.loaded(Path(name)), environment):
-                return draft
+        other = draft.data["python"] == python != usual.data["python"]
+        if other and _is_here(python, environment) and _has_wheels(draft.loaded(Path(name)), environment):
+            return draft
     return usual
 
 
@@ -51,15 +51,11 @@ def _has_wheels(loaded: LoadedRecipe, environment: Environment) -> bool:
         wanted = applicable((*recipe.requirements, *table.requirements), recipe.python, platform)
         wanted = {one: lines for one, lines in wanted.items() if not any(line.url for line in lines)}
         limits = applicable(recipe.constraints, recipe.python, platform)
-        offers = Offers(environment, reachable(table.indexes, environment, False)[0], False)
-        releases = offers.releases(wanted)
+        indexes, unreached = reachable(table.indexes, environment, False)
+        releases = Offers(environment, indexes, False).releases(wanted)
         for one, lines in wanted.items():
             found = allowed_releases(releases[one], [*lines, *limits.get(one, ())], recipe.python)
-            known = bool(releases[one])
-            if (
-                known
-                and one not in recipe.build
-                and not any(release.fits(recipe.python, platform) for release in found)
-            ):
+            unknown = not found and (unreached or not releases[one])
+            if not unknown and not any(release.fits(recipe.python, platform) for release in found):
                 return False
     return True

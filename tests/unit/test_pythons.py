@@ -10,14 +10,22 @@ import time
 from pathlib import Path
 
 import pytest
+from lab.wheels import make_wheel
 
 from envbuild import pythons
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import HostError
+from envbuild.imports.host_python import compose_here
+from envbuild.imports.statement import Statement
 from envbuild.pythons import HostPython, OfferedPython, choose_python, keep_python
 from envbuild.store.usage import choose, items, remove
 
 MACHINE = platform.machine()
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # uv finds the Python of .venv in the current folder
 
 
 def environment_of(folder: Path, site: str = "", **variables: str) -> Environment:
@@ -149,3 +157,27 @@ def test_prune_keeps_a_python_while_an_environment_links_to_it(tmp_path: Path) -
     assert {item.name for item in items(store) if item.needed} == {f"interpreters/{roots[0].name}"}
     (venv / "bin/python").unlink()
     assert prune() == {f"interpreters/{roots[0].name}"} and not any(root.exists() for root in roots)
+
+
+@pytest.mark.parametrize(
+    ("tag", "requires", "chosen"),
+    [
+        ("py3-none-any", ">=3.10", "3.13"),  # this host's
+        ("py3-none-any", ">=3.10,<3.13", "3.12"),  # the sources accept no Python of this host but this
+        ("cp311-cp311-linux_x86_64", ">=3.10", "3.11"),  # no wheel for a Python of this host
+        ("py3-none-any", "<3.12", "3.11"),
+    ],
+)
+def test_an_imported_recipe_has_a_python_of_this_host_with_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, requires: str, chosen: str
+) -> None:
+    monkeypatch.setattr(platform, "python_version", lambda: "0.0.0")
+    make_wheel(tmp_path / "wheels", "alpha", tag=tag)
+    environment = environment_of(tmp_path, PIP_FIND_LINKS=str(tmp_path / "wheels"), PIP_NO_INDEX="1")
+    for version in ("3.12.4", "3.13.1", "3.99.1"):
+        put_in_store(environment, version)
+    statements = [Statement("requirement", "alpha", "x"), Statement("python", requires, "x")]
+    draft = compose_here("small", statements, (), "cpu-x86_64", environment)
+    assert draft.data["python"] == chosen
+    (tmp_path / "store/interpreters").rename(tmp_path / "gone")
+    assert compose_here("small", statements, (), "cpu-x86_64", environment).data["python"] in ("3.11", "3.12")
