@@ -29,6 +29,10 @@ _OF_NODES = frozenset([
 # What a template is for.
 _TEMPLATE = re.compile(r"template[^/]*$|\.(?:tmpl|tpl|mako|j2|jinja2?)$")
 _OF_TEMPLATES = ("directive-variable", "placeholder")
+# Files of other languages. One with a scheduler's directives is a job script all the same.
+_OTHER_FILE = re.compile(r"\.(?:py|ipynb|toml|json|txt|md|log|out|err|c|cpp|cu)$")
+_JOB = re.compile(r"^(?:#!.*sh\b|#(?:SBATCH|PBS|BSUB|COBALT|OAR|PJM)\b|#\s*flux:)", re.MULTILINE)
+_EXPECTED = "give the script that sbatch, qsub, bsub, flux or kubectl gets"
 _IGNORED = "lint-job: ignore"
 _SHOWN = 500  # characters of a line, and of a value in a message
 
@@ -60,7 +64,7 @@ class Problem:
 def lint_file(path: Path) -> list[Problem]:
     """Return the problems of a script or manifest.
 
-    Raises UsageError for a file that cannot be read, is too large or is not text.
+    Raises UsageError for a file that cannot be read, is too large, is not text or is of another language.
     """
     try:
         if path.stat().st_size > _LARGEST:
@@ -69,8 +73,9 @@ def lint_file(path: Path) -> list[Problem]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        hint = "give the script that sbatch, qsub or kubectl gets"
-        raise UsageError(f"{path} is no text", hint) from None
+        raise UsageError(f"{path} is no text", _EXPECTED) from None
+    if _OTHER_FILE.search(path.name) and not _JOB.search(text):
+        raise UsageError(f"{path} is neither a shell script nor a manifest", _EXPECTED)
     return lint(text, str(path))
 
 

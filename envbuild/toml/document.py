@@ -108,13 +108,19 @@ def _syntax_error(path: Path, text: str, message: str) -> str:
     if found[2] is None:
         line, column = _line_column(text, len(text.rstrip("\n")))
         return f"{path}:{line}:{column}: {found[1]} at the end of the file"
-    comma = ""
-    if found[1].startswith(("Unclosed array", "Unclosed inline table")):
+    meant = ""
+    if found[1] == r"Illegal character '\n'":
+        meant = ": a quote is missing in this line"
+    elif found[1].startswith(("Unclosed array", "Unclosed inline table")):
         # tomllib stopped at a character that is neither a comma nor the end: mostly the next value.
         row = text.split("\n")[int(found[2]) - 1]
         value = re.compile(r""""[^"]*"|'[^']*'|[\w.+-]+|[{\[]""").match(row, int(found[3]) - 1)
-        comma = f"; is a comma missing before {value[0]}?" if value else ""
-    return f"{path}:{found[2]}:{found[3]}: {found[1]}{comma}"
+        end = "]" if "array" in found[1] else "}"
+        if value and found[3] == "1":
+            meant = f": {end} is missing before this line"
+        elif value:
+            meant = f"; is a comma missing before {value[0]}?"
+    return f"{path}:{found[2]}:{found[3]}: {found[1]}{meant}"
 
 
 def _line_column(text: str, offset: int) -> tuple[int, int]:
