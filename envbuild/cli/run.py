@@ -43,7 +43,13 @@ class _Run(click.Command):
         if start < len(args) and args[start] != "--" and not _is_script(args[start]):
             named, end = args[start], next_word(self, args, start + 1)
             own, start = [*own, *args[start + 1 : end]], end
-        rest = super().parse_args(ctx, own)
+        try:
+            rest = super().parse_args(ctx, own)
+        except click.NoSuchOption as error:
+            raise UsageError(
+                error.format_message(),
+                "a script's options stand behind it; put -- before a program: envbuild run RECIPE -- python -c …",
+            ) from None
         ctx.params |= {"named": named, "words": tuple(args[start:])}
         return rest
 
@@ -115,11 +121,21 @@ def run_command(
     if once and named is not None and os.path.isfile(named):  # any image, whoever made it
         _run_in_image(Path(named), program, binds, folder, variables, runtime)
     from envbuild.jobs.artifact import open_artifact  # nodes start every process of a job by the lines above
+    from envbuild.kinds.built import find_built
 
+    folders = load_site(os.environ).recipe_folders
     kinds = kinds_of("folder", "file")
-    opened = open_artifact(
-        named, kinds, target, unverified=unverified, locked=True, site_folders=load_site(os.environ).recipe_folders
-    )
+    if (
+        named
+        and shutil.which(named)
+        and not os.path.exists(named)
+        and find_built(named, kinds, target=target, prefer=True, site_folders=folders) is None
+    ):
+        raise UsageError(
+            f"{named} is a program, and neither an artifact nor a recipe",
+            f"put -- before it: envbuild run -- {named} …",
+        )
+    opened = open_artifact(named, kinds, target, unverified=unverified, locked=True, site_folders=folders)
     if opened.artifact.kind not in kinds:
         raise UsageError(
             f"{named} is an image in a registry",

@@ -15,6 +15,10 @@ from envbuild.cli.commands import cli
 from envbuild.errors import EnvbuildError, LockError, UsageError
 from envbuild.jobs.artifact import open_artifact
 from envbuild.kinds.built import check_lock, find_built
+from envbuild.lock.conda import CondaLock, CondaPackage
+from envbuild.lock.conda_format import part_of
+from envbuild.lock.conda_format import render as render_conda
+from envbuild.lock.conda_kind import conda_lock
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import default_recipe
@@ -164,6 +168,8 @@ def test_commands_take_a_recipe_for_its_artifact(project: Path) -> None:
     for words in ("push mine registry.invalid/x:1", "report mine", "verify mine", "run mine -- true"):
         done = CliRunner().invoke(cli, words.split())
         assert isinstance(done.exception, EnvbuildError) and f"build/mine/{HERE}/venv" in done.exception.message, words
+    done = CliRunner().invoke(cli, ["run", "sh", "script"])
+    assert isinstance(done.exception, UsageError) and done.exception.hint == "put -- before it: envbuild run -- sh …"
 
 
 def test_an_environment_of_another_lock_is_refused_with_the_command(project: Path) -> None:
@@ -234,6 +240,27 @@ def test_the_locks_of_all_pythons_of_a_target_count(project: Path) -> None:
         built(project / f"build/mine/{HERE}/venv", lock_digest=digest)
         assert open_artifact("mine", FOLDERS, None, unverified=True, locked=True).lock == digest
         shutil.rmtree(project / "build")
+
+
+def test_a_conda_environment_has_the_conda_lock(project: Path) -> None:
+    recipe = project / "recipes/mine/recipe.toml"
+    before = recipe.read_text()
+    recipe.write_text(before + "[conda]\ndependencies = ['zlib']\nchannels = ['https://c']\n")
+    kind = conda_lock(load_recipe(recipe), Target.parse(HERE))
+    package = CondaPackage("zlib", "1", "0", "noarch", "https://c/noarch/zlib-1-0.conda", "0" * 32, "0" * 64)
+    lock = CondaLock("mine", HERE, kind.digest, (package,), Lock("mine", HERE, "3.11", "x", kind.digest, ()))
+    (recipe.parent / kind.file).write_text(render_conda([part_of(lock, ["https://c"])]))
+    found = kind.inspect().lock
+    assert found is not None
+    place = built(project / f"build/mine/{HERE}/conda", lock_digest=found.digest, artifact="conda")
+    assert open_artifact("mine", FOLDERS, None, unverified=True, locked=True).artifact.kind == "conda"
+    (place / "envbuild.json").write_text(artifacts.state(recipe="mine", artifact="conda", lock_digest=lock_digest()))
+    with pytest.raises(LockError, match=r"was built before .*conda-lock.yml changed") as caught:
+        open_artifact("mine", FOLDERS, None, unverified=True, locked=True)
+    assert f"`envbuild conda mine --target {HERE}`" in (caught.value.hint or "")
+    recipe.write_text(before)
+    with pytest.raises(LockError, match="its recipe has none any more"):
+        open_artifact("mine", FOLDERS, None, unverified=True, locked=True)
 
 
 def test_a_target_that_the_recipe_has_no_more_is_refused(project: Path) -> None:

@@ -12,6 +12,7 @@ import click
 import pytest
 
 from envbuild.cli.commands import cli
+from envbuild.errors import UsageError
 from envbuild.verify.user_run import _Follower
 
 
@@ -76,9 +77,18 @@ def test_own_options_end_at_the_script_or_program(
     assert (found["named"], list(found["words"]), found["nodes"]) == (named, words, nodes)
 
 
-@pytest.mark.parametrize("line", ["--nodse 2 train.py", "pt_cpu --steps 2 train.py", "--nodes"])
-def test_an_option_that_is_none_is_refused(line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--nodse 2 train.py", "'--nodes'?"),
+        ("pt_cpu --steps 2 train.py", "No such option"),
+        ("python -c pass", "put -- before a program"),
+        ("--nodes", "requires an argument"),
+    ],
+)
+def test_an_option_that_is_none_is_refused(line: str, said: str) -> None:
     command = cli.get_command(click.Context(cli), "run")
     assert command is not None
-    with pytest.raises(click.UsageError):
+    with pytest.raises((UsageError, click.UsageError)) as caught:
         command.make_context("run", line.split())
+    assert said in f"{caught.value.message} {getattr(caught.value, 'hint', '')}"
