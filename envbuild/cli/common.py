@@ -69,8 +69,13 @@ def open_recipe(name: str | None, environment: Environment) -> LoadedRecipe:
     """Return the recipe with the name or path `name`, None for the default one."""
     folders = search_folders(environment.site.recipe_folders)
     loaded = load_recipe(default_recipe() if name is None else find_recipe(name, folders))
-    click.get_current_context().call_on_close(partial(remember, environment.store, loaded.recipe.name))
+    use_recipe(loaded, environment)
     return loaded
+
+
+def use_recipe(loaded: LoadedRecipe, environment: Environment) -> None:
+    """Note at the end of the command that the store's files for `loaded` were used now."""
+    click.get_current_context().call_on_close(partial(remember, environment.store, loaded.recipe.name))
 
 
 def open_target(loaded: LoadedRecipe, name: str | None, environment: Environment) -> Target:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from envbuild.cli import complete
-from envbuild.cli.common import check_out, hand_over, log, open_build, show, show_job, show_plan
+from envbuild.cli.common import (
+    check_out,
+    hand_over,
+    log,
+    open_recipe,
+    open_target,
+    run_environment,
+    show,
+    show_job,
+    show_plan,
+    use_recipe,
+)
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.cli.report import reported
 from envbuild.environment import Environment, own_command
@@ -34,6 +46,11 @@ def _prefix_option(kind: str) -> Decorator:
 
 def _folder_options(*own: Decorator) -> Decorator:
     return build_options(
+        click.option(
+            "--from", "sources", multiple=True, type=PATH, metavar="PATH",
+            help="Make RECIPE of what `envbuild init` reads, such as requirements.txt, or take what changed there "
+            "into it. RECIPE is then a name; default: the project's, else its folder's. Repeatable.",
+        ),
         "target", *own,
         click.option(
             "--job", is_flag=True,
@@ -60,21 +77,23 @@ def _folder_options(*own: Decorator) -> Decorator:
     click.option("--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version."),
     click.option("--editable", is_flag=True, help="Refer to the folder of [project] instead of copying its files."),
 )  # fmt: skip
-def venv_command(recipe: str | None, options: BuildOptions) -> None:
+def venv_command(recipe: str | None, sources: Sequence[Path], options: BuildOptions) -> None:
     """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
 
-    The environment appears in its place only when it is whole and passed; until then an older one stays there. The last
-    line of standard output is its path.
+    With --from, RECIPE need not exist: envbuild writes it to ./recipes, and says what it does not carry, before it
+    builds. The environment appears in its place only when it is whole and passed; until then an older one stays there.
+    The last line of standard output is its path.
 
     \b
     Examples:
+      envbuild venv --from requirements.txt
       envbuild venv pt_cpu
       envbuild venv pt_cpu --out /scratch/envs/pt_cpu --locked --faults
       envbuild venv pt_cpu --job --site slurm-modules --dry-run
       envbuild venv gh200_cu126 --target cu126-aarch64 --job --site pbs-gh200 --bundle bundle --submit
       source build/pt_cpu/cpu-x86_64/venv/bin/activate
     """
-    _build("venv", recipe, options)
+    _build("venv", recipe, sources, options)
 
 
 @click.command("conda")
@@ -86,7 +105,7 @@ def venv_command(recipe: str | None, options: BuildOptions) -> None:
         help="Put it where `conda activate NAME` finds it (CONDA_ENVS_DIRS, conda's envs, ~/.conda/envs).",
     ),
 )  # fmt: skip
-def conda_command(recipe: str | None, name: str | None, options: BuildOptions) -> None:
+def conda_command(recipe: str | None, sources: Sequence[Path], name: str | None, options: BuildOptions) -> None:
     """Build the conda environment of RECIPE from its lock and prove it by distributed training.
 
     It needs no conda: packages are taken from the recipe's channels (or the site's mirrors of them), checked by sha256
@@ -95,6 +114,7 @@ def conda_command(recipe: str | None, name: str | None, options: BuildOptions) -
 
     \b
     Examples:
+      envbuild conda --from environment.yml
       envbuild conda pt_cpu
       envbuild conda pt_cpu --name pt_cpu --locked && conda activate pt_cpu
       envbuild conda pt_cpu --prefix /fsx/envs/pt_cpu --faults
@@ -103,10 +123,30 @@ def conda_command(recipe: str | None, name: str | None, options: BuildOptions) -
     """
     if name is not None and (options.prefix or (options.out and not options.job)):
         raise UsageError("--name and --prefix both say where to build", "give one of them")
-    _build("conda", recipe, options, name)
+    _build("conda", recipe, sources, options, name)
 
 
-def _build(kind_name: str, recipe: str | None, options: BuildOptions, conda_name: str | None = None) -> None:
+def _open(recipe: str | None, sources: Sequence[Path], options: BuildOptions) -> tuple[Environment, LoadedRecipe]:
+    """Return the environment of this process and the recipe; of `sources`, it is written, unless in a dry run."""
+    environment = run_environment()
+    if not sources:
+        return environment, open_recipe(recipe, environment)
+    from envbuild.cli.init import report_import
+    from envbuild.imports.origin import imported_recipe
+
+    made = imported_recipe(recipe, sources, options.target, environment)
+    for line in report_import(made):
+        log(line)
+    if not options.dry_run:
+        made.write()
+        log(f"recipe: {made.path}, from {', '.join(map(str, made.origin.sources))}")
+    use_recipe(made.loaded, environment)
+    return environment, made.loaded
+
+
+def _build(
+    kind_name: str, recipe: str | None, sources: Sequence[Path], options: BuildOptions, conda_name: str | None = None
+) -> None:
     """Build the environment, on this host or in a job, and print its path."""
     from envbuild.artifacts.state import check_place
     from envbuild.cli.summary import summarise
@@ -114,7 +154,8 @@ def _build(kind_name: str, recipe: str | None, options: BuildOptions, conda_name
     from envbuild.site.conda_envs import named_prefix
     from envbuild.verify.static_checks import check_torch
 
-    environment, loaded, target = open_build(recipe, options.target)
+    environment, loaded = _open(recipe, sources, options)
+    target = open_target(loaded, options.target, environment)
     if not options.job:  # for a job, nodes may see folders that this host does not
         if options.prefix and options.out:
             raise UsageError("--out and --prefix both say where to build", "give one of them")

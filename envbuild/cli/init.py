@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import sys
@@ -12,18 +11,16 @@ from pathlib import Path
 
 import click
 
-from envbuild.atomic import exclusive, replace, staged
-from envbuild.cli.common import log, show
+from envbuild.cli.common import log, open_recipe, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.debian.defaults import suites_by_python
-from envbuild.environment import load_environment
 from envbuild.errors import UsageError
-from envbuild.imports import read_source
-from envbuild.imports.draft import Draft, recipe_name
-from envbuild.imports.host_python import compose_here
+from envbuild.imports.draft import recipe_name
+from envbuild.imports.origin import ImportedRecipe, Origin, new_recipe, read_sources, updated_recipe
 from envbuild.imports.statement import Statement
 from envbuild.kinds import ARTIFACTS
 from envbuild.recipe.accelerators import CUDA, ROCM
+from envbuild.recipe.find import command_word, only_recipe
 from envbuild.recipe.targets import Target, host_arch
 
 _SHOWN = 3
@@ -34,61 +31,67 @@ _SHOWN = 3
 @with_options(
     click.option("--from", "sources", multiple=True, type=PATH, metavar="PATH",
                  help="A file, a project's folder, or an environment. Repeatable."),
+    click.option("--update", is_flag=True, help="Take what changed in the sources into the recipe, and show it."),
     click.option("--extra", "groups", multiple=True, metavar="NAME",
                  help="Carry this extra, dependency group, feature or category too. Repeatable."),
     "target", "dry-run", "json",
 )  # fmt: skip
 def init_command(
-    name: str | None, sources: Sequence[Path], groups: Sequence[str], target: str | None, dry_run: bool, as_json: bool
-) -> None:
+    name: str | None, sources: Sequence[Path], update: bool, groups: Sequence[str], target: str | None, dry_run: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Write recipes/NAME/recipe.toml from the files that a project has; without --from, ask for the packages.
 
     Reads requirements.txt, pyproject.toml, uv.lock, pylock.toml, poetry.lock, Pipfile.lock, environment.yml,
     conda-lock.yml, pixi.toml, pixi.lock, Dockerfiles, venvs and conda environments. The versions of locks become
     constraints. Each statement that the recipe does not have is listed with its place and the reason.
 
+    With --update, an existing recipe takes what changed in its sources since, and keeps what you edited. A value that
+    both changed stays as you have it, and is listed.
+
     \b
     Examples:
       envbuild init --from requirements.txt
       envbuild init my_train --from pyproject.toml --from uv.lock --extra gpu
       envbuild init --from environment.yml --dry-run
+      envbuild init --update
     """
     artifact = ""
-    if sources:
-        statements = [statement for path in sources for statement in read_source(path, groups)]
+    environment = run_environment()
+    if update:
+        loaded = open_recipe(name or only_recipe(), environment)
+        made = updated_recipe(loaded, sources, groups, target)
+    elif sources:
+        origin = Origin(tuple(sources), tuple(groups), target)
+        made = new_recipe(name, read_sources(origin), origin, environment)
     elif sys.stdin.isatty():
         name, target, artifact, statements = _dialogue(name, target)
+        made = new_recipe(name, statements, Origin((), (), target), environment)
     else:
         raise UsageError(
             "no source, and no terminal to ask on", "name the files: envbuild init --from requirements.txt"
         )
-    if name is not None and recipe_name(name) != name:
-        raise UsageError(f"{name!r} is not the name of a recipe", f"choose for example {recipe_name(name)!r}")
-    named = next((statement.text for statement in statements if statement.kind == "name"), "")
-    name = name or recipe_name(named or sources[0].absolute().stem)
-    draft = compose_here(name, statements, groups, target, load_environment())
-    path = Path("recipes", name, "recipe.toml")
-    draft.loaded(path)
-    with contextlib.nullcontext() if dry_run else exclusive(path.parent, log):
-        if os.path.lexists(path.parent):
-            raise UsageError(f"{path.parent} exists already", "choose another name: envbuild init NAME --from …")
-        if not dry_run:
-            with staged(path.parent) as folder:
-                (folder / path.name).write_text(draft.text, encoding="utf-8")
-                replace(folder, path.parent)
-    artifact = artifact or str(draft.data.get("environment", "venv"))
-    following = [f"envbuild show {name}", f"envbuild lock {name}", f"envbuild {artifact} {name}"]
+    if not dry_run:
+        made.write()
+    draft, word = made.draft, command_word(made.loaded)
+    artifact = artifact or made.loaded.recipe.environment
+    following = [f"envbuild show {word}", f"envbuild lock {word}", f"envbuild {artifact} {word}"]
     left = [{"place": one.place, "text": one.text, "reason": one.reason} for one in draft.lost]
     carried = [asdict(one) for one in draft.carried]
-    about = {"path": str(path), "recipe": draft.text, "next": following, "carried": carried, "not_carried": left}
+    about = {"path": str(made.path), "recipe": made.text, "next": following, "carried": carried, "not_carried": left}
     if draft.warning:
         about["warning"] = draft.warning
-    for line in [] if as_json else [*_report(draft), f"next: {' · '.join(following)}"]:
+    if update:
+        about |= {"diff": made.diff, "conflicts": list(made.conflicts)}
+    for line in [] if as_json else [*report_import(made), f"next: {' · '.join(following)}"]:
         log(line)
-    show(as_json, about, *([draft.text] if dry_run else []), path)
+    shown = [] if not dry_run else made.diff if update else [made.text]
+    show(as_json, about, *shown, made.path)
 
 
-def _report(draft: Draft) -> Iterator[str]:
+def report_import(made: ImportedRecipe) -> Iterator[str]:
+    """Yield what an import did, a line each: the statements that were carried and those that were not, the changes."""
+    draft = made.draft
     count = f"{len(draft.carried)} statement{'s' * (len(draft.carried) != 1)}"
     yield f"carried: {count} into {', '.join(draft.data['targets'])}"
     reasons: dict[str, list[Statement]] = {}
@@ -101,6 +104,8 @@ def _report(draft: Draft) -> Iterator[str]:
         yield from (f"    {one.place}: {one.text}" for one in statements[:_SHOWN])
         if len(statements) > _SHOWN:
             yield f"    and {len(statements) - _SHOWN} more; --json lists all"
+    if made.before is not None:
+        yield from _changes(made)
     if "project" in draft.data:
         folder = draft.data["project"]["path"]
         yield (
@@ -123,6 +128,14 @@ def _report(draft: Draft) -> Iterator[str]:
         )
     if draft.warning:
         yield f"warning: {draft.warning}"
+
+
+def _changes(made: ImportedRecipe) -> Iterator[str]:
+    if not made.changed:
+        yield f"{made.path}: nothing changed"
+    yield from made.diff
+    for conflict in made.conflicts:
+        yield f"kept as you edited it: {conflict}"
 
 
 def _dialogue(name: str | None, target: str | None) -> tuple[str, str, str, list[Statement]]:

@@ -55,20 +55,22 @@ _CONVERTED = {
 }
 # Of the many YAML and text files of a project's folder, those with the usual names.
 _IN_FOLDER = re.compile(r"(?!.*\.ya?ml|.*\.(txt|in)).*|environment\.ya?ml|(.*\.)?conda-lock\.ya?ml|requirements\.txt")
+# The folder of a new recipe.
+_RECIPE = Path("recipes", "NAME")
 
 
-def read_source(path: Path, groups: Collection[str] = ()) -> Iterator[Statement]:
-    """Yield the statements of a file, an environment, or the files of a project's folder. Raises UsageError.
+def read_source(path: Path, groups: Collection[str] = (), recipe: Path = _RECIPE) -> Iterator[Statement]:
+    """Yield the statements of a file, an environment, or the files of a project's folder, for the folder `recipe`.
 
     `groups` are the extras and groups that will be carried. A lock needs them, because its pins depend on them; other
-    readers yield the statements of all groups.
+    readers yield the statements of all groups. Raises UsageError.
     """
     if not path.exists():
         raise UsageError(f"{path}: no such file or folder", "name an existing one with --from")
     if is_environment(path):
         yield from read_installed(path)
     elif path.is_dir():
-        yield from _read_folder(path, groups)
+        yield from _read_folder(path, groups, recipe)
     elif not _format(path.name):
         known = f"known: {', '.join(FORMATS)}"
         raise UsageError(f"{path}: not a file of a known format", _hint(path.name) or known)
@@ -81,7 +83,7 @@ def _read_file(path: Path, groups: Collection[str]) -> Iterator[Statement]:
     yield from reader(path, groups) if reader is read_toml_lock else reader(path)
 
 
-def _read_folder(path: Path, groups: Collection[str]) -> Iterator[Statement]:
+def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[Statement]:
     """Yield the statements of the files with usual names, and name the files that another tool has to convert."""
     present = sorted(one.name for one in path.iterdir())
     names = [name for name in present if _format(name) and _IN_FOLDER.fullmatch(name)]
@@ -96,8 +98,7 @@ def _read_folder(path: Path, groups: Collection[str]) -> Iterator[Statement]:
         if re.search(holds, text, re.MULTILINE):
             yield lost(name, str(path / name), _hint(name))
     if "pyproject.toml" in names and builds_package(path / "pyproject.toml"):
-        # Recipes are in recipes/NAME below the working folder.
-        yield Statement("project", os.path.relpath(path, Path("recipes", "NAME")), str(path / "pyproject.toml"))
+        yield Statement("project", os.path.relpath(path, recipe), str(path / "pyproject.toml"))
 
 
 def _hint(name: str) -> str:

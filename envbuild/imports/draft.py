@@ -13,7 +13,7 @@ from envbuild.errors import RecipeError
 from envbuild.imports.statement import Statement
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.model import NAME_PATTERN
-from envbuild.toml import Document, parse_toml, toml_key, toml_value
+from envbuild.toml import Document, parse_toml, table_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Draft:
     def text(self) -> str:
         """The recipe file."""
         comment = textwrap.fill(self.warning, 100, initial_indent="# ", subsequent_indent="# ")
-        return (f"{comment}\n" if comment else "") + _toml(self.data, ())
+        return (f"{comment}\n" if comment else "") + table_text(self.data)
 
     def loaded(self, path: Path) -> LoadedRecipe:
         """Return the recipe as it will be read from `path`. Raises RecipeError when it cannot be read."""
@@ -48,18 +48,3 @@ def recipe_name(text: str) -> str:
     """Return `text` as the name of a recipe."""
     name = re.sub(r"[^a-z0-9_.-]+", "_", text.lower()).strip("_.-")
     return name if re.fullmatch(NAME_PATTERN, name) else "environment"
-
-
-def _toml(value: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    """Return a table and the tables in it as TOML."""
-    only_tables = value and all(isinstance(one, dict) for one in value.values())
-    lines = [f"\n[{'.'.join(map(toml_key, keys))}]"] if keys and not only_tables else []
-    for key, one in value.items():
-        if isinstance(one, list):
-            short = toml_value(one)
-            long = "[\n" + "".join(f"  {toml_value(text)},\n" for text in one) + "]"
-            lines.append(f"{key} = {short if len(short) < 80 else long}")
-        elif not isinstance(one, dict):
-            lines.append(f"{toml_key(key)} = {toml_value(one)}")
-    inner = [_toml(one, (*keys, key)) for key, one in value.items() if isinstance(one, dict)]
-    return "".join(f"{line}\n" for line in lines) + "".join(inner)

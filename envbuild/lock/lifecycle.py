@@ -247,6 +247,6 @@ def lock_folders(recipe: LoadedRecipe, target: Target) -> list[Path]:
     # Recipes inside an installed wheel belong to the installer, even if the file system permits writes.
     installed = shipped_folder().resolve()  # lib64 may be a link to lib
     bundled = installed.parent.name == "_bundled" and installed in recipe.path.resolve().parents
-    if os.access(recipe.folder, os.W_OK) and not bundled:
+    if (os.access(recipe.folder, os.W_OK) or not recipe.folder.exists()) and not bundled:
         return [recipe.folder]
     return [recipe.folder, build_folder() / recipe.recipe.name / target.name]

@@ -20,9 +20,9 @@ from __future__ import annotations
 from envbuild.toml.decode import Problem, closest, decode, json_schema, nearest
 from envbuild.toml.document import Document, Keys, list_at, parse_toml, read, table_at, value_at
 from envbuild.toml.keys import form, key, required
-from envbuild.toml.write import toml_key, toml_pairs, toml_value
+from envbuild.toml.write import table_text, toml_key, toml_pairs, toml_value
 
 __all__ = [
     "Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "list_at", "nearest",
-    "parse_toml", "read", "required", "table_at", "toml_key", "toml_pairs", "toml_value", "value_at",
+    "parse_toml", "read", "required", "table_at", "table_text", "toml_key", "toml_pairs", "toml_value", "value_at",
 ]  # fmt: skip

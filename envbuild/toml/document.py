@@ -131,13 +131,16 @@ class Scanner:
     """Scanner for the offset of every key and array element in a text that tomllib has accepted.
 
     tomllib does not report the positions of values, and no TOML package on PyPI does. The text is known to be
-    valid, so only tokens and nesting need to be recognized.
+    valid, so only tokens and nesting need to be recognized. `headers` are the offsets of the tables' headers; `ends`
+    has the end of the value of each key, and that of the last value, else the header, of each table.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.at = 0
+        self.at = self.end = 0
         self.offsets: dict[Keys, int] = {}
+        self.headers: dict[Keys, int] = {}
+        self.ends: dict[Keys, int] = {}
         self.last: dict[Keys, int] = {}  # array of tables -> index of its newest element
         table: Keys = ()
         self.take("")
@@ -160,6 +163,8 @@ class Scanner:
         if not self.text.startswith(token, self.at):
             return False
         self.at += len(token)
+        if token:
+            self.end = self.at
         self.match(_BLANK)
         return True
 
@@ -175,12 +180,14 @@ class Scanner:
             self.take("[")
             table = self.dotted(())
             self.take("]")
+        self.headers[table], self.ends[table] = start, self.end
         return table
 
     def pair(self, table: Keys) -> None:
         keys = self.dotted(table)
         self.take("=")
         self.value(keys)
+        self.ends[keys] = self.ends[table] = self.end
 
     def dotted(self, base: Keys) -> Keys:
         while True:
@@ -206,4 +213,5 @@ class Scanner:
                 self.take(",")
         else:
             self.match(_SCALAR)
+            self.end = self.at
             self.take("")

@@ -83,7 +83,17 @@ def test_the_name_is_that_of_the_project(folder: Path) -> None:
     (folder / "pyproject.toml").write_text('[project]\nname = "My.Train"\ndependencies = ["tqdm"]\n')
     done = run("--from", "pyproject.toml")
     assert done.stdout == "recipes/my.train/recipe.toml\n" and "torch is in no source" in done.stderr
-    assert run("--from", "requirements.txt").stdout == "recipes/requirements/recipe.toml\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"), [("requirements.txt", "my_train"), ("deps/gpu.txt", "my_train"), ("../other/a.txt", "other")]
+)
+def test_else_it_is_that_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, name: str) -> None:
+    (top := tmp_path / "My Train").mkdir()
+    (top / source).parent.mkdir(exist_ok=True)
+    (top / source).write_text("torch\n")
+    monkeypatch.chdir(top)
+    assert run("--from", source, "--dry-run").stdout.endswith(f"recipes/{name}/recipe.toml\n")
 
 
 def test_without_a_source_it_asks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

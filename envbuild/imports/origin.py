@@ -1,0 +1,232 @@
+"""The recipe of a project's files: made once, and brought up to date when the files have changed.
+
+`imported.toml` beside the recipe keeps the sources, and the recipe that they gave. The next import compares three
+recipes: that one, the one that the sources give now, and the recipe with the user's own edits.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from envbuild import atomic
+from envbuild.environment import Environment
+from envbuild.errors import RecipeError, UsageError
+from envbuild.imports import read_source
+from envbuild.imports.compose import compose
+from envbuild.imports.draft import Draft, recipe_name
+from envbuild.imports.host_python import compose_here
+from envbuild.imports.merge import merge
+from envbuild.imports.statement import Statement
+from envbuild.progress import log
+from envbuild.recipe.find import FILE_NAME, command_word
+from envbuild.recipe.load import LoadedRecipe, decode_recipe, load_recipe
+from envbuild.toml import Document, list_at, parse_toml, read, table_at, table_text
+from envbuild.toml.edit import rewrite
+
+ORIGIN = "imported.toml"
+_HEAD = """\
+# Written by `envbuild init`: the sources of this recipe, and the recipe that they gave. Keep it with the recipe:
+# `envbuild init --update` tells by it what changed in the sources, and what you changed.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The sources of a recipe, with the extras and the target that were chosen, and the `recipe` that they gave."""
+
+    sources: tuple[Path, ...]
+    groups: tuple[str, ...] = ()
+    target: str | None = None
+    recipe: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, folder: Path) -> Origin | None:
+        """Return that of the recipe in `folder`, None without one. Raises RecipeError for a damaged file."""
+        if not os.path.lexists(folder / ORIGIN):
+            return None
+        data = read(folder / ORIGIN).data
+        sources, groups, target = list_at(data, "from"), list_at(data, "extras"), data.get("target")
+        if not sources or not all(isinstance(one, str) for one in (*sources, *groups, target or "")):
+            raise RecipeError(
+                f"{folder / ORIGIN}: `from` names no sources",
+                "take it back from version control, or name the sources: envbuild init NAME --update --from FILE",
+            )
+        places = tuple(Path(os.path.relpath(folder / one)) for one in sources)
+        return cls(places, tuple(groups), target, table_at(data, "recipe"))
+
+    def text(self, folder: Path) -> str:
+        """Return the file for the recipe in `folder`, to which paths in the project are relative."""
+        project = folder.absolute().parent.parent
+        names = [
+            os.path.relpath(one, folder) if one.absolute().is_relative_to(project) else str(one.absolute())
+            for one in self.sources
+        ]
+        data: dict[str, Any] = {"from": names} | ({"extras": list(self.groups)} if self.groups else {})
+        data |= {"target": self.target} if self.target else {}
+        return _HEAD + table_text({**data, "recipe": self.recipe})
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedRecipe:
+    """A recipe that sources gave, at `path`: its `draft`, and as it will be read.
+
+    `before` is the text that it replaces, None for a new recipe. `conflicts` are changes of the sources that the recipe
+    does not get, as the user has changed the same.
+    """
+
+    path: Path
+    draft: Draft
+    loaded: LoadedRecipe
+    origin: Origin
+    before: str | None = None
+    conflicts: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        return self.loaded.document.text
+
+    @property
+    def changed(self) -> bool:
+        return self.text != self.before
+
+    @property
+    def diff(self) -> list[str]:
+        """The lines of the difference between the recipe before and now; of a new recipe, there are none."""
+        if self.before is None:
+            return []
+        old, new = self.before.splitlines(), self.text.splitlines()
+        return list(difflib.unified_diff(old, new, str(self.path), str(self.path), n=1, lineterm=""))
+
+    def write(self) -> None:
+        """Write the recipe and its origin atomically, unless both are as they were. Raises UsageError, BuildError."""
+        folder = self.path.parent
+        text = self.origin.text(folder)
+        with atomic.exclusive(folder, log):
+            if self.before is None:
+                _refuse_existing(folder)
+                with atomic.staged(folder) as staged:
+                    (staged / FILE_NAME).write_text(self.text, encoding="utf-8")
+                    if self.origin.sources:
+                        (staged / ORIGIN).write_text(text, encoding="utf-8")
+                    atomic.replace(staged, folder)
+                return
+            with atomic.writing(folder):
+                if self.changed:
+                    rewrite(self.path, self.before, self.text)
+                place = folder / ORIGIN
+                if not place.is_file() or place.read_text(encoding="utf-8") != text:
+                    atomic.write_beside(place, text)
+
+
+def new_recipe(
+    name: str | None, statements: Sequence[Statement], origin: Origin, environment: Environment
+) -> ImportedRecipe:
+    """Return the recipe called `name` (None: as the project or its folder) of the `statements` of `origin`."""
+    name = checked_name(name, statements, origin.sources)
+    path = Path("recipes", name, FILE_NAME)
+    draft = compose_here(name, statements, origin.groups, origin.target, environment)
+    loaded = draft.loaded(path)
+    _refuse_existing(path.parent)
+    return ImportedRecipe(path, draft, loaded, replace(origin, recipe=dict(draft.data)))
+
+
+def updated_recipe(
+    loaded: LoadedRecipe, sources: Sequence[Path] = (), groups: Collection[str] = (), target: str | None = None
+) -> ImportedRecipe:
+    """Return the recipe with the changes of its sources; those that are given replace the ones of its origin.
+
+    Raises UsageError for a recipe without an origin, unless there are `sources`.
+    """
+    known = Origin.read(loaded.folder) if not sources or (loaded.folder / ORIGIN).exists() else None
+    if known is None and not sources:
+        raise UsageError(
+            f"{loaded.path} does not tell its sources: there is no {ORIGIN} beside it",
+            f"name them once: envbuild init {command_word(loaded)} --update --from requirements.txt",
+        )
+    origin = known or Origin(tuple(sources))
+    origin = replace(
+        origin, sources=tuple(sources) or origin.sources, groups=tuple(groups) or origin.groups,
+        target=target or origin.target,
+    )  # fmt: skip
+    statements = read_sources(origin, loaded.folder)
+    # Another host may prefer another Python.
+    draft = compose(loaded.recipe.name, statements, origin.groups, origin.target, loaded.recipe.python)
+    before = loaded.document.text
+    try:
+        text, conflicts = merge(before, known.recipe if known else {}, dict(draft.data))
+        after = decode_recipe(Document(loaded.path, text, parse_toml(text)))
+    except ValueError as error:
+        raise RecipeError(
+            f"{loaded.path}: the changes of its sources cannot be written: {error}",
+            "edit it by hand; `envbuild init NAME --from … --dry-run` prints the recipe that the sources give now",
+        ) from None
+    origin = replace(origin, recipe=dict(draft.data))
+    return ImportedRecipe(loaded.path, draft, after, origin, before, tuple(conflicts))
+
+
+def imported_recipe(
+    name: str | None, sources: Sequence[Path], target: str | None, environment: Environment
+) -> ImportedRecipe:
+    """Return the recipe of `sources`: a new one, or the existing one with what changed in them.
+
+    Raises UsageError for an existing recipe of other sources.
+    """
+    origin = Origin(tuple(sources), target=target)
+    statements = read_sources(origin)
+    name = checked_name(name, statements, sources)
+    path = Path("recipes", name, FILE_NAME)
+    if not path.is_file():
+        return new_recipe(name, statements, origin, environment)
+    loaded = load_recipe(path)
+    known = Origin.read(path.parent)
+    if known is None or _resolved(known.sources) != _resolved(sources):
+        given = ", ".join(map(str, sources))
+        made = f"from {', '.join(map(str, known.sources))}" if known else "by hand"
+        words = " ".join(f"--from {one}" for one in sources)
+        raise UsageError(
+            f"the recipe {path} was made {made}, not from {given}",
+            f"choose another name for the new recipe: envbuild venv NAME {words}; or build this one, without --from; "
+            f"or let it take these files from now on: envbuild init {name} --update {words}",
+        )
+    return updated_recipe(loaded)
+
+
+def read_sources(origin: Origin, folder: Path = Path("recipes", "NAME")) -> list[Statement]:
+    """Return the statements of all sources, for a recipe in `folder`. Raises UsageError."""
+    return [one for path in origin.sources for one in read_source(path, origin.groups, folder)]
+
+
+def checked_name(name: str | None, statements: Sequence[Statement], sources: Sequence[Path]) -> str:
+    """Return the name of the recipe: `name`, else the project's own, else that of its folder. Raises UsageError."""
+    if name is None:
+        named = next((one.text for one in statements if one.kind == "name"), "")
+        return recipe_name(named or _folder(sources[0]).name)
+    if recipe_name(name) != name:
+        raise UsageError(f"{name!r} is not the name of a recipe", f"choose for example {recipe_name(name)!r}")
+    return name
+
+
+def _folder(source: Path) -> Path:
+    """Return the folder of the project: the current one if it has the source, else the source's own."""
+    path, here = source.absolute(), Path.cwd()
+    if path.is_relative_to(here):
+        return here
+    return path if path.is_dir() else path.parent
+
+
+def _resolved(sources: Sequence[Path]) -> set[str]:
+    return {os.path.realpath(one) for one in sources}
+
+
+def _refuse_existing(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise UsageError(
+            f"{folder} exists already",
+            f"to take changes of the sources into it: envbuild init {folder.name} --update; else choose another name: "
+            "envbuild init NAME --from …",
+        )
