@@ -33,7 +33,7 @@ from envbuild.progress import step
     help="dockerfile: `docker build` of Dockerfile.cpu or Dockerfile.gpu with the locked requirements.",
 )  # fmt: skip
 @click.option("--base", metavar="IMAGE", help="For --builder dockerfile: the image to build on, with Python and venv.")
-@build_options("no-verify", "faults", "no-bytecode", "dry-run", "locked", "offline", "report", "json")
+@build_options("verify", "no-verify", "faults", "no-bytecode", "dry-run", "locked", "offline", "report", "json")
 def docker_command(
     recipe: str | None,
     targets: Names,
@@ -70,6 +70,8 @@ def docker_command(
     check_out(place.path if place else None)
     if push and tag is None:
         raise UsageError("--push needs --tag", "--tag REGISTRY/NAME:TAG")
+    if push and options.verify == "quick":
+        raise UsageError("--push needs a full verification", "leave --verify quick out, or --push")
     if form != "oci" and not push:
         raise UsageError(f"--format {form} is for --push", "add --tag REGISTRY/NAME:TAG --push, or leave it out")
     environment = run_environment()
@@ -85,7 +87,7 @@ def docker_command(
     with step(f"planning the image of {loaded.recipe.name}", told=True):
         use = options.lock_use
         prepared = [prepare(loaded, target, environment, bytecode=not options.no_bytecode, **use) for target in wanted]
-    wish = ImageOptions(name, place, push, verify=verify, faults=options.faults, form=form)
+    wish = ImageOptions(name, place, push, verify=verify, asked=options.asked, form=form)
     for one in prepared:
         check_torch(loaded, one.plan, verify=verify)
     if not options.dry_run:

@@ -64,7 +64,7 @@ def _folder_options(*own: Decorator) -> Decorator:
         ),
         click.option("--submit", is_flag=True, help="Hand the job to sbatch or qsub."),
         click.option("--script", type=PATH, hidden=True, help="As --out, with --job."),
-        "no-verify", "faults", "exact",
+        "verify", "no-verify", "faults", "exact",
         click.option("--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."),
         "dry-run", "locked", "offline", "report", "json",
     )  # fmt: skip
@@ -183,7 +183,7 @@ def _build(
     with reported(options.report, [path], environment), step(f"building {what} for {target.name}", told=True):
         result = make_environment(
             kind, plan, trainer, environment, path, offline=options.offline, python=options.python,
-            verify=not options.no_verify, faults=options.faults, exact=options.exact,
+            verify=not options.no_verify, asked=options.asked, exact=options.exact,
         )  # fmt: skip
     if not result.built and not result.verified:
         log(f"{path}: nothing changed ({result.seconds:.2f} s)")
@@ -236,6 +236,7 @@ def _build_by_job(
         tools=tools_python(loaded) if bundle else "",
         options=(
             *(("--python", options.python) if options.python else ()),
+            *(("--verify", options.verify) if options.verify != "full" else ()),
             *(option for option, wanted in flags.items() if wanted),
         ),
     )

@@ -23,7 +23,7 @@ def _image_options(*own: Decorator) -> Decorator:
             "--compression", default="zstd", show_default=True, metavar="NAME[:LEVEL]",
             help="zstd, gzip, lz4 or xz. gzip for kernels without zstd in squashfs.",
         ),
-        "no-verify", "faults", "runtime", "no-bytecode", "dry-run", "locked", "offline", "report", "json",
+        "verify", "no-verify", "faults", "runtime", "no-bytecode", "dry-run", "locked", "offline", "report", "json",
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
 
     def wish(default: Callable[[str], OutputFile]) -> ImageFileOptions:
         files = tuple(OutputFile(kind, options.out) if options.out else default(kind) for kind in kinds)
-        return ImageFileOptions(files, codec, verify, options.faults, options.runtime, options.engine)
+        return ImageFileOptions(files, codec, verify, options.asked, options.runtime, options.engine)
 
     if options.source is not None:
         image = parse_source(options.source)

@@ -20,7 +20,7 @@ from envbuild.imports.origin import ImportedRecipe, Origin, new_recipe, read_sou
 from envbuild.imports.statement import Statement
 from envbuild.kinds import ARTIFACTS
 from envbuild.recipe.accelerators import CUDA, ROCM
-from envbuild.recipe.find import command_word, only_recipe
+from envbuild.recipe.find import command_word
 from envbuild.recipe.targets import Target, host_arch
 
 _SHOWN = 3
@@ -59,7 +59,7 @@ def init_command(
     artifact = ""
     environment = run_environment()
     if update:
-        loaded = open_recipe(name or only_recipe(), environment)
+        loaded = open_recipe(name, environment)
         made = updated_recipe(loaded, sources, groups, target)
     elif sources:
         origin = Origin(tuple(sources), tuple(groups), target)

@@ -116,11 +116,12 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
       envbuild job pt_cpu --site slurm-modules --nodes 64 --exclude-slow --submit
     """
-    from envbuild.jobs.artifact import check_trust, open_artifact
+    from envbuild.jobs.artifact import check_trust, full_hint, open_artifact
     from envbuild.jobs.here import no_scheduler_error
     from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
     from envbuild.jobs.plan_checks import check_gpus, possible_faults
     from envbuild.jobs.render import explained, render
+    from envbuild.verify.receipt import is_quick
 
     check_out(out)
     where = load_site(os.environ, site)
@@ -130,7 +131,7 @@ def job_command(
     kinds = kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
     opened = open_artifact(
         named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact,
-        fetch=attested_images(where), locked=True, site_folders=where.recipe_folders,
+        fetch=attested_images(where), locked=True, site_folders=where.recipe_folders, quick=not submit,
     )  # fmt: skip
     check_trust(opened, where.trust)
     check_gpus(opened, where)
@@ -138,6 +139,10 @@ def job_command(
         raise no_scheduler_error(request, opened, where)
     plan = plan_job(request, opened, where)
     warnings = list(possible_faults(plan, host_arch()))
+    if opened.receipt is not None and is_quick(opened.receipt):
+        warnings.append(
+            f"the artifact was verified by --verify quick alone, and --submit refuses it: {full_hint(opened)}"
+        )
     for one in warnings:
         log(f"warning: {one}")
     values = explained(plan)
@@ -213,7 +218,7 @@ def preflight_command(
     kinds = wanted_kinds(allocation.scheduler, where)
     opened = open_artifact(
         named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact, locked=True,
-        site_folders=where.recipe_folders,
+        site_folders=where.recipe_folders, quick=True,
     )  # fmt: skip
     check_trust(opened, where.trust)
     check_gpus(opened, where)

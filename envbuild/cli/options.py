@@ -18,6 +18,7 @@ from envbuild.progress import log
 
 if TYPE_CHECKING:
     from envbuild.lock.lifecycle import LockUse
+    from envbuild.verify.model import Thoroughness
 
 
 class _Named(click.Path):
@@ -55,6 +56,13 @@ _VALUES = {
 
 
 _SHARED: dict[str, Decorator] = {
+    "verify": click.option(
+        "--verify",
+        type=click.Choice(["full", "quick"]),
+        default="full",
+        show_default=True,
+        help="quick: files, imports and one short launch, for daily edits; jobs and registries want full.",
+    ),
     "json": click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     "report": click.option(
         "--report",
@@ -115,6 +123,7 @@ class BuildOptions:
     engine: str = "native"
     compression: str = "zstd"
     runtime: str | None = None
+    verify: str = "full"
     no_verify: bool = False
     faults: bool = False
     compile_bytecode: bool = False
@@ -130,11 +139,23 @@ class BuildOptions:
     def __post_init__(self) -> None:
         if not self.job and (self.site or self.bundle or self.submit or self.script):
             raise UsageError("--site, --bundle and --submit are for --job", "add --job")
+        if self.verify == "quick" and (self.no_verify or self.faults):
+            raise UsageError(
+                f"--verify quick and --{'no-verify' if self.no_verify else 'faults'} exclude each other",
+                "leave one of them out",
+            )
         if self.report is not None and (self.job or self.no_verify):
             raise UsageError(
                 "--report needs a receipt, and with --job or --no-verify this run writes none",
                 "leave it out, and run `envbuild report` when there is a receipt",
             )
+
+    @property
+    def asked(self) -> Thoroughness:
+        """What the verification must show at least."""
+        from envbuild.verify.model import Thoroughness
+
+        return Thoroughness(quick=self.verify == "quick", faults=self.faults)
 
     @property
     def lock_use(self) -> LockUse:

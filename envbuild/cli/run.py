@@ -135,7 +135,7 @@ def run_command(
             f"{named} is a program, and neither an artifact nor a recipe",
             f"put -- before it: envbuild run -- {named} …",
         )
-    opened = open_artifact(named, kinds, target, unverified=unverified, locked=True, site_folders=folders)
+    opened = open_artifact(named, kinds, target, unverified=unverified, locked=True, quick=True, site_folders=folders)
     if opened.artifact.kind not in kinds:
         raise UsageError(
             f"{named} is an image in a registry",

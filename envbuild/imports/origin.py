@@ -16,6 +16,7 @@ from typing import Any
 from envbuild import atomic
 from envbuild.environment import Environment
 from envbuild.errors import RecipeError, UsageError
+from envbuild.files import project_folder
 from envbuild.imports import read_source
 from envbuild.imports.compose import compose
 from envbuild.imports.draft import Draft, recipe_name
@@ -128,7 +129,7 @@ def new_recipe(
 ) -> ImportedRecipe:
     """Return the recipe called `name` (None: as the project or its folder) of the `statements` of `origin`."""
     name = checked_name(name, statements, origin.sources)
-    path = Path("recipes", name, FILE_NAME)
+    path = project_folder() / "recipes" / name / FILE_NAME
     draft = compose_here(name, statements, origin.groups, origin.target, environment)
     loaded = draft.loaded(path)
     _refuse_existing(path.parent)
@@ -179,7 +180,7 @@ def imported_recipe(
     origin = Origin(tuple(sources), target=target)
     statements = read_sources(origin)
     name = checked_name(name, statements, sources)
-    path = Path("recipes", name, FILE_NAME)
+    path = project_folder() / "recipes" / name / FILE_NAME
     if not path.is_file():
         return new_recipe(name, statements, origin, environment)
     loaded = load_recipe(path)
@@ -196,8 +197,9 @@ def imported_recipe(
     return updated_recipe(loaded)
 
 
-def read_sources(origin: Origin, folder: Path = Path("recipes", "NAME")) -> list[Statement]:
-    """Return the statements of all sources, for a recipe in `folder`. Raises UsageError."""
+def read_sources(origin: Origin, folder: Path | None = None) -> list[Statement]:
+    """Return the statements of all sources, for a recipe in `folder`, None for a new one. Raises UsageError."""
+    folder = folder or project_folder() / "recipes" / "NAME"
     return [one for path in origin.sources for one in read_source(path, origin.groups, folder)]
 
 

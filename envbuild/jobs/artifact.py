@@ -14,13 +14,13 @@ from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import find_fabric
 from envbuild.files import build_folder, named_path
 from envbuild.jobs.model import JobArtifact, JobInputs
-from envbuild.kinds import DOCKER, kind_at
+from envbuild.kinds import ARTIFACTS, DOCKER, kind_at
 from envbuild.kinds.built import check_lock, find_built, unknown
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.find import search_folders
 from envbuild.site.tables import TrustTable
 from envbuild.verify.network import nccl_version
-from envbuild.verify.receipt import passing_receipt, read_receipt, receipt_path
+from envbuild.verify.receipt import is_quick, passing_receipt, read_receipt, receipt_path
 
 # Name or path of an image, and its digest → the place beside which its attested receipt lies, None without one.
 FetchAttested = Callable[[str, str], Path | None]
@@ -29,18 +29,36 @@ FetchAttested = Callable[[str, str], Path | None]
 def open_artifact(
     named: str | None, kinds: tuple[str, ...], target: str | None, *, shared: str = "", unverified: bool = False,
     exact: bool = False, fetch: FetchAttested | None = None, prefer: bool = True, locked: bool = False,
-    site_folders: Sequence[Path] = (),
+    site_folders: Sequence[Path] = (), quick: bool = False,
 ) -> JobInputs:  # fmt: skip
-    """Return the artifact that `named` refers to.
+    """Return the artifact that `named` refers to; with `quick`, a receipt of --verify quick is enough.
 
     `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or a recipe, None for the default one. Of a
     recipe, this is what `find_built` finds, with `locked` only one with the packages that the recipe locks now. With
     `exact`, all of its files are read again and compared. `fetch` finds the receipt of an image that was attested
     elsewhere, in its registry or its file.
 
-    Raises UsageError when there is none, VerificationError when no passing receipt exists, unless `unverified`, and
-    LockError.
+    Raises UsageError when there is none, VerificationError when no such passing receipt exists, unless `unverified`,
+    and LockError.
     """
+    opened = _opened(named, kinds, target, shared, unverified, exact, fetch, prefer, locked, site_folders)
+    if not quick and not unverified and opened.receipt is not None and is_quick(opened.receipt):
+        raise VerificationError(f"{opened.artifact.path} was verified by --verify quick alone", full_hint(opened))
+    return opened
+
+
+def full_hint(opened: JobInputs) -> str:
+    """Return how to verify an artifact in full."""
+    artifact = opened.artifact
+    if ARTIFACTS[artifact.kind].form == "registry":
+        return f"build it again: `envbuild docker {artifact.recipe} --tag {artifact.path.partition('@')[0]}:TAG --push`"
+    return f"verify it in full: `envbuild verify {artifact.path}`"
+
+
+def _opened(
+    named: str | None, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool, exact: bool,
+    fetch: FetchAttested | None, prefer: bool, locked: bool, site_folders: Sequence[Path],
+) -> JobInputs:  # fmt: skip
     if named is not None and "@sha256:" in named:
         return _image(named, target, unverified, fetch=fetch)
     built = find_built(named, kinds, target=target, shared=shared, prefer=prefer, site_folders=site_folders)

@@ -15,7 +15,7 @@ from envbuild.kinds import kind_at
 from envbuild.progress import log
 from envbuild.recipe.verify_table import expect_of
 from envbuild.store.history import record
-from envbuild.verify.model import Settings, Subject, Verdict
+from envbuild.verify.model import Settings, Subject, Thoroughness, Verdict
 from envbuild.verify.network import fit_to_gpus
 from envbuild.verify.receipt import failures, make_receipt, passed_line, passing_receipt, receipt_path, write_receipt
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # Settings that are lists, and those that a receipt must have as the plan.
 _LISTS = ("imports", "imports_except", "direct", "gpus")
 _EQUAL = ("trainer", "imports", "imports_except", "command", "expect", "direct")
+_QUICK = ("trainer", "imports", "imports_except", "direct")
 _SCRIPT = ("script", "script_text")
 
 
@@ -170,19 +171,21 @@ def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:
     return Settings(**values | ({"expect": expect_of(values["expect"])} if "expect" in values else {}))
 
 
-def has_receipt(path: Path, digest: str, plan: Plan, faults: bool) -> bool:
-    """Return whether a passing receipt for this content, as thorough as the plan requires, is beside `path`."""
+def has_receipt(path: Path, digest: str, plan: Plan, asked: Thoroughness) -> bool:
+    """Return whether a passing receipt for this content, as thorough as the plan and `asked`, is beside `path`."""
     receipt = passing_receipt(path, digest)
     if receipt is None:
         return False
     try:
-        return _as_thorough(receipt["settings"], plan.verify_settings(), faults)
+        return _as_thorough(receipt["settings"], plan.verify_settings(), asked)
     except (LookupError, TypeError):  # settings of another form do not say how thorough it was
         return False
 
 
-def _as_thorough(had: Mapping[str, Any], wanted: Mapping[str, Any], faults: bool) -> bool:
-    """Return whether a verification by the settings `had` shows what one by `wanted` would. Raises as for a dict."""
+def _as_thorough(had: Mapping[str, Any], wanted: Mapping[str, Any], asked: Thoroughness) -> bool:
+    """Return whether a verification by `had` shows what one by `wanted` and `asked` would. Raises as for a dict."""
+    if asked.quick:
+        return all(had.get(name) == wanted[name] for name in _QUICK)
     # On a host with fewer GPUs than the recipe has ranks, the next verification would have as few.
     ranks = had["nodes"] * max(had["nproc_per_node"], had.get("wanted_nproc_per_node", 0))
     return bool(
@@ -195,5 +198,6 @@ def _as_thorough(had: Mapping[str, Any], wanted: Mapping[str, Any], faults: bool
         and had["loss_tolerance"] <= wanted["loss_tolerance"]
         and had["model"] == wanted["model"]
         and had.get("busbw_floor", 0.0) >= wanted.get("busbw_floor", 0.0)
-        and (had["faults"] or not faults)
+        and (had["faults"] or not asked.faults)
+        and not had.get("quick", False)
     )

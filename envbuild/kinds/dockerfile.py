@@ -101,7 +101,7 @@ def make_by_dockerfile(
         one, plan = prepared[0], prepared[0].plan
         image = _build(client, command, one, environment, offline)
         beside = options.beside(plan)
-        if options.verify and not has_receipt(beside, image.digest, plan, options.faults):
+        if options.verify and not has_receipt(beside, image.digest, plan, options.asked):
             verify_image(client, plan, image, options, environment)
         name, _, label = options.tag.rpartition(":")
         client.api.tag(image.image_id, name, label)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -30,6 +31,7 @@ from envbuild.pythons import HostPython, OfferedPython, choose_python, keep_pyth
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.verify.model import FULL, Thoroughness
 from envbuild.verify.receipt import manifest_of, read_receipt, receipt_path
 from envbuild.verify.static_checks import check_unverified_gpus
 
@@ -99,8 +101,8 @@ def _has(python: str, environment: Environment) -> bool:
 
 def make_environment(
     kind: FolderArtifact, plan: Plan, trainer: Trainer, environment: Environment, path: Path, *,
-    offline: bool, python: str | None = None, verify: bool = True, faults: bool = False, exact: bool = False,
-    digest: str = "",
+    offline: bool, python: str | None = None, verify: bool = True, asked: Thoroughness = FULL,
+    exact: bool = False, digest: str = "",
 ) -> Result:  # fmt: skip
     """Build and verify the environment of `plan` at `path`, unless the existing one is current, by `exact` comparison.
 
@@ -114,7 +116,7 @@ def make_environment(
     def proven(where: Path, state: State) -> dict[str, Any]:
         from envbuild.verify.host import folder_subject
 
-        settings = settings_of(plan.verify_settings(), {"faults": faults})
+        settings = settings_of(plan.verify_settings(), asdict(asked))
         subject = folder_subject(where, state, module, environment, fresh=where != path)
         return verify_staged(subject, settings, environment, path, staged=where)
 
@@ -147,7 +149,7 @@ def make_environment(
         else:
             check(state)
             keep_python(state.python_build, path, environment.store)
-            known = not verify or has_receipt(path, state.digest, plan, faults)
+            known = not verify or has_receipt(path, state.digest, plan, asked)
             if not known:
                 keep_receipt(proven(path, state), path)
             return result(state, built=False, verified=not known)

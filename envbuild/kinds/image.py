@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -31,6 +31,7 @@ from envbuild.progress import log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.containers import BuiltImage, image_subject
+from envbuild.verify.model import FULL, Thoroughness
 from envbuild.verify.receipt import pushed_as, receipt_path, record_push
 
 
@@ -45,7 +46,7 @@ class ImageOptions:
     out: docker.ImageOutput | None
     push: bool
     verify: bool
-    faults: bool
+    asked: Thoroughness = FULL
     form: str = "oci"
 
     @property
@@ -164,7 +165,7 @@ def _verified(image: AssembledImage, options: ImageOptions, environment: Environ
         log(f"{plan.target}: not verified: this {host_arch()} host cannot run it")
         return None
     beside = options.beside(plan)
-    if not has_receipt(beside, image.digest, plan, options.faults):
+    if not has_receipt(beside, image.digest, plan, options.asked):
         try:
             with connect(environment.variables) as client, docker.loaded(client, image, keep=options.load):
                 built = BuiltImage(image.image_id, image.state, image.digest, image.file_manifest)
@@ -180,7 +181,7 @@ def _verified(image: AssembledImage, options: ImageOptions, environment: Environ
 def verify_image(client: Any, plan: Plan, image: BuiltImage, options: ImageOptions, environment: Environment) -> None:
     """Verify an image in the daemon of `client`, and write its receipt. Raises VerificationError."""
     beside = options.beside(plan)
-    settings = settings_of(plan.verify_settings(), {"faults": options.faults})
+    settings = settings_of(plan.verify_settings(), asdict(options.asked))
     more = {"path": str(absolute_path(options.out.path)) if options.out else options.tag}
     if pushed := pushed_as(beside, image.digest):
         more["pushed"] = pushed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,8 @@ from envbuild.progress import human_size, log, transfer
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.store.pieces import Span, note_spans
 from envbuild.verify.image_file import ENROOT, check_image_place, image_state, open_image_file
-from envbuild.verify.receipt import passing_receipt, receipt_path
+from envbuild.verify.model import FULL, Thoroughness
+from envbuild.verify.receipt import is_quick, passing_receipt, receipt_path
 
 if TYPE_CHECKING:  # a conversion needs nothing of recipes
     from envbuild.artifacts.image import PreparedImage
@@ -65,7 +66,7 @@ class ImageFileOptions:
     files: tuple[OutputFile, ...]
     codec: Codec
     verify: bool
-    faults: bool
+    asked: Thoroughness = FULL
     runtime: str | None = None
     engine: str = "native"
 
@@ -256,9 +257,10 @@ def _accept(
             with suppress(UsageError):  # the image is not one of envbuild's
                 state = image_state(open_image_file(path))
         if build.plan is None:
-            passed = passing_receipt(file.path, digest) is not None
+            known_receipt = passing_receipt(file.path, digest)
+            passed = known_receipt is not None and (build.options.asked.quick or not is_quick(known_receipt))
         else:
-            passed = has_receipt(file.path, digest, build.plan, build.options.faults)
+            passed = has_receipt(file.path, digest, build.plan, build.options.asked)
         known = build.options.verify and passed
         receipt = _verified(build, file, path, digest, state, manifest) if build.options.verify and not known else None
         if receipt is not None:
@@ -287,7 +289,7 @@ def _verified(
     else:
         from envbuild.verify.runtimes import file_subject
 
-        settings = settings_of(state.verify, {"faults": build.options.faults})
+        settings = settings_of(state.verify, asdict(build.options.asked))
         runtime = build.options.runtime
         try:
             subject = file_subject(path, file.kind, state, digest, settings, build.environment, runtime, manifest)

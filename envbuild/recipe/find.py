@@ -99,19 +99,6 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
     )
 
 
-def only_recipe() -> str:
-    """Return the name of the only recipe of the project, in ./recipes. Raises UsageError when there is another number.
-
-    It is that of commands without a RECIPE.
-    """
-    found = list(recipe_files([Path("recipes")]))
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UsageError(f"no recipe was named, and there are several: {', '.join(found)}", "name one of them")
-    raise UsageError("no recipe was named, and there is none in ./recipes", "make one: envbuild init --from FILE")
-
-
 def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path]) -> Target:
     """Return the target `name` of the recipe. UsageError for an unknown one names the recipes in `folders` with it."""
     try:

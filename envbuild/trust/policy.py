@@ -145,6 +145,8 @@ def _judged(
         raise _refused(artifact, "its receipt is another one than was attested")
     if told["passed"] is not True:
         raise _refused(artifact, "its verification did not pass")
+    if (told.get("settings") or {}).get("quick"):
+        raise _refused(artifact, "it was verified by --verify quick alone")
     if missing := _missing(told, trust.checks):
         raise _refused(artifact, f"its receipt lacks checks that passed: {', '.join(missing)}")
     try:

@@ -17,6 +17,8 @@ from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
 
 PASS, FAIL, BLOCKED, NOT_TRIED = "pass", "fail", "blocked", "not tried"
+# Why a check was not tried.
+OF_QUICK = "--verify quick leaves it out"
 # A report of the trainer, as it wrote it (ddp_train/report.py).
 Report = Mapping[str, Any]
 
@@ -154,16 +156,29 @@ def not_tried(name: str, why: str) -> Check:
     return Check(name, check_texts()[name]["title"], NOT_TRIED, f"not tried: {why}", "")
 
 
+@dataclass(frozen=True, slots=True)
+class Thoroughness:
+    """What a verification must show at least: with `quick` no more than one short launch does, with `faults` also that
+    a killed rank restarts."""
+
+    quick: bool = False
+    faults: bool = False
+
+
+FULL = Thoroughness()
+
+
 @dataclass(frozen=True)
 class Settings(VerifyTable):
     """Settings of a verification: the recipe's [verify] table, overridden by command-line options.
 
     `direct` are the normalised names of the packages that the recipe itself requires, `script_text` is the text of its
     `script`, and `gpus` are the GPUs of the target, or else the site's. `wanted_nproc_per_node` is the recipe's number
-    where this host has fewer GPUs than that, else 0.
+    where this host has fewer GPUs than that, else 0. `quick` and `faults` are those of Thoroughness.
     """
 
     faults: bool = False
+    quick: bool = False
     direct: tuple[str, ...] = ()
     script_text: str = ""
     gpus: tuple[str, ...] = ()

@@ -129,6 +129,11 @@ def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
     return receipt if good else None
 
 
+def is_quick(receipt: Mapping[str, Any]) -> bool:
+    """Return whether the verification was one short launch (--verify quick)."""
+    return bool((receipt.get("settings") or {}).get("quick"))
+
+
 def manifest_of(path: Path, digest: str = "") -> str:
     """Return the sha256 of the manifest that the receipt beside `path` names, passing or not; "" without one.
 
@@ -186,7 +191,7 @@ def passed_line(receipt: Mapping[str, Any]) -> str:
     """Return how many checks passed, and how many were not tried: "22 checks passed, 2 not tried"."""
     states = [check["status"] for check in receipt["checks"]]
     skipped = f", {states.count('not tried')} not tried" if "not tried" in states else ""
-    return f"{states.count('pass')} checks passed{skipped}"
+    return f"{states.count('pass')} checks passed{skipped}{' (--verify quick)' if is_quick(receipt) else ''}"
 
 
 def failures(receipt: Mapping[str, Any]) -> str:

@@ -24,7 +24,18 @@ from envbuild.verify import training_checks as training
 from envbuild.verify import user_code
 from envbuild.verify.launch import TRAINER, Bench, Outcome, Running
 from envbuild.verify.linkage import check_linkage
-from envbuild.verify.model import FAIL, PASS, Check, Settings, Subject, Verdict, blocked, check_texts, not_tried
+from envbuild.verify.model import (
+    FAIL,
+    OF_QUICK,
+    PASS,
+    Check,
+    Settings,
+    Subject,
+    Verdict,
+    blocked,
+    check_texts,
+    not_tried,
+)
 from envbuild.verify.model import judge as judged
 from envbuild.verify.network import network_of
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs
@@ -52,6 +63,8 @@ _SAVED = re.compile(r"Epoch (\d+) \| Training snapshot saved")
 # Read by the trainer (ddp_train/resume.py, ddp_train/probes.py).
 RESUME_AFTER, PROBES = "DDP_TRAIN_RESUME_AFTER", "DDP_TRAIN_PROBES"
 _REQUEST = ".trainer/probes.json"
+# Checks that need another launch, or more time, than a quick verification has.
+_OF_OTHER_LAUNCHES = ("bandwidth", "relaunch", "resume", "reference", "operations", "loss", "curve")
 _OF_FILES = (check_installed, check_trainer, check_architecture, check_accelerator, check_linkage)
 # Seconds for the timed all-reduces. NCCL's go up to 1 GiB; gloo's get the longer time only if a floor judges them.
 _BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.05", "1"
@@ -70,6 +83,8 @@ def verify(
         site = where.fabric
         if subject.target.family.gpu and not settings.gpus:
             settings = replace(settings, gpus=where.node.gpu_types)
+        if settings.quick:
+            settings = _quick(settings)
         with subject.nodes(work, settings.nodes, env) as nodes:
             shape = (settings.nodes, settings.nproc_per_node)
             network = network_of(subject, nodes, shape, env, site)
@@ -103,15 +118,18 @@ def _checks(bench: Bench, log: Log) -> tuple[list[Check], dict[str, Any]]:
     if not settings.trainer:
         survey = subject.survey(settings.timeout_s)
         return [*_file_checks(bench, survey), *user_code.check_without_training(bench, survey)], {}
+    beside = "" if settings.quick else ", beside one process as reference"
     log(
         f"training on {settings.nodes} simulated nodes × {settings.nproc_per_node} "
-        f"ranks, {settings.epochs} epochs, beside one process as reference …"
+        f"ranks, {settings.epochs} epoch{'s' * (settings.epochs > 1)}{beside} …"
     )
     for name, (theirs, ours) in bench.network.replaced.items():
         log(
             f"{name} is {theirs!r} in your environment; fabric {bench.network.fabric.name!r} needs {ours!r}, which is "
             "used here: change it in your job scripts"
         )
+    if settings.quick:
+        return _quick_checks(bench), {}
     reference_epochs = max(settings.epochs, _FAULT_EPOCHS) if settings.faults else settings.epochs
     bandwidth_s = _BANDWIDTH_S if gpu else _GLOO_JUDGED_BANDWIDTH_S if bench.floor else _GLOO_BANDWIDTH_S
     # Only the reference runs beside the survey: if the artifact has no bytecode, it compiles torch once for the
@@ -153,6 +171,24 @@ def _checks(bench: Bench, log: Log) -> tuple[list[Check], dict[str, Any]]:
     return checks, performance_of(first, reference)
 
 
+def _quick(settings: Settings) -> Settings:
+    """Return the settings of a quick verification: one epoch on two ranks, of two nodes if the recipe has several."""
+    nodes = min(settings.nodes, 2)
+    return replace(settings, epochs=1, nodes=nodes, nproc_per_node=1 if nodes > 1 else min(settings.nproc_per_node, 2))
+
+
+def _quick_checks(bench: Bench) -> list[Check]:
+    """Return the checks on the files and on one short launch; the others are not tried."""
+    survey = bench.subject.survey(bench.settings.timeout_s)
+    imports = user_code.modules_to_import(bench.settings, survey)
+    extra = {PROBES: str(bench.nodes.work / _REQUEST), user_code.IMPORTS: " ".join(imports)}
+    checks = _file_checks(bench, survey)
+    with bench.start("train", bench.settings.epochs, extra=extra) as running:
+        outcome = running.wait()
+    checks += judge_launches(bench, outcome, outcome, outcome, imports)
+    return [*checks, user_code.check_command(bench, survey, checks), not_tried("restart", OF_QUICK)]
+
+
 def _file_checks(bench: Bench, survey: Survey) -> list[Check]:
     layers = [layer for layer in bench.subject.state.layers if layer.check]
     checks = [check(bench.subject, survey) for check in _OF_FILES]
@@ -189,7 +225,7 @@ def judge_launches(
     """Return every check on the launches. A check is blocked if a check that it depends on did not pass.
 
     `first` trained for half of the epochs and imported the modules `imports`, `second` continued to the end,
-    `reference` is one process.
+    `reference` is one process. Of a quick verification, there is only the first one.
     """
     epochs, half = bench.settings.epochs, bench.settings.first_epochs
     origin = min(first.started, second.started, reference.started)
@@ -229,6 +265,9 @@ def judge_launches(
         del judges["libraries"]
     found: dict[str, Check] = {}
     for name, judge in judges.items():
+        if bench.settings.quick and name in _OF_OTHER_LAUNCHES:
+            found[name] = not_tried(name, OF_QUICK)
+            continue
         needs = check_texts()[name].get("needs", ())
         by = next((need for need in needs if found[need].status != PASS), None)
         found[name] = blocked(name, by) if by else _judged(name, judge)

@@ -15,7 +15,7 @@ from envbuild.masking import masked_forms
 from envbuild.progress import step
 from envbuild.recipe.verify_table import BOUND, ExpectTable
 from envbuild.verify.launch import TRAINER, Bench, Outcome, TrainingJob, run_program
-from envbuild.verify.model import FAIL, Check, Report, Settings, blocked, judge, not_tried
+from envbuild.verify.model import FAIL, OF_QUICK, Check, Report, Settings, blocked, judge, not_tried
 from envbuild.verify.training_checks import log_tail
 
 # Read by the trainer (ddp_train/imports.py).
@@ -60,6 +60,8 @@ def check_without_training(bench: Bench, survey: Survey) -> list[Check]:
 
 def check_command(bench: Bench, survey: Survey, checks: Sequence[Check]) -> Check:
     """Run the command or script of [verify] and judge it, unless an import failed, by the `checks` so far."""
+    if bench.settings.quick:
+        return not_tried("command", OF_QUICK)
     spoken = bench.settings.command or bench.settings.script
     if not spoken:
         return not_tried("command", "give `command` or `script` in [verify] of the recipe")

@@ -51,7 +51,7 @@ def test_the_log_of_a_build_is_short_and_ends_with_a_summary(pt_cpu: dict[str, A
     assert len(log) < 40
     summary = dict(line.split(maxsplit=1) for line in log[log.index("") + 1 :])
     assert summary["built"] == "venv of pt_cpu for " + pt_cpu["target"] and summary["digest"] == pt_cpu["digest"]
-    assert summary["checks"].startswith("23 passed, 2 not tried") and " wheels" in summary["reused"]
+    assert summary["checks"].startswith("23 checks passed, 2 not tried") and " wheels" in summary["reused"]
 
 
 def test_two_builds_have_one_digest_and_a_terminal_shows_the_build(envbuild: Command, pt_cpu: dict[str, Any]) -> None:

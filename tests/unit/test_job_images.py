@@ -82,7 +82,7 @@ def test_receipts_of_several_targets_lie_at_their_own_and_name_their_own_manifes
         SimpleNamespace(digest=digest, plan=SimpleNamespace(recipe="pt_cpu", target=target))
         for target, digest in digests.items()
     ]
-    wish = image_kind.ImageOptions(f"{NAME}:1", None, push=True, verify=True, faults=False)
+    wish = image_kind.ImageOptions(f"{NAME}:1", None, push=True, verify=True)
     places = {one.plan.target: wish.beside(one.plan) for one in images}
     assert places == {target: Path(f"build/pt_cpu/{target}/docker") for target in digests}
     receipt("cpu-x86_64")
@@ -95,7 +95,7 @@ def test_receipts_of_several_targets_lie_at_their_own_and_name_their_own_manifes
 
     out: Any = SimpleNamespace(path=Path("layout"))
     receipt_path(places["cpu-x86_64"]).rename(receipt_path(out.path))
-    written = image_kind.ImageOptions(f"{NAME}:1", out, push=True, verify=True, faults=False)
+    written = image_kind.ImageOptions(f"{NAME}:1", out, push=True, verify=True)
     image_kind._record_push(images, images, written, "other.example/x")
     assert pushed_as(out.path, MANIFEST) == f"other.example/x@{MANIFEST}"
     assert passing_receipt(out.path, MANIFEST) == passing_receipt(places["cpu-x86_64"], MANIFEST)

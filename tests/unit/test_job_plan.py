@@ -425,7 +425,7 @@ def test_the_scheduler_is_the_callers_before_the_sites(tmp_path: Path) -> None:
     assert wanted_kinds("kubernetes", site) == ("docker",)
 
 
-def _built(folder: Path, passed: bool | None) -> Path:
+def _built(folder: Path, passed: bool | None, *, quick: bool = False) -> Path:
     """A venv as a build leaves it: its state, and a receipt unless `passed` is None."""
     state = State(
         artifact="venv", recipe="pt_cpu", recipe_digest="", lock_digest="", plan_digest="",
@@ -437,7 +437,7 @@ def _built(folder: Path, passed: bool | None) -> Path:
     if passed is not None:
         receipt = {
             "format": 1, "passed": passed, "verified_at": "2026-11-21T00:00:00+00:00",
-            "artifact": {"digest": state.digest, "path": str(folder)},
+            "artifact": {"digest": state.digest, "path": str(folder)}, "settings": {"quick": quick},
         }  # fmt: skip
         folder.with_name(f"{folder.name}.receipt.json").write_text(json.dumps(receipt))
     return folder
@@ -482,6 +482,15 @@ def test_what_did_not_pass_is_refused_unless_the_caller_insists(tmp_path: Path, 
     assert open_artifact(str(folder), (), None, unverified=True).artifact.verified_at == ""
     with pytest.raises(UsageError, match="is for cpu-x86_64"):
         open_artifact(str(folder), (), "cu126-x86_64", unverified=True)
+
+
+def test_a_quick_verification_is_not_enough_unless_the_caller_says_so(tmp_path: Path) -> None:
+    folder = _built(tmp_path / "venv", True, quick=True)
+    with pytest.raises(VerificationError, match="was verified by --verify quick alone") as caught:
+        open_artifact(str(folder), (), None)
+    assert caught.value.hint == f"verify it in full: `envbuild verify {folder}`"
+    assert open_artifact(str(folder), (), None, quick=True).receipt is not None
+    assert open_artifact(str(folder), (), None, unverified=True).receipt is not None
 
 
 def test_a_receipt_of_other_content_does_not_vouch(tmp_path: Path) -> None:

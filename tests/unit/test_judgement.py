@@ -189,7 +189,9 @@ def subject_of(launched: Launched) -> Subject:
     return Subject(ROOT, state, target, "sha256:d", "host", unused, unused)
 
 
-def judged(launched: Launched, work: Path, floor: float = 0.0, floor_of: str = "") -> list[Check]:
+def judged(
+    launched: Launched, work: Path, floor: float = 0.0, floor_of: str = "", *, quick: bool = False
+) -> list[Check]:
     subject = subject_of(launched)
     first, second, reference = (
         Outcome(TrainingJob(**launched[job]), **launched[name])
@@ -197,7 +199,7 @@ def judged(launched: Launched, work: Path, floor: float = 0.0, floor_of: str = "
     )
     network = Network(find_fabric(subject.state.fabric), CPU)
     nodes: Any = SimpleNamespace(interface=launched["interface"], work=PurePosixPath("/verification"))
-    settings = Settings(epochs=launched["epochs"])
+    settings = Settings(epochs=launched["epochs"], quick=quick)
     assert settings.first_epochs == launched["half"]
     bench = Bench(nodes, work, settings, subject, network, launched["request"], floor, floor_of)
     return judge_launches(bench, first, second, reference, ["numpy"])
@@ -218,6 +220,17 @@ def launched(tmp_path: Path) -> Launched:
     results["DataLoader int64"] = {**loaded, "shuffled": loaded["shuffled"][::-1]}
     found["reference"]["reports"][0]["ranks"][0]["probes"] = json.loads(json.dumps({"operations": results}))
     return {**found, "request": {**probed["request"], "cases": cases, "operations": asked}}
+
+
+def test_a_quick_verification_judges_one_launch(launched: Launched, tmp_path: Path) -> None:
+    launched["second"]["reports"] = launched["reference"]["reports"] = []
+    checks = judged(launched, tmp_path, quick=True)
+    assert {check.status for check in checks} == {"pass", "not tried"}
+    untried = [check.name for check in checks if check.status == "not tried"]
+    assert untried == ["bandwidth", "relaunch", "resume", "reference", "operations", "loss", "curve"]
+    assert "--verify quick" in next(check.seen for check in checks if check.name == "curve")
+    launched["first"]["returncodes"][0] = 1
+    assert [check.name for check in judged(launched, tmp_path, quick=True) if check.status == "fail"] == ["launch"]
 
 
 def test_nothing_broken_nothing_fails(launched: Launched, tmp_path: Path) -> None:

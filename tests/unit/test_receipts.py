@@ -15,7 +15,7 @@ from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.model import Settings, Subject
+from envbuild.verify.model import FULL, Settings, Subject, Thoroughness
 from envbuild.verify.processes import find_rank, find_with
 from envbuild.verify.receipt import passing_receipt, receipt_path
 
@@ -93,6 +93,9 @@ def test_a_receipt_with_a_part_of_another_type_counts_as_none(changes: dict[str,
     assert passing_receipt(tmp_path / "venv", "d") is None
 
 
+QUICK, FAULTS = Thoroughness(quick=True), Thoroughness(faults=True)
+
+
 def write_receipt(path: Path, digest: str, **changes: Any) -> None:
     settings = {**the_plan().verify_settings(), "faults": False, **changes.pop("settings", {})}
     receipt = {"format": 1, "passed": True, "artifact": {"digest": digest}, "settings": settings, **changes}
@@ -100,29 +103,34 @@ def write_receipt(path: Path, digest: str, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "faults", "counts"),
+    ("changes", "asked", "counts"),
     [
-        ({}, False, True),
-        ({}, True, False),
-        ({"settings": {"faults": True}}, True, True),
-        ({"settings": {"epochs": 2}}, False, False),
-        ({"settings": {"nodes": 4}}, False, True),
-        ({"settings": {"nodes": 1, "nproc_per_node": 4}}, False, False),
-        ({"settings": {"nodes": 3, "nproc_per_node": 1}}, False, False),
-        ({"settings": {"nproc_per_node": 1, "wanted_nproc_per_node": 2}}, False, True),
-        ({"settings": {"model": "linear"}}, False, False),
-        ({"settings": {"busbw_floor": 40.0}}, False, True),
-        ({"passed": False}, False, False),
-        ({"format": 2}, False, False),
-        ({"artifact": {"digest": "sha256:other"}}, False, False),
+        ({}, FULL, True),
+        ({}, FAULTS, False),
+        ({"settings": {"faults": True}}, FAULTS, True),
+        ({"settings": {"epochs": 2}}, FULL, False),
+        ({"settings": {"nodes": 4}}, FULL, True),
+        ({"settings": {"nodes": 1, "nproc_per_node": 4}}, FULL, False),
+        ({"settings": {"nodes": 3, "nproc_per_node": 1}}, FULL, False),
+        ({"settings": {"nproc_per_node": 1, "wanted_nproc_per_node": 2}}, FULL, True),
+        ({"settings": {"model": "linear"}}, FULL, False),
+        ({"settings": {"busbw_floor": 40.0}}, FULL, True),
+        ({"passed": False}, FULL, False),
+        ({"format": 2}, FULL, False),
+        ({"artifact": {"digest": "sha256:other"}}, FULL, False),
+        ({"settings": {"quick": True, "epochs": 1, "nproc_per_node": 1}}, FULL, False),
+        ({"settings": {"quick": True}}, FULL, False),
+        ({"settings": {"quick": True, "epochs": 1, "nproc_per_node": 1}}, QUICK, True),
+        ({"settings": {"quick": True, "imports": ["other"]}}, QUICK, False),
+        ({}, QUICK, True),
     ],
 )
 def test_a_receipt_counts_when_it_is_no_less_thorough(
-    changes: dict[str, Any], faults: bool, counts: bool, tmp_path: Path
+    changes: dict[str, Any], asked: Thoroughness, counts: bool, tmp_path: Path
 ) -> None:
     state = make_state()
     write_receipt(tmp_path / "venv", state.digest, **changes)
-    assert commit.has_receipt(tmp_path / "venv", state.digest, the_plan(), faults) is counts
+    assert commit.has_receipt(tmp_path / "venv", state.digest, the_plan(), asked) is counts
 
 
 @pytest.mark.parametrize(
@@ -140,13 +148,13 @@ def test_a_receipt_with_settings_of_another_form_counts_as_none(settings: Any, t
     if not isinstance(settings, dict):
         del (receipt["settings"] if settings else receipt)[settings or "settings"]
     path.write_text(json.dumps(receipt))
-    assert not commit.has_receipt(tmp_path / "venv", state.digest, the_plan(), False)
+    assert not commit.has_receipt(tmp_path / "venv", state.digest, the_plan(), FULL)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", '{"format": 1}', "\0", "[" * 100_000, '{"format": ' + "9" * 5000])
 def test_a_damaged_receipt_counts_as_none(text: str, tmp_path: Path) -> None:
     receipt_path(tmp_path / "venv").write_text(text)
-    assert not commit.has_receipt(tmp_path / "venv", make_state().digest, the_plan(), False)
+    assert not commit.has_receipt(tmp_path / "venv", make_state().digest, the_plan(), FULL)
 
 
 def test_a_rank_is_found_by_its_environment(tmp_path: Path) -> None:

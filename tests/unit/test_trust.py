@@ -222,6 +222,12 @@ def another_payload(bundle: dict[str, Any]) -> None:
     envelope["payload"] = base64.b64encode(json.dumps(told).encode()).decode()
 
 
+def verified_quickly(place: Place) -> None:
+    place.receipt["settings"] = {"quick": True}
+    write_receipt(place.receipt, place.venv)
+    place.attest()
+
+
 def passed_is_false(place: Place) -> None:
     place.receipt["passed"] = False
     write_receipt(place.receipt, place.venv)
@@ -255,6 +261,7 @@ TAMPERINGS: dict[str, tuple[Callable[[Place], Any], str]] = {
     "a list": (lambda place: place.bundle.write_text("[]"), "its form"),
     "a file without an end": (lambda place: place.bundle.write_bytes(b" " * (17 << 20)), "more than 16777216 bytes"),
     "a verification that failed": (passed_is_false, "did not pass"),
+    "a quick verification": (verified_quickly, "verified by --verify quick alone"),
 }
 
 
