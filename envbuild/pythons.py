@@ -17,6 +17,7 @@ import shlex
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -272,17 +273,16 @@ def _offer(wanted: str, environment: Environment, offline: bool) -> OfferedPytho
     rows = _listed(wanted, environment)
     if not rows:
         raise _NotOffered("uv offers none for this host", other)
-    reasons = []
-    for one in _addresses(rows[0], environment):
-        reason = _unreached(one, environment, offline)
+    addresses = _addresses(rows[0], environment)
+    reasons = _unreached(addresses, environment, offline)
+    for one, reason in zip(addresses, reasons, strict=True):
         if reason is None:
             return one
-        reasons.append(reason)
     hint = (
         f"run `{shlex.quote(environment.uv)} python install {wanted}` where the network is reached (`--mirror URL` for "
         "a mirror of python-build-standalone, which may be a folder: file:///PATH), then run this again"
     )
-    raise _NotOffered(f"uv cannot download one: {'; '.join(reasons)}", hint)
+    raise _NotOffered(f"uv cannot download one: {'; '.join(filter(None, reasons))}", hint)
 
 
 def _forbidden(environment: Environment) -> str:
@@ -314,37 +314,47 @@ def _listed(wanted: str, environment: Environment) -> list[OfferedPython]:
 
 
 def _addresses(offered: OfferedPython, environment: Environment) -> list[OfferedPython]:
-    """Return `offered` at each address to try: uv's, after those of the site's [mirrors] of it."""
+    """Return `offered` at each address to try: those of the site's [mirrors], then uv's, then the project's own."""
     _, releases, tail = offered.url.partition(_RELEASES)
     if not releases or environment.variables.get("UV_PYTHON_INSTALL_MIRROR"):
         return [offered]
-    # Newer versions of uv ask a server of its own first, with the same files.
-    mirrors = [url for one in (_STANDALONE + tail, offered.url) for url in environment.site.mirrored(one)[:-1]]
-    return [*(replace(offered, url=url, mirror=url.removesuffix(f"/{tail}")) for url in mirrors), offered]
+    # Newer versions of uv ask a server of their own first, with the same files.
+    own = dict.fromkeys((offered.url, _STANDALONE + tail))
+    urls = [*(url for one in own for url in environment.site.mirrored(one)[:-1]), *own]
+    return [
+        replace(offered, url=url, mirror="" if url == offered.url else url.removesuffix(f"/{tail}")) for url in urls
+    ]
 
 
-def _unreached(offered: OfferedPython, environment: Environment, offline: bool) -> str | None:
-    """Return why the archive cannot be had, None if it can."""
-    server = redact("/".join(offered.url.split("/")[:3]))
-    if offered.url.startswith("file:"):
-        return None if path_of(offered.url).is_file() else f"there is no file {path_of(offered.url)}"
-    if offline:
-        return f"--offline forbids to ask {server}"
+def _unreached(tries: Sequence[OfferedPython], environment: Environment, offline: bool) -> list[str | None]:
+    """Return for each of `tries` why its archive cannot be had, None if it can; all servers are asked at once."""
+    said: list[str | None] = []
+    threads = []
     pip = replace(environment.pip, retries=0, timeout_s=_PATIENCE_S - 1)
-    said = [f"{server} does not answer"]
 
-    def ask() -> None:
+    def ask(number: int, url: str, server: str) -> None:
         try:
-            Client(pip, environment.variables).reach(offered.url)
-            said.clear()
+            Client(pip, environment.variables).reach(url)
+            said[number] = None
         except RequestFailed as error:
-            said[:] = [f"{server}: {error}"]
+            said[number] = f"{server}: {error}"
 
+    for number, one in enumerate(tries):
+        server = redact("/".join(one.url.split("/")[:3]))
+        if one.url.startswith("file:"):
+            said.append(None if path_of(one.url).is_file() else f"there is no file {path_of(one.url)}")
+        elif offline:
+            said.append(f"--offline forbids to ask {server}")
+        else:
+            said.append(f"{server} does not answer")
+            threads.append(threading.Thread(target=ask, args=(number, one.url, server), daemon=True))
+    for thread in threads:
+        thread.start()
     # A resolver without a server takes longer than any timeout of a connection.
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(_PATIENCE_S)
-    return said[0] if said else None
+    end = time.monotonic() + _PATIENCE_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return list(said)
 
 
 def _download(offered: OfferedPython, environment: Environment) -> HostPython:

@@ -20,7 +20,7 @@ from envbuild.lock.build_requirements import lock_built
 from envbuild.lock.built import check_used, locked_wheels, sources_of
 from envbuild.lock.format import BuiltPackage, Lock, LockedPackage, changes, lock_file_name, read, render
 from envbuild.lock.indexes import ambiguous_names, bound_indexes, check_bound, check_pages, reachable
-from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
+from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, lock_folders, write_lock_file
 from envbuild.lock.offers import Offers, applicable, skipped_warnings
 from envbuild.lock.uv_compile import UvCompile, explanation, without_wheel
 from envbuild.names import normalise
@@ -37,6 +37,10 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
     ) -> Resolved[Lock]:
         # The recipe's own pins may already be known not to work; this saves the resolution.
         check_stack(recipe, target, None, None)
+        if old is None and recipe.variant:  # versions do not differ between Pythons without need
+            old = next(
+                filter(None, (read(one / lock_file_name(target.name)) for one in lock_folders(recipe, target))), None
+            )
         keep = None if upgrade is None or old is None else without(old, upgrade)
         try:
             found = _resolve(recipe, target, environment, keep, offline)
