@@ -11,7 +11,7 @@ from pathlib import Path
 from envbuild.artifacts.state import read_state
 from envbuild.errors import EnvbuildError, LockError, UsageError
 from envbuild.files import build_folder, named_path
-from envbuild.kinds import ARTIFACTS, Artifact
+from envbuild.kinds import ARTIFACTS, CONDA, VENV, Artifact
 from envbuild.progress import log
 from envbuild.recipe.find import FILE_NAME, command_word, default_recipe, recipe_files, search_folders
 from envbuild.recipe.load import load_recipe
@@ -77,8 +77,7 @@ def find_built(
     if prefer:
         built = list({one.target: one for one in reversed(built)}.values())[::-1]
     if not built:
-        word = recipe if file is None else command_word(load_recipe(file))
-        commands = ", ".join(f"`envbuild {kind} {word}`" for kind in kinds)
+        commands = ", ".join(_commands(recipe, file, kinds))
         of_target = f" for {target}" if target else ""
         raise UsageError(
             f"nothing is built of recipe {recipe!r}{of_target} in {' or '.join(map(str, tops))}",
@@ -128,6 +127,18 @@ def _built_in(
             if (receipt_path(path) if kind.form == "registry" else path).exists():
                 found.append(BuiltArtifactPath(recipe, file, kind, name, path))
     return found
+
+
+def _commands(recipe: str, file: Path | None, kinds: Sequence[str]) -> list[str]:
+    """Return the commands that build artifacts of `kinds`, without those for which the recipe has no packages."""
+    if file is None:
+        return [f"`envbuild {kind} {recipe}`" for kind in kinds]
+    from envbuild.locks import has_conda, has_wheels  # as in check_lock
+
+    loaded = load_recipe(file)
+    wheels = any(has_wheels(loaded, Target.parse(name)) for name in loaded.recipe.targets)
+    packed = {CONDA.name: has_conda(loaded), VENV.name: wheels}
+    return [f"`envbuild {kind} {command_word(loaded)}`" for kind in kinds if packed.get(kind, True)]
 
 
 def unknown(text: str, folders: Sequence[Path]) -> UsageError:
