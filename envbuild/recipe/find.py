@@ -64,7 +64,7 @@ def default_recipe() -> Path:
     if not own or folder.resolve() == shipped_folder().resolve():
         return shipped_folder() / _DEFAULT / FILE_NAME
     if len(own) > 1:
-        raise UsageError(f"{folder} has {len(own)} recipes: {', '.join(own)}", "name one of them")
+        raise UsageError(f"no recipe is named, and {folder} has {len(own)}: {', '.join(own)}", "name one of them")
     return next(iter(own.values()))
 
 

@@ -104,7 +104,7 @@ def test_several_recipes_are_no_default_and_none_is_pt_cpu(project: Path, monkey
     done = CliRunner().invoke(cli, ["conda"])
     assert isinstance(done.exception, UsageError) and "recipe mine has no [conda]" in done.exception.message
     own_recipe(project, "other")
-    with pytest.raises(UsageError, match="recipes has 2 recipes: mine, other"):
+    with pytest.raises(UsageError, match="no recipe is named, and recipes has 2: mine, other"):
         default_recipe()
     (project.parent / "empty/recipes").mkdir(parents=True)
     monkeypatch.chdir(project.parent / "empty")
