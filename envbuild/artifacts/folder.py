@@ -50,6 +50,10 @@ class FolderBuild:
     python: str | None = None
 
 
+class InstalledFilesDiffer(BuildError):
+    """Installed files are not those of the lock; uv's cache, which they may be linked to, is empty now."""
+
+
 class FolderModule(Protocol):
     """A module that builds environments of one kind, called TITLE, and starts programs in them."""
 
@@ -156,7 +160,8 @@ def finish(
     file of a package may have, by path. `conda` are the conda packages, `owned` their .dist-info folders,
     `read` the sha256 of files that were read before, by stat, and `rewritten` the locked files into which their
     installation wrote a path. Raises the errors of `layers`, and BuildError when the packages or their files are not
-    those of plan, layers and trainer, or when a file names the folder in which the environment is built.
+    those of plan, layers and trainer, InstalledFilesDiffer for those of the lock, or when a file names the folder in
+    which the environment is built.
     """
     plan, staged, environment = wanted.plan, wanted.staged, wanted.environment
     layers, workers = wanted.layers(interpreter(staged)), resources.workers(environment.variables)
@@ -173,10 +178,9 @@ def finish(
     again = [path for path in wrong if path in manifest.rows and is_bytecode(path)] if plan.compile_bytecode else []
     if wrong := sorted({*wrong} - {*again} | {*other_code(staged, again, str(interpreter(staged)), workers)}):
         process.run([environment.uv, "cache", "clean", "--quiet"], env=environment.uv_environment(), check=False)
-        raise BuildError(
+        raise InstalledFilesDiffer(
             f"installed files are not those of the locked packages: {shown(wrong)}",
-            f"uv's cache in {environment.store.root} had other files and is empty now: run it again; if it was a conda "
-            "package, remove the folder conda/pkgs there, too",
+            f"`envbuild store check` says whether the files in {environment.store.root} are as they were downloaded",
         )
     with atomic.writing(staged):
         _check_moved(wanted, manifest, locked.keys() - rewritten)

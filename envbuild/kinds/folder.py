@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from envbuild import atomic, resources
-from envbuild.artifacts.folder import FolderBuild, check_host
+from envbuild.artifacts.folder import FolderBuild, InstalledFilesDiffer, check_host
 from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.manifest import changes, move_seal, read_manifest, shown
 from envbuild.artifacts.state import State, check_place
@@ -156,7 +156,16 @@ def make_environment(
         with atomic.staged(path) as staged:
             layers = _layers(plan, environment, offline)
             final = absolute_path(path)
-            state = module.build(FolderBuild(plan, trainer, environment, staged, final, offline, layers, python))
+            wanted = FolderBuild(plan, trainer, environment, staged, final, offline, layers, python)
+            try:
+                state = module.build(wanted)
+            except InstalledFilesDiffer as error:
+                # Environments share files with the store by hard links, and somebody edited one of them in its place.
+                log(f"{path}: {error.message}; a file of the store was changed, and its packages are unpacked again")
+                atomic.remove(staged)
+                with atomic.writing(path.parent):
+                    staged.mkdir(mode=0o700)
+                state = module.build(wanted)
             check(state)
             if not verify:
                 check_unverified_gpus(staged, state, environment.site)
