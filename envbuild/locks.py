@@ -87,6 +87,19 @@ def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[s
         raise LockError("\n".join(faults), f"make them with `{' && '.join(commands)}` and commit the result")
 
 
+def changed_locks(before: LoadedRecipe, after: LoadedRecipe) -> list[LockKind[Any]]:
+    """Return the locks of `after` that an edit of the recipe `before` made stale.
+
+    These are the ones that exist; if none does, all.
+    """
+    found = []
+    for name in after.recipe.targets:
+        target = after.target(name)[0]
+        old = {one.file: one.digest for one in needed_locks(before, target)} if name in before.recipe.targets else {}
+        found += [one for one in needed_locks(after, target) if old.get(one.file) != one.digest]
+    return [one for one in found if one.inspect().lock is not None] or found
+
+
 def locked_stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
     """Return the stack of `target`, and a description of its source."""
     conda = loaded.recipe.environment == "conda"

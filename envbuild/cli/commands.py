@@ -28,6 +28,8 @@ GROUPS = {
     "Recipe": {
         "list": ("recipes", "List the recipes that can be built."),
         "show": ("recipes", "Show one recipe as it was understood."),
+        "add": ("packages", "Add packages to a recipe, and lock it again."),
+        "remove": ("packages", "Remove packages from a recipe, and lock it again."),
         "lock": ("lock", "Resolve recipes and write or check their locks."),
         "plan": ("plan", "Show what a build would do, in order, with digests."),
         "check": ("recipes", "Say whether CUDA, torch, NCCL and the network go together."),

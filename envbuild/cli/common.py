@@ -17,7 +17,7 @@ from envbuild.cli import layout
 from envbuild.environment import Environment, load_environment
 from envbuild.errors import UsageError
 from envbuild.progress import log as log
-from envbuild.recipe.find import choose_target, default_recipe, find_recipe, search_folders
+from envbuild.recipe.find import check_own, choose_target, default_recipe, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
@@ -70,6 +70,13 @@ def open_recipe(name: str | None, environment: Environment) -> LoadedRecipe:
     folders = search_folders(environment.site.recipe_folders)
     loaded = load_recipe(default_recipe() if name is None else find_recipe(name, folders))
     use_recipe(loaded, environment)
+    return loaded
+
+
+def open_own_recipe(name: str | None, environment: Environment) -> LoadedRecipe:
+    """Return the recipe as `open_recipe`, to be edited. Raises UsageError for one that comes with envbuild."""
+    loaded = open_recipe(name, environment)
+    check_own(loaded)
     return loaded
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from envbuild.cli.common import log, open_recipe, run_environment, show
+from envbuild.cli.common import log, open_own_recipe, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.debian.defaults import suites_by_python
 from envbuild.errors import UsageError
@@ -59,7 +59,7 @@ def init_command(
     artifact = ""
     environment = run_environment()
     if update:
-        loaded = open_recipe(name, environment)
+        loaded = open_own_recipe(name, environment)
         made = updated_recipe(loaded, sources, groups, target)
     elif sources:
         origin = Origin(tuple(sources), tuple(groups), target)

@@ -126,17 +126,17 @@ def compose(
         found[1:] = found[1:] if ";" in found[0] else []
     constraints += [f"{one}{re.sub(r'[+][^,;]*', '', str(pin.specifier))}" for one, pin in pins.items()]
     # Packages whose builds differ by accelerator: torch, and those with a local version such as +cu126.
-    built = [] if is_conda else [one for one, texts in named.items() if _differs(one, texts)]
+    built = [] if is_conda else [one for one, texts in named.items() if differs(one, texts)]
     of_targets = {one: named.pop(one) for one in built}
     common = [text for found in named.values() for text in found]
     tables: dict[str, dict[str, Any]] = {}
     for one in targets:
         indexes = [url for url in [*of("index"), *of("index", arch=one.arch)] if _tag_of(url) in ("", one.accelerator)]
         indexes.sort(key=lambda url: not _tag_of(url))
-        if not is_conda and _local(one) and not any(map(_tag_of, indexes)):
+        if not is_conda and needs_index(one, indexes):
             indexes.insert(0, torch_index(one.accelerator))
         tables[one.name] = _filled(
-            requirements=[_built(text, pins.get(name), one) for name, texts in of_targets.items() for text in texts],
+            requirements=[built_for(text, pins.get(name), one) for name, texts in of_targets.items() for text in texts],
             indexes=indexes,
             conda=of(*_CONDA, arch=one.arch),
         )
@@ -334,26 +334,31 @@ def _at(pin: Requirement, wanted: Requirement) -> str:
     return _joined(wanted.name, wanted.extras | pin.extras, [f" @ {pin.url}"]) + marker
 
 
-def _local(target: Target) -> str:
+def local_version(target: Target) -> str:
     """Return the local version of torch's builds for a target; those for CPUs with aarch64 have none everywhere."""
     return "" if target.arch == "aarch64" and not target.family.gpu else f"+{target.accelerator}"
 
 
-def _differs(name: str, texts: Collection[str]) -> bool:
+def needs_index(target: Target, indexes: Iterable[str]) -> bool:
+    """Return whether PyTorch's builds for a target are in an index that is not among `indexes`."""
+    return bool(local_version(target)) and not any(map(_tag_of, indexes))
+
+
+def differs(name: str, texts: Collection[str]) -> bool:
     """Return whether the builds of a package, whose requirements are `texts`, differ by accelerator."""
     local = any(accelerator_of(tag) for text in texts for tag in _LOCAL.findall(text))
     return (name == "torch" or local) and " @ " not in "".join(texts)
 
 
-def _built(text: str, pin: Requirement | None, target: Target) -> str:
+def built_for(text: str, pin: Requirement | None, target: Target, old: str = "") -> str:
     """Return a requirement for a target: with the locked version, and the local version of the target's build.
 
-    A version without a local part keeps none, unless it is torch's: torchvision==0.22.1 has the same version in the
-    indexes of all accelerators.
+    A version without a local part keeps none, unless it is torch's, or that of the `old` requirement has one:
+    torchvision==0.22.1 has the same version in the indexes of all accelerators.
     """
     wanted = Requirement(text)
     parts = [str(part) for part in wanted.specifier] + ([str(pin.specifier)] if pin else [])
-    local = _local(target) if normalise(wanted.name) == "torch" or _LOCAL.search(" ".join(parts)) else ""
+    local = local_version(target) if normalise(wanted.name) == "torch" or _LOCAL.search(" ".join([*parts, old])) else ""
     built = [re.sub(r"^(===?)([^+*]+)(\+.*)?$", rf"\1\2{local}", part) for part in parts]
     return _joined(wanted.name, wanted.extras, built) + (f" ; {wanted.marker}" if wanted.marker else "")
 

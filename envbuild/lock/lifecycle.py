@@ -177,27 +177,40 @@ def ensure(
 def update(
     kind: LockKind[L], environment: Environment, *, upgrade: Upgrade, offline: bool, log: Log, write: bool = True
 ) -> Resolved[L]:
-    """Resolve again and write the lock; of its packages only those in `upgrade` may change, all of them for None.
+    """Resolve again and write the lock, as `resolve_again`. The file is replaced atomically. Raises LockError."""
+    new = resolve_again(kind, environment, upgrade=upgrade, offline=offline, log=log)
+    keep_lock(kind, new, log, write=write)
+    return new
 
-    The file is replaced atomically. Each change is reported through `log`, one line each, except the hundreds of a new
-    base. Raises LockError when the recipe cannot be resolved, or when the result is known not to work.
+
+def resolve_again(
+    kind: LockKind[L], environment: Environment, *, upgrade: Upgrade, offline: bool, log: Log
+) -> Resolved[L]:
+    """Return the lock, resolved again; of its packages only those in `upgrade` may change, all of them for None.
+
+    Each change is reported through `log`, one line each, except the hundreds of a new base. Raises LockError when the
+    recipe cannot be resolved, or when the result is known not to work.
     """
     old = kind.inspect().lock
     with step(f"{_KINDS[kind.name][3]} {kind.target.name}", told=True):
         new = kind.resolve(environment, old, upgrade, offline, log)
     for warning in kind.warnings(new.lock):
         log(f"warning: {kind.target.name}: {warning}")
-    path = lock_folders(kind.recipe, kind.target)[-1] / kind.file
     differences = kind.changes(old, new.lock)
-    new = replace(new, before=old, changes=differences)
     for line in differences if old or kind.part != "image" else ():
         log(f"  {line}")
+    return replace(new, before=old, changes=differences)
+
+
+def keep_lock(kind: LockKind[L], new: Resolved[L], log: Log, *, write: bool = True) -> Path:
+    """Write a lock that `resolve_again` returned, except without `write`, and return its path. Raises LockError."""
+    path = lock_folders(kind.recipe, kind.target)[-1] / kind.file
     if not write:
-        log(f"{path}: not written (dry run), {len(differences)} would change")
-        return new
+        log(f"{path}: not written (dry run), {len(new.changes)} would change")
+        return path
     kind.write(path, new.lock)
-    log(f"{path}: {new.summary}, {len(differences)} changed")
-    return new
+    log(f"{path}: {new.summary}, {len(new.changes)} changed")
+    return path
 
 
 def read_lock_file(path: Path, parse: Callable[[str, str], T]) -> T | None:

@@ -99,6 +99,18 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
     )
 
 
+def check_own(loaded: LoadedRecipe) -> None:
+    """Raise UsageError for a recipe that comes with envbuild, unless its checkout is the current project."""
+    shipped, name = shipped_folder().resolve(), loaded.recipe.name
+    project = project_folder() / "recipes"
+    if shipped in loaded.path.resolve().parents and project.resolve() != shipped:
+        raise UsageError(
+            f"the recipe {name} comes with envbuild, and is not edited",
+            f"make a recipe of your files (envbuild init --from FILE), or copy this one: mkdir -p {project} && "
+            f"cp -r {shlex.quote(str(loaded.folder))} {project}",
+        )
+
+
 def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path]) -> Target:
     """Return the target `name` of the recipe. UsageError for an unknown one names the recipes in `folders` with it."""
     try:

@@ -43,3 +43,24 @@ def test_an_environment_of_pip_gives_its_versions(lab: Command) -> None:
     assert lab("init", "mine", "--from", "venv", "--target", "cpu-x86_64").returncode == 0
     assert lab("lock", "mine", "--wheels").returncode == 0
     assert pins(lock_text(lab, "mine")) == ["alpha==1.0"]
+
+
+def test_packages_come_and_go_with_their_locks_or_nothing_changes(lab: Command) -> None:
+    for name, version in (("alpha", "1.0"), ("alpha", "1.1"), ("beta", "1.0")):
+        make_wheel(lab.folder / "wheels", name, version)
+    make_wheel(lab.folder / "wheels", "gamma", requires=["alpha<1.1"])
+    (lab.folder / "requirements.txt").write_text("beta\n")
+    assert lab("init", "lab", "--from", "requirements.txt", "--target", "cpu-x86_64").returncode == 0
+    folder = lab.folder / "recipes/lab"
+    made = lab.json("add", "Alpha", "gamma")
+    assert made["changes"] == [{"list": "requirements", "before": None, "after": one} for one in ("alpha", "gamma")]
+    assert pins(lock_text(lab, "lab")) == ["alpha==1.0", "beta==1.0", "gamma==1.0"]
+    assert made["locks"] == {
+        "recipes/lab/cpu-x86_64.requirements.txt": ["+ alpha 1.0", "+ beta 1.0", "+ gamma 1.0"],
+    }  # fmt: skip
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for words in (["add", "alpha==1.1"], ["add", "nonesuch"], ["remove", "gamma", "--dry-run"]):
+        assert lab(*words).returncode == (0 if "--dry-run" in words else 3)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert lab.json("remove", "gamma")["locks"].popitem()[1] == ["- gamma 1.0"]
+    assert lab("lock", "lab", "--wheels", "--check").returncode == 0
