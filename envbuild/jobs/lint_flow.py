@@ -69,8 +69,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
             read = match[1] or match[2]
             if not script.where(match[0], 0):  # $NAME\_x or "$NAME""_x": quotes end the name
                 continue
-            part = re.search(rf"[\w:/-]\$\{{?{read}\b|\${read}[:/-]|\$\{{{read}\}}[\w:/-]", " ".join(one.texts))
-            if read in commented and part and read not in seen and not elsewhere:  # a whole word may be left out
+            if read in commented and read not in seen and not elsewhere and _in_word(read, one.texts):
                 seen.add(read)
                 yield Found("variable-commented", script.where(match[0], one.line), read)
                 continue
@@ -82,3 +81,9 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
             elif read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
                 yield Found("variable-case", script.where(match[0], one.line), read)
+
+
+def _in_word(name: str, texts: tuple[str, ...]) -> bool:
+    """Return whether a variable is a part of a word: a word of its own may be meant to be empty."""
+    part = rf"[\w:/-]\$\{{?{name}\b|\${name}[:/-]|\$\{{{name}\}}[\w:/-]"
+    return re.search(part, " ".join(texts)) is not None

@@ -14,7 +14,7 @@ from typing import Any
 from envbuild.errors import UsageError
 from envbuild.fabrics import adapter_of
 from envbuild.jobs.lint_jobs import of_secrets
-from envbuild.jobs.lint_resources import explained, of_ranks
+from envbuild.jobs.lint_resources import of_ranks
 from envbuild.jobs.lint_rules import RULES, judged_image
 from envbuild.jobs.lint_script import Found, read_script
 from envbuild.jobs.lint_status import of_status
@@ -256,7 +256,7 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
             line = lines[found.line - 1] if found.line <= len(lines) else begun
             yield Found(found.id, line, found.value, str(nodes))
     if gpus > 1 and re.search(r"\bpython[\d.]* (?!-m torch\.distributed)", body) and not _STARTS_RANKS.search(body):
-        yield Found("one-process", begun, str(gpus), level=explained("\n".join([*exports, body]), gpus))
+        yield Found("one-process", begun, str(gpus), level="hint")  # the program may take all GPUs itself
     cpus = whole(str((_limits(container) or {}).get("cpu", "")))
     if gpus > 1 and cpus is not None and cpus < gpus:
         yield Found("cpus-missing", _line(container, "resources"), f"{gpus} GPUs, {cpus} CPU{'s' * (cpus != 1)}")

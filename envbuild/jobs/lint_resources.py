@@ -34,12 +34,6 @@ _TYPED = {
     "SLURM_GPUS_PER_TASK": ("--gpus-per-task",),
 }  # fmt: skip
 _MPIRUN = frozenset(["mpirun", "mpiexec", "orterun"])
-_EXPLAINED = re.compile(
-    r"data[_-]?parallel|device.map|lightning|\b(?:ray|verl|vllm|sglang|tf|tensorflow|jax|keras)\b|(?:tensor|model|pipeline)[-_.]parallel"
-    r"|trainer\.(?:devices|gpus|n_gpus)|--(?:multi|dist|ddp|fsdp|dp|tp|n_?gpus?|num_?gpus?|gpus?|devices|world|strategy)"
-    r"|WORLD_SIZE|MASTER_(?:ADDR|PORT)|spawn|accelerate|deepspeed|submitit|fabric",
-    re.IGNORECASE,
-)
 _ALL_GPUS = re.compile(r"\b(?:tf|tensorflow|keras|jax)\b", re.IGNORECASE)  # one process takes all GPUs
 _COUNT = re.compile(
     r"(?:--gres[= ](?:\S{0,60},)?gpu:|--gpu[= ]|-gpu num=)(?:[a-zA-Z][\w.-]{0,40}:)?(\d{1,4}(?:/\w{1,9})?)"
@@ -183,7 +177,7 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
             plain, others = [one for one in tasks if is_plain_training(_stepped(one))], False
         # With as many tasks as GPUs, a rank for each was meant; only srun would start them.
         meant = script.tasks == gpus and not tasks and not _ALL_GPUS.search(script.text)
-        level = "" if meant else explained(script.text, gpus)
+        level: Literal["", "hint"] = "" if meant else "hint"  # else the program may take all GPUs itself
         if plain and not others:
             yield Found("one-process", plain[0].line, str(gpus), level=level)
 
@@ -197,13 +191,6 @@ def _stepped(one: Command) -> Command:
     """Return the command that a step of srun starts."""
     words = tuple(dropwhile(lambda word: not TRAINS.fullmatch(posixpath.basename(word)), one.words))
     return replace(one, words=words)
-
-
-def explained(text: str, gpus: int) -> Literal["", "hint"]:
-    """Return the level of one process for several GPUs: a hint if a command in `text` explains it."""
-    text = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    told = re.search(rf"--(?:d|\w*dev\w*|\w*gpus?\w*|num\w*)[= ]{gpus}\b", text)
-    return "hint" if told or _EXPLAINED.search(text) else ""
 
 
 def of_requests(script: ParsedScript) -> Iterator[Found]:

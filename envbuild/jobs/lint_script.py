@@ -216,9 +216,13 @@ class ParsedScript:
         most = max(known, default=1)
         return str(most) if most > 1 else ""
 
-    def held(self, name: str) -> list[tuple[str, ...]]:
-        """Return the words of each assignment to the variable `name`, not of those that append to it."""
-        return [words for one in self.commands for other, words in one.assignments if other == name and any(words)]
+    @functools.cached_property
+    def held(self) -> Mapping[str, Sequence[str]]:
+        """The values of each assignment to a variable, without those that append to it."""
+        found: dict[str, list[str]] = {}
+        for name, words in (pair for one in self.commands for pair in one.assignments):
+            found.setdefault(name, []).extend([" ".join(words)] * any(words))
+        return found
 
     def where(self, text: str, near: int = 1) -> int:
         """Return the first line from `near` on that contains `text`, else one before it; `near` if there is none.
@@ -280,11 +284,13 @@ def read_script(text: str) -> ParsedScript:
     begun = min((one.line for one in commands), default=len(lines) + 1)
     # Whether bsub reads on there is not documented.
     late = [row for row in own if row[1] > begun and "".join(row[2])[:1] == "-" and row[0] != "lsf"]
-    written = [one for one in reader.documents if not own and any(one[0] <= row[1] <= one[1] for row in found)]
+    marked = set() if own else {row[1] for row in found}
+    written = [one for one in reader.documents if not marked.isdisjoint(range(one[0], one[1] + 1))]
     writes = bool(found) and not own
     found = own or found
     kind = found[-1][0] if found else "shell"
-    directives = [row[1:] for row in found if row not in late]
+    unread = {row[1] for row in late}
+    directives = [row[1:] for row in found if row[1] not in unread]
     inside = {line for first, last, _ in written for line in range(first, last + 1)}
     commands = tuple(replace(one, file=one.file and one.line not in inside) for one in commands)
     values: dict[str, list[str]] = {}

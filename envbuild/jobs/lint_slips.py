@@ -32,6 +32,7 @@ _PATH = re.compile(
 _LAST_ANGLES = re.compile(r"^[^#'\"]*\s(<[A-Za-z][\w -]{1,60}>)\s*$|^\s*(?:export )?\w+=(<[A-Za-z][\w -]{1,60}>)")
 _PRINTS = frozenset(["echo", "printf", ":", "cat"])
 _PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
+_MOST = 50  # values of a variable that are looked at
 _PORT_OPTIONS = ("--main_process_port", "--main-process-port", "--master_port")
 _DOLLAR = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 _PREFIX = re.compile(r"[A-Z_][A-Z0-9_]*=")
@@ -112,7 +113,7 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
         if _PREFIX.match(started):
             yield Found("assignment-malformed", one.line, started.partition("=")[0] + "=")
         name = _HELD.fullmatch(one.words[0]) if one.words and "eval" not in script.lines[one.line - 1] else None
-        held = [" ".join(row) for row in script.held(name[1])] if name else []
+        held = script.held.get(name[1], ())[-_MOST:] if name else ()
         begins = [text.partition("=")[0] for text in held if _PREFIX.match(text)]
         if begins and not (one.file or one.around):  # in bash -c "$CMD" the other shell takes it for an assignment
             level: Literal["", "warning"] = "" if len(begins) == len(held) else "warning"
@@ -147,7 +148,7 @@ def of_operators(script: ParsedScript) -> Iterator[Found]:
         if one.file or one.around or re.search(r"\beval\b|\b(?:ba)?sh -", line):
             continue
         for name in (match[1] for match in names if match):
-            held = [" ".join(row) for row in script.held(name)]
+            held = script.held.get(name, ())[-_MOST:]
             found = [match for text in held if (match := _OPERATOR.search(text)) and "$(" not in text]
             if found and len(found) == len(held):
                 yield Found("operator-quoted", one.line, found[0][1])

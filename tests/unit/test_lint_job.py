@@ -1512,7 +1512,8 @@ def test_a_torchrun_for_one_node_in_a_job_of_several_does_not_wait() -> None:
         (f"{CLEAN}pip install torch", "install-in-job", "warning"),
         # A program that starts processes itself.
         (GPUS + "python train.py --gpus 4", "one-process", "hint"),
-        (GPUS + "python train.py", "one-process", "warning"),
+        (GPUS + "python train.py", "one-process", "hint"),
+        (ONE.replace("--gpus", "--ntasks-per-node=4\n#SBATCH --gpus") + "python train.py", "one-process", "warning"),
         (ONE.replace("node=4", "node=2") + "accelerate launch --num_machines 1 --num_processes 2 x.py", "fixed-port", "warning"),
         # Nobody's dependencies read the exit code of a script without directives.
         (f"#!/bin/bash\n{RUN} x\necho done", "status-lost", "hint"),
