@@ -49,6 +49,12 @@ def compiler() -> None:
 
 
 @pytest.fixture
+def recipes_python() -> None:
+    """Skip the test where no Python 3.11 is on PATH, which most recipes name; uv downloads it for users."""
+    _need("python3.11", "none; Debian 13 has Python 3.13")
+
+
+@pytest.fixture
 def openssh() -> None:
     """Skip the test where OpenSSH's programs are missing; tests/run without arguments installs them."""
     _need("ssh-keygen", "openssh-client")

@@ -64,6 +64,7 @@ def in_pod(plan: JobPlan, folder: Path) -> list[str]:
 
 def through_torchrun(lines: list[list[str]], folder: Path) -> list[Any]:
     """What the script sees of each line, which is a command line of the job from the interpreter's first option on."""
+    pytest.importorskip("torch")
     options = [line[line.index("--local-addr") + 2 :] for line in lines]
     done = subprocess.run(
         [sys.executable, "-c", TORCHRUN],
