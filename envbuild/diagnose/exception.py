@@ -82,11 +82,11 @@ _OF_LAUNCHERS = re.compile(
 
 # Each line that decides contains one of these.
 SIGNS = (
-    *("Error", "Exception", "what():", "Assertion", "panicked at ", "error: ", "fatal", "FATAL", "ERROR", "rror: "),
-    *("panic", "undefined reference to ", "cannot find -l", "exiting", "borting", "not found", "not supported"),
-    *("must be", "must not", "nable to", "annot ", "ould not", "ouldn't", "an't ", "ailed to", "current state is"),
-    *("NCCL WARN", "Memory access fault", "not permitted", "enied", "efused", "No such", "nreachable", "imed out"),
-    *("borted", "has no attribute '", BOXED, "FAILED", "ailed", "rashed"),
+    *("Error", "Exception", "what():", "Assertion", "panicked at ", "error: ", "fatal", "FATAL", "ERROR", "panic"),
+    *("undefined reference to ", "cannot find -l", "exiting", "borting", "borted", "not found", "not supported"),
+    *("must be", "must not", "nable to", "cannot ", "Cannot ", "ould not", "ouldn't", "can't ", "Can't ", "imed out"),
+    *("NCCL WARN", "Memory access fault", "not permitted", "denied", "Denied", "efused", "No such", "nreachable"),
+    *("current state is", "has no attribute '", BOXED, "FAILED", "failed", "Failed", "crashed", "Crashed"),
 )
 
 

@@ -20,6 +20,8 @@ _PATTERNS = ("all", "any", "none", "also", "ended", "before")
 _PART = re.compile(r"(?P<open>\((?:\?(?:P<\w+>|<?[=!]|:))?)|\)|\||(?P<part>\[\^?\]?(?:\\.|[^]\\])*\]|\\.|.)", re.DOTALL)
 _REPEATED = re.compile(r"(?P<any>[*?]|\{0?,\d*\})\??|\+\??|\{\d+(?:,\d*)?\}\??")
 _LITERAL = re.compile(r"\\\W|[^\\.^$\[]", re.DOTALL)
+# A letter in both cases, such as [Ee].
+_EITHER_CASE = re.compile(r"\[([A-Z])(?i:\1)\]")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +116,7 @@ def needles(regex: str) -> tuple[str, ...]:
     """Return texts of which every match of `regex` contains one, as long ones as possible; none if there are none.
 
     A line without them cannot match, and most lines can so be passed over without a search. Character classes and
-    what may be missing are skipped. Of alternatives each adds its own text.
+    what may be missing are skipped, but for one class such as [Ee] per text. Of alternatives each adds its own text.
     """
     return _alternatives(regex, 0)[0]
 
@@ -124,18 +126,18 @@ def _alternatives(regex: str, at: int) -> tuple[tuple[str, ...], bool, int]:
     found: list[tuple[str, ...]] = []
     whole = True
     best: tuple[str, ...] = ()
-    run = ""
+    run: tuple[str, ...] = ("",)
 
     def closed(texts: tuple[str, ...]) -> tuple[str, ...]:
-        return max(best, texts, key=lambda some: min(map(len, some), default=0))
+        return max(best, texts if all(texts) else (), key=lambda some: min(map(len, some), default=0))
 
     while at < len(regex):
         part = _PART.match(regex, at)
         assert part is not None
         at = part.end()
         if part[0] in ("|", ")"):
-            found.append(closed((run,) if run else ()))
-            best, run = (), ""
+            found.append(closed(run))
+            best, run = (), ("",)
             if part[0] == ")":
                 break
             whole = False
@@ -148,16 +150,19 @@ def _alternatives(regex: str, at: int) -> tuple[tuple[str, ...], bool, int]:
                 texts, literal = (), False
         elif _LITERAL.fullmatch(part["part"]):
             texts, literal = (part["part"][-1],), True
+        elif len(run) == 1 and (case := _EITHER_CASE.fullmatch(part["part"])):
+            texts, literal = (case[1], case[1].lower()), True
         if repeated := _REPEATED.match(regex, at):
             at = repeated.end()
             texts, literal = (() if repeated["any"] else texts), False
         if literal:
-            run += texts[0]
+            run = tuple(begin + text for begin in run for text in texts)
+            whole &= len(run) == 1
         else:
             whole = False
-            best, run = closed((run,) if run else ()), ""
+            best, run = closed(run), ("",)
             best = closed(texts)
     else:
-        found.append(closed((run,) if run else ()))
+        found.append(closed(run))
     every = tuple(dict.fromkeys(text for some in found for text in some)) if all(found) else ()
     return every, whole and len(every) == 1, at

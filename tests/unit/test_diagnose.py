@@ -1347,6 +1347,7 @@ def test_the_constant_text_of_a_pattern_is_in_all_that_it_matches() -> None:
         (r"a{2}bc", ["bc"]), (r"^x\.$", ["x."]), (r"ab|", []), (r"(ab)?c", ["c"]), (r"(ab|\d)", []), (r"a(?:bc)d", ["abcd"]),
         (r"a(?!xyz)b", ["a"]), (r"(?<=xyz)b", ["b"]), (r"(?:abc|de(?:f|g))\d", ["abc", "de"]), (r"(?:abc)+", ["abc"]),
         (r"(?:abc){0,9}d", ["d"]), (r"(?P<x>(?:abcd|efgh)i)j", ["abcd", "efgh"]),
+        (r"\d[Aa]bc", ["Abc", "abc"]), (r"[Aa]b[Cc]d", ["Ab", "ab"]), (r"(?:[Aa]bc)d", ["Abc", "abc"]), (r"[Aa]?bc", ["bc"]),
     ],
 )  # fmt: skip
 def test_the_constant_texts_of_a_pattern(regex: str, texts: list[str]) -> None:
