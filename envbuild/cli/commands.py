@@ -78,9 +78,9 @@ RENAMED = {"exec": "run", "explain": "check"}
 _ELSEWHERE = {
     "activate": "run", "clean": "store", "compile": "lock", "config": "site", "create": "venv", "env": "venv",
     "freeze": "lock", "import": "init", "info": "inspect", "install": "venv", "launch": "run", "logs": "diagnose",
-    "make": "venv", "new": "init", "pip": "venv", "publish": "push", "pyxis": "enroot", "sbatch": "job", "shell": "run",
+    "make": "venv", "new": "init", "pip": "add", "publish": "push", "pyxis": "enroot", "sbatch": "job", "shell": "run",
     "sif": "apptainer", "singularity": "apptainer", "sqsh": "enroot", "start": "run", "submit": "job", "sync": "venv",
-    "test": "verify", "train": "run", "upgrade": "lock", "update": "lock", "validate": "verify", "virtualenv": "venv",
+    "test": "verify", "train": "run", "uninstall": "remove", "upgrade": "lock", "update": "lock", "validate": "verify", "virtualenv": "venv",
 }  # fmt: skip
 
 

@@ -91,7 +91,7 @@ def find_recipe(name_or_path: str, folders: Sequence[Path]) -> Path:
         source = shlex.quote(name_or_path)
         raise UsageError(
             f"{name_or_path} is a file, where the name or folder of a recipe is expected",
-            f"make a recipe of it: `envbuild init --from {source}`",
+            f"make a recipe of it: `envbuild init --from {source}`; `envbuild venv --from {source}` builds it, too",
         )
     raise UsageError(
         f"there is no recipe {name_or_path!r}{nearest(name_or_path, recipe_files(folders))}",
