@@ -22,7 +22,9 @@ _OF_TRAININGS = ("install-in-job",)  # elsewhere it is the purpose of the script
 _OF_INFINIBAND = ("NCCL_IB_DISABLE",)  # Slingshot has none
 _OF_ADDRESSES = ("first-address", "own-address")
 # A comment that says why a variable has its value.
-_REASON = re.compile(r"#.*(?:\bhang|workaround|work around|do not remove|support|without (?:this|it)|fix(?:es)?\b)")
+_REASON = re.compile(
+    r"#[^#\n]{0,200}?(?:\bhang|workaround|work around|do not remove|support|without (?:this|it)|fix(?:es)?\b)"
+)
 # GPUs whose driver offers no peer-to-peer access.
 _CONSUMER = re.compile(r"RTX|(?<![0-9])[2345]0[6-9]0(?:ti)?\b", re.IGNORECASE)
 

@@ -9,7 +9,7 @@ from envbuild.jobs.lint_addresses import GIVEN, sets_elsewhere
 from envbuild.jobs.lint_script import Found, ParsedScript
 
 _WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
-_LOOPS = re.compile(r"\b(?:for|select|read(?: -\w+)*|mapfile(?: -\w+)*|readarray(?: -\w+)*|getopts \S+) (\w+)")
+_LOOPS = re.compile(r"\b(?:for|select|(?:read|mapfile|readarray)(?: -\w{1,9}){0,3}|getopts \S{1,99}) (\w+)")
 _COMMENTED = re.compile(r"^[ \t]*#+[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{3,})=", re.MULTILINE)
 # What users' environments, modules and activated environments set.
 _FROM_OUTSIDE = re.compile(

@@ -282,8 +282,7 @@ def read_script(text: str) -> ParsedScript:
     # Those of a script that it writes, in a here-document or a string, count only where it has none of its own.
     own = [row for row in found if row[1] in reader.comments or not commands]
     begun = min((one.line for one in commands), default=len(lines) + 1)
-    # Whether bsub reads on there is not documented.
-    late = [row for row in own if row[1] > begun and "".join(row[2])[:1] == "-" and row[0] != "lsf"]
+    late = [row for row in own if row[1] > begun and "".join(row[2])[:1] == "-" and not _FACTS[row[0]].reads_on]
     marked = set() if own else {row[1] for row in found}
     written = [one for one in reader.documents if not marked.isdisjoint(range(one[0], one[1] + 1))]
     writes = bool(found) and not own

@@ -99,6 +99,7 @@ class ScriptFacts:
     only these directives set. `cpus` returns the CPUs that the directives give to one process on each node, None if
     they do not tell. `whole` are the directives that ask for whole nodes. `shell` is the option that names the
     interpreter, which a script's first line need not do. `chunks`: resources are asked for in chunks.
+    `reads_on`: it may read directives behind the first command; the documentation does not tell.
     """
 
     marker: str
@@ -118,6 +119,7 @@ class ScriptFacts:
     whole: tuple[str, ...] = ()
     shell: str = ""
     chunks: bool = False
+    reads_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)

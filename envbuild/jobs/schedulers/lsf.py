@@ -195,6 +195,7 @@ LSF = Scheduler(
         submitted="LS_SUBCWD",
         cpus=_cpus,
         whole=("-nnodes", "-x"),
+        reads_on=True,
     ),
     host=HostFacts(
         version=("-V",),
