@@ -77,6 +77,8 @@ def test_a_former_name_of_a_command_works_and_is_shown_nowhere() -> None:
         (["verify", "pt_cpuu"], 2, "did you mean the recipe 'pt_cpu'"),
         (["verify", "."], 2, "not an artifact"),
         (["venv", "pt_cpu", "--nope"], 2, "--nope"),
+        (["venv", "pt_cpu", "--verify", "quick", "--faults"], 2, "--verify quick and --faults exclude each other"),
+        (["docker", "pt_cpu", "--tag", "r.example/x:1", "--push", "--verify", "quick"], 2, "needs a full verification"),
         (
             ["job", "pt_cpu", "--site", "slurm-modules", "--script", "t.py", "--lr", "0.1"],
             2,
