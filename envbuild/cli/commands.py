@@ -80,7 +80,8 @@ _ELSEWHERE = {
     "freeze": "lock", "import": "init", "info": "inspect", "install": "venv", "launch": "run", "logs": "diagnose",
     "make": "venv", "new": "init", "pip": "add", "publish": "push", "pyxis": "enroot", "sbatch": "job", "shell": "run",
     "sif": "apptainer", "singularity": "apptainer", "sqsh": "enroot", "start": "run", "submit": "job", "sync": "venv",
-    "test": "verify", "train": "run", "uninstall": "remove", "upgrade": "lock", "update": "lock", "validate": "verify", "virtualenv": "venv",
+    "test": "verify", "train": "run", "uninstall": "remove", "upgrade": "lock", "update": "lock", "validate": "verify",
+    "virtualenv": "venv",
 }  # fmt: skip
 
 
