@@ -826,6 +826,13 @@ def test_the_cause_of_what_frameworks_raise(line: str, cause: str) -> None:
         'apex_C loaded', 'CUDA SETUP: CUDA runtime path found: /usr/local/cuda/lib64/libcudart.so', 'Building wheel for flash-attn (setup.py): finished',
         'recomputed values are equal', 'materialized from meta device', 'contains no NaN', 'CUDA error rate: 0', 'stream is capturing', 'MPS daemon started',
         'max seq len 4096', 'ray: 3 tasks were run', 'placement group created', '40 is divisible by 8', 'all assertions hold', 'nothing panicked',
+        'INFO:    fuse2fs not found, will not be able to mount EXT3 filesystems', 'No GPU detected, falling back to CPU', 'No GPU devices available, training on CPU',
+        '  Warning  Unhealthy  2s  kubelet  Readiness probe failed: HTTP probe failed with statuscode: 503',
+        '[    3.1] [drm] amdgpu kernel modesetting enabled.', 'amdgpu 0000:2b:00.0: amdgpu: Fetched VBIOS from VFCT',
+        'pcieport 0000:00:02.0: AER: Corrected error received: 0000:00:02.0', 'PCIe Bus Error: severity=Corrected, type=Physical Layer',
+        'broker.info[0]: rc1.0: /etc/flux/rc1 Exited (rc=0) 1.8s', 'slurmd: debug:  gres/gpu: init: loaded', 'NCCL INFO NET/IB : No device found.',
+        'error: Node configuration differs from hardware: Procs=16:16(hw)', 'this mode requires at least 40 GB', 'Exited with exit code 0. The CPU time used is 3 seconds',
+        'PSM2 is used', 'OFI provider: cxi', 'NVSHMEM initialization has completed', 'Check passed: x == y', 'a container with a name',
     ],
 )  # fmt: skip
 def test_a_line_that_is_like_one_of_a_failure_is_none(line: str) -> None:
