@@ -15,10 +15,11 @@ import platform
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def read_python(path: str, start: Sequence[str] = (), home: str = "") -> HostPyt
     """Return the Python whose program is `path`; see Compiler for the others. Raises HostError if it does not run."""
     if not start and shutil.which(path) is None:
         raise HostError(f"{path}: no such program", "give the path of a Python with --python, or leave it out")
-    done = process.run([*start, path, "-S", "-c", _IDENTITY], check=False, env=compiling_environment(home))
+    done = _said([*start, path, "-S", "-c", _IDENTITY], compiling_environment(home))
     lines = done.stdout.splitlines()
     words = lines[0].split() if lines else []
     if done.returncode != 0 or len(words) != 3:
@@ -151,13 +152,13 @@ def read_python(path: str, start: Sequence[str] = (), home: str = "") -> HostPyt
     return HostPython(os.path.realpath(program), words[1], words[0], words[2])
 
 
-def installed_pythons(environment: Environment) -> Installed:
-    """Return version and path of the Pythons of this host and of the store, one of each version."""
-    done = process.run(
-        [environment.uv, "python", "list", "--only-installed", "--output-format", "json", "--no-config"],
-        env=_variables(environment),
-        check=False,
-    )
+def installed_pythons(environment: Environment, patience_s: float | None = None) -> Installed:
+    """Return version and path of the Pythons of this host and of the store, one of each version.
+
+    Raises HostError when uv needs more than `patience_s` for them.
+    """
+    command = [environment.uv, "python", "list", "--only-installed", "--output-format", "json", "--no-config"]
+    done = _said(command, _variables(environment), patience_s)
     rows = json.loads(done.stdout) if done.returncode == 0 else []
     found = [(str(row["version"]), str(row["path"])) for row in rows if row["implementation"] == "cpython"]
     found.append((platform.python_version(), sys.executable))
@@ -188,6 +189,21 @@ def compiling_environment(home: str = "") -> dict[str, str]:
     return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **own}
 
 
+def _said(
+    command: Sequence[str], variables: Mapping[str, str], patience_s: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that answers a question, in any thread. Raises HostError when it does not start, or is too slow."""
+    try:
+        return subprocess.run(
+            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=patience_s, check=False,
+        )  # fmt: skip
+    except OSError as error:
+        raise HostError(f"cannot run {command[0]}: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise HostError(f"{' '.join(command[:3])} has not ended after {patience_s:g} s") from None
+
+
 def _variables(environment: Environment) -> dict[str, str]:
     """Return the environment for a question to uv, which makes no store."""
     root = environment.store.root
@@ -215,11 +231,8 @@ def _note(wanted: str, environment: Environment) -> Path:
 
 def _on_host(wanted: str, environment: Environment) -> HostPython | None:
     """Return the Python that uv finds, else envbuild's own if it is the one `wanted`."""
-    done = process.run(
-        [environment.uv, "python", "find", "--no-project", "--no-config", wanted],
-        env=_variables(environment),
-        check=False,
-    )
+    command = [environment.uv, "python", "find", "--no-project", "--no-config", wanted]
+    done = _said(command, _variables(environment))
     paths = [done.stdout.strip()] if done.returncode == 0 else []
     if f"{platform.python_version()}.".startswith(f"{wanted}.") and sys.implementation.name == "cpython":
         paths.append(sys.executable)
@@ -299,12 +312,9 @@ def _forbidden(environment: Environment) -> str:
 
 def _listed(wanted: str, environment: Environment) -> list[OfferedPython]:
     """Return the CPythons that uv offers for `wanted` on this host, the best first."""
-    done = process.run(
-        [environment.uv, "python", "list", wanted, "--only-downloads", "--output-format", "json", "--no-config"],
-        # uv's list is in its program, unless UV_PYTHON_DOWNLOADS_JSON_URL names one on a server.
-        env={**_variables(environment), "UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "2"},
-        check=False,
-    )
+    command = [environment.uv, "python", "list", wanted, "--only-downloads", "--output-format", "json", "--no-config"]
+    # uv's list is in its program, unless UV_PYTHON_DOWNLOADS_JSON_URL names one on a server.
+    done = _said(command, {**_variables(environment), "UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "2"})
     rows = json.loads(done.stdout) if done.returncode == 0 else []
     return [
         OfferedPython(str(row["version"]), str(row["key"]), str(row["url"]))

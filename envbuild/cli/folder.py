@@ -74,7 +74,10 @@ def _folder_options(*own: Decorator) -> Decorator:
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_folder_options(
     _prefix_option("venv"), _out_option,
-    click.option("--python", metavar="P", help="Interpreter: a path or a version. Default: the recipe's version."),
+    click.option(
+        "--python", metavar="P",
+        help="Its Python: a path, or a version that the recipe has a lock for. Default: the recipe's version.",
+    ),
     click.option("--editable", is_flag=True, help="Refer to the folder of [project] instead of copying its files."),
 )  # fmt: skip
 def venv_command(recipe: str | None, sources: Sequence[Path], options: BuildOptions) -> None:

@@ -113,9 +113,17 @@ def _build(kind: Artifact, found: Mapping[str, HostFinding]) -> StepVerdict:
         return StepVerdict("warn", f"store: {store.what}", store.hint)
     if kind.form == "folder" and current is not None and current.status == "warn":
         return StepVerdict("warn", f"current folder: {current.what}", current.hint)
-    if pythons is not None and (lacking := pythons.facts.get("lacking")):
-        return StepVerdict("warn", f"not with Python {', '.join(lacking)}", pythons.hint)
-    return StepVerdict("ok", "yes")
+    return StepVerdict("ok", "yes") if pythons is None else _with_python(pythons)
+
+
+def _with_python(pythons: HostFinding) -> StepVerdict:
+    """Return the verdict on a virtual environment, for which only its Python may be missing."""
+    here, offered, lacking = (", ".join(pythons.facts.get(key, ())) for key in ("here", "downloads", "lacking"))
+    ways = [f"this host's Python {here}"] if here else []
+    ways += [f"Python {offered}, which uv downloads" if not here else f"{offered} by download"] if offered else []
+    if not ways:
+        return StepVerdict("ok", "yes")  # the check did not end in time
+    return StepVerdict("info" if lacking else "ok", f"{'only' if lacking else 'yes,'} with {'; '.join(ways)}")
 
 
 def _is_lost(facts: Mapping[str, Any]) -> bool:

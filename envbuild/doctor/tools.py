@@ -6,19 +6,23 @@ import importlib.util
 import platform
 import re
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import envbuild
 from envbuild.data import load_table
 from envbuild.doctor.probe import PATIENCE_S, Host, HostFinding, Status, find, first_line, run_parallel, run_probe
-from envbuild.errors import EnvbuildError
+from envbuild.errors import EnvbuildError, HostError
 from envbuild.pythons import OfferedPython, choose_python, installed_pythons
 from envbuild.recipe.model import PYTHONS
 from envbuild.site.settings import site_files
 
 # Exit statuses of a shell for a program that cannot be started, for example when a library is missing.
 _UNSTARTED = (126, 127)
+# The search for Pythons runs each python3.* on PATH.
+_LISTING_S, _CHOOSING_S = 2.0, 1.7
 _VERSION = re.compile(r"(?<!\d)\d+(?:\.\d+)+[\w.+~-]*")
 
 
@@ -66,33 +70,40 @@ def pythons(host: Host) -> list[HostFinding]:
     """Report which Python a virtual environment of each version gets here, as its build chooses it."""
     if host.environment is None:
         return []
-    environment, facts = host.environment, dict[str, dict[str, str]]()
-
-    def look(python: str) -> None:
+    facts = dict[str, dict[str, str]]()
+    # Without a store, uv has its cache there; a slow one is ended.
+    with tempfile.TemporaryDirectory(prefix="envbuild-doctor-", ignore_cleanup_errors=True) as folder:
+        environment = replace(host.environment, variables={**host.environment.variables, "TMPDIR": folder})
         try:
-            found = choose_python(python, environment, offline=host.offline, installed=installed)
-        except EnvbuildError as error:
-            facts[python] = {"lacking": error.message, "hint": error.hint or ""}
-        else:
-            by = {"download": found.url} if isinstance(found, OfferedPython) else {"path": found.path}
-            facts[python] = {"version": found.version, **by}
+            installed = installed_pythons(environment, _LISTING_S)
+        except HostError as error:
+            return [
+                HostFinding("Pythons", "warn", error.message, "a program python3.* on PATH is slow", {"timeout": True})
+            ]
 
-    installed = installed_pythons(environment)
-    run_parallel([partial(look, python) for python in PYTHONS], 3.0)
+        def look(python: str) -> None:
+            try:
+                found = choose_python(python, environment, offline=host.offline, installed=installed)
+            except EnvbuildError as error:
+                facts[python] = {"lacking": error.message, "hint": error.hint or ""}
+            else:
+                by = {"download": found.url} if isinstance(found, OfferedPython) else {"path": found.path}
+                facts[python] = {"version": found.version, **by}
+
+        run_parallel([partial(look, python) for python in PYTHONS], _CHOOSING_S)
     known = {python: facts[python] for python in PYTHONS if python in facts}
-    here = [f"{one['version']} ({one['path']})" for one in known.values() if "path" in one]
-    offered = [python for python, one in known.items() if "download" in one]
-    lacking = [
-        python for python in PYTHONS if python not in (*offered, *(p for p, one in known.items() if "path" in one))
-    ]
-    parts = here + ([f"uv downloads {', '.join(offered)}"] if offered else [])
-    if not lacking:
-        return [HostFinding("Pythons", "ok", "; ".join(parts), facts={"pythons": known, "lacking": []})]
-    newest = known.get(lacking[-1], {"lacking": "no answer in time", "hint": ""})
-    parts.append(f"not {', '.join(lacking)}: {newest['lacking'].rpartition('; ')[2]}")
-    status: Status = "info" if here or offered else "fail"
-    found = {"pythons": known, "lacking": lacking}
-    return [HostFinding("Pythons", status, "; ".join(parts), newest["hint"], found)]
+    kinds: dict[str, list[str]] = {"path": [], "download": [], "lacking": []}
+    for python in PYTHONS:
+        kinds[next((kind for kind in kinds if kind in known.get(python, ())), "lacking")].append(python)
+    here, offered, lacking = kinds.values()
+    parts = [f"{known[one]['version']} ({known[one]['path']})" for one in here]
+    parts += [f"uv downloads {', '.join(offered)}"] if offered else []
+    newest = known.get(lacking[-1], {"lacking": "no answer in time", "hint": ""}) if lacking else {}
+    if lacking:
+        parts.append(f"not {', '.join(lacking)}: {newest['lacking'].rpartition('; ')[2]}")
+    status: Status = "ok" if not lacking else "info" if here or offered else "fail"
+    about = {"pythons": known, "here": here, "downloads": offered, "lacking": lacking}
+    return [HostFinding("Pythons", status, "; ".join(parts), newest.get("hint", ""), about)]
 
 
 def programs(host: Host) -> Iterator[HostFinding]:

@@ -103,7 +103,7 @@ def test_the_table_for_people_has_no_password_and_nothing_is_written(tmp_path: P
     )
     assert time.monotonic() - begin < MOST_S
     assert done.returncode == 0 and done.stderr == ""
-    assert "geheim" not in done.stdout and "http://ada:****@127.0.0.1:9" in done.stdout
+    assert "geheim" not in done.stdout + done.stderr and "http://ada:****@127.0.0.1:9" in done.stdout
     rows = [
         line
         for line in done.stdout.splitlines()

@@ -410,3 +410,27 @@ def test_offline_checks_tell_what_the_store_holds_and_what_is_not_asked(tmp_path
     assert found["store"].facts["holds"] == {"wheels": 0, "conda packages": 1, "image blobs": 0}
     builds = {kind: steps["build"].status for kind, steps in judge(found).items()}
     assert builds == {"conda": "info", **dict.fromkeys(("venv", "docker", "enroot", "apptainer"), "warn")}
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "what"),
+    [
+        (
+            {"here": ["3.13"], "downloads": ["3.11", "3.12"], "lacking": []}, "ok",
+            "yes, with this host's Python 3.13; 3.11, 3.12 by download",
+        ),
+        ({"here": [], "downloads": ["3.11"], "lacking": []}, "ok", "yes, with Python 3.11, which uv downloads"),
+        ({"here": ["3.11"], "downloads": [], "lacking": ["3.12"]}, "info", "only with this host's Python 3.11"),
+        ({"timeout": True}, "ok", "yes"),
+    ],
+)  # fmt: skip
+def test_a_venv_names_the_pythons_that_it_can_have(facts: dict[str, Any], status: str, what: str) -> None:
+    verdict = judge({"Pythons": HostFinding("Pythons", "info", "…", facts=facts)})["venv"]["build"]
+    assert (verdict.status, verdict.what) == (status, what)
+
+
+def test_without_any_python_no_venv_can_be_built() -> None:
+    finding = HostFinding("Pythons", "fail", "not 3.11: uv cannot download one: …", "run `/x/uv python install 3.11`")
+    verdicts = judge({"Pythons": finding})
+    assert verdicts["venv"]["build"].status == "fail" and verdicts["venv"]["build"].hint == finding.hint
+    assert verdicts["conda"]["build"].status != "fail"
