@@ -10,14 +10,19 @@ import time
 from pathlib import Path
 
 import pytest
-from lab.wheels import make_wheel
+from lab.wheels import make_recipe, make_wheel
 
 from envbuild import pythons
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import HostError
+from envbuild.errors import HostError, LockError
 from envbuild.imports.host_python import compose_here
 from envbuild.imports.statement import Statement
+from envbuild.kinds import VENV
+from envbuild.kinds.folder import prepare_folder
+from envbuild.lock.lifecycle import LockUse
 from envbuild.pythons import HostPython, OfferedPython, choose_python, keep_python
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target
 from envbuild.store.usage import choose, items, remove
 
 MACHINE = platform.machine()
@@ -181,3 +186,29 @@ def test_an_imported_recipe_has_a_python_of_this_host_with_wheels(
     assert draft.data["python"] == chosen
     (tmp_path / "store/interpreters").rename(tmp_path / "gone")
     assert compose_here("small", statements, (), "cpu-x86_64", environment).data["python"] in ("3.11", "3.12")
+
+
+def test_a_build_refuses_before_it_reads_a_lock_and_names_the_python_that_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "python_version", lambda: "0.0.0")
+    environment = environment_of(tmp_path, UV_PYTHON_DOWNLOADS="never")
+    text = f'[targets.cpu-{MACHINE}]\npythons = ["3.12", "3.13"]\n'
+    loaded = load_recipe(make_recipe(tmp_path, "small", ["alpha"], targets=text) / "recipe.toml")
+    use: LockUse = {"locked": True, "offline": True, "log": print}
+
+    def prepared(python: str | None = None) -> None:
+        prepare_folder(VENV, loaded, Target("cpu", MACHINE), environment, python=python, **use)
+
+    with pytest.raises(HostError, match=r"no Python 3\.11") as refused:
+        prepared()
+    assert refused.value.hint and not refused.value.hint.startswith("run ")
+    put_in_store(environment, "3.13.1")
+    with pytest.raises(HostError, match=r"no Python 3\.11") as refused:
+        prepared()
+    assert refused.value.hint and f" venv {loaded.folder} --python 3.13`" in refused.value.hint
+    with pytest.raises(LockError, match=r"python3\.13\.requirements\.txt: no lock"):
+        prepared("3.13")
+    put_in_store(environment, "3.99.1")
+    with pytest.raises(HostError, match=r"--python 3\.99 is Python 3\.99\.1; recipe small wants Python 3\.11"):
+        prepared("3.99")
