@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -15,9 +16,9 @@ from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.model import FULL, Settings, Subject, Thoroughness
+from envbuild.verify.model import FULL, Settings, Subject, Thoroughness, Verdict
 from envbuild.verify.processes import find_rank, find_with
-from envbuild.verify.receipt import passing_receipt, receipt_path
+from envbuild.verify.receipt import make_receipt, passing_receipt, receipt_path
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pt_minimal"
 
@@ -199,3 +200,17 @@ def test_the_schema_of_receipts_has_every_setting_of_a_verification() -> None:
     settings = json.loads(json.dumps(dataclasses.asdict(Settings())))
     jsonschema.validate(settings, schema["properties"]["settings"])
     assert schema["properties"]["settings"]["properties"].keys() == settings.keys()
+
+
+def test_state_and_receipt_name_a_python_that_uv_downloaded(tmp_path: Path) -> None:
+    """For any other Python, nothing: older artifacts keep the text of their state."""
+    build = "cpython-3.11.18-linux-x86_64-gnu"
+    assert "python_build" not in make_state().render()
+    (tmp_path / "envbuild.json").write_text(make_state(python_build=build).render())
+    state = read_state(tmp_path)
+    assert state is not None and state.python_build == build and state.digest == make_state().digest
+    verdict = Verdict((), Settings(), 1.0, None)
+    for one, expected in ((state, build), (make_state(), None)):
+        subject = SimpleNamespace(state=one, kind="", digest="sha256:d", manifest="", runtime=None)
+        receipt = make_receipt(subject, verdict, tmp_path)  # type: ignore[arg-type]
+        assert receipt["versions"].get("python_build") == expected
