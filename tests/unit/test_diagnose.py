@@ -447,6 +447,8 @@ _QUOTED = "[rank0]: Last error:"
         (["FATAL:   container creation failed: mount hook function failure: mount squashfs: fuse: device not found, try 'modprobe fuse' first"], "fuse-missing"),
         (["  Warning  FailedCreatePodSandBox  3s  kubelet  Failed to create pod sandbox: rpc error: code = Unknown desc = failed to setup network for sandbox"], "pod-sandbox"),
         (["Error: failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: exec: \"python\": executable file not found in $PATH: unknown"], "step-program"),
+        (["sbatch: error: !!! slurm_job_submit ERROR: a job without an account", "sbatch: error: Batch job submission failed: Unspecified error"], "submission-refused"),
+        (["FATAL: Couldn't determine user account information: user: lookup userid 7: no such file or directory"], "apptainer-report"),
         (["  Warning  InspectFailed  3s  kubelet  Failed to apply default image tag \"a b\": couldn't parse image name: invalid reference format"], "image-pull"),
         (["  Warning  Failed  3s  kubelet  Error: InvalidImageName"], "image-pull"),
         (["UnexpectedAdmissionError  3s  kubelet  Allocate failed due to requested number of devices unavailable for nvidia.com/gpu. Requested: 8, Available: 7, which is unexpected"], "pod-device"),
