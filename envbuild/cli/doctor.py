@@ -43,6 +43,8 @@ def doctor_command(offline: bool, as_json: bool) -> None:
     from envbuild.doctor.probe import facts_of, run_checks
     from envbuild.doctor.registry import judge
 
+    # The probes' own programs are no findings: --verbose prints all findings, and not them.
+    every, display().verbosity = display().verbosity > 0, min(display().verbosity, 0)
     results = run_checks(CHECKS, this_host(dict(os.environ), offline=offline))
     verdicts = judge(facts_of(results))
     areas: dict[str, list[HostFinding]] = {}
@@ -54,7 +56,7 @@ def doctor_command(offline: bool, as_json: bool) -> None:
         artifacts = {kind: {step: one.as_json() for step, one in steps.items()} for kind, steps in verdicts.items()}
         print_json({"usable": not useless, "areas": shown, "artifacts": artifacts})
     else:
-        if display().verbosity > 0:
+        if every:
             show_areas(areas)
         else:
             _show_faults(areas)

@@ -194,8 +194,11 @@ new_certs_dir = .
 rand_serial = yes
 default_md = sha256
 policy = any
+x509_extensions = own
 [any]
 commonName = supplied
+[own]
+basicConstraints = critical, CA:true
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import marshal
 import os
+import platform
 import random
 import shutil
 import signal
@@ -99,6 +100,7 @@ def test_a_file_that_changed_in_uvs_cache_is_unpacked_again(small: Command, name
     assert json.loads(done.stdout)["digest"] == small.json("venv", "small", "--no-verify")["digest"]
 
 
+@pytest.mark.usefixtures("recipes_python")
 def test_ctrl_c_exits_130_and_leaves_nothing(small: Command) -> None:
     codes = []
     for number in range(4):
@@ -266,7 +268,7 @@ def test_a_wheel_that_replaces_the_venv_s_configuration_is_refused(small: Comman
 def test_a_missing_interpreter_lists_what_there_is(small: Command) -> None:
     done = build(small, "--python", "3.99")
     assert done.returncode == 6 and "no Python 3.99" in done.stderr, done.stderr
-    assert "3.11" in done.stderr and "--python" in done.stderr
+    assert platform.python_version() in done.stderr and "--python" in done.stderr
 
 
 @pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python3"])
@@ -297,6 +299,7 @@ def test_offline_and_locked_need_nothing_but_the_store_and_find_links(small: Com
     assert build(small, "--offline", "--locked").returncode == 0
 
 
+@pytest.mark.usefixtures("recipes_python")
 def test_two_builds_at_once(small: Command) -> None:
     children = [small.start("venv", "small", "--no-verify", "--out", "v") for _ in range(3)]
     results = [(child.communicate()[1], child.returncode) for child in children]
