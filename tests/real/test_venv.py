@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
 
 from .conftest import REPOSITORY, Command, link_tree
 
