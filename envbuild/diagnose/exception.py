@@ -75,7 +75,7 @@ _REFUSAL = re.compile(
 )
 _MENTION = re.compile(r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:\w*Error|\w*Exception|ERROR|FAILED|[Ff]ailed|[Cc]rashed)\b")
 _OF_LAUNCHERS = re.compile(
-    r"ChildFailedError|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: |: ?None$"
+    r"ChildFailedError|^\S+ FAILED$|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: |: ?None$"
     r"|\bframe #\d|MPI_ABORT was invoked|Failed to invoke spank plugin stack|Job step aborted|Unable to register cu\w+"
     r"|Exception ignored in"
 )
