@@ -97,7 +97,10 @@ def _alternatives(texts: Collection[bytes]) -> re.Pattern[bytes]:
         by_first.setdefault(text[:1], set()).add(text[1:])
     groups = []
     for first, rests in sorted(by_first.items()):
-        # A text that begins with another one is found by that.
-        shortest = [one for one in sorted(rests) if not any(one.startswith(other) for other in rests - {one})]
+        shortest: list[bytes] = []
+        for rest in sorted(rests):
+            # A text that begins with another one, which is sorted before it, is found by that.
+            if not shortest or not rest.startswith(shortest[-1]):
+                shortest.append(rest)
         groups.append(re.escape(first) + b"(?:" + b"|".join(map(re.escape, shortest)) + b")")
     return re.compile(b"|".join(groups) or rb"(?!)", re.DOTALL)
