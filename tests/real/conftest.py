@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import pytest
@@ -105,10 +108,44 @@ def shared(
     return folder, json.loads(result.read_text())
 
 
+# The modules that compile a source layer.
+_COMPILING = (
+    "layers/source_*.py", "layers/local_build_host.py", "kinds/prepare.py", "artifacts/builder_image.py", "elf*.py",
+)  # fmt: skip
+
+
+def kept_layers() -> Path:
+    """The folder in the user's cache for source layers that take minutes to compile, named by a digest of envbuild's
+    modules that compile them. Each layer has the store's name, which is a digest of all its inputs."""
+    modules = sorted(path for pattern in _COMPILING for path in (REPOSITORY / "envbuild").glob(pattern))
+    digest = hashlib.sha256(b"\0".join(path.read_bytes() for path in modules)).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "envbuild-tests/layers" / digest
+
+
+def keep_layer(store: Path, name: str) -> None:
+    """Copy the store's source layers called `name`, which a test found right, for later sessions."""
+    kept = kept_layers()
+    for manifest in (store / "built").glob("*/manifest.json"):
+        if json.loads(manifest.read_text())["name"] == name and not (kept / manifest.parent.name).exists():
+            kept.mkdir(parents=True, exist_ok=True)
+            for folder in set(kept.parent.iterdir()) - {kept}:  # of other versions of these modules
+                if time.time() - folder.stat().st_mtime > 30 * 86400:
+                    shutil.rmtree(folder, ignore_errors=True)
+            with TemporaryDirectory(dir=kept, prefix=".") as staging, suppress(OSError):  # another worker was faster
+                shutil.copytree(manifest.parent, copy := Path(staging, "layer"), symlinks=True)
+                copy.rename(kept / manifest.parent.name)
+
+
 @pytest.fixture(scope="session")
 def session_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store that begins empty, of all workers: the tests see what a fresh machine sees."""
-    return shared(tmp_path_factory, "store")[0]
+    """A store of all workers that begins empty but for kept layers: the tests see what a fresh machine sees."""
+
+    def make(store: Path) -> None:
+        for layer in kept_layers().glob("[!.]*"):
+            shutil.copytree(layer, store / "built" / layer.name, symlinks=True)
+
+    return shared(tmp_path_factory, "store", make)[0]
 
 
 def link_tree(source: Path | str, target: Path) -> Path:
@@ -274,9 +311,9 @@ def libfabric_source(tmp_path_factory: pytest.TempPathFactory) -> lab_sources.So
 # Files whose tests take minutes. They come first, so that the workers end at about the same time; those that wait much
 # stand between those that compute.
 _LONG = (
-    "conda", "job_faults", "horovod", "diagnose", "dockerfile", "source_images", "jobs", "squash", "checks_alive",
-    "docker", "source_layers", "every_call", "trainer", "docker_out", "preflight", "docker_registry", "venv", "fabric",
-    "etcd", "venv_failures", "bundle", "exec",
+    "conda", "job_faults", "horovod", "diagnose", "dockerfile", "source_images", "jobs", "squash",
+    "checks_alive", "tutorial", "docker", "source_layers", "every_call", "trainer", "docker_out", "preflight",
+    "docker_registry", "venv", "fabric", "etcd", "venv_failures", "bundle", "exec", "slim",
 )  # fmt: skip
 
 

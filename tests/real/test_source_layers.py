@@ -31,6 +31,8 @@ from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target, host_arch
 
+from .conftest import keep_layer
+
 TESTS = Path(__file__).resolve().parents[1]
 # `python -c BUILD STORE DESCRIPTION`: one process that builds, as a command of envbuild does.
 BUILD = """
@@ -481,3 +483,4 @@ def test_libfabric_is_built_natively_and_finds_tcp_from_a_moved_tree(
         assert base.fullmatch(library), library
     assert "lib/libfabric.so.1" in {path.relative_to(moved).as_posix() for path in moved.rglob("*")}
     assert (moved / "share/licenses/libfabric/COPYING").is_file()
+    keep_layer(session_store, "libfabric")
