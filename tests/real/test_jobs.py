@@ -153,9 +153,9 @@ def test_a_venv_is_brought_to_the_disk_of_each_node_and_all_is_loaded_from_there
 ) -> None:
     venv = pt_cpu["path"]
     jobs.write_site(STAGE)
-    ended = jobs.ended(jobs.submit(venv, "--name", "staged", "--preflight", "--exact"), "staged")
+    ended = jobs.ended(jobs.submit(venv, "--name", "staged", "--preflight", "--exact", ranks=1), "staged")
     assert "the environment is on the disks of 2 of 2 nodes" in ended.log and "0 had it" in ended.log, ended.log
-    report = jobs.trained(ended)
+    report = jobs.trained(ended, ranks=1)
     assert {rank["sys_prefix"] for rank in report["ranks"]} == {f"/tmp/envbuild-{os.getuid()}/{ended.run.name}-0"}
     folder = jobs.cluster.shared / "loaded"
     folder.mkdir()

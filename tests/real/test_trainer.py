@@ -255,7 +255,6 @@ def test_no_numpy_is_needed(start: Callable[..., Job], tmp_path: Path) -> None:
     [
         (["--data", "absent"], 2, "absent: is not a folder"),
         (["--checkpoint_path", "absent/s.pt"], 1, "absent does not exist"),
-        (["--batch_size", "0"], 2, "at least 1"),
     ],
 )
 def test_foreseen_failures_end_all_ranks_with_one_line(
