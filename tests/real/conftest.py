@@ -156,6 +156,15 @@ def link_tree(source: Path | str, target: Path) -> Path:
     return target
 
 
+def link_store(source: Path, target: Path) -> Path:
+    """Hard links in `target` to a store, except to unpacked packages (most of its files), which images do not need."""
+    target.mkdir(parents=True)
+    for part in source.iterdir():
+        if part.name not in ("uv", "conda"):
+            link_tree(part, target / part.name)
+    return target
+
+
 @pytest.fixture
 def envbuild(tmp_path: Path, session_store: Path) -> Command:
     """The command in an empty folder, on the session's store."""

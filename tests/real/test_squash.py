@@ -30,7 +30,7 @@ from envbuild.verify.receipt import receipt_path
 from envbuild.verify.runtimes import open_file_subject
 from envbuild.verify.static_checks import check_installed
 
-from .conftest import NO_DAEMON, Command, link_tree
+from .conftest import NO_DAEMON, Command, link_store
 from .test_docker_out import AS_NOBODY, NOBODY
 
 ARCH = os.uname().machine
@@ -105,8 +105,7 @@ def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_o
     folder = tmp_path_factory.mktemp("nobody")
     shutil.copytree(squash["command"].folder / "recipes", folder / "recipes")
     # What lies in the session's store is read where it is; the folders are theirs to write in.
-    link_tree(session_store, folder / "store")
-    shutil.rmtree(folder / "store" / "uv", ignore_errors=True)
+    link_store(session_store, folder / "store")
     for here, folders, _ in os.walk(folder):
         for path in (here, *(os.path.join(here, name) for name in folders)):
             if not os.path.islink(path):
@@ -184,7 +183,7 @@ def test_an_attested_sif_is_verified_by_apptainer_and_trusted_without_any_other_
     assert "alone.sif" in command("job", alone, "--site", site, "--nodes", "1", "--strategy", "single").stdout
     python = (*FLAGS, "--cleanenv", "--no-home", alone, "python", "-c", "import torch; print(torch.ones(2))")
     assert real_apptainer("exec", *python).stdout.strip() == "tensor([1., 1.])"
-    quick = ("--nodes", "2", "--nproc-per-node", "1", "--epochs", "2")
+    quick = ("--nodes", "1", "--nproc-per-node", "1", "--epochs", "2")
     again = command.json("verify", alone, *quick, ENVBUILD_SITE=str(site))
     assert again["passed"] and again["receipt"] == f"{alone}.here.receipt.json" and not receipt_path(alone).exists()
     site.write_text(site.read_text().replace("ci.pub", "stranger.pub"))
