@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from envbuild import torchrun
-from envbuild.artifacts.state import BuiltLayer
 from envbuild.kinds import ARTIFACTS, Artifact
 from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
 from envbuild.site.settings import Site
+
+if TYPE_CHECKING:
+    from envbuild.artifacts.state import BuiltLayer
 
 Strategy = Literal["ddp", "accelerate", "deepspeed", "horovod", "single"]
 # The way to start an artifact's program on a node: in the folder of an environment, with pyxis (through srun),
