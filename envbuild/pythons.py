@@ -14,12 +14,10 @@ import os
 import platform
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -28,6 +26,7 @@ from envbuild.cache.retry import RequestFailed
 from envbuild.environment import Environment, uv_hint
 from envbuild.errors import BuildError, HostError
 from envbuild.files import parse_json
+from envbuild.interpreter import HostPython, ask_program, minor_of, read_python
 from envbuild.masking import redact
 from envbuild.progress import log, step
 from envbuild.recipe.model import PYTHONS
@@ -37,11 +36,6 @@ from envbuild.store.store import Store
 
 # Folders of the store: downloaded Pythons, and the environments that use each.
 FOLDER, USERS = "interpreters", "interpreters/.users"
-_IDENTITY = """
-import sys, importlib.util as u
-print(sys.implementation.cache_tag, ".".join(map(str, sys.version_info[:3])), u.MAGIC_NUMBER.hex())
-print(getattr(sys, "_base_executable", sys.executable))
-"""
 _VERSION = re.compile(r"\d+\.\d+(\.\d+)?")
 # In the addresses of python-build-standalone's archives, all mirrors have what follows.
 _RELEASES = "/releases/download/"
@@ -59,28 +53,6 @@ class _NotOffered(HostError):
 
 
 @dataclass(frozen=True, slots=True)
-class HostPython:
-    """A Python that runs on this host: its program, full version, and the tag and magic number of its bytecode.
-
-    `build` is uv's name of a Python in the store, "" for any other.
-    """
-
-    path: str
-    version: str
-    tag: str
-    magic: str
-    build: str = ""
-
-    @property
-    def minor(self) -> str:
-        """The version as recipes have it: 3.11."""
-        return _minor(self.version)
-
-    def __str__(self) -> str:
-        return f"Python {self.version} ({self.path})"
-
-
-@dataclass(frozen=True, slots=True)
 class OfferedPython:
     """A Python that this host lacks and that uv can download: its version, uv's name of it, and its address.
 
@@ -95,7 +67,7 @@ class OfferedPython:
     @property
     def minor(self) -> str:
         """The version as recipes have it: 3.11."""
-        return _minor(self.version)
+        return minor_of(self.version)
 
     def __str__(self) -> str:
         return f"Python {self.version}, which uv downloads ({self.build} from {redact(self.url).rpartition('/')[0]})"
@@ -139,26 +111,13 @@ def provide_python(wanted: str, environment: Environment, *, offline: bool = Fal
     return chosen
 
 
-def read_python(path: str, start: Sequence[str] = (), home: str = "") -> HostPython:
-    """Return the Python whose program is `path`; see Compiler for the others. Raises HostError if it does not run."""
-    if not start and shutil.which(path) is None:
-        raise HostError(f"{path}: no such program", "give the path of a Python with --python, or leave it out")
-    done = _said([*start, path, "-S", "-c", _IDENTITY], compiling_environment(home))
-    lines = done.stdout.splitlines()
-    words = lines[0].split() if lines else []
-    if done.returncode != 0 or len(words) != 3:
-        raise HostError(f"{path} does not run as a Python:\n{process.tail(done)}", "name another one with --python")
-    program = lines[1] if os.path.exists(lines[1]) else path
-    return HostPython(os.path.realpath(program), words[1], words[0], words[2])
-
-
 def installed_pythons(environment: Environment, patience_s: float | None = None) -> Installed:
     """Return version and path of the Pythons of this host and of the store, one of each version.
 
     Raises HostError when uv needs more than `patience_s` for them.
     """
     command = [environment.uv, "python", "list", "--only-installed", "--output-format", "json", "--no-config"]
-    done = _said(command, _variables(environment), patience_s)
+    done = ask_program(command, _variables(environment), patience_s)
     rows = json.loads(done.stdout) if done.returncode == 0 else []
     found = [(str(row["version"]), str(row["path"])) for row in rows if row["implementation"] == "cpython"]
     found.append((platform.python_version(), sys.executable))
@@ -175,33 +134,6 @@ def keep_python(build: str, path: Path, store: Store) -> None:
         note = store.folder(USERS, build) / hashlib.sha256(os.fsencode(place)).hexdigest()
         if not note.is_file():
             atomic.write_atomically(note, place)
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
-def compiling_environment(home: str = "") -> dict[str, str]:
-    """Return the environment of a Python that must give the same output on every host; `home` is as in Compiler."""
-    # A Python from a module tree may need this variable to find libpython.
-    libraries = {k: v for k, v in os.environ.items() if k == "LD_LIBRARY_PATH"}
-    own = {"PYTHONHOME": home} if home else libraries
-    return {"PYTHONHASHSEED": "0", "PATH": os.defpath, "LC_ALL": "C.UTF-8", **own}
-
-
-def _said(
-    command: Sequence[str], variables: Mapping[str, str], patience_s: float | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a program that answers a question, in any thread. Raises HostError when it does not start, or is too slow."""
-    try:
-        return subprocess.run(
-            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=patience_s, check=False,
-        )  # fmt: skip
-    except OSError as error:
-        raise HostError(f"cannot run {command[0]}: {error.strerror}") from error
-    except subprocess.TimeoutExpired:
-        raise HostError(f"{' '.join(command[:3])} has not ended after {patience_s:g} s") from None
 
 
 def _variables(environment: Environment) -> dict[str, str]:
@@ -232,7 +164,7 @@ def _note(wanted: str, environment: Environment) -> Path:
 def _on_host(wanted: str, environment: Environment) -> HostPython | None:
     """Return the Python that uv finds, else envbuild's own if it is the one `wanted`."""
     command = [environment.uv, "python", "find", "--no-project", "--no-config", wanted]
-    done = _said(command, _variables(environment))
+    done = ask_program(command, _variables(environment))
     paths = [done.stdout.strip()] if done.returncode == 0 else []
     if f"{platform.python_version()}.".startswith(f"{wanted}.") and sys.implementation.name == "cpython":
         paths.append(sys.executable)
@@ -268,7 +200,7 @@ def _stored(wanted: str, store: Store) -> Iterator[HostPython]:
 
 
 def _of_store(path: Path) -> HostPython:
-    program = path / "bin" / f"python{_minor(path.name.split('-')[1])}"
+    program = path / "bin" / f"python{minor_of(path.name.split('-')[1])}"
     return replace(read_python(str(program)), path=str(program), build=path.name)
 
 
@@ -314,7 +246,7 @@ def _listed(wanted: str, environment: Environment) -> list[OfferedPython]:
     """Return the CPythons that uv offers for `wanted` on this host, the best first."""
     command = [environment.uv, "python", "list", wanted, "--only-downloads", "--output-format", "json", "--no-config"]
     # uv's list is in its program, unless UV_PYTHON_DOWNLOADS_JSON_URL names one on a server.
-    done = _said(command, {**_variables(environment), "UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "2"})
+    done = ask_program(command, {**_variables(environment), "UV_HTTP_RETRIES": "0", "UV_HTTP_TIMEOUT": "2"})
     rows = json.loads(done.stdout) if done.returncode == 0 else []
     return [
         OfferedPython(str(row["version"]), str(row["key"]), str(row["url"]))

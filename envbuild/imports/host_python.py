@@ -10,9 +10,10 @@ from envbuild.errors import EnvbuildError
 from envbuild.imports.compose import compose, pythons
 from envbuild.imports.draft import Draft
 from envbuild.imports.statement import Statement
+from envbuild.interpreter import HostPython
 from envbuild.lock.indexes import reachable
 from envbuild.lock.offers import Offers, allowed_releases, applicable
-from envbuild.pythons import HostPython, choose_python
+from envbuild.pythons import choose_python
 from envbuild.recipe.load import LoadedRecipe
 
 

@@ -17,6 +17,7 @@ from envbuild.artifacts.state import State, check_place
 from envbuild.environment import Environment, own_command
 from envbuild.errors import BuildError, HostError, LockError, UsageError, VerificationError
 from envbuild.files import absolute_path
+from envbuild.interpreter import HostPython
 from envbuild.kinds import CONDA, VENV, FolderArtifact
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, keep_receipt, settings_of, verify_staged
 from envbuild.kinds.prepare import build_layers, prepare
@@ -27,7 +28,7 @@ from envbuild.lock.lifecycle import LockUse
 from envbuild.locks import has_wheels
 from envbuild.plan.plan import Plan
 from envbuild.progress import log
-from envbuild.pythons import HostPython, OfferedPython, choose_python, keep_python, provide_python
+from envbuild.pythons import OfferedPython, choose_python, keep_python, provide_python
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch

@@ -28,8 +28,8 @@ from typing import IO
 
 from envbuild.errors import BuildError, HostError
 from envbuild.image.entry import FILE, Entry, Readable, Tree, closing
+from envbuild.interpreter import HostPython, compiling_environment
 from envbuild.layers.contents import Joined
-from envbuild.pythons import HostPython, compiling_environment
 from envbuild.workers import Answer, Workers
 
 # Larger modules are rare, generated tables; they are compiled when they are imported.

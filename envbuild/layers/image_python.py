@@ -18,11 +18,12 @@ from envbuild.environment import Environment
 from envbuild.errors import HostError
 from envbuild.fingerprint import json_digest
 from envbuild.image.entry import FILE, SYMLINK
+from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import MAGIC, Compiler, compiler_of
 from envbuild.lock.base import site_archives
 from envbuild.lock.image import ImageLock
 from envbuild.progress import Log, step
-from envbuild.pythons import FOLDER, find_python, read_python
+from envbuild.pythons import FOLDER, find_python
 from envbuild.recipe.targets import Target, host_arch
 
 # All that an interpreter needs that imports nothing but built-in modules.

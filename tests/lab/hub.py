@@ -25,6 +25,7 @@ from envbuild.image.model import (
     digest_of,
     parse,
 )
+from envbuild.interpreter import read_python
 from envbuild.kinds.image import prepare_image
 from envbuild.layers.base import locked_files
 from envbuild.layers.bytecode import compiler_of, with_bytecode
@@ -32,7 +33,6 @@ from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.layers.wheels import locate
 from envbuild.progress import log
-from envbuild.pythons import read_python
 from envbuild.recipe.load import load_recipe
 
 PYTHON = "opt/conda/bin/python3.11"

@@ -39,12 +39,12 @@ from envbuild.artifacts.layers_in import check_paths
 from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.squashfs.codec import codec_of
+from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.recorded import recorded
 from envbuild.layers.segment_cache import SegmentCache
-from envbuild.pythons import read_python
 from envbuild.site.tables import LimitsTable
 from envbuild.store.store import Store
 

@@ -18,11 +18,11 @@ from lab.wheels import make_recipe, make_wheel
 
 from envbuild.environment import load_environment
 from envbuild.image.entry import FILE, Entry
+from envbuild.interpreter import read_python
 from envbuild.layers import image_python
 from envbuild.layers.bytecode import compiler_of, with_bytecode
 from envbuild.lock.base import image_lock
 from envbuild.progress import log
-from envbuild.pythons import read_python
 from envbuild.recipe.load import load_recipe
 
 from .conftest import REPOSITORY, Command, shared

@@ -12,11 +12,11 @@ from lab.wheels import make_wheel
 
 from envbuild.artifacts.conda_layers import LinkedPackage, LinkedPackages, conda_parts
 from envbuild.debian.defaults import default_packages
+from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
 from envbuild.layers.compose import LARGE, MOST_LARGE, LayerRequest, WheelFile, alone, environment_part
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
-from envbuild.pythons import read_python
 from envbuild.store.store import Store
 
 

@@ -25,6 +25,7 @@ from envbuild.cache.hashed import read_note, write_note
 from envbuild.errors import BuildError
 from envbuild.fingerprint import record_digest
 from envbuild.image.entry import DIR, FILE, Entry, Tree
+from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
 from envbuild.layers.compose import (
     FIXED_TIME,
@@ -39,7 +40,6 @@ from envbuild.layers.compose import (
 from envbuild.layers.compose import alone as dedicated
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.wheel import Scheme
-from envbuild.pythons import read_python
 from envbuild.store.store import Store
 
 SCHEME = Scheme(PREFIX, "3.11")
@@ -419,7 +419,7 @@ def test_layers_are_the_same_from_one_run_and_store_to_the_next(tmp_path: Path) 
 
 def test_a_compilers_identity_is_all_but_its_place() -> None:
     one = Compiler("/a", "3.11.2", "cpython-311", b"\xa7\r\r\n")
-    assert one.identity == "cpython-311 3.11.2 a70d0d0a 2"
+    assert one.identity == "cpython-311 3.11.2 a70d0d0a 3"
     assert dataclasses.replace(one, python="/b").identity == one.identity
 
 

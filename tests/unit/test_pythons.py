@@ -17,10 +17,11 @@ from envbuild.environment import Environment, load_environment
 from envbuild.errors import HostError, LockError
 from envbuild.imports.host_python import compose_here
 from envbuild.imports.statement import Statement
+from envbuild.interpreter import HostPython
 from envbuild.kinds import VENV
 from envbuild.kinds.folder import prepare_folder
 from envbuild.lock.lifecycle import LockUse
-from envbuild.pythons import HostPython, OfferedPython, choose_python, keep_python
+from envbuild.pythons import OfferedPython, choose_python, keep_python
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
 from envbuild.store.usage import choose, items, remove
