@@ -98,6 +98,12 @@ def find_python(wanted: str, environment: Environment) -> HostPython | None:
     return _known(wanted, environment) or _on_host(wanted, environment) or _in_store(wanted, environment.store)
 
 
+def own_python(wanted: str) -> HostPython | None:
+    """Return the Python that runs envbuild if its version is `wanted`, else None."""
+    own = f"{platform.python_version()}.".startswith(f"{wanted}.") and sys.implementation.name == "cpython"
+    return read_python(sys.executable) if own else None
+
+
 def provide_python(wanted: str, environment: Environment, *, offline: bool = False) -> HostPython:
     """Return the Python `wanted` as `choose_python` chooses it; uv downloads it if need be, which is announced.
 

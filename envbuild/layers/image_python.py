@@ -23,7 +23,7 @@ from envbuild.layers.bytecode import MAGIC, Compiler, compiler_of
 from envbuild.lock.base import site_archives
 from envbuild.lock.image import ImageLock
 from envbuild.progress import Log, step
-from envbuild.pythons import FOLDER, find_python
+from envbuild.pythons import FOLDER, find_python, own_python
 from envbuild.recipe.targets import Target, host_arch
 
 # All that an interpreter needs that imports nothing but built-in modules.
@@ -36,10 +36,12 @@ def image_compiler(
 ) -> Compiler | None:
     """Return the compiler of the bytecode of an image with the base of `lock`, None for an image without bytecode.
 
-    It is this host's Python `python`, else the base's own if this host can run it. Without `write`, that one is not
-    unpacked, and can only be named. Raises BuildError when its packages cannot be fetched.
+    It is envbuild's own Python, or another one of this host, of the version `python`, else the base's own if this host
+    can run it. Without `write`, that one is not unpacked, and can only be named. Raises BuildError when its packages
+    cannot be fetched.
     """
-    if found := find_python(python, environment):
+    # Two users of one envbuild get the same bytes, whatever is on their PATH.
+    if found := own_python(python) or find_python(python, environment):
         return compiler_of(found)
     base, lacking = lock.base, f"{lock.target}: this host has no Python {python}"
     runs = not conda and Target.parse(lock.target).arch == host_arch()

@@ -121,9 +121,9 @@ def attested_for_others(command: Command, image: str) -> None:
         subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", key.with_suffix(".pub")], check=True)
     for name in ("stranger", "ci"):
         command.json("attest", image, "--key", f"{name}.pem", "--with", "sbom", "--with", "provenance")
-    folder = command.folder / "colleague"
+    folder = command.folder.with_name(f"{command.folder.name}-colleague")  # else the artifacts of the project count
     folder.mkdir()
-    site = Path(command.env["ENVBUILD_SITE"]).read_text() + '[trust]\nsigners = ["../ci.pub"]\n'
+    site = Path(command.env["ENVBUILD_SITE"]).read_text() + f'[trust]\nsigners = ["{command.folder}/ci.pub"]\n'
     (folder / "site.toml").write_text(site)
     env = {"ENVBUILD_STORE": str(folder / "store"), "ENVBUILD_SITE": str(folder / "site.toml")}
     colleague = Command(folder, {**command.env, **env})

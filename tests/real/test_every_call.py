@@ -42,7 +42,7 @@ ONCE = {
         ("kill", "/store/conda/repodata/*", 2, "killed by SIGKILL"),
     ],
     "venv": [
-        ("full", "/store/uv/.tmp*/get_interpreter_info.py", 1, "out/v: uv venv failed"),
+        ("full", "/store/uv/.tmp*/get_interpreter_info.py", 1, "left on device (os error 28)"),
         ("kill", "/store/uv/*", 1, "killed by SIGKILL"),
         ("EIO", "*/alpha-2.0.dist-info/RECORD", 1, "out/v: uv "),
         ("EIO", "*/gamma-1.0.dist-info/RECORD", 5, "not listed"),  # uv ignores it
