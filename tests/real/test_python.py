@@ -108,7 +108,8 @@ def test_the_image_s_own_python_compiles_as_the_host_s_would(
     target, _ = loaded.target()
     lock = image_lock(loaded, target).inspect().lock
     assert lock is not None and layout["command"]
-    monkeypatch.setattr(image_python, "find_python", lambda *_: None)
+    for of_this_host in ("find_python", "own_python"):
+        monkeypatch.setattr(image_python, of_this_host, lambda *_: None)
     with environment.with_tmpdir() as running:
         own = image_python.image_compiler(lock, "3.11", running, conda=False, offline=True, log=log)
     assert own is not None and own.version.startswith("3.11.")
