@@ -100,8 +100,11 @@ def find_python(wanted: str, environment: Environment) -> HostPython | None:
 
 def own_python(wanted: str) -> HostPython | None:
     """Return the Python that runs envbuild if its version is `wanted`, else None."""
-    own = f"{platform.python_version()}.".startswith(f"{wanted}.") and sys.implementation.name == "cpython"
-    return read_python(sys.executable) if own else None
+    return read_python(sys.executable) if _is_own(wanted) else None
+
+
+def _is_own(wanted: str) -> bool:
+    return f"{platform.python_version()}.".startswith(f"{wanted}.") and sys.implementation.name == "cpython"
 
 
 def provide_python(wanted: str, environment: Environment, *, offline: bool = False) -> HostPython:
@@ -172,7 +175,7 @@ def _on_host(wanted: str, environment: Environment) -> HostPython | None:
     command = [environment.uv, "python", "find", "--no-project", "--no-config", wanted]
     done = ask_program(command, _variables(environment))
     paths = [done.stdout.strip()] if done.returncode == 0 else []
-    if f"{platform.python_version()}.".startswith(f"{wanted}.") and sys.implementation.name == "cpython":
+    if _is_own(wanted):
         paths.append(sys.executable)
     for path in paths:
         with contextlib.suppress(HostError):
