@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -90,14 +91,50 @@ class Command:
         return loaded
 
 
+def remove(folder: Path) -> None:
+    """Remove a folder of a test, but nothing that the test left mounted in it."""
+    mounted = re.findall(
+        rf"^(?:\S+ ){{4}}({re.escape(str(folder))}/\S+)", Path("/proc/self/mountinfo").read_text(), re.M
+    )
+    for place in reversed(mounted):
+        # A space is \040 there.
+        place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), place)
+        subprocess.run(["umount", "--lazy", place], check=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """pytest's own, which goes at once when the test passed: those of all tests are 40 GB."""
+    failed = request.session.testsfailed
+    yield tmp_path
+    if request.session.testsfailed == failed:
+        remove(tmp_path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module_folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove the folders that fixtures of a module made, when its tests passed."""
+    failed, root = request.session.testsfailed, tmp_path_factory.getbasetemp()
+    before = set(root.iterdir())
+    yield
+    if request.session.testsfailed == failed:
+        for path in set(root.iterdir()) - before:
+            path.unlink() if path.is_symlink() or path.is_file() else remove(path)
+
+
+def session_root(factory: pytest.TempPathFactory) -> Path:
+    """The folder of what all modules of the session use; a worker's own folder is emptied after each module."""
+    root = factory.getbasetemp()
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
 def shared(
     factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any] = lambda _: None
 ) -> tuple[Path, Any]:
     """A folder of the session called `name`, and the JSON value that `make(folder)` returned: it is called by the
     first of the session's workers that asks, and the others wait for it."""
-    root = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has a folder of its own in the session's
-        root = root.parent
+    root = session_root(factory)
     folder, result = root / name, root / f"{name}.json"
     with (root / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -230,12 +267,12 @@ def lab(tmp_path: Path) -> Command:
 
 
 @pytest.fixture(scope="session")
-def docker_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def docker_daemon(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Lab]:
     """A real dockerd for all tests of the session; `environment()` points commands at it."""
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
-    with dockerd(tmp_path_factory.mktemp("dockerd"), wait=False) as lab:
+    with dockerd(session_root(tmp_path_factory) / f"dockerd-{worker_id}", wait=False) as lab:
         yield lab
 
 

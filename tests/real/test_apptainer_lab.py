@@ -63,7 +63,7 @@ class Images:
         return self.run(action, *options, image, *arguments, check=False, env=env)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def images(real_apptainer: Apptainer, tmp_path_factory: pytest.TempPathFactory) -> Images:
     folder = tmp_path_factory.mktemp("images")
     root = small_root(folder / "root")

@@ -79,7 +79,7 @@ class Site:
         return self.command.folder / "recipes/pt_cpu/cpu.conda-lock.yml"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pt_conda(tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, session_store: Path) -> Iterator[Site]:
     """`envbuild conda pt_cpu`: locked for both architectures, built and quickly verified once."""
     folder = tmp_path_factory.mktemp("pt_conda")
@@ -91,7 +91,7 @@ def pt_conda(tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, s
         yield Site(command, server, command.json("conda", "pt_cpu", "--locked", "--report=page.html"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, conda_channel: Channel, session_store: Path) -> Iterator[Site]:
     """NumPy alone, locked and built once: what goes wrong with packages does so without torch, too."""
     folder = tmp_path_factory.mktemp("tiny_conda")
@@ -281,7 +281,7 @@ def test_credentials_of_a_private_mirror_reach_no_file(conda_channel: Channel, t
     assert found.stdout == ""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def conda_images(tmp_path_factory: pytest.TempPathFactory, pt_conda: Site) -> dict[str, Any]:
     """The same recipe with `environment = "conda"` as .sqsh, verified, and .sif."""
     folder = tmp_path_factory.mktemp("conda_images")

@@ -43,7 +43,7 @@ def index(folder: Path) -> None:
     asyncio.run(index_fs(folder, force=True))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A channel of packages without content, for both architectures."""
     folder = tmp_path_factory.mktemp("tiny")

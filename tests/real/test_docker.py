@@ -30,7 +30,7 @@ def docker(lab: Lab, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pt_docker(tmp_path_factory: pytest.TempPathFactory, session_store: Path, docker_daemon: Lab) -> dict[str, Any]:
     """`envbuild docker pt_cpu`, built and verified once, with a rank in each of two containers, of which one is killed;
     and the command's folder."""

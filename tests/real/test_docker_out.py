@@ -65,7 +65,7 @@ def test_skopeo_reads_it(layout: dict[str, Any], arch: str, number: int) -> None
     assert set(digests) == {one["digest"] for one in layout["targets"]}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def unpacked(layout: dict[str, Any]) -> Iterator[Path]:
     """The aarch64 image as umoci unpacks it."""
     folder: Path = layout["command"].folder

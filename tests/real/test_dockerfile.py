@@ -56,7 +56,7 @@ print(json.dumps([found, scripts]))
 LIST_BYTECODE = "cd $VIRTUAL_ENV/lib/*/site-packages; ls */__pycache__; cat alpha/__pycache__/*"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def build_command(docker_daemon: Lab) -> DockerCommand:
     """The docker that envbuild finds: one with BuildKit."""
     try:
@@ -65,7 +65,7 @@ def build_command(docker_daemon: Lab) -> DockerCommand:
         pytest.skip(error.message)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def docker(build_command: DockerCommand) -> Any:
     """Run docker; returns what it printed to both streams."""
 
@@ -80,7 +80,7 @@ def docker(build_command: DockerCommand) -> Any:
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def make_base(
     docker: Any, docker_daemon: Lab, session_store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., str]:
@@ -106,13 +106,13 @@ def make_base(
     return make
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def base(make_base: Callable[..., str]) -> str:
     """Debian with Python and venv."""
     return make_base(BASE)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def build_base(make_base: Callable[..., str]) -> str:
     """The same with compilers."""
     return make_base(BUILD_BASE, *COMPILERS)

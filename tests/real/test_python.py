@@ -39,7 +39,7 @@ class Elsewhere(Command):
         return [sys.executable, "-c", ELSEWHERE, *map(str, arguments)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def mirror(tmp_path_factory: pytest.TempPathFactory) -> PythonMirror:
     if patchelf() is None:
         pytest.skip("patchelf is not installed")

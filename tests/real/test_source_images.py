@@ -59,14 +59,14 @@ def tiny_site(folder: Path, session_store: Path) -> Command:
     return Command(folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON, **pip})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fabric(tmp_path_factory: pytest.TempPathFactory, session_store: Path, libfabric_source: SourceArchive) -> Command:
     """The command in a folder with a recipe that has libfabric with one provider, which takes half as long to build."""
     light = ["--disable-static", "--enable-only", "--enable-tcp", "CFLAGS=-O0"]
     return fabric_site(tmp_path_factory.mktemp("fabric"), session_store, libfabric_source, light)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def files(fabric: Command) -> dict[str, Any]:
     """`envbuild build fabric --artifact enroot,apptainer`: what it said, and by kind what `--json` printed."""
     done = fabric("build", "fabric", "--artifact", "enroot,apptainer", "--json")
