@@ -167,9 +167,12 @@ def _data_loader(given: _Inputs) -> dict[str, Any]:
     samples = _Samples(given.values["samples"])
     # Workers return plain numbers: torch shares tensors by sockets in TMPDIR, whose path may be too long for them.
     options: dict[str, Any] = {
-        "batch_size": given.values["batch"], "num_workers": _WORKERS, "timeout": _TIMEOUT_S, "collate_fn": list,
+        "batch_size": given.values["batch"],
+        "num_workers": _WORKERS,
+        "timeout": _TIMEOUT_S,
+        "collate_fn": list,
         "multiprocessing_context": "fork",  # other methods import torch in each worker
-    }  # fmt: skip
+    }
     loaders = {"shuffled": torch.utils.data.DataLoader(samples, shuffle=True, **options)}
     for rank in range(2):
         sampler = torch.utils.data.distributed.DistributedSampler(samples, num_replicas=2, rank=rank, shuffle=False)

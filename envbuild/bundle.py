@@ -64,11 +64,17 @@ def make_bundle(
     check_portable(loaded, "a bundle")
     plans = [
         prepare(
-            loaded, target, environment, artifact=kind, locked=False, offline=offline, log=log,
+            loaded,
+            target,
+            environment,
+            artifact=kind,
+            locked=False,
+            offline=offline,
+            log=log,
             conda=ARTIFACTS[kind].of_conda,
         )
         for kind in kinds
-    ]  # fmt: skip
+    ]
     python = tools_python(loaded) if tools else ""
     about = {
         "format": FORMAT,
@@ -157,13 +163,29 @@ def _put_tools(folder: Path, target: Target, python: str, environment: Environme
     environment.write_uv_settings(settings, ())
     try:
         done = process.run(
-            [environment.uv, "pip", "install", "--config-file", settings, "--quiet", "--target", folder,
-             "--python-platform", target.platform(_GLIBC), "--python-version", python,
-             "--only-binary", ":all:", "--python", sys.executable,
-             *(["--offline"] if offline else []), *wanted],
+            [
+                environment.uv,
+                "pip",
+                "install",
+                "--config-file",
+                settings,
+                "--quiet",
+                "--target",
+                folder,
+                "--python-platform",
+                target.platform(_GLIBC),
+                "--python-version",
+                python,
+                "--only-binary",
+                ":all:",
+                "--python",
+                sys.executable,
+                *(["--offline"] if offline else []),
+                *wanted,
+            ],
             env=environment.uv_environment(),
             check=False,
-        )  # fmt: skip
+        )
     finally:
         settings.unlink(missing_ok=True)
     if done.returncode != 0:

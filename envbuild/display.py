@@ -128,9 +128,14 @@ class Display:
 
     @contextmanager
     def task(
-        self, title: str, *, total: int | None = None, counts: bool = False, told: bool = False,
+        self,
+        title: str,
+        *,
+        total: int | None = None,
+        counts: bool = False,
+        told: bool = False,
         note: Callable[[], str] | None = None,
-    ) -> Iterator[Task]:  # fmt: skip
+    ) -> Iterator[Task]:
         """Show a task while the context is open. `note` returns lines to show below it."""
         task = Task(title, self._clock(), total, counts, told, note)
         live = self._moves and self.verbosity >= 0
@@ -239,7 +244,11 @@ def _wrapped(message: str, columns: int) -> str:
             lines.append(line)
             continue
         lines += textwrap.wrap(
-            line, max(columns, 20), subsequent_indent=indent,
-            break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
-        )  # fmt: skip
+            line,
+            max(columns, 20),
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
     return "\n".join(lines)

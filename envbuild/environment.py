@@ -127,11 +127,22 @@ class Environment:
         Raises HostError when uv does not print it.
         """
         done = process.run(
-            [self.uv, "pip", "compile", os.devnull, "--emit-index-url", "--no-header", "--no-config",
-             "--offline", "--quiet", "--python", sys.executable],
+            [
+                self.uv,
+                "pip",
+                "compile",
+                os.devnull,
+                "--emit-index-url",
+                "--no-header",
+                "--no-config",
+                "--offline",
+                "--quiet",
+                "--python",
+                sys.executable,
+            ],
             env=self.uv_environment(),
             check=False,
-        )  # fmt: skip
+        )
         option, _, url = done.stdout.strip().partition(" ")
         if option != "--index-url":
             raise HostError(f"uv does not tell its default index:\n{process.tail(done)}", "set pip's index-url")

@@ -16,12 +16,27 @@ from envbuild import process
 from envbuild.errors import UsageError
 
 # Variables that tell git which repository it works in (git rev-parse --local-env-vars), and programs that it may run.
-_DROPPED = frozenset({
-    "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_COMMON_DIR", "GIT_CONFIG", "GIT_DIR", "GIT_EXTERNAL_DIFF",
-    "GIT_GRAFT_FILE", "GIT_IMPLICIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_INTERNAL_SUPER_PREFIX", "GIT_NAMESPACE",
-    "GIT_NO_REPLACE_OBJECTS", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX", "GIT_REPLACE_REF_BASE", "GIT_SHALLOW_FILE",
-    "GIT_TEMPLATE_DIR", "GIT_WORK_TREE",
-})  # fmt: skip
+_DROPPED = frozenset(
+    {
+        "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+        "GIT_COMMON_DIR",
+        "GIT_CONFIG",
+        "GIT_DIR",
+        "GIT_EXTERNAL_DIFF",
+        "GIT_GRAFT_FILE",
+        "GIT_IMPLICIT_WORK_TREE",
+        "GIT_INDEX_FILE",
+        "GIT_INTERNAL_SUPER_PREFIX",
+        "GIT_NAMESPACE",
+        "GIT_NO_REPLACE_OBJECTS",
+        "GIT_OBJECT_DIRECTORY",
+        "GIT_PREFIX",
+        "GIT_REPLACE_REF_BASE",
+        "GIT_SHALLOW_FILE",
+        "GIT_TEMPLATE_DIR",
+        "GIT_WORK_TREE",
+    }
+)
 # An empty fsmonitor is none for every git: one before 2.36 would run "false" as a program.
 _SETTINGS = ("core.hooksPath=/dev/null", "core.fsmonitor=", "init.templateDir=", "safe.bareRepository=explicit")
 # Commands that read no file of the work tree by way of a filter.
@@ -29,9 +44,12 @@ _WITHOUT_FILTERS = ("rev-parse", "ls-files")
 
 
 def run_git(
-    folder: Path, *words: str | Path, variables: Mapping[str, str], settings: tuple[str, ...] = (),
+    folder: Path,
+    *words: str | Path,
+    variables: Mapping[str, str],
+    settings: tuple[str, ...] = (),
     fetches: bool = False,
-) -> subprocess.CompletedProcess[str]:  # fmt: skip
+) -> subprocess.CompletedProcess[str]:
     """Run git with the command `words` in `folder`, and return its output and exit status, of whatever kind.
 
     Only with `fetches` may it use a network, and filters of the repository: for one that envbuild made itself. Raises

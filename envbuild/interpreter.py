@@ -72,9 +72,15 @@ def ask_program(
     """Run a program that answers a question, in any thread. Raises HostError when it does not start, or is too slow."""
     try:
         return subprocess.run(
-            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=patience_s, check=False,
-        )  # fmt: skip
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=patience_s,
+            check=False,
+        )
     except OSError as error:
         raise HostError(f"cannot run {command[0]}: {error.strerror}") from error
     except subprocess.TimeoutExpired:

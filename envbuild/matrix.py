@@ -131,9 +131,18 @@ def _refusal(
     target = Target.parse(name)
     try:
         plan_of(
-            ARTIFACTS[artifact], one.loaded, target, environment, here=False, bytecode=False,
-            verify=_verifies(target, runners), locked=True, offline=True, write=False, log=lambda _: None,
-        )  # fmt: skip
+            ARTIFACTS[artifact],
+            one.loaded,
+            target,
+            environment,
+            here=False,
+            bytecode=False,
+            verify=_verifies(target, runners),
+            locked=True,
+            offline=True,
+            write=False,
+            log=lambda _: None,
+        )
     except EnvbuildError as error:
         return error
     return None

@@ -11,9 +11,31 @@ from typing import NamedTuple
 _OCTAL = re.compile(rb"\\([0-7]{3})")
 # File systems that other hosts can also see, or that another host serves.
 _NETWORK = frozenset(
-    {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "fuse.ceph", "fuse.sshfs",
-     "fuse.glusterfs", "glusterfs", "orangefs", "pvfs2", "panfs", "wekafs", "fuse.juicefs", "efs", "fhgfs", "daos"}
-)  # fmt: skip
+    {
+        "nfs",
+        "nfs4",
+        "lustre",
+        "gpfs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "smb3",
+        "9p",
+        "afs",
+        "fuse.ceph",
+        "fuse.sshfs",
+        "fuse.glusterfs",
+        "glusterfs",
+        "orangefs",
+        "pvfs2",
+        "panfs",
+        "wekafs",
+        "fuse.juicefs",
+        "efs",
+        "fhgfs",
+        "daos",
+    }
+)
 
 # Hard links into a shared cache on NFS break under root_squash and delayed attributes, and uv's own fallback prints a
 # warning in each run; uv's maintainers advise copying there.

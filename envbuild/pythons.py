@@ -319,9 +319,16 @@ def _download(offered: OfferedPython, environment: Environment) -> HostPython:
     try:
         with step(f"downloading Python {offered.version}"):
             command: Sequence[str | Path] = [
-                environment.uv, "python", "install", offered.version, "--install-dir", folder, "--no-bin",
-                "--no-config", "--quiet",
-            ]  # fmt: skip
+                environment.uv,
+                "python",
+                "install",
+                offered.version,
+                "--install-dir",
+                folder,
+                "--no-bin",
+                "--no-config",
+                "--quiet",
+            ]
             done = process.run(command, env=variables, check=False)
             for link in folder.glob("cpython-*"):  # to the newest of a minor version, which the next download moves
                 if link.is_symlink():

@@ -136,9 +136,13 @@ def beside_reader(most: int) -> Behind:
 
 
 def each(
-    items: Sequence[T], work: Callable[[T, threading.Event], R], count: int, stop: threading.Event | None = None,
-    *, timeout_s: float = math.inf,
-) -> list[R]:  # fmt: skip
+    items: Sequence[T],
+    work: Callable[[T, threading.Event], R],
+    count: int,
+    stop: threading.Event | None = None,
+    *,
+    timeout_s: float = math.inf,
+) -> list[R]:
     """Call `work(item, stop)` for each of `items` in `count` threads; return the results in the order of `items`.
 
     The first error, Ctrl-C, or TimeoutError after `timeout_s` seconds sets `stop` and is raised; the threads then get

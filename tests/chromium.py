@@ -106,10 +106,19 @@ def chromium(profile: Path) -> Iterator[Tab]:
     answers, writes = os.pipe()
     # bash, because dash knows no descriptors above 9. The browser reads requests from 3 and writes answers to 4.
     line = [
-        program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-        "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update",
-        f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank",
-    ]  # fmt: skip
+        program,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--no-first-run",
+        "--disable-dev-shm-usage",
+        "--disable-background-networking",
+        "--disable-component-update",
+        f"--user-data-dir={profile}",
+        "--remote-debugging-pipe",
+        "about:blank",
+    ]
     shell = ["bash", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "chromium", *line]
     with (profile.parent / f"{profile.name}.log").open("wb") as log:
         running = subprocess.Popen(shell, pass_fds=(reads, writes), stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -51,9 +51,14 @@ def seen():
 
 
 def project(
-    name: str, version: str = "1.0", *, requires: Sequence[str] = (), build: Sequence[str] = (),
-    more: Sequence[str] = (), extra: str = "",
-) -> dict[str, str]:  # fmt: skip
+    name: str,
+    version: str = "1.0",
+    *,
+    requires: Sequence[str] = (),
+    build: Sequence[str] = (),
+    more: Sequence[str] = (),
+    extra: str = "",
+) -> dict[str, str]:
     """The files of a project: `build` are its declared build requirements, `more` those that its back end adds."""
     module = name.replace("-", "_")
     about = {"name": name, "module": module, "version": version, "requires": list(requires), "more": list(more)}

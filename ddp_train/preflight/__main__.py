@@ -103,10 +103,16 @@ async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, start
             await asyncio.sleep(max(0.0, started + options.wait + min(_STAY_S, options.wait) - time.monotonic()))
         return RUNTIME
     wanted = Wanted(
-        options.digest, options.gpus, options.provider, options.arch, options.shm, options.free,
-        pins=bool(options.provider and environ.get(DEVICES)), manifest=options.manifest,
+        options.digest,
+        options.gpus,
+        options.provider,
+        options.arch,
+        options.shm,
+        options.free,
+        pins=bool(options.provider and environ.get(DEVICES)),
+        manifest=options.manifest,
         fast=options.exclude_slow,
-    )  # fmt: skip
+    )
     findings = judge(nodes, wanted)
     failed = [one for one in findings if one.status == FAIL]
     passed = not failed
@@ -162,12 +168,17 @@ def as_json(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) 
         "passed": not any(one.status == FAIL for one in findings),
         "seconds": round(seconds, 3),
         "findings": [
-            {"status": one.status, "check": one.check, "nodes": [nodes[n].host for n in one.nodes],
-             "what": one.what, "remedy": one.remedy}
+            {
+                "status": one.status,
+                "check": one.check,
+                "nodes": [nodes[n].host for n in one.nodes],
+                "what": one.what,
+                "remedy": one.remedy,
+            }
             for one in findings
         ],
         "nodes": [_node_as_json(one) for one in nodes],
-    }  # fmt: skip
+    }
 
 
 def _node_as_json(node: Node) -> dict[str, Any]:

@@ -31,9 +31,14 @@ _VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def collect(
-    environ: Mapping[str, str], head: str, interface: str, hosts: Sequence[str],
-    addresses: Iterable[str], provider: str, files: FileCheck | None,
-) -> Facts:  # fmt: skip
+    environ: Mapping[str, str],
+    head: str,
+    interface: str,
+    hosts: Sequence[str],
+    addresses: Iterable[str],
+    provider: str,
+    files: FileCheck | None,
+) -> Facts:
     """Return the facts of this node, with `hosts` and `addresses` looked up, and the environment's `files` compared.
 
     Every probe has a time limit of seconds, so that a dead service does not block this.

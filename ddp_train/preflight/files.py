@@ -114,9 +114,13 @@ def _other_code(root: Path, paths: list[str], limit_s: float) -> list[str]:
     command = [sys.executable, *options, bytecode.__file__, "/dev/stdin"]
     try:
         done = subprocess.run(
-            command, input=json.dumps(pairs).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            check=True, timeout=limit_s,
-        )  # fmt: skip
+            command,
+            input=json.dumps(pairs).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=True,
+            timeout=limit_s,
+        )
         return [asked[json.loads(line)] for line in done.stdout.splitlines()]
     except (OSError, ValueError, LookupError, subprocess.SubprocessError):
         return paths

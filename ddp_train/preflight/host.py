@@ -95,8 +95,7 @@ def at_once(jobs: Mapping[str, Callable[[], Any]], limit_s: float, limits: Mappi
         with suppress(Exception):  # a failed probe must not print a traceback
             found[name] = job()
 
-    threads = {name: threading.Thread(target=do, args=(name, job), daemon=True)
-               for name, job in jobs.items()}  # fmt: skip
+    threads = {name: threading.Thread(target=do, args=(name, job), daemon=True) for name, job in jobs.items()}
     started = time.monotonic()
     for thread in threads.values():
         thread.start()
@@ -124,9 +123,13 @@ def name_of(address: str) -> str:
 def _run(tool: str, *arguments: str) -> subprocess.CompletedProcess[str] | None:
     try:
         return subprocess.run(
-            [tool, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=TOOL_S,
-        )  # fmt: skip
+            [tool, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TOOL_S,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
 

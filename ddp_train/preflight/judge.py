@@ -14,9 +14,18 @@ from .model import FAIL, Finding, Node, Wanted
 
 Check = Callable[[Sequence[Node], Wanted], Iterator[Finding]]
 _CHECKS: tuple[Check, ...] = (
-    network.answers, network.addresses, network.routes, network.pairs, node.shared, node.artifact, node.same,
-    node.resources, network.clocks, network.names, node.speed,
-)  # fmt: skip
+    network.answers,
+    network.addresses,
+    network.routes,
+    network.pairs,
+    node.shared,
+    node.artifact,
+    node.same,
+    node.resources,
+    network.clocks,
+    network.names,
+    node.speed,
+)
 
 
 def judge(nodes: Sequence[Node], wanted: Wanted) -> list[Finding]:

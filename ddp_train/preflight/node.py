@@ -30,8 +30,14 @@ async def run_node(
     async with open_to_others(place) as port:
         wire, ahead_s, error_s = await _reach_head(place, wait_s)
         try:
-            hello = {"node": place.node, "interface": place.interface, "port": port, "ahead_s": ahead_s,
-                     "error_s": error_s, "facts": vars(await facts)}  # fmt: skip
+            hello = {
+                "node": place.node,
+                "interface": place.interface,
+                "port": port,
+                "ahead_s": ahead_s,
+                "error_s": error_s,
+                "facts": vars(await facts),
+            }
             await wire.send(hello)
             table = await wire.receive(wait_s + FACTS_S)
             ports = {int(number): int(one) for number, one in table["ports"]}

@@ -28,10 +28,13 @@ def answers(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
         if one.facts is None:
             head = f"{nodes[0].host} ({nodes[0].address})"
             yield Finding(
-                FAIL, "answers", at, f"does not answer: the head, {head}, waited and heard nothing",
+                FAIL,
+                "answers",
+                at,
+                f"does not answer: the head, {head}, waited and heard nothing",
                 "read what that node prints itself; when it prints nothing, it was not started: the launcher must start"
                 " one process on every node (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node)",
-            )  # fmt: skip
+            )
         elif not one.finished:
             what = f"answered and then fell silent: {one.told or 'its connection broke'}"
             yield Finding(FAIL, "answers", at, what, "read what that node prints itself")
@@ -56,21 +59,30 @@ def addresses(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
         holder = [name for name, has in facts.interfaces.items() if one.address in has]
         if not holder:
             yield Finding(
-                FAIL, "address", at, f"{one.address} is on none of its interfaces: it has {_shown(facts)}",
+                FAIL,
+                "address",
+                at,
+                f"{one.address} is on none of its interfaces: it has {_shown(facts)}",
                 "name the interface of the network that the nodes share in [fabric] interface of the site",
-            )  # fmt: skip
+            )
         elif one.interface and one.interface not in holder:
             has = _has(facts, one.interface)
             yield Finding(
-                FAIL, "interface", at, f"{one.address} is on {holder[0]}, not on {one.interface}, which has {has}",
+                FAIL,
+                "interface",
+                at,
+                f"{one.address} is on {holder[0]}, not on {one.interface}, which has {has}",
                 f"set [fabric] interface of the site to {holder[0]}, or to one that all nodes have in one network",
-            )  # fmt: skip
+            )
         for name, value in facts.variables.items():
             if not any_interface(name, value, facts.interfaces):
                 yield Finding(
-                    FAIL, "interface", at, f"{name}={value}, and its interfaces are {', '.join(facts.interfaces)}",
+                    FAIL,
+                    "interface",
+                    at,
+                    f"{name}={value}, and its interfaces are {', '.join(facts.interfaces)}",
                     "name an interface of these nodes in [fabric] interface of the site, or leave it out",
-                )  # fmt: skip
+                )
 
 
 def routes(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:

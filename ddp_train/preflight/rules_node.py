@@ -34,20 +34,26 @@ def speed(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
     found = slow(figures([one.known.speeds for one in nodes], [one.sent for one in nodes]))
     for number, what in found:
         yield Finding(
-            FAIL if wanted.fast else WARN, SPEED, (number,), f"is slow: {what}",
+            FAIL if wanted.fast else WARN,
+            SPEED,
+            (number,),
+            f"is slow: {what}",
             "leave it out (job --exclude-slow, or the scheduler's own option), and let its administrators look at"
             " clocks, temperatures, left-over processes and the network's cable or port",
-        )  # fmt: skip
+        )
 
 
 def shared(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
     for one in nodes:
         if one.shared:
             yield Finding(
-                FAIL, "run folder", (one.number,), one.shared,
+                FAIL,
+                "run folder",
+                (one.number,),
+                one.shared,
                 "the run's folder must be one that all nodes see (and containers: mount it): submit from such a folder,"
                 " or set [paths] shared of the site",
-            )  # fmt: skip
+            )
 
 
 def same(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
@@ -102,9 +108,12 @@ def artifact(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
             made = facts.digest[:19] or "what envbuild did not make"
             what = f"runs {made} ({facts.executable}), not {wanted.digest[:19]}"
             yield Finding(
-                FAIL, "artifact", at, what,
+                FAIL,
+                "artifact",
+                at,
+                what,
                 "it was rebuilt since the job was written, or this node has another copy: write the job again",
-            )  # fmt: skip
+            )
         elif wanted.manifest and facts.changed == UNKNOWN:
             what = "its environment's files could not be compared with the manifest in time"
             yield Finding(WARN, "files", at, what, "the file system answers slowly: give more time with --wait")
@@ -136,9 +145,12 @@ def resources(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
         if facts.gpus < wanted.gpus:
             driver = f"driver {facts.driver}" if facts.driver else "no driver of NVIDIA"
             yield Finding(
-                FAIL, "gpus", at, f"offers {facts.gpus} GPUs, wanted {wanted.gpus} ({driver})",
+                FAIL,
+                "gpus",
+                at,
+                f"offers {facts.gpus} GPUs, wanted {wanted.gpus} ({driver})",
                 "ask the scheduler for them ([node] gpus); in containers: --nv, NVIDIA_VISIBLE_DEVICES, nvidia-smi -L",
-            )  # fmt: skip
+            )
         if facts.provider:
             what = f"lacks libfabric's provider {wanted.provider}: {facts.provider}"
             remedy = "use nodes with this network or another fabric; containers need /dev/infiniband or /dev/cxi*"

@@ -96,11 +96,22 @@ def build(wanted: FolderBuild) -> State:
         read = install_packages(plan.conda, Prefix(staged, os.fspath(final)), environment.store, find, add)
     if plan.compile_bytecode:  # of modules that have none yet; those that do not compile are left, as installers do
         process.run(
-            [interpreter(staged), "-m", "compileall", "-qq", "-j", str(resources.workers(environment.variables)),
-             "-s", staged, "-p", final, staged / "lib"],
+            [
+                interpreter(staged),
+                "-m",
+                "compileall",
+                "-qq",
+                "-j",
+                str(resources.workers(environment.variables)),
+                "-s",
+                staged,
+                "-p",
+                final,
+                staged / "lib",
+            ],
             env=process.of_caller(environment.variables, verifying=True),
             check=False,
-        )  # fmt: skip
+        )
     with atomic.writing(staged):
         records = read_records(staged)
     owned = owned_dist_infos(records, os.fspath(site_packages(Path(), plan.python)))
@@ -255,8 +266,10 @@ def set_variables(root: Path) -> dict[str, str]:
 def _sourced(scripts: list[Path], env: dict[str, str]) -> dict[str, str]:
     done = process.run(
         ["bash", "--noprofile", "--norc", "-c", _SOURCE, "bash", *scripts],
-        env=env, failure=HostError, what="the environment's activation (etc/conda/activate.d)",
-    )  # fmt: skip
+        env=env,
+        failure=HostError,
+        what="the environment's activation (etc/conda/activate.d)",
+    )
     pairs = (line.partition("=") for line in done.stdout.split("\0") if "=" in line)
     found = {name: value for name, _, value in pairs}
     own = {name: env[name] for name in _SHELLS if name in env}

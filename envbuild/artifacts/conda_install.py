@@ -159,9 +159,11 @@ def _link(work: _Work, on_progress: OnProgress) -> None:
     with atomic.writing(work.staged):
         plain = {
             "records": [_record(package, work) for package in work.known],
-            "prefix": work.final, "staged": os.fspath(work.staged), "pkgs": os.fspath(pkgs),
+            "prefix": work.final,
+            "staged": os.fspath(work.staged),
+            "pkgs": os.fspath(pkgs),
             "copying": link_mode(pkgs, work.staged) == "copy",
-        }  # fmt: skip
+        }
         job.write_text(json.dumps(plain), encoding="utf-8")
     sizes = {package.name: work.known[package].size for package in work.new}
     said: list[str] = []

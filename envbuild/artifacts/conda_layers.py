@@ -212,15 +212,26 @@ def _record(root: Path, package: CondaPackage, store: Store) -> dict[str, Any]:
     rows.sort(key=lambda row: row["_path"].split("/"))
     index, size = conda_cache.stored_index(store, package)
     depends = {"depends": list(package.depends)} if package.depends else {}
-    return index | depends | {
-        "name": package.name, "version": package.version, "build": package.build,
-        "subdir": package.subdir, "channel": package.channel, "url": package.url,
-        "fn": package.file_name, "md5": package.md5, "sha256": package.sha256,
-        "size": size, "requested_specs": [],
-        "files": [row["_path"] for row in rows],
-        "paths_data": {"paths_version": 1, "paths": rows},
-        "link": {"source": "", "type": 1},
-    }  # fmt: skip
+    return (
+        index
+        | depends
+        | {
+            "name": package.name,
+            "version": package.version,
+            "build": package.build,
+            "subdir": package.subdir,
+            "channel": package.channel,
+            "url": package.url,
+            "fn": package.file_name,
+            "md5": package.md5,
+            "sha256": package.sha256,
+            "size": size,
+            "requested_specs": [],
+            "files": [row["_path"] for row in rows],
+            "paths_data": {"paths_version": 1, "paths": rows},
+            "link": {"source": "", "type": 1},
+        }
+    )
 
 
 def _render(record: Mapping[str, Any]) -> bytes:

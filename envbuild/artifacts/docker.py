@@ -59,11 +59,13 @@ def index_of(images: Sequence[AssembledImage]) -> ImageIndex:
     """Return the index of images for several platforms, ordered by architecture, in the format of the images."""
     docker = images[0].manifest.media_type == DOCKER_MANIFEST
     manifests: list[Descriptor] = sorted((i.descriptor for i in images), key=lambda d: d.arch)
-    raw = canonical({
-        "schemaVersion": 2,
-        "mediaType": DOCKER_INDEX if docker else OCI_INDEX,
-        "manifests": [descriptor.as_json() for descriptor in manifests],
-    })  # fmt: skip
+    raw = canonical(
+        {
+            "schemaVersion": 2,
+            "mediaType": DOCKER_INDEX if docker else OCI_INDEX,
+            "manifests": [descriptor.as_json() for descriptor in manifests],
+        }
+    )
     index = parse(raw, "the image's index")
     assert isinstance(index, ImageIndex)
     return index
@@ -152,9 +154,14 @@ def push(images: Sequence[AssembledImage], tag: str, environment: Environment) -
             sources = _repositories(image, registry.reference.registry, environment)
             with transfer(f"pushing to {tag}", sum(blob.size for blob in wanted)) as on_progress:
                 pushed = registry.push(
-                    image.blobs, wanted, image.manifest.raw, image.manifest.media_type, pointer,
-                    mount_from=sources, on_progress=on_progress,
-                )  # fmt: skip
+                    image.blobs,
+                    wanted,
+                    image.manifest.raw,
+                    image.manifest.media_type,
+                    pointer,
+                    mount_from=sources,
+                    on_progress=on_progress,
+                )
             for name in counts:
                 counts[name] += getattr(pushed, name)
         if index is not None:

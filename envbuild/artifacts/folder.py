@@ -102,10 +102,23 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequen
     with atomic.writing(staged):
         listed.write_text(pinned((*wheels, *own)))
     command: list[str | Path] = [
-        environment.uv, "pip", "install", "--no-deps", "--require-hashes", "--no-index", "--offline",
-        "--no-config", "--quiet", "--python", interpreter(staged), "--requirements", listed,
-        "--link-mode", link_mode(environment.store.uv_cache, staged), *options,
-    ]  # fmt: skip
+        environment.uv,
+        "pip",
+        "install",
+        "--no-deps",
+        "--require-hashes",
+        "--no-index",
+        "--offline",
+        "--no-config",
+        "--quiet",
+        "--python",
+        interpreter(staged),
+        "--requirements",
+        listed,
+        "--link-mode",
+        link_mode(environment.store.uv_cache, staged),
+        *options,
+    ]
     for source in dict.fromkeys(wheel.path.parent.absolute().as_uri() for wheel in (*wheels, *own)):
         command += ["--find-links", source]  # of a path, uv would split "," and cut off "#"
     with step(f"installing {len(wheels) + len(own)} wheels"):
@@ -148,11 +161,17 @@ def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
 
 
 def finish(
-    wanted: FolderBuild, own: Sequence[WheelFile], python_version: str, python: str,
+    wanted: FolderBuild,
+    own: Sequence[WheelFile],
+    python_version: str,
+    python: str,
     locked: Mapping[str, Collection[str]],
-    conda: Sequence[Distribution] = (), owned: Collection[str] = (), read: Mapping[Stat, str] = {},
-    rewritten: Collection[str] = (), python_build: str = "",
-) -> State:  # fmt: skip
+    conda: Sequence[Distribution] = (),
+    owned: Collection[str] = (),
+    read: Mapping[Stat, str] = {},
+    rewritten: Collection[str] = (),
+    python_build: str = "",
+) -> State:
     """Install the source layers into an environment that has all packages, check it, write and return its state.
 
     `own` are the wheels of own code, `python` is the interpreter that the state names, `python_build` uv's name of it

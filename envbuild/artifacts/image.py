@@ -119,20 +119,27 @@ def assemble(
         {"created": created(plan), "created_by": f"envbuild: {layer.title}", "comment": "envbuild"}
         for layer in filled.layers
     ]
-    config = canonical({
-        "created": created(plan),
-        "architecture": GOARCH[one.target.arch],
-        "os": "linux",
-        "config": run_config(plan, filled.base, filled.state.project),
-        "rootfs": {"type": "layers", "diff_ids": [made.layer.diff_id for made in filled.layers]},
-        "history": history,
-    })  # fmt: skip
-    manifest = parse(canonical({
-        "schemaVersion": 2,
-        "mediaType": OCI_MANIFEST,
-        "config": Descriptor(OCI_CONFIG, blobs.add(config), len(config)).as_json(),
-        "layers": [made.layer.blob.as_json() for made in filled.layers],
-    }), "the image's manifest")  # fmt: skip
+    config = canonical(
+        {
+            "created": created(plan),
+            "architecture": GOARCH[one.target.arch],
+            "os": "linux",
+            "config": run_config(plan, filled.base, filled.state.project),
+            "rootfs": {"type": "layers", "diff_ids": [made.layer.diff_id for made in filled.layers]},
+            "history": history,
+        }
+    )
+    manifest = parse(
+        canonical(
+            {
+                "schemaVersion": 2,
+                "mediaType": OCI_MANIFEST,
+                "config": Descriptor(OCI_CONFIG, blobs.add(config), len(config)).as_json(),
+                "layers": [made.layer.blob.as_json() for made in filled.layers],
+            }
+        ),
+        "the image's manifest",
+    )
     assert isinstance(manifest, ImageManifest)
     blobs.add(manifest.raw)
     return AssembledImage(
@@ -141,9 +148,14 @@ def assemble(
 
 
 def fill(
-    one: PreparedImage, layers: Sequence[LayerFolder], environment: Environment, maker: LayerCache[M], *,
-    offline: bool, with_manifest: bool = True,
-) -> Filled[M]:  # fmt: skip
+    one: PreparedImage,
+    layers: Sequence[LayerFolder],
+    environment: Environment,
+    maker: LayerCache[M],
+    *,
+    offline: bool,
+    with_manifest: bool = True,
+) -> Filled[M]:
     """Return all layers of the image `one` in the form that `maker` makes. Raises BuildError or LockError.
 
     Give `with_manifest` as False for layers of which a tree with a manifest of its own is composed.
@@ -233,9 +245,18 @@ def _environment_layer(
     built = [layer.built for layer in layers]
     state = state_of(plan, base.python_version, base.interpreter, found, built, own)
     part = environment_part(
-        own, scheme, base.interpreter, base.python_version, state.render(), one.compiler, plan.mtime,
-        system_packages=base.system_packages, conda=bool(plan.conda), folders=folders, parents=parents,
-    )  # fmt: skip
+        own,
+        scheme,
+        base.interpreter,
+        base.python_version,
+        state.render(),
+        one.compiler,
+        plan.mtime,
+        system_packages=base.system_packages,
+        conda=bool(plan.conda),
+        folders=folders,
+        parents=parents,
+    )
     return part, state
 
 

@@ -32,10 +32,28 @@ FORMAT = 1
 # Docker replaces these in every container (moby, daemon/initlayer/setup_unix.go).
 _DOCKERS = frozenset({".dockerenv", "dev", "proc", "sys", "etc/hostname", "etc/hosts", "etc/mtab", "etc/resolv.conf"})
 # enroot and Apptainer write these into an image that they convert, with another mode and owner for all others.
-_RUNTIMES = frozenset({
-    ".dockerenv", ".exec", ".run", ".shell", ".singularity.d", ".test", "environment", "singularity", "dev", "proc",
-    "sys", "etc/environment", "etc/fstab", "etc/hosts", "etc/mtab", "etc/rc", "etc/rc.local", "etc/resolv.conf",
-})  # fmt: skip
+_RUNTIMES = frozenset(
+    {
+        ".dockerenv",
+        ".exec",
+        ".run",
+        ".shell",
+        ".singularity.d",
+        ".test",
+        "environment",
+        "singularity",
+        "dev",
+        "proc",
+        "sys",
+        "etc/environment",
+        "etc/fstab",
+        "etc/hosts",
+        "etc/mtab",
+        "etc/rc",
+        "etc/rc.local",
+        "etc/resolv.conf",
+    }
+)
 _SPECIAL = 0o6000  # setuid and setgid
 _string = json.encoder.encode_basestring_ascii
 

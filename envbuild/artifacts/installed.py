@@ -206,9 +206,11 @@ class FileReport:
 
 
 def check_files(
-    site_packages: Path, without: Collection[str] = frozenset(), others: Collection[str] = frozenset(),
+    site_packages: Path,
+    without: Collection[str] = frozenset(),
+    others: Collection[str] = frozenset(),
     files: Files = HOST,
-) -> FileReport:  # fmt: skip
+) -> FileReport:
     """Read every file that a RECORD names and compare size and sha256; list files that no RECORD names.
 
     Left out are __pycache__, which Python writes and renews by itself, the .dist-info folders in `without`, and those

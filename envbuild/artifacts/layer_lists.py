@@ -76,9 +76,13 @@ class LayerList:
     def render(self) -> bytes:
         """Return the text of the list, the same each time."""
         data = {
-            "format": _FORMAT, "name": self.name, "version": self.version, "source": self.sha256,
-            "licences": self.licences, "files": [one.row() for one in self.files],
-        }  # fmt: skip
+            "format": _FORMAT,
+            "name": self.name,
+            "version": self.version,
+            "source": self.sha256,
+            "licences": self.licences,
+            "files": [one.row() for one in self.files],
+        }
         return (json.dumps(data, indent=1) + "\n").encode()
 
     def write(self, root: Path) -> None:

@@ -112,9 +112,12 @@ def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterab
 
 
 def check_paths(
-    layers: Sequence[LayerFolder], wheels: Sequence[WheelFile], conda: Sequence[LinkedPackage], scheme: Scheme,
+    layers: Sequence[LayerFolder],
+    wheels: Sequence[WheelFile],
+    conda: Sequence[LinkedPackage],
+    scheme: Scheme,
     store: Store,
-) -> None:  # fmt: skip
+) -> None:
     """Raise BuildError when a source layer and a package, or a wheel and a conda package, have the same path.
 
     The store remembers a success.

@@ -54,8 +54,15 @@ class Listed:
 _NO_FILE = Listed(mode=-1)
 # Errors of a file that is another one than it was: not there, no regular file, or without the right to read it.
 _OTHER_FILE = (
-    errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENXIO, errno.EACCES, errno.EPERM,
-)  # fmt: skip
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.EINVAL,
+    errno.ENXIO,
+    errno.EACCES,
+    errno.EPERM,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +136,16 @@ def stat_of(info: os.stat_result) -> Stat:
 
 
 def check(
-    root: Path, manifest: Manifest, found: Mapping[str, Stat], known: Mapping[str, Stat], interpreter: str,
-    workers: int, store: Store | None, timeout_s: float = math.inf, heads: dict[str, bytes] | None = None,
-) -> tuple[FileReport, dict[str, Stat]]:  # fmt: skip
+    root: Path,
+    manifest: Manifest,
+    found: Mapping[str, Stat],
+    known: Mapping[str, Stat],
+    interpreter: str,
+    workers: int,
+    store: Store | None,
+    timeout_s: float = math.inf,
+    heads: dict[str, bytes] | None = None,
+) -> tuple[FileReport, dict[str, Stat]]:
     """Compare what was `found` at `root` with its `manifest`; also return the stat of the files that are as they were.
 
     Files whose stat is in `known` are not read again. `interpreter` compares bytecode that is neither in the manifest
@@ -166,9 +180,13 @@ def check(
 
 
 def _rows(
-    root: Path, files: Sequence[tuple[str, Stat]], workers: int, known: Mapping[Stat, str] = {},
-    timeout_s: float = math.inf, heads: dict[str, bytes] | None = None,
-) -> Iterator[Listed]:  # fmt: skip
+    root: Path,
+    files: Sequence[tuple[str, Stat]],
+    workers: int,
+    known: Mapping[Stat, str] = {},
+    timeout_s: float = math.inf,
+    heads: dict[str, bytes] | None = None,
+) -> Iterator[Listed]:
     def read(share: Sequence[tuple[str, Stat]], _: object) -> list[Listed]:
         return [_read(os.path.join(root, path), info, known.get(info, ""), heads) for path, info in share]
 

@@ -54,9 +54,12 @@ def read_installed(client: Any, image_id: str, python: str) -> PipEnvironment:
     container = None
     try:
         container = client.containers.create(
-            image_id, ["-B", "-I", "-c", _READER, *folders], entrypoint=[f"/{PREFIX}/bin/python"],
-            user="0", network_mode="none",
-        )  # fmt: skip
+            image_id,
+            ["-B", "-I", "-c", _READER, *folders],
+            entrypoint=[f"/{PREFIX}/bin/python"],
+            user="0",
+            network_mode="none",
+        )
         # Attached before the start: logs can be read afterwards from some of the daemon's log drivers only.
         streams = container.attach(stream=True, demux=True, stdout=True, stderr=True)
         container.start()

@@ -66,9 +66,15 @@ class SquashTree:
 
 @contextlib.contextmanager
 def composed(
-    layers: Sequence[CachedSegment], maker: SegmentCache, config: Mapping[str, Any], *,
-    provenance: str, definition: str, arch: str, mtime: int,
-) -> Iterator[SquashTree]:  # fmt: skip
+    layers: Sequence[CachedSegment],
+    maker: SegmentCache,
+    config: Mapping[str, Any],
+    *,
+    provenance: str,
+    definition: str,
+    arch: str,
+    mtime: int,
+) -> Iterator[SquashTree]:
     """Yield the tree of `layers` of `maker`, lowest first, with the files that runtimes need. Raises BuildError."""
     merging = MergedTree(Quota(maker.limits))
     for layer in layers:
@@ -196,9 +202,18 @@ def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress, 
             return lambda end: hashing.submit(hash_until, end)
 
         size = write_image(
-            root.entries, root.segments, out, base, maker.codec, root.mtime, maker.workers, on_progress, root.choice,
-            arrived=maker.arrived, framed=framed,
-        )  # fmt: skip
+            root.entries,
+            root.segments,
+            out,
+            base,
+            maker.codec,
+            root.mtime,
+            maker.workers,
+            on_progress,
+            root.choice,
+            arrived=maker.arrived,
+            framed=framed,
+        )
         for segment in root.segments:
             maker.wait(segment)
         hashing.submit(hash_until, base + size)

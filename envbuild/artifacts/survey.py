@@ -56,9 +56,14 @@ class Survey:
 
 
 def survey(
-    root: Path, site_packages: Path, elf_machine: int, known: FileReport | None = None, files: Files = HOST,
-    *, gpu: bool = False,
-) -> Survey:  # fmt: skip
+    root: Path,
+    site_packages: Path,
+    elf_machine: int,
+    known: FileReport | None = None,
+    files: Files = HOST,
+    *,
+    gpu: bool = False,
+) -> Survey:
     """Survey the environment at `root`; `elf_machine` is the expected e_machine of its libraries.
 
     `known` is the report on its files if they have been compared with its manifest, and not with the RECORDs alone.

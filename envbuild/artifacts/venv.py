@@ -38,10 +38,20 @@ def build(wanted: FolderBuild) -> State:
     python = provide_python(wanted.python or plan.python, environment, offline=wanted.offline)
     # --relocatable: the folder is built beside its final path and moved, so that no script may contain its path.
     creating = process.start(
-        [environment.uv, "venv", "--relocatable", "--allow-existing", "--no-project", "--no-config",
-         "--quiet", "--python", python.path, staged],
+        [
+            environment.uv,
+            "venv",
+            "--relocatable",
+            "--allow-existing",
+            "--no-project",
+            "--no-config",
+            "--quiet",
+            "--python",
+            python.path,
+            staged,
+        ],
         env=environment.uv_environment(),
-    )  # fmt: skip
+    )
     try:
         with atomic.writing(environment.store.root):
             located, own = locate(plan, wanted.trainer, environment, wanted.offline)

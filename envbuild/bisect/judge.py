@@ -119,9 +119,11 @@ class Judge:
             faster = is_faster(ratios, self.gap, spread_of(self.ratios))
         middle = statistics.median(ratios)
         evidence = {
-            "step_s": tested, "bad_step_s": reference, "pairs": len(ratios),
+            "step_s": tested,
+            "bad_step_s": reference,
+            "pairs": len(ratios),
             "bad lock / this one": f"{math.exp(middle):.3f}",
-        }  # fmt: skip
+        }
         if faster is None:
             return MixState.UNTESTABLE, {**evidence, "unclear after": f"{len(ratios)} measurements"}
         if faster:  # the slow-down to look for is known from now on

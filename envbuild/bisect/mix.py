@@ -55,8 +55,9 @@ def differences(good: Lock, bad: Lock) -> list[Difference]:
     one, other = _packages(good), _packages(bad)
     return [
         Difference(name, one.get(name), other.get(name))
-        for name in sorted(one.keys() | other.keys()) if one.get(name) != other.get(name)
-    ]  # fmt: skip
+        for name in sorted(one.keys() | other.keys())
+        if one.get(name) != other.get(name)
+    ]
 
 
 def _packages(lock: Lock) -> dict[str, LockedPackage | BuiltPackage]:

@@ -95,24 +95,37 @@ class Bisected:
         """Return the object that `--json` prints."""
 
         def row(one: Judgement | None) -> dict[str, Any] | None:
-            return None if one is None else {
-                "moved": one.moved, "state": one.state.value, "evidence": one.evidence,
-                "seconds": round(one.seconds, 3),
-            }  # fmt: skip
+            return (
+                None
+                if one is None
+                else {
+                    "moved": one.moved,
+                    "state": one.state.value,
+                    "evidence": one.evidence,
+                    "seconds": round(one.seconds, 3),
+                }
+            )
 
         named = [
             [{"name": one.name, "good": one.versions[0], "bad": one.versions[1]} for one in group]
             for group in self.culprits()
         ]
         return {
-            "recipe": self.wanted.loaded.recipe.name, "target": self.wanted.target.name, "metric": self.wanted.metric,
-            "packages": self.packages, "groups": len(self.groups), "builds": len(self.tests),
-            "bound": bound(self.packages), "reproduced": self.found.reproduced, "why": self.found.why,
-            "culprits": named, "alone": self.found.alone,
+            "recipe": self.wanted.loaded.recipe.name,
+            "target": self.wanted.target.name,
+            "metric": self.wanted.metric,
+            "packages": self.packages,
+            "groups": len(self.groups),
+            "builds": len(self.tests),
+            "bound": bound(self.packages),
+            "reproduced": self.found.reproduced,
+            "why": self.found.why,
+            "culprits": named,
+            "alone": self.found.alone,
             "good": row(self.of(self.found.good)) if self.found.reproduced else None,
             "bad": row(self.of(self.found.bad)) if self.found.reproduced else None,
             "tests": [row(one) for one in self.tests],
-        }  # fmt: skip
+        }
 
 
 def names_of(groups: Sequence[Group], mix: Mix) -> tuple[str, ...]:
@@ -185,9 +198,15 @@ class _Lab:
     def plan(self, lock: Lock) -> tuple[Plan, Trainer]:
         """Return the plan of a venv of `lock`, whatever the recipe says now, and its trainer."""
         return prepare(
-            self.wanted.loaded, self.wanted.target, self.environment, artifact=VENV.name, lock=lock,
-            locked=True, offline=self.wanted.offline, log=self.log,
-        )  # fmt: skip
+            self.wanted.loaded,
+            self.wanted.target,
+            self.environment,
+            artifact=VENV.name,
+            lock=lock,
+            locked=True,
+            offline=self.wanted.offline,
+            log=self.log,
+        )
 
     def test(self, mix: Mix) -> MixState:
         """Build the environment with the groups of `mix` as in the bad lock, and judge it. Raises BuildError."""
@@ -202,9 +221,7 @@ class _Lab:
         self.log(f"build {len(self.tests) + 1}: {named} …")
         try:
             plan, trainer = self.plan(lock)
-            make_environment(
-                VENV, plan, trainer, self.environment, path, offline=self.wanted.offline, verify=False
-            )  # fmt: skip
+            make_environment(VENV, plan, trainer, self.environment, path, offline=self.wanted.offline, verify=False)
             state, evidence = self.judge.of(path, plan)
         except (BuildError, VerificationError) as error:
             if whole:

@@ -20,9 +20,13 @@ from envbuild.locks import needed_locks
 @click.command("audit")
 @click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
 @click.option(
-    "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="TARGET",
+    shell_complete=complete.targets,
     help="Only this target; repeatable.",
-)  # fmt: skip
+)
 @click.option("--database", type=PATH, metavar="DIR", help="OSV's exports. Default: database in [audit] of the site.")
 @click.option("--ignore", multiple=True, metavar="ID", help="A vulnerability that does not concern you; repeatable.")
 @with_options("json")
@@ -57,16 +61,24 @@ def audit_command(recipes: Names, targets: Names, database: Path | None, ignore:
         raise LockError("none of these recipes is locked", f"envbuild lock {' '.join(recipes)}".rstrip())
     done = audit(locks, table, datetime.now(UTC))
     value: dict[str, Any] = {
-        "database": table.database, "newest": done.newest.isoformat() if done.newest else None,
-        "judged": done.judged, "not_in_database": done.unknown, "ignored": [one.id for one in done.ignored],
+        "database": table.database,
+        "newest": done.newest.isoformat() if done.newest else None,
+        "judged": done.judged,
+        "not_in_database": done.unknown,
+        "ignored": [one.id for one in done.ignored],
         "found": [
             {
-                "package": one.package.name, "version": one.package.version, "ecosystem": one.package.ecosystem,
-                "id": one.id, "aliases": one.aliases, "summary": one.summary, "fixed": one.fixed,
+                "package": one.package.name,
+                "version": one.package.version,
+                "ecosystem": one.package.ecosystem,
+                "id": one.id,
+                "aliases": one.aliases,
+                "summary": one.summary,
+                "fixed": one.fixed,
             }
             for one in done.found
         ],
-    }  # fmt: skip
+    }
     rows = [
         [f"{one.package.name} {one.package.version}", one.id, ", ".join(one.fixed) or "-", one.summary]
         for one in done.found

@@ -25,23 +25,36 @@ if TYPE_CHECKING:
 @click.argument("good", metavar="LOCK_A", type=PATH)
 @click.argument("bad", metavar="LOCK_B", type=PATH)
 @click.option(
-    "--metric", default="pass", show_default=True, metavar="step_time|pass|COMMAND",
+    "--metric",
+    default="pass",
+    show_default=True,
+    metavar="step_time|pass|COMMAND",
     help="What is bad: a slower step of training, a failed verification, or a command that a shell runs in the "
     "environment and that does not exit with 0 (125: cannot be judged).",
-)  # fmt: skip
+)
 @click.option(
-    "--recipe", metavar="RECIPE", shell_complete=complete.recipes,
+    "--recipe",
+    metavar="RECIPE",
+    shell_complete=complete.recipes,
     help="Name or path. Default: beside LOCK_B or LOCK_A, else by its name.",
-)  # fmt: skip
+)
 @click.option(
-    "--rounds", type=click.IntRange(1, 1000), metavar="N",
+    "--rounds",
+    type=click.IntRange(1, 1000),
+    metavar="N",
     help="Measure each environment at most N times. Default: 40 for step_time, else 1; one failure of N is bad.",
-)  # fmt: skip
+)
 @with_options("target", "offline", "json")
 def bisect_command(
-    good: Path, bad: Path, metric: str, recipe: str | None, rounds: int | None, target: str | None, offline: bool,
+    good: Path,
+    bad: Path,
+    metric: str,
+    recipe: str | None,
+    rounds: int | None,
+    target: str | None,
+    offline: bool,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Find the package, or the packages together, that broke or slowed an environment: LOCK_A is good, LOCK_B bad.
 
     Each is a lock file, a folder that holds it for --target, or a recipe: the lock that it has now. Virtual

@@ -46,9 +46,12 @@ def status_command(as_json: bool) -> None:
     url, mode = cache_of(environment.site, environment.variables)
     kinds = dict(counted(remote.registry.tags()))
     value: dict[str, Any] = {
-        "cache": url, "mode": mode, "signers": list(environment.site.trust.cache_signers),
-        "signs": remote.signer is not None, "entries": kinds,
-    }  # fmt: skip
+        "cache": url,
+        "mode": mode,
+        "signers": list(environment.site.trust.cache_signers),
+        "signs": remote.signer is not None,
+        "entries": kinds,
+    }
     signers = ", ".join(value["signers"]) or "none: whoever may write to the registry is trusted"
     rows = [["cache", url], ["mode", mode], ["signers", signers]]
     rows += [[kind, str(count)] for kind, count in kinds.items()]

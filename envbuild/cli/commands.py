@@ -76,13 +76,39 @@ COMMANDS = {name: told for group in GROUPS.values() for name, told in group.item
 RENAMED = {"exec": "run", "explain": "check"}
 # Commands of other tools, and the command of envbuild that does the same.
 _ELSEWHERE = {
-    "activate": "run", "clean": "store", "compile": "lock", "config": "site", "create": "venv", "env": "venv",
-    "freeze": "lock", "import": "init", "info": "inspect", "install": "venv", "launch": "run", "logs": "diagnose",
-    "make": "venv", "new": "init", "pip": "add", "publish": "push", "pyxis": "enroot", "sbatch": "job", "shell": "run",
-    "sif": "apptainer", "singularity": "apptainer", "sqsh": "enroot", "start": "run", "submit": "job", "sync": "venv",
-    "test": "verify", "train": "run", "uninstall": "remove", "upgrade": "lock", "update": "lock", "validate": "verify",
+    "activate": "run",
+    "clean": "store",
+    "compile": "lock",
+    "config": "site",
+    "create": "venv",
+    "env": "venv",
+    "freeze": "lock",
+    "import": "init",
+    "info": "inspect",
+    "install": "venv",
+    "launch": "run",
+    "logs": "diagnose",
+    "make": "venv",
+    "new": "init",
+    "pip": "add",
+    "publish": "push",
+    "pyxis": "enroot",
+    "sbatch": "job",
+    "shell": "run",
+    "sif": "apptainer",
+    "singularity": "apptainer",
+    "sqsh": "enroot",
+    "start": "run",
+    "submit": "job",
+    "sync": "venv",
+    "test": "verify",
+    "train": "run",
+    "uninstall": "remove",
+    "upgrade": "lock",
+    "update": "lock",
+    "validate": "verify",
     "virtualenv": "venv",
-}  # fmt: skip
+}
 
 
 class _Commands(click.Group):

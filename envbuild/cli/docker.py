@@ -18,20 +18,31 @@ from envbuild.progress import step
 @click.command("docker")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @click.option(
-    "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="TARGET",
+    shell_complete=complete.targets,
     help="ACCELERATOR-ARCH, such as cpu-x86_64; repeatable: one multi-platform image. Default: this host's.",
-)  # fmt: skip
+)
 @click.option("--tag", metavar="REF", help="Name of the image. Default: RECIPE:TARGET.")
 @click.option("--push", is_flag=True, help="Push to the registry that --tag names.")
 @click.option(
-    "--format", "form", type=click.Choice(["oci", "docker"]), default="oci", show_default=True,
+    "--format",
+    "form",
+    type=click.Choice(["oci", "docker"]),
+    default="oci",
+    show_default=True,
     help="Media types of what --push sends. docker: for `enroot import`, which asks for Docker's alone.",
-)  # fmt: skip
+)
 @click.option("--out", "output", metavar="FORM:PATH", help="oci:DIR or docker-archive:FILE, in place of a daemon.")
 @click.option(
-    "--builder", type=click.Choice(["native", "dockerfile"]), default="native", show_default=True,
+    "--builder",
+    type=click.Choice(["native", "dockerfile"]),
+    default="native",
+    show_default=True,
     help="dockerfile: `docker build` of Dockerfile.cpu or Dockerfile.gpu with the locked requirements.",
-)  # fmt: skip
+)
 @click.option("--base", metavar="IMAGE", help="For --builder dockerfile: the image to build on, with Python and venv.")
 @build_options("verify", "no-verify", "faults", "no-bytecode", "dry-run", "locked", "offline", "report", "json")
 def docker_command(

@@ -32,54 +32,76 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
 _out_option = click.option(
-    "--out", type=PATH, metavar="PATH",
+    "--out",
+    type=PATH,
+    metavar="PATH",
     help="With --job: write the job to this file; default: print it. Without --job: as --prefix.",
-)  # fmt: skip
+)
 
 
 def _prefix_option(kind: str) -> Decorator:
     return click.option(
-        "--prefix", "-p", type=PATH, metavar="DIR",
+        "--prefix",
+        "-p",
+        type=PATH,
+        metavar="DIR",
         help=f"The environment's folder. Default: build/RECIPE/TARGET/{kind}, with --job in [paths] shared.",
-    )  # fmt: skip
+    )
 
 
 def _folder_options(*own: Decorator) -> Decorator:
     return build_options(
         click.option(
-            "--from", "sources", multiple=True, type=PATH, metavar="PATH",
+            "--from",
+            "sources",
+            multiple=True,
+            type=PATH,
+            metavar="PATH",
             help="Make RECIPE of what `envbuild init` reads, such as requirements.txt, or take what changed there "
             "into it. RECIPE is then a name; default: the project's, else its folder's. Repeatable.",
         ),
-        "target", *own,
+        "target",
+        *own,
         click.option(
-            "--job", is_flag=True,
+            "--job",
+            is_flag=True,
             help="Render the job that builds and verifies it on a node of --site: at --prefix, or in its [paths] "
             "shared. With --dry-run the job is printed, and nothing locked, bundled or submitted.",
         ),
         "site",
         click.option(
-            "--bundle", type=PATH, metavar="DIR",
+            "--bundle",
+            type=PATH,
+            metavar="DIR",
             help="For nodes without a network: an offline bundle, made there when it is missing or stale.",
         ),
         click.option("--submit", is_flag=True, help="Hand the job to sbatch or qsub."),
         click.option("--script", type=PATH, hidden=True, help="As --out, with --job."),
-        "verify", "no-verify", "faults", "exact",
+        "verify",
+        "no-verify",
+        "faults",
+        "exact",
         click.option("--compile-bytecode", is_flag=True, help="Compile all modules now, not when first imported."),
-        "dry-run", "locked", "offline", "report", "json",
-    )  # fmt: skip
+        "dry-run",
+        "locked",
+        "offline",
+        "report",
+        "json",
+    )
 
 
 @click.command("venv")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_folder_options(
-    _prefix_option("venv"), _out_option,
+    _prefix_option("venv"),
+    _out_option,
     click.option(
-        "--python", metavar="P",
+        "--python",
+        metavar="P",
         help="Its Python: a path, or a version that the recipe has a lock for. Default: the recipe's version.",
     ),
     click.option("--editable", is_flag=True, help="Refer to the folder of [project] instead of copying its files."),
-)  # fmt: skip
+)
 def venv_command(recipe: str | None, sources: Sequence[Path], options: BuildOptions) -> None:
     """Build the virtual environment of RECIPE from its lock and prove it by distributed training.
 
@@ -102,12 +124,15 @@ def venv_command(recipe: str | None, sources: Sequence[Path], options: BuildOpti
 @click.command("conda")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_folder_options(
-    _prefix_option("conda"), _out_option,
+    _prefix_option("conda"),
+    _out_option,
     click.option(
-        "--name", "-n", metavar="NAME",
+        "--name",
+        "-n",
+        metavar="NAME",
         help="Put it where `conda activate NAME` finds it (CONDA_ENVS_DIRS, conda's envs, ~/.conda/envs).",
     ),
-)  # fmt: skip
+)
 def conda_command(recipe: str | None, sources: Sequence[Path], name: str | None, options: BuildOptions) -> None:
     """Build the conda environment of RECIPE from its lock and prove it by distributed training.
 
@@ -174,9 +199,15 @@ def _build(
     what = f"{kind_name} of {loaded.recipe.name}"
     with step(f"planning {what} for {target.name}", told=True):
         plan, trainer = prepare_folder(
-            kind, loaded, target, environment, compile_bytecode=options.compile_bytecode, editable=options.editable,
-            python=options.python, **options.lock_use,
-        )  # fmt: skip
+            kind,
+            loaded,
+            target,
+            environment,
+            compile_bytecode=options.compile_bytecode,
+            editable=options.editable,
+            python=options.python,
+            **options.lock_use,
+        )
         check_torch(loaded, plan, verify=not options.no_verify)
     path = options.prefix or kind.default_path(loaded.recipe.name, target.name)
     if options.dry_run:
@@ -185,9 +216,17 @@ def _build(
         return
     with reported(options.report, [path], environment), step(f"building {what} for {target.name}", told=True):
         result = make_environment(
-            kind, plan, trainer, environment, path, offline=options.offline, python=options.python,
-            verify=not options.no_verify, asked=options.asked, exact=options.exact,
-        )  # fmt: skip
+            kind,
+            plan,
+            trainer,
+            environment,
+            path,
+            offline=options.offline,
+            python=options.python,
+            verify=not options.no_verify,
+            asked=options.asked,
+            exact=options.exact,
+        )
     if not result.built and not result.verified:
         log(f"{path}: nothing changed ({result.seconds:.2f} s)")
     else:

@@ -25,14 +25,18 @@ _SHORT = len("sha256:") + 8
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @click.option(
     "--target", metavar="TARGET", shell_complete=complete.targets, help="Only this target. Default: all of them."
-)  # fmt: skip
+)
 @click.option(
     "--metric", "metrics", multiple=True, type=click.Choice(list(METRICS)), help="Only this metric; repeatable."
-)  # fmt: skip
+)
 @click.option(
-    "--receipts", "places", multiple=True, type=PATH, metavar="PATH",
+    "--receipts",
+    "places",
+    multiple=True,
+    type=PATH,
+    metavar="PATH",
     help="Also a receipt, that of an artifact, or all receipts in a folder; repeatable.",
-)  # fmt: skip
+)
 @with_options("json")
 def history_command(
     recipe: str | None, target: str | None, metrics: tuple[str, ...], places: tuple[Path, ...], as_json: bool

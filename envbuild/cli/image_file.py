@@ -18,29 +18,46 @@ from envbuild.recipe.targets import Target, host_arch
 
 def _image_options(*own: Decorator) -> Decorator:
     return build_options(
-        *own, "target",
+        *own,
+        "target",
         click.option(
-            "--compression", default="zstd", show_default=True, metavar="NAME[:LEVEL]",
+            "--compression",
+            default="zstd",
+            show_default=True,
+            metavar="NAME[:LEVEL]",
             help="zstd, gzip, lz4 or xz. gzip for kernels without zstd in squashfs.",
         ),
-        "verify", "no-verify", "faults", "runtime", "no-bytecode", "dry-run", "locked", "offline", "report", "json",
-    )  # fmt: skip
+        "verify",
+        "no-verify",
+        "faults",
+        "runtime",
+        "no-bytecode",
+        "dry-run",
+        "locked",
+        "offline",
+        "report",
+        "json",
+    )
 
 
 def _file_options(suffix: str, converter: str, *own: Decorator) -> Decorator:
     """Return the options of a command that writes one file, which `converter` would name for an existing image."""
     return _image_options(
         click.option(
-            "--from", "source", metavar="IMAGE",
+            "--from",
+            "source",
+            metavar="IMAGE",
             help="Convert this image instead: docker://[USER@][REGISTRY#]IMAGE[:TAG], dockerd://IMAGE, "
             "docker-archive:FILE or oci:DIR[:TAG].",
         ),
         click.option(
-            "--out", type=PATH, metavar="FILE",
+            "--out",
+            type=PATH,
+            metavar="FILE",
             help=f"Where it goes. Default: build/RECIPE/TARGET/RECIPE.{suffix}; with --from as `{converter}` names it.",
         ),
         *own,
-    )  # fmt: skip
+    )
 
 
 @click.command("enroot")
@@ -66,12 +83,16 @@ def enroot_command(recipe: str | None, options: BuildOptions) -> None:
 @click.command("apptainer")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_file_options(
-    "sif", "apptainer pull",
+    "sif",
+    "apptainer pull",
     click.option(
-        "--engine", type=click.Choice(["native", "apptainer"]), default="native", show_default=True,
+        "--engine",
+        type=click.Choice(["native", "apptainer"]),
+        default="native",
+        show_default=True,
         help="apptainer: `apptainer build` of the same layers by the installed tool.",
     ),
-)  # fmt: skip
+)
 def apptainer_command(recipe: str | None, options: BuildOptions) -> None:
     """Build the SIF of RECIPE for Apptainer and Singularity, and prove it by training in it.
 
@@ -93,10 +114,13 @@ def apptainer_command(recipe: str | None, options: BuildOptions) -> None:
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @_image_options(
     click.option(
-        "--artifact", "artifacts", required=True, metavar="KIND,…",
+        "--artifact",
+        "artifacts",
+        required=True,
+        metavar="KIND,…",
         help="enroot, apptainer or both: the squashfs in them is then made once.",
-    ),
-)  # fmt: skip
+    )
+)
 def build_command(recipe: str | None, artifacts: str, options: BuildOptions) -> None:
     """Build several artifacts of RECIPE in one go, each verified, below build/.
 

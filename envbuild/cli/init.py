@@ -29,17 +29,35 @@ _SHOWN = 3
 @click.command("init")
 @click.argument("name", required=False)
 @with_options(
-    click.option("--from", "sources", multiple=True, type=PATH, metavar="PATH",
-                 help="A file, a project's folder, or an environment. Repeatable."),
+    click.option(
+        "--from",
+        "sources",
+        multiple=True,
+        type=PATH,
+        metavar="PATH",
+        help="A file, a project's folder, or an environment. Repeatable.",
+    ),
     click.option("--update", is_flag=True, help="Take what changed in the sources into the recipe, and show it."),
-    click.option("--extra", "groups", multiple=True, metavar="NAME",
-                 help="Carry this extra, dependency group, feature or category too. Repeatable."),
-    "target", "dry-run", "json",
-)  # fmt: skip
+    click.option(
+        "--extra",
+        "groups",
+        multiple=True,
+        metavar="NAME",
+        help="Carry this extra, dependency group, feature or category too. Repeatable.",
+    ),
+    "target",
+    "dry-run",
+    "json",
+)
 def init_command(
-    name: str | None, sources: Sequence[Path], update: bool, groups: Sequence[str], target: str | None, dry_run: bool,
+    name: str | None,
+    sources: Sequence[Path],
+    update: bool,
+    groups: Sequence[str],
+    target: str | None,
+    dry_run: bool,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Write recipes/NAME/recipe.toml from the files that a project has; without --from, ask for the packages.
 
     Reads requirements.txt, pyproject.toml, uv.lock, pylock.toml, poetry.lock, Pipfile.lock, environment.yml,

@@ -80,8 +80,10 @@ def inspect_command(
     if not packages and not layers:
         _head(found)
     if layers or not packages:
-        rows = [[one["digest"], human_size(one["size"]) if one["size"] else "-", _short(one["title"])]
-                for one in found["layers"]]  # fmt: skip
+        rows = [
+            [one["digest"], human_size(one["size"]) if one["size"] else "-", _short(one["title"])]
+            for one in found["layers"]
+        ]
         _table("" if layers else "layers", rows)
     if contents and (packages or not layers):
         built = [[p["name"], p["version"], _where(p)] for p in found["source_built"]]
@@ -134,7 +136,7 @@ def _head(found: Mapping[str, Any]) -> None:
         ("entrypoint", shlex.join(found["entrypoint"])),
         ("cmd", shlex.join(found["cmd"])),
         ("receipt", _receipt(receipt) if receipt else "none beside it"),
-    ]  # fmt: skip
+    ]
     _table("", [(name, value) for name, value in rows if value])
     for title in ("env", "labels"):
         own = [[k, v] for k, v in found[title].items() if not k.startswith("org.envbuild.")]
@@ -203,10 +205,13 @@ def diff_command(a: str, b: str, target: str | None, files: bool, everything: bo
     with open_artifacts((a, b), environment, target) as (one, other):
         found = compare(one, other, files=files)
         sides: list[dict[str, Any]] = [
-            {"artifact": text, "digest": side.about.digest or side.about.identity,
-             "receipt": receipt_of(side.about, exact=exact)}
+            {
+                "artifact": text,
+                "digest": side.about.digest or side.about.identity,
+                "receipt": receipt_of(side.about, exact=exact),
+            }
             for text, side in ((a, one), (b, other))
-        ]  # fmt: skip
+        ]
     for side in sides:
         if (receipt := side["receipt"]) and receipt["changed"]:
             log(f"{side['artifact']}: its receipt: {_receipt(receipt)}")
@@ -281,4 +286,4 @@ def _file(change: Change) -> str:
 
 def _printable(text: str) -> str:
     """Return `text` with control characters, which could move a terminal's cursor, and invalid UTF-8 escaped."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)  # fmt: skip
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)

@@ -23,12 +23,9 @@ from envbuild.site.settings import load_site
 
 _COUNT = click.IntRange(1, 100_000)
 _launcher_option = click.option(
-    "--launcher", type=click.Choice(LAUNCHER_NAMES),
-    help="What starts the processes of each node. Default: the site's.",
-)  # fmt: skip
-_unverified_option = click.option(
-    "--unverified", is_flag=True, help="Take an artifact without a passing receipt."
-)  # fmt: skip
+    "--launcher", type=click.Choice(LAUNCHER_NAMES), help="What starts the processes of each node. Default: the site's."
+)
+_unverified_option = click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
 
 
 class _WithScript(click.Command):
@@ -57,25 +54,33 @@ class _WithScript(click.Command):
 @click.option("--nodes", type=_COUNT, help="Nodes. Default: the recipe's [verify] nodes.")
 @click.option("--nproc-per-node", type=_COUNT, help="Ranks of each node. Default: its GPUs, or the recipe's [verify].")
 @click.option(
-    "--script", metavar="TRAIN.py", shell_complete=complete.python_files,
+    "--script",
+    metavar="TRAIN.py",
+    shell_complete=complete.python_files,
     help="What to train with, as nodes see it; ARGS are its own. Default: the bundled trainer.",
-)  # fmt: skip
+)
 @click.option("--module", metavar="PKG.TRAIN", help="What to train with: a module in the artifact.")
 @click.option("--scheduler", type=click.Choice(SCHEDULER_NAMES), help="Default: the site's.")
 @click.option(
-    "--strategy", type=click.Choice(get_args(Strategy)), default="ddp", show_default=True,
+    "--strategy",
+    type=click.Choice(get_args(Strategy)),
+    default="ddp",
+    show_default=True,
     help="ddp, accelerate, deepspeed: one torchrun, `accelerate launch` or DeepSpeed launcher a node; horovod: one MPI "
     "process a rank; single: one process.",
-)  # fmt: skip
+)
 @click.option("--name", metavar="NAME", help="The job's name. Default: the recipe's.")
 @click.option("--time", metavar="HH:MM:SS", help="Time limit. Default: the site's.")
 @click.option("--work", metavar="DIR", help="Folder of runs, seen by all nodes. Default: [paths] shared, or here.")
 @_launcher_option
 @click.option("--max-restarts", type=click.IntRange(0, 1000), help="Restarts of failed ranks by torchrun. Default: 3.")
 @click.option(
-    "--rendezvous", type=click.Choice(["c10d", "etcd-v2"]), default="c10d", show_default=True,
+    "--rendezvous",
+    type=click.Choice(["c10d", "etcd-v2"]),
+    default="c10d",
+    show_default=True,
     help="Where agents meet: at the head node, or at an etcd server.",
-)  # fmt: skip
+)
 @click.option("--endpoint", metavar="HOST:PORT", default="", help="The etcd server.")
 @click.option("--preflight", is_flag=True, help="Check nodes and network first; see `envbuild preflight`.")
 @click.option(
@@ -130,9 +135,17 @@ def job_command(
     # Without a scheduler, the job runs on this host, without a docker daemon.
     kinds = kinds_of("folder", "file") if nobody else wanted_kinds(scheduler_of(request, where), where)
     opened = open_artifact(
-        named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact,
-        fetch=attested_images(where), locked=True, site_folders=where.recipe_folders, quick=not submit,
-    )  # fmt: skip
+        named,
+        kinds,
+        target,
+        shared=where.paths.shared,
+        unverified=unverified,
+        exact=exact,
+        fetch=attested_images(where),
+        locked=True,
+        site_folders=where.recipe_folders,
+        quick=not submit,
+    )
     check_trust(opened, where.trust)
     check_gpus(opened, where)
     if nobody:
@@ -217,9 +230,16 @@ def preflight_command(
     )
     kinds = wanted_kinds(allocation.scheduler, where)
     opened = open_artifact(
-        named, kinds, target, shared=where.paths.shared, unverified=unverified, exact=exact, locked=True,
-        site_folders=where.recipe_folders, quick=True,
-    )  # fmt: skip
+        named,
+        kinds,
+        target,
+        shared=where.paths.shared,
+        unverified=unverified,
+        exact=exact,
+        locked=True,
+        site_folders=where.recipe_folders,
+        quick=True,
+    )
     check_trust(opened, where.trust)
     check_gpus(opened, where)
     plan = alone(plan_job(request, opened, where))

@@ -44,10 +44,14 @@ def fitted(line: str, indent: int = 6) -> str:
     start = min(indent, max(2, limit - max(map(len, line.split()))))
     return "\n".join(
         textwrap.wrap(
-            line, limit, subsequent_indent=" " * start,
-            break_long_words=False, break_on_hyphens=False, replace_whitespace=False,
+            line,
+            limit,
+            subsequent_indent=" " * start,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
         )
-    )  # fmt: skip
+    )
 
 
 def columns(rows: Sequence[Sequence[str]], most: int = NO_LIMIT) -> list[str]:

@@ -37,44 +37,63 @@ _ALL = "*"
 @click.command("lock")
 @click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
 @click.option(
-    "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="TARGET",
+    shell_complete=complete.targets,
     help="Only this target; repeatable.",
-)  # fmt: skip
+)
 @click.option(
-    "--upgrade", "upgrades", multiple=True, is_flag=False, flag_value=_ALL, metavar="[PKG]",
+    "--upgrade",
+    "upgrades",
+    multiple=True,
+    is_flag=False,
+    flag_value=_ALL,
+    metavar="[PKG]",
     help="Let every package move, or only PKG (repeatable). Otherwise locked versions stay.",
-)  # fmt: skip
+)
 @click.option("--wheels", is_flag=True, help="Only the wheels; combines with --image and --conda.")
 @click.option(
-    "--image", is_flag=True,
-    help="Only the base of container images, and the image in which their layers are compiled.",
-)  # fmt: skip
+    "--image", is_flag=True, help="Only the base of container images, and the image in which their layers are compiled."
+)
 @click.option("--conda", is_flag=True, help="Only the recipe's conda packages.")
 @click.option(
-    "--solver", type=click.Choice(SOLVERS), default=SOLVERS[0], show_default=True,
+    "--solver",
+    type=click.Choice(SOLVERS),
+    default=SOLVERS[0],
+    show_default=True,
     help="What solves conda packages: envbuild itself, or conda-lock with a conda, mamba or micromamba on PATH "
     "(or in ENVBUILD_CONDA).",
-)  # fmt: skip
+)
 @click.option("--check", is_flag=True, help="Change nothing; exit 3 when a lock is missing or stale.")
 @click.option("--dry-run", is_flag=True, help="Resolve and say what would change; write nothing.")
 @click.option(
-    "--export", "exports", multiple=True, type=click.Choice(["pylock", *EXPORTS]),
+    "--export",
+    "exports",
+    multiple=True,
+    type=click.Choice(["pylock", *EXPORTS]),
     help="Also write the lock for other tools: PEP 751 pylock files; or the conda lock, with what pip adds, as "
     "conda-lock.yml, as environment.yml with exact pins, or as @EXPLICIT list. Repeatable.",
-)  # fmt: skip
+)
 @click.option(
-    "--export-dir", type=click.Path(path_type=Path, file_okay=False), default=Path(),
+    "--export-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path(),
     help="Folder for exported files. Default: here.",
-)  # fmt: skip
+)
 @click.option(
-    "--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE.md",
+    "--report",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.md",
     help="Write a report of the changes; with a database in [audit] of the site, also of known vulnerabilities.",
-)  # fmt: skip
+)
 @click.option(
-    "--verify", is_flag=True,
+    "--verify",
+    is_flag=True,
     help="With --report: build and verify the venv, or conda environment, of each target that this host runs, by the "
     "locks before and after; exit 5 if the latter fails.",
-)  # fmt: skip
+)
 @click.option(
     "--allow-expired", is_flag=True, help="Lock Debian packages even from an archive whose Release file has expired."
 )
@@ -145,10 +164,15 @@ def lock_command(
     if verify and (report is None or dry_run):
         raise UsageError("--verify is for a report of locks that are written", "give --report FILE, without --dry-run")
     run = LockRun(
-        environment, parts, None if _ALL in upgrades else upgrades, offline, write=not dry_run,
-        by_conda_lock=solver == "conda-lock", folder=export_dir,
+        environment,
+        parts,
+        None if _ALL in upgrades else upgrades,
+        offline,
+        write=not dry_run,
+        by_conda_lock=solver == "conda-lock",
+        folder=export_dir,
         exports=() if dry_run else tuple(dict.fromkeys(exports)),
-    )  # fmt: skip
+    )
     before = [_verified(one, environment, offline) for one in work] if verify else []
     for part, lock in zip(PARTS, (run.lock_wheels, run.lock_images, run.lock_conda), strict=True):
         for loaded, target in work if part in parts else ():

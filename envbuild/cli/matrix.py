@@ -23,26 +23,39 @@ from envbuild.toml import nearest
 @click.command("matrix")
 @click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
 @click.option(
-    "--artifact", "artifacts", multiple=True, metavar="KIND",
+    "--artifact",
+    "artifacts",
+    multiple=True,
+    metavar="KIND",
     help=f"Only this kind ({', '.join(ARTIFACTS)}); repeatable.",
-)  # fmt: skip
+)
 @click.option(
-    "--target", "targets", multiple=True, metavar="TARGET", shell_complete=complete.targets,
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="TARGET",
+    shell_complete=complete.targets,
     help="Only this target; repeatable.",
-)  # fmt: skip
+)
 @click.option(
-    "--format", "form", type=click.Choice(["github", "gitlab", "json", "table"]),
+    "--format",
+    "form",
+    type=click.Choice(["github", "gitlab", "json", "table"]),
     help="A matrix for GitHub, a child pipeline for GitLab, an array, or a table. Default: table on a terminal, else "
     "json.",
-)  # fmt: skip
+)
 @click.option(
-    "--changed-since", metavar="REV",
+    "--changed-since",
+    metavar="REV",
     help="Only recipes whose folder changed since this git revision, or all when envbuild did.",
-)  # fmt: skip
+)
 @click.option(
-    "--runner", "runners", multiple=True, metavar="ARCH=LABEL",
+    "--runner",
+    "runners",
+    multiple=True,
+    metavar="ARCH=LABEL",
     help="Runner of an architecture, or of one TARGET whose GPUs it has; repeatable.",
-)  # fmt: skip
+)
 @click.option("--strict", is_flag=True, help="Exit 3 where a build is left out for want of a current lock.")
 def matrix_command(
     recipes: Names,

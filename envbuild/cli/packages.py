@@ -15,22 +15,28 @@ if TYPE_CHECKING:
     from envbuild.imports.packages import PackageEdit
 
 _PIP_OR_CONDA = click.option(
-    "--conda/--pip", "conda", default=None,
+    "--conda/--pip",
+    "conda",
+    default=None,
     help="Match specs of [conda], or pip's requirements. Default: as the recipe's `environment`.",
-)  # fmt: skip
+)
 
 
 def _shared(*own: Decorator) -> Decorator:
     return with_options(
         click.option(
-            "--recipe", metavar="RECIPE", shell_complete=complete.recipes,
+            "--recipe",
+            metavar="RECIPE",
+            shell_complete=complete.recipes,
             help="The recipe. Default: the project's only one.",
         ),
         click.option(
             "--target", metavar="TARGET", shell_complete=complete.targets, help="Only this target. Default: all."
         ),
-        *own, "dry-run", "json",
-    )  # fmt: skip
+        *own,
+        "dry-run",
+        "json",
+    )
 
 
 @click.command("add")

@@ -21,12 +21,15 @@ from envbuild.layers.requested import before_environment, for_host
     "target",
     click.option("--artifact", type=click.Choice(list(ARTIFACTS)), default="venv", show_default=True),
     click.option(
-        "--elsewhere", is_flag=True,
+        "--elsewhere",
+        is_flag=True,
         help="Plan a build on another host: accept what this one cannot build, such as a venv of another architecture.",
     ),
     click.option("--no-verify", is_flag=True, help="Plan a build that is not verified and needs no torch."),
-    "locked", "offline", "json",
-)  # fmt: skip
+    "locked",
+    "offline",
+    "json",
+)
 def plan_command(recipe: str | None, artifact: str, elsewhere: bool, options: BuildOptions) -> None:
     """Show what building RECIPE would do: ordered layers, each with a digest of all that decides it.
 
@@ -41,9 +44,14 @@ def plan_command(recipe: str | None, artifact: str, elsewhere: bool, options: Bu
     """
     environment, loaded, target = open_build(recipe, options.target)
     plan = plan_of(
-        ARTIFACTS[artifact], loaded, target, environment,
-        here=not elsewhere, verify=not options.no_verify, **options.lock_use | {"write": False},
-    )  # fmt: skip
+        ARTIFACTS[artifact],
+        loaded,
+        target,
+        environment,
+        here=not elsewhere,
+        verify=not options.no_verify,
+        **options.lock_use | {"write": False},
+    )
     show_plan(plan, options.as_json)
 
 
@@ -52,12 +60,18 @@ def plan_command(recipe: str | None, artifact: str, elsewhere: bool, options: Bu
 @build_options(
     "target",
     click.option(
-        "--for", "place", type=click.Choice(["image", "host"]), default="image", show_default=True,
+        "--for",
+        "place",
+        type=click.Choice(["image", "host"]),
+        default="image",
+        show_default=True,
         help="image: in the image with compilers that images' layers are built in; host: by this host's compilers, for "
         "venv and conda.",
     ),
-    "locked", "offline", "json",
-)  # fmt: skip
+    "locked",
+    "offline",
+    "json",
+)
 def layers_command(recipe: str | None, place: str, options: BuildOptions) -> None:
     """Build the source-built layers of RECIPE ([layers]) alone, into the store, and print their folders.
 
@@ -101,13 +115,19 @@ def layers_command(recipe: str | None, place: str, options: BuildOptions) -> Non
 @build_options(
     "target",
     click.option(
-        "--kind", "kinds", type=click.Choice(kinds_of("folder")), multiple=True, default=("venv",), show_default=True,
+        "--kind",
+        "kinds",
+        type=click.Choice(kinds_of("folder")),
+        multiple=True,
+        default=("venv",),
+        show_default=True,
         help="What is to be built from it; repeatable.",
     ),
     click.option("--out", type=PATH, metavar="DIR", help="Default: build/RECIPE/TARGET/bundle."),
     click.option("--no-tools", is_flag=True, help="Leave envbuild itself out: the nodes have it."),
-    "offline", "json",
-)  # fmt: skip
+    "offline",
+    "json",
+)
 def bundle_command(recipe: str | None, kinds: tuple[str, ...], no_tools: bool, options: BuildOptions) -> None:
     """Collect all that building RECIPE reads into a folder, for nodes without a network.
 
@@ -125,5 +145,5 @@ def bundle_command(recipe: str | None, kinds: tuple[str, ...], no_tools: bool, o
     path = options.out or build_folder() / loaded.recipe.name / target.name / "bundle"
     about = make_bundle(
         loaded, target, environment, path, log, kinds=kinds, tools=not no_tools, offline=options.offline
-    )  # fmt: skip
+    )
     show(options.as_json, {"path": str(path.absolute()), **about}, path)

@@ -176,9 +176,11 @@ def _conda_lock(state: LockState[CondaLock]) -> str:
 @click.command("check")
 @click.argument("recipe", required=False, shell_complete=complete.recipes)
 @click.option(
-    "--target", metavar="TARGET", shell_complete=complete.targets,
+    "--target",
+    metavar="TARGET",
+    shell_complete=complete.targets,
     help="ACCELERATOR-ARCH, such as cu126-x86_64. Default: all.",
-)  # fmt: skip
+)
 @click.option("--driver", metavar="VERSION", help="Judge this driver of the nodes, as nvidia-smi prints it.")
 @with_options("json")
 def check_command(recipe: str | None, target: str | None, driver: str | None, as_json: bool) -> None:

@@ -23,14 +23,19 @@ if TYPE_CHECKING:
 
 @click.command("report")
 @click.argument(
-    "named", metavar="RECIPE|ARTIFACT|RECEIPT…", nargs=-1, required=True,
+    "named",
+    metavar="RECIPE|ARTIFACT|RECEIPT…",
+    nargs=-1,
+    required=True,
     shell_complete=complete.recipes_artifacts_or_receipts,
-)  # fmt: skip
+)
 @click.option("--out", type=PATH, default="report.html", show_default=True, metavar="FILE", help="Where the page goes.")
 @click.option(
-    "--against", metavar="RECIPE|ARTIFACT|RECEIPT", shell_complete=complete.recipes_artifacts_or_receipts,
+    "--against",
+    metavar="RECIPE|ARTIFACT|RECEIPT",
+    shell_complete=complete.recipes_artifacts_or_receipts,
     help="Show what changed since this one.",
-)  # fmt: skip
+)
 @click.option("--open", "show_it", is_flag=True, help="Open the page in the browser.")
 def report_command(named: Names, out: Path, against: str | None, show_it: bool) -> None:
     """Write receipts as one HTML page: verdict, checks with evidence, training, packages, SBOM.
@@ -92,8 +97,11 @@ def reported(file: str | None, places: Sequence[Path], environment: Environment 
 
     def write(paths: Sequence[Path]) -> None:
         # A failed one is compared with the passing one before it.
-        older = {path: receipts[path] or receipts[receipt_path(place)] for place in places
-                 for path in map(receipt_path, (place, failed_path(place)))}  # fmt: skip
+        older = {
+            path: receipts[path] or receipts[receipt_path(place)]
+            for place in places
+            for path in map(receipt_path, (place, failed_path(place)))
+        }
         if paths:
             _write([read_entry(str(path), where, older[path]) for path in paths], page)
             log(f"report: {page}")

@@ -62,33 +62,49 @@ class _Run(click.Command):
 @click.option(
     "--module", metavar="PKG.MODULE", help="Run this module of the artifact as the script; -- ARGS are its own."
 )
+@click.option("--script", metavar="TRAIN.py", hidden=True, shell_complete=complete.python_files, help="As SCRIPT.py.")
 @click.option(
-    "--script", metavar="TRAIN.py", hidden=True, shell_complete=complete.python_files, help="As SCRIPT.py."
-)  # fmt: skip
-@click.option(
-    "--env", "given", multiple=True, metavar="NAME[=VALUE]",
+    "--env",
+    "given",
+    multiple=True,
+    metavar="NAME[=VALUE]",
     help="Set a variable; NAME alone passes the caller's, so that a secret is on no command line. Repeatable.",
-)  # fmt: skip
+)
 @click.option(
-    "--bind", "binds", multiple=True, metavar="HOST[:PLACE][:ro]",
+    "--bind",
+    "binds",
+    multiple=True,
+    metavar="HOST[:PLACE][:ro]",
     help="Show PROGRAM in an image a folder or file of this host, by default at the same path. Repeatable.",
-)  # fmt: skip
+)
 @click.option(
-    "--workdir", "folder", metavar="DIR",
+    "--workdir",
+    "folder",
+    metavar="DIR",
     help="Start PROGRAM in this folder. Default: the current one; in an image if a --bind shows it, else /.",
-)  # fmt: skip
+)
 @click.option(
-    "--runtime", metavar="NAME",
+    "--runtime",
+    metavar="NAME",
     help="What starts an image: own, or one way of it: own:mount (root), own:squashfuse, own:extract; for ranks also "
     "enroot and apptainer. Default: own; for ranks the best here.",
-)  # fmt: skip
+)
 @click.option("--unverified", is_flag=True, help="Take an artifact without a passing receipt.")
 @with_options("target")
 def run_command(
-    named: str | None, words: Names, nodes: int | None, nproc_per_node: int | None, module: str | None,
-    script: str | None, given: Names, binds: Names, folder: str | None, runtime: str | None, unverified: bool,
+    named: str | None,
+    words: Names,
+    nodes: int | None,
+    nproc_per_node: int | None,
+    module: str | None,
+    script: str | None,
+    given: Names,
+    binds: Names,
+    folder: str | None,
+    runtime: str | None,
+    unverified: bool,
     target: str | None,
-) -> None:  # fmt: skip
+) -> None:
     """Run your script, or any program, in an artifact on this host.
 
     SCRIPT.py is a file of this folder. torchrun starts it as every rank, in this folder, which an image shows as its
@@ -190,9 +206,13 @@ def _variables(given: Names) -> dict[str, str]:
 
 
 def _run_ranks(
-    artifact: JobArtifact, program: list[str], variables: dict[str, str], nodes: int, nproc_per_node: int,
+    artifact: JobArtifact,
+    program: list[str],
+    variables: dict[str, str],
+    nodes: int,
+    nproc_per_node: int,
     runtime: str | None,
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Run `program` as every rank of simulated nodes, and exit as it does."""
     from envbuild.kinds.commit import open_subject
     from envbuild.verify.user_run import exit_code, run_program_on_nodes
@@ -201,9 +221,15 @@ def _run_ranks(
     subject = open_subject(Path(artifact.path), environment, runtime)
     log(f"running {shlex.join(program)} on {nodes} × {nproc_per_node} ranks …")
     outcome = run_program_on_nodes(
-        subject, program, environment, Path.cwd(),
-        nodes=nodes, nproc_per_node=nproc_per_node, variables=variables, echo=lambda line: click.echo(clean(line)),
-    )  # fmt: skip
+        subject,
+        program,
+        environment,
+        Path.cwd(),
+        nodes=nodes,
+        nproc_per_node=nproc_per_node,
+        variables=variables,
+        echo=lambda line: click.echo(clean(line)),
+    )
     sys.exit(exit_code(outcome))
 
 
@@ -238,9 +264,13 @@ def _end_by(number: int) -> None:
 
 
 def _run_in_folder(
-    artifact: JobArtifact, program: list[str], binds: Names, folder: str | None, variables: dict[str, str],
+    artifact: JobArtifact,
+    program: list[str],
+    binds: Names,
+    folder: str | None,
+    variables: dict[str, str],
     runtime: str | None,
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Replace this process by `program` in the environment of a folder."""
     if binds or runtime is not None:
         raise UsageError(f"--bind and --runtime are for images, and {artifact.path} is none", "leave them out")

@@ -80,9 +80,13 @@ def pull_command(reference: str, out: Path, no_verify: bool, as_json: bool) -> N
         made = pull_file(data, blobs, registry, out, environment)
     log(f"{out}: {human_size(made.size)}, of which {human_size(made.fetched_bytes)} were fetched")
     value = {
-        "path": str(made.path), "digest": made.digest, "target": made.target, "bytes": made.size,
-        "fetched_bytes": made.fetched_bytes, "receipt": str(made.receipt) if made.receipt else None,
-    }  # fmt: skip
+        "path": str(made.path),
+        "digest": made.digest,
+        "target": made.target,
+        "bytes": made.size,
+        "fetched_bytes": made.fetched_bytes,
+        "receipt": str(made.receipt) if made.receipt else None,
+    }
     show(as_json, value, made.path)
 
 

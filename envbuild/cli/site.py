@@ -36,9 +36,8 @@ def site_command() -> None:
 @site_command.command("init")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: site.toml.")
 @click.option(
-    "--from", "origin", metavar="SITE", shell_complete=complete.sites,
-    help="Copy this site's file, with its comments.",
-)  # fmt: skip
+    "--from", "origin", metavar="SITE", shell_complete=complete.sites, help="Copy this site's file, with its comments."
+)
 @click.option("--force", is_flag=True, help="Write over a file that exists.")
 def init_command(out: Path | None, origin: str | None, force: bool) -> None:
     """Write a commented site file for this host, or a copy of another site's to change.

@@ -47,14 +47,22 @@ _PASSPHRASE = "ENVBUILD_KEY_PASSPHRASE"
 )
 @click.option("--public-key", type=PATH, metavar="FILE", help="The public key of a key in an ssh-agent or a KMS.")
 @click.option(
-    "--with", "names", multiple=True, type=click.Choice(["sbom", "provenance"]),
+    "--with",
+    "names",
+    multiple=True,
+    type=click.Choice(["sbom", "provenance"]),
     help="Also attest its bill of materials (CycloneDX), or its provenance (SLSA); repeatable.",
-)  # fmt: skip
+)
 @with_options("target", "exact", "json")
 def attest_command(
-    named: str, key: str, public_key: Path | None, names: tuple[str, ...], target: str | None, exact: bool,
+    named: str,
+    key: str,
+    public_key: Path | None,
+    names: tuple[str, ...],
+    target: str | None,
+    exact: bool,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Sign the passing receipt of ARTIFACT: others, who have your public key, then trust it.
 
     ARTIFACT is a path, or NAME@sha256:… in a registry; of a RECIPE, it is what was built here. Its content is compared
@@ -96,9 +104,13 @@ def attest_command(
 
 
 def _attest(
-    named: str, target: str | None, exact: bool, names: Sequence[str], write: Callable[[bytes], bytes],
+    named: str,
+    target: str | None,
+    exact: bool,
+    names: Sequence[str],
+    write: Callable[[bytes], bytes],
     signer: Signer | None,
-) -> tuple[Path, dict[str, Any]]:  # fmt: skip
+) -> tuple[Path, dict[str, Any]]:
     """Attest an artifact with a receipt by `write`; return the attestation's path, and what --json prints."""
     from envbuild.trust.bundle import bundle_path
     from envbuild.trust.policy import attested
@@ -121,9 +133,10 @@ def _attest(
         push_bundles(registry_of(opened.artifact.path, environment), digest, bundles, environment.store)
         log(f"{opened.artifact.path}: {len(bundles)} attached")
     value = {
-        "path": str(place.absolute()), "digest": opened.artifact.digest,
+        "path": str(place.absolute()),
+        "digest": opened.artifact.digest,
         "with": {name: str(bundle_path(opened.place, name).absolute()) for name in names},
-    }  # fmt: skip
+    }
     return place, value
 
 
@@ -133,7 +146,7 @@ def _attest(
 @with_options("site", "target", "exact", "json")
 def trust_command(
     named: str, recipe: str | None, site: str | None, target: str | None, exact: bool, as_json: bool
-) -> None:  # fmt: skip
+) -> None:
     """Say whether ARTIFACT is trusted by the [trust] table of the site; exit code 5 if it is not.
 
     Its content is compared with its receipt, and the receipt with what a signer of the site attested. For an image in
@@ -177,21 +190,28 @@ def trust_command(
         opened, receipt = _opened(named, target, exact, attested_images(where))
         path, digest = opened.artifact.path, opened.artifact.digest
         verdict = judge(
-            opened.place, receipt, trust, datetime.now(UTC), digest, names=names or opened.names,
+            opened.place,
+            receipt,
+            trust,
+            datetime.now(UTC),
+            digest,
+            names=names or opened.names,
             recipe=recipe or opened.named_recipe,
-        )  # fmt: skip
+        )
     others = f", with its {' and its '.join(verdict.others)}" if verdict.others else ""
     value = {
-        "path": path, "digest": digest, "recipe": verdict.recipe, "signer": verdict.signer,
-        "verified_at": verdict.verified_at, "with": verdict.others,
-    }  # fmt: skip
+        "path": path,
+        "digest": digest,
+        "recipe": verdict.recipe,
+        "signer": verdict.signer,
+        "verified_at": verdict.verified_at,
+        "with": verdict.others,
+    }
     text = f"attested by {verdict.signer}, verified at {verdict.verified_at}, of the recipe {verdict.recipe}{others}"
     show(as_json, value, f"{shown}: trusted: {text}")
 
 
-def _judge_tag(
-    registry: Registry, site: Site, target: str | None, recipe: str
-) -> tuple[str, str, TrustVerdict | None]:  # fmt: skip
+def _judge_tag(registry: Registry, site: Site, target: str | None, recipe: str) -> tuple[str, str, TrustVerdict | None]:
     """Return NAME@sha256:… of what a tag names now, and its digest and verdict; no verdict for an image."""
     from envbuild.image.model import digest_of
     from envbuild.kinds.share import judge_pushed
@@ -264,7 +284,7 @@ def _opened(
     folders = load_site(os.environ).recipe_folders
     opened = open_artifact(
         named, tuple(ARTIFACTS), target, exact=exact, fetch=fetch, prefer=False, site_folders=folders
-    )  # fmt: skip
+    )
     if opened.receipt is None:
         raise VerificationError(f"{named} has no passing receipt", "verify it first")
     return opened, opened.receipt

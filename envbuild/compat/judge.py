@@ -9,9 +9,13 @@ from envbuild.fabrics import load_fabrics
 from envbuild.recipe.accelerators import torch_index
 
 _NCCL_IS = {
-    "pin": "torch's pin", "lock": "in the lock", "wheel": "the recipe's wheel", "source": "built from source",
-    "host": "the host's", "conda": "conda's",
-}  # fmt: skip
+    "pin": "torch's pin",
+    "lock": "in the lock",
+    "wheel": "the recipe's wheel",
+    "source": "built from source",
+    "host": "the host's",
+    "conda": "conda's",
+}
 _TITLES = {"plugin": "aws-ofi-nccl", "cuda": "CUDA", "rocm": "ROCm", "python": "Python", "nccl": "NCCL"}
 
 
@@ -19,9 +23,16 @@ def judge(stack: Stack, rows: Rows | None = None) -> list[CompatFinding]:
     """Judge `stack` by `rows` (default: data/compatibility.toml). A malformed version gives "unknown", no error."""
     rows = rows or load_rows()
     links = (
-        _glibc_links, _driver_links, _torch_links, _rocm_links, _nccl_links, _net_api_links, _libfabric_links,
-        _provider_links, _rule_links,
-    )  # fmt: skip
+        _glibc_links,
+        _driver_links,
+        _torch_links,
+        _rocm_links,
+        _nccl_links,
+        _net_api_links,
+        _libfabric_links,
+        _provider_links,
+        _rule_links,
+    )
     return [found for link in links for found in link(stack, rows)]
 
 

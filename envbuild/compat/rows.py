@@ -184,8 +184,6 @@ class CompatFinding:
         return asdict(self)
 
 
-def finding(
-    status: Status, subject: str, text: str, fix: str = "", *, by: Row | Fabric | None = None
-) -> CompatFinding:  # fmt: skip
+def finding(status: Status, subject: str, text: str, fix: str = "", *, by: Row | Fabric | None = None) -> CompatFinding:
     """Return a finding that rests on the row `by`."""
     return CompatFinding(status, subject, text, fix, by.source if by else "", by.date if by else "")

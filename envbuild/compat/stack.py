@@ -71,9 +71,7 @@ EXACT = frozenset({"arch", "fabric", "provider", "plugin_aws", "libfabric_origin
 _FIELDS = EXACT | {"python", "glibc", "cuda", "rocm", "driver", "torch", "nccl", "plugin", "libfabric"}
 
 
-def stack_of(
-    loaded: LoadedRecipe, target: Target, packages: Mapping[str, str] | None, *, conda: bool = False
-) -> Stack:  # fmt: skip
+def stack_of(loaded: LoadedRecipe, target: Target, packages: Mapping[str, str] | None, *, conda: bool = False) -> Stack:
     """Return the stack of `target` with these locked packages (`conda`: of conda), or None: with the recipe's pins."""
     recipe, table = loaded.recipe, loaded.recipe.targets[target.name]
     if packages is None:

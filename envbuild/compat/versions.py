@@ -47,9 +47,13 @@ def matches(version: str, specifier: str) -> bool | None:
         if parts is None or limit is None:
             return None
         holds = {
-            "==": found == limit, "!=": found != limit, ">=": found >= limit,
-            "<=": found <= limit, ">": found > limit, "<": found < limit and found != (limit[0], 0),
-        }[parts[1]]  # fmt: skip
+            "==": found == limit,
+            "!=": found != limit,
+            ">=": found >= limit,
+            "<=": found <= limit,
+            ">": found > limit,
+            "<": found < limit and found != (limit[0], 0),
+        }[parts[1]]
         if not holds:
             return False
     return True

@@ -26,10 +26,17 @@ if TYPE_CHECKING:
 
 
 def resolve_base(
-    suite: str, packages: Iterable[str], without: Iterable[str], arch: str, *,
-    archives: Sequence[DebianSuite], client: Client, blobs: Blobs, keyring: Path | None = None,
+    suite: str,
+    packages: Iterable[str],
+    without: Iterable[str],
+    arch: str,
+    *,
+    archives: Sequence[DebianSuite],
+    client: Client,
+    blobs: Blobs,
+    keyring: Path | None = None,
     allow_expired: bool = False,
-) -> DebianLock:  # fmt: skip
+) -> DebianLock:
     """Lock `packages` of `suite` and their dependencies, for `arch` (x86_64, aarch64, or Debian's names).
 
     For each of the suite, its updates and its security fixes, the first good one of `archives` is used. An archive
@@ -49,9 +56,15 @@ def resolve_base(
 
 
 def _add_first(
-    index: PackageIndex, candidates: Sequence[DebianSuite], suite: str, arch: str, client: Client, blobs: Blobs,
-    keys: Sequence[Cert], allow_expired: bool,
-) -> str:  # fmt: skip
+    index: PackageIndex,
+    candidates: Sequence[DebianSuite],
+    suite: str,
+    arch: str,
+    client: Client,
+    blobs: Blobs,
+    keys: Sequence[Cert],
+    allow_expired: bool,
+) -> str:
     """Add the first good archive of `candidates` to `index`; return the date of its Release."""
     answers: list[str] = []
     expired = False
@@ -128,9 +141,14 @@ def _here(deb: LockedDeb, blobs: Blobs) -> bool:
 
 
 def _fetch_one(
-    deb: LockedDeb, blobs: Blobs, archives: Sequence[DebianSuite], client: Client, answers: list[str],
-    down: dict[str, str], on_progress: OnProgress,
-) -> None:  # fmt: skip
+    deb: LockedDeb,
+    blobs: Blobs,
+    archives: Sequence[DebianSuite],
+    client: Client,
+    answers: list[str],
+    down: dict[str, str],
+    on_progress: OnProgress,
+) -> None:
     roots = dict.fromkeys(archive.url for archive in archives if archive.kind == deb.archive)
     with locked_partial(blobs.partial(deb.digest), client.stop) as partial:
         for root in roots:

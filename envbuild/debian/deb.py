@@ -88,9 +88,16 @@ def _members(path: Path, name: str, part: str) -> Tree:
 def _entry(member: Member, name: str) -> Entry:
     target = relative(member.link, name) if member.kind == HARDLINK else member.link
     return Entry(
-        relative(member.name, name), member.kind, member.mode, member.size, target, member.uid, member.gid,
-        member.mtime, member.device,
-    )  # fmt: skip
+        relative(member.name, name),
+        member.kind,
+        member.mode,
+        member.size,
+        target,
+        member.uid,
+        member.gid,
+        member.mtime,
+        member.device,
+    )
 
 
 def _find(file: BinaryIO, name: str, part: str) -> Slice:

@@ -29,9 +29,17 @@ _EQUAL = re.compile(r"all_?reduce|broadcast|_allgather_base|all_gather_into|redu
 _OPCODES = b"\x80}q(XuKMJ]ea)\x85\x86\x87thrjN\x88\x89\x8a.Gs"
 
 _DAMAGED = (
-    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, RecursionError, TypeError, ValueError,
-    pickle.UnpicklingError, struct.error,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+)
 
 
 class _Unpickler(pickle._Unpickler):

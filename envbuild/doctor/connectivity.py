@@ -146,7 +146,7 @@ def _debian(environment: Environment) -> list[Probe]:
 
 def _judged(
     name: str, urls: Sequence[str], answers: Sequence[str | None], hint: str, *, lost: Status = "info", local: int = 0
-) -> HostFinding:  # fmt: skip
+) -> HostFinding:
     """Return one finding for several URLs, of which one that answers is enough; `lost` is the status without one."""
     shown = [redact(url) for url in urls]
     good = [url for url, answer in zip(shown, answers, strict=True) if answer is None]

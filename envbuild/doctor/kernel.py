@@ -42,9 +42,11 @@ _EXTRACTED = ("extract", "gzip")
 _TRIALS_S = 3.5
 # Settings of the kernel that restrict namespaces.
 _SETTINGS = (
-    "user/max_user_namespaces", "user/max_mnt_namespaces", "kernel/unprivileged_userns_clone",
+    "user/max_user_namespaces",
+    "user/max_mnt_namespaces",
+    "kernel/unprivileged_userns_clone",
     "kernel/apparmor_restrict_unprivileged_userns",
-)  # fmt: skip
+)
 
 
 def launching(host: Host) -> Iterator[HostFinding]:

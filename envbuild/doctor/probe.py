@@ -141,9 +141,13 @@ def run_probe(
     env = {"USER": "user", **variables, "LC_ALL": "C"}
     try:
         child = subprocess.Popen(
-            list(command), env=env, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            list(command),
+            env=env,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
     except OSError as error:
         return None, error.strerror or str(error)
     except ValueError:  # a NUL in a variable or an argument

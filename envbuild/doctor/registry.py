@@ -27,28 +27,42 @@ _LEAST_MEMORY = 1_500_000_000
 
 _AREAS: dict[str, dict[str, Callable[[Host], Iterable[HostFinding]]]] = {
     "envbuild": {
-        "envbuild": tools.envbuild_itself, "configuration": tools.configuration, "uv": tools.uv,
+        "envbuild": tools.envbuild_itself,
+        "configuration": tools.configuration,
+        "uv": tools.uv,
         "Pythons": tools.pythons,
     },
     "tools": {"programs": tools.programs, "modules": tools.modules, "docker daemon": batch.docker_daemon},
     "kernel": {"own launch": kernel.launching, "/dev/fuse": kernel.fuse, "subuid": kernel.subordinate_ids},
     "machine": {
-        "user": machine.who, "processors": machine.processors, "memory": machine.memory,
-        "/dev/shm": machine.shared_memory, "GPU": machine.gpus, "clock": machine.clock, "locale": machine.locale,
+        "user": machine.who,
+        "processors": machine.processors,
+        "memory": machine.memory,
+        "/dev/shm": machine.shared_memory,
+        "GPU": machine.gpus,
+        "clock": machine.clock,
+        "locale": machine.locale,
     },
     "file systems": {
-        "store": storage.store, "home": storage.home, "tmp": storage.temporary, "current folder": storage.current,
+        "store": storage.store,
+        "home": storage.home,
+        "tmp": storage.temporary,
+        "current folder": storage.current,
     },
     "network": {
-        "own name": machine.own_name, "interfaces": fabric.network, "adapters": fabric.adapters,
+        "own name": machine.own_name,
+        "interfaces": fabric.network,
+        "adapters": fabric.adapters,
         "libfabric": fabric.libfabric,
     },
     "jobs": {title: _OWN_CHECKS.get(name) or partial(batch.scheduler, name) for name, title in TITLES.items()},
     "sources": {
-        "proxies": connectivity.proxies, "authorities": connectivity.certificates,
-        "package index": connectivity.package_index, "recipes' sources": connectivity.sources,
+        "proxies": connectivity.proxies,
+        "authorities": connectivity.certificates,
+        "package index": connectivity.package_index,
+        "recipes' sources": connectivity.sources,
     },
-}  # fmt: skip
+}
 CHECKS = tuple(HostProbe(area, name, run) for area, checks in _AREAS.items() for name, run in checks.items())
 
 

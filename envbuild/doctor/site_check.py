@@ -28,7 +28,7 @@ _DEADLINE_S = 12.0
 
 def check_site(
     name: str | None, variables: Mapping[str, str], environment: Environment | None, *, offline: bool = False
-) -> list[HostFinding]:  # fmt: skip
+) -> list[HostFinding]:
     """Check the site called `name` (None: the effective one) and return the findings.
 
     They are mistakes in its files with positions, contradictions, and differences from this host. Raises

@@ -22,9 +22,16 @@ from envbuild.toml import toml_value
 _WAIT_S = 8.0
 # The caller's variables that nodes need for network access.
 _VARIABLES = (
-    "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
-    "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
-)  # fmt: skip
+    "http_proxy",
+    "https_proxy",
+    "no_proxy",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "SSL_CERT_FILE",
+    "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+)
 _SHARED = ("/fsx", "/lustre", "/scratch", "/gpfs", "/work", "/shared", "/projects", "/nfs", "/home")
 _LINE = 48
 

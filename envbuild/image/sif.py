@@ -29,16 +29,34 @@ GROUP = 0xF0000001
 _SQUASHFS, _PRIMARY = 1, 2
 DEFINITION, PARTITION, JSON = "definition", "partition", "json"
 _KINDS = {
-    0x4001: DEFINITION, 0x4002: "environment", 0x4003: "labels", 0x4004: PARTITION, 0x4005: "signature",
-    0x4006: JSON, 0x4007: "generic", 0x4008: "cryptographic message", 0x4009: "sbom",
-    0x400A: "OCI index", 0x400B: "OCI blob",
-}  # fmt: skip
+    0x4001: DEFINITION,
+    0x4002: "environment",
+    0x4003: "labels",
+    0x4004: PARTITION,
+    0x4005: "signature",
+    0x4006: JSON,
+    0x4007: "generic",
+    0x4008: "cryptographic message",
+    0x4009: "sbom",
+    0x400A: "OCI index",
+    0x400B: "OCI blob",
+}
 NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _FILE_SYSTEMS = {_SQUASHFS: "squashfs", 2: "ext3", 3: "archive", 4: "raw", 5: "encrypted squashfs"}
 _ARCHITECTURES = {
-    "01": "i386", "02": "x86_64", "03": "arm", "04": "aarch64", "05": "ppc64", "06": "ppc64le",
-    "07": "mips", "08": "mipsle", "09": "mips64", "10": "mips64le", "11": "s390x", "12": "riscv64",
-}  # fmt: skip
+    "01": "i386",
+    "02": "x86_64",
+    "03": "arm",
+    "04": "aarch64",
+    "05": "ppc64",
+    "06": "ppc64le",
+    "07": "mips",
+    "08": "mipsle",
+    "09": "mips64",
+    "10": "mips64le",
+    "11": "s390x",
+    "12": "riscv64",
+}
 _CODES = {name: code.encode() + b"\0" for code, name in _ARCHITECTURES.items()}
 # Bounds for reading a damaged file: no real SIF has as many descriptors, or larger definitions or JSON objects.
 _MAX_SLOTS, MAX_OBJECT = 4096, 16 << 20
@@ -114,15 +132,38 @@ def finish_sif(
         extra = _PARTITION.pack(_SQUASHFS, _PRIMARY, _CODES[arch]) if item.primary else b""
         padded = item.offset + item.size - last
         descriptors += DESCRIPTOR.pack(
-            NUMBERS[item.kind], 1, number, GROUP, 0, item.offset, item.size, padded, mtime, mtime, 0, 0,
-            item.name.encode(), extra,
-        )  # fmt: skip
+            NUMBERS[item.kind],
+            1,
+            number,
+            GROUP,
+            0,
+            item.offset,
+            item.size,
+            padded,
+            mtime,
+            mtime,
+            0,
+            0,
+            item.name.encode(),
+            extra,
+        )
         last = item.offset + item.size
     free = _SLOTS - len(front) - 1
     header = HEADER.pack(
-        _LAUNCH, _MAGIC, _VERSION, _CODES[arch], _identifier(definition, jsons, arch, partition_size).bytes,
-        mtime, mtime, free, _SLOTS, _PAGE, _SLOTS * DESCRIPTOR.size, _DATA, end - _DATA,
-    )  # fmt: skip
+        _LAUNCH,
+        _MAGIC,
+        _VERSION,
+        _CODES[arch],
+        _identifier(definition, jsons, arch, partition_size).bytes,
+        mtime,
+        mtime,
+        free,
+        _SLOTS,
+        _PAGE,
+        _SLOTS * DESCRIPTOR.size,
+        _DATA,
+        end - _DATA,
+    )
     out.seek(0)
     out.write(header.ljust(_PAGE, b"\0") + descriptors)
     out.seek(end)

@@ -150,11 +150,13 @@ def _metadata(stream: BinaryIO, header: tuple[Any, ...], rows: list[tuple[Any, .
         covered = _COVERED.pack(kind, used, number - first, link, size, made, uid, gid, name, extra)
         digest = hashlib.sha256()
         _hash(stream, at, size, digest)
-        objects.append({
-            "relativeId": number - first,
-            "descriptorDigest": f"sha256:{hashlib.sha256(covered).hexdigest()}",
-            "objectDigest": f"sha256:{digest.hexdigest()}",
-        })  # fmt: skip
+        objects.append(
+            {
+                "relativeId": number - first,
+                "descriptorDigest": f"sha256:{hashlib.sha256(covered).hexdigest()}",
+                "objectDigest": f"sha256:{digest.hexdigest()}",
+            }
+        )
     launch, magic, version, _, identifier = header[:5]
     front = hashlib.sha256(launch + magic + version + identifier).hexdigest()
     return canonical({"version": 1, "header": {"digest": f"sha256:{front}"}, "objects": objects})

@@ -47,11 +47,16 @@ def _requirement_problem(text: str) -> str | None:
 
 
 _CHECKS: Mapping[str, Callable[[str], str | None]] = {
-    "requirement": _requirement_problem, "constraint": checks.constraint_problem, "pin": _requirement_problem,
+    "requirement": _requirement_problem,
+    "constraint": checks.constraint_problem,
+    "pin": _requirement_problem,
     "conda": checks.spec_problem,
-    "conda-pin": checks.spec_problem, "channel": checks.channel_problem, "index": checks.index_problem,
-    "base": checks.base_problem, "accelerator": lambda tag: None if accelerator_of(tag) else "no known accelerator",
-}  # fmt: skip
+    "conda-pin": checks.spec_problem,
+    "channel": checks.channel_problem,
+    "index": checks.index_problem,
+    "base": checks.base_problem,
+    "accelerator": lambda tag: None if accelerator_of(tag) else "no known accelerator",
+}
 _CONDA = ("conda", "conda-pin")
 # In PyTorch's indexes, builds for accelerators that no target has.
 _OTHER_TAGS = ("xpu", "hpu", "npu")
@@ -59,9 +64,12 @@ _NO_TARGET = "of an accelerator for which envbuild has no target"
 
 
 def compose(
-    name: str, statements: Iterable[Statement], groups: Collection[str] = (), target: str | None = None,
+    name: str,
+    statements: Iterable[Statement],
+    groups: Collection[str] = (),
+    target: str | None = None,
     preferred: str = "",
-) -> Draft:  # fmt: skip
+) -> Draft:
     """Return the recipe called `name` with `statements`.
 
     Those of extras, groups, features or categories are carried if `groups` names one; a name in `groups` that no
@@ -290,8 +298,10 @@ def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose:
 
 def _applies(pin: Requirement, python: str, target: Target) -> bool:
     environment = LINUX | {
-        "python_version": python, "python_full_version": f"{python}.99", "platform_machine": target.arch,
-    }  # fmt: skip
+        "python_version": python,
+        "python_full_version": f"{python}.99",
+        "platform_machine": target.arch,
+    }
     try:
         return pin.marker is None or pin.marker.evaluate(environment)
     except (UndefinedComparison, UndefinedEnvironmentName):

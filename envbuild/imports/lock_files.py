@@ -254,9 +254,10 @@ def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
         return git_address(dict(source) | {"git": url, "rev": source.get("resolved_reference")})
     if source.get("type", "url") != "url":  # an index of poetry's
         return ""
-    files = [value_at(archive, "hashes", "sha256"), *(
-        value_at(one, "hash") for one in (row.get("sdist"), *list_at(row, "wheels"), *list_at(row, "files"))
-    )]  # fmt: skip
+    files = [
+        value_at(archive, "hashes", "sha256"),
+        *(value_at(one, "hash") for one in (row.get("sdist"), *list_at(row, "wheels"), *list_at(row, "files"))),
+    ]
     hashes = {str(one).removeprefix("sha256:") for one in files if one}
     url = str(archive.get("url", "")) or url
     return f"{url}#sha256={hashes.pop()}" if url and len(hashes) == 1 else ""

@@ -151,9 +151,11 @@ def updated_recipe(
         )
     origin = known or Origin(tuple(sources))
     origin = replace(
-        origin, sources=tuple(sources) or origin.sources, groups=tuple(groups) or origin.groups,
+        origin,
+        sources=tuple(sources) or origin.sources,
+        groups=tuple(groups) or origin.groups,
         target=target or origin.target,
-    )  # fmt: skip
+    )
     statements = read_sources(origin, loaded.folder)
     # Another host may prefer another Python.
     draft = compose(loaded.recipe.name, statements, origin.groups, origin.target, loaded.recipe.python)

@@ -118,11 +118,14 @@ def _dynamic(document: Document) -> Iterator[Statement]:
     hatch = ("tool", "hatch", "metadata", "hooks", "requirements_txt")
     extras = table_at(data, *setuptools, "optional-dependencies")
     files = {
-        "dependencies": {"": value_at(data, *setuptools, "dependencies", "file") or value_at(data, *hatch, "files")
-                             or value_at(data, *hatch, "filename")},
+        "dependencies": {
+            "": value_at(data, *setuptools, "dependencies", "file")
+            or value_at(data, *hatch, "files")
+            or value_at(data, *hatch, "filename")
+        },
         "optional-dependencies": {name: value_at(about, "file") for name, about in extras.items()}
         | dict(table_at(data, *hatch, "optional-dependencies")),
-    }  # fmt: skip
+    }
     for key in files.keys() & set(map(str, list_at(data, "project", "dynamic"))):
         for group, given in files[key].items():
             for name in [given] if isinstance(given, str) else list_at(given):

@@ -32,8 +32,14 @@ SOURCE = "a source other than an index or git; give its wheel to an index or a f
 
 
 # The environment of markers on Linux, without architecture and Python.
-LINUX = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "extra": "",
-         "implementation_name": "cpython", "platform_python_implementation": "CPython"}  # fmt: skip
+LINUX = {
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "os_name": "posix",
+    "extra": "",
+    "implementation_name": "cpython",
+    "platform_python_implementation": "CPython",
+}
 _EXTRAS = re.compile(r"""extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?in (?:extras|dependency_groups)""")
 
 

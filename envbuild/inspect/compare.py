@@ -20,10 +20,18 @@ ADDED, REMOVED, CHANGED = "added", "removed", "changed"
 # Labels that are no settings of their own: about the origin, which may differ between images with the same content, and
 # those that are compared under another name.
 _NOT_COMPARED = (
-    "org.envbuild.recipe.digest", "org.envbuild.lock.digest", "org.envbuild.base.digest", "org.envbuild.plan.digest",
-    "org.envbuild.version", "org.opencontainers.image.created", "org.envbuild.recipe", "org.envbuild.target",
-    "org.opencontainers.image.title", "org.opencontainers.image.base.name", "org.opencontainers.image.base.digest",
-)  # fmt: skip
+    "org.envbuild.recipe.digest",
+    "org.envbuild.lock.digest",
+    "org.envbuild.base.digest",
+    "org.envbuild.plan.digest",
+    "org.envbuild.version",
+    "org.opencontainers.image.created",
+    "org.envbuild.recipe",
+    "org.envbuild.target",
+    "org.opencontainers.image.title",
+    "org.opencontainers.image.base.name",
+    "org.opencontainers.image.base.digest",
+)
 # Differences in these fields of a Description are notes.
 _PROVENANCE = {
     "recipe": "recipe_digest",
@@ -119,7 +127,7 @@ def _same_content(one: Description, other: Description) -> bool:
 
 def _setting_changes(
     one: Description, left: Inventory | None, other: Description, right: Inventory | None, between: bool
-) -> tuple[Change, ...]:  # fmt: skip
+) -> tuple[Change, ...]:
     """Return the differences in settings.
 
     Artifacts of different kinds do not record the same settings. Between them, environment variables are compared when

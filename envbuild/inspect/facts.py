@@ -16,8 +16,17 @@ FOLDERS = (VENV, CONDA)
 # Kinds of files that contain a whole file system.
 SQUASHED = (SQUASHFS, SIF)
 # Fields that envbuild.json (artifacts/state.py) and `Description` have in common.
-IN_STATE = ("recipe", "recipe_digest", "lock_digest", "plan_digest", "target", "python",
-            "python_version", "interpreter", "envbuild")  # fmt: skip
+IN_STATE = (
+    "recipe",
+    "recipe_digest",
+    "lock_digest",
+    "plan_digest",
+    "target",
+    "python",
+    "python_version",
+    "interpreter",
+    "envbuild",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,14 @@ from envbuild.inspect.facts import CONDA, IN_STATE, VENV, ArtifactReader, Descri
 from envbuild.inspect.metadata import digested, interest, inventory
 
 _CHUNK = 1 << 20
-_KINDS = {stat.S_IFDIR: DIR, stat.S_IFLNK: SYMLINK, stat.S_IFREG: FILE, stat.S_IFIFO: FIFO,
-          stat.S_IFCHR: CHAR, stat.S_IFBLK: BLOCK}  # fmt: skip
+_KINDS = {
+    stat.S_IFDIR: DIR,
+    stat.S_IFLNK: SYMLINK,
+    stat.S_IFREG: FILE,
+    stat.S_IFIFO: FIFO,
+    stat.S_IFCHR: CHAR,
+    stat.S_IFBLK: BLOCK,
+}
 # conda's own installation is an environment that contains its cache and the other environments.
 _OTHERS = {CONDA: ("pkgs", "envs")}
 

@@ -113,11 +113,16 @@ def _parts(contents: Inventory) -> list[Component]:
             "type": conda.archive,
         }
         add(
-            "conda", None, conda.name, conda.version, qualifiers, conda.location,
+            "conda",
+            None,
+            conda.name,
+            conda.version,
+            qualifiers,
+            conda.location,
             hashes=_hashes(conda.sha256),
             licenses=[LicenseFactory().make_from_string(conda.license)] if conda.license else [],
             properties=_properties(location=conda.location, record=conda.record),
-        )  # fmt: skip
+        )
     for python in contents.python:
         own = _properties(location=python.location, record=python.record)
         licenses = _licenses(python)

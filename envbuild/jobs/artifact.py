@@ -27,10 +27,19 @@ FetchAttested = Callable[[str, str], Path | None]
 
 
 def open_artifact(
-    named: str | None, kinds: tuple[str, ...], target: str | None, *, shared: str = "", unverified: bool = False,
-    exact: bool = False, fetch: FetchAttested | None = None, prefer: bool = True, locked: bool = False,
-    site_folders: Sequence[Path] = (), quick: bool = False,
-) -> JobInputs:  # fmt: skip
+    named: str | None,
+    kinds: tuple[str, ...],
+    target: str | None,
+    *,
+    shared: str = "",
+    unverified: bool = False,
+    exact: bool = False,
+    fetch: FetchAttested | None = None,
+    prefer: bool = True,
+    locked: bool = False,
+    site_folders: Sequence[Path] = (),
+    quick: bool = False,
+) -> JobInputs:
     """Return the artifact that `named` refers to; with `quick`, a receipt of --verify quick is enough.
 
     `named` is a folder, a .sqsh or .sif file, NAME@sha256:… in a registry, or a recipe, None for the default one. Of a
@@ -56,9 +65,17 @@ def full_hint(opened: JobInputs) -> str:
 
 
 def _opened(
-    named: str | None, kinds: tuple[str, ...], target: str | None, shared: str, unverified: bool, exact: bool,
-    fetch: FetchAttested | None, prefer: bool, locked: bool, site_folders: Sequence[Path],
-) -> JobInputs:  # fmt: skip
+    named: str | None,
+    kinds: tuple[str, ...],
+    target: str | None,
+    shared: str,
+    unverified: bool,
+    exact: bool,
+    fetch: FetchAttested | None,
+    prefer: bool,
+    locked: bool,
+    site_folders: Sequence[Path],
+) -> JobInputs:
     if named is not None and "@sha256:" in named:
         return _image(named, target, unverified, fetch=fetch)
     built = find_built(named, kinds, target=target, shared=shared, prefer=prefer, site_folders=site_folders)
@@ -133,9 +150,12 @@ def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
 
 
 def _image(
-    named: str, target: str | None, unverified: bool, known: tuple[Path, dict[str, Any]] | None = None,
+    named: str,
+    target: str | None,
+    unverified: bool,
+    known: tuple[Path, dict[str, Any]] | None = None,
     fetch: FetchAttested | None = None,
-) -> JobInputs:  # fmt: skip
+) -> JobInputs:
     """Return an image in a registry, by its digest.
 
     Its receipt is searched in the folders in which builds write it, and, if it is not attested there, by `fetch`.
@@ -228,9 +248,14 @@ def check_trust(opened: JobInputs, trust: TrustTable) -> None:
         from envbuild.trust.policy import judge
 
         judge(
-            opened.place, opened.receipt, trust, datetime.now(UTC), opened.artifact.digest, names=opened.names,
+            opened.place,
+            opened.receipt,
+            trust,
+            datetime.now(UTC),
+            opened.artifact.digest,
+            names=opened.names,
             recipe=opened.named_recipe,
-        )  # fmt: skip
+        )
 
 
 def _check_target(what: object, found: str, wanted: str | None) -> None:

@@ -88,10 +88,13 @@ def _elastic(plan: JobPlan, name: str, etcd: Etcd | None) -> dict[str, Any]:
 
 def _container(plan: JobPlan, pods: pod.Pods, etcd: Etcd | None) -> dict[str, Any]:
     torchrun = [
-        "-m", "torch.distributed.run",
-        "--nproc-per-node", str(plan.nproc_per_node),
-        "--local-addr", "$(ENVBUILD_ADDRESS)",
-    ]  # fmt: skip
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(plan.nproc_per_node),
+        "--local-addr",
+        "$(ENVBUILD_ADDRESS)",
+    ]
     container: dict[str, Any] = {
         "name": "pytorch",
         "image": plan.artifact.path,

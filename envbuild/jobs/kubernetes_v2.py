@@ -37,14 +37,20 @@ def train_job(plan: JobPlan) -> list[dict[str, Any]]:
     endpoint = literal(f"{etcd.host}:{etcd.port}", "--endpoint") if etcd else "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
     arguments = [
         literal(plan.artifact.python, "python"),
-        "-m", "torch.distributed.run",
-        "--rdzv-backend", plan.rendezvous,
-        "--rdzv-endpoint", endpoint,
-        "--rdzv-id", name,
-        "--max-restarts", str(plan.max_restarts),
-        "--local-addr", "$(ENVBUILD_ADDRESS)",
+        "-m",
+        "torch.distributed.run",
+        "--rdzv-backend",
+        plan.rendezvous,
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-id",
+        name,
+        "--max-restarts",
+        str(plan.max_restarts),
+        "--local-addr",
+        "$(ENVBUILD_ADDRESS)",
         *pod.training(plan, pods),
-    ]  # fmt: skip
+    ]
     if len(arguments) > _MOST_WORDS:
         raise UsageError(
             f"a TrainJob's container takes {_MOST_WORDS} arguments, this one has {len(arguments)}",

@@ -21,11 +21,23 @@ from envbuild.site.pip_config import redact
 _LARGEST = 2 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
 # Faults of jobs with more than one node.
-_OF_NODES = frozenset([
-    "head-only", "standalone", "localhost-endpoint", "localhost-fallback", "endpoint-per-node", "run-id-per-node",
-    "nodes-missing", "node-rank", "node-rank-missing", "endpoint-missing", "endpoint-list", "one-after-another",
-    "loopback-interface",
-])  # fmt: skip
+_OF_NODES = frozenset(
+    [
+        "head-only",
+        "standalone",
+        "localhost-endpoint",
+        "localhost-fallback",
+        "endpoint-per-node",
+        "run-id-per-node",
+        "nodes-missing",
+        "node-rank",
+        "node-rank-missing",
+        "endpoint-missing",
+        "endpoint-list",
+        "one-after-another",
+        "loopback-interface",
+    ]
+)
 # What a template is for.
 _TEMPLATE = re.compile(r"template[^/]*$|\.(?:tmpl|tpl|mako|j2|jinja2?)$")
 _OF_TEMPLATES = ("directive-variable", "placeholder")

@@ -16,9 +16,22 @@ _FROM_OUTSIDE = re.compile(
     r"CUDA|CONDA|NCCL|OMP|MPI|LD_|PATH$|.*(?:PATH|HOME|ROOT|DIR|SCRATCH|TMP|KEY|TOKEN)$|ROCR|HIP"
 )
 _IGNORES = re.compile(r"(?:-|:|true)?$|echo\b[^;&|]*$")
-_OFTEN = {"".join(sorted(name)): name for name in (
-    "source", "export", "module", "srun", "torchrun", "mpirun", "conda", "python", "mkdir", "accelerate", "unset",
-)}  # fmt: skip
+_OFTEN = {
+    "".join(sorted(name)): name
+    for name in (
+        "source",
+        "export",
+        "module",
+        "srun",
+        "torchrun",
+        "mpirun",
+        "conda",
+        "python",
+        "mkdir",
+        "accelerate",
+        "unset",
+    )
+}
 _UNSEEN = re.compile("[\u00a0\u200b-\u200d\u2060\ufeff]")
 _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal")
 # Variables that are read. Those in upper case may come from the environment: they are compared only with names that

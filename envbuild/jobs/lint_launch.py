@@ -23,20 +23,33 @@ _IN_SHELL = re.compile(
 # How many ranks accelerate and deepspeed start.
 RANK_OPTIONS = ("--num_processes", "--num-processes", "--num_gpus")
 # Programs of steps before the training.
-ASKS = frozenset([
-    "hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date", "ray", "jupyter",
-])  # fmt: skip
+ASKS = frozenset(
+    ["hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date", "ray", "jupyter"]
+)
 _MODULES = frozenset(["venv", "virtualenv", "pip", "ensurepip", "build", "compileall"])
 _PREPARES = re.compile(r"(?:copy|set_?up|install|download|stage|clean|extract|config|create|prepare)[\w.-]{0,60}\.sh")
-_FLAGS = frozenset([
-    "standalone", "no-python", "run-path", "module", "m", "multi-gpu", "same-network", "use-deepspeed", "use-fsdp",
-    "cpu", "debug",
-])  # fmt: skip
+_FLAGS = frozenset(
+    [
+        "standalone",
+        "no-python",
+        "run-path",
+        "module",
+        "m",
+        "multi-gpu",
+        "same-network",
+        "use-deepspeed",
+        "use-fsdp",
+        "cpu",
+        "debug",
+    ]
+)
 # Options of `accelerate launch`, by torchrun's names. Its --num-processes counts those of all nodes.
 _ACCELERATE = {
-    "num-machines": "nnodes", "machine-rank": "node-rank", "main-process-ip": "master-addr",
+    "num-machines": "nnodes",
+    "machine-rank": "node-rank",
+    "main-process-ip": "master-addr",
     "main-process-port": "master-port",
-}  # fmt: skip
+}
 _ACCELERATE_NODES = {"nnodes", "node-rank", "master-addr", "rdzv-backend"}
 _TORCHRUN = re.compile(r"torch\.distributed\.(?:run|launch)")
 

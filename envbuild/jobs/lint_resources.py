@@ -30,9 +30,10 @@ _BOUND = re.compile(rf"(?:^| )(?:--cpus-per-task|--cpus-per-gpu|-c ?[\d$]|--cpu[
 _UNBOUND = re.compile(_FREE, re.IGNORECASE)
 _EMPTY = re.compile(r"\$(?:(SLURM_\w+)|\{(SLURM_\w+)\}|\(\(\s*(SLURM_\w+))")
 _TYPED = {
-    "SLURM_GPUS_PER_NODE": ("--gpus-per-node",), "SLURM_GPUS": ("--gpus", "-G"),
+    "SLURM_GPUS_PER_NODE": ("--gpus-per-node",),
+    "SLURM_GPUS": ("--gpus", "-G"),
     "SLURM_GPUS_PER_TASK": ("--gpus-per-task",),
-}  # fmt: skip
+}
 _MPIRUN = frozenset(["mpirun", "mpiexec", "orterun"])
 _ALL_GPUS = re.compile(r"\b(?:tf|tensorflow|keras|jax)\b", re.IGNORECASE)  # one process takes all GPUs
 _COUNT = re.compile(

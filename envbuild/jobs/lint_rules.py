@@ -254,5 +254,10 @@ def judged_image(image: str, line: int) -> Iterator[Found]:
 
 
 RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
-    of_launches, of_variables, of_fallbacks, of_lines, of_commands, of_patterns,
-)  # fmt: skip
+    of_launches,
+    of_variables,
+    of_fallbacks,
+    of_lines,
+    of_commands,
+    of_patterns,
+)

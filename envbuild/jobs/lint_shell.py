@@ -20,10 +20,32 @@ LAUNCHERS = frozenset(LAUNCHER_NAMES) | frozenset(
 CONTAINERS = frozenset(["apptainer", "singularity", "enroot", "docker", "podman", "ch-run", "shifter"])
 _SHELLS = frozenset(["bash", "sh", "dash", "zsh", "ksh"])
 _OTHERS = re.compile(r"python|perl|ruby|julia|Rscript|node$|\$\{?\w{0,20}(?:PYTHON|python)")
-_KEYWORDS = frozenset([
-    "if", "then", "elif", "else", "fi", "while", "until", "do", "done", "for", "case", "esac", "in", "function", "time",
-    "!", "{", "}", "exec", "command", "nohup", "eval",
-])  # fmt: skip
+_KEYWORDS = frozenset(
+    [
+        "if",
+        "then",
+        "elif",
+        "else",
+        "fi",
+        "while",
+        "until",
+        "do",
+        "done",
+        "for",
+        "case",
+        "esac",
+        "in",
+        "function",
+        "time",
+        "!",
+        "{",
+        "}",
+        "exec",
+        "command",
+        "nohup",
+        "eval",
+    ]
+)
 # Programs that start another one, and the words between them and it: options, durations, numbers, names of signals.
 _WRAPPERS = frozenset(["timeout", "time", "nice", "ionice", "numactl", "taskset", "stdbuf", "setsid", "unbuffer"])
 _OPERAND = re.compile(r"-.*|[\d.]\S*|[A-Z]{1,8}|\$\{?\w{0,40}(?:time|TIME|limit|LIMIT|dur|DUR)\w*\}?")

@@ -116,7 +116,7 @@ def _bash(script: Path, env: Mapping[str, str], work: Path) -> int:
     """Run the script to its end; Ctrl-C ends it in order."""
     process = subprocess.Popen(
         ["bash", str(script)], env=dict(env), cwd=work, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno()
-    )  # fmt: skip
+    )
     while True:
         try:
             code = process.wait()

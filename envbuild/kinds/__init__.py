@@ -236,9 +236,16 @@ def kind_at(path: Path) -> Artifact | None:
 
 
 def plan_of(
-    kind: Artifact, loaded: LoadedRecipe, target: Target, environment: Environment, *,
-    here: bool = True, bytecode: bool = True, verify: bool = True, **use: Unpack[LockUse],
-) -> Plan:  # fmt: skip
+    kind: Artifact,
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    here: bool = True,
+    bytecode: bool = True,
+    verify: bool = True,
+    **use: Unpack[LockUse],
+) -> Plan:
     """Return the plan of an artifact of `kind`, as its build makes it.
 
     Raises the errors of that build; without `verify`, those of a build without verification; without `here`, none that

@@ -53,9 +53,14 @@ class BuiltArtifactPath:
 
 
 def find_built(
-    text: str | None, kinds: Sequence[str], *, target: str | None = None, shared: str = "", prefer: bool = False,
+    text: str | None,
+    kinds: Sequence[str],
+    *,
+    target: str | None = None,
+    shared: str = "",
+    prefer: bool = False,
     site_folders: Sequence[Path] = (),
-) -> BuiltArtifactPath | None:  # fmt: skip
+) -> BuiltArtifactPath | None:
     """Return the artifact that was built of the recipe `text`, a name or path, or the default recipe for None.
 
     Returns None when `text` is no recipe: the path, or the name in a registry or daemon, of an artifact. `site_folders`

@@ -57,9 +57,15 @@ class Result:
 
 
 def verify_staged(
-    subject: Subject, settings: Settings, environment: Environment, final: Path, *,
-    staged: Path | None = None, held: str = "", more: Mapping[str, Any] = {},
-) -> dict[str, Any]:  # fmt: skip
+    subject: Subject,
+    settings: Settings,
+    environment: Environment,
+    final: Path,
+    *,
+    staged: Path | None = None,
+    held: str = "",
+    more: Mapping[str, Any] = {},
+) -> dict[str, Any]:
     """Verify `subject`, to be placed at `final`, and return its passing receipt, with `more` about the artifact.
 
     When verification fails, moves `staged` to NAME.failed, writes the failing receipt beside that path, and raises

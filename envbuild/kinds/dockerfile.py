@@ -41,9 +41,14 @@ from envbuild.verify.receipt import receipt_path
 
 
 def prepare_dockerfile(
-    loaded: LoadedRecipe, target: Target, environment: Environment, *,
-    bytecode: bool, base: str | None = None, **use: Unpack[LockUse],
-) -> PreparedImage:  # fmt: skip
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    bytecode: bool,
+    base: str | None = None,
+    **use: Unpack[LockUse],
+) -> PreparedImage:
     """Return the plan of an image for `docker build`.
 
     The base is `base`, else the existing image that the recipe names, else the Dockerfile's own. Raises UsageError for
@@ -82,9 +87,15 @@ def prepare_dockerfile(
     layers = _layers(loaded, target, environment, lock, use)
     compiler = f"pip {loaded.recipe.python} -" if bytecode else None
     plan, trainer = prepare(
-        loaded, target, environment, artifact=IMAGE, compile_bytecode=bytecode,
-        image=ImageInputs(lock, compiler, source_date(environment.variables)), layers=layers, **use,
-    )  # fmt: skip
+        loaded,
+        target,
+        environment,
+        artifact=IMAGE,
+        compile_bytecode=bytecode,
+        image=ImageInputs(lock, compiler, source_date(environment.variables)),
+        layers=layers,
+        **use,
+    )
     return PreparedImage(plan, trainer, None, target, layers.builder)
 
 

@@ -38,10 +38,17 @@ from envbuild.verify.static_checks import check_unverified_gpus
 
 
 def prepare_folder(
-    kind: FolderArtifact, loaded: LoadedRecipe, target: Target, environment: Environment, *,
-    compile_bytecode: bool = False, editable: bool = False, here: bool = True, python: str | None = None,
+    kind: FolderArtifact,
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    compile_bytecode: bool = False,
+    editable: bool = False,
+    here: bool = True,
+    python: str | None = None,
     **use: Unpack[LockUse],
-) -> tuple[Plan, Trainer]:  # fmt: skip
+) -> tuple[Plan, Trainer]:
     """Return the plan of an environment of `kind`, and its trainer. Raises UsageError, HostError if built `here`.
 
     `python` is as in `make_environment`. A virtual environment gets its Python now, before anything is resolved; if no
@@ -60,9 +67,16 @@ def prepare_folder(
         loaded = _for_python(loaded, target, environment, python, **use)
     layers = for_host(loaded, target, environment) if here else requested_layers(loaded, target)
     plan, trainer = prepare(
-        loaded, target, environment, artifact=kind.name, compile_bytecode=compile_bytecode,
-        conda=kind.of_conda, layers=layers, editable=editable, **use,
-    )  # fmt: skip
+        loaded,
+        target,
+        environment,
+        artifact=kind.name,
+        compile_bytecode=compile_bytecode,
+        conda=kind.of_conda,
+        layers=layers,
+        editable=editable,
+        **use,
+    )
     if here:
         check_here(RequestedLayers(plan.sources, plan.host_layers), environment)
     return plan, trainer
@@ -101,10 +115,19 @@ def _has(python: str, environment: Environment) -> bool:
 
 
 def make_environment(
-    kind: FolderArtifact, plan: Plan, trainer: Trainer, environment: Environment, path: Path, *,
-    offline: bool, python: str | None = None, verify: bool = True, asked: Thoroughness = FULL,
-    exact: bool = False, digest: str = "",
-) -> Result:  # fmt: skip
+    kind: FolderArtifact,
+    plan: Plan,
+    trainer: Trainer,
+    environment: Environment,
+    path: Path,
+    *,
+    offline: bool,
+    python: str | None = None,
+    verify: bool = True,
+    asked: Thoroughness = FULL,
+    exact: bool = False,
+    digest: str = "",
+) -> Result:
     """Build and verify the environment of `plan` at `path`, unless the existing one is current, by `exact` comparison.
 
     One of another `digest` raises BuildError before its code is run; "" allows any.

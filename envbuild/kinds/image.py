@@ -60,23 +60,39 @@ class ImageOptions:
 
 
 def prepare_image(
-    loaded: LoadedRecipe, target: Target, environment: Environment, *,
-    bytecode: bool, here: bool = True, **use: Unpack[LockUse],
-) -> PreparedImage:  # fmt: skip
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    bytecode: bool,
+    here: bool = True,
+    **use: Unpack[LockUse],
+) -> PreparedImage:
     """Return the plan of an image, with current locks. Raises HostError for layers that cannot be built `here`."""
     layers = for_image(loaded, target, environment, **use)
     base = ensure(image_lock(loaded, target), environment, **use)
     compiler = None
     if bytecode:
         compiler = image_compiler(
-            base, loaded.recipe.python, environment, conda=loaded.recipe.environment == "conda",
-            offline=use["offline"], log=use["log"], write=use.get("write", True),
-        )  # fmt: skip
+            base,
+            loaded.recipe.python,
+            environment,
+            conda=loaded.recipe.environment == "conda",
+            offline=use["offline"],
+            log=use["log"],
+            write=use.get("write", True),
+        )
     inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment.variables))
     plan, trainer = prepare(
-        loaded, target, environment, artifact=IMAGE, image=inputs,
-        conda=loaded.recipe.environment == "conda", layers=layers, **use,
-    )  # fmt: skip
+        loaded,
+        target,
+        environment,
+        artifact=IMAGE,
+        image=inputs,
+        conda=loaded.recipe.environment == "conda",
+        layers=layers,
+        **use,
+    )
     if here:  # last: errors in the recipe or its locks are the same on every host
         check_here(layers, environment)
     return PreparedImage(plan, trainer, compiler, target, layers.builder)

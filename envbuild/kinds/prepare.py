@@ -33,11 +33,19 @@ _IN_FOLDER = 'cd "$1" || exit; shift; exec "$@"'
 
 
 def prepare(
-    loaded: LoadedRecipe, target: Target, environment: Environment, *,
-    artifact: str, compile_bytecode: bool = False, image: ImageInputs | None = None, conda: bool = False,
-    layers: RequestedLayers | None = None, editable: bool = False, lock: Lock | CondaLock | None = None,
+    loaded: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    *,
+    artifact: str,
+    compile_bytecode: bool = False,
+    image: ImageInputs | None = None,
+    conda: bool = False,
+    layers: RequestedLayers | None = None,
+    editable: bool = False,
+    lock: Lock | CondaLock | None = None,
     **use: Unpack[LockUse],
-) -> tuple[Plan, Trainer]:  # fmt: skip
+) -> tuple[Plan, Trainer]:
     """Return the plan of `artifact` and its trainer; a missing or stale lock is updated first.
 
     `conda` says that the artifact consists of the recipe's conda packages. `layers` are its source layers, None for
@@ -53,10 +61,18 @@ def prepare(
     layers = bind_to_lock(layers, lock)
     trainer = load_trainer()
     plan = make_plan(
-        loaded, lock, target, artifact=artifact, trainer_version=trainer.version, trainer_digest=trainer.digest,
-        compile_bytecode=compile_bytecode, image=image, sources=layers.sources, host_layers=layers.hosts,
+        loaded,
+        lock,
+        target,
+        artifact=artifact,
+        trainer_version=trainer.version,
+        trainer_digest=trainer.digest,
+        compile_bytecode=compile_bytecode,
+        image=image,
+        sources=layers.sources,
+        host_layers=layers.hosts,
         project=collect(loaded, environment, editable=editable),
-    )  # fmt: skip
+    )
     if plan.project is not None and plan.project.name:
         check_name(plan, plan.project.name)
     return plan, trainer

@@ -82,9 +82,13 @@ def push_file(path: Path, kind: str, target: str, digest: str, registry: Registr
 
 
 def push_blobs(
-    path: Path, about: Mapping[str, Any], blobs: Sequence[Descriptor], places: Mapping[str, Path], registry: Registry,
+    path: Path,
+    about: Mapping[str, Any],
+    blobs: Sequence[Descriptor],
+    places: Mapping[str, Path],
+    registry: Registry,
     store: Store,
-) -> tuple[str, Pushed]:  # fmt: skip
+) -> tuple[str, Pushed]:
     """Push the manifest of the artifact at `path`: the configuration `about`, `blobs`, and what lies beside it.
 
     `places` are the files of the blobs by digest. Returns the digest of the manifest, and what was uploaded.
@@ -152,9 +156,10 @@ def pull_file(
                 found = registry.fetch_blobs(wanted, store.blobs, on_progress)
             places |= {blob.digest: path for blob, path in zip(wanted, found, strict=True)}
         with (
-            atomic.writing(final.parent), staged.open("x+b") as stream,
+            atomic.writing(final.parent),
+            staged.open("x+b") as stream,
             transfer(f"writing {final.name}", file.size) as on_progress,
-        ):  # fmt: skip
+        ):
             compose(file, places, stream, on_progress)
         staged.chmod(0o755 if final.suffix == ".sif" else 0o644)
         if (digest := content_digest(staged)) != file.digest:

@@ -69,9 +69,16 @@ def push_environment(
     target = Target.parse(state.target)
     for compiled in (False, True):
         plan, _ = prepare(
-            loaded, target, environment, artifact=kind.name, conda=kind.of_conda, compile_bytecode=compiled,
-            locked=True, offline=False, log=log,
-        )  # fmt: skip
+            loaded,
+            target,
+            environment,
+            artifact=kind.name,
+            conda=kind.of_conda,
+            compile_bytecode=compiled,
+            locked=True,
+            offline=False,
+            log=log,
+        )
         if plan.digest == state.plan_digest:
             break
     else:
@@ -143,17 +150,19 @@ def pull_environment(
         for one, name in zip(wanted, names, strict=True):
             link_or_copy(store.blobs.path(f"sha256:{one.sha256}"), folder / "new")
             store.adopt(folder / "new", one.sha256, name, one.folder)
-        made = make_environment(
-            kind, plan, trainer, environment, out, offline=True, verify=verify, digest=about.digest
-        )  # fmt: skip
+        made = make_environment(kind, plan, trainer, environment, out, offline=True, verify=verify, digest=about.digest)
     size = sum(sizes[digest].size for digest in set(about.files.values()))
     return PulledArtifact(made.path, made.digest, made.target, size, fetched, made.receipt)
 
 
 def _planned(
-    about: EnvironmentInputs, files: Mapping[str, str], kind: FolderArtifact, folder: Path, environment: Environment,
+    about: EnvironmentInputs,
+    files: Mapping[str, str],
+    kind: FolderArtifact,
+    folder: Path,
+    environment: Environment,
     where: str,
-) -> tuple[Plan, Trainer]:  # fmt: skip
+) -> tuple[Plan, Trainer]:
     """Write the recipe's `files`, which the store has, to `folder`; return its plan, the one in `about`, and trainer.
 
     Raises BuildError for a recipe with own code, which only a hostile hand could have pushed, and for another plan.
@@ -172,9 +181,15 @@ def _planned(
     loaded = decode_recipe(document)
     check_portable(loaded, "a pulled environment")
     plan, trainer = prepare_folder(
-        kind, loaded, loaded.target(about.target)[0], environment, compile_bytecode=about.compile_bytecode,
-        locked=True, offline=True, log=log,
-    )  # fmt: skip
+        kind,
+        loaded,
+        loaded.target(about.target)[0],
+        environment,
+        compile_bytecode=about.compile_bytecode,
+        locked=True,
+        offline=True,
+        log=log,
+    )
     if plan.digest != about.plan:
         raise BuildError(
             f"{where} was pushed from the plan {about.plan[:19]}, and here it is {plan.digest[:19]}",

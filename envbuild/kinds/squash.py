@@ -197,9 +197,15 @@ def _pulled(source: ImageSource, arch: str, environment: Environment) -> Pulled:
 
 
 def _natively(
-    build: _Build, layers: Sequence[CachedSegment], maker: SegmentCache, config: Mapping[str, Any], *,
-    origin: str, text: str, mtime: int,
-) -> list[Result]:  # fmt: skip
+    build: _Build,
+    layers: Sequence[CachedSegment],
+    maker: SegmentCache,
+    config: Mapping[str, Any],
+    *,
+    origin: str,
+    text: str,
+    mtime: int,
+) -> list[Result]:
     """Write the files; a SIF reuses the squashfs of a .sqsh file written before it. `text` is the definition file."""
     staged: list[tuple[Path, str]] = []
     spans: list[list[Span]] = []

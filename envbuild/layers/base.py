@@ -64,9 +64,13 @@ def base_image(
 
 
 def _debian(
-    plan: Plan, lock: DebianLock, compiler: Compiler | None, environment: Environment, maker: LayerCache[M],
+    plan: Plan,
+    lock: DebianLock,
+    compiler: Compiler | None,
+    environment: Environment,
+    maker: LayerCache[M],
     offline: bool,
-) -> BaseImage[M]:  # fmt: skip
+) -> BaseImage[M]:
     from envbuild.debian.defaults import rules_digest
 
     interpreter = f"python{plan.python}"

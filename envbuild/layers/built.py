@@ -51,6 +51,13 @@ def built_layers(loaded: LoadedRecipe, target: Target, lock: Lock | CondaLock) -
 
 def _layer(name: str, target: Target, table: BuildTable) -> SourceLayer:
     return SourceLayer(
-        name, "", target.name, "wheel", "", "", packages=(*compilers(), *table.packages), isolated=table.isolation,
+        name,
+        "",
+        target.name,
+        "wheel",
+        "",
+        "",
+        packages=(*compilers(), *table.packages),
+        isolated=table.isolation,
         locked=True,
-    )  # fmt: skip
+    )

@@ -229,9 +229,14 @@ class _Pool:
             try:
                 # In its own session the child gets no Ctrl-C, which we handle; when we die, its input ends.
                 child = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                    env=compiling_environment(self._compiler.home), cwd="/", start_new_session=True,
-                )  # fmt: skip
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    env=compiling_environment(self._compiler.home),
+                    cwd="/",
+                    start_new_session=True,
+                )
             except OSError as error:
                 raise HostError(f"cannot run {command[0]}: {error.strerror}") from error
             self._running.add(child)

@@ -134,10 +134,19 @@ def _without_overwritten(group: Sequence[WheelFile], scheme: Scheme, mtime: int)
 
 
 def environment_part(
-    own: Sequence[WheelFile], scheme: Scheme, interpreter: str, python_version: str, state: str,
-    compiler: Compiler | None, mtime: int, *, system_packages: bool, conda: bool = False, folders: Sequence[str] = (),
+    own: Sequence[WheelFile],
+    scheme: Scheme,
+    interpreter: str,
+    python_version: str,
+    state: str,
+    compiler: Compiler | None,
+    mtime: int,
+    *,
+    system_packages: bool,
+    conda: bool = False,
+    folders: Sequence[str] = (),
     parents: Sequence[Entry] = (),
-) -> LayerRequest:  # fmt: skip
+) -> LayerRequest:
     """Return the last layer: the environment's frame, own code (the trainer's wheel, then the project's if there is
     one), and envbuild.json with the content `state`.
 

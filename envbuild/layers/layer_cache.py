@@ -115,10 +115,14 @@ class TarCache:
             write_table(_members(part.key, self.store), {"format": _MEMBERS_FORMAT, **packed(listed)})
             blob, distributions = layer.blob, tuple(sorted(found))
             index = {
-                "media_type": blob.media_type, "digest": blob.digest, "size": blob.size,
-                "diff_id": layer.diff_id, "unpacked": layer.unpacked, "distributions": distributions,
+                "media_type": blob.media_type,
+                "digest": blob.digest,
+                "size": blob.size,
+                "diff_id": layer.diff_id,
+                "unpacked": layer.unpacked,
+                "distributions": distributions,
                 "members": self.store.file_digest(_members(part.key, self.store)),
-            }  # fmt: skip
+            }
             write_note(note, index)
             return CachedLayer(layer, part.title, part.key, distributions)
 
@@ -149,9 +153,14 @@ class TarCache:
 
 
 def cached(
-    entry: CacheEntry, known: Callable[[], M | None], write: Callable[[], M], place: Path, title: str, store: Store,
+    entry: CacheEntry,
+    known: Callable[[], M | None],
+    write: Callable[[], M],
+    place: Path,
+    title: str,
+    store: Store,
     log: Log,
-) -> M:  # fmt: skip
+) -> M:
     """Return the layer that `known` finds, here or in the team's cache, else `write` it while others wait.
 
     Raises BuildError if that fails.

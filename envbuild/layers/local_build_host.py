@@ -20,17 +20,38 @@ from envbuild.recipe.sources import SourceLayer
 
 # The variables of the caller that a build gets: search paths, and the settings of environment modules for compilers.
 # Tokens, proxies and flags are excluded: they would appear in logs, or change the result unnoticed.
-_KEPT = frozenset({
-    "PATH", "CC", "CXX", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_LIBRARY_PATH",
-    "COMPILER_PATH", "GCC_EXEC_PREFIX", "ACLOCAL_PATH", "CUDA_HOME", "CUDA_PATH", "LM_LICENSE_FILE",
-    "INTEL_LICENSE_FILE", "NVLOCALRC",
-})  # fmt: skip
+_KEPT = frozenset(
+    {
+        "PATH",
+        "CC",
+        "CXX",
+        "CPATH",
+        "C_INCLUDE_PATH",
+        "CPLUS_INCLUDE_PATH",
+        "LIBRARY_PATH",
+        "LD_LIBRARY_PATH",
+        "COMPILER_PATH",
+        "GCC_EXEC_PREFIX",
+        "ACLOCAL_PATH",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "LM_LICENSE_FILE",
+        "INTEL_LICENSE_FILE",
+        "NVLOCALRC",
+    }
+)
 _KEPT_PREFIXES = ("CRAY", "PE_", "PRGENV", "GCC_", "NVHPC", "EBROOT")
 # Those that determine which headers and libraries are found.
 _DECIDE = (
-    "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH",
-    "CRAYPE_VERSION", "CRAY_CPU_TARGET",
-)  # fmt: skip
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "CRAYPE_VERSION",
+    "CRAY_CPU_TARGET",
+)
 # An option that makes a Python project use the host's MPI.
 _MPI = re.compile(r"[A-Z0-9_]*WITH_MPI=1")
 # Kills a command's whole process group when this process dies: make would forward the signal to its children alone.
@@ -105,9 +126,13 @@ class LocalBuildHost:
                 stream.write(f"{command[0]}: not found\n".encode())
                 return 127
             child = process.start(
-                ["/bin/sh", "-c", _GUARD, "sh", program, *command[1:]], env=everything, cwd=Path(cwd),
-                stdout=stream.fileno(), stderr=subprocess.STDOUT, death_signal=signal.SIGTERM,
-            )  # fmt: skip
+                ["/bin/sh", "-c", _GUARD, "sh", program, *command[1:]],
+                env=everything,
+                cwd=Path(cwd),
+                stdout=stream.fileno(),
+                stderr=subprocess.STDOUT,
+                death_signal=signal.SIGTERM,
+            )
         return process.finish(child)
 
 

@@ -121,9 +121,10 @@ def _is_dirty(root: Path, git: Callable[..., str | None]) -> bool:
 def _all_files(root: Path) -> Iterator[str]:
     for here, folders, files in os.walk(root):
         folders[:] = [
-            name for name in folders
+            name
+            for name in folders
             if _is_source(here, name) and not any((Path(here, name) / one).exists() for one in _ENVIRONMENTS)
-        ]  # fmt: skip
+        ]
         files += [name for name in folders if os.path.islink(os.path.join(here, name))]
         yield from (os.path.relpath(os.path.join(here, name), root) for name in files if not _SKIPPED.fullmatch(name))
 
@@ -197,11 +198,22 @@ def _built(code: OwnCode, work: Path, plan: Plan, environment: Environment, offl
     python = provide_python(plan.python, environment, offline=offline)
     options = ["--offline"] if offline else []
     done = process.run(
-        [environment.uv, "build", "--wheel", "--config-file", work / "uv.toml", "--python", python.path,
-         "--out-dir", work / "dist", *options, work / "source"],
+        [
+            environment.uv,
+            "build",
+            "--wheel",
+            "--config-file",
+            work / "uv.toml",
+            "--python",
+            python.path,
+            "--out-dir",
+            work / "dist",
+            *options,
+            work / "source",
+        ],
         env={**environment.uv_environment(), "SOURCE_DATE_EPOCH": str(FIXED_TIME), "PYTHONHASHSEED": "0"},
         check=False,
-    )  # fmt: skip
+    )
     wheels = sorted(work.glob("dist/*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
         failure = f"the wheel of {code.root} cannot be built ({process.ending(done.returncode)})"

@@ -47,9 +47,16 @@ BuildHosts = Callable[[Path], AbstractContextManager[BuildHost]]
 
 
 def build_layer(
-    layer: SourceLayer, requires: Mapping[str, Path], build_host: BuildHosts, environment: Environment, log: Log, *,
-    offline: bool, hosts: Mapping[str, str] = {}, python: BuildPython | None = None,
-) -> Path:  # fmt: skip
+    layer: SourceLayer,
+    requires: Mapping[str, Path],
+    build_host: BuildHosts,
+    environment: Environment,
+    log: Log,
+    *,
+    offline: bool,
+    hosts: Mapping[str, str] = {},
+    python: BuildPython | None = None,
+) -> Path:
     """Return the store's folder with the layer's files for the environment's root; build it if it is missing.
 
     `requires` are the folders that this function returned for layers that `layer` requires, `hosts` the nodes' folders
@@ -140,9 +147,16 @@ def _tree(store: Store, layer: SourceLayer, requires: Mapping[str, Path], hosts:
 
 
 def _build(
-    layer: SourceLayer, requires: Mapping[str, Path], hosts: Mapping[str, str], python: BuildPython | None,
-    build_host: BuildHosts, folder: Path, environment: Environment, log: Log, offline: bool,
-) -> Path:  # fmt: skip
+    layer: SourceLayer,
+    requires: Mapping[str, Path],
+    hosts: Mapping[str, str],
+    python: BuildPython | None,
+    build_host: BuildHosts,
+    folder: Path,
+    environment: Environment,
+    log: Log,
+    offline: bool,
+) -> Path:
     """Build the layer in `folder`, and return the folder there with tree and manifest."""
     archive = fetch_source(layer, environment, offline=offline)
     cuda = fetch_wheels(layer.wheels, environment, offline=offline)
@@ -170,9 +184,16 @@ def _build(
                 raise BuildError(f"{patch.path} was changed while this ran", "run it again")
         outside = {name: hosts[name] for name in layer.requires if name in hosts}
         job = SourceBuild(
-            layer, archive, host, places, outside, [Path(patch.path) for patch in layer.patches],
-            interpreter, workers(environment.variables), log,
-        )  # fmt: skip
+            layer,
+            archive,
+            host,
+            places,
+            outside,
+            [Path(patch.path) for patch in layer.patches],
+            interpreter,
+            workers(environment.variables),
+            log,
+        )
         try:
             newest, named = make_layer(job)
         except StepError as error:
@@ -227,7 +248,11 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
     """Return the layer's archive. Raises BuildError with each source that was tried and its answer."""
     table = "" if layer.locked else f"layers.{layer.name}"
     return locate_archive(
-        WantedArchive(layer.name, layer.version, layer.url, layer.sha256, table, layer.indexes), environment.store,
-        environment.pip, environment.site, offline=offline, env=environment.variables,
+        WantedArchive(layer.name, layer.version, layer.url, layer.sha256, table, layer.indexes),
+        environment.store,
+        environment.pip,
+        environment.site,
+        offline=offline,
+        env=environment.variables,
         default_index=environment.default_index,
-    )  # fmt: skip
+    )

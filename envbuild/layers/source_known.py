@@ -100,13 +100,22 @@ def _layer(
         )
     build = load_table("sources")["build"]
     return SourceLayer(
-        name, table.version, target.name, system, url, sha256, configure,
-        patches=patches_of(loaded, ("layers", name), table.patches), requires=requires,
-        wheels=_cuda(where, name, target) if "cuda" in places else (), tools=known.tools,
+        name,
+        table.version,
+        target.name,
+        system,
+        url,
+        sha256,
+        configure,
+        patches=patches_of(loaded, ("layers", name), table.patches),
+        requires=requires,
+        wheels=_cuda(where, name, target) if "cuda" in places else (),
+        tools=known.tools,
         packages=tuple(dict.fromkeys([*compilers(), *known.packages])),
-        licences=known.licences, check=known.check,
+        licences=known.licences,
+        check=known.check,
         build=_wheels(build["any"] | build[target.arch]) if system == "wheel" else (),
-    )  # fmt: skip
+    )
 
 
 def compilers() -> tuple[str, ...]:
@@ -149,10 +158,14 @@ def _known(name: str, fabric: str, target: Target) -> Known:
         lists["configure"] = list({_key(option): option for option in (*lists["configure"], *row.configure)}.values())
         lists["packages"] += row.packages
     return Known(
-        table["url"], table["system"], table.get("default", ""), versions=table["versions"],
-        licences=tuple(table.get("licences", ())), check=tuple(table.get("check", ())),
+        table["url"],
+        table["system"],
+        table.get("default", ""),
+        versions=table["versions"],
+        licences=tuple(table.get("licences", ())),
+        check=tuple(table.get("check", ())),
         **{key: tuple(dict.fromkeys(values)) for key, values in lists.items()},
-    )  # fmt: skip
+    )
 
 
 def _requires(known: Known, table: LayerTable) -> tuple[str, ...]:

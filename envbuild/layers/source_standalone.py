@@ -71,9 +71,15 @@ def build_one(
         outside = {name: hosts[name] for name in layer.requires if name in hosts}
         patches = [_by_hash(archives, [one.sha256], one.path) for one in layer.patches]
         job = SourceBuild(
-            layer, _by_hash(archives, [layer.sha256], title), build_host, places, outside, patches,
-            jobs=len(os.sched_getaffinity(0)), log=lambda line: print(line, file=sys.stderr, flush=True),
-        )  # fmt: skip
+            layer,
+            _by_hash(archives, [layer.sha256], title),
+            build_host,
+            places,
+            outside,
+            patches,
+            jobs=len(os.sched_getaffinity(0)),
+            log=lambda line: print(line, file=sys.stderr, flush=True),
+        )
         try:
             make_layer(job)
         except StepError as error:

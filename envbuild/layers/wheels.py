@@ -106,9 +106,13 @@ def own_wheels(plan: Plan, trainer: Trainer, environment: Environment, offline: 
 
 
 def fetch_wheels(
-    wheels: Sequence[LockedPackage], environment: Environment, indexes: Sequence[str] = (),
-    bound: Mapping[str, str] = {}, *, offline: bool,
-) -> list[Path]:  # fmt: skip
+    wheels: Sequence[LockedPackage],
+    environment: Environment,
+    indexes: Sequence[str] = (),
+    bound: Mapping[str, str] = {},
+    *,
+    offline: bool,
+) -> list[Path]:
     """Return the files of `wheels`, verified by hash. Raises BuildError if no source has one of them.
 
     Those in `bound` come from that index of the site.
@@ -117,9 +121,16 @@ def fetch_wheels(
 
     wanted = [WantedWheel(one.name, one.version, frozenset(one.hashes)) for one in wheels]
     found = locate_wheels(
-        wanted, environment.store, environment.pip, environment.site, indexes,
-        bound=bound, offline=offline, env=environment.variables, default_index=environment.default_index,
-    )  # fmt: skip
+        wanted,
+        environment.store,
+        environment.pip,
+        environment.site,
+        indexes,
+        bound=bound,
+        offline=offline,
+        env=environment.variables,
+        default_index=environment.default_index,
+    )
     return [found[one] for one in wanted]
 
 

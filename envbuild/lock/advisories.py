@@ -188,8 +188,9 @@ def _affects(row: Mapping[str, Any], package: AuditedPackage) -> bool:
             continue
         events = [
             (_place(package, str(version)) or (_FIRST if name == "introduced" else None), name)
-            for event in one.get("events") or () for name, version in event.items()
-        ]  # fmt: skip
+            for event in one.get("events") or ()
+            for name, version in event.items()
+        ]
         affected = False
         for place, name in sorted((place, name) for place, name in events if place is not None):
             if mine is None or mine >= place:

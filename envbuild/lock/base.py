@@ -82,9 +82,16 @@ def _base_lock(
         return Resolved(ImageLock(recipe.name, target.name, digest, base), summary)
 
     return LockKind(
-        loaded, target, name, file, digest, read=read_image, resolve=resolved, changes=image_changes,
+        loaded,
+        target,
+        name,
+        file,
+        digest,
+        read=read_image,
+        resolve=resolved,
+        changes=image_changes,
         write=lambda path, lock: write_lock_file(path, render_image(lock)),
-    )  # fmt: skip
+    )
 
 
 def _resolve_debian(recipe: Recipe, target: Target, environment: Environment) -> DebianLock:

@@ -31,9 +31,16 @@ def build_variables(table: BuildTable, version: str, *, git: bool) -> dict[str, 
 
 
 def declared_requirements(
-    archive: Path, title: str, table: BuildTable, variables: Mapping[str, str], folder: Path, indexes: Sequence[str],
-    environment: Environment, *, offline: bool,
-) -> list[str]:  # fmt: skip
+    archive: Path,
+    title: str,
+    table: BuildTable,
+    variables: Mapping[str, str],
+    folder: Path,
+    indexes: Sequence[str],
+    environment: Environment,
+    *,
+    offline: bool,
+) -> list[str]:
     """Return the build requirements of the project in `archive`; `folder` is an empty folder for its files.
 
     An isolated build's back end is asked for more of them, in a virtual environment with those of [build-system].
@@ -73,9 +80,13 @@ def declared_requirements(
 
 
 def lock_built(
-    sources: Sources, rows: Iterable[Mapping[str, Any]], uv: UvCompile, packages: Sequence[LockedPackage],
-    provided: Mapping[str, str], keep: Lock | None,
-) -> tuple[BuiltPackage, ...]:  # fmt: skip
+    sources: Sources,
+    rows: Iterable[Mapping[str, Any]],
+    uv: UvCompile,
+    packages: Sequence[LockedPackage],
+    provided: Mapping[str, str],
+    keep: Lock | None,
+) -> tuple[BuiltPackage, ...]:
     """Return the packages of PEP 751 `rows` whose wheels are built, with the wheels that their builds run.
 
     Builds use the versions of `keep` and of the environment's `packages` while they fit. Wheels that a build without
@@ -89,9 +100,15 @@ def lock_built(
         folder = uv.work / f"build-{number}"
         folder.mkdir()
         lines = declared_requirements(
-            archive, title, table, build_variables(table, one.version, git=bool(one.commit)), folder,
-            uv.offers.indexes, sources.environment, offline=sources.offline,
-        )  # fmt: skip
+            archive,
+            title,
+            table,
+            build_variables(table, one.version, git=bool(one.commit)),
+            folder,
+            uv.offers.indexes,
+            sources.environment,
+            offline=sources.offline,
+        )
         known = {wheel.name: wheel for wheel in (*packages, *before.get(one.name, ()))}
         wheels = _resolved(lines, tuple(known.values()), uv, title, str(sources.recipe.path))
         own = tuple(wheel for wheel in wheels if table.isolation or wheel.name not in there)

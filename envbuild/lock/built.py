@@ -88,9 +88,16 @@ class Sources:
         of, url = self.environment, one.source(self.recipe.folder)
         try:
             return locate_wheels(
-                [wanted], of.store, of.pip, of.site, (), bound={one.name: url}, offline=self.offline,
-                env=of.variables, default_index=of.default_index,
-            )[wanted]  # fmt: skip
+                [wanted],
+                of.store,
+                of.pip,
+                of.site,
+                (),
+                bound={one.name: url},
+                offline=self.offline,
+                env=of.variables,
+                default_index=of.default_index,
+            )[wanted]
         except EnvbuildError as error:
             raise LockError(error.message, error.hint) from None
 
@@ -99,9 +106,14 @@ class Sources:
         of = self.environment
         try:
             return locate_archive(
-                wanted, of.store, of.pip, of.site, offline=self.offline, env=of.variables,
+                wanted,
+                of.store,
+                of.pip,
+                of.site,
+                offline=self.offline,
+                env=of.variables,
                 default_index=of.default_index,
-            )  # fmt: skip
+            )
         except EnvbuildError as error:
             raise LockError(error.message, error.hint) from None
 

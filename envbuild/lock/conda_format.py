@@ -121,9 +121,13 @@ def parse(text: str, source: str) -> dict[str, CondaPart]:
         if target_problem(target) or not good or not isinstance(channels, str):
             raise LockError(f"{source}: the metadata of {platform} is damaged", _HINT)
         parts[target] = CondaPart(
-            recipe, target, f"sha256:{digest}", tuple(channels.split()), packages.pop(platform, ()),
+            recipe,
+            target,
+            f"sha256:{digest}",
+            tuple(channels.split()),
+            packages.pop(platform, ()),
             f"sha256:{pip}" if pip else "",
-        )  # fmt: skip
+        )
     if packages:
         raise LockError(f"{source}: {next(iter(packages))} has packages but no content_hash", _HINT)
     return parts

@@ -101,9 +101,18 @@ def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = Non
     # conda-lock.yml has one set of packages per platform, so CPU and CUDA targets need separate files. micromamba
     # requires the suffix `conda-lock.yml`.
     return LockKind(
-        recipe, target, "conda", f"{target.accelerator}.conda-lock.yml", digest, read=read_target, resolve=resolved,
-        changes=conda_changes, write=write, judge=judge, warnings=lambda lock: lock.pip.warnings,
-    )  # fmt: skip
+        recipe,
+        target,
+        "conda",
+        f"{target.accelerator}.conda-lock.yml",
+        digest,
+        read=read_target,
+        resolve=resolved,
+        changes=conda_changes,
+        write=write,
+        judge=judge,
+        warnings=lambda lock: lock.pip.warnings,
+    )
 
 
 def check_has_conda(recipe: LoadedRecipe) -> None:
@@ -179,9 +188,16 @@ def resolve_pip(
             _stub(stubs, name, version)
         try:
             return resolve(
-                recipe, target, environment, recipe.recipe.conda.requirements, recipe.conda_digest(target),
-                provided=there, stubs=stubs, keep=keep, offline=offline,
-            )  # fmt: skip
+                recipe,
+                target,
+                environment,
+                recipe.recipe.conda.requirements,
+                recipe.conda_digest(target),
+                provided=there,
+                stubs=stubs,
+                keep=keep,
+                offline=offline,
+            )
         except LockError as error:
             if f"+{_LOCAL}" not in error.message and f".{_LOCAL}" not in error.message:
                 raise

@@ -72,10 +72,22 @@ def solve_by_conda_lock(
             work = Path(folder)
             _write_inputs(work, recipe, target, [*(spec.text for spec in asked), *more], list(channels))
             command: list[str | Path] = [
-                sys.executable, "-P", "-m", "conda_lock", "lock", "--conda", program,
-                "--file", work / "environment.yml", "--platform", conda_platform(target),
-                "--virtual-package-spec", work / "virtual-packages.yml", "--lockfile", work / "conda-lock.yml",
-            ]  # fmt: skip
+                sys.executable,
+                "-P",
+                "-m",
+                "conda_lock",
+                "lock",
+                "--conda",
+                program,
+                "--file",
+                work / "environment.yml",
+                "--platform",
+                conda_platform(target),
+                "--virtual-package-spec",
+                work / "virtual-packages.yml",
+                "--lockfile",
+                work / "conda-lock.yml",
+            ]
             done = process.run(command, env=env, cwd=work, check=False)
             if done.returncode == 0:
                 text = (work / "conda-lock.yml").read_text(encoding="utf-8")
@@ -125,9 +137,7 @@ def _missed(specs: Sequence[conda_solve.Spec], package: CondaPackage) -> list[co
 def _write_inputs(folder: Path, recipe: LoadedRecipe, target: Target, specs: list[str], channels: list[str]) -> None:
     """Write environment.yml and virtual-packages.yml as JSON, which is valid YAML."""
     platform = conda_platform(target)
-    environment = {
-        "name": recipe.recipe.name, "channels": channels, "dependencies": specs, "platforms": [platform],
-    }  # fmt: skip
+    environment = {"name": recipe.recipe.name, "channels": channels, "dependencies": specs, "platforms": [platform]}
     virtual = {
         name: f"{version} {build}" if name == "__archspec" else version
         for name, version, build in conda_solve.virtual_packages(recipe, target)

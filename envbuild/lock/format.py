@@ -163,8 +163,9 @@ def parse(text: str, source: str) -> Lock:
     faults += [f"{source}: the header line '# {key}: …' is missing" for key in _KEYS if key not in header]
     faults += [
         f"{source}: the header line '# {key}: {header[key]:.80}' has another form"
-        for key, form in _FORMS.items() if key in header and not form.fullmatch(header[key])
-    ]  # fmt: skip
+        for key, form in _FORMS.items()
+        if key in header and not form.fullmatch(header[key])
+    ]
     if faults:
         raise LockError("\n".join(faults), "locks are not edited by hand: run `envbuild lock` again")
     recipe, target, python, platform, digest = (header[key] for key in _KEYS)
@@ -239,8 +240,9 @@ def changes(old: Lock | None, new: Lock) -> list[str]:
     lines = package_changes(before, {p.name: p for p in new.packages}, lambda p: p.version, files)
     sources = {p.name: p for p in old.built} if old else {}
     lines += package_changes(
-        sources, {p.name: p for p in new.built},
+        sources,
+        {p.name: p for p in new.built},
         lambda p: f"{p.version} {p.commit[:12]}".strip() + " (built)",
         lambda was, now: "" if was == now else " (another archive, or other build requirements)",
-    )  # fmt: skip
+    )
     return lines

@@ -267,11 +267,16 @@ def applicable(lines: Iterable[str], python: str, platform: str, extra: str = ""
     from packaging.requirements import Requirement
 
     variables = {
-        "python_version": python, "python_full_version": f"{python}.0",
-        "implementation_name": "cpython", "platform_python_implementation": "CPython",
-        "os_name": "posix", "sys_platform": "linux", "platform_system": "Linux",
-        "platform_machine": platform.partition("-")[0], "extra": extra,
-    }  # fmt: skip
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+        "os_name": "posix",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": platform.partition("-")[0],
+        "extra": extra,
+    }
     found: dict[str, list[Requirement]] = {}
     for text in lines:
         line = Requirement(text)

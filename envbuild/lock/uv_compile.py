@@ -76,14 +76,32 @@ class UvCompile:
         head = 'lock-version = "1.0"\ncreated-by = "envbuild"\n'
         self.pylock.write_text(head + ("\n".join(rows) or "packages = []\n"))
         command: list[str | Path] = [
-            environment.uv, "pip", "compile", work / "requirements.in",
-            "--config-file", work / "uv.toml", "--constraints", work / "constraints.txt",
+            environment.uv,
+            "pip",
+            "compile",
+            work / "requirements.in",
+            "--config-file",
+            work / "uv.toml",
+            "--constraints",
+            work / "constraints.txt",
             # No wheel is built, so any interpreter will do; otherwise uv searches the host for one of --python-version.
-            "--python", sys.executable, "--python-version", self.python, "--python-platform", self.platform,
-            "--only-binary", ":all:", "--format", "pylock.toml", "--output-file", self.pylock,
-            "--no-header", "--no-annotate", "--quiet",
+            "--python",
+            sys.executable,
+            "--python-version",
+            self.python,
+            "--python-platform",
+            self.platform,
+            "--only-binary",
+            ":all:",
+            "--format",
+            "pylock.toml",
+            "--output-file",
+            self.pylock,
+            "--no-header",
+            "--no-annotate",
+            "--quiet",
             *(word for name in self.builds for word in ("--no-binary", name)),
-        ]  # fmt: skip
+        ]
         if own:
             (work / "pyproject.toml").write_text(bound_project(own, bound))
             command.append(work / "pyproject.toml")

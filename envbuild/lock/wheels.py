@@ -56,10 +56,18 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
         check_stack(recipe, target, lock.versions, log)
 
     return LockKind(
-        recipe, target, "wheels", lock_file_name(target.name, recipe.variant), recipe.resolution_digest(target),
-        read=read, resolve=resolved, changes=changes, write=lambda path, lock: write_lock_file(path, render(lock)),
-        judge=judge, warnings=lambda lock: lock.warnings,
-    )  # fmt: skip
+        recipe,
+        target,
+        "wheels",
+        lock_file_name(target.name, recipe.variant),
+        recipe.resolution_digest(target),
+        read=read,
+        resolve=resolved,
+        changes=changes,
+        write=lambda path, lock: write_lock_file(path, render(lock)),
+        judge=judge,
+        warnings=lambda lock: lock.warnings,
+    )
 
 
 def _resolve(
@@ -138,9 +146,15 @@ def resolve(
         check_pages(recipe, of_indexes, offers)
         wheels = {one.name: one.version for one in packages if one.name not in sources.references}
         warnings = skipped_warnings(
-            requirements, recipe.recipe.constraints, wheels, offers, python, platform,
-            lambda line: without_wheel(uv.run([line]).stderr), f"{recipe.path}: target {target.name}",
-        )  # fmt: skip
+            requirements,
+            recipe.recipe.constraints,
+            wheels,
+            offers,
+            python,
+            platform,
+            lambda line: without_wheel(uv.run([line]).stderr),
+            f"{recipe.path}: target {target.name}",
+        )
         notes += ambiguous_names(of_indexes, offers)
     check_accelerator(target, packages, str(recipe.path))
     lock = Lock(recipe.recipe.name, target.name, python, platform, digest, packages, warnings, built)
@@ -160,8 +174,9 @@ def without(lock: Lock, names: Iterable[str]) -> Lock:
         )
     built = (
         replace(one, build=tuple(wheel for wheel in one.build if wheel.name not in moving))
-        for one in lock.built if one.name not in moving
-    )  # fmt: skip
+        for one in lock.built
+        if one.name not in moving
+    )
     return replace(lock, packages=tuple(p for p in lock.packages if p.name not in moving), built=tuple(built))
 
 

@@ -139,11 +139,19 @@ class ImageInputs:
 
 
 def make_plan(
-    loaded: LoadedRecipe, lock: Lock | CondaLock, target: Target, *,
-    artifact: str, trainer_version: str, trainer_digest: str, compile_bytecode: bool = False,
-    image: ImageInputs | None = None, sources: tuple[SourceLayer, ...] = (), host_layers: tuple[HostLayer, ...] = (),
+    loaded: LoadedRecipe,
+    lock: Lock | CondaLock,
+    target: Target,
+    *,
+    artifact: str,
+    trainer_version: str,
+    trainer_digest: str,
+    compile_bytecode: bool = False,
+    image: ImageInputs | None = None,
+    sources: tuple[SourceLayer, ...] = (),
+    host_layers: tuple[HostLayer, ...] = (),
     project: OwnCode | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Return the plan of one artifact, with its steps in the order of the build."""
     recipe = loaded.recipe
     wheels = lock.pip if isinstance(lock, CondaLock) else lock

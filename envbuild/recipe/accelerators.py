@@ -79,29 +79,54 @@ class Accelerator:
 
 CPU = Accelerator("cpu", "CPUs", "cpu", "cpu", ("cpu",), backend="gloo", dockerfile="Dockerfile.cpu")
 CUDA = Accelerator(
-    "cuda", "CUDA", "cu([0-9]{2})([0-9])", "cuNNN (cu126)",
+    "cuda",
+    "CUDA",
+    "cu([0-9]{2})([0-9])",
+    "cuNNN (cu126)",
     ("cu118", "cu121", "cu124", "cu126", "cu128", "cu129", "cu130"),
-    torch_field="cuda", torch_library="libtorch_cuda.so",
+    torch_field="cuda",
+    torch_library="libtorch_cuda.so",
     wheels="nvidia-.*|cuda-bindings|cuda-toolkit|cuda-pathfinder|triton|pytorch-triton",
-    conda_builds=("cuda", "gpu"), conda_virtual="__cuda", nccl_wheel="nvidia-nccl-",
-    devices="nvidia[0-9]*", probe="nvidia*", visible="CUDA_VISIBLE_DEVICES", driver_libraries=True,
-    apptainer="--nv", docker_request=True,
+    conda_builds=("cuda", "gpu"),
+    conda_virtual="__cuda",
+    nccl_wheel="nvidia-nccl-",
+    devices="nvidia[0-9]*",
+    probe="nvidia*",
+    visible="CUDA_VISIBLE_DEVICES",
+    driver_libraries=True,
+    apptainer="--nv",
+    docker_request=True,
     # enroot's hook 98-nvidia.sh and NVIDIA's container runtime read these.
     container_variables=(("NVIDIA_VISIBLE_DEVICES", "all"), ("NVIDIA_DRIVER_CAPABILITIES", "compute,utility")),
     dockerfile="Dockerfile.gpu",
-    kubernetes="nvidia.com/gpu", backend="nccl", nccl="libnccl", net_plugin="libnccl-net",
-)  # fmt: skip
+    kubernetes="nvidia.com/gpu",
+    backend="nccl",
+    nccl="libnccl",
+    net_plugin="libnccl-net",
+)
 # Sources: rocm.docs.amd.com, "Running ROCm Docker containers" (devices) and "GPU isolation techniques" (variable);
 # apptainer-exec(1); github.com/ROCm/k8s-device-plugin (resource); aws-ofi-nccl, src/Makefile.am of v1.18.0. torch
 # calls RCCL nccl, and its wheels contain RCCL.
 ROCM = Accelerator(
-    "rocm", "ROCm", r"rocm([0-9]+\.[0-9]+(?:\.[0-9]+)?)", "rocmN.N (rocm6.4)",
+    "rocm",
+    "ROCm",
+    r"rocm([0-9]+\.[0-9]+(?:\.[0-9]+)?)",
+    "rocmN.N (rocm6.4)",
     ("rocm6.2.4", "rocm6.3", "rocm6.4", "rocm7.0", "rocm7.1"),
-    torch_field="hip", torch_library="libtorch_hip.so", wheels="(pytorch-)?triton-rocm", conda_builds=("rocm",),
-    devices="dri/renderD*", probe="kfd", visible="ROCR_VISIBLE_DEVICES",
-    apptainer="--rocm", docker_devices=("/dev/kfd:/dev/kfd:rwm", "/dev/dri:/dev/dri:rwm"),
-    kubernetes="amd.com/gpu", backend="nccl", nccl="librccl", net_plugin="librccl-net",
-)  # fmt: skip
+    torch_field="hip",
+    torch_library="libtorch_hip.so",
+    wheels="(pytorch-)?triton-rocm",
+    conda_builds=("rocm",),
+    devices="dri/renderD*",
+    probe="kfd",
+    visible="ROCR_VISIBLE_DEVICES",
+    apptainer="--rocm",
+    docker_devices=("/dev/kfd:/dev/kfd:rwm", "/dev/dri:/dev/dri:rwm"),
+    kubernetes="amd.com/gpu",
+    backend="nccl",
+    nccl="librccl",
+    net_plugin="librccl-net",
+)
 ACCELERATORS = {one.name: one for one in (CPU, CUDA, ROCM)}
 
 

@@ -18,25 +18,33 @@ class BuildTable:
     """`[build.NAME]`: a package whose wheel envbuild builds from its source archive."""
 
     requires: tuple[str, ...] = key(
-        (), "Build requirements that the package does not declare.",
-        check=checks.constraint_problem, example=["setuptools<81"],
-    )  # fmt: skip
+        (),
+        "Build requirements that the package does not declare.",
+        check=checks.constraint_problem,
+        example=["setuptools<81"],
+    )
     dependencies: tuple[str, ...] | None = key(
-        None, "Its requirements, for a package whose build back end cannot tell them without the environment's"
+        None,
+        "Its requirements, for a package whose build back end cannot tell them without the environment's"
         " packages. Default: as it says itself.",
-        check=checks.constraint_problem, example=["torch", "einops"],
-    )  # fmt: skip
+        check=checks.constraint_problem,
+        example=["torch", "einops"],
+    )
     environment: dict[str, str] = key(
         {}, "Environment variables of its build. Never secrets.", key_check=checks.variable_problem
     )
     packages: tuple[str, ...] = key(
-        (), "Debian packages that its build in the builder image needs besides compilers.",
-        pattern=r"^[a-z0-9][a-z0-9+.-]+$", example=["libaio-dev"],
-    )  # fmt: skip
+        (),
+        "Debian packages that its build in the builder image needs besides compilers.",
+        pattern=r"^[a-z0-9][a-z0-9+.-]+$",
+        example=["libaio-dev"],
+    )
     patches: tuple[str, ...] = key(
-        (), "Patch files below the recipe's folder, applied in this order with -p1 before the build.",
-        check=patch_problem, example=["patches/fix.patch"],
-    )  # fmt: skip
+        (),
+        "Patch files below the recipe's folder, applied in this order with -p1 before the build.",
+        check=patch_problem,
+        example=["patches/fix.patch"],
+    )
     isolation: bool = key(
         True,
         "Whether the build sees only its build requirements. `false`: it also imports the environment's"

@@ -56,17 +56,23 @@ class LayerTable:
         example=["--enable-efa=no"],
     )
     patches: tuple[str, ...] = key(
-        (), "Patch files below the recipe's folder, applied in this order with -p1.",
-        check=patch_problem, example=["patches/fix.patch"],
-    )  # fmt: skip
+        (),
+        "Patch files below the recipe's folder, applied in this order with -p1.",
+        check=patch_problem,
+        example=["patches/fix.patch"],
+    )
     requires: tuple[str, ...] = key(
-        (), "Layers that must be there before, besides those known to be needed.",
-        check=layer_name_problem, example=["libfabric"],
-    )  # fmt: skip
+        (),
+        "Layers that must be there before, besides those known to be needed.",
+        check=layer_name_problem,
+        example=["libfabric"],
+    )
     path: str = key(
-        "", 'Where the nodes have it (kind = "host"): the folder with lib/ and include/.',
-        pattern=r"^(/\S*)?$", example="/opt/cray/libfabric/1.22.0",
-    )  # fmt: skip
+        "",
+        'Where the nodes have it (kind = "host"): the folder with lib/ and include/.',
+        pattern=r"^(/\S*)?$",
+        example="/opt/cray/libfabric/1.22.0",
+    )
     targets: tuple[str, ...] = key(
         (), "The targets that get this layer. Default: all.", check=target_problem, example=["cu126-aarch64"]
     )

@@ -155,19 +155,29 @@ class LoadedRecipe:
         recipe, image = self.recipe, self.recipe.image
         more = {"environment": "conda"} if recipe.environment == "conda" else {}  # the base then has no Python
         return _digest(
-            target=target.name, base=image.base, python=recipe.python, suite=image.suite, packages=image.packages,
+            target=target.name,
+            base=image.base,
+            python=recipe.python,
+            suite=image.suite,
+            packages=image.packages,
             **more,
-        )  # fmt: skip
+        )
 
     def conda_digest(self, target: Target) -> str:
         """Return `sha256:...` over the inputs of the conda lock of `target`, and nothing else."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         return _digest(
-            target=target.name, python=recipe.python, channels=recipe.conda.channels,
-            dependencies=recipe.conda.dependencies + table.conda, requirements=recipe.conda.requirements,
-            constraints=recipe.constraints, indexes=table.indexes, glibc=table.glibc,
-            **self._bound_of(recipe.conda.requirements), **self._builds_of(target),
-        )  # fmt: skip
+            target=target.name,
+            python=recipe.python,
+            channels=recipe.conda.channels,
+            dependencies=recipe.conda.dependencies + table.conda,
+            requirements=recipe.conda.requirements,
+            constraints=recipe.constraints,
+            indexes=table.indexes,
+            glibc=table.glibc,
+            **self._bound_of(recipe.conda.requirements),
+            **self._builds_of(target),
+        )
 
     def resolution_digest(self, target: Target) -> str:
         """Return `sha256:...` over the inputs of the wheel lock of `target`. Raises UsageError for an unknown one."""
@@ -176,9 +186,14 @@ class LoadedRecipe:
         requirements = recipe.requirements + table.requirements
         more = self._bound_of(requirements) | self._builds_of(target) | ({} if nccl is None else {"nccl": nccl})
         return _digest(
-            target=target.name, python=recipe.python, requirements=requirements,
-            constraints=recipe.constraints, indexes=table.indexes, glibc=table.glibc, **more,
-        )  # fmt: skip
+            target=target.name,
+            python=recipe.python,
+            requirements=requirements,
+            constraints=recipe.constraints,
+            indexes=table.indexes,
+            glibc=table.glibc,
+            **more,
+        )
 
     def nccl_wheel(self, target: Target) -> str | None:
         """Return the version of the NCCL wheel that `[layers.nccl]` uses instead of torch's pin, in PyPI's spelling.

@@ -33,29 +33,43 @@ class TargetTable:
     """`[targets.NAME]`: a target's additions to the common part."""
 
     requirements: tuple[str, ...] = key(
-        (), "Packages of this target, added to the common ones.",
-        check=checks.requirement_problem, example=["torch==2.13.0+cpu"],
-    )  # fmt: skip
+        (),
+        "Packages of this target, added to the common ones.",
+        check=checks.requirement_problem,
+        example=["torch==2.13.0+cpu"],
+    )
     indexes: tuple[str, ...] = key(
-        (), "URLs of package indexes that this target needs besides the site's. Never with credentials.",
-        check=checks.index_problem, pattern=r"^(https?|file)://\S+$", example=["https://download.pytorch.org/whl/cpu"],
-    )  # fmt: skip
+        (),
+        "URLs of package indexes that this target needs besides the site's. Never with credentials.",
+        check=checks.index_problem,
+        pattern=r"^(https?|file)://\S+$",
+        example=["https://download.pytorch.org/whl/cpu"],
+    )
     glibc: str = key(
-        "2.28", "The newest glibc that a wheel may need: the oldest that hosts may have.",
-        choices=GLIBCS, example="2.28",
-    )  # fmt: skip
+        "2.28",
+        "The newest glibc that a wheel may need: the oldest that hosts may have.",
+        choices=GLIBCS,
+        example="2.28",
+    )
     conda: tuple[str, ...] = key(
-        (), "conda packages of this target, added to [conda]'s dependencies.",
-        check=checks.spec_problem, example=["pytorch 2.7.* cuda126*"],
-    )  # fmt: skip
+        (),
+        "conda packages of this target, added to [conda]'s dependencies.",
+        check=checks.spec_problem,
+        example=["pytorch 2.7.* cuda126*"],
+    )
     pythons: tuple[str, ...] = key(
-        (), "Other versions of Python that have a wheel lock of this target; `envbuild venv --python` chooses one.",
-        choices=PYTHONS, example=["3.12", "3.13"],
-    )  # fmt: skip
+        (),
+        "Other versions of Python that have a wheel lock of this target; `envbuild venv --python` chooses one.",
+        choices=PYTHONS,
+        example=["3.12", "3.13"],
+    )
     gpus: tuple[str, ...] = key(
-        (), "The GPUs that it must run on: chips (sm_90, gfx90a), GPUs (h100, mi250x) or families (hopper).",
-        check=gpu_problem, pattern=GPU_PATTERN, example=["sm_90"],
-    )  # fmt: skip
+        (),
+        "The GPUs that it must run on: chips (sm_90, gfx90a), GPUs (h100, mi250x) or families (hopper).",
+        check=gpu_problem,
+        pattern=GPU_PATTERN,
+        example=["sm_90"],
+    )
 
 
 @dataclass(frozen=True)
@@ -63,17 +77,24 @@ class CondaTable:
     """`[conda]`: channels and packages of `envbuild conda`."""
 
     channels: tuple[str, ...] = key(
-        ("conda-forge",), "Channels, the one to be preferred first: names, or URLs without credentials.",
-        check=checks.channel_problem, min_items=1, example=["conda-forge"],
-    )  # fmt: skip
+        ("conda-forge",),
+        "Channels, the one to be preferred first: names, or URLs without credentials.",
+        check=checks.channel_problem,
+        min_items=1,
+        example=["conda-forge"],
+    )
     dependencies: tuple[str, ...] = key(
-        (), "Packages of every target, as conda match specs. Python comes from `python`.",
-        check=checks.spec_problem, example=["numpy 2.2.*"],
-    )  # fmt: skip
+        (),
+        "Packages of every target, as conda match specs. Python comes from `python`.",
+        check=checks.spec_problem,
+        example=["numpy 2.2.*"],
+    )
     requirements: tuple[str, ...] = key(
-        (), "pip requirements for what no channel has; resolved against the conda packages.",
-        check=checks.requirement_problem, example=["einops==0.8.1"],
-    )  # fmt: skip
+        (),
+        "pip requirements for what no channel has; resolved against the conda packages.",
+        check=checks.requirement_problem,
+        example=["einops==0.8.1"],
+    )
 
 
 @dataclass(frozen=True)
@@ -91,13 +112,17 @@ class ImageTable:
         "", "Debian's release. Default: the one that has the recipe's Python.", pattern=r"^[a-z]*$", example="bookworm"
     )
     packages: tuple[str, ...] = key(
-        (), "Debian packages besides the usual ones (Python, bash, coreutils, certificates …).",
-        pattern=_PACKAGE, example=["openssh-client"],
-    )  # fmt: skip
+        (),
+        "Debian packages besides the usual ones (Python, bash, coreutils, certificates …).",
+        pattern=_PACKAGE,
+        example=["openssh-client"],
+    )
     python: str = key(
-        "", "The interpreter inside an existing base image, an absolute path.",
-        pattern=r"^(/[^/\s]+)*$", example="/opt/conda/bin/python3.11",
-    )  # fmt: skip
+        "",
+        "The interpreter inside an existing base image, an absolute path.",
+        pattern=r"^(/[^/\s]+)*$",
+        example="/opt/conda/bin/python3.11",
+    )
     build_base: str = key(
         "",
         "An image of the same distribution with compilers, in which [layers] are built. Needed where"
@@ -106,9 +131,11 @@ class ImageTable:
         example="docker.io/nvidia/cuda:12.6.3-devel-ubuntu22.04",
     )
     build_packages: tuple[str, ...] = key(
-        (), "Debian packages that building [layers] needs besides compilers and make; not in the image.",
-        pattern=_PACKAGE, example=["libhwloc-dev"],
-    )  # fmt: skip
+        (),
+        "Debian packages that building [layers] needs besides compilers and make; not in the image.",
+        pattern=_PACKAGE,
+        example=["libhwloc-dev"],
+    )
     workdir: str = key("/workspace", "The folder in which a container starts.", pattern=r"^/\S*$", example="/workspace")
     env: dict[str, str] = key(
         {},
@@ -123,30 +150,37 @@ class Recipe:
 
     name: str = required(
         "The recipe's name; the same as its folder's in recipes/NAME/recipe.toml.",
-        pattern=NAME_PATTERN, example="pt_cpu",
-    )  # fmt: skip
+        pattern=NAME_PATTERN,
+        example="pt_cpu",
+    )
     python: str = required("Version of Python, X.Y.", choices=PYTHONS, example="3.11")
     requirements: tuple[str, ...] = required(
         "Packages of every target, as pip requirements (PEP 508), with git repositories, archives and files of the"
         " recipe as `NAME @ ADDRESS`. No options.",
-        check=checks.requirement_problem, example=["numpy==2.2.6"],
-    )  # fmt: skip
+        check=checks.requirement_problem,
+        example=["numpy==2.2.6"],
+    )
     targets: dict[str, TargetTable] = required(
         "The targets this recipe can be built for: ACCELERATOR-ARCH, cpu, cuNNN (cu126) or rocmN.N (rocm6.4), x86_64"
         " or aarch64.",
-        key_check=target_problem, min_items=1,
-    )  # fmt: skip
+        key_check=target_problem,
+        min_items=1,
+    )
     description: str = key(
         "", "What the environment is for, in one line.", pattern=r"^\S([^\n]*\S)?$", example="PyTorch DDP on CPU"
     )
     constraints: tuple[str, ...] = key(
-        (), "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
-        check=checks.constraint_problem, example=["setuptools<81"],
-    )  # fmt: skip
+        (),
+        "Versions to keep to where a dependency brings the package in; they install nothing themselves.",
+        check=checks.constraint_problem,
+        example=["setuptools<81"],
+    )
     indexes: dict[str, str] = key(
-        {}, "Package → name of the index of the site that alone may serve it, whatever other indexes have.",
-        key_check=checks.project_problem, pattern=INDEX_NAME,
-    )  # fmt: skip
+        {},
+        "Package → name of the index of the site that alone may serve it, whatever other indexes have.",
+        key_check=checks.project_problem,
+        pattern=INDEX_NAME,
+    )
     build: dict[str, BuildTable] = key(
         {},
         "Packages whose wheels envbuild builds from source, as no index has them: a list of names, or a table for each."
@@ -161,9 +195,11 @@ class Recipe:
     )
     conda: CondaTable = key(CondaTable(), "What conda environments are made of.")
     fabric: str = key(
-        "any", "The network between nodes that verification must see in use; `any` takes what is there.",
-        choices=fabric_names, example="efa",
-    )  # fmt: skip
+        "any",
+        "The network between nodes that verification must see in use; `any` takes what is there.",
+        choices=fabric_names,
+        example="efa",
+    )
     layers: dict[str, LayerTable] = key(
         {},
         "What is built from source, replaced, or taken from the host: libfabric, nccl,"

@@ -31,18 +31,21 @@ class ProjectTable:
     path: str = required(
         "The project's folder, relative to the recipe's: with pyproject.toml ([project] or [build-system]) or setup.py"
         " a wheel is built of it, else its files are copied.",
-        pattern=r"^\S(.*\S)?$", example="../..",
-    )  # fmt: skip
+        pattern=r"^\S(.*\S)?$",
+        example="../..",
+    )
     module: str = key(
-        "", "Copy the files under this module path instead of building a wheel. Default without a pyproject.toml:"
+        "",
+        "Copy the files under this module path instead of building a wheel. Default without a pyproject.toml:"
         " the folder's name.",
         check=lambda text: form(_MODULE, "is not a module path, such as pkg or pkg.sub")(text) if text else None,
         example="pkg",
-    )  # fmt: skip
+    )
     include: tuple[str, ...] = key(
-        (), "Globs of the files to take. Default: those that git tracks, else all.",
+        (),
+        "Globs of the files to take. Default: those that git tracks, else all.",
         example=["src/**", "pyproject.toml"],
-    )  # fmt: skip
+    )
     exclude: tuple[str, ...] = key((), "Globs of files to leave out.", example=["tests/**"])
     extras: tuple[str, ...] = key((), "Extras of the project that the lock covers too.", example=["train"])
     groups: tuple[str, ...] = key((), "Dependency groups that the lock covers too.", example=["eval"])

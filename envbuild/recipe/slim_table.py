@@ -21,9 +21,11 @@ class SlimTable:
     )
     debug: bool = key(False, "Leave out debug sections of the same libraries.", example=True)
     files: tuple[str, ...] = key(
-        (), "Leave out files that running never reads: `include`, `static`, `tests`.",
-        choices=file_rules, example=["static", "tests"],
-    )  # fmt: skip
+        (),
+        "Leave out files that running never reads: `include`, `static`, `tests`.",
+        choices=file_rules,
+        example=["static", "tests"],
+    )
 
 
 def slim_mistakes(document: Document) -> Iterator[Problem]:

@@ -64,10 +64,20 @@ class SourceLayer:
     def digest(self) -> str:
         """`sha256:…` over all inputs of the layer's files, except the contents of the layers that it requires."""
         content = [
-            "source", 1, self.name, self.version, self.target, self.system, self.sha256, self.configure,
-            [patch.sha256 for patch in self.patches], self.requires,
-            [[wheel.name, wheel.version] for wheel in self.wheels], self.packages, self.environment,
-        ]  # fmt: skip
+            "source",
+            1,
+            self.name,
+            self.version,
+            self.target,
+            self.system,
+            self.sha256,
+            self.configure,
+            [patch.sha256 for patch in self.patches],
+            self.requires,
+            [[wheel.name, wheel.version] for wheel in self.wheels],
+            self.packages,
+            self.environment,
+        ]
         if self.build:  # keeps the digest of layers without build wheels unchanged
             content.append([[wheel.name, wheel.version] for wheel in self.build])
         if self.isolated:

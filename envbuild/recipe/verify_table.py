@@ -57,18 +57,23 @@ class ExpectTable:
 
     exit_code: int = key(0, "The exit code on every node.", minimum=0, example=0)
     metric: str = key(
-        "", "A regular expression whose only group is a number that rank 0 prints repeatedly.",
-        check=_metric_problem, example="loss: ([0-9.e+-]+)",
-    )  # fmt: skip
+        "",
+        "A regular expression whose only group is a number that rank 0 prints repeatedly.",
+        check=_metric_problem,
+        example="loss: ([0-9.e+-]+)",
+    )
     trend: Literal["finite", "falls", "rises"] = key(
-        "finite", "The metric's course from its first to its last value; `finite`: at least one value, all finite.",
+        "finite",
+        "The metric's course from its first to its last value; `finite`: at least one value, all finite.",
         example="falls",
-    )  # fmt: skip
+    )
     last: str = key("", "A bound that the metric's last value must keep.", check=_bound_problem, example="< 0.5")
     file: str = key(
-        "", "A file that must exist and not be empty afterwards, relative to the folder the command starts in.",
-        pattern=r"[^\0\n]*", example="out/model.pt",
-    )  # fmt: skip
+        "",
+        "A file that must exist and not be empty afterwards, relative to the folder the command starts in.",
+        pattern=r"[^\0\n]*",
+        example="out/model.pt",
+    )
 
 
 @dataclass(frozen=True)
@@ -85,27 +90,37 @@ class VerifyTable:
         1e-4, "Relative difference of losses that still counts as equal.", minimum=0, example=1e-4
     )
     busbw_floor: float = key(
-        0.0, "GB/s of bus bandwidth that the largest all-reduce must reach. 0: measured, not judged.",
-        minimum=0, example=40.0,
-    )  # fmt: skip
+        0.0,
+        "GB/s of bus bandwidth that the largest all-reduce must reach. 0: measured, not judged.",
+        minimum=0,
+        example=40.0,
+    )
     trainer: bool = key(True, "false: no training, for environments without torch.", example=True)
     imports: tuple[str, ...] = key(
-        (), "Modules that every rank must be able to import, besides the top-level modules of the direct requirements.",
-        check=_module, example=["transformers"],
-    )  # fmt: skip
+        (),
+        "Modules that every rank must be able to import, besides the top-level modules of the direct requirements.",
+        check=_module,
+        example=["transformers"],
+    )
     imports_except: tuple[str, ...] = key(
-        (), 'Modules of direct requirements that are not imported; ["*"] for none of them.',
-        check=_excepted_problem, example=["torchgen"],
-    )  # fmt: skip
+        (),
+        'Modules of direct requirements that are not imported; ["*"] for none of them.',
+        check=_excepted_problem,
+        example=["torchgen"],
+    )
     command: str = key(
-        "", "A command of your own, started by torchrun as every rank. No shell reads it.",
-        check=_command_problem, example="python -m pkg.train --max-steps 20",
-    )  # fmt: skip
+        "",
+        "A command of your own, started by torchrun as every rank. No shell reads it.",
+        check=_command_problem,
+        example="python -m pkg.train --max-steps 20",
+    )
     script: str = key(
-        "", "A training script of your own and its arguments, started by torchrun as every rank. Its path is relative "
+        "",
+        "A training script of your own and its arguments, started by torchrun as every rank. Its path is relative "
         "to the recipe's folder.",
-        check=_command_problem, example="train.py --max-steps 20",
-    )  # fmt: skip
+        check=_command_problem,
+        example="train.py --max-steps 20",
+    )
     expect: ExpectTable = key(ExpectTable(), "What the command or the script must leave behind.")
 
 

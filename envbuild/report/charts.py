@@ -57,8 +57,8 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def line_chart(
-    series: Sequence[Series], title: str, x_labels: Sequence[tuple[float, str]], x_name: str, y_name: str,
-) -> Html:  # fmt: skip
+    series: Sequence[Series], title: str, x_labels: Sequence[tuple[float, str]], x_name: str, y_name: str
+) -> Html:
     """Return lines over a common axis; `x_labels` are (place, text)."""
     points = [point for one in series for point in one.points]
     if not points:
@@ -88,9 +88,14 @@ def line_chart(
         way = "L".join(f"{place(x):.2f} {up(y):.6g}" for x, y in one.points)
         path = h("path", d=f"M{way}", class_="line", vector_effect="non-scaling-stroke")
         line = h(
-            "svg", path, viewBox=f"0 0 100 {_HEIGHT}", preserveAspectRatio="none", width="100%", height=_HEIGHT,
+            "svg",
+            path,
+            viewBox=f"0 0 100 {_HEIGHT}",
+            preserveAspectRatio="none",
+            width="100%",
+            height=_HEIGHT,
             aria_hidden="true",
-        )  # fmt: skip
+        )
         dots = [
             h("circle", h("title", f"{one.name}, {x_name} {short(x)}: {short(y)}"), cx=across(x), cy=up(y), r="4")
             for x, y in _dots(one)
@@ -136,10 +141,16 @@ def timeline(spans: Sequence[Span], title: str, legend: Sequence[tuple[str, str]
     for one in spans:
         parts.append(
             h(
-                "rect", h("title", one.title), x=_percent(96 * one.start / most), y=labels.index(one.label) * _ROW + 6,
-                width=_percent(max(0.4, 96 * (one.end - one.start) / most)), height=_BAR, rx="2", class_=one.look,
+                "rect",
+                h("title", one.title),
+                x=_percent(96 * one.start / most),
+                y=labels.index(one.label) * _ROW + 6,
+                width=_percent(max(0.4, 96 * (one.end - one.start) / most)),
+                height=_BAR,
+                rx="2",
+                class_=one.look,
             )
-        )  # fmt: skip
+        )
     names = [
         h("text", label, x="100%", y=place * _ROW + 19, text_anchor="end", dx="-10")
         for place, label in enumerate(labels)
@@ -148,9 +159,14 @@ def timeline(spans: Sequence[Span], title: str, legend: Sequence[tuple[str, str]
 
 
 def _figure(
-    title: str, height: int, gutter: int, names: Sequence[Html], parts: Sequence[Html],
-    legend: Sequence[tuple[str, str]], note: str,
-) -> Html:  # fmt: skip
+    title: str,
+    height: int,
+    gutter: int,
+    names: Sequence[Html],
+    parts: Sequence[Html],
+    legend: Sequence[tuple[str, str]],
+    note: str,
+) -> Html:
     """Return a chart whose alternative text is `title`; its names stand in a gutter at the left."""
     keys = [h("li", h("span", class_=f"key {look}", aria_hidden="true"), name) for look, name in legend]
     drawn = joined(

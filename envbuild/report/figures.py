@@ -18,7 +18,7 @@ from envbuild.report.data import (
     part,
     step_seconds,
     text_of,
-)  # fmt: skip
+)
 from envbuild.report.evidence import evidence_html
 from envbuild.report.markup import Html, folded, h, joined, pairs, table
 from envbuild.report.sections import Shared, download
@@ -26,8 +26,10 @@ from envbuild.report.treemap import squarify
 
 # Check, class in the style sheet, name.
 _LAUNCHES = (
-    ("reference", "reference", "one process"), ("launch", "launch", "distributed"), ("relaunch", "resumed", "resumed")
-)  # fmt: skip
+    ("reference", "reference", "one process"),
+    ("launch", "launch", "distributed"),
+    ("relaunch", "resumed", "resumed"),
+)
 # Rows of a timeline; with more ranks, a node has one row.
 _MOST_RANKS = 16
 _MOST_TILES, _WIDE, _HIGH, _FEW = 40, 100.0, 42.0, 15
@@ -148,9 +150,15 @@ def launches(entry: ReportEntry) -> Html | None:
         start, codes = max(0.0, start or 0.0), found.get("returncodes")
         step = step_seconds(entry.receipt) if name == "launch" else number_of(found, "step_s")
         rows.append(
-            (title, f"{start:.2f}" if known else "—", f"{took:.2f}", "—" if imported is None else f"{imported:.2f}",
-             "—" if step is None else f"{step * 1000:.3g}", str(codes[0]) if isinstance(codes, list) and codes else "—")
-        )  # fmt: skip
+            (
+                title,
+                f"{start:.2f}" if known else "—",
+                f"{took:.2f}",
+                "—" if imported is None else f"{imported:.2f}",
+                "—" if step is None else f"{step * 1000:.3g}",
+                str(codes[0]) if isinstance(codes, list) and codes else "—",
+            )
+        )
         for label in _labels(name, ranks, entry.receipt):
             end = start + took
             if imported is not None and 0 < imported < took:
@@ -212,8 +220,15 @@ def packages(entry: ReportEntry, shared: Shared) -> Html | None:
         parts.append(h("p", f"{len(found)} packages. Sizes are shown where the artifact lies beside its receipt."))
     if found:
         several = len({one.kind for one in found}) > 1
-        rows = [[one.name, one.version or "—", *([human_size(one.size) if one.size else "—"] if sized else []),
-                 *([one.kind] if several else [])] for one in found[:3000]]  # fmt: skip
+        rows = [
+            [
+                one.name,
+                one.version or "—",
+                *([human_size(one.size) if one.size else "—"] if sized else []),
+                *([one.kind] if several else []),
+            ]
+            for one in found[:3000]
+        ]
         columns = ("Package", "Version", *(["Size"] if sized else []), *(["Kind"] if several else []))
         listed = table("Packages", columns, rows, numbers=(2,) if sized else ())
         parts.append(folded(f"All {len(found)} packages", listed, is_open=len(found) <= _FEW))
@@ -256,14 +271,19 @@ def libraries(entry: ReportEntry) -> Html | None:
     loaded, linkage = evidence(entry.receipt, "libraries"), evidence(entry.receipt, "linkage")
     versions = evidence(entry.receipt, "versions")
     base = linkage.get("base")
-    told = [("Interpreter", text_of(versions, "executable")), ("torch", text_of(versions, "torch_file")),
-            ("Backend", text_of(versions, "backend"))]  # fmt: skip
+    told = [
+        ("Interpreter", text_of(versions, "executable")),
+        ("torch", text_of(versions, "torch_file")),
+        ("Backend", text_of(versions, "backend")),
+    ]
     needs = {name: value for name, value in base.items() if text_of(value)} if isinstance(base, Mapping) else {}
     if needs:
         told.append(("Needs at least", ", ".join(f"{name} {text_of(value)}" for name, value in needs.items())))
     own = part(entry.receipt, "layers")
-    layers = [(text_of(one, "name"), text_of(one, "version"), text_of(one, "path") or "in the artifact")
-              for one in objects(own)]  # fmt: skip
+    layers = [
+        (text_of(one, "name"), text_of(one, "version"), text_of(one, "path") or "in the artifact")
+        for one in objects(own)
+    ]
     if not any(value for _, value in told) and not loaded and not layers:
         return None
     return joined(

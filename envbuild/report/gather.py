@@ -29,8 +29,13 @@ from envbuild.verify.receipt import receipt_path, recorded_gpu_code
 
 _SUFFIX = ".receipt.json"
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-_GROUPS = {"settings": "Settings", "built": "Source layers", "conda": "conda packages", "python": "Python packages",
-           "debian": "Debian packages"}  # fmt: skip
+_GROUPS = {
+    "settings": "Settings",
+    "built": "Source layers",
+    "conda": "conda packages",
+    "python": "Python packages",
+    "debian": "Debian packages",
+}
 
 
 def gather(named: Sequence[str], environment: Environment, against: str | None = None) -> list[ReportEntry]:
@@ -41,8 +46,10 @@ def gather(named: Sequence[str], environment: Environment, against: str | None =
     """
     found = [read_entry(name, environment) for name in named]
     if against is not None:
-        return [replace(one, changes=_against(one, name, against, environment))
-                for one, name in zip(found, named, strict=True)]  # fmt: skip
+        return [
+            replace(one, changes=_against(one, name, against, environment))
+            for one, name in zip(found, named, strict=True)
+        ]
     return [replace(one, changes=_since(one, found)) for one in found]
 
 

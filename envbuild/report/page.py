@@ -86,10 +86,13 @@ def _several(entries: Sequence[ReportEntry]) -> Html:
         back = h("p", h("a", "Back to the overview", href="#overview"), class_="small back")
         parts.append(h("article", top, inner, back, id=f"r{number}"))
     return joined(
-        h("header", h("p", "envbuild report", class_="brand"), h("div", word, h("h1", "Verification of artifacts"),
-          class_=f"verdict {look}")),
+        h(
+            "header",
+            h("p", "envbuild report", class_="brand"),
+            h("div", word, h("h1", "Verification of artifacts"), class_=f"verdict {look}"),
+        ),
         h("main", parts),
-    )  # fmt: skip
+    )
 
 
 def _section(title: str, part: Html, prefix: str, heading: str) -> Html:
@@ -110,9 +113,12 @@ def _grid(entries: Sequence[ReportEntry]) -> Html:
         kind = text_of(receipt, "artifact.kind") or "unknown"
         good = has_passed(receipt)
         link = h(
-            "a", sections.badge("good" if good else "bad", "passed" if good else "failed"), h("br"),
-            h("span", sections.time_of(receipt), class_="small"), href=f"#r{number}",
-        )  # fmt: skip
+            "a",
+            sections.badge("good" if good else "bad", "passed" if good else "failed"),
+            h("br"),
+            h("span", sections.time_of(receipt), class_="small"),
+            href=f"#r{number}",
+        )
         cells.setdefault(row, {}).setdefault(kind, []).append(h("div", link, class_="cell"))
     kinds = sorted({kind for row in cells.values() for kind in row})
     rows = [
@@ -121,8 +127,14 @@ def _grid(entries: Sequence[ReportEntry]) -> Html:
     ]
     head = h("tr", [h("th", name, scope="col") for name in ("Recipe", "Target", *kinds)])
     caption = h("caption", "Verdicts by recipe, target and artifact")
-    return h("div", h("table", caption, h("thead", head), h("tbody", rows), class_="grid-of"), class_="wide",
-             role="group", aria_label="Verdicts by recipe, target and artifact", tabindex="0")  # fmt: skip
+    return h(
+        "div",
+        h("table", caption, h("thead", head), h("tbody", rows), class_="grid-of"),
+        class_="wide",
+        role="group",
+        aria_label="Verdicts by recipe, target and artifact",
+        tabindex="0",
+    )
 
 
 def _step_times(entries: Sequence[ReportEntry]) -> list[tuple[str, Html]]:

@@ -23,18 +23,22 @@ from envbuild.report.data import (
     number_of,
     part,
     text_of,
-)  # fmt: skip
+)
 from envbuild.report.evidence import dumped, evidence_html
 from envbuild.report.markup import Html, folded, h, joined, pairs, prose, table
 from envbuild.store.history import METRICS
 
 _LOOKS = {PASSED: "good", FAILED: "bad", BLOCKED: "warn", OPEN: "none", "good": "good", "bad": "bad", "unknown": "warn"}
-_PATHS = {
-    "good": "M3.5 8.5l3 3 6-7", "bad": "M4 4l8 8M12 4l-8 8", "warn": "M8 3v6M8 12v1", "none": "M4 8h8",
-}  # fmt: skip
+_PATHS = {"good": "M3.5 8.5l3 3 6-7", "bad": "M4 4l8 8M12 4l-8 8", "warn": "M8 3v6M8 12v1", "none": "M4 8h8"}
 _WORTH = 300  # characters of a part that is worth a link instead
-_DIGESTS = (("artifact", "artifact.digest"), ("manifest", "artifact.manifest"), ("pushed as", "artifact.pushed"),
-            ("plan", "plan.digest"), ("lock", "lock.digest"), ("recipe", "recipe.digest"))  # fmt: skip
+_DIGESTS = (
+    ("artifact", "artifact.digest"),
+    ("manifest", "artifact.manifest"),
+    ("pushed as", "artifact.pushed"),
+    ("plan", "plan.digest"),
+    ("lock", "lock.digest"),
+    ("recipe", "recipe.digest"),
+)
 
 
 class Shared:
@@ -66,10 +70,14 @@ def icon(look: str) -> Html:
 def icons() -> Html:
     """Return the drawings of all signs, which a page has once."""
     drawn = [
-        h("symbol", h("path", d=path, fill="none", stroke="currentColor", stroke_width="2.2", stroke_linecap="round"),
-          id=f"x-{look}", viewBox="0 0 16 16")
+        h(
+            "symbol",
+            h("path", d=path, fill="none", stroke="currentColor", stroke_width="2.2", stroke_linecap="round"),
+            id=f"x-{look}",
+            viewBox="0 0 16 16",
+        )
         for look, path in _PATHS.items()
-    ]  # fmt: skip
+    ]
     return h("svg", drawn, class_="symbols", aria_hidden="true")
 
 
@@ -192,9 +200,13 @@ def provenance(entry: ReportEntry, shared: Shared) -> Html:
         if isinstance(found, Mapping) and found:
             groups.append(folded(title, evidence_html(found)))
     digests = [(name, h("code", text_of(receipt, place))) for name, place in _DIGESTS if text_of(receipt, place)]
-    own = {"receipt": entry.path, "verified path": text_of(receipt, "artifact.path"),
-           "runtime": text_of(receipt, "runtime"), "fabric": text_of(receipt, "fabric"),
-           "logs of the nodes": text_of(receipt, "logs")}  # fmt: skip
+    own = {
+        "receipt": entry.path,
+        "verified path": text_of(receipt, "artifact.path"),
+        "runtime": text_of(receipt, "runtime"),
+        "fabric": text_of(receipt, "fabric"),
+        "logs of the nodes": text_of(receipt, "logs"),
+    }
     file = download(entry, "the receipt", ".receipt.json", dumped(receipt), shared)
     return joined(pairs([*own.items(), *digests]), groups, h("p", file))
 

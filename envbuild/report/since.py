@@ -9,10 +9,19 @@ from envbuild.inspect.compare import Change
 from envbuild.report.data import WORDS, Changes, checks_of, number_of, packages_of, step_seconds, text_of
 
 _FACTS = {
-    "lock": "lock.digest", "recipe": "recipe.digest", "artifact": "artifact.digest", "fabric": "fabric",
-    "runtime": "runtime", "envbuild": "versions.envbuild", "Python": "versions.python", "torch": "versions.torch",
-    "NCCL": "versions.nccl", "host": "host.name", "kernel": "host.kernel", "processors": "host.cpus",
-}  # fmt: skip
+    "lock": "lock.digest",
+    "recipe": "recipe.digest",
+    "artifact": "artifact.digest",
+    "fabric": "fabric",
+    "runtime": "runtime",
+    "envbuild": "versions.envbuild",
+    "Python": "versions.python",
+    "torch": "versions.torch",
+    "NCCL": "versions.nccl",
+    "host": "host.name",
+    "kernel": "host.kernel",
+    "processors": "host.cpus",
+}
 
 
 def receipt_changes(before: Mapping[str, Any], now: Mapping[str, Any], title: str) -> Changes:

@@ -264,13 +264,18 @@ class SchedulerTable:
     account: str = key("", "Who pays.", pattern=_WORD, example="project_1234")
     qos: str = key("", "Quality of service (Slurm), or Kueue's WorkloadPriorityClass (Kubernetes).", pattern=_WORD)
     constraint: str = key(
-        "", "Which nodes: Slurm's --constraint, each chunk of PBS's select, LSF's select[…], Flux's --requires.",
-        pattern=_WORD, example="icelake",
-    )  # fmt: skip
+        "",
+        "Which nodes: Slurm's --constraint, each chunk of PBS's select, LSF's select[…], Flux's --requires.",
+        pattern=_WORD,
+        example="icelake",
+    )
     time: str = key(
-        "01:00:00", "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
-        pattern=f"^{TIME_PATTERN}$", check=time_problem, example="04:00:00",
-    )  # fmt: skip
+        "01:00:00",
+        "Most time of a job, HH:MM:SS or D-HH:MM:SS.",
+        pattern=f"^{TIME_PATTERN}$",
+        check=time_problem,
+        example="04:00:00",
+    )
     exclusive: bool = key(True, "Whether jobs have their nodes alone.")
     requeue: bool = key(True, "Whether a job whose node failed starts again.")
     auto_resume: bool = key(False, "SageMaker HyperPod's --auto-resume=1 for srun.")
@@ -280,8 +285,9 @@ class SchedulerTable:
     directives: tuple[str, ...] = key(
         (),
         "More lines for the scheduler, without #SBATCH, #PBS, #BSUB or #flux:. They replace lines that set the same.",
-        check=line_problem, example=["--mail-type=END"],
-    )  # fmt: skip
+        check=line_problem,
+        example=["--mail-type=END"],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,10 +344,13 @@ class NodeTable:
 
     gpus: int = key(0, "GPUs.", minimum=0, example=8)
     gpu_types: tuple[str, ...] = key(
-        (), "What they are: chips (sm_90, gfx90a), GPUs (h100, mi250x) or families (hopper). Jobs refuse artifacts "
+        (),
+        "What they are: chips (sm_90, gfx90a), GPUs (h100, mi250x) or families (hopper). Jobs refuse artifacts "
         "without code for them.",
-        check=gpu_problem, pattern=GPU_PATTERN, example=["h100"],
-    )  # fmt: skip
+        check=gpu_problem,
+        pattern=GPU_PATTERN,
+        example=["h100"],
+    )
     cpus: int = key(
         0,
         "CPUs as the scheduler counts them, Slurm by threads: CPUTot of `scontrol show node`. 0: not said.",
@@ -360,29 +369,35 @@ class KubernetesTable:
     namespace: str = key("default", "Namespace.", check=label_problem, pattern=r"^[a-z0-9-]+$")
     api: Literal["v1", "v2"] = key("v1", "v1: PyTorchJob of the training operator; v2: TrainJob of Trainer.")
     claim: str = key(
-        "", "Persistent volume claim with data and snapshots.",
-        check=object_problem, pattern=r"^[a-z0-9.-]*$", example="fsx-pv",
-    )  # fmt: skip
+        "",
+        "Persistent volume claim with data and snapshots.",
+        check=object_problem,
+        pattern=r"^[a-z0-9.-]*$",
+        example="fsx-pv",
+    )
     mount: str = key("/data", "Where pods see it.", check=mount_path_problem, pattern=r"^/\S*$")
     shm: str = key("", "Size of /dev/shm.", pattern=r"^(\d+[KMGT]i?)?$", example="16Gi")
     node_selector: dict[str, str] = key(
         {}, "Labels that nodes must have.", key_check=node_label_problem, check=label_value_problem
     )
     tolerations: tuple[str, ...] = key(
-        (), "Taints that pods tolerate, as `kubectl taint` has them: KEY, KEY:EFFECT, KEY=VALUE:EFFECT.",
-        check=toleration_problem, example=["dedicated=training:NoSchedule"],
-    )  # fmt: skip
+        (),
+        "Taints that pods tolerate, as `kubectl taint` has them: KEY, KEY:EFFECT, KEY=VALUE:EFFECT.",
+        check=toleration_problem,
+        example=["dedicated=training:NoSchedule"],
+    )
     labels: dict[str, str] = key(
-        {}, "Labels of the job and its pods; those of Kueue are the job's alone.",
-        key_check=job_label_problem, check=label_value_problem,
-    )  # fmt: skip
+        {},
+        "Labels of the job and its pods; those of Kueue are the job's alone.",
+        key_check=job_label_problem,
+        check=label_value_problem,
+    )
     annotations: dict[str, str] = key(
         {}, "Annotations of the job and its pods.", key_check=annotation_problem, check=value_problem
     )
     priority_class: str = key(
-        "", "PriorityClass of pods. A TrainJob has that of its runtime.",
-        check=object_problem, pattern=r"^[a-z0-9.-]*$",
-    )  # fmt: skip
+        "", "PriorityClass of pods. A TrainJob has that of its runtime.", check=object_problem, pattern=r"^[a-z0-9.-]*$"
+    )
     service_account: str = key("", "ServiceAccount of pods.", check=object_problem, pattern=r"^[a-z0-9.-]*$")
     resources: dict[str, str] = key(
         {}, "Limits of a pod besides GPUs, such as vpc.amazonaws.com/efa.", entry_check=resource_problem
@@ -393,26 +408,33 @@ class KubernetesTable:
         pattern=r"^[^\s@]+(:(?!latest$)[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{64})$",
     )
     run_as: str = key(
-        "", "UID or UID:GID of pods, with all else that PodSecurity `restricted` asks for. Default: the image's user.",
-        check=user_problem, pattern=r"^([1-9]\d*(:\d+)?)?$", example="1000:1000",
-    )  # fmt: skip
+        "",
+        "UID or UID:GID of pods, with all else that PodSecurity `restricted` asks for. Default: the image's user.",
+        check=user_problem,
+        pattern=r"^([1-9]\d*(:\d+)?)?$",
+        example="1000:1000",
+    )
     pull_secret: str = key("", "Name of the secret for pulling.", check=object_problem, pattern=r"^[a-z0-9.-]*$")
     volumes: dict[str, str] = key(
-        {}, "More volumes: path in pods → claim:NAME, configmap:NAME, host:/PATH (:ro to only read) or empty[:SIZE].",
-        key_check=mount_path_problem, check=volume_problem,
-    )  # fmt: skip
+        {},
+        "More volumes: path in pods → claim:NAME, configmap:NAME, host:/PATH (:ro to only read) or empty[:SIZE].",
+        key_check=mount_path_problem,
+        check=volume_problem,
+    )
     secrets: dict[str, str] = key(
-        {}, "Variable → SECRET/KEY, or path in pods → SECRET, whose keys are files there. Names, never values.",
+        {},
+        "Variable → SECRET/KEY, or path in pods → SECRET, whose keys are files there. Names, never values.",
         entry_check=secret_problem,
-    )  # fmt: skip
+    )
     grace: int = key(30, "Seconds that pods have to save their state when they are deleted.", minimum=1)
     retries: int = key(
         3, "How often a pod may start again, on average: all restarts of a job are counted together.", minimum=0
     )
     ttl: int | None = key(
-        None, "Seconds after which a finished job is deleted. Default: never. A TrainJob has that of its runtime.",
+        None,
+        "Seconds after which a finished job is deleted. Default: never. A TrainJob has that of its runtime.",
         minimum=0,
-    )  # fmt: skip
+    )
     runtime: str = key(
         DEFAULT_RUNTIME, "ClusterTrainingRuntime of a TrainJob.", check=object_problem, pattern=r"^[a-z0-9.-]+$"
     )

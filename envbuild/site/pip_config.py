@@ -27,9 +27,17 @@ _SWITCHES = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True)
 _SWITCHES |= dict.fromkeys(("n", "no", "f", "false", "off", "0"), False)
 # The options of PipConfig.
 _WANTED = (
-    "index-url", "extra-index-url", "find-links", "no-index", "cert", "client-cert", "trusted-host", "proxy",
-    "timeout", "retries",
-)  # fmt: skip
+    "index-url",
+    "extra-index-url",
+    "find-links",
+    "no-index",
+    "cert",
+    "client-cert",
+    "trusted-host",
+    "proxy",
+    "timeout",
+    "retries",
+)
 
 
 @dataclass(frozen=True, repr=False)

@@ -34,21 +34,26 @@ class SiteTables:
     """The keys and tables that a site has as its files have them."""
 
     cache: str = key(
-        "", "Repository of a registry in which builds share their results. ENVBUILD_CACHE goes over it.",
-        pattern=CACHE, example="oci://registry.example.org/team/cache",
-    )  # fmt: skip
+        "",
+        "Repository of a registry in which builds share their results. ENVBUILD_CACHE goes over it.",
+        pattern=CACHE,
+        example="oci://registry.example.org/team/cache",
+    )
     cache_mode: Literal["read", "write", "readwrite"] = key(
         "read", "Whether builds read what the cache has, and write what they made. ENVBUILD_CACHE_MODE goes over it."
     )
     mirrors: dict[str, tuple[str, ...]] = key(
-        {}, "URL prefix of an index → prefixes tried before it, in this order.",
-        key_check=tables.url_problem, check=tables.url_problem,
-    )  # fmt: skip
+        {},
+        "URL prefix of an index → prefixes tried before it, in this order.",
+        key_check=tables.url_problem,
+        check=tables.url_problem,
+    )
     indexes: dict[str, str] = key(
-        {}, "Name → URL of a package index that serves only the packages that recipes bind to it.",
+        {},
+        "Name → URL of a package index that serves only the packages that recipes bind to it.",
         key_check=form(INDEX_NAME[1:-1], "is not the name of an index: lower-case letters, digits, _ . -"),
         check=_index_problem,
-    )  # fmt: skip
+    )
     registries: dict[str, tables.RegistryTable] = key({}, "Image registries by host, such as docker.io.")
     debian: tables.DebianTable = key(tables.DebianTable(), "Where Debian packages come from.")
     python: tables.PythonTable = key(tables.PythonTable(), "Where Pythons come from.")
@@ -59,9 +64,11 @@ class SiteTables:
     scheduler: jobs.SchedulerTable = key(jobs.SchedulerTable(), "Who starts jobs.")
     modules: jobs.ModulesTable = key(jobs.ModulesTable(), "Environment modules of builds and jobs.")
     environment: dict[str, str] = key(
-        {}, "Variables of builds and jobs on nodes, such as https_proxy or SSL_CERT_FILE. Never secrets.",
-        key_check=jobs.job_variable_problem, check=jobs.value_problem,
-    )  # fmt: skip
+        {},
+        "Variables of builds and jobs on nodes, such as https_proxy or SSL_CERT_FILE. Never secrets.",
+        key_check=jobs.job_variable_problem,
+        check=jobs.value_problem,
+    )
     paths: jobs.PathsTable = key(jobs.PathsTable(), "File systems, as nodes see them.")
     stage: jobs.StageTable = key(jobs.StageTable(), "Artifacts on the nodes' own disks.")
     container: jobs.ContainerTable = key(jobs.ContainerTable(), "What starts images on nodes.")

@@ -60,9 +60,11 @@ class FabricTable:
     """`[fabric]`: the network between this site's nodes, as verification uses it."""
 
     interface: str = key(
-        "", "The interface for NCCL_SOCKET_IFNAME on GPU nodes, such as hsn0; several with commas.",
-        pattern=r"^(\S*)$", example="hsn0,hsn1,hsn2,hsn3",
-    )  # fmt: skip
+        "",
+        "The interface for NCCL_SOCKET_IFNAME on GPU nodes, such as hsn0; several with commas.",
+        pattern=r"^(\S*)$",
+        example="hsn0,hsn1,hsn2,hsn3",
+    )
     busbw_floor: dict[str, float] = key(
         {},
         "GB/s of bus bandwidth that the largest all-reduce must reach, by the recipe's fabric."
@@ -71,9 +73,11 @@ class FabricTable:
         minimum=0,
     )
     variables: dict[str, str] = key(
-        {}, "Variables of every job on GPUs, over those that the fabric needs.",
-        key_check=_variable_problem, check=jobs.value_problem,
-    )  # fmt: skip
+        {},
+        "Variables of every job on GPUs, over those that the fabric needs.",
+        key_check=_variable_problem,
+        check=jobs.value_problem,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +110,17 @@ class TrustTable:
 
     signers: tuple[str, ...] = key((), "Files of public keys (PEM); one of them must have attested the receipt.")
     identities: tuple[str, ...] = key(
-        (), "Identities that may have attested it instead, without a key: `IDENTITY ISSUER`.",
+        (),
+        "Identities that may have attested it instead, without a key: `IDENTITY ISSUER`.",
         check=lambda text: None if len(text.split()) == 2 else "expected `IDENTITY ISSUER`",
-    )  # fmt: skip
+    )
     sigstore: str = key("", "File with the trust configuration of your own Sigstore, for identities.")
     checks: tuple[str, ...] = key((), "Checks that must have passed, such as faults need: restart.")
     max_age: str = key(
-        "", "The greatest age of a verification, such as 90d.",
+        "",
+        "The greatest age of a verification, such as 90d.",
         check=lambda text: None if units.seconds(text) else f"expected {units.AGES}",
-    )  # fmt: skip
+    )
     attestations: tuple[Literal["sbom", "provenance"], ...] = key(
         (), "What must be attested besides; what is there is checked in any case."
     )
@@ -138,7 +144,8 @@ class AuditTable:
 
     database: str = key("", "Folder with OSV's exports: PyPI/all.zip and Debian/all.zip.", example="/srv/osv")
     max_age: str = key(
-        "14d", "The greatest age of its newest record.",
+        "14d",
+        "The greatest age of its newest record.",
         check=lambda text: None if units.seconds(text) else f"expected {units.AGES}",
-    )  # fmt: skip
+    )
     ignore: tuple[str, ...] = key((), "Identifiers of vulnerabilities that do not concern this site.")

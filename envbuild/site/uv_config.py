@@ -13,9 +13,15 @@ from envbuild.toml import toml_pairs, toml_value
 # Pythons), but not the resolution. Any other UV_* variable (UV_INDEX, UV_PYTHON, UV_EXCLUDE_NEWER,
 # UV_PRERELEASE, UV_CONFIG_FILE, ...) could give two users different locks of one recipe.
 _KEPT = (
-    "UV_CREDENTIALS_DIR", "UV_HTTP_RETRIES", "UV_HTTP_TIMEOUT", "UV_KEYRING_PROVIDER", "UV_LINK_MODE",
-    "UV_NATIVE_TLS", "UV_REQUEST_TIMEOUT", "UV_SYSTEM_CERTS",
-)  # fmt: skip
+    "UV_CREDENTIALS_DIR",
+    "UV_HTTP_RETRIES",
+    "UV_HTTP_TIMEOUT",
+    "UV_KEYRING_PROVIDER",
+    "UV_LINK_MODE",
+    "UV_NATIVE_TLS",
+    "UV_REQUEST_TIMEOUT",
+    "UV_SYSTEM_CERTS",
+)
 _KEPT_PREFIXES = ("UV_CONCURRENT_", "UV_PYTHON_")
 # The caller's active environment must not affect the interpreter that uv inspects; nor may its Python's settings.
 _DROPPED = ("VIRTUAL_ENV", "CONDA_PREFIX")

@@ -46,9 +46,15 @@ class WantedArchive:
 
 
 def locate_archive(
-    wanted: WantedArchive, store: Store, pip: PipConfig, site: Site, *, offline: bool, env: Mapping[str, str],
+    wanted: WantedArchive,
+    store: Store,
+    pip: PipConfig,
+    site: Site,
+    *,
+    offline: bool,
+    env: Mapping[str, str],
     default_index: Callable[[], str],
-) -> Path:  # fmt: skip
+) -> Path:
     """Return the archive. Raises BuildError with each source that was tried and its answer."""
     if found := _in_store(wanted, store):
         return found
@@ -73,9 +79,16 @@ def locate_archive(
                 name = unquote(urlsplit(url).path).rpartition("/")[2]
                 name = name if is_file_name(name) else wanted.name
                 return download(
-                    url, name, frozenset({wanted.sha256}), wanted.sha256, lambda: _in_store(wanted, store), client,
-                    store, on_progress, KIND,
-                )  # fmt: skip
+                    url,
+                    name,
+                    frozenset({wanted.sha256}),
+                    wanted.sha256,
+                    lambda: _in_store(wanted, store),
+                    client,
+                    store,
+                    on_progress,
+                    KIND,
+                )
         except Mismatch as error:
             answers.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
             found_sums.append(error.sha256)
@@ -113,9 +126,14 @@ def _in_store(wanted: WantedArchive, store: Store) -> Path | None:
 
 
 def _urls(
-    wanted: WantedArchive, pip: PipConfig, site: Site, client: Client, answers: list[str], offline: bool,
+    wanted: WantedArchive,
+    pip: PipConfig,
+    site: Site,
+    client: Client,
+    answers: list[str],
+    offline: bool,
     default_index: Callable[[], str],
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """Yield the possible URLs of the archive, in the order in which to try them."""
     if not wanted.url.startswith(_INDEX):
         yield from site.mirrored(wanted.url)

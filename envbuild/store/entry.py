@@ -114,9 +114,12 @@ def fetched(entry: CacheEntry, remote: ResultCache | None, known: Callable[[], T
 
 
 def shared(
-    entry: CacheEntry, remote: ResultCache | None, known: Callable[[], T | None], make: Callable[[], T],
+    entry: CacheEntry,
+    remote: ResultCache | None,
+    known: Callable[[], T | None],
+    make: Callable[[], T],
     blobs: Callable[[T], Sequence[str]] = lambda _: (),
-) -> T:  # fmt: skip
+) -> T:
     """Return what `known` finds in the store, fetched from the cache `remote` if that has it; else `make` it.
 
     What is made is offered to the cache, with the `blobs` of the result.
@@ -143,10 +146,16 @@ def render_entry(entry: CacheEntry, files: Sequence[EntryFile], seconds: float, 
         if file.content is not None:
             row["data"] = base64.b64encode(file.content).decode()
         layers.append({**row, "annotations": {_TITLE: file.name}})
-    return canonical({
-        "schemaVersion": 2, "mediaType": OCI_MANIFEST, "artifactType": entry.artifact_type,
-        "config": EMPTY.as_json(), "layers": layers, "annotations": annotations,
-    })  # fmt: skip
+    return canonical(
+        {
+            "schemaVersion": 2,
+            "mediaType": OCI_MANIFEST,
+            "artifactType": entry.artifact_type,
+            "config": EMPTY.as_json(),
+            "layers": layers,
+            "annotations": annotations,
+        }
+    )
 
 
 def _statement(entry: CacheEntry, files: Sequence[EntryFile]) -> bytes:

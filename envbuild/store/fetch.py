@@ -236,12 +236,16 @@ def _download_wheels(
 
     found = fetch_each(list(sources), fetch, client, f"looking for {len(sources)} wheels")
     # An index had the file when it was locked: an older page may have come from one of its servers, or from a cache.
-    stale = {} if again else {
-        wheel: asked
-        for wheel in sources
-        if wheel not in found
-        and (asked := [one for one in sources[wheel] if one.forget_without(wheel.name, wheel.version)])
-    }  # fmt: skip
+    stale = (
+        {}
+        if again
+        else {
+            wheel: asked
+            for wheel in sources
+            if wheel not in found
+            and (asked := [one for one in sources[wheel] if one.forget_without(wheel.name, wheel.version)])
+        }
+    )
     return found | _download_wheels(stale, answers, store, client, again=True) if stale else found
 
 

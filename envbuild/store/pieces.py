@@ -115,10 +115,15 @@ def split(
 
 def render(config: Descriptor, blobs: Sequence[Descriptor]) -> bytes:
     """Return the manifest of an artifact."""
-    return canonical({
-        "schemaVersion": 2, "mediaType": OCI_MANIFEST, "artifactType": ARTIFACT,
-        "config": config.as_json(), "layers": [blob.as_json() for blob in blobs],
-    })  # fmt: skip
+    return canonical(
+        {
+            "schemaVersion": 2,
+            "mediaType": OCI_MANIFEST,
+            "artifactType": ARTIFACT,
+            "config": config.as_json(),
+            "layers": [blob.as_json() for blob in blobs],
+        }
+    )
 
 
 def is_pushed(raw: bytes) -> bool:
@@ -138,8 +143,9 @@ def read_manifest(raw: bytes, where: str) -> tuple[Descriptor, list[Descriptor]]
                 f"{where}: no artifact that `envbuild push` wrote",
                 f"of a container image, make a file: envbuild enroot --from docker://{where}",
             )
-        config, *blobs = [Descriptor(str(row["mediaType"]), row["digest"], row["size"]) for row in
-                          (found["config"], *found["layers"])]  # fmt: skip
+        config, *blobs = [
+            Descriptor(str(row["mediaType"]), row["digest"], row["size"]) for row in (found["config"], *found["layers"])
+        ]
         if not all(is_digest(one.digest) and type(one.size) is int and one.size >= 0 for one in (config, *blobs)):
             raise ValueError("a digest or a size")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

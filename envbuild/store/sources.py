@@ -189,9 +189,16 @@ def _local_path(entry: str) -> Path | None:
 
 
 def remote_sources(
-    pip: PipConfig, site: Site, indexes: Sequence[str], offline: bool, default_index: Callable[[], str], *,
-    only: str | None = None, last: Sequence[str] = (), patient: bool = True,
-) -> list[PackageSource]:  # fmt: skip
+    pip: PipConfig,
+    site: Site,
+    indexes: Sequence[str],
+    offline: bool,
+    default_index: Callable[[], str],
+    *,
+    only: str | None = None,
+    last: Sequence[str] = (),
+    patient: bool = True,
+) -> list[PackageSource]:
     """Return all sources except local folders, in the order in which they are asked.
 
     The order is: find-links pages, the recipe's indexes through the site's mirrors, pip's index, pip's extra indexes,

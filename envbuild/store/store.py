@@ -46,14 +46,37 @@ if TYPE_CHECKING:
 _STALE_S = 7 * 86400
 # The folders in which `replacing`, blobs and `file_lock` write; a kill leaves files called .new-* or *.lock there.
 _WRITTEN = (
-    "bases", "blobs/sha256", "conda/images", "conda/info", "conda/stamps", "digests", "facts", "history", "layers",
-    "listings", "maps", "projects", "pythons", "recipes", "seals", "segments", "trainer/*",
-)  # fmt: skip
+    "bases",
+    "blobs/sha256",
+    "conda/images",
+    "conda/info",
+    "conda/stamps",
+    "digests",
+    "facts",
+    "history",
+    "layers",
+    "listings",
+    "maps",
+    "projects",
+    "pythons",
+    "recipes",
+    "seals",
+    "segments",
+    "trainer/*",
+)
 # The folders that `working` is called for.
 _WORKING = (
-    "bisect", "building", "builders/new", "conda/linked", "docker", "launched", "layouts", "opened", "pruned",
+    "bisect",
+    "building",
+    "builders/new",
+    "conda/linked",
+    "docker",
+    "launched",
+    "layouts",
+    "opened",
+    "pruned",
     "running",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,9 +178,13 @@ def recipes(store: Store) -> dict[str, frozenset[str]]:
 
 
 def choose(
-    found: Sequence[StoreItem], now: float, *, older_s: float | None = None, keep: int | None = None,
+    found: Sequence[StoreItem],
+    now: float,
+    *,
+    older_s: float | None = None,
+    keep: int | None = None,
     only: Callable[[StoreItem], bool] = lambda _: True,
-) -> list[StoreItem]:  # fmt: skip
+) -> list[StoreItem]:
     """Return the items to remove, of those for which `only` is true: those not used for `older_s` seconds.
 
     Then, while more than `keep` bytes remain, those that were not used for longest. Without both, all of them.

@@ -23,6 +23,23 @@ from envbuild.toml.keys import form, key, required
 from envbuild.toml.write import table_text, toml_key, toml_pairs, toml_value
 
 __all__ = [
-    "Document", "Keys", "Problem", "closest", "decode", "form", "json_schema", "key", "list_at", "nearest",
-    "parse_toml", "read", "required", "table_at", "table_text", "toml_key", "toml_pairs", "toml_value", "value_at",
-]  # fmt: skip
+    "Document",
+    "Keys",
+    "Problem",
+    "closest",
+    "decode",
+    "form",
+    "json_schema",
+    "key",
+    "list_at",
+    "nearest",
+    "parse_toml",
+    "read",
+    "required",
+    "table_at",
+    "table_text",
+    "toml_key",
+    "toml_pairs",
+    "toml_value",
+    "value_at",
+]

@@ -47,11 +47,17 @@ def statement(subjects: Mapping[str, str], kind: str, predicate: Mapping[str, An
 
 def sign(payload: bytes, signer: Signer) -> bytes:
     """Return the bundle of a statement, signed."""
-    return json.dumps({
-        "mediaType": BUNDLE,
-        "verificationMaterial": {"publicKey": {"hint": signer.public_key.keyid}, "tlogEntries": []},
-        "dsseEnvelope": envelope(payload, PAYLOAD, signer, signer.public_key.keyid),
-    }, indent=1).encode() + b"\n"  # fmt: skip
+    return (
+        json.dumps(
+            {
+                "mediaType": BUNDLE,
+                "verificationMaterial": {"publicKey": {"hint": signer.public_key.keyid}, "tlogEntries": []},
+                "dsseEnvelope": envelope(payload, PAYLOAD, signer, signer.public_key.keyid),
+            },
+            indent=1,
+        ).encode()
+        + b"\n"
+    )
 
 
 def envelope(payload: bytes, kind: str, signer: Signer, keyid: str = "") -> dict[str, Any]:

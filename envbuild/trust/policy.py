@@ -76,9 +76,15 @@ class Signers:
 
 
 def judge(
-    artifact: Path, receipt: Mapping[str, Any], trust: TrustTable, now: datetime, digest: str = "", *,
-    names: Sequence[str] = (), recipe: str = "",
-) -> TrustVerdict:  # fmt: skip
+    artifact: Path,
+    receipt: Mapping[str, Any],
+    trust: TrustTable,
+    now: datetime,
+    digest: str = "",
+    *,
+    names: Sequence[str] = (),
+    recipe: str = "",
+) -> TrustVerdict:
     """Return why `receipt`, which is of the content of `artifact`, is trusted at the time `now`.
 
     `digest` is that of the image in a registry, "" for the artifact's own: `pushed` in a receipt is nobody's word.

@@ -23,18 +23,22 @@ def provenance(receipt: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, 
         materials.append({"name": receipt["project"]["name"], "digest": {"gitCommit": commit}})
     builder, invocation = _ci(env)
     parameters = {
-        "recipe": receipt["recipe"]["name"], "target": receipt["target"], "artifact": receipt["artifact"]["kind"]
-    }  # fmt: skip
+        "recipe": receipt["recipe"]["name"],
+        "target": receipt["target"],
+        "artifact": receipt["artifact"]["kind"],
+    }
     return {
         "buildDefinition": {
-            "buildType": _BUILD, "externalParameters": parameters, "internalParameters": {},
+            "buildType": _BUILD,
+            "externalParameters": parameters,
+            "internalParameters": {},
             "resolvedDependencies": materials,
         },
         "runDetails": {
             "builder": {"id": builder, "version": {"envbuild": receipt["versions"]["envbuild"]}},
             "metadata": {**({"invocationId": invocation} if invocation else {}), "finishedOn": receipt["verified_at"]},
         },
-    }  # fmt: skip
+    }
 
 
 def _ci(env: Mapping[str, str]) -> tuple[str, str]:

@@ -65,11 +65,17 @@ def image_subject(client: Any, image: BuiltImage, settings: Settings, limits: Li
         return survey_image(files, state, OCI, image.file_manifest)
 
     return Subject(
-        Path(root), state, target, image.digest, f"docker {client.version().get('Version', '')}".strip(),
+        Path(root),
+        state,
+        target,
+        image.digest,
+        f"docker {client.version().get('Version', '')}".strip(),
         survey=surveyed,
         nodes=lambda _, count, __: container_nodes(client, image.image_id, count, lifetime, accelerator=target.family),
-        isolated=True, kind="docker", manifest=image.file_manifest,
-    )  # fmt: skip
+        isolated=True,
+        kind="docker",
+        manifest=image.file_manifest,
+    )
 
 
 def image_rows(client: Any, image_id: str, limits: LimitsTable, timeout_s: float) -> dict[str, PathRow]:
@@ -204,11 +210,22 @@ def container_nodes(
 
             def run(node: int) -> None:
                 containers[node] = client.containers.run(
-                    image, [str(int(lifetime_s))], entrypoint=["sleep"], user="0", init=True, detach=True,
-                    name=f"{name}-{node}", hostname=f"node{node}", network=name, labels=until, shm_size="1g",
-                    working_dir=WORK, volumes={name: {"bind": WORK, "mode": "rw"}},
-                    device_requests=gpus, devices=list(accelerator.docker_devices) or None,
-                )  # fmt: skip
+                    image,
+                    [str(int(lifetime_s))],
+                    entrypoint=["sleep"],
+                    user="0",
+                    init=True,
+                    detach=True,
+                    name=f"{name}-{node}",
+                    hostname=f"node{node}",
+                    network=name,
+                    labels=until,
+                    shm_size="1g",
+                    working_dir=WORK,
+                    volumes={name: {"bind": WORK, "mode": "rw"}},
+                    device_requests=gpus,
+                    devices=list(accelerator.docker_devices) or None,
+                )
                 containers[node].reload()  # its address is known now
 
             # Workers finish their task even after an interruption. Otherwise a container that the daemon

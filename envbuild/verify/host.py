@@ -143,10 +143,15 @@ def folder_subject(
             seal(path, manifest, good, store)  # bytecode that came since then is compared when it is used
 
     return Subject(
-        path, state, target, state.digest, "host",
+        path,
+        state,
+        target,
+        state.digest,
+        "host",
         survey=surveyed,
         nodes=lambda work, _, env: host_nodes(
             work, lambda program, arguments: kind.command(path, program, *arguments), kind.launch_environment(path, env)
         ),
-        manifest=expected or (manifest.digest if manifest else ""), accept=accept,
-    )  # fmt: skip
+        manifest=expected or (manifest.digest if manifest else ""),
+        accept=accept,
+    )

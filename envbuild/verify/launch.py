@@ -35,10 +35,12 @@ _NCCL_LINES = 8
 _EPOCH = re.compile(r"^\[RANK \d+\] Epoch (\d+) \|.*\| Loss: (\S+)$", re.MULTILINE)
 _SHOWN_NODES = 8
 _TITLES = {
-    "reference": "training in one process, as reference", "train": "training on simulated nodes",
-    "resume": "resuming from the snapshot", "faults": "training with a rank that is killed",
+    "reference": "training in one process, as reference",
+    "train": "training on simulated nodes",
+    "resume": "resuming from the snapshot",
+    "faults": "training with a rank that is killed",
     "step": "training, to measure the time of a step",
-}  # fmt: skip
+}
 # Node 0 starts torchrun's script. The other nodes, and all of a `lean` job, start its module with garbage collection
 # off during the import: it takes a quarter of the start-up time.
 _LEAN = "import gc; gc.disable(); from torch.distributed.run import main; gc.freeze(); gc.enable(); main()"
@@ -192,9 +194,16 @@ class Bench:
 
     @contextmanager
     def start(
-        self, name: str, epochs: int, *, shape: tuple[int, int] | None = None, snapshot: str | None = None,
-        max_restarts: int = 0, bandwidth_s: str | None = None, extra: Mapping[str, str] | None = None,
-    ) -> Iterator[Running]:  # fmt: skip
+        self,
+        name: str,
+        epochs: int,
+        *,
+        shape: tuple[int, int] | None = None,
+        snapshot: str | None = None,
+        max_restarts: int = 0,
+        bandwidth_s: str | None = None,
+        extra: Mapping[str, str] | None = None,
+    ) -> Iterator[Running]:
         """Start the trainer on `shape` (nodes, ranks per node; default: the settings'), or as one process on 0 nodes.
 
         Every launch trains on the same global batches, whatever its number of ranks. A launch from a `snapshot` is
@@ -204,13 +213,20 @@ class Bench:
         nodes, nproc_per_node = shape or (settings.nodes, settings.nproc_per_node)
         batch = settings.batch_size * settings.nodes * settings.nproc_per_node
         options = (
-            str(epochs), "1" if max_restarts else str(epochs),
-            "--batch_size", str(batch // max(1, nodes * nproc_per_node)), "--model", settings.model,
-            "--dataset_size", str(batch * _STEPS),
-            "--checkpoint_path", str(self.nodes.work / f"{snapshot or name}.pt"),
-            "--backend", self.network.accelerator.backend,
+            str(epochs),
+            "1" if max_restarts else str(epochs),
+            "--batch_size",
+            str(batch // max(1, nodes * nproc_per_node)),
+            "--model",
+            settings.model,
+            "--dataset_size",
+            str(batch * _STEPS),
+            "--checkpoint_path",
+            str(self.nodes.work / f"{snapshot or name}.pt"),
+            "--backend",
+            self.network.accelerator.backend,
             *(("--bandwidth", bandwidth_s) if bandwidth_s else ()),
-        )  # fmt: skip
+        )
         job = TrainingJob(
             name, options, nodes, nproc_per_node, settings.timeout_s, max_restarts, lean=snapshot is not None
         )
@@ -262,11 +278,16 @@ def _command(job: TrainingJob, node: int, endpoint: str, run_id: str, nodes: Nod
 def _agent(job: TrainingJob, node: int, endpoint: str, run_id: str, address: str) -> list[str]:
     limit = int(job.timeout_s)
     return [
-        f"--nnodes={job.nodes}", f"--nproc-per-node={job.nproc_per_node}", f"--max-restarts={job.max_restarts}",
-        f"--rdzv-id={run_id}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}",
+        f"--nnodes={job.nodes}",
+        f"--nproc-per-node={job.nproc_per_node}",
+        f"--max-restarts={job.max_restarts}",
+        f"--rdzv-id={run_id}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={endpoint}",
         f"--rdzv-conf=is_host={int(node == 0)},join_timeout={limit},read_timeout={limit}",
-        f"--local-addr={address}", "--monitor-interval=0.1",
-    ]  # fmt: skip
+        f"--local-addr={address}",
+        "--monitor-interval=0.1",
+    ]
 
 
 def run_program(

@@ -21,9 +21,13 @@ from envbuild.mounts import read_mounts
 RDONLY, NOSUID, NODEV = 1, 2, 4
 # Flags of statvfs(3), and of mount(2).
 _LOCKED = (
-    (os.ST_NOSUID, NOSUID), (os.ST_NODEV, NODEV), (os.ST_NOEXEC, 8), (os.ST_NOATIME, 1 << 10),
-    (os.ST_NODIRATIME, 1 << 11), (os.ST_RELATIME, 1 << 21),
-)  # fmt: skip
+    (os.ST_NOSUID, NOSUID),
+    (os.ST_NODEV, NODEV),
+    (os.ST_NOEXEC, 8),
+    (os.ST_NOATIME, 1 << 10),
+    (os.ST_NODIRATIME, 1 << 11),
+    (os.ST_RELATIME, 1 << 21),
+)
 _REMOUNT, BIND, MOVE, REC, SLAVE = 32, 4096, 8192, 16384, 1 << 19
 DETACH = 2
 NEWNS, NEWUSER = 0x00020000, 0x10000000

@@ -63,13 +63,19 @@ def check_nccl(fabric: Fabric, report: Report, logs: Mapping[int, NcclLog], vari
             "backend": report.get("backend"),
             "variables": dict(variables),
             "ranks": [
-                {"rank": number, "version": log.version, "networks": log.networks,
-                 "providers": log.providers, "plugins": log.plugins, "transports": log.transports,
-                 "notes": [fault.text for fault in log.faults][:20]}
+                {
+                    "rank": number,
+                    "version": log.version,
+                    "networks": log.networks,
+                    "providers": log.providers,
+                    "plugins": log.plugins,
+                    "transports": log.transports,
+                    "notes": [fault.text for fault in log.faults][:20],
+                }
                 for number, log in sorted(logs.items())
             ],
         },
-    )  # fmt: skip
+    )
 
 
 def _rank_problems(fabric: Fabric, rank: Mapping[str, Any], log: NcclLog | None) -> list[str]:

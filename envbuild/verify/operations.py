@@ -56,45 +56,63 @@ def make_operations(chance: Random, *, gpu: bool = False) -> dict[str, Any]:
     inputs = {
         "matmul": {"left": numbers(_WHOLE, _ROWS, _INPUTS), "right": numbers(_WHOLE, _INPUTS, _OUTPUTS)},
         "linear": {
-            "input": numbers(_WHOLE, _ROWS, _INPUTS), "weight": numbers(_WHOLE, _OUTPUTS, _INPUTS),
-            "bias": numbers(_WHOLE, _OUTPUTS), "upstream": numbers(_WHOLE, _ROWS, _OUTPUTS),
+            "input": numbers(_WHOLE, _ROWS, _INPUTS),
+            "weight": numbers(_WHOLE, _OUTPUTS, _INPUTS),
+            "bias": numbers(_WHOLE, _OUTPUTS),
+            "upstream": numbers(_WHOLE, _ROWS, _OUTPUTS),
         },
         # With 16 products of halves, scaled by 1/4, bfloat16 has the exact scores.
         "attention": {name: numbers(_HALVES, *heads) for name in ("query", "key", "value", "upstream")},
         "layer_norm": {
-            "input": numbers(_QUARTERS, _NORM_ROWS, _NORM_WIDTH), "weight": numbers(factors, _NORM_WIDTH),
-            "bias": numbers(_QUARTERS, _NORM_WIDTH), "upstream": numbers(_HALVES, _NORM_ROWS, _NORM_WIDTH),
+            "input": numbers(_QUARTERS, _NORM_ROWS, _NORM_WIDTH),
+            "weight": numbers(factors, _NORM_WIDTH),
+            "bias": numbers(_QUARTERS, _NORM_WIDTH),
+            "upstream": numbers(_HALVES, _NORM_ROWS, _NORM_WIDTH),
             "eps": 2.0 ** -chance.randrange(4, 10),
         },
         "batch_norm": {
-            "input": numbers(_QUARTERS, *image), "weight": numbers(factors, _CHANNELS),
-            "bias": numbers(_QUARTERS, _CHANNELS), "upstream": numbers(_HALVES, *image),
-            "running_mean": numbers(factors, _CHANNELS), "running_var": numbers([0.5, 3.0, 5.0], _CHANNELS),
-            "eps": 2.0 ** -chance.randrange(4, 10), "momentum": chance.choice([0.25, 0.375, 0.625]),
+            "input": numbers(_QUARTERS, *image),
+            "weight": numbers(factors, _CHANNELS),
+            "bias": numbers(_QUARTERS, _CHANNELS),
+            "upstream": numbers(_HALVES, *image),
+            "running_mean": numbers(factors, _CHANNELS),
+            "running_var": numbers([0.5, 3.0, 5.0], _CHANNELS),
+            "eps": 2.0 ** -chance.randrange(4, 10),
+            "momentum": chance.choice([0.25, 0.375, 0.625]),
         },
         "embedding": {
-            "weight": numbers(_WHOLE, _WORDS, _EMBEDDED), "padding": chance.randrange(_WORDS),
+            "weight": numbers(_WHOLE, _WORDS, _EMBEDDED),
+            "padding": chance.randrange(_WORDS),
             "indices": chance.sample(range(_WORDS), _WORDS) + numbers(range(_WORDS), _INDICES - _WORDS),
             "upstream": numbers(_WHOLE, _INDICES, _EMBEDDED),
         },
         "cross_entropy": {
-            "logits": numbers(_QUARTERS, _LOGITS, _CLASSES), "targets": chance.sample(targets, len(targets)),
+            "logits": numbers(_QUARTERS, _LOGITS, _CLASSES),
+            "targets": chance.sample(targets, len(targets)),
         },
         "clip_grad_norm_": {
-            "first": numbers([1, 2, -3], 3, 5), "second": numbers([2, -1], 7),
-            "below": round(chance.uniform(0.5, 2.0), 6), "above": round(chance.uniform(40, 60), 6),
+            "first": numbers([1, 2, -3], 3, 5),
+            "second": numbers([2, -1], 7),
+            "below": round(chance.uniform(0.5, 2.0), 6),
+            "above": round(chance.uniform(40, 60), 6),
         },
         "DataLoader": {"samples": chance.sample(range(1 << 20), _SAMPLES), "batch": _SAMPLES_OF_A_BATCH},
         "state_dict": {
-            "0.weight": numbers(_QUARTERS, 2, 3), "0.bias": numbers(_QUARTERS, 2),
-            "1.weight": numbers(factors, 2), "1.bias": numbers(factors, 2), "1.running_mean": numbers(factors, 2),
-            "1.running_var": numbers([0.5, 3.0, 5.0], 2), "1.num_batches_tracked": chance.randrange(3, 1000),
-            "exp_avg": numbers(_QUARTERS, 2, 3), "exp_avg_sq": numbers([0.25, 2.0], 2, 3),
-            "step": [chance.randrange(3, 1000)], "lr": [chance.randrange(1, 64) / 64],
+            "0.weight": numbers(_QUARTERS, 2, 3),
+            "0.bias": numbers(_QUARTERS, 2),
+            "1.weight": numbers(factors, 2),
+            "1.bias": numbers(factors, 2),
+            "1.running_mean": numbers(factors, 2),
+            "1.running_var": numbers([0.5, 3.0, 5.0], 2),
+            "1.num_batches_tracked": chance.randrange(3, 1000),
+            "exp_avg": numbers(_QUARTERS, 2, 3),
+            "exp_avg_sq": numbers([0.25, 2.0], 2, 3),
+            "step": [chance.randrange(3, 1000)],
+            "lr": [chance.randrange(1, 64) / 64],
             **{dtype: numbers(range(1, 100), 5) for dtype in ("bfloat16", "float16", "float64", "int64")},
             "others": ["bfloat16", "float16", "float64", "int64"],
         },
-    }  # fmt: skip
+    }
     return {"cases": [(op, dtype) for op, dtype, _ in operation_cases(gpu=gpu)], "inputs": inputs}
 
 
@@ -280,9 +298,7 @@ def _clip_grad_norm(inputs: Inputs) -> Parts:
 def _data_loader(inputs: Inputs) -> Parts:
     samples, batch = inputs["samples"], inputs["batch"]
     sizes = [batch] * (2 * len(samples) // batch)
-    return {
-        SHUFFLED: samples, "share 0 of 2": samples[0::2], "share 1 of 2": samples[1::2], "sizes of batches": sizes,
-    }  # fmt: skip
+    return {SHUFFLED: samples, "share 0 of 2": samples[0::2], "share 1 of 2": samples[1::2], "sizes of batches": sizes}
 
 
 def _state_dict(inputs: Inputs) -> Parts:

@@ -202,9 +202,14 @@ def read_squashfs(
 
 
 def read_container(
-    client: Any, image: str, labels: Mapping[str, str], limits: LimitsTable | None, timeout_s: float,
-    *, gpu: bool = False,
-) -> ImageFiles:  # fmt: skip
+    client: Any,
+    image: str,
+    labels: Mapping[str, str],
+    limits: LimitsTable | None,
+    timeout_s: float,
+    *,
+    gpu: bool = False,
+) -> ImageFiles:
     """Read an image of the daemon, from a container with `labels`. Raises as `read_squashfs`, and HostError."""
     import docker.errors
     import requests

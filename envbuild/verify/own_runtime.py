@@ -47,9 +47,14 @@ _SETTINGS = (
 # The driver's libraries by name → soname, which programs load; the driver's own files end in its version.
 _SONAMES = {
     soname.partition(".")[0]: soname
-    for soname in ("libcuda.so.1", "libcudadebugger.so.1", "libnvidia-ml.so.1", "libnvidia-nvvm.so.4",
-                   "libnvidia-ptxjitcompiler.so.1")
-}  # fmt: skip
+    for soname in (
+        "libcuda.so.1",
+        "libcudadebugger.so.1",
+        "libnvidia-ml.so.1",
+        "libnvidia-nvvm.so.4",
+        "libnvidia-ptxjitcompiler.so.1",
+    )
+}
 # Programs load this library by its full file name.
 _VERSIONED = "libnvidia-gpucomp"
 _FILE = re.compile(r"(lib[\w-]+)\.so(\.[\d.]+)?")

@@ -22,8 +22,12 @@ _PERIOD = 251  # a prime: a buffer that is shifted by a power of two differs
 _STEPS, _SAMPLES, _INPUTS = 3, 4, 3
 _FORMATS = {"int64": "q", "float16": "e", "bfloat16": "f", "float32": "f", "float64": "d"}
 _REDUCERS: Mapping[str, Callable[[tuple[int, ...]], int]] = {
-    "sum": sum, "reduce_scatter": sum, "max": max, "min": min, "product": math.prod,
-}  # fmt: skip
+    "sum": sum,
+    "reduce_scatter": sum,
+    "max": max,
+    "min": min,
+    "product": math.prod,
+}
 Request = Mapping[str, Any]
 # Operation, type, number of elements
 Case = tuple[str, str, int]
@@ -64,13 +68,16 @@ def make_request(world: int, *, gpu: bool = False) -> dict[str, Any]:
             # Neither the training's settings nor torch's defaults.
             "SGD": {"lr": fraction(0.02, 0.1), "momentum": 0.9, "weight_decay": fraction(0.02, 0.2)},
             "AdamW": {
-                "lr": fraction(0.02, 0.1), "betas": [fraction(0.7, 0.85), fraction(0.9, 0.98)],
-                "eps": fraction(0.001, 0.01), "weight_decay": fraction(0.2, 0.6),
+                "lr": fraction(0.02, 0.1),
+                "betas": [fraction(0.7, 0.85), fraction(0.9, 0.98)],
+                "eps": fraction(0.001, 0.01),
+                "weight_decay": fraction(0.2, 0.6),
             },
-            "start": row(), "data": [[[row() for _ in range(_SAMPLES)] for _ in range(world)] for _ in range(_STEPS)],
+            "start": row(),
+            "data": [[[row() for _ in range(_SAMPLES)] for _ in range(world)] for _ in range(_STEPS)],
         },
         "operations": make_operations(chance, gpu=gpu),
-    }  # fmt: skip
+    }
 
 
 def expected_digest(request: Request, case: Case, rank: int) -> str:
@@ -126,9 +133,16 @@ def _sgd(
 
 
 def _adamw(
-    step: int, value: float, gradient: float, state: _State,
-    *, lr: float, betas: Sequence[float], eps: float, weight_decay: float,
-) -> tuple[float, _State]:  # fmt: skip
+    step: int,
+    value: float,
+    gradient: float,
+    state: _State,
+    *,
+    lr: float,
+    betas: Sequence[float],
+    eps: float,
+    weight_decay: float,
+) -> tuple[float, _State]:
     first = betas[0] * state[0] + (1 - betas[0]) * gradient
     second = betas[1] * state[1] + (1 - betas[1]) * gradient**2
     size = math.sqrt(second / (1 - betas[1] ** step)) + eps

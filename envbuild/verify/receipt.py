@@ -23,11 +23,28 @@ from envbuild.verify.network import nccl_version
 FORMAT = 1
 # The parts of a receipt that are read, and their types; those with ? may be missing.
 _PARTS = {
-    "format?": int, "passed": bool, "verified_at?": str, "artifact.digest": str, "artifact.path?": str,
-    "artifact.pushed?": str, "recipe.name?": str, "plan.digest?": str, "target?": str, "fabric?": str,
-    "settings?": dict, "project?": dict, "versions.nccl?": str, "packages?": list, "layers?": list,
-    "slim?": dict, "performance?": dict, "artifact.kind?": str, "lock?": dict, "host?": dict, "checks?": list,
-}  # fmt: skip
+    "format?": int,
+    "passed": bool,
+    "verified_at?": str,
+    "artifact.digest": str,
+    "artifact.path?": str,
+    "artifact.pushed?": str,
+    "recipe.name?": str,
+    "plan.digest?": str,
+    "target?": str,
+    "fabric?": str,
+    "settings?": dict,
+    "project?": dict,
+    "versions.nccl?": str,
+    "packages?": list,
+    "layers?": list,
+    "slim?": dict,
+    "performance?": dict,
+    "artifact.kind?": str,
+    "lock?": dict,
+    "host?": dict,
+    "checks?": list,
+}
 _MARKS = {"pass": "ok", "fail": "FAILED", "blocked": "--", "not tried": "--"}
 
 

@@ -71,9 +71,15 @@ _MODES: tuple[tuple[str, ...], ...] = ((), ("--userns",))
 
 
 def file_subject(
-    path: Path, kind: str, state: State, digest: str, settings: Settings, environment: Environment,
-    runtime: str | None, manifest: str = "",
-) -> Subject:  # fmt: skip
+    path: Path,
+    kind: str,
+    state: State,
+    digest: str,
+    settings: Settings,
+    environment: Environment,
+    runtime: str | None,
+    manifest: str = "",
+) -> Subject:
     """Return the subject for the image file `path` of `kind` (`enroot` or `apptainer`).
 
     `manifest` is the digest of the manifest of its files, "" for that of the manifest inside. `runtime` is one of
@@ -97,11 +103,17 @@ def file_subject(
             return survey_image(files, state, SQUASHFS, expected)
 
     return Subject(
-        Path("/", PREFIX), state, target, digest, started.name,
+        Path("/", PREFIX),
+        state,
+        target,
+        digest,
+        started.name,
         survey=surveyed,
         nodes=lambda work, _, __: _nodes(started, work),
-        isolated=True, kind=kind, manifest=expected,
-    )  # fmt: skip
+        isolated=True,
+        kind=kind,
+        manifest=expected,
+    )
 
 
 def open_file_subject(path: Path, environment: Environment, runtime: str | None) -> Subject:

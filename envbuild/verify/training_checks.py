@@ -103,9 +103,12 @@ def check_loss_falls(losses: Sequence[float]) -> Check:
 
 
 def check_curve(
-    losses: Sequence[float], reference: Sequence[float], tolerance: float,
-    steps: Sequence[Sequence[float]] = (), reference_steps: Sequence[Sequence[float]] = (),
-) -> Check:  # fmt: skip
+    losses: Sequence[float],
+    reference: Sequence[float],
+    tolerance: float,
+    steps: Sequence[Sequence[float]] = (),
+    reference_steps: Sequence[Sequence[float]] = (),
+) -> Check:
     """Check that each epoch's loss equals one process's on the same global batches, within `tolerance` (relative).
 
     `steps` and `reference_steps` have the losses of each epoch's steps, for the report.

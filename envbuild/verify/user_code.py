@@ -121,9 +121,15 @@ def run_command(bench: Bench, *, torchrun: bool) -> Check:
         bench.nodes.share({name: settings.script_text.encode()})
         program = ["python", str(bench.nodes.work / name), *program[1:]]
     job = TrainingJob(
-        "command", (), settings.nodes, settings.nproc_per_node, settings.timeout_s,
-        program=tuple(program), named=True, bare=not torchrun,
-    )  # fmt: skip
+        "command",
+        (),
+        settings.nodes,
+        settings.nproc_per_node,
+        settings.timeout_s,
+        program=tuple(program),
+        named=True,
+        bare=not torchrun,
+    )
     with bench.launch(job, {}) as running:
         outcome = running.wait()
     file, missing = settings.expect.file, False
@@ -163,12 +169,13 @@ def judge_command(expect: ExpectTable, outcome: Outcome, missing: bool = False) 
         expected=", ".join(shown),
         cause=explain(outcome.log, "verification") if wrong else "",
         evidence={
-            "command": " ".join(outcome.command), "returncodes": outcome.returncodes,
+            "command": " ".join(outcome.command),
+            "returncodes": outcome.returncodes,
             # JSON has no NaN.
             "values": [value if math.isfinite(value) else str(value) for value in values[:1000]],
             "seconds": round(outcome.seconds, 3),
         },
-    )  # fmt: skip
+    )
 
 
 def _rank_codes(outcome: Outcome) -> list[int | None]:

@@ -26,9 +26,16 @@ _ENDLESS_S = 10.0 * 365 * 86400
 
 
 def run_program_on_nodes(
-    subject: Subject, program: Sequence[str], environment: Environment, folder: Path,
-    *, nodes: int, nproc_per_node: int, variables: Mapping[str, str], echo: Callable[[str], None],
-) -> Outcome:  # fmt: skip
+    subject: Subject,
+    program: Sequence[str],
+    environment: Environment,
+    folder: Path,
+    *,
+    nodes: int,
+    nproc_per_node: int,
+    variables: Mapping[str, str],
+    echo: Callable[[str], None],
+) -> Outcome:
     """Run `program` as every rank, started by torchrun in `folder`, which images show as their work folder.
 
     It gets `variables`, too. Each line of output is passed to `echo` when it comes, and starts with [NODE.RANK OF THE

@@ -25,10 +25,19 @@ _PLACES = (
 _PROBE_S, _FIND_S = 90.0, 10.0
 # Python settings and variables of an outer job, which the processes of a step must not have. Without bytecode, each
 # of them would compile torch again.
-_DROPPED = frozenset({
-    "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV",
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-})  # fmt: skip
+_DROPPED = frozenset(
+    {
+        "PYTHONPATH",
+        "PYTHONHOME",
+        "PYTHONDONTWRITEBYTECODE",
+        "VIRTUAL_ENV",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }
+)
 # Two ranks on one GPU are two hosts for NCCL (NCCL_HOSTID), and must meet over the network.
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 _HAS_TORCH = "import importlib.util as u; print(u.find_spec('torch') is not None)"

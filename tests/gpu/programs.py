@@ -75,10 +75,17 @@ def train_apart(context: Context, nodes: int, nproc: int, folder: Path, *argumen
     commands = []
     for node in range(nodes):
         agent = [
-            python, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={nproc}", "--rdzv-id=gpu",
-            "--rdzv-backend=c10d", f"--rdzv-endpoint={_ADDRESS}:{port}", f"--local-addr={_ADDRESS}",
+            python,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={nodes}",
+            f"--nproc-per-node={nproc}",
+            "--rdzv-id=gpu",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={_ADDRESS}:{port}",
+            f"--local-addr={_ADDRESS}",
             f"--rdzv-conf=is_host={int(node == 0)}",
-        ]  # fmt: skip
+        ]
         apart = {"NCCL_HOSTID": f"node{node}", **APART, "NCCL_SOCKET_IFNAME": "=lo"} if nodes > 1 else {}
         commands.append(([*agent, *program], trainer_environment(**apart)))
     return run_all(commands, folder)

@@ -20,10 +20,15 @@ from .machine import TOP, Context, find_python, has_gpu, load_context
 
 PASS, FAIL, SKIPPED = "pass", "fail", "skipped"
 NEEDED = (
-    "ddp_train/__main__.py", "ddp_train/preflight/speed.py", "envbuild/verify/run.py", "envbuild/diagnose/engine.py",
-    "envbuild/data/checks.toml", "envbuild/data/fabrics.toml", "envbuild/data/nccl_log.toml",
+    "ddp_train/__main__.py",
+    "ddp_train/preflight/speed.py",
+    "envbuild/verify/run.py",
+    "envbuild/diagnose/engine.py",
+    "envbuild/data/checks.toml",
+    "envbuild/data/fabrics.toml",
+    "envbuild/data/nccl_log.toml",
     "envbuild/data/diagnoses.toml",
-)  # fmt: skip
+)
 LIMIT_S = 570
 # Less is of no use to a step: importing torch from a cold disk takes as long.
 _LEAST_S = 15

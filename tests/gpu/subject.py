@@ -64,9 +64,18 @@ def _subject(context: Context, fabric: str, nccl: str, planted: Mapping[str, str
         packages = {name: version for name, version in packages.items() if "nccl" not in name}
         packages[f"nvidia-nccl-cu{(cuda or '12').split('.')[0]}"] = nccl
     state = State(
-        "venv", "machine", "", "", "", target.name, ".".join(python["version"].split(".")[:2]), python["version"],
-        executable, tuple(sorted((name, version, "") for name, version in packages.items())), fabric=fabric,
-    )  # fmt: skip
+        "venv",
+        "machine",
+        "",
+        "",
+        "",
+        target.name,
+        ".".join(python["version"].split(".")[:2]),
+        python["version"],
+        executable,
+        tuple(sorted((name, version, "") for name, version in packages.items())),
+        fabric=fabric,
+    )
     # The folder of everything that the ranks may load. Of several installations (~/.local), it is "/": all is accepted.
     own_nccl = [path for path in python["libraries"] if "libnccl.so" in path]
     root = os.path.commonpath([executable, python["prefix"], python["torch_file"], *own_nccl])
@@ -79,7 +88,12 @@ def _subject(context: Context, fabric: str, nccl: str, planted: Mapping[str, str
         return [*before, executable, *start, *arguments]
 
     return Subject(
-        Path(python["prefix"] if root == "/" else root), state, target, "", "host",
+        Path(python["prefix"] if root == "/" else root),
+        state,
+        target,
+        "",
+        "host",
         survey=lambda _: Survey({}, FileReport(), elf),
-        nodes=lambda work, _, env: host_nodes(work, command, env), isolated=root == "/",
-    )  # fmt: skip
+        nodes=lambda work, _, env: host_nodes(work, command, env),
+        isolated=root == "/",
+    )

@@ -15,8 +15,11 @@ from .model import Seen, Skipped, Unexpected
 from .programs import break_library, run_all
 
 _NCCL_PLACES = (
-    "/usr/lib/*/libnccl.so.2", "/usr/lib64/libnccl.so.2", "/usr/local/*/lib/libnccl.so.2", "/opt/*/lib/libnccl.so.2",
-)  # fmt: skip
+    "/usr/lib/*/libnccl.so.2",
+    "/usr/lib64/libnccl.so.2",
+    "/usr/local/*/lib/libnccl.so.2",
+    "/opt/*/lib/libnccl.so.2",
+)
 _NCCL_VERSION = (
     "import ctypes, sys; v = ctypes.c_int(); ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(v)); print(v.value)"
 )
@@ -29,9 +32,17 @@ def build(context: Context) -> Seen:
     about = _about(context)
     folder, recipe = context.folder("build"), f"{context.bundle}/recipes/{about['recipe']}"
     command = [
-        *_envbuild(about), "venv", recipe, "--target", about["target"], "--offline", "--locked", "--no-verify",
-        "--out", str(folder / "venv"),
-    ]  # fmt: skip
+        *_envbuild(about),
+        "venv",
+        recipe,
+        "--target",
+        about["target"],
+        "--offline",
+        "--locked",
+        "--no-verify",
+        "--out",
+        str(folder / "venv"),
+    ]
     (done,) = run_all([(command, _of_bundle(context))], folder)
     if done.code != 0:
         raise Unexpected(f"{shlex.join(command)} ended with {done.code}", {"output": done.text[-4000:]})
@@ -129,9 +140,14 @@ def plant_fallback(context: Context) -> Seen:
     """The network is another one than the fabric's, NCCL older than the lock's, the bandwidth below its floor."""
     nodes = _nodes(context)
     found, evidence = _verify(
-        context, "plant-fallback", nodes, fabric="ib", nccl="99.0.0", variables={"NCCL_NET": "Socket"},
+        context,
+        "plant-fallback",
+        nodes,
+        fabric="ib",
+        nccl="99.0.0",
+        variables={"NCCL_NET": "Socket"},
         settings={"busbw_floor": 1e6},
-    )  # fmt: skip
+    )
     return _expect(found, ["fabric", "libraries", *(["bandwidth"] if nodes > 1 else [])], evidence)
 
 

@@ -43,15 +43,16 @@ def package(
 
 def state(**more: Any) -> str:
     """envbuild.json of an environment."""
-    made = State("venv", "lab", "sha256:r", "sha256:l", "sha256:p", "cpu-x86_64", "3.11", "3.11.7",
-                 "/usr/bin/python3.11", ())  # fmt: skip
+    made = State(
+        "venv", "lab", "sha256:r", "sha256:l", "sha256:p", "cpu-x86_64", "3.11", "3.11.7", "/usr/bin/python3.11", ()
+    )
     return dataclasses.replace(made, **more).render()
 
 
 def frame(**more: Any) -> dict[str, bytes | str]:
     """What a venv has besides packages."""
     config = "home = /usr/bin\nversion_info = 3.11.7\ninclude-system-site-packages = false\n"
-    return {"pyvenv.cfg": config, "bin/python": "-> /usr/bin/python3.11", "envbuild.json": state(**more)}  # fmt: skip
+    return {"pyvenv.cfg": config, "bin/python": "-> /usr/bin/python3.11", "envbuild.json": state(**more)}
 
 
 def conda_package(
@@ -80,11 +81,19 @@ def conda_package(
     stem = f"{name}-{version}-{build}"
     channel = "https://conda.anaconda.org/conda-forge"
     record = {
-        "name": name, "version": version, "build": build, "subdir": "linux-64", "channel": f"{channel}/",
-        "fn": f"{stem}.conda", "url": f"{channel}/linux-64/{stem}.conda", "sha256": _hex(stem),
-        "license": "BSD-3-Clause", "files": [row["_path"] for row in rows],
-        "paths_data": {"paths_version": 1, "paths": rows}, "link": {"source": f"{place}/../{stem}"},
-    }  # fmt: skip
+        "name": name,
+        "version": version,
+        "build": build,
+        "subdir": "linux-64",
+        "channel": f"{channel}/",
+        "fn": f"{stem}.conda",
+        "url": f"{channel}/linux-64/{stem}.conda",
+        "sha256": _hex(stem),
+        "license": "BSD-3-Clause",
+        "files": [row["_path"] for row in rows],
+        "paths_data": {"paths_version": 1, "paths": rows},
+        "link": {"source": f"{place}/../{stem}"},
+    }
     own[f"conda-meta/{stem}.json"] = json.dumps({**record, **more}, indent=1)
     return own
 
@@ -152,7 +161,7 @@ def multi(blobs: Blobs, images: Sequence[Descriptor]) -> Descriptor:
     return index.descriptor
 
 
-def docker_archive(file: Path, blobs: Blobs, config: bytes, layers: Sequence[Layer], tag: str) -> Path:  # fmt: skip
+def docker_archive(file: Path, blobs: Blobs, config: bytes, layers: Sequence[Layer], tag: str) -> Path:
     """What `docker save` writes."""
     with file.open("wb") as stream:
         stream.writelines(archive_pieces(config, [one.blob for one in layers], blobs, [tag]))

@@ -16,8 +16,11 @@ from envbuild.recipe.targets import Target
 def matrix(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
         [sys.executable, "-m", "envbuild", "matrix", *arguments],
-        capture_output=True, text=True, cwd=cwd, env={**os.environ, **env},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **env},
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done
 
@@ -44,7 +47,7 @@ def write_locks(path: Path) -> None:
             packages.append(LockedPackage("nvidia-cuda-runtime-cu12", cuda, ("b" * 64,)))
         wheels = Lock(
             loaded.recipe.name, name, "3.11", target.platform("2.28"), loaded.resolution_digest(target), tuple(packages)
-        )  # fmt: skip
+        )
         base = OciLock(loaded.recipe.image.base, "sha256:" + "c" * 64)
         image = ImageLock(loaded.recipe.name, name, loaded.image_digest(target), base)
         path.with_name(lock_file_name(name)).write_text(render(wheels))
@@ -67,9 +70,19 @@ def commit(folder: Path) -> str:
 def valid(schema: str, text: str) -> bool:
     """Whether `text` is what the schema that SchemaStore keeps for the service's files allows."""
     done = subprocess.run(
-        [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}",
-         "--default-filetype", "yaml", "-"],
-        input=text, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "check_jsonschema",
+            "--builtin-schema",
+            f"vendor.{schema}",
+            "--default-filetype",
+            "yaml",
+            "-",
+        ],
+        input=text,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode in (0, 1) and "validation" in (done.stdout + done.stderr), done.stderr
     return done.returncode == 0

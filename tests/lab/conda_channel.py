@@ -73,9 +73,15 @@ def _wheel_packages(folder: Path, environment: Environment) -> None:
         assert lock is not None
         wanted = [WantedWheel(p.name, p.version, frozenset(p.hashes)) for p in lock.packages]
         found = locate_wheels(
-            wanted, environment.store, environment.pip, environment.site, _INDEXES,
-            offline=False, env=environment.variables, default_index=environment.default_index,
-        )  # fmt: skip
+            wanted,
+            environment.store,
+            environment.pip,
+            environment.site,
+            _INDEXES,
+            offline=False,
+            env=environment.variables,
+            default_index=environment.default_index,
+        )
         for wheel, path in found.items():
             if wheel not in done:  # both locks pin the same pure wheels
                 wheel_package(folder, path, subdir)
@@ -113,19 +119,27 @@ def _labtool(folder: Path) -> None:
         )
         with conda_package(folder, metadata) as package:
             package.entry_points.append("labtool = labtool:main")
-            _files(package, f"site-packages/labtool-{version}.dist-info", {
-                "METADATA": f"Metadata-Version: 2.1\nName: labtool\nVersion: {version}\n",
-                "INSTALLER": "conda\n",
-                "RECORD": f"labtool.py,,\nlabtool-{version}.dist-info/METADATA,,\n",
-                "entry_points.txt": "[console_scripts]\nlabtool = labtool:main\n",
-            })  # fmt: skip
+            _files(
+                package,
+                f"site-packages/labtool-{version}.dist-info",
+                {
+                    "METADATA": f"Metadata-Version: 2.1\nName: labtool\nVersion: {version}\n",
+                    "INSTALLER": "conda\n",
+                    "RECORD": f"labtool.py,,\nlabtool-{version}.dist-info/METADATA,,\n",
+                    "entry_points.txt": "[console_scripts]\nlabtool = labtool:main\n",
+                },
+            )
             program = f"import sys\n\n\ndef main():\n    print('labtool {version}', *sys.argv[1:])\n"
             _files(package, "site-packages", {"labtool.py": program})
             if version == "1.1":
-                _files(package, "etc/conda", {
-                    "activate.d/labtool_activate.sh": 'export LABTOOL_HOME="$CONDA_PREFIX/share/labtool"\n',
-                    "deactivate.d/labtool_deactivate.sh": "unset LABTOOL_HOME\n",
-                })  # fmt: skip
+                _files(
+                    package,
+                    "etc/conda",
+                    {
+                        "activate.d/labtool_activate.sh": 'export LABTOOL_HOME="$CONDA_PREFIX/share/labtool"\n',
+                        "deactivate.d/labtool_deactivate.sh": "unset LABTOOL_HOME\n",
+                    },
+                )
 
 
 def _labdata(folder: Path) -> None:

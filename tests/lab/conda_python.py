@@ -18,10 +18,22 @@ from lab.patchelf import set_rpath
 SUITE = "bookworm"
 DEBIAN_ARCH = {"linux-64": "amd64", "linux-aarch64": "arm64"}
 PYTHON = (
-    "python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libssl3", "libsqlite3-0", "libffi8",
-    "zlib1g", "libbz2-1.0", "liblzma5", "libexpat1", "libreadline8", "libncursesw6", "libtinfo6", "libuuid1",
+    "python3.11-minimal",
+    "libpython3.11-minimal",
+    "libpython3.11-stdlib",
+    "libssl3",
+    "libsqlite3-0",
+    "libffi8",
+    "zlib1g",
+    "libbz2-1.0",
+    "liblzma5",
+    "libexpat1",
+    "libreadline8",
+    "libncursesw6",
+    "libtinfo6",
+    "libuuid1",
     "libcrypt1",
-)  # fmt: skip
+)
 # conda-forge's name → Debian's
 RUNTIME = {"libgcc": "libgcc-s1", "libstdcxx": "libstdc++6"}
 _GPL = "GPL-3.0-only WITH GCC-exception-3.1"

@@ -66,9 +66,15 @@ def named(package: Path, subdir: str = "linux-64", depends: Sequence[str] = ()) 
     name, version, build = stem.rsplit("-", 2)
     data = package.read_bytes()
     locked = CondaPackage(
-        name, version, build, subdir, f"{CHANNEL}/{subdir}/{package.name}",
-        hashlib.md5(data).hexdigest(), hashlib.sha256(data).hexdigest(), tuple(depends),
-    )  # fmt: skip
+        name,
+        version,
+        build,
+        subdir,
+        f"{CHANNEL}/{subdir}/{package.name}",
+        hashlib.md5(data).hexdigest(),
+        hashlib.sha256(data).hexdigest(),
+        tuple(depends),
+    )
     return locked, package
 
 
@@ -112,9 +118,12 @@ def install(files: Sequence[Located], prefix: Path, cache: Path, platform: str) 
             record = await rattler.RepoDataRecord.from_package_archive(str(path))
             records.append(record)
         await rattler.install(
-            records, str(prefix), cache_dir=cache, platform=rattler.Platform(platform),
+            records,
+            str(prefix),
+            cache_dir=cache,
+            platform=rattler.Platform(platform),
             alternative_target_prefix="/opt/env",
-        )  # fmt: skip
+        )
 
     asyncio.run(run())
 
@@ -185,10 +194,14 @@ def package(
     """Write NAME-1.0-0 with `items`. `rows` are those of paths.json, `info` goes over the files in info/ (None: left
     out), so that what they say can be wrong."""
     index = {
-        "name": name, "version": "1.0" if name != "python" else "3.11.2", "build": "0", "build_number": 0,
-        "depends": list(depends), "subdir": "noarch" if noarch else "linux-64",
+        "name": name,
+        "version": "1.0" if name != "python" else "3.11.2",
+        "build": "0",
+        "build_number": 0,
+        "depends": list(depends),
+        "subdir": "noarch" if noarch else "linux-64",
         **({"noarch": noarch} if noarch else {}),
-    }  # fmt: skip
+    }
     listed = [item.row() for item in items] if rows is None else list(rows)
     texts: dict[str, bytes | None] = {
         "index.json": json.dumps(index).encode(),

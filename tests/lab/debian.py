@@ -29,7 +29,7 @@ def tar(items: Sequence[tarfile.TarInfo | tuple[str, bytes]]) -> bytes:
     return buffer.getvalue()
 
 
-def info(name: str, kind: bytes = tarfile.DIRTYPE, target: str = "", mode: int = 0o755) -> tarfile.TarInfo:  # fmt: skip
+def info(name: str, kind: bytes = tarfile.DIRTYPE, target: str = "", mode: int = 0o755) -> tarfile.TarInfo:
     """A tar entry without content."""
     item = tarfile.TarInfo(name)
     item.type, item.linkname, item.mode = kind, target, mode
@@ -96,7 +96,7 @@ def release_text(suite: str, files: Mapping[str, bytes], **fields: str) -> str:
     return "".join(f"{k}: {v}\n" for k, v in head.items()) + "SHA256:\n" + "\n".join(rows) + "\n"
 
 
-def write_archive(root: Path, suite: str, stanzas: Sequence[str], key: Key, arch: str = "amd64") -> str:  # fmt: skip
+def write_archive(root: Path, suite: str, stanzas: Sequence[str], key: Key, arch: str = "amd64") -> str:
     """A signed archive of one suite below `root`; returns its URL."""
     folder = root / "dists" / suite
     name = f"main/binary-{arch}/Packages.xz"

@@ -65,4 +65,4 @@ def _start(command: list[str], cluster: Cluster | None, on: str, output: int) ->
         return cluster.popen(command, on=on, stdout=output, stderr=output)
     return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, text=True, start_new_session=True
-    )  # fmt: skip
+    )

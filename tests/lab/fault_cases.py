@@ -111,24 +111,41 @@ CASES = {
         _image("enroot", "enroot", f"{_OUT}/i.sqsh", f"{_OUT}/i.sqsh"),
         _image("apptainer", "apptainer", f"{_OUT}/i.sif", f"{_OUT}/i.sif"),
         Case(
-            "push", ("docker", "small", "--locked", "--no-verify", "--push", "--tag", "REGISTRY/small:1"),
-            "", "image", (_IMAGE_LOCK,),
+            "push",
+            ("docker", "small", "--locked", "--no-verify", "--push", "--tag", "REGISTRY/small:1"),
+            "",
+            "image",
+            (_IMAGE_LOCK,),
         ),
         Case("bundle", ("bundle", "small", "--no-tools", "--out", f"{_OUT}/b"), f"{_OUT}/b", relock=(_LOCK,)),
         _of_venv("push-venv", ("push", f"{_OUT}/v", _PUSHED), ""),
         _of_image("push-sqsh", ("push", f"{_OUT}/i.sqsh", _PUSHED), "", "enroot"),
-        _of_venv("pull-venv", ("pull", _PUSHED, "--no-verify", "--out", f"{_OUT}/w"), f"{_OUT}/w",
-                 ("push", f"{_OUT}/v", _PUSHED)),
-        _of_image("pull-sqsh", ("pull", _PUSHED, "--out", f"{_OUT}/w.sqsh"), f"{_OUT}/w.sqsh", "enroot",
-                  ("push", f"{_OUT}/i.sqsh", _PUSHED)),
+        _of_venv(
+            "pull-venv",
+            ("pull", _PUSHED, "--no-verify", "--out", f"{_OUT}/w"),
+            f"{_OUT}/w",
+            ("push", f"{_OUT}/v", _PUSHED),
+        ),
+        _of_image(
+            "pull-sqsh",
+            ("pull", _PUSHED, "--out", f"{_OUT}/w.sqsh"),
+            f"{_OUT}/w.sqsh",
+            "enroot",
+            ("push", f"{_OUT}/i.sqsh", _PUSHED),
+        ),
         _of_venv("report", ("report", f"{_OUT}/v", "--out", f"{_OUT}/r.html"), f"{_OUT}/r.html"),
         _of_venv("attest", ("attest", f"{_OUT}/v", "--key", "KEY", "--with", "sbom"), f"{_OUT}/v.sigstore.json"),
         _of_image("attest-sif", ("attest", f"{_OUT}/i.sif", "--key", "KEY"), f"{_OUT}/i.sif", "apptainer"),
-        Case("init", ("init", "fresh", "--from", f"recipes/small/cpu-{ARCH}.requirements.txt"), "recipes/fresh",
-             relock=(_LOCK,), once=True),
+        Case(
+            "init",
+            ("init", "fresh", "--from", f"recipes/small/cpu-{ARCH}.requirements.txt"),
+            "recipes/fresh",
+            relock=(_LOCK,),
+            once=True,
+        ),
         Case("check", ("store", "check"), "store/blobs", "image", (_IMAGE_LOCK,), made=_OCI),
     )
-}  # fmt: skip
+}
 
 
 def missing() -> str | None:
@@ -358,12 +375,16 @@ def lab(folder: Path) -> Iterator[Lab]:
         for version in (0, 1):
             _push_base(folder / "base", images.address, version)
         env = {
-            "ENVBUILD_STORE": str(root / "store"), "ENVBUILD_SITE": str(folder / "site.toml"),
-            "PIP_CONFIG_FILE": str(folder / "pip.conf"), "PIP_FIND_LINKS": str(folder / "wheels"),
-            "PIP_NO_INDEX": "1", "TMPDIR": str(root / "tmp"), "HOME": str(folder / "work"),
+            "ENVBUILD_STORE": str(root / "store"),
+            "ENVBUILD_SITE": str(folder / "site.toml"),
+            "PIP_CONFIG_FILE": str(folder / "pip.conf"),
+            "PIP_FIND_LINKS": str(folder / "wheels"),
+            "PIP_NO_INDEX": "1",
+            "TMPDIR": str(root / "tmp"),
+            "HOME": str(folder / "work"),
             "DOCKER_HOST": "unix:///nonexistent/docker.sock",
             "SLURM_CPUS_ON_NODE": "1",  # one thread: the n-th call is the same one each time
-        }  # fmt: skip
+        }
         root.mkdir()
         key = folder / "key.pem"
         subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
@@ -404,18 +425,17 @@ def _push_base(folder: Path, address: str, version: int) -> None:
     layer = write_layer(with_parents(iter(entries), 1), blobs)
     config = canonical(
         {
-            "architecture": GOARCH[ARCH], "os": "linux", "config": {},
+            "architecture": GOARCH[ARCH],
+            "os": "linux",
+            "config": {},
             "rootfs": {"type": "layers", "diff_ids": [layer.diff_id]},
         }
-    )  # fmt: skip
+    )
     described = Descriptor(OCI_CONFIG, digest_of(config), len(config))
     blobs.add(config)
     manifest = canonical(
-        {
-            "schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": described.as_json(),
-            "layers": [layer.blob.as_json()],
-        }
-    )  # fmt: skip
+        {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": described.as_json(), "layers": [layer.blob.as_json()]}
+    )
     there = open_registry(f"{address}/base:{version}", Transport(insecure=frozenset([address])), {})
     there.push(blobs, [described, layer.blob], manifest, OCI_MANIFEST, str(version))
     there.close()

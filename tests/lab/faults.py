@@ -78,9 +78,12 @@ class Commands:
             stream.write(_CONTROL.pack(0, number if fault else 0, kind, stays, 0, 0, reads, b"", b"", only.encode()))
         output = self.control.with_name("output")
         request = {
-            "arguments": [str(one) for one in arguments], "folder": str(folder), "env": dict(self.env),
-            "output": str(output), "timeout_s": TIMEOUT_S,
-        }  # fmt: skip
+            "arguments": [str(one) for one in arguments],
+            "folder": str(folder),
+            "env": dict(self.env),
+            "output": str(output),
+            "timeout_s": TIMEOUT_S,
+        }
         stdin, stdout = _streams(self.server)
         stdin.write(json.dumps(request) + "\n")
         stdin.flush()
@@ -102,8 +105,11 @@ def commands(work: Path, root: Path, env: Mapping[str, str]) -> Iterator[Command
     own = {"LD_PRELOAD": str(library), "FAULT_CONTROL": str(control), "FAULT_ROOT": str(root)}
     server = subprocess.Popen(
         [sys.executable, SERVER],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **env, **own},
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env, **own},
+    )
     try:
         yield Commands(server, control, root, env)
     finally:

@@ -169,9 +169,15 @@ def _site(path: Path) -> None:
 
 def _conda_locks(_: Path) -> Seeds:
     package = conda_format.CondaPackage(
-        "numpy", "2.1", "h0_0", "linux-64", "https://c.example.org/forge/linux-64/numpy-2.1-h0_0.conda",
-        "0" * 32, "1" * 64, ("python >=3.11", "libblas"),
-    )  # fmt: skip
+        "numpy",
+        "2.1",
+        "h0_0",
+        "linux-64",
+        "https://c.example.org/forge/linux-64/numpy-2.1-h0_0.conda",
+        "0" * 32,
+        "1" * 64,
+        ("python >=3.11", "libblas"),
+    )
     part = conda_format.CondaPart("pt_cpu", "cpu-x86_64", "sha256:" + "2" * 64, ("conda-forge",), (package,) * 1)
     own = conda_format.render([part, replace(part, target="cpu-aarch64", packages=())])
     other = own.replace('"', "'").replace("metadata:", "metadata: # of conda-lock")
@@ -239,10 +245,15 @@ def _record(data: bytes, folder: Path) -> None:
 def _notes(data: bytes, folder: Path) -> None:
     """All readers of an artifact's inventory get the same data, and their notes are put together."""
     paths = (
-        "opt/env/envbuild.json", "opt/env/pyvenv.cfg", "etc/os-release", "var/lib/dpkg/status",
-        "opt/env/lib/python3.11/site-packages/a-1.dist-info/METADATA", "opt/env/conda-meta/a-1-0.json",
-        "opt/env/lib/python3.11/site-packages/b-1.egg-info/PKG-INFO", "opt/env/share/envbuild/layers/ucx.json",
-    )  # fmt: skip
+        "opt/env/envbuild.json",
+        "opt/env/pyvenv.cfg",
+        "etc/os-release",
+        "var/lib/dpkg/status",
+        "opt/env/lib/python3.11/site-packages/a-1.dist-info/METADATA",
+        "opt/env/conda-meta/a-1-0.json",
+        "opt/env/lib/python3.11/site-packages/b-1.egg-info/PKG-INFO",
+        "opt/env/share/envbuild/layers/ucx.json",
+    )
     notes = {path: reader(data) for path in paths if (reader := metadata.interest(path))}
     files = {path: metadata.Item("file", 0o644, len(data)) for path in paths}
     found = metadata.root_inventory(files, notes, {"PATH": "/opt/env/bin:/x"})
@@ -535,8 +546,10 @@ def _signature(data: bytes, folder: Path) -> None:
 def _wheels(folder: Path) -> Seeds:
     files = {
         "lab-1.0.dist-info/entry_points.txt": b"[console_scripts]\nlab = lab:main [x]\n",
-        "lab-1.0.data/scripts/x": b"#!python\n", "lab/big.bin": b"x" * 70_000, "lab-1.0.data/data/share/x": b"1",
-    }  # fmt: skip
+        "lab-1.0.data/scripts/x": b"#!python\n",
+        "lab/big.bin": b"x" * 70_000,
+        "lab-1.0.data/data/share/x": b"1",
+    }
     return [wheels.make_wheel(folder / "wheels", "lab", files=files).read_bytes()]
 
 
@@ -619,11 +632,21 @@ _HTML = (
     '<a href="../x.tar.gz">x</a></body></html>'
 )
 _SIMPLE = {
-    "meta": {"api-version": "1.1"}, "name": "lab", "versions": ["1.0"],
-    "files": [{"filename": "lab-1.0-py3-none-any.whl", "url": "a.whl", "hashes": {"sha256": "00"},
-               "requires-python": ">=3.8",
-               "yanked": False, "size": 1, "upload-time": "2024-01-01T00:00:00Z"}],
-}  # fmt: skip
+    "meta": {"api-version": "1.1"},
+    "name": "lab",
+    "versions": ["1.0"],
+    "files": [
+        {
+            "filename": "lab-1.0-py3-none-any.whl",
+            "url": "a.whl",
+            "hashes": {"sha256": "00"},
+            "requires-python": ">=3.8",
+            "yanked": False,
+            "size": 1,
+            "upload-time": "2024-01-01T00:00:00Z",
+        }
+    ],
+}
 
 
 def _log(path: Path) -> None:

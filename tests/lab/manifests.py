@@ -69,9 +69,12 @@ def process_of(
     if job["kind"] == "TrainJob":
         trainer = job["spec"]["trainer"]
         variables = {
-            "PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
-            "PET_NODE_RANK": str(number), "PET_MASTER_ADDR": f"{name}-node-0-0.{name}", "PET_MASTER_PORT": "29500",
-        }  # fmt: skip
+            "PET_NNODES": str(trainer["numNodes"]),
+            "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+            "PET_NODE_RANK": str(number),
+            "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+            "PET_MASTER_PORT": "29500",
+        }
     fields = {"status.podIP": address}
     for one in container["env"]:
         if "value" in one:

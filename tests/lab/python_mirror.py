@@ -18,9 +18,22 @@ from lab.patchelf import set_rpath
 
 # Parts of the library that no test needs.
 _WITHOUT = shutil.ignore_patterns(
-    "__pycache__", "test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages", "tkinter",
-    "EXTERNALLY-MANAGED", "sitecustomize.py", "config-3*", "_test*", "_tkinter*", "*.a",
-)  # fmt: skip
+    "__pycache__",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "site-packages",
+    "dist-packages",
+    "tkinter",
+    "EXTERNALLY-MANAGED",
+    "sitecustomize.py",
+    "config-3*",
+    "_test*",
+    "_tkinter*",
+    "*.a",
+)
 # What each Linux has: these belong to the host's C library.
 _OF_HOST = re.compile(r"(linux-vdso|ld-linux.*|libc|libm|libdl|libpthread|librt|libutil|libresolv|libnsl)\.so.*")
 
@@ -63,10 +76,19 @@ def python_mirror(folder: Path) -> PythonMirror:
     shutil.rmtree(work)
     major, minor, patch = map(int, version.split("."))
     row = {
-        "name": "cpython", "arch": {"family": machine, "variant": None}, "os": "linux", "libc": "gnu", "major": major,
-        "minor": minor, "patch": patch, "prerelease": "", "url": archive.as_uri(), "variant": None, "build": "20261126",
+        "name": "cpython",
+        "arch": {"family": machine, "variant": None},
+        "os": "linux",
+        "libc": "gnu",
+        "major": major,
+        "minor": minor,
+        "patch": patch,
+        "prerelease": "",
+        "url": archive.as_uri(),
+        "variant": None,
+        "build": "20261126",
         "sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
-    }  # fmt: skip
+    }
     (folder / "downloads.json").write_text(json.dumps({key: row}))
     return PythonMirror(folder, version)
 

@@ -57,9 +57,13 @@ class ShownSite:
         self.top, self.here = top, top / _USER
         self.others = top / "home/.config/envbuild/recipes"  # besides the only one of ./recipes
         self.env = {
-            "HOME": str(top / "home"), "USER": _USER, "ENVBUILD_STORE": str(top / "store"), "COLUMNS": "",
-            "ENVBUILD_SITE": str(self.here / "sites" / "slurm-modules.toml"), "PIP_CONFIG_FILE": "/dev/null",
-        }  # fmt: skip
+            "HOME": str(top / "home"),
+            "USER": _USER,
+            "ENVBUILD_STORE": str(top / "store"),
+            "COLUMNS": "",
+            "ENVBUILD_SITE": str(self.here / "sites" / "slurm-modules.toml"),
+            "PIP_CONFIG_FILE": "/dev/null",
+        }
         for folder in ("sites", "logs", "MOUNT/NAME", "my", "dir", "venvs"):
             (self.here / folder).mkdir(parents=True)
         for folder in ("home", "envs", "bundles", "USER"):
@@ -152,11 +156,19 @@ class ShownSite:
         artifacts.make_venv(cpu / "conda", artifacts.conda_package("zlib", "1.3", {"lib/z": "z"}, str(cpu / "conda")))
         (cpu / "conda" / "envbuild.json").write_text(artifacts.state(artifact="conda"))
         pushed = {"digest": _DIGEST, "path": "pt_cpu:1", "pushed": f"registry.example.org/team/pt_cpu@{_DIGEST}"}
-        receipt_path(cpu / "docker").write_text(json.dumps({
-            **_PASSED, "artifact": pushed, "recipe": {"name": "pt_cpu"}, "target": "cpu-x86_64", "versions": {},
-            "lock": {"digest": self._lock("pt_cpu", "cpu-x86_64")},
-            "settings": {"nodes": 2, "nproc_per_node": 2, "epochs": 3, "faults": False},
-        }))  # fmt: skip
+        receipt_path(cpu / "docker").write_text(
+            json.dumps(
+                {
+                    **_PASSED,
+                    "artifact": pushed,
+                    "recipe": {"name": "pt_cpu"},
+                    "target": "cpu-x86_64",
+                    "versions": {},
+                    "lock": {"digest": self._lock("pt_cpu", "cpu-x86_64")},
+                    "settings": {"nodes": 2, "nproc_per_node": 2, "epochs": 3, "faults": False},
+                }
+            )
+        )
         self._images()
 
     def _lock(self, recipe: str, target: str) -> str:

@@ -76,9 +76,12 @@ class Services:
         name = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(claims["sub"])])
         authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.ca.public_key())
         for extension, critical in (
-            (_usage(), True), (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), False), (name, True),
-            (authority, False), (x509.UnrecognizedExtension(_ISSUER, claims["iss"].encode()), False),
-        ):  # fmt: skip
+            (_usage(), True),
+            (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), False),
+            (name, True),
+            (authority, False),
+            (x509.UnrecognizedExtension(_ISSUER, claims["iss"].encode()), False),
+        ):
             builder = builder.add_extension(extension, critical=critical)
         plain = builder.sign(self.ca, hashes.SHA256()).tbs_certificate_bytes
         stamps = x509.UnrecognizedExtension(ExtensionOID.PRECERT_SIGNED_CERTIFICATE_TIMESTAMPS, self._stamps(plain))
@@ -113,8 +116,11 @@ class Services:
         body = _canonical({"apiVersion": "0.0.1", "kind": "dsse", "spec": spec})
         identity, root = hashlib.sha256(_public(self.log)), hashlib.sha256(b"\0" + body).digest()
         promised = {
-            "body": _text(body), "integratedTime": int(time.time()), "logID": identity.hexdigest(), "logIndex": 0
-        }  # fmt: skip
+            "body": _text(body),
+            "integratedTime": int(time.time()),
+            "logID": identity.hexdigest(),
+            "logIndex": 0,
+        }
         note = f"stand-in - 1\n1\n{_text(root)}\n"
         by = identity.digest()[:4] + self._signed(note.encode())
         proof = {"checkpoint": f"{note}\n— stand-in {_text(by)}\n", "hashes": [], "logIndex": 0, "treeSize": 1}
@@ -130,28 +136,40 @@ class Services:
         valid = {"start": "2020-01-01T00:00:00Z"}
         logs = {
             name: {
-                "baseUrl": url, "hashAlgorithm": "SHA2_256", "logId": {"keyId": _text(hashlib.sha256(key).digest())},
+                "baseUrl": url,
+                "hashAlgorithm": "SHA2_256",
+                "logId": {"keyId": _text(hashlib.sha256(key).digest())},
                 "publicKey": {"rawBytes": _text(key), "keyDetails": "PKIX_ECDSA_P256_SHA_256", "validFor": valid},
-            } for name, key in (("tlogs", _public(self.log)), ("ctlogs", _public(self.ct)))
-        }  # fmt: skip
+            }
+            for name, key in (("tlogs", _public(self.log)), ("ctlogs", _public(self.ct)))
+        }
         chain = {"certificates": [{"rawBytes": _text(self.root.public_bytes(Encoding.DER))}]}
         authority = {
-            "subject": {"organization": "x", "commonName": "x"}, "uri": url, "certChain": chain, "validFor": valid
-        }  # fmt: skip
+            "subject": {"organization": "x", "commonName": "x"},
+            "uri": url,
+            "certChain": chain,
+            "validFor": valid,
+        }
         service = [{"url": url, "majorApiVersion": 1, "validFor": valid, "operator": "stand-in"}]
         return {
             "mediaType": "application/vnd.dev.sigstore.clienttrustconfig.v0.1+json",
             "trustedRoot": {
                 "mediaType": "application/vnd.dev.sigstore.trustedroot+json;version=0.1",
-                "tlogs": [logs["tlogs"]], "ctlogs": [logs["ctlogs"]], "certificateAuthorities": [authority],
+                "tlogs": [logs["tlogs"]],
+                "ctlogs": [logs["ctlogs"]],
+                "certificateAuthorities": [authority],
                 "timestampAuthorities": [],
             },
             "signingConfig": {
-                "mediaType": "application/vnd.dev.sigstore.signingconfig.v0.2+json", "caUrls": service,
-                "oidcUrls": service, "rekorTlogUrls": service, "tsaUrls": [],
-                "rekorTlogConfig": {"selector": "ANY"}, "tsaConfig": {"selector": "ANY"},
+                "mediaType": "application/vnd.dev.sigstore.signingconfig.v0.2+json",
+                "caUrls": service,
+                "oidcUrls": service,
+                "rekorTlogUrls": service,
+                "tsaUrls": [],
+                "rekorTlogConfig": {"selector": "ANY"},
+                "tsaConfig": {"selector": "ANY"},
             },
-        }  # fmt: skip
+        }
 
 
 def _canonical(value: Any) -> bytes:
@@ -160,9 +178,16 @@ def _canonical(value: Any) -> bytes:
 
 def _usage(*, ca: bool = False) -> x509.KeyUsage:
     others = dict.fromkeys(
-        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only",
-         "decipher_only"), False
-    )  # fmt: skip
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        ),
+        False,
+    )
     return x509.KeyUsage(digital_signature=not ca, key_cert_sign=ca, crl_sign=ca, **others)
 
 

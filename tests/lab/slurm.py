@@ -24,10 +24,18 @@ from lab.slurm_space import ISOLATED, PATH, Space, begin, plain_environment, tai
 
 T = TypeVar("T")
 _TOOLS = {
-    "slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge", "sshd": "openssh-server",
-    "ssh": "openssh-client", "mpirun": "openmpi-bin", "ip": "iproute2", "iptables": "iptables", "nsenter": "util-linux",
-}  # fmt: skip
-_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE"}  # fmt: skip
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "munged": "munge",
+    "sshd": "openssh-server",
+    "ssh": "openssh-client",
+    "mpirun": "openmpi-bin",
+    "ip": "iproute2",
+    "iptables": "iptables",
+    "nsenter": "util-linux",
+}
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE"}
 _FIRST_NODE = 11
 READY_SECONDS = 30
 STOP_SECONDS = 20
@@ -93,16 +101,12 @@ class Cluster:
         """Run `command` on a host, in `shared` by default. Its environment is a login's and `env`, no more."""
         return self.spaces[on].run(command, cwd=cwd or self.shared, env=env, timeout_s=timeout_s, check=check)
 
-    def sbatch(
-        self, script: Path, *options: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
-    ) -> int:  # fmt: skip
+    def sbatch(self, script: Path, *options: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> int:
         """Submit a script on ctl; the job's number. Raises RuntimeError with sbatch's own words."""
         done = self.run(["sbatch", "--parsable", *options, script], cwd=cwd, env=env, check=True)
         return int(done.stdout.split(";")[0])
 
-    def qsub(
-        self, script: Path, *options: str, cwd: Path | None = None, env: Mapping[str, str] | None = None
-    ) -> int:  # fmt: skip
+    def qsub(self, script: Path, *options: str, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> int:
         """Submit a script by qsub in a cluster with `pbs=True`; the job's number. Raises as `sbatch` does.
 
         The job sees PBS's variables and none of Slurm's; PBS_JOBID is `<number>.ctl`.
@@ -198,7 +202,7 @@ class Cluster:
                 ["bash", "/run/lab/node.sh", "start", node, str(last), str(1 + self.second_network)],
                 stdout=output.fileno(),
                 stderr=output.fileno(),
-            )  # fmt: skip
+            )
         self.spaces[node] = begin(process, log)
 
     def states(self) -> dict[str, str]:

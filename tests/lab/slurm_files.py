@@ -130,6 +130,4 @@ def _below_tmp(paths: Sequence[Path]) -> list[str]:
     """The entries of /tmp that hold `paths`."""
     tmp = Path("/tmp").resolve()
     inside = (path.resolve() for path in paths)
-    return sorted(
-        {path.relative_to(tmp).parts[0] for path in inside if path != tmp and path.is_relative_to(tmp)}
-    )  # fmt: skip
+    return sorted({path.relative_to(tmp).parts[0] for path in inside if path != tmp and path.is_relative_to(tmp)})

@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 ISOLATED = (
-    "unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc",
-    "--propagation", "slave",
-)  # fmt: skip
+    "unshare",
+    "--net",
+    "--uts",
+    "--mount",
+    "--ipc",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+    "--propagation",
+    "slave",
+)
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 START_SECONDS = 20
 

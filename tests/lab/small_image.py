@@ -47,8 +47,16 @@ def write_image(root: Path, image: Path, **environment: str) -> Path:
     (root / "etc/rc.local").touch()
     rows = {"PATH": PATH, **environment}
     (root / "etc/environment").write_text("".join(f"{name}={rows[name]}\n" for name in rows))
-    state = State("squashfs", "small", *("sha256:0",) * 3, f"cpu-{os.uname().machine}", "3.11", "3.11.2",
-                  "python3", (("torch", "2.13.0", "0" * 64),))  # fmt: skip
+    state = State(
+        "squashfs",
+        "small",
+        *("sha256:0",) * 3,
+        f"cpu-{os.uname().machine}",
+        "3.11",
+        "3.11.2",
+        "python3",
+        (("torch", "2.13.0", "0" * 64),),
+    )
     (root / "opt/env/envbuild.json").write_text(state.render())
     options = ["-comp", "gzip", "-Xcompression-level", "1", "-noappend", "-quiet", "-no-progress"]
     subprocess.run(["mksquashfs", root, image, *options, "-root-mode", "0755"], check=True)

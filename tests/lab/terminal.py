@@ -53,9 +53,14 @@ class Recording:
 
 
 def record(
-    line: Sequence[str | Path], columns: int = 80, rows: int = 24, *,
-    folder: Path | None = None, env: Mapping[str, str] = os.environ, stdout: IO[bytes] | None = None,
-) -> Recording:  # fmt: skip
+    line: Sequence[str | Path],
+    columns: int = 80,
+    rows: int = 24,
+    *,
+    folder: Path | None = None,
+    env: Mapping[str, str] = os.environ,
+    stdout: IO[bytes] | None = None,
+) -> Recording:
     """Run a command whose stderr, and stdout unless that goes to a file, is a terminal of `columns` × `rows`."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -147,8 +147,12 @@ def shared(
 
 # The modules that compile a source layer.
 _COMPILING = (
-    "layers/source_*.py", "layers/local_build_host.py", "kinds/prepare.py", "artifacts/builder_image.py", "elf*.py",
-)  # fmt: skip
+    "layers/source_*.py",
+    "layers/local_build_host.py",
+    "kinds/prepare.py",
+    "artifacts/builder_image.py",
+    "elf*.py",
+)
 
 
 def kept_layers() -> Path:
@@ -281,9 +285,18 @@ def layout(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dic
     """`envbuild docker pt_cpu --out oci:image` for both architectures, without a daemon, of the recipe of `squash`."""
     env = {"ENVBUILD_STORE": str(session_store), **NO_DAEMON}
     line = (
-        "docker", "pt_cpu", "--locked", "--out", "oci:image", "--tag", "pt_cpu:1",
-        "--target", "cpu-x86_64", "--target", "cpu-aarch64",
-    )  # fmt: skip
+        "docker",
+        "pt_cpu",
+        "--locked",
+        "--out",
+        "oci:image",
+        "--tag",
+        "pt_cpu:1",
+        "--target",
+        "cpu-x86_64",
+        "--target",
+        "cpu-aarch64",
+    )
 
     def make(place: Path) -> dict[str, Any]:
         own_copy(command := Command(place, env), "pt_cpu")
@@ -326,9 +339,8 @@ def conda_channel(tmp_path_factory: pytest.TempPathFactory, session_store: Path)
         pytest.skip(reason)
     environment = load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)})
     folder, _ = shared(
-        tmp_path_factory, "conda",
-        lambda place: str(lab_conda.build_channel(place / "channel", environment).folder),
-    )  # fmt: skip
+        tmp_path_factory, "conda", lambda place: str(lab_conda.build_channel(place / "channel", environment).folder)
+    )
     return Channel(folder / "channel")
 
 
@@ -357,10 +369,31 @@ def libfabric_source(tmp_path_factory: pytest.TempPathFactory) -> lab_sources.So
 # Files whose tests take minutes. They come first, so that the workers end at about the same time; those that wait much
 # stand between those that compute.
 _LONG = (
-    "conda", "job_faults", "horovod", "diagnose", "dockerfile", "source_images", "jobs", "squash",
-    "checks_alive", "tutorial", "docker", "source_layers", "every_call", "trainer", "docker_out", "preflight",
-    "docker_registry", "venv", "fabric", "etcd", "venv_failures", "bundle", "exec", "slim",
-)  # fmt: skip
+    "conda",
+    "job_faults",
+    "horovod",
+    "diagnose",
+    "dockerfile",
+    "source_images",
+    "jobs",
+    "squash",
+    "checks_alive",
+    "tutorial",
+    "docker",
+    "source_layers",
+    "every_call",
+    "trainer",
+    "docker_out",
+    "preflight",
+    "docker_registry",
+    "venv",
+    "fabric",
+    "etcd",
+    "venv_failures",
+    "bundle",
+    "exec",
+    "slim",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -48,10 +48,15 @@ def example(jobs: Jobs, session_store: Path, conda_channel: Channel, docker_daem
     """A copy of the example, locked, on the disk that nodes share; its commands reach the lab's channel and daemon."""
     folder = jobs.cluster.shared / "own_project"
     shutil.copytree(EXAMPLE, folder)
-    command = Command(folder, {
-        "ENVBUILD_STORE": str(session_store), **docker_daemon.environment(),
-        **site(folder, conda_channel.folder.as_uri()), **tqdm_repository(jobs.cluster.folder / "tqdm", session_store),
-    })  # fmt: skip
+    command = Command(
+        folder,
+        {
+            "ENVBUILD_STORE": str(session_store),
+            **docker_daemon.environment(),
+            **site(folder, conda_channel.folder.as_uri()),
+            **tqdm_repository(jobs.cluster.folder / "tqdm", session_store),
+        },
+    )
     for kind in ("--wheels", "--conda"):
         done = command("lock", "own_project", "--target", TARGET, kind, "--upgrade", "tqdm")
         assert done.returncode == 0, done.stderr

@@ -215,7 +215,7 @@ def test_exec_sees_the_same_variables_and_the_odd_ones_as_the_image_has_them(ima
         ([], {"APPTAINERENV_APPEND_PATH": "/last"}, {"PATH": ":/last"}),
         (["--env", "LD_LIBRARY_PATH=/mine"], {}, {"LD_LIBRARY_PATH": "/mine:/.singularity.d/libs"}),
     ],
-)  # fmt: skip
+)
 def test_what_the_user_sets_wins(
     images: Images, options: list[str], env: dict[str, str], expected: dict[str, str]
 ) -> None:
@@ -246,9 +246,9 @@ def test_a_value_of_the_host_gives_way_to_the_images(images: Images) -> None:
         ("exec", ["/singularity", "by hand"]),
         ("exec", ["sh", "-c", "echo >> /etc/hosts"]),
     ],
-)  # fmt: skip
+)
 def test_actions_behave_alike(images: Images, action: str, arguments: list[str]) -> None:
-    ours, theirs = (images.exec(action, image, *arguments) for image in (images.ours, images.theirs))  # fmt: skip
+    ours, theirs = (images.exec(action, image, *arguments) for image in (images.ours, images.theirs))
     assert (ours.returncode, ours.stdout) == (theirs.returncode, theirs.stdout), ours.stderr
 
 
@@ -352,7 +352,7 @@ def engine(real_apptainer: Apptainer, tmp_path: Path) -> Environment:
     """Where Apptainer is installed under its own name alone, and keeps its files in folders that we name."""
     for name in ("cache", "tmp"):
         (tmp_path / name).mkdir()
-    own = {"APPTAINER_CACHEDIR": str(tmp_path / "cache"), "SINGULARITY_TMPDIR": str(tmp_path / "tmp")}  # fmt: skip
+    own = {"APPTAINER_CACHEDIR": str(tmp_path / "cache"), "SINGULARITY_TMPDIR": str(tmp_path / "tmp")}
     known = real_apptainer.environment(**own)
     del known["APPTAINER_TMPDIR"]
     return load_environment(known)
@@ -384,7 +384,7 @@ def test_the_installed_apptainer_builds(
         ("docker-archive:no-such-file.tar", ARCH, "no-such-file.tar"),
         ("docker-archive:{archive}", "aarch64" if ARCH == "x86_64" else "x86_64", "arm64|aarch64|amd64|x86_64"),
     ],
-)  # fmt: skip
+)
 def test_a_build_that_fails_says_why_and_keeps_the_old_image(
     images: Images, engine: Environment, tmp_path: Path, source: str, arch: str, reason: str
 ) -> None:
@@ -420,7 +420,7 @@ def test_ctrl_c_leaves_nothing(images: Images, engine: Environment, tmp_path: Pa
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     assert child.stdout is not None and child.stdout.readline()
     child.send_signal(signal.SIGINT)
     child.wait(timeout=30)

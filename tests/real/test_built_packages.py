@@ -62,10 +62,11 @@ def site(tmp_path: Path) -> Iterator[tuple[Command, Path]]:
     commit(repository, {"more.txt": "of another commit\n"})
     with served(files) as address:
         lines = [
-            f"lab-scm @ git+{repository.as_uri()}@v2.5", "lab-sdist>=1",
+            f"lab-scm @ git+{repository.as_uri()}@v2.5",
+            "lab-sdist>=1",
             f"lab-url @ {address}/{url.name}#sha256={sha256(url)}",
             f"lab-wheel @ {address}/{wheel.name}#sha256={sha256(wheel)}",
-        ]  # fmt: skip
+        ]
         targets = f'[targets.cpu-{host_arch()}]\nindexes = ["{address}/simple"]\n[verify]\ntrainer = false\n'
         make_recipe(tmp_path / "recipes", "r", lines, extra='build = ["lab-sdist"]', targets=targets)
         yield Command(tmp_path, {"ENVBUILD_STORE": str(tmp_path / "store")}), repository
@@ -78,8 +79,10 @@ def test_they_are_locked_and_built_the_same_in_two_stores(site: tuple[Command, P
     text = (command.folder / f"recipes/r/cpu-{host_arch()}.requirements.txt").read_text()
     rows = {row["name"]: row for row in (json.loads(line[9:]) for line in text.splitlines() if line[:9] == "# built: ")}
     assert {name: row["version"] for name, row in rows.items()} == {
-        "lab-scm": "2.5", "lab-sdist": "1.2", "lab-url": "1.0"
-    }  # fmt: skip
+        "lab-scm": "2.5",
+        "lab-sdist": "1.2",
+        "lab-url": "1.0",
+    }
     assert "lab-wheel==1.0" in text and "127.0.0.1" not in text and str(command.folder) not in text
     assert {"setuptools", "setuptools-scm"} <= rows["lab-scm"]["build"].keys()
     assert rows["lab-url"]["build"]["setuptools"][0].startswith("79.") and not rows["lab-sdist"]["build"]

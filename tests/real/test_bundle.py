@@ -45,15 +45,36 @@ def test_a_node_without_network_home_or_envbuild_builds_from_a_bundle(
         "PYTHONPATH": str(path / "envbuild"),
     }
     done = subprocess.run(
-        ["unshare", "--net", "sh", "-c", _OFFLINE, "sh", python, "-m", "envbuild",
-         "venv", path / "recipes" / "pt_minimal", "--locked", "--offline", "--no-verify", "--out", place],
-        env=env, cwd="/", capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            "unshare",
+            "--net",
+            "sh",
+            "-c",
+            _OFFLINE,
+            "sh",
+            python,
+            "-m",
+            "envbuild",
+            "venv",
+            path / "recipes" / "pt_minimal",
+            "--locked",
+            "--offline",
+            "--no-verify",
+            "--out",
+            place,
+        ],
+        env=env,
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     told = subprocess.run(
         [place / "bin/python", "-c", "import ddp_train, importlib.metadata as m; print(m.version('torch'))"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert told.stdout.startswith("2.")
 
 
@@ -110,8 +131,9 @@ def test_a_job_builds_and_verifies_on_a_node_with_modules_and_without_network(
         shared = cluster.shared
         done = cluster.run(
             [*line, "--bundle", bundle[1], "--prefix", shared / "venv", "--submit", "--json"],
-            env=jobs.env, timeout_s=120,
-        )  # fmt: skip
+            env=jobs.env,
+            timeout_s=120,
+        )
         assert done.returncode == 0, done.stderr
         told = json.loads(done.stdout)
         end = cluster.wait(int(told["job"]), 240)

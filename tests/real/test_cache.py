@@ -309,9 +309,15 @@ def test_an_environment_is_built_from_what_was_pushed_without_any_index(
     site = command(tmp_path, "node", server.address).env["ENVBUILD_SITE"]
     push = Command(builder.folder, {**builder.env, "ENVBUILD_SITE": site, "ENVBUILD_CACHE": ""})
     node = Command(
-        tmp_path, {"ENVBUILD_STORE": str(tmp_path / "node"), "ENVBUILD_SITE": site, "ENVBUILD_CACHE": "",
-                   "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
-    )  # fmt: skip
+        tmp_path,
+        {
+            "ENVBUILD_STORE": str(tmp_path / "node"),
+            "ENVBUILD_SITE": site,
+            "ENVBUILD_CACHE": "",
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": "",
+        },
+    )
     sent = push.json("push", pt_cpu["path"], tag)
     assert sent["digest"] == pt_cpu["digest"] and sent["uploaded_bytes"] > 100_000_000
     assert push.json("push", pt_cpu["path"], tag)["uploaded_bytes"] == 0

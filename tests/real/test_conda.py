@@ -133,13 +133,17 @@ def test_its_programs_run_from_where_it_lies(pt_conda: Site) -> None:
     # Its verification started bin/python.
     done = subprocess.run(
         [pt_conda.prefix / "bin/torchrun", *TRAIN],
-        cwd=pt_conda.command.folder, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
+        cwd=pt_conda.command.folder,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin"},
+    )
     assert done.returncode == 0, done.stderr
     staged = subprocess.run(
         ["grep", "-rlF", "envbuild-", pt_conda.prefix / "bin", pt_conda.prefix / "conda-meta"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+    )
     assert staged.stdout == ""  # no file remembers the place where it was made
 
 
@@ -197,9 +201,16 @@ def test_offline_from_the_cache_alone(tiny: Site, tmp_path: Path) -> None:
     made = tiny.command.json("conda", "tiny", "--locked", "--offline", "--no-verify", "--out", tmp_path / "env", **away)
     assert made["digest"] == tiny.made["digest"]
     done = tiny.command(
-        "conda", "tiny", "--locked", "--offline", "--no-verify", "--out", tmp_path / "other",
-        ENVBUILD_STORE=str(tmp_path / "empty"), **away,
-    )  # fmt: skip
+        "conda",
+        "tiny",
+        "--locked",
+        "--offline",
+        "--no-verify",
+        "--out",
+        tmp_path / "other",
+        ENVBUILD_STORE=str(tmp_path / "empty"),
+        **away,
+    )
     assert done.returncode == 4 and "offline" in done.stderr
     assert not (tmp_path / "other").exists()
 

@@ -55,9 +55,14 @@ def locked(file: Path) -> CondaPackage:
     name, version, build = stem.rsplit("-", 2)
     subdir = file.parent.name
     return CondaPackage(
-        name, version, build, subdir, f"{URL}/{subdir}/{file.name}",
-        hashlib.md5(data).hexdigest(), hashlib.sha256(data).hexdigest(),
-    )  # fmt: skip
+        name,
+        version,
+        build,
+        subdir,
+        f"{URL}/{subdir}/{file.name}",
+        hashlib.md5(data).hexdigest(),
+        hashlib.sha256(data).hexdigest(),
+    )
 
 
 def plan_of(channel: Channel, more: Sequence[Path] = (), wheels: Sequence[Path] = (), compiled: bool = False) -> Plan:
@@ -66,15 +71,22 @@ def plan_of(channel: Channel, more: Sequence[Path] = (), wheels: Sequence[Path] 
     files += [channel.package(name, SUBDIR) for name in BASE[2:]]
     pip = tuple(LockedPackage(w.name.split("-")[0], w.name.split("-")[1], (digest(w),)) for w in wheels)
     lock = CondaLock(
-        "pt_cpu", TARGET.name, "d", tuple(locked(file) for file in [*files, *more]),
+        "pt_cpu",
+        TARGET.name,
+        "d",
+        tuple(locked(file) for file in [*files, *more]),
         Lock("pt_cpu", TARGET.name, "3.11", f"{TARGET.arch}-manylinux_2_28", "d", pip),
-    )  # fmt: skip
+    )
     trainer = load_trainer()
     return make_plan(
-        load_recipe(REPOSITORY / "recipes" / "pt_cpu" / "recipe.toml"), lock, TARGET,
-        artifact="conda", trainer_version=trainer.version, trainer_digest=trainer.digest,
+        load_recipe(REPOSITORY / "recipes" / "pt_cpu" / "recipe.toml"),
+        lock,
+        TARGET,
+        artifact="conda",
+        trainer_version=trainer.version,
+        trainer_digest=trainer.digest,
         compile_bytecode=compiled,
-    )  # fmt: skip
+    )
 
 
 def digest(file: Path) -> str:
@@ -263,12 +275,13 @@ def test_what_pip_installs_or_removes_later_is_seen_quickly(lab: Lab, conda_chan
 
 def script_wheel(folder: Path) -> Path:
     return make_wheel(
-        folder, "tinytool",
+        folder,
+        "tinytool",
         files={
             "tinytool/tool.py": b"import sys\n\n\ndef main():\n    print(sys.prefix)\n",
             "tinytool-1.0.dist-info/entry_points.txt": b"[console_scripts]\ntinytool = tinytool.tool:main\n",
         },
-    )  # fmt: skip
+    )
 
 
 def test_wheels_are_added_beside_condas_packages(lab: Lab, conda_channel: Channel) -> None:
@@ -289,7 +302,7 @@ def test_wheels_are_added_beside_condas_packages(lab: Lab, conda_channel: Channe
         ("other", {"labtool.py": b"x = 1\n"}, "lib/python3.11/site-packages/labtool.py of conda package labtool-1.1"),
         ("other", {"other-1.0.data/scripts/labdata": b"#!python\n"}, "bin/labdata of conda package labdata-1.0-0"),
     ],
-)  # fmt: skip
+)
 def test_a_wheel_over_a_conda_package_is_refused(
     lab: Lab, conda_channel: Channel, name: str, files: dict[str, bytes], said: str
 ) -> None:
@@ -495,9 +508,8 @@ def start(lab: Lab, name: str) -> subprocess.Popen[str]:
     channel = next(folder for folder in _CHANNELS)
     line = [sys.executable, "-c", code, str(REPOSITORY / "tests"), str(REPOSITORY), str(lab.folder), lab.mirror]
     return subprocess.Popen(
-        [*line, channel, name],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        [*line, channel, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 _CHANNELS: list[str] = []

@@ -37,7 +37,7 @@ def channel(folder: Path, tool: bytes = b"1") -> Path:
     """A channel with a python and a noarch tool in it, with all that names its place when it is installed."""
     place = PLACEHOLDER.encode()
     with conda_package(folder, Metadata("python", "3.11.9", "0_lab", "linux-64")) as package:
-        package.file("bin/python3.11", b"\x7fELF" + place + b"\0end", executable=True, prefix="binary")  # fmt: skip
+        package.file("bin/python3.11", b"\x7fELF" + place + b"\0end", executable=True, prefix="binary")
         package.link("bin/python", "python3.11")
         package.file("lib/python3.11/os.py", b"1")
         package.file("share/in-both", b"1")
@@ -61,15 +61,17 @@ def installed(place: Path, channel: Path, cache: Path) -> Path:
     """The environment that rattler makes of all packages of the channel."""
     records: Sequence[Any] = asyncio.run(
         rattler.solve(
-            [rattler.Channel(channel.as_uri())], ["python", "tool"],
-            rattler.Gateway(cache_dir=cache / "data"), ["linux-64", "noarch"],  # type: ignore[list-item]
+            [rattler.Channel(channel.as_uri())],
+            ["python", "tool"],
+            rattler.Gateway(cache_dir=cache / "data"),
+            ["linux-64", "noarch"],  # type: ignore[list-item]
         )
-    )  # fmt: skip
+    )
     asyncio.run(
         rattler.install(
             list(records), place, cache / "packages", platform=rattler.Subdir("linux-64"), show_progress=False
         )
-    )  # fmt: skip
+    )
     return place
 
 
@@ -80,10 +82,15 @@ def imaged(place: Path, channel: Path, blobs: Blobs, prefix: str) -> Path:
         name, version, build = file.stem.split("-")
         data = file.read_bytes()
         package = CondaPackage(
-            name, version, build, file.parent.name, f"https://conda.anaconda.org/lab/{file.parent.name}/{file.name}",
-            hashlib.md5(data).hexdigest(), hashlib.sha256(data).hexdigest(),
+            name,
+            version,
+            build,
+            file.parent.name,
+            f"https://conda.anaconda.org/lab/{file.parent.name}/{file.name}",
+            hashlib.md5(data).hexdigest(),
+            hashlib.sha256(data).hexdigest(),
             depends=("python",) if name == "tool" else (),
-        )  # fmt: skip
+        )
         files.append((package, file))
     scheme = Scheme(prefix, "3.11")
     with linked(files, Store(blobs.root.parent / "store"), scheme) as packages:

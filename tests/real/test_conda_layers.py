@@ -29,7 +29,7 @@ from lab.conda_trees import (
     nodes_of,
     package,
     record_rows,
-)  # fmt: skip
+)
 from lab.wheels import make_wheel
 
 from envbuild.artifacts import conda_install
@@ -172,9 +172,7 @@ def test_files_have_fixed_modes_and_records_name_what_the_image_has(
     python, archive = files[0]
     record = json.loads(records["conda-meta/python-3.11.2-0.json"])
     assert record["url"] == python.url and record["channel"] == python.channel
-    assert (record["md5"], record["sha256"], record["size"]) == (
-        python.md5, python.sha256, archive.stat().st_size,
-    )  # fmt: skip
+    assert (record["md5"], record["sha256"], record["size"]) == (python.md5, python.sha256, archive.stat().st_size)
     assert record["link"] == {"source": "", "type": 1} and "bin/x" not in record["files"]
     for data in records.values():
         assert str(tmp_path).encode() not in data and b"file:" not in data

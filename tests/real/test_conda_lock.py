@@ -169,8 +169,10 @@ def test_conda_lock_renders_both_kinds_from_it(demo: Command, platform: str) -> 
     for kind in ("explicit", "env"):
         done = subprocess.run(
             [sys.executable, "-m", "conda_lock", "render", "-k", kind, "-p", platform, path],
-            cwd=demo.folder, capture_output=True, text=True,
-        )  # fmt: skip
+            cwd=demo.folder,
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
     locked = stems(packages(demo)[platform])
     explicit = (demo.folder / f"conda-{platform}.lock").read_text().splitlines()
@@ -180,8 +182,9 @@ def test_conda_lock_renders_both_kinds_from_it(demo: Command, platform: str) -> 
     assert order.index("zlib-1.3") < order.index("python-3.11.9") < order.index("numpy-2.2.6")
     env = (demo.folder / f"conda-{platform}.lock.yml").read_text()
     assert {line[4:].replace("=", "-") for line in env.splitlines() if line.startswith("  - ")} == {
-        *locked, "conda-forge",
-    }  # fmt: skip
+        *locked,
+        "conda-forge",
+    }
 
 
 def test_versions_stay_until_they_are_upgraded(demo: Command, channel: Server) -> None:
@@ -279,7 +282,7 @@ def test_the_wrong_accelerator_is_refused(demo: Command, channel: Server) -> Non
         ({"shards.msgpack.zst": "truncate", "json.zst": "truncate", "repodata.json": "truncate"}, "cannot be read"),
         ({"shards.msgpack.zst": "404", "json.zst": "404", "repodata.json": "truncate"}, "cannot be read"),
     ],
-)  # fmt: skip
+)
 def test_a_channel_that_fails_breaks_nothing_else(
     lab: Command, channel: Server, fault: dict[str, str], said: str
 ) -> None:
@@ -393,9 +396,7 @@ def test_what_pip_adds_is_resolved_against_the_conda_packages(demo: Command) -> 
     make(demo, more=PIP, targets="[targets.cpu-x86_64]\n")
     done = demo("lock", "demo", "--conda")
     assert done.returncode == 0, done.stderr
-    assert [line.split(" ")[0] for line in pip_lock(demo).splitlines() if "==" in line] == [
-        "addon==1.0", "helper==1.0",
-    ]  # fmt: skip
+    assert [line.split(" ")[0] for line in pip_lock(demo).splitlines() if "==" in line] == ["addon==1.0", "helper==1.0"]
     assert demo("lock", "demo", "--conda", "--check").returncode == 0
     make_wheel(wheels, "helper", "1.1")
     assert demo("lock", "demo", "--conda").returncode == 0 and "helper==1.0" in pip_lock(demo)
@@ -447,8 +448,10 @@ def test_exports_are_what_other_tools_read(demo: Command) -> None:
     for platform in ("linux-64", "linux-aarch64"):
         rendered = subprocess.run(
             [sys.executable, "-m", "conda_lock", "render", "-k", "explicit", "-p", platform, path],
-            cwd=demo.folder, capture_output=True, text=True,
-        )  # fmt: skip
+            cwd=demo.folder,
+            capture_output=True,
+            text=True,
+        )
         assert rendered.returncode == 0, rendered.stderr
         text = (demo.folder / f"conda-{platform}.lock").read_text()
         assert "# pip addon @ " in text and "numpy-2.2.6-py311_0.conda#" in text

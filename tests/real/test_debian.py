@@ -26,9 +26,7 @@ from envbuild.image.blobs import Blobs
 from envbuild.site.pip_config import load_pip_config
 
 MTIME = 1_700_000_000
-TYPES = {
-    "file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "symlink": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE,
-}  # fmt: skip
+TYPES = {"file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "symlink": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE}
 IMPORTS = (
     "import ssl, sqlite3, ctypes, lzma, bz2, readline, json, zlib, uuid, curses, pwd, hashlib, locale\n"
     "assert len(ssl.create_default_context().get_ca_certs()) > 100\n"
@@ -80,9 +78,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Base]
         client, blobs = (debian_client(load_pip_config(os.environ), os.environ), Blobs(folder / "blobs"))
         began = time.monotonic()
         lock = resolve_base(
-            suite, default_packages(suite), default_without(), arch,
-            archives=archives(suite, now), client=client, blobs=blobs,
-        )  # fmt: skip
+            suite,
+            default_packages(suite),
+            default_without(),
+            arch,
+            archives=archives(suite, now),
+            client=client,
+            blobs=blobs,
+        )
         resolved = time.monotonic()
         debs = fetch_debs(lock, blobs, archives(suite, lock.date), client)
         fetched = time.monotonic()
@@ -103,7 +106,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Base]
 
 Make = Callable[[str, str], Base]
 HOST = os.uname().machine
-TARGETS = [("bookworm", "x86_64"), ("bookworm", "aarch64"), ("trixie", "x86_64"), ("trixie", "aarch64")]  # fmt: skip
+TARGETS = [("bookworm", "x86_64"), ("bookworm", "aarch64"), ("trixie", "x86_64"), ("trixie", "aarch64")]
 
 
 @pytest.mark.parametrize(("suite", "arch"), TARGETS)
@@ -126,8 +129,15 @@ def test_programs_run_in_a_base_of_this_architecture(base: Make, suite: str) -> 
         "getent passwd www-data | cut -d: -f1; readlink /bin/sh; find /tmp -maxdepth 0; echo a | sed s/a/b/ | grep b"
     )
     assert made.run("/bin/sh", "-c", script).split() == [
-        "root", "5", "42", "/usr/bin/tar", "www-data", "dash", "/tmp", "b",
-    ]  # fmt: skip
+        "root",
+        "5",
+        "42",
+        "/usr/bin/tar",
+        "www-data",
+        "dash",
+        "/tmp",
+        "b",
+    ]
     # No ld.so.cache: what every program and module needs is found all the same.
     files = "/usr/bin/* /usr/lib/python3*/lib-dynload/*.so /usr/lib/**/*.so.*"
     script = f"shopt -s globstar nullglob; LC_ALL=C ldd {files} 2>/dev/null || true"
@@ -229,10 +239,19 @@ def test_mmdebstrap_has_the_same_files(base: Make, tmp_path: Path) -> None:
     wanted = ",".join(f"{p.name}={p.version}" for p in made.lock.packages)
     lines = [f"deb {a.url} {a.suite} main" for a in host_archives("bookworm")]
     subprocess.run(
-        ["mmdebstrap", "--variant=extract", "--architectures=amd64", "--quiet", f"--include={wanted}",
-         "bookworm", tmp_path / "oracle.tar", *lines],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "mmdebstrap",
+            "--variant=extract",
+            "--architectures=amd64",
+            "--quiet",
+            f"--include={wanted}",
+            "bookworm",
+            tmp_path / "oracle.tar",
+            *lines,
+        ],
+        check=True,
+        capture_output=True,
+    )
     ours, theirs = described(made.tar), described(tmp_path / "oracle.tar")
     different = {p: (ours[p], theirs.get(p)) for p in of_packages(made) if ours[p] != theirs.get(p)}
     assert not different

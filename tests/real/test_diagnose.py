@@ -37,9 +37,7 @@ time.sleep(300)
 """
 LIMIT_S = 100
 GRACE_S = 10
-WAYS = (
-    "head-only", "localhost-endpoint", "name-unknown", "port-in-use", "run-ids-differ", "endpoints-differ",
-)  # fmt: skip
+WAYS = ("head-only", "localhost-endpoint", "name-unknown", "port-in-use", "run-ids-differ", "endpoints-differ")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +53,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def torchrun(endpoint: str, *more: str, id: str = "job", wait: int = 6) -> list[str]:
     """The command on one node; `wait` seconds for the others."""
     options = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-id={id}", "--rdzv-backend=c10d"]
-    options += [f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=join_timeout={wait},read_timeout=4", *more]  # fmt: skip
+    options += [f"--rdzv-endpoint={endpoint}", f"--rdzv-conf=join_timeout={wait},read_timeout=4", *more]
     return [sys.executable, "-m", "torch.distributed.run", *options, "train.py"]
 
 
@@ -69,7 +67,7 @@ def launch(cluster: Cluster, jobs: dict[str, Sequence[Sequence[str]]]) -> None:
     for name, commands in jobs.items():
         for node, command in zip(cluster.nodes, commands, strict=False):
             with (cluster.shared / f"{name}-{node}.log").open("w") as log:
-                one = cluster.popen(command, on=node, env=env, stdout=log.fileno(), stderr=log.fileno())  # fmt: skip
+                one = cluster.popen(command, on=node, env=env, stdout=log.fileno(), stderr=log.fileno())
             started[name].append(one)
     ends = dict.fromkeys(jobs, time.monotonic() + LIMIT_S)
     while started:

@@ -63,9 +63,20 @@ def test_the_receipt_passed_and_names_what_ran(pt_docker: dict[str, Any]) -> Non
 
 def test_docker_run_trains(pt_docker: dict[str, Any], docker_daemon: Lab) -> None:
     out = docker(
-        docker_daemon, "run", "--rm", pt_docker["path"],
-        "torchrun", "--nproc-per-node", "1", "-m", "ddp_train", "2", "1", "--backend", "gloo",
-    )  # fmt: skip
+        docker_daemon,
+        "run",
+        "--rm",
+        pt_docker["path"],
+        "torchrun",
+        "--nproc-per-node",
+        "1",
+        "-m",
+        "ddp_train",
+        "2",
+        "1",
+        "--backend",
+        "gloo",
+    )
     assert "Epoch 1" in out and "snapshot" in out
 
 
@@ -91,9 +102,14 @@ def test_the_image_is_configured_as_users_expect(pt_docker: dict[str, Any], dock
     assert labels["org.envbuild.recipe"] == "pt_cpu"
     assert labels["org.envbuild.lock.digest"].startswith("sha256:")
     out = docker(
-        docker_daemon, "run", "--rm", pt_docker["path"], "bash", "-c",
+        docker_daemon,
+        "run",
+        "--rm",
+        pt_docker["path"],
+        "bash",
+        "-c",
         "id -un; command -v python; python -c 'import ssl; print(len(ssl.create_default_context().get_ca_certs()))'",
-    ).split()  # fmt: skip
+    ).split()
     assert out[:2] == ["root", "/opt/env/bin/python"] and int(out[2]) > 100
 
 
@@ -160,11 +176,19 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
     assert set(failed) == {"installed", "architecture"} and "tqdm/strange.so is arm" in failed["architecture"].seen
     site, library, named = "/opt/env/lib/python3.11/site-packages", "/usr/lib/python3.11", failed["installed"].evidence
     assert set(named["altered"]) == {
-        f"{site}/tqdm/std.py", f"{library}/calendar.py", f"{library}/__pycache__/calendar.cpython-311.pyc",
-        "/usr/bin/sleep", f"{site}/markupsafe", "/etc/python3.11/sitecustomize.py",
-    }  # fmt: skip
-    assert {f"{site}/tqdm/strange.so", "/usr/local/bin/torchrun",
-            "/usr/local/lib/more/libc10.so", "/srv/markupsafe/__init__.py"} <= set(named["unowned"])  # fmt: skip
+        f"{site}/tqdm/std.py",
+        f"{library}/calendar.py",
+        f"{library}/__pycache__/calendar.cpython-311.pyc",
+        "/usr/bin/sleep",
+        f"{site}/markupsafe",
+        "/etc/python3.11/sitecustomize.py",
+    }
+    assert {
+        f"{site}/tqdm/strange.so",
+        "/usr/local/bin/torchrun",
+        "/usr/local/lib/more/libc10.so",
+        "/srv/markupsafe/__init__.py",
+    } <= set(named["unowned"])
     assert f"{site}/markupsafe/__init__.py" in named["missing"]
 
 
@@ -194,7 +218,7 @@ def _assembled(recipe: Path, docker_daemon: Lab, session_store: Path) -> tuple[A
     loaded = load_recipe(recipe)
     one = prepare_image(
         loaded, loaded.target("cpu-x86_64")[0], environment, locked=True, offline=False, bytecode=True, log=print
-    )  # fmt: skip
+    )
     image = assemble(one, [], environment, offline=False)
     return image, _Client(sdk.from_env(environment=variables)), variables
 
@@ -228,9 +252,21 @@ def test_what_a_killed_run_left_goes_with_the_next(pt_docker: dict[str, Any], do
     docker(docker_daemon, "volume", "create", "--label", until, "stale")
     docker(docker_daemon, "volume", "create", "--label", young, "young")
     docker(
-        docker_daemon, "run", "-d", "--name", "stale", "--label", until, "--network", "stale", "-v", "stale:/v",
-        pt_docker["path"], "sleep", "600",
-    )  # fmt: skip
+        docker_daemon,
+        "run",
+        "-d",
+        "--name",
+        "stale",
+        "--label",
+        until,
+        "--network",
+        "stale",
+        "-v",
+        "stale:/v",
+        pt_docker["path"],
+        "sleep",
+        "600",
+    )
     import docker as sdk
 
     from envbuild.verify.containers import container_nodes

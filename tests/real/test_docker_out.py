@@ -38,10 +38,22 @@ def under_qemu(root: Path, script: str, *options: str, **env: str) -> subprocess
     shutil.copy(QEMU, root / "qemu")
     mounts = 'for d in dev proc sys; do mount --rbind /$d "$1/$d"; done; exec /usr/sbin/chroot "$@"'
     return run(
-        "unshare", "--mount", "--propagation", "private", "sh", "-ec", mounts, "sh",
-        root, "/qemu", "/opt/env/bin/python", *options, "-c", script,
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "sh",
+        "-ec",
+        mounts,
+        "sh",
+        root,
+        "/qemu",
+        "/opt/env/bin/python",
+        *options,
+        "-c",
+        script,
         env={"PATH": "/opt/env/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", **env},
-    )  # fmt: skip
+    )
 
 
 def test_an_image_of_two_platforms_is_made_without_a_daemon(layout: dict[str, Any]) -> None:
@@ -54,9 +66,7 @@ def test_an_image_of_two_platforms_is_made_without_a_daemon(layout: dict[str, An
 
 @pytest.mark.parametrize(("arch", "number"), [("amd64", 0), ("arm64", 1)])
 def test_skopeo_reads_it(layout: dict[str, Any], arch: str, number: int) -> None:
-    done = run(
-        "skopeo", "--override-arch", arch, "inspect", f"oci:{layout['path']}:pt_cpu:1"
-    )  # fmt: skip
+    done = run("skopeo", "--override-arch", arch, "inspect", f"oci:{layout['path']}:pt_cpu:1")
     seen = json.loads(done.stdout)
     assert seen["Architecture"] == arch and seen["Os"] == "linux"
     assert seen["Labels"]["org.envbuild.target"] == layout["targets"][number]["target"]
@@ -92,11 +102,19 @@ def test_the_aarch64_image_trains_on_two_ranks_under_qemu_user(unpacked: Path) -
 
     def rank(number: int) -> subprocess.CompletedProcess[str]:
         return under_qemu(
-            unpacked, TRAIN, "-B",
-            RANK=str(number), WORLD_SIZE="2", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1",
-            GROUP_RANK=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-            GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1",
-        )  # fmt: skip
+            unpacked,
+            TRAIN,
+            "-B",
+            RANK=str(number),
+            WORLD_SIZE="2",
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+            GROUP_RANK=str(number),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            GLOO_SOCKET_IFNAME="lo",
+            OMP_NUM_THREADS="1",
+        )
 
     with ThreadPoolExecutor(2) as pool:
         for done in pool.map(rank, range(2)):
@@ -134,13 +152,17 @@ def test_another_user_in_another_place_makes_the_same_digests(layout: dict[str, 
         place.chmod(0o755)
         config = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")  # pip's sources
         env = {
-            **os.environ, **NO_DAEMON, "HOME": str(place), "ENVBUILD_STORE": str(place / "store"),
-            "TMPDIR": str(place), "PYTHONHASHSEED": "7", "XDG_CONFIG_HOME": config,
-        }  # fmt: skip
+            **os.environ,
+            **NO_DAEMON,
+            "HOME": str(place),
+            "ENVBUILD_STORE": str(place / "store"),
+            "TMPDIR": str(place),
+            "PYTHONHASHSEED": "7",
+            "XDG_CONFIG_HOME": config,
+        }
         done = subprocess.run(
-            [*AS_NOBODY, *ours.line(*line, "--locked")],
-            capture_output=True, text=True, cwd=place, env=env,
-        )  # fmt: skip
+            [*AS_NOBODY, *ours.line(*line, "--locked")], capture_output=True, text=True, cwd=place, env=env
+        )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["digest"] == expected
     finally:

@@ -105,9 +105,8 @@ def test_pytorch_hub_is_locked_built_verified_and_pushed_back(
     assert f'image: "{pushed["reference"]}"' in rendered.stdout, rendered.stderr
     attested_for_others(command, pushed["reference"])
     seen = subprocess.run(
-        ["skopeo", "inspect", "--tls-verify=false", f"docker://{name}"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        ["skopeo", "inspect", "--tls-verify=false", f"docker://{name}"], capture_output=True, text=True, check=True
+    )
     labels = json.loads(seen.stdout)["Labels"]
     assert labels["com.example.lab"] == "hub" and labels["org.envbuild.recipe"] == "pytorch_hub"
     assert labels["org.opencontainers.image.base.digest"] == hub
@@ -215,9 +214,8 @@ def test_in_dockers_format_enroot_is_served_what_it_asks_for(small: Command, loo
     made = small.json(*push, name, "--format", "docker", **NO_DAEMON)
     assert served(name) == (200, DOCKER_MANIFEST)
     seen = subprocess.run(
-        ["skopeo", "inspect", "--raw", "--tls-verify=false", f"docker://{name}"],
-        capture_output=True, check=True,
-    )  # fmt: skip
+        ["skopeo", "inspect", "--raw", "--tls-verify=false", f"docker://{name}"], capture_output=True, check=True
+    )
     manifest = json.loads(seen.stdout)
     assert manifest["mediaType"] == DOCKER_MANIFEST
     assert manifest["config"]["mediaType"] == DOCKER_CONFIG
@@ -245,9 +243,11 @@ def test_local_images_serve_as_bases(small: Command, docker_daemon: Lab, source:
     """A base by daemon, archive or layout: its digest is locked, and another image in its place refused."""
     env = {**os.environ, **docker_daemon.environment()}
     folder = make_recipe(
-        small.folder / "recipes", "above", ["little==2.0"],
+        small.folder / "recipes",
+        "above",
+        ["little==2.0"],
         extra=f'[image]\nbase = "{_place(source)}"\npython = "/usr/bin/python3.11"\n',
-    )  # fmt: skip
+    )
     small.json("docker", "small", "--no-verify", "--tag", "lab/base:1")
     if source == "docker-archive":
         with (folder / "base.tar").open("wb") as stream:
@@ -259,10 +259,18 @@ def test_local_images_serve_as_bases(small: Command, docker_daemon: Lab, source:
         plain = f"oci:{small.folder / 'plain'}"
         small.json("docker", "small", "--no-verify", "--out", plain, "--tag", "lab/base:1", **NO_DAEMON)
         subprocess.run(
-            ["skopeo", "copy", "--dest-compress-format", "zstd", "--dest-compress",
-             f"{plain}:lab/base:1", f"oci:{folder / 'base'}:1"],
-            check=True, capture_output=True,
-        )  # fmt: skip
+            [
+                "skopeo",
+                "copy",
+                "--dest-compress-format",
+                "zstd",
+                "--dest-compress",
+                f"{plain}:lab/base:1",
+                f"oci:{folder / 'base'}:1",
+            ],
+            check=True,
+            capture_output=True,
+        )
         manifests = [
             path.read_bytes() for path in (folder / "base/blobs/sha256").iterdir() if path.stat().st_size < 5000
         ]
@@ -270,9 +278,8 @@ def test_local_images_serve_as_bases(small: Command, docker_daemon: Lab, source:
     made = small.json("docker", "above", "--no-verify")
     script = "import little, sys; print(little.__version__, sys.prefix)"
     done = subprocess.run(
-        ["docker", "run", "--rm", made["path"], "python", "-c", script],
-        capture_output=True, text=True, env=env,
-    )  # fmt: skip
+        ["docker", "run", "--rm", made["path"], "python", "-c", script], capture_output=True, text=True, env=env
+    )
     assert done.stdout == "2.0 /opt/env\n", done.stderr
     if source == "oci":
         shutil.rmtree(folder / "base")

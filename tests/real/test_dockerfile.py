@@ -72,8 +72,12 @@ def docker(build_command: DockerCommand) -> Any:
     def run(*arguments: str | Path, check: bool = True, **options: Any) -> str:
         done = subprocess.run(
             [build_command.program, *map(str, arguments)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=build_command.env, **options,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=build_command.env,
+            **options,
+        )
         assert (done.returncode == 0) == check, done.stdout
         return done.stdout
 
@@ -90,9 +94,8 @@ def make_base(
         folder = tmp_path_factory.mktemp("base")
         listed = json.dumps(["python3.11-venv", *packages])
         make_recipe(
-            folder / "recipes", "base", [],
-            extra=f'[image]\npackages = {listed}\nsuite = "bookworm"\nworkdir = "/"\n',
-        )  # fmt: skip
+            folder / "recipes", "base", [], extra=f'[image]\npackages = {listed}\nsuite = "bookworm"\nworkdir = "/"\n'
+        )
         env = {"ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}
         command = Command(folder, env)
         command.json("docker", "base", "--no-verify", "--target", "cpu-x86_64")
@@ -123,7 +126,8 @@ def small(lab: Command, docker_daemon: Lab, base: str) -> Command:
     """A recipe `small` on the lab's base, of wheels with all that wheels can bring."""
     points = b"[console_scripts]\nalpha-run = alpha:main\n"
     make_wheel(
-        lab.folder / "wheels", "alpha",
+        lab.folder / "wheels",
+        "alpha",
         files={
             "alpha-1.0.dist-info/entry_points.txt": points,
             "alpha-1.0.data/scripts/alpha-sh": b"#!python\nprint(1)\n",
@@ -132,7 +136,7 @@ def small(lab: Command, docker_daemon: Lab, base: str) -> Command:
             "alpha/__pycache__/__init__.cpython-311.pyc": b"brought along",
             "alpha/broken.py": b"not python at all (\n",
         },
-    )  # fmt: skip
+    )
     make_wheel(lab.folder / "wheels", "Beta_pkg", requires=["alpha"])
     extra = f'[image]\nbase = "docker-daemon:{base}"\npython = "/usr/bin/python3.11"\n'
     extra += "[image.env]\nODD = '''it's \"odd\" $HOME  \\ ${PATH} é'''\nPATH_TO = \"/a b\"\n"
@@ -168,9 +172,17 @@ def test_both_builders_give_the_same_environment(small: Command, docker: Any) ->
     bundle.write_text(f"# {MARKER}\n")
     proxy = f"http://me:{PASSWORD}@127.0.0.1:9"
     made = small.json(
-        "docker", "small", "--builder", "dockerfile", "--no-verify", "--tag", "small:file",
-        PIP_CERT=str(bundle), HTTPS_PROXY=proxy, https_proxy=proxy,
-    )  # fmt: skip
+        "docker",
+        "small",
+        "--builder",
+        "dockerfile",
+        "--no-verify",
+        "--tag",
+        "small:file",
+        PIP_CERT=str(bundle),
+        HTTPS_PROXY=proxy,
+        https_proxy=proxy,
+    )
     assert native["path"] == "small:native" and made["path"] == "small:file"
     files, scripts = contents(docker, "small:file")
     assert [files, scripts] == contents(docker, "small:native")
@@ -219,9 +231,7 @@ def test_pt_cpu_is_built_trained_and_equal_to_the_venv(
     env = {"ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}
     command = Command(tmp_path, env)
     own_copy(command, "pt_cpu")
-    made = command.json(
-        "docker", "pt_cpu", "--locked", "--builder", "dockerfile", "--base", base, "--tag", "pt:file"
-    )  # fmt: skip
+    made = command.json("docker", "pt_cpu", "--locked", "--builder", "dockerfile", "--base", base, "--tag", "pt:file")
     receipt = json.loads(Path(made["receipt"]).read_text())
     assert receipt["passed"]
     digest = docker("run", "--rm", "pt:file", "sha256sum", "/opt/env/envbuild-image.manifest").split()[0]
@@ -244,8 +254,10 @@ def checkout(small: Command) -> Path:
     place = small.folder / "checkout"
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=REPOSITORY, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
     if listed.returncode != 0:
         pytest.skip("not in a git repository")
     for name in filter(None, listed.stdout.split("\0")):
@@ -265,9 +277,25 @@ def private_index(wheels: Path, folder: Path) -> Iterator[tuple[str, Path]]:
     def openssl(*arguments: str) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
-    openssl("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-            "-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=lab", "-days", "2",
-            "-addext", "subjectAltName=IP:127.0.0.1")  # fmt: skip
+    openssl(
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-keyout",
+        "key.pem",
+        "-out",
+        "cert.pem",
+        "-subj",
+        "/CN=lab",
+        "-days",
+        "2",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+    )
     bundle = folder / "ca.pem"
     bundle.write_text(f"# {MARKER}\n{(folder / 'cert.pem').read_text()}")
     wanted = "Basic " + base64.b64encode(f"me:{PASSWORD}".encode()).decode()
@@ -305,16 +333,32 @@ def test_by_hand_from_a_private_index_leaves_no_secret(checkout: Path, small: Co
         conf = small.folder / "secret.conf"
         conf.write_text(f"[global]\nindex-url = {url}\n")
         said = docker(
-            "build", "--progress=plain", "--network=host", "-f", "Dockerfile.cpu", "-t", "by-hand:1",
-            "--build-arg", f"BASE={BASE}", "--build-arg", "RECIPE=small", "--build-arg", "EXTRA_INDEX_URL=",
-            "--secret", f"id=pip_conf,src={conf}", "--secret", f"id=ca,src={bundle}", ".", cwd=checkout,
-        )  # fmt: skip
+            "build",
+            "--progress=plain",
+            "--network=host",
+            "-f",
+            "Dockerfile.cpu",
+            "-t",
+            "by-hand:1",
+            "--build-arg",
+            f"BASE={BASE}",
+            "--build-arg",
+            "RECIPE=small",
+            "--build-arg",
+            "EXTRA_INDEX_URL=",
+            "--secret",
+            f"id=pip_conf,src={conf}",
+            "--secret",
+            f"id=ca,src={bundle}",
+            ".",
+            cwd=checkout,
+        )
     assert "Successfully installed alpha-1.0" in said and PASSWORD not in said
     files, scripts = contents(docker, "by-hand:1")
     assert {"alpha/__init__.py", "ddp_train/__main__.py"} < set(files) and "alpha-run" in scripts
     assert_nowhere(docker, "by-hand:1", small.folder, PASSWORD, MARKER, "secret.conf")
     assert config(docker, "by-hand:1")["Labels"]["org.envbuild.recipe"] == "small"
-    assert "alpha" in docker("run", "--rm", "by-hand:1", "python", "-c", "import alpha; print(alpha)")  # fmt: skip
+    assert "alpha" in docker("run", "--rm", "by-hand:1", "python", "-c", "import alpha; print(alpha)")
 
 
 def test_by_hand_from_a_folder_of_wheels_for_either_dockerfile(checkout: Path, small: Command, docker: Any) -> None:
@@ -325,10 +369,23 @@ def test_by_hand_from_a_folder_of_wheels_for_either_dockerfile(checkout: Path, s
     )
     for name in ("cpu", "gpu"):
         docker(
-            "build", "--network=none", "-f", f"Dockerfile.{name}", "-t", f"wheels:{name}", "--build-arg",
-            f"BASE={BASE}", "--build-arg", f"BUILD_BASE={BASE}", "--build-arg", "RECIPE=small",
-            "--build-arg", "NO_INDEX=1", ".", cwd=checkout,
-        )  # fmt: skip
+            "build",
+            "--network=none",
+            "-f",
+            f"Dockerfile.{name}",
+            "-t",
+            f"wheels:{name}",
+            "--build-arg",
+            f"BASE={BASE}",
+            "--build-arg",
+            f"BUILD_BASE={BASE}",
+            "--build-arg",
+            "RECIPE=small",
+            "--build-arg",
+            "NO_INDEX=1",
+            ".",
+            cwd=checkout,
+        )
     assert contents(docker, "wheels:cpu") == contents(docker, "wheels:gpu")
     env = config(docker, "wheels:gpu")["Env"]
     assert {"NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"} <= set(env)
@@ -370,7 +427,7 @@ def test_an_interruption_leaves_no_context_no_container_and_no_name(small: Comma
         (["--target", "cpu-aarch64", "--base", BASE], {}, 6, "builds for linux/amd64, cpu-aarch64 is linux/arm64"),
         (["--base", "no-such-image:1"], {}, 4, "no-such-image"),
     ],
-)  # fmt: skip
+)
 def test_what_docker_lacks_is_said(
     small: Command, arguments: list[str], env: dict[str, str], code: int, said: str
 ) -> None:
@@ -399,7 +456,7 @@ def test_a_base_without_the_lock_s_python_is_said(small: Command, docker: Any) -
         (["--builder", "dockerfile", "--target", "cpu-x86_64", "--target", "cpu-aarch64"], "of one target"),
         (["--base", BASE], "--base is for --builder dockerfile"),
     ],
-)  # fmt: skip
+)
 def test_misuse_is_one_clear_message(small: Command, arguments: list[str], said: str) -> None:
     if "--base" not in arguments:
         arguments = [*arguments, "--base", BASE]
@@ -472,7 +529,18 @@ def test_by_hand_a_recipe_with_layers_but_no_sources_is_refused(checkout: Path, 
     with (checkout / "recipes/small/recipe.toml").open("a") as file:
         file.write('[layers.libfabric]\nversion = "2.1.0"\n')
     said = docker(
-        "build", "--network=none", "-f", "Dockerfile.cpu", "--build-arg", f"BASE={BASE}", "--build-arg",
-        "RECIPE=small", "--build-arg", "NO_INDEX=1", ".", cwd=checkout, check=False,
-    )  # fmt: skip
+        "build",
+        "--network=none",
+        "-f",
+        "Dockerfile.cpu",
+        "--build-arg",
+        f"BASE={BASE}",
+        "--build-arg",
+        "RECIPE=small",
+        "--build-arg",
+        "NO_INDEX=1",
+        ".",
+        cwd=checkout,
+        check=False,
+    )
     assert "this recipe has layers that are built from source" in said

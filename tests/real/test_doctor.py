@@ -31,8 +31,12 @@ def doctor(*options: str, code: int = 0, cwd: Path | None = None, **env: str | N
     begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "envbuild", "doctor", "--json", *options],
-        capture_output=True, text=True, env=variables, cwd=cwd, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=variables,
+        cwd=cwd,
+        timeout=60,
+    )
     assert time.monotonic() - begin < MOST_S
     return read(done, code)
 
@@ -121,8 +125,11 @@ def test_nothing_on_path_no_home_no_folder(tmp_path: Path) -> None:
     env = {"PATH": "/nonexistent", "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(
         ["/bin/sh", "-c", script.replace("rmdir", "/bin/rmdir"), sys.executable],
-        capture_output=True, text=True, env=env, cwd=gone,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=gone,
+    )
     found = read(done, 0)
     assert found["current folder"]["status"] == "fail" and found["home"]["status"] == "warn"
     assert "use --out" in found["all"]["artifacts"]["venv"]["build"]["remedy"]
@@ -168,10 +175,13 @@ def test_tools_and_servers_that_never_answer(tmp_path: Path) -> None:
             f'[registries."docker.io"]\nmirrors = ["http://{address}"]\n[debian]\nmirror = "http://{address}/debian"\n'
         )
         found = doctor(
-            PATH=f"{tmp_path}/bin:/usr/bin:/bin", ENVBUILD_SITE=str(site), DOCKER_HOST=f"tcp://{address}",
-            PIP_INDEX_URL=f"http://{address}/simple", PIP_FIND_LINKS="",
+            PATH=f"{tmp_path}/bin:/usr/bin:/bin",
+            ENVBUILD_SITE=str(site),
+            DOCKER_HOST=f"tcp://{address}",
+            PIP_INDEX_URL=f"http://{address}/simple",
+            PIP_FIND_LINKS="",
             PIP_CONFIG_FILE=os.devnull,
-        )  # fmt: skip
+        )
     assert found["apptainer"]["status"] == "warn" and "no answer" in found["apptainer"]["what"]
     assert found["enroot"]["status"] == "warn"
     # On a busy machine, a check as a whole may end before the question that it asks.

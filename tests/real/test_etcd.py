@@ -99,20 +99,35 @@ class Pods:
         """A rank on each of two pods, with the environment instead of an image."""
         folder = self.cluster.shared / work
         artifact = JobArtifact(
-            kind="docker", path=f"registry.example.org/{NAME}@{DIGEST}", digest=DIGEST, recipe=NAME,
-            target=f"cpu-{host_arch()}", python=str(self.venv / "bin/python"),
-        )  # fmt: skip
+            kind="docker",
+            path=f"registry.example.org/{NAME}@{DIGEST}",
+            digest=DIGEST,
+            recipe=NAME,
+            target=f"cpu-{host_arch()}",
+            python=str(self.venv / "bin/python"),
+        )
         site = Site(
             "pods",
             scheduler=SchedulerTable(kind="kubernetes"),
             kubernetes=KubernetesTable(claim="data", mount=str(folder)),
         )
         plan = JobPlan(
-            name=NAME, scheduler="kubernetes", artifact=artifact, site=site, runtime="pod", launcher="srun",
-            strategy="ddp", nodes=2, nproc_per_node=1, command=("-m", "ddp_train", "2", "1"), work=str(folder),
+            name=NAME,
+            scheduler="kubernetes",
+            artifact=artifact,
+            site=site,
+            runtime="pod",
+            launcher="srun",
+            strategy="ddp",
+            nodes=2,
+            nproc_per_node=1,
+            command=("-m", "ddp_train", "2", "1"),
+            work=str(folder),
             run_files=(("--checkpoint_path", "snapshot.pt"), ("--report", "report.json")),
-            variables=(("OMP_NUM_THREADS", "1"),), join_timeout_s=60, read_timeout_s=60,
-        )  # fmt: skip
+            variables=(("OMP_NUM_THREADS", "1"),),
+            join_timeout_s=60,
+            read_timeout_s=60,
+        )
         return replace(plan, **more)
 
 
@@ -125,9 +140,7 @@ def pods(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> Itera
         pytest.skip("the recipe of this test names the x86_64 build of PyTorch")
     folder = tmp_path_factory.mktemp("pods")
     wheels = etcd_wheel(folder)
-    recipe = make_recipe(
-        folder, NAME, ["numpy==2.2.6", "python-etcd==0.4.5"], targets=f"[targets.cpu-x86_64]\n{TORCH}"
-    )  # fmt: skip
+    recipe = make_recipe(folder, NAME, ["numpy==2.2.6", "python-etcd==0.4.5"], targets=f"[targets.cpu-x86_64]\n{TORCH}")
     links = f"{os.environ.get('PIP_FIND_LINKS', '')} {wheels}".strip()
     command = Command(folder, {"ENVBUILD_STORE": str(session_store), "PIP_FIND_LINKS": links})
     made = command.json("venv", recipe, "--no-verify")

@@ -60,7 +60,7 @@ ONCE = {
     "push-sqsh": [("full", "/store/opened/*/config", 1, "cannot write ")],
     "init": [("EUCLEAN", "/recipes/.fresh.envbuild-*/recipe.toml", 2, "cannot write ")],
     "attest-sif": [("kill", "/out/.i.sif.envbuild-*", 3, "")],  # a second image stayed
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

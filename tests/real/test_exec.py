@@ -92,14 +92,22 @@ def test_a_program_has_the_images_files_and_the_hosts_network_and_what_was_bound
     mark = Path(f"/dev/shm/{tmp_path.parent.name}-{tmp_path.name}")
     mark.touch()
     value = 'it\'s "given" $HOME \\ ü'
-    options = ("--runtime", f"own:{way}", "--env", f"GIVEN={value}", "--env", "SECRET", "--env", "NONE")  # fmt: skip
+    options = ("--runtime", f"own:{way}", "--env", f"GIVEN={value}", "--env", "SECRET", "--env", "NONE")
     options += ("--env", f"MARK={mark.name}", "--bind", f"{data}:/data/new:ro", "--bind", f"{conf}:/etc/site.conf")
     try:
         done = run(
-            line(images[form], "sh", "-c", SEEN, options=options), 9, cwd=tmp_path,
-            given="typed\n", LD_LIBRARY_PATH="/host", SLURM_PROCID="3", NCCL_DEBUG="INFO", SECRET="s3cret",
-            OF_HOST="x", PYTHONPATH=str(REPOSITORY), TMPDIR=str(tmp_path),
-        )  # fmt: skip
+            line(images[form], "sh", "-c", SEEN, options=options),
+            9,
+            cwd=tmp_path,
+            given="typed\n",
+            LD_LIBRARY_PATH="/host",
+            SLURM_PROCID="3",
+            NCCL_DEBUG="INFO",
+            SECRET="s3cret",
+            OF_HOST="x",
+            PYTHONPATH=str(REPOSITORY),
+            TMPDIR=str(tmp_path),
+        )
     finally:
         mark.unlink()
     rows = done.stdout.splitlines()
@@ -165,9 +173,13 @@ def test_a_program_that_a_signal_ends_is_seen_to_end_by_it(
 @pytest.mark.parametrize("victim", ["launcher", "keeper"])
 @pytest.mark.parametrize("way", ["squashfuse", "extract"])
 def test_after_kill_9_no_process_no_mount_and_no_file_is_left(
-    images: dict[str, Path], tmp_path: Path, line: Callable[..., list[str]],
-    alive: Callable[[], list[str]], way: str, victim: str,
-) -> None:  # fmt: skip
+    images: dict[str, Path],
+    tmp_path: Path,
+    line: Callable[..., list[str]],
+    alive: Callable[[], list[str]],
+    way: str,
+    victim: str,
+) -> None:
     usable(way)
     log = tmp_path / "log"
     # One that ignores SIGTERM, as a rank that hangs may.
@@ -241,7 +253,7 @@ def test_several_run_from_one_image_at_the_same_time(
 ) -> None:
     # Each waits until all four are there.
     script = f": >{tmp_path}/$SLURM_PROCID; until [ -e {tmp_path}/0 ] && [ -e {tmp_path}/1 ] "
-    script += f"&& [ -e {tmp_path}/2 ] && [ -e {tmp_path}/3 ]; do sleep 0.05; done; exit $SLURM_PROCID"  # fmt: skip
+    script += f"&& [ -e {tmp_path}/2 ] && [ -e {tmp_path}/3 ]; do sleep 0.05; done; exit $SLURM_PROCID"
     children = [
         subprocess.Popen(line(images["sif"], "sh", "-c", script), env={**os.environ, "SLURM_PROCID": str(number)})
         for number in range(4)
@@ -267,9 +279,21 @@ def test_a_user_without_any_right_runs_it_with_the_users_own_files(
         shutil.copytree(Path(click.__file__).parent, packages / "click")
     script = "echo x >made; (echo x >/opt/x) 2>/dev/null && echo written; echo $OF_IMAGE; exit 4"
     command = [
-        *NOBODY, f"HOME={home}", f"PYTHONPATH={packages}", f"TMPDIR={home}",
-        "/usr/bin/python3", "-m", "envbuild", "run", "--bind", str(home), str(images[form]), "sh", "-c", script,
-    ]  # fmt: skip
+        *NOBODY,
+        f"HOME={home}",
+        f"PYTHONPATH={packages}",
+        f"TMPDIR={home}",
+        "/usr/bin/python3",
+        "-m",
+        "envbuild",
+        "run",
+        "--bind",
+        str(home),
+        str(images[form]),
+        "sh",
+        "-c",
+        script,
+    ]
     assert run(command, 4, cwd=home).stdout == "of image\n"
     assert (home / "made").stat().st_uid == 65534
     assert [path.name for path in home.iterdir()] == ["made"]

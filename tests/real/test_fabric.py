@@ -93,9 +93,15 @@ def nccl(session_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         for version in VERSIONS
     }
     found = locate_wheels(
-        list(wanted.values()), environment.store, environment.pip, environment.site, (),
-        offline=False, env=environment.variables, default_index=environment.default_index,
-    )  # fmt: skip
+        list(wanted.values()),
+        environment.store,
+        environment.pip,
+        environment.site,
+        (),
+        offline=False,
+        env=environment.variables,
+        default_index=environment.default_index,
+    )
     libraries = {}
     for version, wheel in wanted.items():
         with zipfile.ZipFile(found[wheel]) as archive:
@@ -125,10 +131,11 @@ def started(library: Path, log: Path, **env: str) -> NcclLog:
     """What NCCL logs when it starts here; GPUs are hidden, so that it is the same on every host."""
     subprocess.run(
         [sys.executable, "-c", START, str(library)],
-        env={**os.environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log),
-             "CUDA_VISIBLE_DEVICES": "", **env},
-        capture_output=True, timeout=120, check=True,
-    )  # fmt: skip
+        env={**os.environ, "NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(log), "CUDA_VISIBLE_DEVICES": "", **env},
+        capture_output=True,
+        timeout=120,
+        check=True,
+    )
     return parse_nccl_log(log.read_text())
 
 
@@ -151,6 +158,9 @@ def test_libraries_of_nccl_are_named_when_they_are_mapped(nccl: dict[str, Path])
     paths = sorted(str(library) for library in nccl.values())
     done = subprocess.run(
         [sys.executable, "-c", code, *paths],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == paths

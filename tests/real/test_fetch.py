@@ -239,9 +239,13 @@ def test_json_pages_and_yanked_files_are_read(tmp_path: Path, serve: Callable[..
     index = serve()
     yanked = index.add("old-1.0-py3-none-any.whl", b"old", yanked=True)
     plain = index.add("new-1.0-py3-none-any.whl", b"new")
-    row = {"filename": "new-1.0-py3-none-any.whl", "url": "/files/new-1.0-py3-none-any.whl",
-           "hashes": {"sha256": min(plain.hashes)}, "yanked": "bad"}  # fmt: skip
-    text = json.dumps({"meta": {"api-version": "1.1"}, "name": "new", "versions": ["1.0"], "files": [row]})  # fmt: skip
+    row = {
+        "filename": "new-1.0-py3-none-any.whl",
+        "url": "/files/new-1.0-py3-none-any.whl",
+        "hashes": {"sha256": min(plain.hashes)},
+        "yanked": "bad",
+    }
+    text = json.dumps({"meta": {"api-version": "1.1"}, "name": "new", "versions": ["1.0"], "files": [row]})
     index.pages["/simple/new/"] = ("application/vnd.pypi.simple.v1+json", text)
     assert len(fetch(tmp_path, pip_for(index.url), yanked, plain)) == 2
 
@@ -318,10 +322,25 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Pat
 
     (folder / "ext").write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=lab", "-days", "2")  # fmt: skip
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=lab", "-days", "2")
     openssl("req", *key, "-keyout", "host.key", "-out", "host.csr", "-subj", "/CN=127.0.0.1")
-    openssl("x509", "-req", "-in", "host.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial",
-            "-out", "host.pem", "-days", "2", "-extfile", "ext")  # fmt: skip
+    openssl(
+        "x509",
+        "-req",
+        "-in",
+        "host.csr",
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-CAcreateserial",
+        "-out",
+        "host.pem",
+        "-days",
+        "2",
+        "-extfile",
+        "ext",
+    )
     return folder / "ca.pem", (folder / "host.pem", folder / "host.key")
 
 
@@ -382,8 +401,13 @@ def test_a_lock_whose_pages_came_over_plain_http_is_refused(
     for one in (plain, index):
         one.add("demo-1.0-py3-none-any.whl", data)
     make_recipe(tmp_path / "recipes", "one", ["demo"])
-    variables = {"PIP_INDEX_URL": index.url, "PIP_CERT": str(authority[0]), "PIP_CONFIG_FILE": os.devnull,
-                 "ENVBUILD_STORE": str(tmp_path / "store"), "PIP_FIND_LINKS": ""}  # fmt: skip
+    variables = {
+        "PIP_INDEX_URL": index.url,
+        "PIP_CERT": str(authority[0]),
+        "PIP_CONFIG_FILE": os.devnull,
+        "ENVBUILD_STORE": str(tmp_path / "store"),
+        "PIP_FIND_LINKS": "",
+    }
     command = [sys.executable, "-m", "envbuild", "lock", "one", "--wheels"]
 
     def lock(**more: str) -> subprocess.CompletedProcess[str]:
@@ -789,11 +813,23 @@ def test_uv_resolves_by_the_rendered_settings(tmp_path: Path, serve: Callable[..
     (tmp_path / "in").write_text("alpha\n")
     from uv import find_uv_bin
 
-    hostile = {"UV_INDEX_STRATEGY": "first-index", "UV_DEFAULT_INDEX": CLOSED, "UV_PRERELEASE": "allow"}  # fmt: skip
+    hostile = {"UV_INDEX_STRATEGY": "first-index", "UV_DEFAULT_INDEX": CLOSED, "UV_PRERELEASE": "allow"}
     env = uv_environment(pip, {**os.environ, **hostile}, tmp_path / "cache")
     done = subprocess.run(
-        [find_uv_bin(), "pip", "compile", "--config-file", settings, "--no-header", "--no-annotate",
-         "--python", sys.executable, tmp_path / "in"],
-        env=env, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            find_uv_bin(),
+            "pip",
+            "compile",
+            "--config-file",
+            settings,
+            "--no-header",
+            "--no-annotate",
+            "--python",
+            sys.executable,
+            tmp_path / "in",
+        ],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.split() == ["alpha==2.0", "beta==1.0", "gamma==1.0"], done.stderr

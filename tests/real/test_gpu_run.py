@@ -12,9 +12,16 @@ from .conftest import REPOSITORY, Command, own_copy
 
 # Of each step that a CPU can run, what it must come to.
 VERDICTS = {
-    "build": "pass", "facts": "pass", "two-ranks": "pass", "one-rank": "skipped", "artifact": "pass",
-    "plant-library": "pass", "bandwidth": "pass", "repeat": "pass", "slim": "pass",
-}  # fmt: skip
+    "build": "pass",
+    "facts": "pass",
+    "two-ranks": "pass",
+    "one-rank": "skipped",
+    "artifact": "pass",
+    "plant-library": "pass",
+    "bandwidth": "pass",
+    "repeat": "pass",
+    "slim": "pass",
+}
 
 
 def test_the_steps_that_cpus_can_run_pass_without_a_network(envbuild: Command, tmp_path: Path) -> None:
@@ -26,8 +33,10 @@ def test_the_steps_that_cpus_can_run_pass_without_a_network(envbuild: Command, t
     done = subprocess.run(
         ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", *line],
         env={**os.environ, "PYTHON": os.path.realpath(sys.executable), "HOME": "/nonexistent"},
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     report = json.loads((tmp_path / "report/report.json").read_text())
     rows = {row["name"]: row for row in report["steps"]}
     assert {name: rows[name]["verdict"] for name in VERDICTS} == VERDICTS, done.stdout + done.stderr

@@ -138,8 +138,15 @@ def test_only_images_are_pushed_and_only_where_publishing_is_on(runner: Runner) 
             pushed = ["--tag", tag, "--push"] if (publish, entry["artifact"]) == ("true", "docker") else []
             gpu = ["--no-verify"] if entry["gpu"] else []
             assert told == [
-                entry["artifact"], entry["recipe"], "--target", entry["target"], "--locked", *gpu, "--json", *pushed
-            ]  # fmt: skip
+                entry["artifact"],
+                entry["recipe"],
+                "--target",
+                entry["target"],
+                "--locked",
+                *gpu,
+                "--json",
+                *pushed,
+            ]
     failing = build.replace("${{ matrix.command }}", "false")
     with pytest.raises(RuntimeError):
         runner.run(failing, ARTIFACT="venv", RECIPE="one", TARGET="cpu-x86_64")
@@ -150,14 +157,23 @@ def test_one_index_is_made_of_all_architectures_of_an_accelerator(runner: Runner
     runner.program(RECORDER)
     output = runner.run(script("publish", "GITHUB_OUTPUT"), MATRIX=matrix)
     calls: list[Any] = [
-        ["docker", name, *targets, "--locked", "--no-verify",
-         "--tag", f"ghcr.io/owner/envbuild/{name}:main-{accelerator}", "--push", "--json"]
+        [
+            "docker",
+            name,
+            *targets,
+            "--locked",
+            "--no-verify",
+            "--tag",
+            f"ghcr.io/owner/envbuild/{name}:main-{accelerator}",
+            "--push",
+            "--json",
+        ]
         for name in ("one", "two")
         for accelerator, targets in (
             ("cpu", ["--target", "cpu-x86_64", "--target", "cpu-aarch64"]),
             ("cu126", ["--target", "cu126-x86_64"]),
         )
-    ]  # fmt: skip
+    ]
     assert runner.called() == calls
     digests = json.loads(output["digests"])
     assert list(digests) == [call[call.index("--tag") + 1] for call in calls]

@@ -55,9 +55,7 @@ def test_packages_come_and_go_with_their_locks_or_nothing_changes(lab: Command) 
     made = lab.json("add", "Alpha", "gamma")
     assert made["changes"] == [{"list": "requirements", "before": None, "after": one} for one in ("alpha", "gamma")]
     assert pins(lock_text(lab, "lab")) == ["alpha==1.0", "beta==1.0", "gamma==1.0"]
-    assert made["locks"] == {
-        "recipes/lab/cpu-x86_64.requirements.txt": ["+ alpha 1.0", "+ beta 1.0", "+ gamma 1.0"],
-    }  # fmt: skip
+    assert made["locks"] == {"recipes/lab/cpu-x86_64.requirements.txt": ["+ alpha 1.0", "+ beta 1.0", "+ gamma 1.0"]}
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for words in (["add", "alpha==1.1"], ["add", "nonesuch"], ["remove", "gamma", "--dry-run"]):
         assert lab(*words).returncode == (0 if "--dry-run" in words else 3)

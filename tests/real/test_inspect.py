@@ -137,8 +137,11 @@ def test_a_venv_built_twice_is_equal_and_equals_the_image_of_its_lock(pair: tupl
         assert found["equal"] and found["files"] == [], found
     # Python writes bytecode by itself; that is no difference.
     script = "import torch, sympy"
-    subprocess.run([command.folder / "venv/bin/python", "-c", script], check=True,
-                   env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""})  # fmt: skip
+    subprocess.run(
+        [command.folder / "venv/bin/python", "-c", script],
+        check=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+    )
     assert command("diff", "venv", "deep/venv").returncode == 0
 
 

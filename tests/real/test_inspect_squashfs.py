@@ -36,7 +36,7 @@ MAKERS = {
     "small blocks, nothing compressed": ["-b", "4096", "-noI", "-noD", "-noF", "-noX", "-no-exports"],
     "large blocks, all tails in fragments": ["-b", "1M", "-comp", "xz", "-Xbcj", "x86", "-always-use-fragments"],
     "no fragments": ["-no-fragments", "-no-duplicates"],
-}  # fmt: skip
+}
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def write_sif(image: Path, sif: Path, run: dict[str, Any], labels: dict[str, str
         b"Bootstrap: docker\nFrom: lab\n",
         [("inspect-metadata.json", json.dumps(told).encode()), ("oci-config.json", json.dumps(run).encode())],
         "x86_64",
-    )  # fmt: skip
+    )
     with sif.open("w+b") as out:
         write_sif_front(out, *parts)
         size = out.write(image.read_bytes())
@@ -116,12 +116,23 @@ def seen(root: Path) -> dict[str, tuple[Any, ...]]:
         elif path.is_file() and about.st_size < 1 << 30:
             content = hashlib.sha256(path.read_bytes()).hexdigest()
         name = str(path.relative_to(root))
-        xattrs = [(key, os.getxattr(path, key, follow_symlinks=False))
-                  for key in sorted(os.listxattr(path, follow_symlinks=False))]  # fmt: skip
+        xattrs = [
+            (key, os.getxattr(path, key, follow_symlinks=False))
+            for key in sorted(os.listxattr(path, follow_symlinks=False))
+        ]
         size = 0 if path.is_dir() and not path.is_symlink() else about.st_size
         first = name if stat.S_ISDIR(about.st_mode) else inodes.setdefault(about.st_ino, name)
-        found[name] = (about.st_mode, about.st_uid, about.st_gid, about.st_mtime, size, about.st_rdev,
-                       first, content, xattrs)  # fmt: skip
+        found[name] = (
+            about.st_mode,
+            about.st_uid,
+            about.st_gid,
+            about.st_mtime,
+            size,
+            about.st_rdev,
+            first,
+            content,
+            xattrs,
+        )
     return found
 
 
@@ -253,10 +264,15 @@ STATUS = "Package: libc6\nStatus: install ok installed\nArchitecture: amd64\nVer
 CODE: dict[str, bytes | str] = {"numpy/__init__.py": "1", "numpy/x.so": b"\x7fELF"}
 ENV = {**made.frame(), **made.package("numpy", "2.1", CODE)}
 ROOT: dict[str, bytes | str] = {
-    "bin/": "", "dev/": "", "etc/hostname": "lab\n", "etc/empty/": "", "opt/": "",
+    "bin/": "",
+    "dev/": "",
+    "etc/hostname": "lab\n",
+    "etc/empty/": "",
+    "opt/": "",
     "usr/lib/os-release": 'ID=debian\nVERSION_CODENAME=bookworm\nPRETTY_NAME="Debian 12"\n',
-    "var/lib/dpkg/status": STATUS, **made.under("opt/env", ENV),
-}  # fmt: skip
+    "var/lib/dpkg/status": STATUS,
+    **made.under("opt/env", ENV),
+}
 VARIABLES = {"PATH": "/opt/env/bin:/bin", "VIRTUAL_ENV": "/opt/env", "HF_TOKEN": "hunter2"}
 VARIABLES |= {"TWO": "a b='c'", "EMPTY": ""}
 RC = "# enroot-provenance: lab\n# org.envbuild.recipe lab\n# note of several words\n\nexec sh\n"
@@ -297,7 +313,7 @@ def test_a_squashfs_and_a_sif_tell_what_an_image_tells(command: Command, forms: 
         assert sqsh[key] == image[key] is not None, key
     assert sqsh["env"] == {**VARIABLES, "HF_TOKEN": "****"}
     assert sqsh["base"]["suite"] == "bookworm" and sqsh["platform"] == "linux/amd64"
-    assert sqsh["labels"] == sif["labels"] == {"org.envbuild.recipe": "lab", "note": "of several words"}  # fmt: skip
+    assert sqsh["labels"] == sif["labels"] == {"org.envbuild.recipe": "lab", "note": "of several words"}
     assert (sif["cmd"], sif["workdir"]) == (["sh", "-c", "true"], "/srv")
     assert (sqsh["kind"], sif["kind"]) == ("squashfs", "sif")
     assert sqsh["filesystem"] == "squashfs, zstd, blocks of 128 KiB"
@@ -308,7 +324,9 @@ def test_a_squashfs_and_a_sif_tell_what_an_image_tells(command: Command, forms: 
         bom = json.loads(command("inspect", forms[form], "--sbom", "cyclonedx").stdout)
         assert bom["metadata"]["component"]["type"] == "container"
         assert [c["purl"] for c in bom["components"]] == [
-            "pkg:deb/debian/libc6@2.36-9?arch=amd64&distro=bookworm", "pkg:pypi/numpy@2.1"]  # fmt: skip
+            "pkg:deb/debian/libc6@2.36-9?arch=amd64&distro=bookworm",
+            "pkg:pypi/numpy@2.1",
+        ]
         shown = command("inspect", f"{form}:{forms[form]}").stdout
         assert "numpy" in shown and "hunter2" not in shown
 
@@ -357,7 +375,7 @@ def test_differences_are_those_of_content_whatever_holds_the_files(command: Comm
     mksquashfs(root, command.folder / "other.sqsh", "-root-mode", "0755")
     for one in ("sqsh", "sif", "venv", "image"):
         found = json.loads(command("diff", forms[one], "other.sqsh", "--json", "--all").stdout)
-        assert [(c["change"], c["name"]) for c in found["python_packages"]] == [("removed", "numpy")]  # fmt: skip
+        assert [(c["change"], c["name"]) for c in found["python_packages"]] == [("removed", "numpy")]
         names = {change["name"]: change for change in found["files"]}
         code = f"{made.SITE}/numpy/__init__.py"
         assert names[code if one == "venv" else f"opt/env/{code}"]["change"] == "changed"

@@ -74,7 +74,7 @@ def venv(jobs: Jobs, session_store: Path) -> Path:
     command = Command(jobs.cluster.shared, {"ENVBUILD_STORE": str(session_store), "PIP_FIND_LINKS": links})
     recipe = make_recipe(
         jobs.cluster.shared, NAME, ["accelerate==1.15.0", DEEPSPEED], targets=f"[targets.cpu-x86_64]\n{TORCH}"
-    )  # fmt: skip
+    )
     return compiled_once(Path(command.json("venv", recipe, "--no-verify")["path"]))
 
 

@@ -193,7 +193,7 @@ def test_a_script_of_the_users_gets_its_arguments_as_they_are(jobs: Jobs, pt_cpu
     awkward = ['it\'s "q"', "$HOME `id` \\", "*", "", "--flag=a b", "naïve\ttab", "a$$b ${local_rank}"]
     said = jobs.render(
         pt_cpu["path"], "--nodes", "2", "--nproc-per-node", "1", "--script", script, "--submit", "--", *awkward
-    )  # fmt: skip
+    )
     ended = jobs.ended(int(said.splitlines()[-1]))
     assert ended.end.state == "COMPLETED", ended.log
     for number in (0, 1):
@@ -201,7 +201,7 @@ def test_a_script_of_the_users_gets_its_arguments_as_they_are(jobs: Jobs, pt_cpu
         assert told["arguments"] == awkward and told["xdg"] is None
         assert told["ENVBUILD_NODES"] == "2" and told["ENVBUILD_HOSTS"] == "n1 n2"
         assert told["ENVBUILD_ADDRESSES"].split() == [jobs.cluster.address(n) for n in ("n1", "n2")]
-        assert told["ENVBUILD_ADDRESS"] == told["ENVBUILD_ADDRESSES"].split()[int(told["ENVBUILD_NODE"])]  # fmt: skip
+        assert told["ENVBUILD_ADDRESS"] == told["ENVBUILD_ADDRESSES"].split()[int(told["ENVBUILD_NODE"])]
         assert told["ENVBUILD_RUN"] == str(ended.run) and told["ENVBUILD_INTERFACE"] == "eth0"
 
 
@@ -293,8 +293,7 @@ def test_without_a_scheduler_the_command_that_is_said_trains_here(
     assert told.returncode == 2
     (command,) = re.findall(r"to train on this host: `(.+?)`;", told.stderr)
     done = subprocess.run(
-        ["bash", "-c", command], cwd=envbuild.folder, env=envbuild.variables({}),
-        capture_output=True, text=True,
-    )  # fmt: skip
+        ["bash", "-c", command], cwd=envbuild.folder, env=envbuild.variables({}), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert (envbuild.folder / "snapshot.pt").exists()

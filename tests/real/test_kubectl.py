@@ -66,8 +66,10 @@ def delete(cluster: StandIn, *manifests: Path) -> str:
     files = [word for one in manifests for word in ("-f", str(one))]
     done = subprocess.run(
         [KUBECTL, "--kubeconfig", cluster.kubeconfig, "delete", "--ignore-not-found", *files],
-        capture_output=True, text=True, env={"HOME": str(cluster.folder)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env={"HOME": str(cluster.folder)},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -46,7 +46,7 @@ def solve(
     virtual = [
         rattler.GenericVirtualPackage(rattler.PackageName(name), rattler.Version(v), BuildString("0"))
         for name, v in versions.items()
-    ]  # fmt: skip
+    ]
     found = asyncio.run(
         rattler.solve(
             [rattler.Channel(channel)],
@@ -62,10 +62,8 @@ def solve(
 def install(records: dict[str, Any], prefix: Path, cache: Path, subdir: str) -> dict[str, Any]:
     """Install into `prefix`; returns its conda-meta records by name."""
     asyncio.run(
-        rattler.install(
-            list(records.values()), prefix, cache, platform=rattler.Subdir(subdir), show_progress=False
-        )
-    )  # fmt: skip
+        rattler.install(list(records.values()), prefix, cache, platform=rattler.Subdir(subdir), show_progress=False)
+    )
     metas = [json.loads(path.read_text()) for path in (prefix / "conda-meta").glob("*.json")]
     return {meta["name"]: meta for meta in metas}
 
@@ -99,7 +97,7 @@ def installed(
     with serve(conda_channel.folder) as running:
         records = solve(
             running.url, folder / "repodata", request.param, [*SPECS, "pillow", "pyyaml", "labtool", "labdata"]
-        )  # fmt: skip
+        )
         prefix = folder / "prefix"
         return Installed(prefix, install(records, prefix, folder / "packages", request.param))
 
@@ -154,8 +152,14 @@ def test_python_and_torch_run_from_the_prefix(installed: Installed) -> None:
     foreign = [path for path in found[5] if not path.startswith(prefix)]
     # What stays the host's is the C library.
     assert {Path(path).name.partition(".")[0].partition("-")[0] for path in foreign} <= {
-        "ld", "libc", "libm", "libpthread", "libdl", "librt", "libutil",
-    }, foreign  # fmt: skip
+        "ld",
+        "libc",
+        "libm",
+        "libpthread",
+        "libdl",
+        "librt",
+        "libutil",
+    }, foreign
     assert "--nproc" in installed.run("torchrun", "--help")
     assert installed.run("labtool", "now") == "labtool 1.1 now\n"
     assert installed.run("labdata") == f"root = {prefix}/share/labdata\n"
@@ -305,9 +309,14 @@ def test_files_are_served_whole_in_parts_and_only_when_changed(small: Server) ->
 
 @pytest.mark.parametrize(
     ("path", "login", "status"),
-    [("/a.conda", "", 401), ("/a.conda", "Basic bWU6bm8=", 401), ("/b.conda", None, 404), ("/../secret", None, 404),
-     ("/%2e%2e/secret", None, 404)],
-)  # fmt: skip
+    [
+        ("/a.conda", "", 401),
+        ("/a.conda", "Basic bWU6bm8=", 401),
+        ("/b.conda", None, 404),
+        ("/../secret", None, 404),
+        ("/%2e%2e/secret", None, 404),
+    ],
+)
 def test_nobody_else_and_nothing_else_is_served(small: Server, path: str, login: str | None, status: int) -> None:
     assert ask(small, path, **({} if login is None else {"Authorization": login}))[0] == status
 

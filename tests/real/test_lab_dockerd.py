@@ -117,9 +117,13 @@ def use(lab: Lab) -> Traces:
         network = opened.networks.create("left", driver="bridge")
         for name in ("bridge", "left"):
             opened.containers.run(
-                "lab:bash", ["/bin/bash", "-c", "trap '' TERM; while :; do read -t 100 <> <(:); done"],
-                detach=True, network=name, volumes={"left": {"bind": "/v", "mode": "rw"}}, ports={"80/tcp": None},
-            )  # fmt: skip
+                "lab:bash",
+                ["/bin/bash", "-c", "trap '' TERM; while :; do read -t 100 <> <(:); done"],
+                detach=True,
+                network=name,
+                volumes={"left": {"bind": "/v", "mode": "rw"}},
+                ports={"80/tcp": None},
+            )
         assert len(opened.containers.list()) == 2
         return Traces(lab, [bridge, f"br-{network.id[:12]}"])
 
@@ -253,7 +257,7 @@ def test_a_published_port_answers_on_the_loopback_address(tmp_path: Path) -> Non
         # bash cannot listen: the port is open as soon as the container runs, and closes when nobody answers inside.
         container = opened.containers.run(
             "lab:bash", ["/bin/bash", "-c", "read -t 60 <> <(:)"], detach=True, ports={"80/tcp": ("127.0.0.1", None)}
-        )  # fmt: skip
+        )
         container.reload()
         port = int(container.ports["80/tcp"][0]["HostPort"])
         with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:

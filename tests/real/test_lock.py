@@ -112,8 +112,12 @@ def test_only_hashes_that_fit_the_target_are_locked(lab: Command) -> None:
     x86, arm = lock_text(lab, "n"), lock_text(lab, "n", "cpu-aarch64")
     assert digests["cp311-cp311-manylinux_2_28_x86_64"] in x86
     assert digests["cp311-cp311-manylinux_2_17_aarch64"] in arm and arm.count("sha256:") == 2  # and the digest
-    for tag in ("cp312-cp312-manylinux_2_28_x86_64", "cp311-cp311-musllinux_1_2_x86_64",
-                "cp311-cp311-manylinux_2_34_x86_64", "cp311-cp311-manylinux_2_17_aarch64"):  # fmt: skip
+    for tag in (
+        "cp312-cp312-manylinux_2_28_x86_64",
+        "cp311-cp311-musllinux_1_2_x86_64",
+        "cp311-cp311-manylinux_2_34_x86_64",
+        "cp311-cp311-manylinux_2_17_aarch64",
+    ):
         assert digests[tag] not in x86, tag
 
 
@@ -316,9 +320,14 @@ def dated_index(tmp_path: Path) -> Iterator[str]:
             path.write_bytes(b"never read")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         rows.setdefault(name, []).append(
-            {"filename": path.name, "url": f"/files/{path.name}", "hashes": {"sha256": digest},
-             "size": path.stat().st_size, "upload-time": f"{year}-02-01T00:00:00Z"}
-        )  # fmt: skip
+            {
+                "filename": path.name,
+                "url": f"/files/{path.name}",
+                "hashes": {"sha256": digest},
+                "size": path.stat().st_size,
+                "upload-time": f"{year}-02-01T00:00:00Z",
+            }
+        )
 
     class Index(http.server.SimpleHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -113,8 +113,7 @@ def environment(folder: Path, torch: str) -> str:
     """A virtual environment with envbuild's record and a `torch` that is installed as far as metadata go."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     packages = (("torch", torch, "0" * 64),)
-    state = State("venv", "r", "sha256:1", "sha256:2", "sha256:3", "cpu-x86_64", "3.11", "3.11.7",
-                  "python3", packages)  # fmt: skip
+    state = State("venv", "r", "sha256:1", "sha256:2", "sha256:3", "cpu-x86_64", "3.11", "3.11.7", "python3", packages)
     (folder / "envbuild.json").write_text(state.render())
     site = next(folder.glob("lib/python3*/site-packages"))
     (site / f"torch-{torch}.dist-info").mkdir()
@@ -358,9 +357,22 @@ def test_a_job_starts_again_without_its_slow_node(cluster: Cluster, tmp_path: Pa
     artifact = JobArtifact("venv", str(folder), digest, "slow", f"cpu-{os.uname().machine}", python)
     site = Site("lab", scheduler=SchedulerTable(kind="slurm", exclusive=False))
     plan = JobPlan(
-        "slow", "slurm", artifact, site, "folder", "srun", "ddp", 3, 1, (), str(cluster.shared),
-        preflight=True, speed=True, exclude_slow=True, time="00:05:00",
-    )  # fmt: skip
+        "slow",
+        "slurm",
+        artifact,
+        site,
+        "folder",
+        "srun",
+        "ddp",
+        3,
+        1,
+        (),
+        str(cluster.shared),
+        preflight=True,
+        speed=True,
+        exclude_slow=True,
+        time="00:05:00",
+    )
     script = cluster.shared / "slow.sbatch"
     script.write_text(render(plan))
     (cluster.shared / "logs").mkdir(exist_ok=True)

@@ -167,8 +167,11 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         breaks = json.dumps({name: (check, textwrap.dedent(code)) for name, (check, code) in BREAKS.items()})
         subprocess.run(
             [*TORCHRUN, "--standalone", "--nproc-per-node=2", "program.py", breaks],
-            cwd=folder, check=True, timeout=LIMIT, env=environment(DDP_TRAIN_PROBES=str(folder / "request.json")),
-        )  # fmt: skip
+            cwd=folder,
+            check=True,
+            timeout=LIMIT,
+            env=environment(DDP_TRAIN_PROBES=str(folder / "request.json")),
+        )
         return {"request": request, "reports": json.loads((folder / "reports.json").read_text())}
 
     found: dict[str, Any] = shared(tmp_path_factory, "probes", make)[1]

@@ -53,9 +53,12 @@ class Lab:
         self.recipe = make_recipe(top / "recipes", "own", [], extra='[project]\npath = "../.."\n')
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "UV_", "ENVBUILD_"))},
-            "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels),
-            "ENVBUILD_STORE": str(top / "store"), "GIT_CONFIG_GLOBAL": os.devnull,
-        }  # fmt: skip
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(wheels),
+            "ENVBUILD_STORE": str(top / "store"),
+            "GIT_CONFIG_GLOBAL": os.devnull,
+        }
         self.git("init", "-q")
         self.commit()
 

@@ -119,14 +119,23 @@ def test_what_is_pushed_is_what_skopeo_reads_and_what_is_pulled(lab: Lab, tmp_pa
 
     inspected = subprocess.run(
         ["skopeo", "inspect", "--tls-verify=false", f"docker://{lab.address}/round/trip:v1"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads(inspected.stdout)["Digest"] == pushed.digest
     # skopeo reads and checks every blob when it copies
     subprocess.run(
-        ["skopeo", "copy", "-q", "--src-tls-verify=false",
-         f"docker://{lab.address}/round/trip:v1", f"oci:{tmp_path}/copy:v1"], check=True,
-    )  # fmt: skip
+        [
+            "skopeo",
+            "copy",
+            "-q",
+            "--src-tls-verify=false",
+            f"docker://{lab.address}/round/trip:v1",
+            f"oci:{tmp_path}/copy:v1",
+        ],
+        check=True,
+    )
 
     raw, media_type = there.manifest("v1")
     assert (raw, media_type) == (pushed.raw, OCI_MANIFEST)
@@ -144,10 +153,18 @@ def test_what_skopeo_pushed_is_pulled(lab: Lab, tmp_path: Path) -> None:
     blobs, pushed = Blobs(tmp_path / "blobs"), image(Blobs(tmp_path / "blobs"), 3)
     reach(lab.address, "first", tmp_path).push(blobs, parts(pushed), pushed.raw, OCI_MANIFEST, pushed.digest)
     subprocess.run(
-        ["skopeo", "copy", "-q", "--format=v2s2", "--src-tls-verify=false", "--dest-tls-verify=false",
-         f"docker://{lab.address}/first@{pushed.digest}", f"docker://{lab.address}/by/skopeo:1"],
+        [
+            "skopeo",
+            "copy",
+            "-q",
+            "--format=v2s2",
+            "--src-tls-verify=false",
+            "--dest-tls-verify=false",
+            f"docker://{lab.address}/first@{pushed.digest}",
+            f"docker://{lab.address}/by/skopeo:1",
+        ],
         check=True,
-    )  # fmt: skip
+    )
     there = reach(lab.address, "by/skopeo:1", tmp_path)
     found = parse(*_named(there))
     assert isinstance(found, ImageManifest) and found.media_type.startswith("application/vnd.docker.")

@@ -27,7 +27,7 @@ from envbuild.verify.runtimes import runtime_for
 
 from .conftest import REPOSITORY
 
-NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", "-i", "PATH=/usr/bin:/bin"]  # fmt: skip
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "env", "-i", "PATH=/usr/bin:/bin"]
 
 pytestmark = pytest.mark.skipif(
     not shutil.which("mksquashfs") or not Path("/usr/bin/python3").exists(),

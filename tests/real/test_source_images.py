@@ -106,9 +106,12 @@ def test_image_files_hold_the_layer_and_pass_with_it(
         assert "1 source-built layer" in checks["installed"]["seen"]
         assert "provider: tcp" in inside(files[kind]["path"], tmp_path, "fi_info", "-p", "tcp")
     held = inside(
-        files["enroot"]["path"], tmp_path, "sh", "-c",
+        files["enroot"]["path"],
+        tmp_path,
+        "sh",
+        "-c",
         f"cd /{_TREE}; ls lib/libfabric.so.1 share/licenses/libfabric/COPYING; which gcc || echo no gcc",
-    )  # fmt: skip
+    )
     assert held.split() == ["lib/libfabric.so.1", "share/licenses/libfabric/COPYING", "no", "gcc"]
     shown = fabric.json("inspect", files["enroot"]["path"])
     (layer,) = shown["source_built"]
@@ -213,7 +216,7 @@ def test_two_images_differ_in_the_layer_alone_and_diff_says_so(small: Command, t
     changed = json.loads(small("diff", *made, "--json").stdout)
     assert not changed["python_packages"] and not changed["debian_packages"]
     files = {row["name"] for row in changed["files"] if row["name"].startswith(_TREE)}
-    named = ("bin/greet", "lib/libgreet.so.1", "libexec/greet/helper", "share/envbuild/layers/greet.json")  # fmt: skip
+    named = ("bin/greet", "lib/libgreet.so.1", "libexec/greet/helper", "share/envbuild/layers/greet.json")
     assert {f"{_TREE}/lib/libgreet.so.1", f"{_TREE}/{named[-1]}"} <= files
     assert files <= {f"{_TREE}/{name}" for name in named}
     assert "greet  1.0" in small("inspect", made[0]).stdout

@@ -134,9 +134,14 @@ def test_a_layer_is_built_once_and_works_wherever_its_files_are(builder: Builder
         assert os.path.realpath(_libraries(moved / program)["libgreet.so.1"]) == str(moved / "lib/libgreet.so.1")
     found = {path.relative_to(moved).as_posix() for path in moved.rglob("*") if not path.is_dir()}
     assert found == {
-        "bin/greet", "libexec/greet/helper", "lib/libgreet.so", "lib/libgreet.so.1", "lib/pkgconfig/greet.pc",
-        "include/greet.h", "share/licenses/greet/COPYING",
-    }  # fmt: skip
+        "bin/greet",
+        "libexec/greet/helper",
+        "lib/libgreet.so",
+        "lib/libgreet.so.1",
+        "lib/pkgconfig/greet.pc",
+        "include/greet.h",
+        "share/licenses/greet/COPYING",
+    }
 
 
 def test_two_builds_in_different_folders_are_equal_to_the_byte(tmp_path: Path) -> None:
@@ -235,9 +240,11 @@ def test_a_python_project_is_built_for_the_interpreter_that_is_named(builder: Bu
     tree = builder(one, python=BuildPython(python, version))
     site = tree / f"lib/python{version}/site-packages"
     told = subprocess.run(
-        [sys.executable, "-c", "import worded; print(worded.word)"], env={"PYTHONPATH": str(site)},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", "import worded; print(worded.word)"],
+        env={"PYTHONPATH": str(site)},
+        capture_output=True,
+        text=True,
+    )
     assert told.stdout.strip() == "moin", told.stderr
     assert (tree / "share/licenses/greet/COPYING").is_file()
     one = builder.layer(archive, system="wheel", configure=(f"WORD={env}/lib",))
@@ -267,9 +274,13 @@ def test_an_archive_comes_from_a_mirror_and_passwords_stay_out_of_messages(build
     site.write_text(f'[mirrors]\n"https://user:secret@127.0.0.1:9/src" = ["{archive.path.parent.as_uri()}"]\n')
     variables = {**os.environ, "ENVBUILD_STORE": str(builder.store), "ENVBUILD_SITE": str(site)}
     tree = build_layer(
-        one, {}, lambda work: local_build_host(work, os.environ), load_environment(variables), builder.said.append,
+        one,
+        {},
+        lambda work: local_build_host(work, os.environ),
+        load_environment(variables),
+        builder.said.append,
         offline=True,
-    )  # fmt: skip
+    )
     assert _run(tree / "bin/greet") == "hello"
 
 
@@ -297,7 +308,7 @@ def test_configure_that_fails_is_shown_with_its_test_and_kept(builder: Builder) 
         ({"configure": None}, "has no configure script", "system"),
         ({"greet.c": "const char *greet(void) { return WHERE; }\n"}, "folder that it was built in", "patch"),
     ],
-)  # fmt: skip
+)
 def test_a_project_that_cannot_be_built_says_why_and_leaves_nothing(
     builder: Builder, edits: dict[str, str | None], message: str, hint: str
 ) -> None:
@@ -468,9 +479,13 @@ def test_libfabric_is_built_natively_and_finds_tcp_from_a_moved_tree(
     one = replace(one, environment=host_identity(one, os.environ))
     said: list[str] = []
     tree = build_layer(
-        one, {}, lambda work: local_build_host(work, os.environ),
-        load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)}), said.append, offline=False,
-    )  # fmt: skip
+        one,
+        {},
+        lambda work: local_build_host(work, os.environ),
+        load_environment({**os.environ, "ENVBUILD_STORE": str(session_store)}),
+        said.append,
+        offline=False,
+    )
     moved = tmp_path / "moved"
     shutil.copytree(tree, moved, symlinks=True)
     told = _run(moved / one.check[0].join(["bin/", ""]), *one.check[1:])

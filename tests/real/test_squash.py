@@ -113,9 +113,12 @@ def test_a_user_without_privileges_gets_a_verified_image_from_a_store_of_their_o
     for above in folder.parents[:3]:
         above.chmod(above.stat().st_mode | 0o011)
     env = {
-        **os.environ, **NO_DAEMON, "HOME": str(folder), "ENVBUILD_STORE": str(folder / "store"),
+        **os.environ,
+        **NO_DAEMON,
+        "HOME": str(folder),
+        "ENVBUILD_STORE": str(folder / "store"),
         "TMPDIR": str(folder),
-    }  # fmt: skip
+    }
     line = [*AS_NOBODY, *Command(folder).line("enroot", "--out", "pytorch.sqsh", "--locked", "--json")]
     made = json.loads(run(*line, cwd=folder, env=env).stdout)
     assert made["digest"] == squash["enroot"]["digest"]
@@ -245,18 +248,22 @@ def layout_of(folder: Path, layers: Layers, arch: str = ARCH, config: dict[str, 
     ]
     document = canonical(
         {
-            "architecture": GOARCH[arch], "os": "linux", "config": config or {},
+            "architecture": GOARCH[arch],
+            "os": "linux",
+            "config": config or {},
             "rootfs": {"type": "layers", "diff_ids": [layer.diff_id for layer in made]},
         }
-    )  # fmt: skip
+    )
     blobs.add(document)
     described = Descriptor(OCI_CONFIG, digest_of(document), len(document))
     manifest = canonical(
         {
-            "schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": described.as_json(),
+            "schemaVersion": 2,
+            "mediaType": OCI_MANIFEST,
+            "config": described.as_json(),
             "layers": [layer.blob.as_json() for layer in made],
         }
-    )  # fmt: skip
+    )
     blobs.add(manifest)
     root = Descriptor(OCI_MANIFEST, digest_of(manifest), len(manifest), GOARCH[arch], "linux")
     fill_layout(folder, blobs, [(root, "lab:1")])
@@ -274,21 +281,36 @@ def other(path: str, kind: str, mode: int = 0o755, **more: Any) -> tuple[Entry, 
 NOISE = os.urandom(300_000)
 ODD: Layers = [
     [
-        other("etc", DIR), file("etc/fstab", b"old"), other("dev", DIR), other("usr", DIR),
-        other("usr/bin", DIR), other("bin", SYMLINK, 0o777, target="usr/bin"),
-        file("usr/bin/su", b"su", 0o4755), file("usr/bin/wall", b"wall", 0o2755, gid=5),
-        file("shadow", b"secret", 0o000, uid=0, gid=42), other("dev/null", CHAR, 0o666, device=(1, 3)),
-        other("srv", DIR, 0o500, uid=33, gid=33), other("srv/pipe", FIFO, 0o600),
-        other("tmp", DIR, 0o1777), file(".dockerenv", b""), file("hidden", NOISE),
-        file("big", NOISE + bytes(400_000) + NOISE), file("same", NOISE + bytes(400_000) + NOISE),
+        other("etc", DIR),
+        file("etc/fstab", b"old"),
+        other("dev", DIR),
+        other("usr", DIR),
+        other("usr/bin", DIR),
+        other("bin", SYMLINK, 0o777, target="usr/bin"),
+        file("usr/bin/su", b"su", 0o4755),
+        file("usr/bin/wall", b"wall", 0o2755, gid=5),
+        file("shadow", b"secret", 0o000, uid=0, gid=42),
+        other("dev/null", CHAR, 0o666, device=(1, 3)),
+        other("srv", DIR, 0o500, uid=33, gid=33),
+        other("srv/pipe", FIFO, 0o600),
+        other("tmp", DIR, 0o1777),
+        file(".dockerenv", b""),
+        file("hidden", NOISE),
+        file("big", NOISE + bytes(400_000) + NOISE),
+        file("same", NOISE + bytes(400_000) + NOISE),
         file("caps", b"caps", 0o755, xattrs=(("security.capability", b"\1\0\0\2" + bytes(16)), ("user.note", b"kept"))),
-        file("caf\u00e9", b"unicode"), file(os.fsdecode(b"latin-\xe9"), b"not UTF-8"),
+        file("caf\u00e9", b"unicode"),
+        file(os.fsdecode(b"latin-\xe9"), b"not UTF-8"),
     ],
     [
-        other("opt", DIR), other("opt/name", HARDLINK, 0o644, target="big"), file("hidden", b"shown"),
-        file("etc/.wh.nothing", b""), file(".wh.shadow", b""), file("dup", NOISE),
+        other("opt", DIR),
+        other("opt/name", HARDLINK, 0o644, target="big"),
+        file("hidden", b"shown"),
+        file("etc/.wh.nothing", b""),
+        file(".wh.shadow", b""),
+        file("dup", NOISE),
     ],
-]  # fmt: skip
+]
 
 
 def tree(root: Path) -> dict[bytes, tuple[Any, ...]]:
@@ -307,14 +329,19 @@ def tree(root: Path) -> dict[bytes, tuple[Any, ...]]:
                 data = os.readlink(path)
             elif kind == 0o100000:
                 data = hashlib.sha256(Path(os.fsdecode(path)).read_bytes()).hexdigest()
-            notes = {n: os.getxattr(path, n, follow_symlinks=False)
-                     for n in os.listxattr(path, follow_symlinks=False)}  # fmt: skip
+            notes = {n: os.getxattr(path, n, follow_symlinks=False) for n in os.listxattr(path, follow_symlinks=False)}
             links = about.st_nlink if kind != 0o040000 else 0
             first.setdefault(about.st_ino, short)
             found[short] = (
-                kind, about.st_mode & 0o7777, about.st_uid, about.st_gid, data, links, notes,
+                kind,
+                about.st_mode & 0o7777,
+                about.st_uid,
+                about.st_gid,
+                data,
+                links,
+                notes,
                 about.st_rdev if kind in (0o020000, 0o060000) else 0,
-            )  # fmt: skip
+            )
     return found
 
 
@@ -399,10 +426,11 @@ def test_the_bytes_do_not_depend_on_how_and_where_a_local_image_is_found(envbuil
 
 def test_data_that_upper_layers_hide_is_in_no_image(envbuild: Command, tmp_path: Path) -> None:
     marker = b"a password that was removed " * 20  # stored as it is: blocks of noise do not shrink
-    layers: Layers = [[file("secret", os.urandom(200_000) + marker), file("small", marker)],
-                      [file(".wh.secret", b""), file("small", b"gone")]]  # fmt: skip
-    envbuild.json("enroot", "--from", layout_of(tmp_path / "l", layers), "--out", "o.sqsh",
-                  "--compression", "zstd:1")  # fmt: skip
+    layers: Layers = [
+        [file("secret", os.urandom(200_000) + marker), file("small", marker)],
+        [file(".wh.secret", b""), file("small", b"gone")],
+    ]
+    envbuild.json("enroot", "--from", layout_of(tmp_path / "l", layers), "--out", "o.sqsh", "--compression", "zstd:1")
     data = (tmp_path / "o.sqsh").read_bytes()
     assert marker[:28] not in data and len(data) < 60_000
 
@@ -437,8 +465,7 @@ def test_enroots_spellings_reach_a_registry_and_name_the_file(envbuild: Command,
     from lab.registry import registry
 
     with registry(tmp_path / "registry") as lab:
-        run("skopeo", "copy", "--dest-tls-verify=false", f"{odd}:lab:1",
-            f"docker://{lab.address}/team/odd:2")  # fmt: skip
+        run("skopeo", "copy", "--dest-tls-verify=false", f"{odd}:lab:1", f"docker://{lab.address}/team/odd:2")
         (tmp_path / "site.toml").write_text(f'[registries."{lab.address}"]\ninsecure = true\n')
         env = {"ENVBUILD_SITE": str(tmp_path / "site.toml"), "HOME": str(tmp_path)}
         made = envbuild.json("enroot", "--from", f"docker://{lab.address}#team/odd:2", **env)
@@ -520,7 +547,7 @@ def test_a_damaged_layer_is_named_and_leaves_the_old_file(envbuild: Command, tmp
         (["--from", "oci:l", "--runtime", "podman"], "podman"),
         (["nosuch"], "nosuch"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused_with_the_way_out(
     envbuild: Command, tmp_path: Path, arguments: list[str], said: str
 ) -> None:
@@ -549,8 +576,7 @@ def test_a_full_disk_is_told_before_anything_is_written(envbuild: Command, tmp_p
     small = layout_of(tmp_path / "m", [[file("a", b"a")]])
     made = envbuild.json("enroot", "--from", small, "--out", small_disk / "ünï code.sqsh")
     assert made["path"] == str(small_disk / "ünï code.sqsh")
-    done = envbuild("enroot", "--from", source, "--out", tmp_path / "o.sqsh",
-                    ENVBUILD_STORE=str(small_disk / "store"))  # fmt: skip
+    done = envbuild("enroot", "--from", source, "--out", tmp_path / "o.sqsh", ENVBUILD_STORE=str(small_disk / "store"))
     assert done.returncode == 4 and "ENVBUILD_STORE" in done.stderr
 
 
@@ -570,8 +596,7 @@ def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(envbuild: C
     killed = 0
     for delay in (0.6, 1.0, 1.4, 1.8, 2.2):
         shutil.rmtree(tmp_path / "store", ignore_errors=True)
-        child = envbuild.start("enroot", "--from", large, "--out", "o.sqsh",
-                               ENVBUILD_STORE=str(tmp_path / "store"))  # fmt: skip
+        child = envbuild.start("enroot", "--from", large, "--out", "o.sqsh", ENVBUILD_STORE=str(tmp_path / "store"))
         time.sleep(delay)
         if child.poll() is None:
             child.send_signal(signal.SIGKILL)
@@ -579,8 +604,7 @@ def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(envbuild: C
         child.wait()
         after.add(sha256(tmp_path / "o.sqsh"))
     assert killed
-    made = envbuild.json("enroot", "--from", large, "--out", "o.sqsh",
-                         ENVBUILD_STORE=str(tmp_path / "store"))  # fmt: skip
+    made = envbuild.json("enroot", "--from", large, "--out", "o.sqsh", ENVBUILD_STORE=str(tmp_path / "store"))
     assert made["digest"] == sha256(tmp_path / "o.sqsh")
     assert after <= {before, made["digest"]}, "the old file or the new one, whole"
     assert not list(tmp_path.glob(".o.sqsh*"))
@@ -588,8 +612,7 @@ def test_a_killed_run_leaves_the_old_file_and_the_next_one_cleans_up(envbuild: C
 
 def test_interrupted_a_run_leaves_nothing_beside_the_file(envbuild: Command, tmp_path: Path) -> None:
     large = layout_of(tmp_path / "l", [[file(f"{n}", os.urandom(40_000_000)) for n in range(5)]])
-    child = envbuild.start("enroot", "--from", large, "--out", "o.sqsh",
-                           ENVBUILD_STORE=str(tmp_path / "store"))  # fmt: skip
+    child = envbuild.start("enroot", "--from", large, "--out", "o.sqsh", ENVBUILD_STORE=str(tmp_path / "store"))
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob("store/segments/.new-*")) and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -35,7 +35,7 @@ from envbuild.image.squashfs.write import estimate, write_image
 pytestmark = [
     pytest.mark.skipif(not shutil.which("unsquashfs"), reason="unsquashfs is not installed"),
     pytest.mark.skipif(os.geteuid() != 0, reason="unsquashfs keeps owners and devices for root only"),
-]  # fmt: skip
+]
 ZSTD = codec_of("zstd")
 TIME = 1_600_000_000
 Layer = Sequence[tuple[Entry, bytes]]
@@ -78,7 +78,7 @@ def segments_of(tars: Sequence[bytes], folder: Path, workers: int = 2) -> list[S
     return [
         write_segment(tar_items(io.BytesIO(tar), f"layer {i}"), folder / f"{i}.{workers}", ZSTD, workers)
         for i, tar in enumerate(tars)
-    ]  # fmt: skip
+    ]
 
 
 def image_of(tars: Sequence[bytes], segments: Sequence[Segment], place: Path, workers: int = 2) -> bytes:
@@ -101,9 +101,8 @@ def extracted(image: bytes, folder: Path) -> Path:
     (folder / "only").write_bytes(image)
     root = folder / "root"
     done = subprocess.run(
-        ["unsquashfs", "-quiet", "-no-progress", "-d", root, folder / "only"],
-        capture_output=True, text=True,
-    )  # fmt: skip
+        ["unsquashfs", "-quiet", "-no-progress", "-d", root, folder / "only"], capture_output=True, text=True
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     return root
 
@@ -142,10 +141,9 @@ def test_what_unsquashfs_unpacks_is_what_we_merged(stack: Stack, kinds: list[int
     """From any number of threads, from segments made now or kept, the same bytes."""
     count = iter(range(1000))
     tars = [
-        tar_of([(entry, CONTENTS[kinds[next(count) % len(kinds)]] if entry.kind == FILE else b"")
-                for entry in layer])
+        tar_of([(entry, CONTENTS[kinds[next(count) % len(kinds)]] if entry.kind == FILE else b"") for entry in layer])
         for layer in stack
-    ]  # fmt: skip
+    ]
     try:
         merged = merge(sources(tars))
     except BuildError:
@@ -179,9 +177,7 @@ def test_what_upper_layers_hide_is_not_in_the_image(tmp_path: Path) -> None:
     lower = of_files(
         **{f"s{i:02}": data for i, data in enumerate(small)}, **{f"t{i}": data for i, data in enumerate(large)}
     )
-    upper = tar_of([
-        (Entry(".wh.s07"), b""), (Entry("s30"), b"new"), (Entry(".wh.t2"), b""), (Entry(".wh.t4"), b""),
-    ])  # fmt: skip
+    upper = tar_of([(Entry(".wh.s07"), b""), (Entry("s30"), b"new"), (Entry(".wh.t2"), b""), (Entry(".wh.t4"), b"")])
     image = compose([lower, upper], tmp_path)
     root = extracted(image, tmp_path)
     for i, data in enumerate(small):
@@ -373,9 +369,11 @@ def test_large_layers_take_little_memory(which: str, most: int, tmp_path: Path) 
     tests = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, which],
-        capture_output=True, text=True, cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{tests}{os.pathsep}{tests.parent}"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     before, made = map(int, done.stdout.split())
     assert made - before < most, (before, made)

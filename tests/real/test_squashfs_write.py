@@ -131,7 +131,7 @@ def _kernel_mounts(folder: Path) -> bool:
     if shutil.which("mksquashfs") is None:
         return False
     (folder / "probe").mkdir(exist_ok=True)
-    run("mksquashfs", folder / "probe", folder / "probe.sqfs", "-noappend", "-quiet", "-no-progress")  # fmt: skip
+    run("mksquashfs", folder / "probe", folder / "probe.sqfs", "-noappend", "-quiet", "-no-progress")
     done = subprocess.run(["mount", "-o", "loop", folder / "probe.sqfs", folder / "probe"])
     if done.returncode == 0:
         subprocess.run(["umount", folder / "probe"], check=True)
@@ -234,7 +234,7 @@ def as_tar(tree: Seen) -> Seen:
     }
 
 
-ODD = ["-rf", "a b", "\n", "\t*", "é", "e\u0301", "\udcff\udcfe", "\\", "'\"", "...", ".x", "\x7f", "\x01"]  # fmt: skip
+ODD = ["-rf", "a b", "\n", "\t*", "é", "e\u0301", "\udcff\udcfe", "\\", "'\"", "...", ".x", "\x7f", "\x01"]
 NAMES = st.one_of(
     st.sampled_from(ODD),
     st.text("abAB.-_0é\udc80", min_size=1, max_size=60),
@@ -261,7 +261,7 @@ def trees(draw: st.DrawFn) -> list[tuple[Entry, bytes]]:
         path = f"{folder}/{draw(NAMES)}".removeprefix("/")
         if path in entries:
             continue
-        linkable = [name for name, (entry, _) in entries.items() if entry.kind not in (DIR, HARDLINK)]  # fmt: skip
+        linkable = [name for name, (entry, _) in entries.items() if entry.kind not in (DIR, HARDLINK)]
         kinds = [FILE, FILE, DIR, SYMLINK, CHAR, BLOCK, FIFO] + [HARDLINK] * bool(linkable)
         kind = draw(st.sampled_from(kinds))
         if kind == HARDLINK:
@@ -435,9 +435,9 @@ def test_sizes_and_places_beyond_4_gib(tmp_path: Path) -> None:
 def test_an_image_may_lie_behind_something_else(tmp_path: Path) -> None:
     """As in SIF, where squashfs is one part of a file."""
     image = tmp_path / "image.sif"
-    tree = [(Entry("d", DIR, 0o755), b""), (Entry("d/f", FILE, 0o644, 200_000), b"xyz" * 66_666 + b"xy")]  # fmt: skip
+    tree = [(Entry("d", DIR, 0o755), b""), (Entry("d/f", FILE, 0o644, 200_000), b"xyz" * 66_666 + b"xy")]
     write_image(image, tree, codec_of("gzip"), base=32768)
-    run("unsquashfs", "-no-progress", "-quiet", "-offset", "32768", "-dest", tmp_path / "copy", image)  # fmt: skip
+    run("unsquashfs", "-no-progress", "-quiet", "-offset", "32768", "-dest", tmp_path / "copy", image)
     assert seen(tmp_path / "copy") == expected(tree)
     with mounted(image, offset=32768) as root:
         assert seen(root) == expected(tree)
@@ -448,10 +448,10 @@ def test_an_image_lists_as_one_of_mksquashfs_does(tmp_path: Path) -> None:
     if shutil.which("mksquashfs") is None:
         pytest.skip("not installed: squashfs-tools")
     codec, folder = codec_of("zstd"), tmp_path / "copy"
-    tree = [(Entry("", DIR, 0o755, mtime=9), b""), (Entry("empty", DIR, 0o700, uid=3, mtime=8), b"")]  # fmt: skip
+    tree = [(Entry("", DIR, 0o755, mtime=9), b""), (Entry("empty", DIR, 0o700, uid=3, mtime=8), b"")]
     tree += [(Entry(f"f{n}", FILE, 0o600 + n % 7, 3, gid=n, mtime=n), b"abc") for n in range(700)]
     tree += [(Entry("l", HARDLINK, target="f9"), b""), (Entry("p", FIFO, 0o600), b"")]
-    tree += [(Entry("s", SYMLINK, 0o777, target="empty"), b""), (Entry("t", CHAR, device=(1, 7)), b"")]  # fmt: skip
+    tree += [(Entry("s", SYMLINK, 0o777, target="empty"), b""), (Entry("t", CHAR, device=(1, 7)), b"")]
     write_image(tmp_path / "ours.sqfs", tree, codec)
     run("unsquashfs", "-no-progress", "-quiet", "-dest", folder, tmp_path / "ours.sqfs")
     run("mksquashfs", folder, tmp_path / "theirs.sqfs", "-comp", "zstd", "-quiet", "-no-progress")

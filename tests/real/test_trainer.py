@@ -296,11 +296,19 @@ def test_ranks_die_with_a_killed_torchrun(start: Callable[..., Job]) -> None:
 def nodes(port: int, node: int, *arguments: str, ranks: int = 2) -> list[str]:
     """The command of one of two nodes of `ranks` ranks, both on this machine."""
     return [
-        *TORCHRUN, "--nnodes=2", f"--nproc-per-node={ranks}", "--max-restarts=3", "--rdzv-id=trainer",
-        "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
+        *TORCHRUN,
+        "--nnodes=2",
+        f"--nproc-per-node={ranks}",
+        "--max-restarts=3",
+        "--rdzv-id=trainer",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--local-addr=127.0.0.1",
         f"--rdzv-conf=is_host={1 - node},join_timeout={LIMIT},read_timeout={LIMIT}",
-        "-m", "ddp_train", *arguments,
-    ]  # fmt: skip
+        "-m",
+        "ddp_train",
+        *arguments,
+    ]
 
 
 def free_port() -> int:

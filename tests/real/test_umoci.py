@@ -293,8 +293,7 @@ ODD: dict[str, tuple[str, list[bytes]]] = {
     "a link to itself, replaced": ("same", [raw("a", SYM, "a"), raw("a", FOLDER), raw("a/x")]),
     "a link to no text": ("both refuse", [raw("a", SYM, "")]),
     "a hard link out": ("both refuse", [raw("a", LINK, "../../../../etc/hostname")]),
-    "a hard link through a link out": (
-        "both refuse", [raw("l", SYM, "/etc"), raw("a", LINK, "l/hostname")]),
+    "a hard link through a link out": ("both refuse", [raw("l", SYM, "/etc"), raw("a", LINK, "l/hostname")]),
     "a hard link to a link": ("same", [raw("l", SYM, "/etc/hostname"), raw("a", LINK, "l")]),
     "a hard link to itself": ("both refuse", [raw("a"), raw("a", LINK, "a")]),
     "a hard link to a directory": ("both refuse", [raw("d", FOLDER), raw("a", LINK, "d")]),
@@ -315,13 +314,12 @@ ODD: dict[str, tuple[str, list[bytes]]] = {
     "a directory as whiteout": ("same", [raw("x"), raw(".wh.x", FOLDER)]),
     "a whiteout with content": ("same", [raw("x"), raw(".wh.y", size=600)]),
     "a whiteout in a file": ("same", [raw("x"), raw("x/.wh.y"), raw("x/.wh..wh..opq")]),
-    "opaque through a link": (
-        "same", [raw("d/x"), raw("l", SYM, "d"), raw("l/.wh..wh..opq"), raw("l/y")]),
+    "opaque through a link": ("same", [raw("d/x"), raw("l", SYM, "d"), raw("l/.wh..wh..opq"), raw("l/y")]),
     "owners beyond 16 bits": ("same", [raw("x", uid=2**31, gid=70_000)]),
     "a time with a fraction": ("same", [raw("x", mtime=1.75), raw("y", mtime=-1.75)]),
     "a hole in the end": ("same", [raw("x") + bytes(1024) + raw("after")]),
     "one block of zeros": ("both refuse", [raw("x") + bytes(512) + raw("after")]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ODD)

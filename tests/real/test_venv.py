@@ -17,10 +17,32 @@ import pytest
 from .conftest import REPOSITORY, Command, link_tree
 
 CHECKS = {
-    "installed", "trainer", "architecture", "accelerator", "linkage", "launch", "world", "versions", "fabric",
-    "allreduce", "collectives", "bandwidth", "parameters", "sampler", "optimizer", "snapshot", "relaunch", "resume",
-    "reference", "operations", "loss", "curve", "imports", "command", "restart",
-}  # fmt: skip
+    "installed",
+    "trainer",
+    "architecture",
+    "accelerator",
+    "linkage",
+    "launch",
+    "world",
+    "versions",
+    "fabric",
+    "allreduce",
+    "collectives",
+    "bandwidth",
+    "parameters",
+    "sampler",
+    "optimizer",
+    "snapshot",
+    "relaunch",
+    "resume",
+    "reference",
+    "operations",
+    "loss",
+    "curve",
+    "imports",
+    "command",
+    "restart",
+}
 
 
 def test_the_receipt_lists_every_check_with_evidence(pt_cpu: dict[str, Any]) -> None:
@@ -102,9 +124,17 @@ def test_faults_are_survived_in_another_world_through_a_link_and_no_secret_of_th
     (place := tmp_path / "a$$b $local_rank").mkdir()  # torchrun would read that as names
     world = ("--nodes=3", "--nproc-per-node=1", "--epochs=2")
     done, seen = command.on_terminal(
-        "verify", given, "--faults", *world, "--report", AWS_SECRET_ACCESS_KEY=secret, PIP_PROXY="", TMPDIR=str(place),
-        TORCH_DISTRIBUTED_DEBUG="DETAIL", GLOO_DEVICE_TRANSPORT="TCP_TLS",  # each alone ended the ranks
-    )  # fmt: skip
+        "verify",
+        given,
+        "--faults",
+        *world,
+        "--report",
+        AWS_SECRET_ACCESS_KEY=secret,
+        PIP_PROXY="",
+        TMPDIR=str(place),
+        TORCH_DISTRIBUTED_DEBUG="DETAIL",
+        GLOO_DEVICE_TRANSPORT="TCP_TLS",  # each alone ended the ranks
+    )
     assert not [line for line in seen.lines() if len(line) > 80 and " " in line.strip()] and seen.longest_pause < 10
     assert any(line.startswith("  node 2: epoch 1/") and " loss " in line for line in seen.lines()), seen.lines()
     assert done["passed"] and done["path"] == str(given)

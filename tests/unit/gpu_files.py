@@ -14,8 +14,23 @@ FLAGS = {"a": 1 << 20, "f": 1 << 21}
 def entry(code: str, payload: bytes, header: int = 64) -> bytes:
     kind, _, number = code.partition("_")
     flags = FLAGS.get(number[-1], 0) | 0x2011
-    head = struct.pack("<HHIQIIHHIIIQQQ", KINDS[kind], 0x101, header, len(payload), 0, 0, 0, 0,
-                       int(number.rstrip("af")), 0, 0, flags, 0, 0)  # fmt: skip
+    head = struct.pack(
+        "<HHIQIIHHIIIQQQ",
+        KINDS[kind],
+        0x101,
+        header,
+        len(payload),
+        0,
+        0,
+        0,
+        0,
+        int(number.rstrip("af")),
+        0,
+        0,
+        flags,
+        0,
+        0,
+    )
     return head.ljust(header, b"\0") + payload
 
 

@@ -20,23 +20,38 @@ from envbuild.site.tables import FabricTable
 REPOSITORY = str(Path(__file__).resolve().parents[2])
 DIGEST = f"sha256:{'ab' * 32}"
 VENV = JobArtifact(
-    "venv", "/fsx/envs/pt", DIGEST, "pt_cpu", "cpu-x86_64", "/fsx/envs/pt/bin/python",
+    "venv",
+    "/fsx/envs/pt",
+    DIGEST,
+    "pt_cpu",
+    "cpu-x86_64",
+    "/fsx/envs/pt/bin/python",
     verified_at="2026-01-02T03:04:05Z",
-)  # fmt: skip
+)
 CONDA = replace(VENV, kind="conda", path="/fsx/conda/pt", python="/fsx/conda/pt/bin/python")
 SQSH = replace(VENV, kind="enroot", path="/fsx/pt.sqsh", python="/opt/env/bin/python")
 SIF = replace(SQSH, kind="apptainer", path="/fsx/pt.sif")
 EFA_SQSH = replace(
     SQSH, recipe="pt_efa", target="cu126-x86_64", fabric="efa", provider="efa", verified_at="", chips=("sm_90",)
-)  # fmt: skip
+)
 GPU_SIF = replace(SIF, recipe="gh200", target="cu126-aarch64", fabric="slingshot", provider="cxi")
 MOUNTS = (("/fsx", "/fsx"),)
 SITE = Site("lab")
 PLAN = JobPlan(
-    "pt_cpu", "slurm", VENV, SITE, "folder", "srun", "ddp", 2, 2, ("-m", "ddp_train", "10", "1"), "/fsx/me",
+    "pt_cpu",
+    "slurm",
+    VENV,
+    SITE,
+    "folder",
+    "srun",
+    "ddp",
+    2,
+    2,
+    ("-m", "ddp_train", "10", "1"),
+    "/fsx/me",
     run_files=(("--checkpoint_path", "snapshot.pt"), ("--report", "report.json")),
     variables=(("OMP_NUM_THREADS", "2"),),
-)  # fmt: skip
+)
 AWS = replace(
     SITE,
     name="aws",
@@ -57,10 +72,8 @@ MODULES = replace(
     scheduler=SchedulerTable(
         kind="slurm", account="a1", qos="long", constraint="icelake", requeue=False, directives=("--mail-type=END",)
     ),
-    modules=ModulesTable(
-        init="/etc/profile.d/lmod.sh", run=("python/3.11.7", "cuda/12.6")
-    ),
-)  # fmt: skip
+    modules=ModulesTable(init="/etc/profile.d/lmod.sh", run=("python/3.11.7", "cuda/12.6")),
+)
 LOADED = MODULES.modules.run
 NCCL = (("NCCL_NET", "AWS Libfabric"), ("FI_PROVIDER", "efa"), ("HTTPS_PROXY", "http://proxy.example:3128"))
 

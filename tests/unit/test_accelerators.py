@@ -149,9 +149,8 @@ def test_the_shipped_recipe_is_planned_with_a_plugin_for_rocm() -> None:
     assert not plugin.wheels and [one.name for one in hosts] == ["libfabric"]
     lock = Lock("lumi_rocm", TARGET.name, "3.11", "x", "d", tuple(packages("torch==2.9.1+rocm6.4")))
     plan = make_plan(
-        LUMI, lock, TARGET, artifact="venv", trainer_version="1", trainer_digest="t", sources=sources,
-        host_layers=hosts,
-    )  # fmt: skip
+        LUMI, lock, TARGET, artifact="venv", trainer_version="1", trainer_digest="t", sources=sources, host_layers=hosts
+    )
     assert plan.target == TARGET.name and plan.fabric == "cxi"
 
 
@@ -185,9 +184,8 @@ ROCM_SIF = replace(SIF, recipe="lumi_rocm", target=TARGET.name, fabric="cxi", pr
 
 def test_apptainer_gets_its_option_and_slurm_the_gpus() -> None:
     plan = replace(
-        PLAN, artifact=ROCM_SIF, site=AWS, runtime="apptainer", gpus_per_node=8, nproc_per_node=8,
-        mounts=MOUNTS,
-    )  # fmt: skip
+        PLAN, artifact=ROCM_SIF, site=AWS, runtime="apptainer", gpus_per_node=8, nproc_per_node=8, mounts=MOUNTS
+    )
     text = render(plan)
     assert "apptainer exec --no-home --rocm" in text and "--gpus-per-node=8" in text
     assert "--nv" not in text and "NVIDIA_VISIBLE_DEVICES" not in text

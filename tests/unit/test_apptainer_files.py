@@ -29,19 +29,19 @@ DOCKER_ENV = ".singularity.d/env/10-docker2singularity.sh"
 PRINTF = ["/usr/bin/printf", "[%s]\\0"]
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20) | st.text(
     "ab $`'\"\\\n!*?~#&;|<>(){}[]=-", max_size=12
-)  # fmt: skip
+)
 NAMES = st.from_regex(r"V[A-Za-z0-9_]{0,9}", fullmatch=True)
 many = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 CONFIG: dict[str, Any] = {
     "architecture": "arm64",
     "config": {
-        "Env": ["PATH=/opt/env/bin:/usr/bin:/bin", "LANG=C.UTF-8", "ODD=it's \"q\" $HOME `x`\n2", "E=", "a.b=c"],
+        "Env": ["PATH=/opt/env/bin:/usr/bin:/bin", "LANG=C.UTF-8", 'ODD=it\'s "q" $HOME `x`\n2', "E=", "a.b=c"],
         "Entrypoint": ["/usr/bin/tini", "--"],
         "Cmd": ["python", "-c", "print('hello')"],
         "WorkingDir": "/workspace",
         "Labels": {"org.opencontainers.image.title": "lab", "text": "two\nlines"},
     },
-}  # fmt: skip
+}
 
 
 def texts(**run: Any) -> dict[str, str]:
@@ -233,7 +233,7 @@ def test_labels_of_the_image_and_those_asked_for_come_together() -> None:
         ("debian:12", "# debian:12\n"),
         ("docker://a\n%post\nrm", "# docker://a\n# %post\n# rm\n"),
     ],
-)  # fmt: skip
+)
 def test_the_definition_names_the_source_and_no_password(source: str, expected: str) -> None:
     assert definition(source) == expected
 

@@ -45,9 +45,14 @@ def test_a_staging_folder_is_where_the_kernel_finds_it_without_dots(
     (tmp_path / "link").symlink_to(deep)
     monkeypatch.chdir(deep)
     for text, folder in {
-        "v": deep, "../v": deep.parent, "./.././deep/v": deep, "../../link/v": tmp_path / "link",
-        f"{tmp_path}/link/../v": deep.parent, f"{tmp_path}/link/v": tmp_path / "link", "missing/../v": deep,
-    }.items():  # fmt: skip
+        "v": deep,
+        "../v": deep.parent,
+        "./.././deep/v": deep,
+        "../../link/v": tmp_path / "link",
+        f"{tmp_path}/link/../v": deep.parent,
+        f"{tmp_path}/link/v": tmp_path / "link",
+        "missing/../v": deep,
+    }.items():
         assert atomic.staging(Path(text)).parent == folder, text
         if "missing" not in text:
             assert os.path.samefile(atomic.staging(Path(text)).parent, Path(text).parent), text

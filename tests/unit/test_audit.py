@@ -30,24 +30,34 @@ NOW = datetime(2026, 11, 24, tzinfo=UTC)
 DAY = "2026-11-20T10:00:00Z"
 # Records in the form of OSV's exports; jinja2's and glibc's are shortened from the real ones.
 JINJA = {
-    "id": "GHSA-h5c8-rqwp-cp95", "modified": "2025-02-21T05:40:19Z", "aliases": ["CVE-2024-22195"],
+    "id": "GHSA-h5c8-rqwp-cp95",
+    "modified": "2025-02-21T05:40:19Z",
+    "aliases": ["CVE-2024-22195"],
     "summary": "Jinja vulnerable to HTML attribute injection when passing user input as keys to xmlattr filter",
-    "affected": [{
-        "package": {"ecosystem": "PyPI", "name": "Jinja2"},
-        "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "3.1.3"}]}],
-        "versions": ["2.0", "3.1.2"],
-    }],
-}  # fmt: skip
+    "affected": [
+        {
+            "package": {"ecosystem": "PyPI", "name": "Jinja2"},
+            "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "3.1.3"}]}],
+            "versions": ["2.0", "3.1.2"],
+        }
+    ],
+}
 GLIBC = {
-    "id": "DEBIAN-CVE-2024-2961", "modified": DAY, "upstream": ["CVE-2024-2961"],
+    "id": "DEBIAN-CVE-2024-2961",
+    "modified": DAY,
+    "upstream": ["CVE-2024-2961"],
     "details": "The iconv() function in the GNU C Library may overflow\nthe output buffer.",
     "affected": [
-        {"package": {"ecosystem": "Debian:12", "name": "glibc"},
-         "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "2.36-9+deb12u6"}]}]},
-        {"package": {"ecosystem": "Debian:13", "name": "glibc"},
-         "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}]}]},
+        {
+            "package": {"ecosystem": "Debian:12", "name": "glibc"},
+            "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}, {"fixed": "2.36-9+deb12u6"}]}],
+        },
+        {
+            "package": {"ecosystem": "Debian:13", "name": "glibc"},
+            "ranges": [{"type": "ECOSYSTEM", "events": [{"introduced": "0"}]}],
+        },
     ],
-}  # fmt: skip
+}
 WITHDRAWN = {**JINJA, "id": "GHSA-gone", "withdrawn": DAY, "modified": DAY}
 
 
@@ -134,9 +144,11 @@ def test_null_is_what_is_not_there(tmp_path: Path) -> None:
     # In OSV's JSON Schema, `affected` and `aliases` may be null.
     [row] = JINJA["affected"]
     records = {
-        "a": {"affected": None}, "b": {"affected": [{**row, "package": None}]},
-        "c": {"affected": [{**row, "versions": None}], "aliases": None}, "d": {"affected": [{**row, "ranges": None}]},
-    }  # fmt: skip
+        "a": {"affected": None},
+        "b": {"affected": [{**row, "package": None}]},
+        "c": {"affected": [{**row, "versions": None}], "aliases": None},
+        "d": {"affected": [{**row, "ranges": None}]},
+    }
     rows = [{**JINJA, "id": name, "modified": DAY, **changes} for name, changes in records.items()]
     found = audit([wheels(jinja2="3.1.2")], AuditTable(str(export(tmp_path, "PyPI", *rows))), NOW).found
     assert [(one.id, one.fixed) for one in found] == [("c", ("3.1.3",)), ("d", ())]

@@ -46,8 +46,10 @@ def test_versions_that_require_each_other_move_together() -> None:
     }
     found = differences(good, bad)
     assert [str(one) for one in found if one.name in ("new", "old", "numpy")] == [
-        "new none -> 1", "numpy 1.26 -> 2.0", "old 1 -> none",
-    ]  # fmt: skip
+        "new none -> 1",
+        "numpy 1.26 -> 2.0",
+        "old 1 -> none",
+    ]
     groups = grouped(found, metadata, ["same"], "3.11")
     # old goes only with the new torch, numpy 2 only with the new scipy; both come later.
     names = [tuple(one.name for one in group.members) for group in groups]
@@ -56,16 +58,20 @@ def test_versions_that_require_each_other_move_together() -> None:
     both = mixed(good, found, {"torch", "nvidia-nccl-cu12", "new", "old"})
     assert "old" not in both.versions and both.versions["scipy"] == "1.11"
     assert (both.versions["torch"], both.versions["new"], both.versions["numpy"]) == ("2.8", "1", "1.26")
-    assert mixed(good, found, {one.name for one in found}).digest == replace(bad, packages=tuple(
-        sorted(bad.packages, key=lambda one: one.name))).digest  # fmt: skip
+    assert (
+        mixed(good, found, {one.name for one in found}).digest
+        == replace(bad, packages=tuple(sorted(bad.packages, key=lambda one: one.name))).digest
+    )
 
 
 def test_an_extra_binds_if_a_package_asks_for_it() -> None:
     good, bad = lock_of(cuda="12.6", cublas="6", torch="1"), lock_of(cuda="12.8", cublas="8", torch="2")
     metadata = {
-        ("cuda", "12.6"): ["cublas==6 ; extra == 'cublas'"], ("cuda", "12.8"): ["cublas==8 ; extra == 'cublas'"],
-        ("torch", "2"): ["cuda[cublas]==12.8"], ("torch", "1"): ["cuda"],
-    }  # fmt: skip
+        ("cuda", "12.6"): ["cublas==6 ; extra == 'cublas'"],
+        ("cuda", "12.8"): ["cublas==8 ; extra == 'cublas'"],
+        ("torch", "2"): ["cuda[cublas]==12.8"],
+        ("torch", "1"): ["cuda"],
+    }
     names = [[one.name for one in group.members] for group in grouped(differences(good, bad), metadata, (), "3.11")]
     assert names == [["cublas", "cuda"], ["torch"]]
     alone = {key: lines for key, lines in metadata.items() if key[0] == "cuda"}

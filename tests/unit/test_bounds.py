@@ -363,8 +363,11 @@ def test_of_metadata_the_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("envbuild.inspect.metadata._MAX_HEAD", 1000)
     reader = interest("site-packages/a-1.dist-info/METADATA")
     assert reader and reader(b"Name: a\n" + b"A:\n" * 1000 + b"Version: 1\n") == {
-        "name": "a", "version": "", "expression": "", "licenses": [],
-    }  # fmt: skip
+        "name": "a",
+        "version": "",
+        "expression": "",
+        "licenses": [],
+    }
 
 
 def test_a_yaml_document_of_very_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,16 @@ def test_it_is_found_from_subfolders_and_a_folder_that_all_may_write_to_ends_the
 
 
 def test_several_recipes_are_no_default_and_none_is_pt_cpu(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for command in (["venv", "--dry-run"], ["docker", "--out", "oci:x", "--dry-run"], ["enroot", "--dry-run"],
-                    ["apptainer", "--dry-run"], ["lock", "--check"], ["plan"], ["check"], ["show"]):  # fmt: skip
+    for command in (
+        ["venv", "--dry-run"],
+        ["docker", "--out", "oci:x", "--dry-run"],
+        ["enroot", "--dry-run"],
+        ["apptainer", "--dry-run"],
+        ["lock", "--check"],
+        ["plan"],
+        ["check"],
+        ["show"],
+    ):
         done = CliRunner().invoke(cli, command, catch_exceptions=False)
         assert done.exit_code == 0 and "mine" in done.output and "pt_cpu" not in done.output, (command, done.output)
     done = CliRunner().invoke(cli, ["conda"])
@@ -153,8 +161,9 @@ def test_an_image_is_inspected_where_it_is_and_reported_by_its_receipt(project: 
         receipt(place, **artifact)
         found = find_built("mine", ALL)
         assert found is not None and (found.spelling, found.documented) == (
-            spelling, f"build/mine/{HERE}/docker.receipt.json",
-        )  # fmt: skip
+            spelling,
+            f"build/mine/{HERE}/docker.receipt.json",
+        )
     receipt_path(place).write_text("[]")
     with pytest.raises(UsageError, match="cannot be read"):
         assert find_built("mine", ALL).spelling  # type: ignore[union-attr]

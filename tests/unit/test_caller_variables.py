@@ -22,17 +22,32 @@ from envbuild.verify.model import Settings, Subject
 
 # Each decides which files Python imports, runs code, or ends it.
 DECIDES = {
-    "PYTHONPATH": "/x", "PYTHONHOME": "/x", "PYTHONPYCACHEPREFIX": "/x", "PYTHONINSPECT": "1", "PYTHONSTARTUP": "/x",
-    "PYTHONBREAKPOINT": "os.abort", "PYTHONUSERBASE": "/x", "PYTHONPLATLIBDIR": "x", "PYTHONEXECUTABLE": "/x",
-    "PYTHONOPTIMIZE": "2", "PYTHONMALLOC": "x", "PYTHON_OF_THE_FUTURE": "1", "__PYVENV_LAUNCHER__": "/x",
-}  # fmt: skip
+    "PYTHONPATH": "/x",
+    "PYTHONHOME": "/x",
+    "PYTHONPYCACHEPREFIX": "/x",
+    "PYTHONINSPECT": "1",
+    "PYTHONSTARTUP": "/x",
+    "PYTHONBREAKPOINT": "os.abort",
+    "PYTHONUSERBASE": "/x",
+    "PYTHONPLATLIBDIR": "x",
+    "PYTHONEXECUTABLE": "/x",
+    "PYTHONOPTIMIZE": "2",
+    "PYTHONMALLOC": "x",
+    "PYTHON_OF_THE_FUTURE": "1",
+    "__PYVENV_LAUNCHER__": "/x",
+}
 OTHERS = {"HOME": "/h", "LD_LIBRARY_PATH": "/l", "NCCL_DEBUG": "INFO", "PYENV_VERSION": "3"}
 KEPT = dict.fromkeys(load_table("caller")["python"]["kept"], "1")
 # What made honest verifications fail, or could: settings of torch, gloo and the libraries for threads.
 SETTINGS = {
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_DEVICE_TRANSPORT": "TCP_TLS", "TP_SOCKET_IFNAME": "nonexist0",
-    "KMP_AFFINITY": "x", "OMP_NUM_THREADS": "64", "TORCHINDUCTOR_MAX_AUTOTUNE": "1", "DDP_TRAIN_PROBES": "/x",
-}  # fmt: skip
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "GLOO_DEVICE_TRANSPORT": "TCP_TLS",
+    "TP_SOCKET_IFNAME": "nonexist0",
+    "KMP_AFFINITY": "x",
+    "OMP_NUM_THREADS": "64",
+    "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
+    "DDP_TRAIN_PROBES": "/x",
+}
 
 
 @pytest.mark.parametrize("kind", [venv, conda])
@@ -49,8 +64,9 @@ def test_so_do_programs_in_images_and_jobs() -> None:
 
 def test_a_verification_gets_none_and_no_settings_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert of_caller(DECIDES | OTHERS | KEPT | SETTINGS | {"TORCH_HOME": "/t"}, verifying=True) == {
-        **OTHERS, "TORCH_HOME": "/t",
-    }  # fmt: skip
+        **OTHERS,
+        "TORCH_HOME": "/t",
+    }
     seen: list[Mapping[str, str]] = []
 
     class Opened(Exception):

@@ -46,9 +46,17 @@ def make_report(**changes: Any) -> dict[str, Any]:
 
 def make_outcome(**changes: Any) -> Outcome:
     return Outcome(
-        **{"job": JOB, "returncodes": [0, 0], "reports": [make_report()], "log": "", "seconds": 1.0, "timed_out": False,
-           "command": ["torchrun"], **changes}
-    )  # fmt: skip
+        **{
+            "job": JOB,
+            "returncodes": [0, 0],
+            "reports": [make_report()],
+            "log": "",
+            "seconds": 1.0,
+            "timed_out": False,
+            "command": ["torchrun"],
+            **changes,
+        }
+    )
 
 
 def test_a_good_launch_passes() -> None:
@@ -88,18 +96,31 @@ def test_different_parameters_fail() -> None:
 
 @pytest.mark.parametrize(
     ("losses", "status"),
-    [([2.0, 1.0], "pass"), ([1.0, 0.99], "fail"), ([1.0, 1.5], "fail"), ([], "fail"), ([1.0], "fail"),
-     ([1.0, float("nan")], "fail")],
-)  # fmt: skip
+    [
+        ([2.0, 1.0], "pass"),
+        ([1.0, 0.99], "fail"),
+        ([1.0, 1.5], "fail"),
+        ([], "fail"),
+        ([1.0], "fail"),
+        ([1.0, float("nan")], "fail"),
+    ],
+)
 def test_the_loss_must_fall(losses: list[float], status: str) -> None:
     assert training.check_loss_falls(losses).status == status
 
 
 @pytest.mark.parametrize(
     ("losses", "status"),
-    [([1.0, 0.5], "pass"), ([1.00001, 0.5], "pass"), ([1.001, 0.5], "fail"), ([1.0], "fail"), ([], "fail"),
-     ([float("nan"), 0.5], "fail"), ([1.0, float("nan")], "fail")],
-)  # fmt: skip
+    [
+        ([1.0, 0.5], "pass"),
+        ([1.00001, 0.5], "pass"),
+        ([1.001, 0.5], "fail"),
+        ([1.0], "fail"),
+        ([], "fail"),
+        ([float("nan"), 0.5], "fail"),
+        ([1.0, float("nan")], "fail"),
+    ],
+)
 def test_the_curve_must_agree(losses: list[float], status: str) -> None:
     assert training.check_curve(losses, [1.0, 0.5], 1e-4).status == status
 

@@ -207,9 +207,12 @@ def test_an_interruption_within_code_made_of_text_exits_as_any_other(tmp_path: P
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
     done = subprocess.run(
-        [sys.executable, "-m", "interrupted"], capture_output=True, text=True, timeout=15,
+        [sys.executable, "-m", "interrupted"],
+        capture_output=True,
+        text=True,
+        timeout=15,
         env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stderr) == (130, "envbuild: interrupted\n")
 
 

@@ -237,7 +237,7 @@ def test_rule(rule: CompatRule) -> None:
         ({"nccl": "2.12.12-1", "plugin": "1.21.1"}, "plugin", "aws-ofi-nccl >=1.1"),
         ({"plugin": "1.21.1", "plugin_aws": True, "libfabric": "1.21.1"}, "libfabric", "1.22.0"),
     ],
-)  # fmt: skip
+)
 def test_the_pairs_that_the_field_fell_for_are_refused(change: dict[str, object], subject: str, said: str) -> None:
     found = [one for one in of(replace(BARE, **change), subject) if one.status == "bad"]  # type: ignore[arg-type]
     assert any(said in one.fix for one in found), found
@@ -328,22 +328,26 @@ def test_order_is_that_of_pep_440(one: str, other: str) -> None:
     st.builds(
         Stack,
         arch=st.sampled_from(["x86_64", "aarch64", "riscv64"]),
-        python=ANY, glibc=ANY,
+        python=ANY,
+        glibc=ANY,
         fabric=st.sampled_from([*load_fabrics(), "carrier-pigeon"]),
         provider=st.sampled_from(["", "tcp", "efa", "cxi"]),
         cuda=st.none() | st.sampled_from(["11.8", "12.6", "13.0"]) | ANY,
         rocm=st.none() | st.sampled_from(["6.2.4", "6.4"]) | ANY,
         torch=st.none() | st.sampled_from(["2.7.1", "2.9.1+cu126"]) | ANY,
         torch_origin=st.sampled_from(["", "lock", "recipe", "conda"]),
-        nccl=st.none() | ANY, nccl_origin=st.sampled_from(["", "pin", "lock", "wheel", "source", "host", "conda"]),
+        nccl=st.none() | ANY,
+        nccl_origin=st.sampled_from(["", "pin", "lock", "wheel", "source", "host", "conda"]),
         nccl_in=st.sampled_from(["", "wheel", "inside"]),
-        plugin=st.none() | st.sampled_from(["1.14.0", "1.21.1"]) | ANY, plugin_aws=st.booleans(),
+        plugin=st.none() | st.sampled_from(["1.14.0", "1.21.1"]) | ANY,
+        plugin_aws=st.booleans(),
         libfabric=st.none() | st.sampled_from(["1.22.0", "2.1.0"]) | ANY,
         libfabric_origin=st.sampled_from(["", "source", "host"]),
-        base=st.booleans(), driver=st.none() | ANY,
+        base=st.booleans(),
+        driver=st.none() | ANY,
         packages=st.lists(st.tuples(st.sampled_from(["sympy", "setuptools", "numpy"]), ANY), max_size=3).map(tuple),
     )
-)  # fmt: skip
+)
 def test_no_version_is_too_strange_to_be_judged(stack: Stack) -> None:
     for finding in judge(stack):
         assert finding.status in ("good", "bad", "unknown", "note")

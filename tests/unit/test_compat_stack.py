@@ -50,10 +50,22 @@ FABRIC = layer("libfabric", "2.1.0") + layer("aws-ofi-nccl", "1.21.1")
 def test_without_a_lock_the_pins_and_what_torch_is_known_to_pin_count(tmp_path: Path) -> None:
     stack = stack_of(recipe(tmp_path, FABRIC, top='fabric = "tcp-ofi"'), X86, None)
     assert stack == Stack(
-        arch="x86_64", python="3.11", glibc="2.28", fabric="tcp-ofi", provider="tcp", cuda="12.6",
-        torch="2.7.1", torch_origin="recipe", nccl="2.26.2", nccl_origin="pin", nccl_in="wheel",
-        plugin="1.21.1", libfabric="2.1.0", libfabric_origin="source", packages=(("torch", "2.7.1"),),
-    )  # fmt: skip
+        arch="x86_64",
+        python="3.11",
+        glibc="2.28",
+        fabric="tcp-ofi",
+        provider="tcp",
+        cuda="12.6",
+        torch="2.7.1",
+        torch_origin="recipe",
+        nccl="2.26.2",
+        nccl_origin="pin",
+        nccl_in="wheel",
+        plugin="1.21.1",
+        libfabric="2.1.0",
+        libfabric_origin="source",
+        packages=(("torch", "2.7.1"),),
+    )
 
 
 def test_a_lock_says_more_than_pins(tmp_path: Path) -> None:
@@ -125,7 +137,7 @@ BAD = [
     (layer("libfabric", "1.20.1") + layer("aws-ofi-nccl", "1.21.1"), 'fabric = "cxi"', "1.21"),
     (layer("nccl", "2.25.1"), "", 'version = "2.26.2" or newer in [layers.nccl]'),
     ("", 'fabric = "efa"', "add [layers.aws-ofi-nccl] and [layers.libfabric]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("layers", "top", "fix"), BAD)
@@ -145,9 +157,7 @@ def write_lock(loaded: LoadedRecipe, target: Target, *pins: str) -> None:
         LockedPackage(*pin.split("=="), ("0" * 64,))  # type: ignore[arg-type]
         for pin in pins
     )
-    lock = Lock(
-        "lab", target.name, "3.11", target.platform("2.28"), loaded.resolution_digest(target), packages
-    )  # fmt: skip
+    lock = Lock("lab", target.name, "3.11", target.platform("2.28"), loaded.resolution_digest(target), packages)
     (loaded.folder / lock_file_name(target.name)).write_text(render(lock))
 
 

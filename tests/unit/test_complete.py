@@ -153,11 +153,15 @@ def answer(monkeypatch: pytest.MonkeyPatch, shell: str, *arguments: str) -> None
         ("bash", ["envbuild venv"], []),
         ("fish", [], []),
     ],
-)  # fmt: skip
+)
 def test_each_shell_gets_what_it_inserts(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    shell: str, arguments: list[str], expected: list[str],
-) -> None:  # fmt: skip
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    shell: str,
+    arguments: list[str],
+    expected: list[str],
+) -> None:
     answer(monkeypatch, shell, *arguments)
     assert (capsys.readouterr().out.splitlines(), capsys.readouterr().err) == (expected, "")
 
@@ -166,9 +170,11 @@ def test_a_mistake_in_the_site_file_is_not_shown_in_the_prompt(place: Path) -> N
     (place / "config/envbuild").mkdir(parents=True)
     (place / "config/envbuild/site.toml").write_text("no [TOML")
     done = subprocess.run(
-        [sys.executable, "-m", "envbuild", "venv", "m"], capture_output=True, text=True,
+        [sys.executable, "-m", "envbuild", "venv", "m"],
+        capture_output=True,
+        text=True,
         env={**os.environ, complete.VARIABLE: "zsh", "PYTHONPATH": str(TOP)},
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -95,12 +95,16 @@ def test_a_lock_is_the_same_each_time_rattlers_choice_and_keeps_every_bound(tmp_
     (text,) = texts
     packages = parse_packages(text, "lock")["linux-64"]
     request = {
-        "channel": channel.as_uri(), "platform": "linux-64",
+        "channel": channel.as_uri(),
+        "platform": "linux-64",
         "specs": ["python 3.11.*", "pytorch >=2.7,<3", "numpy >=2.2,<3", "pillow", "pyyaml 6.*", "tqdm"],
         "virtual": [
-            ["__unix", "0", "0"], ["__linux", "0", "0"], ["__glibc", "2.28", "0"], ["__archspec", "1", "x86_64"],
+            ["__unix", "0", "0"],
+            ["__linux", "0", "0"],
+            ["__glibc", "2.28", "0"],
+            ["__archspec", "1", "x86_64"],
         ],
-    }  # fmt: skip
+    }
     command = [sys.executable, "-c", OWN_CHOICE, json.dumps(request)]
     own = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert sorted(package.file_name for package in packages) == own

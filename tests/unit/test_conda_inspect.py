@@ -106,7 +106,7 @@ def test_a_folder_with_conda_meta_is_a_conda_environment_whoever_made_it(
     own = folder(tmp_path / "own")
     (own / "envbuild.json").write_text(lab.state(artifact="conda", environment="conda"))
     found = look(own, environment)
-    assert (found["kind"], found["recipe"]["name"], found["target"]) == ("conda", "lab", "cpu-x86_64")  # fmt: skip
+    assert (found["kind"], found["recipe"]["name"], found["target"]) == ("conda", "lab", "cpu-x86_64")
     with pytest.raises(UsageError, match="is not a virtual environment") as caught:
         look(f"venv:{own}", environment)
     assert "conda:DIR" in str(caught.value.hint)
@@ -143,11 +143,14 @@ def test_a_conda_environment_in_an_image_tells_the_same_as_one_in_a_folder(
         ({}, FORGE),
         ({"url": "https://me:hunter2@repo.example.org/a/linux-64/six.conda"}, "https://me:****@repo.example.org/a"),
         ({"url": "https://repo.example.org/t/hunter2/a/linux-64/six.conda"}, "https://repo.example.org/t/****/a"),
-        ({"url": None, "channel": "https://me:hunter2@repo.example.org/a/linux-64"}, "https://me:****@repo.example.org/a"),
+        (
+            {"url": None, "channel": "https://me:hunter2@repo.example.org/a/linux-64"},
+            "https://me:****@repo.example.org/a",
+        ),
         ({"url": "", "channel": "https://repo.example.org/t/hunter2"}, "https://repo.example.org/t/****"),
         ({"url": "six.conda", "channel": "defaults"}, "defaults"),
     ],
-)  # fmt: skip
+)
 def test_a_channel_is_told_without_its_credentials(
     tmp_path: Path, environment: Environment, more: dict[str, Any], channel: str
 ) -> None:
@@ -177,13 +180,28 @@ def test_channels_have_the_names_that_conda_gives_them() -> None:
     assert channel_name("https://repo.example.org/a") == "https://repo.example.org/a"
 
 
-WORDS = ["name", "version", "build", "url", "channel", "subdir", "fn", "sha256", "license",
-         "paths_data", "paths", "_path", "path_type", "sha256_in_prefix", "prefix_placeholder"]  # fmt: skip
+WORDS = [
+    "name",
+    "version",
+    "build",
+    "url",
+    "channel",
+    "subdir",
+    "fn",
+    "sha256",
+    "license",
+    "paths_data",
+    "paths",
+    "_path",
+    "path_type",
+    "sha256_in_prefix",
+    "prefix_placeholder",
+]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(WORDS),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=6),
     max_leaves=20,
-)  # fmt: skip
+)
 RECORDS = st.fixed_dictionaries(
     {"name": st.text(max_size=4), "version": VALUES, "build": VALUES}, optional=dict.fromkeys(WORDS[3:], VALUES)
 )
@@ -308,7 +326,7 @@ def test_a_conda_environment_and_a_venv_are_compared_by_their_site_packages(
         one = image(tmp_path / "image", blobs, conda("/opt/env"))
     found = diff(one, other, environment)
     info = f"{lab.SITE}/six-1.0.dist-info"
-    assert [change.name for change in found.files or ()] == [f"{info}/METADATA", f"{info}/RECORD", SIX]  # fmt: skip
+    assert [change.name for change in found.files or ()] == [f"{info}/METADATA", f"{info}/RECORD", SIX]
     assert names(found)["python"] == [("changed", "six")] and not found.conda
     assert found.left_out == tuple(load_table("comparison")["site"])
 
@@ -338,7 +356,7 @@ def test_the_bill_of_materials_names_conda_packages_with_hash_and_licence(
     licences = ("MIT OR Apache-2.0", "LicenseRef-Own", "GPL (any", "")
     contents = Inventory(
         {}, conda=tuple(CondaRecord("p", str(n), "0", "opt", license=text) for n, text in enumerate(licences))
-    )  # fmt: skip
+    )
     texts.append(cyclonedx(opened.about, contents, None))
     for text in texts:
         assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(text) is None

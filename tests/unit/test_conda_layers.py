@@ -25,9 +25,12 @@ def pretend(name: str, size: int, record: str = "1") -> LinkedPackage:
 
 
 def parts(
-    packages: list[LinkedPackage], scheme: Scheme = SCHEME, compiler: Compiler | None = None, mtime: int = MTIME,
+    packages: list[LinkedPackage],
+    scheme: Scheme = SCHEME,
+    compiler: Compiler | None = None,
+    mtime: int = MTIME,
     own: int = 0,
-) -> list[LayerRequest]:  # fmt: skip
+) -> list[LayerRequest]:
     linked = LinkedPackages(tuple(packages), lambda: Path("/gone"), Store(Path("/gone")))
     return conda_parts(linked, scheme, compiler, mtime, own)
 
@@ -61,9 +64,8 @@ def test_the_last_layer_is_condas_and_has_no_venv_in_it(tmp_path: Path) -> None:
     path = make_wheel(tmp_path, "ddp-train", "0.1")
     trainer = WheelFile("ddp-train", "0.1", path, "0" * 64, 1)
     part = environment_part(
-        [trainer], SCHEME, "/opt/env/bin/python", "3.11.2", "{}", None, MTIME,
-        system_packages=False, conda=True,
-    )  # fmt: skip
+        [trainer], SCHEME, "/opt/env/bin/python", "3.11.2", "{}", None, MTIME, system_packages=False, conda=True
+    )
     entries = {entry.path: entry for entry, _ in part.tree()}
     assert entries["opt/env/conda-meta/history"].size == 0 and "opt/env/envbuild.json" in entries
     assert not {"opt/env/pyvenv.cfg", "opt/env/bin/python"} & entries.keys()

@@ -94,9 +94,12 @@ def test_virtual_packages_come_from_the_target_and_specs_know_their_line(tmp_pat
     loaded = recipe(tmp_path, targets=targets)
     target = Target.parse("cu126-aarch64")
     assert virtual_packages(loaded, target) == [
-        ("__unix", "0", "0"), ("__linux", "0", "0"), ("__glibc", "2.34", "0"),
-        ("__archspec", "1", "aarch64"), ("__cuda", "12.6", "0"),
-    ]  # fmt: skip
+        ("__unix", "0", "0"),
+        ("__linux", "0", "0"),
+        ("__glibc", "2.34", "0"),
+        ("__archspec", "1", "aarch64"),
+        ("__cuda", "12.6", "0"),
+    ]
     specs = recipe_specs(loaded, target)
     assert [spec.name for spec in specs] == ["python", "numpy", "pytorch", "pytorch"]
     lines = loaded.path.read_text().splitlines()
@@ -121,9 +124,12 @@ def test_changes_are_said_line_by_line() -> None:
     moved = replace(package("d"), sha256="2" * 64)
     new = lock(package("a"), package("b", "1.1"), package("e"), moved)
     assert conda_changes(old, new) == [
-        "~ b 1.0 0 -> 1.1 0", "- c 1.0 0", "~ d 1.0 0 (another file)", "+ e 1.0 0",
+        "~ b 1.0 0 -> 1.1 0",
+        "- c 1.0 0",
+        "~ d 1.0 0 (another file)",
+        "+ e 1.0 0",
         "- einops 0.8.1 (pip)",
-    ]  # fmt: skip
+    ]
     assert conda_changes(old, old) == [] and len(conda_changes(None, old)) == 5
 
 
@@ -173,9 +179,7 @@ def test_exports_name_every_package_and_no_secret() -> None:
     explicit = explicit_text(whole).splitlines()
     urls = [line for line in explicit if line.startswith("https://")]
     assert explicit.index("@EXPLICIT") < explicit.index(urls[0])
-    assert [url.rpartition("/")[2] for url in urls] == [
-        f"zlib-1.0-0.conda#{'0' * 32}", f"a-1.0-0.conda#{'0' * 32}",
-    ]  # fmt: skip
+    assert [url.rpartition("/")[2] for url in urls] == [f"zlib-1.0-0.conda#{'0' * 32}", f"a-1.0-0.conda#{'0' * 32}"]
     assert explicit[-1] == f"# pip einops==0.8.1 --hash=sha256:{'e' * 64}"
 
     exported = YAML(typ="safe").load(environment_text(whole, ["conda-forge"]))
@@ -184,9 +188,7 @@ def test_exports_name_every_package_and_no_secret() -> None:
 
     text = render([part_of(whole, ["conda-forge"])]) + pip_entries(whole, PYLOCK)
     rows = YAML(typ="safe").load(text)["package"]
-    assert [(row["name"], row["manager"]) for row in rows] == [
-        ("a", "conda"), ("zlib", "conda"), ("einops", "pip"),
-    ]  # fmt: skip
+    assert [(row["name"], row["manager"]) for row in rows] == [("a", "conda"), ("zlib", "conda"), ("einops", "pip")]
     assert rows[-1]["url"] == "https://i.org/einops-0.8.1-py3-none-any.whl" and "w0rd" not in text
     with pytest.raises(LockError, match="names no wheel"):
         pip_entries(whole, 'lock-version = "1.0"\npackages = []\n')
@@ -235,8 +237,12 @@ def test_a_current_lock_is_taken_without_the_solver_and_a_wrong_one_refused(tmp_
     def ensure(what: LoadedRecipe) -> CondaLock:
         # No environment is there to solve in: whoever asked for it would fail here.
         return lifecycle.ensure(
-            conda_lock(what, X86), None, locked=True, offline=False, log=said.append  # type: ignore[arg-type]
-        )  # fmt: skip
+            conda_lock(what, X86),
+            None,
+            locked=True,
+            offline=False,
+            log=said.append,  # type: ignore[arg-type]
+        )
 
     assert ensure(loaded) == whole and said == []
     write(loaded, (package("pytorch", "2.7", "cuda126_0"),), None)

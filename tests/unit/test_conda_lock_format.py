@@ -93,10 +93,15 @@ def test_any_text_is_refused_without_a_traceback(text: str) -> None:
 
 
 PACKAGE = CondaPackage(
-    "numpy", "2.2.6", "py311_0", "linux-64",
+    "numpy",
+    "2.2.6",
+    "py311_0",
+    "linux-64",
     "https://conda.anaconda.org/conda-forge/linux-64/numpy-2.2.6-py311_0.conda",
-    "0" * 32, "1" * 64, ("python >=3.11",),
-)  # fmt: skip
+    "0" * 32,
+    "1" * 64,
+    ("python >=3.11",),
+)
 PART = CondaPart("pt", "cpu-x86_64", "sha256:" + "a" * 64, ("conda-forge",), (PACKAGE,))
 
 
@@ -194,11 +199,17 @@ def test_a_lock_of_hundreds_of_packages_needs_no_yaml_parser(monkeypatch: pytest
     depends = tuple(f"dependency-{n} >=1.{n},<2.0a0" for n in range(6))
     rows = [
         CondaPackage(
-            f"package-{n:03}", "1.0", "0", "noarch", f"https://c.org/x/noarch/package-{n:03}-1.0-0.conda",
-            "0" * 32, "1" * 64, depends,
+            f"package-{n:03}",
+            "1.0",
+            "0",
+            "noarch",
+            f"https://c.org/x/noarch/package-{n:03}-1.0-0.conda",
+            "0" * 32,
+            "1" * 64,
+            depends,
         )
         for n in range(300)
-    ]  # fmt: skip
+    ]
     written = {t: CondaPart("r", t, "sha256:" + "a" * 64, ("x",), tuple(rows)) for t in PLATFORMS}
     monkeypatch.setitem(sys.modules, "ruamel.yaml", None)  # its import fails
     assert parse(render(list(written.values())), "x") == written
@@ -209,8 +220,10 @@ def test_a_lock_of_hundreds_of_packages_needs_no_yaml_parser(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("specs", "kept"),
     [
-        (["python >=3.11,<3.12.0a0", "python_abi 3.11.* *_cp311"],
-         ["python >=3.11,<3.12.0a0", "python_abi 3.11.* *_cp311"]),
+        (
+            ["python >=3.11,<3.12.0a0", "python_abi 3.11.* *_cp311"],
+            ["python >=3.11,<3.12.0a0", "python_abi 3.11.* *_cp311"],
+        ),
         (["zlib", "zlib >=1.2", "alpha"], ["alpha", "zlib >=1.2"]),
         (["b >=1", "b <2"], ["b >=1,<2"]),
         (["b 1.* cpu*", "b >=1"], ["b 1.*,>=1 cpu*"]),
@@ -225,7 +238,7 @@ def test_a_lock_of_hundreds_of_packages_needs_no_yaml_parser(monkeypatch: pytest
         (["b * cpu*", "b 1.* cpu_mkl*"], ["b 1.* cpu_mkl*"]),
         (["b * cpu_mkl*", "b 1.* cpu*"], ["b 1.* cpu_mkl*"]),
     ],
-)  # fmt: skip
+)
 def test_dependencies_are_one_a_name(specs: list[str], kept: list[str]) -> None:
     assert list(canonical_depends(specs)) == kept
 

@@ -46,7 +46,7 @@ def changed(**more: Any) -> list[dict[str, Any]]:
         ([FILE], {"noarch": "python", "entry_points": ["../x = a:b"]}, r"entry point '../x = a:b'"),
         ([FILE], {"noarch": "python", "entry_points": ["x = a;b:c"]}, r"entry point 'x = a;b:c'"),
     ],
-)  # fmt: skip
+)
 def test_a_package_that_is_not_what_it_says_is_refused_by_name(
     tmp_path: Path, items: list[Item], more: dict[str, Any], said: str, suffix: str
 ) -> None:

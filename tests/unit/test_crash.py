@@ -41,8 +41,10 @@ def fail(statement: str, *before: str, **env: str) -> subprocess.CompletedProces
 def test_an_unforeseen_failure_is_one_line_with_the_path_of_a_report(tmp_path: Path) -> None:
     done = fail(
         "raise KeyError('https://me:pass/word@host', 'of-the-environment')",
-        TMPDIR=str(tmp_path), MY_TOKEN="of-the-environment", HARMLESS="not in any report",
-    )  # fmt: skip
+        TMPDIR=str(tmp_path),
+        MY_TOKEN="of-the-environment",
+        HARMLESS="not in any report",
+    )
     assert done.returncode == 70 and done.stdout == ""
     (report,) = tmp_path.iterdir()
     assert done.stderr == f"error: KeyError, a fault of envbuild itself; please report it with the file {report}\n"
@@ -84,11 +86,31 @@ def test_a_signal_while_modules_are_imported_interrupts(module: str, name: str) 
 
 
 NUMBERS = [  # of Lustre, NFS, FUSE, damaged and odd file systems, too
-    (errno.ENOSPC, BuildError), (errno.EDQUOT, BuildError), (errno.EIO, BuildError), (errno.EINTR, BuildError),
-    (errno.EROFS, HostError), (errno.EACCES, HostError), (errno.EMFILE, HostError), (errno.ENAMETOOLONG, UsageError),
-    *((number, BuildError) for number in (errno.ESHUTDOWN, errno.ENOTCONN, errno.EUCLEAN, errno.ENOTSUP, errno.EBUSY,
-      errno.ETIMEDOUT, errno.ESTALE, errno.ENOLCK, errno.EREMOTEIO, errno.ENODEV, errno.EPIPE)),
-]  # fmt: skip
+    (errno.ENOSPC, BuildError),
+    (errno.EDQUOT, BuildError),
+    (errno.EIO, BuildError),
+    (errno.EINTR, BuildError),
+    (errno.EROFS, HostError),
+    (errno.EACCES, HostError),
+    (errno.EMFILE, HostError),
+    (errno.ENAMETOOLONG, UsageError),
+    *(
+        (number, BuildError)
+        for number in (
+            errno.ESHUTDOWN,
+            errno.ENOTCONN,
+            errno.EUCLEAN,
+            errno.ENOTSUP,
+            errno.EBUSY,
+            errno.ETIMEDOUT,
+            errno.ESTALE,
+            errno.ENOLCK,
+            errno.EREMOTEIO,
+            errno.ENODEV,
+            errno.EPIPE,
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("number", "kind"), NUMBERS)
@@ -146,7 +168,7 @@ def _rename(path: Path) -> None:
         (lambda path: _full(path / "z"), "write {}/z: No space left"),
         (lambda path: _rename(path / "z"), "write {}/z: Is a directory"),
     ],
-)  # fmt: skip
+)
 def test_a_message_names_the_file_and_whether_it_was_read_or_written(
     tmp_path: Path, act: Callable[[Path], object], told: str
 ) -> None:
@@ -189,9 +211,12 @@ def command(*arguments: str | Path, stdout: int = subprocess.PIPE, **env: str) -
     """Run envbuild in at most 2 GB of memory."""
     return subprocess.run(
         [sys.executable, "-m", "envbuild", *map(str, arguments)],
-        stdout=stdout, stderr=subprocess.PIPE, text=True, env={**os.environ, **env},
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)),
-    )  # fmt: skip
+    )
 
 
 def test_a_blob_that_the_disk_does_not_return_is_one_clear_message() -> None:
@@ -223,10 +248,14 @@ def test_a_broken_pipe_of_anything_but_the_own_streams_is_an_error(tmp_path: Pat
     """click ends silently with 1 after any EPIPE. A Lustre client that was evicted reports ESHUTDOWN."""
     statement = f"raise OSError({number}, 'gone', '/lustre/x')"
     lines = [
-        "import sys, click", "from envbuild.cli import commands, main", "import envbuild.cli.recipes as recipes",
-        f"def fail(**_):\n    {statement}", "recipes.list_command.callback = fail",
-        "sys.argv = ['envbuild', 'list']", "main()",
-    ]  # fmt: skip
+        "import sys, click",
+        "from envbuild.cli import commands, main",
+        "import envbuild.cli.recipes as recipes",
+        f"def fail(**_):\n    {statement}",
+        "recipes.list_command.callback = fail",
+        "sys.argv = ['envbuild', 'list']",
+        "main()",
+    ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
     assert done.returncode == 4 and "cannot read or write /lustre/x: gone" in done.stderr, done.stderr
 

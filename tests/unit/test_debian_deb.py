@@ -65,7 +65,7 @@ def test_every_compression_is_read(tmp_path: Path, suffix: str, pack: Callable[[
         "debian-binary": b"2.0\n",
         f"control.tar{suffix}": pack(tar([("./control", CONTROL), ("./conffiles", b"/etc/x\n/etc/y\n")])),
         f"data.tar{suffix}": pack(data),
-    }  # fmt: skip
+    }
     path = written(tmp_path, ar(members))
     control = read_control(path, "demo")
     assert control.fields["version"] == "1" and control.conffiles == ("etc/x", "etc/y")
@@ -99,7 +99,7 @@ GOOD = deb("demo", [info("./"), ("./usr/file", bytes(range(256)) * 4000)])
         (deb("demo", [], extra="Package: demo\n"), "stands twice"),
         (deb("demo", [], conffiles="/../etc/passwd\n"), "holds the path"),
     ],
-)  # fmt: skip
+)
 def test_a_faulty_package_is_named_with_its_fault(tmp_path: Path, data: bytes, message: str) -> None:
     path = written(tmp_path, data)
     with pytest.raises(BuildError, match=message) as caught:
@@ -123,12 +123,16 @@ def test_a_stream_that_ends_early_is_an_error(tmp_path: Path, pack: Callable[[by
 @pytest.mark.parametrize(
     "item",
     [
-        ("/etc/passwd", b""), ("../evil", b""), ("./usr/../../evil", b""), info("./a/.."),
-        info("./a", tarfile.LNKTYPE, "../../etc/passwd"), info("./a", tarfile.LNKTYPE, "/etc/passwd"),
+        ("/etc/passwd", b""),
+        ("../evil", b""),
+        ("./usr/../../evil", b""),
+        info("./a/.."),
+        info("./a", tarfile.LNKTYPE, "../../etc/passwd"),
+        info("./a", tarfile.LNKTYPE, "/etc/passwd"),
         info("./a", b"Z"),
     ],
     ids=lambda item: item[0] if isinstance(item, tuple) else f"{item.name} {item.linkname}",
-)  # fmt: skip
+)
 def test_no_path_leaves_the_root(tmp_path: Path, item: tarfile.TarInfo | tuple[str, bytes]) -> None:
     with pytest.raises(BuildError, match="the package demo cannot be unpacked"):
         content(written(tmp_path, deb("demo", [item])))
@@ -154,16 +158,26 @@ def test_paths_below_merged_folders_are_rewritten(tmp_path: Path) -> None:
     hard = info("./usr/bin/hard", tarfile.LNKTYPE, "./bin/tool", 0o755)
     made = tree(
         tmp_path,
-        one=[info("./bin"), ("./bin/tool", b"x"), hard, info("./lib64"),
-             info("./lib64/ld.so", tarfile.SYMTYPE, "/lib/x.so"), info("./var/run"), ("./var/run/pid", b"1")],
+        one=[
+            info("./bin"),
+            ("./bin/tool", b"x"),
+            hard,
+            info("./lib64"),
+            info("./lib64/ld.so", tarfile.SYMTYPE, "/lib/x.so"),
+            info("./var/run"),
+            ("./var/run/pid", b"1"),
+        ],
         two=[info("./bin", tarfile.SYMTYPE, "usr/bin"), ("./lib/x.so", b"y"), ("./usr/lib/y.so", b"z")],
-    )  # fmt: skip
+    )
     assert {p: e.target for p, (e, _) in made.items() if e.kind == "symlink" and "/" not in p} == {
-        "bin": "usr/bin", "lib": "usr/lib", "sbin": "usr/sbin", "lib64": "usr/lib64",
-    }  # fmt: skip
+        "bin": "usr/bin",
+        "lib": "usr/lib",
+        "sbin": "usr/sbin",
+        "lib64": "usr/lib64",
+    }
     assert made["usr/bin/hard"][0].target == "usr/bin/tool"
     assert made["usr/bin/hard"][0].kind == "hardlink"
-    assert {"usr/bin/tool", "usr/lib64/ld.so", "usr/lib/x.so", "usr/lib/y.so", "run/pid"} <= set(made)  # fmt: skip
+    assert {"usr/bin/tool", "usr/lib64/ld.so", "usr/lib/x.so", "usr/lib/y.so", "run/pid"} <= set(made)
     assert made["usr/lib64/ld.so"][0].target == "/lib/x.so"
     assert made["var/run"][0].target == "/run"
 
@@ -174,8 +188,11 @@ def test_paths_below_merged_folders_are_rewritten(tmp_path: Path) -> None:
         ([("./usr/x", b"1")], [("./usr/x", b"1")], "one and two both have /usr/x"),
         ([("./bin/x", b"1")], [("./usr/bin/x", b"1")], "one and two both have /usr/bin/x"),
         ([("./usr/x", b"1")], [info("./usr/x")], "one and two both have /usr/x"),
-        ([info("./usr/x", tarfile.SYMTYPE, "/etc")], [("./usr/x/passwd", b"1")],
-         "two: /usr/x/passwd lies below /usr/x, which is no folder but a symlink of one"),
+        (
+            [info("./usr/x", tarfile.SYMTYPE, "/etc")],
+            [("./usr/x/passwd", b"1")],
+            "two: /usr/x/passwd lies below /usr/x, which is no folder but a symlink of one",
+        ),
         ([info("./a", tarfile.SYMTYPE, "..")], [("./a/b", b"1")], "a symlink of one"),
         ([("./a", b"")], [("./a/b", b"1")], "a file of one"),
         ([info("./lib", tarfile.SYMTYPE, "/opt")], [], "one: its /lib is neither a folder nor a link to usr/lib"),
@@ -183,7 +200,7 @@ def test_paths_below_merged_folders_are_rewritten(tmp_path: Path) -> None:
         ([], [info("./a", tarfile.LNKTYPE, "./b")], "two: /a is a hard link to /b, which is no file"),
         ([info("./b")], [info("./a", tarfile.LNKTYPE, "./b")], "which is no file"),
     ],
-)  # fmt: skip
+)
 def test_packages_that_do_not_fit_together_are_named(tmp_path: Path, one: Items, two: Items, message: str) -> None:
     with pytest.raises(BuildError, match=message):
         tree(tmp_path, one=one, two=two)
@@ -199,13 +216,20 @@ def test_a_package_that_is_not_the_locked_one_is_refused(tmp_path: Path) -> None
 def test_documentation_goes_and_licences_stay(tmp_path: Path) -> None:
     made = tree(
         tmp_path,
-        demo=[info("./usr/share/doc"), info("./usr/share/doc/demo"), ("./usr/share/doc/demo/copyright", b"MIT"),
-              ("./usr/share/doc/demo/changelog.gz", b""), ("./usr/share/man/man1/demo.1.gz", b""),
-              ("./usr/share/locale/de/LC_MESSAGES/demo.mo", b""), ("./usr/lib/locale/C.utf8/LC_CTYPE", b"c"),
-              ("./usr/share/common-licenses/GPL-3", b"g"), info("./usr/share/doc/demo-doc", tarfile.SYMTYPE, "demo")],
-    )  # fmt: skip
+        demo=[
+            info("./usr/share/doc"),
+            info("./usr/share/doc/demo"),
+            ("./usr/share/doc/demo/copyright", b"MIT"),
+            ("./usr/share/doc/demo/changelog.gz", b""),
+            ("./usr/share/man/man1/demo.1.gz", b""),
+            ("./usr/share/locale/de/LC_MESSAGES/demo.mo", b""),
+            ("./usr/lib/locale/C.utf8/LC_CTYPE", b"c"),
+            ("./usr/share/common-licenses/GPL-3", b"g"),
+            info("./usr/share/doc/demo-doc", tarfile.SYMTYPE, "demo"),
+        ],
+    )
     assert made["usr/share/doc/demo/copyright"][1] == b"MIT"
-    kept = {"usr/share/doc/demo-doc", "usr/lib/locale/C.utf8/LC_CTYPE", "usr/share/common-licenses/GPL-3"}  # fmt: skip
+    kept = {"usr/share/doc/demo-doc", "usr/lib/locale/C.utf8/LC_CTYPE", "usr/share/common-licenses/GPL-3"}
     assert kept <= set(made)
     assert not [p for p in made if "changelog" in p or "/man/man1" in p or "usr/share/locale" in p]
 
@@ -214,15 +238,20 @@ def test_what_scripts_would_have_made_is_there(tmp_path: Path) -> None:
     passwd = b"root:*:0:0:root:/root:/bin/bash\nnobody:*:65534:65534::/:/usr/sbin/nologin\n"
     made = tree(
         tmp_path,
-        demo=[("./usr/share/base-passwd/passwd.master", passwd),
-              ("./usr/share/base-passwd/group.master", b"root:*:0:\n"),
-              ("./usr/share/ca-certificates/mozilla/B.crt", b"BB"),
-              ("./usr/share/ca-certificates/mozilla/A.crt", b"AA\n"),
-              ("./usr/bin/mawk", b""), ("./usr/bin/which.debianutils", b""), ("./usr/bin/python3.9", b""),
-              ("./usr/bin/python3.11", b""), ("./usr/share/libc-bin/nsswitch.conf", b"passwd: files\n"),
-              ("./usr/share/debianutils/shells", b"# shells\n/bin/sh\n/usr/bin/sh\n"),
-              ("./usr/share/debianutils/shells.d/bash", b"/bin/bash\n")],
-    )  # fmt: skip
+        demo=[
+            ("./usr/share/base-passwd/passwd.master", passwd),
+            ("./usr/share/base-passwd/group.master", b"root:*:0:\n"),
+            ("./usr/share/ca-certificates/mozilla/B.crt", b"BB"),
+            ("./usr/share/ca-certificates/mozilla/A.crt", b"AA\n"),
+            ("./usr/bin/mawk", b""),
+            ("./usr/bin/which.debianutils", b""),
+            ("./usr/bin/python3.9", b""),
+            ("./usr/bin/python3.11", b""),
+            ("./usr/share/libc-bin/nsswitch.conf", b"passwd: files\n"),
+            ("./usr/share/debianutils/shells", b"# shells\n/bin/sh\n/usr/bin/sh\n"),
+            ("./usr/share/debianutils/shells.d/bash", b"/bin/bash\n"),
+        ],
+    )
     assert made["etc/passwd"][1].startswith(b"root:x:0:0:root:/root:/bin/bash\nnobody:x:")
     assert made["etc/shadow"][1] == b"root:*:19675:0:99999:7:::\nnobody:*:19675:0:99999:7:::\n"
     assert (made["etc/shadow"][0].mode, made["etc/shadow"][0].gid) == (0o640, 42)
@@ -237,7 +266,7 @@ def test_what_scripts_would_have_made_is_there(tmp_path: Path) -> None:
     assert "usr/bin/which" in made and "etc/profile" not in made
     assert "usr/bin/cc" not in made and not [p for p in made if "libblas" in p]
     modes = {p: made[p][0].mode for p in ("tmp", "var/tmp", "root", "run/lock", "proc")}
-    assert modes == {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700, "run/lock": 0o1777, "proc": 0o755}  # fmt: skip
+    assert modes == {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700, "run/lock": 0o1777, "proc": 0o755}
 
 
 def test_alternatives_of_libraries_are_those_of_the_architecture(tmp_path: Path) -> None:
@@ -266,15 +295,19 @@ def test_what_a_package_has_is_not_made_again(tmp_path: Path) -> None:
 
 
 def test_dpkgs_database_names_packages_paths_and_conffiles(tmp_path: Path) -> None:
-    package = deb("demo", [info("./"), info("./etc"), ("./etc/demo.conf", b"a=1\n"), ("./usr/share/man/x", b"")],
-                  extra="Multi-Arch: same\n", conffiles="/etc/demo.conf\n")  # fmt: skip
+    package = deb(
+        "demo",
+        [info("./"), info("./etc"), ("./etc/demo.conf", b"a=1\n"), ("./usr/share/man/x", b"")],
+        extra="Multi-Arch: same\n",
+        conffiles="/etc/demo.conf\n",
+    )
     made = built(tmp_path, {"demo": package, "aaa": deb("aaa", [])})
     status = made["var/lib/dpkg/status"][1].decode()
     md5 = hashlib.md5(b"a=1\n").hexdigest()
     assert status.startswith("Package: aaa\nStatus: install ok installed\nVersion: 1\n")
     assert "\n\nPackage: demo\nStatus: install ok installed\n" in status
     assert status.endswith(f"Conffiles:\n /etc/demo.conf {md5}\n")
-    assert made["var/lib/dpkg/info/demo:amd64.list"][1] == b"/.\n/etc\n/etc/demo.conf\n/usr/share/man/x\n"  # fmt: skip
+    assert made["var/lib/dpkg/info/demo:amd64.list"][1] == b"/.\n/etc\n/etc/demo.conf\n/usr/share/man/x\n"
     assert made["var/lib/dpkg/info/demo:amd64.conffiles"][1] == b"/etc/demo.conf\n"
     assert made["var/lib/dpkg/info/aaa.list"][1] == b""
 

@@ -39,8 +39,15 @@ def test_a_lock_survives_its_table(debs: list[LockedDeb]) -> None:
     assert from_table(lock.as_toml_table(), "x") == lock
 
 
-DEB = {"name": "lib", "version": "1:2-3", "arch": "amd64", "path": "pool/main/lib.deb", "sha256": "a" * 64,
-       "size": 5, "archive": "debian"}  # fmt: skip
+DEB = {
+    "name": "lib",
+    "version": "1:2-3",
+    "arch": "amd64",
+    "path": "pool/main/lib.deb",
+    "sha256": "a" * 64,
+    "size": 5,
+    "archive": "debian",
+}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +69,7 @@ DEB = {"name": "lib", "version": "1:2-3", "arch": "amd64", "path": "pool/main/li
         ({"package": [DEB | {"archive": "else"}]}, "'else' is not accepted"),
         ({"package": [DEB | {"version": "1 2"}]}, "'1 2' does not match"),
     ],
-)  # fmt: skip
+)
 def test_a_faulty_table_is_named_with_its_fault(change: dict[str, Any], message: str) -> None:
     table = {"suite": "bookworm", "date": "2026-07-11T10:16:37Z", "package": [DEB]} | change
     with pytest.raises(LockError, match=f"base.toml.*{message}"):
@@ -78,7 +85,7 @@ def world(tmp_path: Path, *roots: str) -> tuple[DebianLock, Blobs, list[DebianSu
     for name, data in CONTENT.items():
         archive = "debian-security" if name == "two" else "debian"
         digest = hashlib.sha256(data).hexdigest()
-        debs.append(LockedDeb(name, "1+b1", "amd64", f"pool/{name}_1+b1.deb", digest, len(data), archive))  # fmt: skip
+        debs.append(LockedDeb(name, "1+b1", "amd64", f"pool/{name}_1+b1.deb", digest, len(data), archive))
     lock = DebianLock("bookworm", "2026-07-11T10:16:37Z", tuple(debs))
     archives = [
         DebianSuite((tmp_path / root).as_uri(), suite)

@@ -42,9 +42,16 @@ class Mirror:
         self, *archives: DebianSuite, arch: str = "x86_64", packages: str = "tool", allow_expired: bool = False
     ) -> DebianLock:
         return resolve_base(
-            "bookworm", [packages], [], arch, archives=archives or self.archives, client=client(),
-            blobs=Blobs(self.root / "blobs"), keyring=self.keyring, allow_expired=allow_expired,
-        )  # fmt: skip
+            "bookworm",
+            [packages],
+            [],
+            arch,
+            archives=archives or self.archives,
+            client=client(),
+            blobs=Blobs(self.root / "blobs"),
+            keyring=self.keyring,
+            allow_expired=allow_expired,
+        )
 
 
 @pytest.fixture
@@ -186,7 +193,7 @@ def test_an_expired_key_is_named_with_its_date(mirror: Mirror) -> None:
     # Keys made here are a minute old by design of the library, so this date lies in their life.
     expired = KEY.public.set_expiration(past, KEY.secret.certifier())
     mirror.keyring.write_text(str(expired))
-    with pytest.raises(LockError, match=rf"the key {KEY.public.fingerprint} expired on {past:%Y-%m-%d}"):  # fmt: skip
+    with pytest.raises(LockError, match=rf"the key {KEY.public.fingerprint} expired on {past:%Y-%m-%d}"):
         mirror.resolve()
 
 
@@ -216,7 +223,7 @@ def test_a_missing_architecture_or_security_suite_is_an_error(mirror: Mirror) ->
         mirror.resolve(*mirror.archives[:2])
 
 
-@pytest.mark.parametrize("content", [None, b"", b"no keys", b"-----BEGIN PGP PUBLIC KEY BLOCK-----\n"])  # fmt: skip
+@pytest.mark.parametrize("content", [None, b"", b"no keys", b"-----BEGIN PGP PUBLIC KEY BLOCK-----\n"])
 def test_a_faulty_keyring_is_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "ring.gpg"
     if content is not None:

@@ -69,9 +69,16 @@ def names(index: PackageIndex, *wanted: str, without: tuple[str, ...] = ()) -> l
         (["mta-a"], ["mta-a"]),
         ([], []),
     ],
-    ids=["cycle", "first alternative, provider by name", "a chosen one will do", "versioned provides",
-         "another architecture", "it excludes its own kind", "nothing"],
-)  # fmt: skip
+    ids=[
+        "cycle",
+        "first alternative, provider by name",
+        "a chosen one will do",
+        "versioned provides",
+        "another architecture",
+        "it excludes its own kind",
+        "nothing",
+    ],
+)
 def test_what_is_needed_is_chosen(index: PackageIndex, wanted: list[str], chosen: list[str]) -> None:
     assert names(index, *wanted) == chosen
     assert names(index, *reversed(wanted), *wanted) == chosen
@@ -83,7 +90,7 @@ def test_what_is_left_out_brings_neither_its_needs_nor_its_substitute(index: Pac
 
 
 def test_a_wanted_package_is_never_left_out(index: PackageIndex) -> None:
-    assert names(index, "debconf", "scripts", without=("debconf", "perl", "lib")) == ["debconf", "scripts"]  # fmt: skip
+    assert names(index, "debconf", "scripts", without=("debconf", "perl", "lib")) == ["debconf", "scripts"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +104,7 @@ def test_a_wanted_package_is_never_left_out(index: PackageIndex) -> None:
         (["breaker", "mawk"], "breaker 1 breaks with mawk 1", "leave one"),
         (["mta-a", "mta-b"], "mta-a 1 conflicts with mta-b 1", "leave one"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_explained(index: PackageIndex, wanted: list[str], message: str, hint: str) -> None:
     with pytest.raises(LockError, match=message) as caught:
         names(index, *wanted)
@@ -105,7 +112,7 @@ def test_what_cannot_be_is_explained(index: PackageIndex, wanted: list[str], mes
 
 
 def test_the_chain_names_everyone_who_asked(tmp_path: Path) -> None:
-    index = made(tmp_path, stanza("a", depends="b"), stanza("b", depends="c"), stanza("c", depends="d"))  # fmt: skip
+    index = made(tmp_path, stanza("a", depends="b"), stanza("b", depends="c"), stanza("c", depends="d"))
     with pytest.raises(LockError, match="nothing meets d, needed by c, needed by b, needed by a;"):
         names(index, "a")
 
@@ -118,7 +125,7 @@ def test_the_newest_version_of_all_suites_is_taken_and_its_provides_alone_count(
     )
     index.add(newer, "debian-security")
     chosen = resolve(index, ["lib", "same"], (), "amd64")
-    assert [(p.version, p.archive) for p in chosen] == [("1.10", "debian-security"), ("1", "debian")]  # fmt: skip
+    assert [(p.version, p.archive) for p in chosen] == [("1.10", "debian-security"), ("1", "debian")]
     with pytest.raises(LockError):
         names(index, "abi-9")
     older = PackageIndex()

@@ -62,7 +62,7 @@ def test_one_line_and_deb822_sources_are_read_in_apts_order(tmp_path: Path) -> N
         DebianSuite("http://two.example/debian", "bookworm-updates"),
         DebianSuite("https://three.example/debian", "bookworm"),
         DebianSuite("https://three.example/debian", "bookworm-updates"),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_host_of_another_debian_release_knows_the_servers(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_host_of_another_debian_release_knows_the_servers(tmp_path: Path) -> N
     ]
 
 
-@pytest.mark.parametrize("text", ["deb http://u.example/ubuntu jammy main", "", "deb\n", "rubbish [ ]"])  # fmt: skip
+@pytest.mark.parametrize("text", ["deb http://u.example/ubuntu jammy main", "", "deb\n", "rubbish [ ]"])
 def test_a_host_that_is_not_debian_names_nothing(tmp_path: Path, text: str) -> None:
     assert host_archives("bookworm", etc(tmp_path, sources_list=text)) == []
     assert host_archives("bookworm", tmp_path / "missing") == []
@@ -127,11 +127,11 @@ def test_credentials_of_a_mirror_are_not_shown() -> None:
         ('// Acquire::http::Proxy "http://p.example";', None),
         ("", None),
     ],
-)  # fmt: skip
+)
 def test_apts_proxy_is_used_where_nothing_else_names_one(tmp_path: Path, text: str, proxy: str | None) -> None:
     (tmp_path / "apt.conf.d").mkdir()
     (tmp_path / "apt.conf.d/01proxy").write_text(text)
     assert apt_proxy(tmp_path) == proxy
     assert debian_client(PipConfig(), {}, tmp_path).pip.proxy == proxy
-    assert debian_client(PipConfig(), {"http_proxy": "http://e.example"}, tmp_path).pip.proxy is None  # fmt: skip
+    assert debian_client(PipConfig(), {"http_proxy": "http://e.example"}, tmp_path).pip.proxy is None
     assert debian_client(PipConfig(proxy="http://pip.example"), {}, tmp_path).pip.proxy == "http://pip.example"

@@ -33,9 +33,13 @@ RULES = {rule.id: rule for rule in load_rules()}
 EVERYWHERE = [rule for place in PLACES for rule in load_rules(place)]
 # NCCL's own logs are kept with the tests of diagnose/nccl_log.py.
 NCCL = {
-    "efa-absent": "efa_no_device", "cxi-domain": "cxi_no_domain", "network-missing": "network_not_found",
-    "sockets-fallback": "socket", "plugin-missing": "no_plugin", "plugin-failed": "efa_endpoint_failed",
-}  # fmt: skip
+    "efa-absent": "efa_no_device",
+    "cxi-domain": "cxi_no_domain",
+    "network-missing": "network_not_found",
+    "sockets-fallback": "socket",
+    "plugin-missing": "no_plugin",
+    "plugin-failed": "efa_endpoint_failed",
+}
 GOOD_NCCL = ["cxi", "efa", "ib", "efa_no_channels"]
 
 
@@ -103,8 +107,8 @@ def test_a_message_shows_no_value_that_no_line_told() -> None:
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        (["The following module(s) are unknown: \"cuda/99\""], "no module cuda/99: login"),
-        (["1: The following module(s) are unknown:", "1: \"cuda/99\""], "no module cuda/99: login"),
+        (['The following module(s) are unknown: "cuda/99"'], "no module cuda/99: login"),
+        (["1: The following module(s) are unknown:", '1: "cuda/99"'], "no module cuda/99: login"),
         (["The following module(s) are unknown:"], "the node has no module of that name: login"),
         (["srun: error: n1: task 0: Segmentation fault"], "a process crashed (Segmentation fault) in compiled"),
         (["failed (exitcode: -11) local_rank: 0"], "a process crashed (signal 11) in compiled"),
@@ -112,7 +116,7 @@ def test_a_message_shows_no_value_that_no_line_told() -> None:
         (["srun: error: n1: task 0: Exited with exit code 3"], "an error (exit code 3)"),
         (["slurmctld: Killing job 7 on failed node n2"], "a node of the job failed"),
     ],
-)  # fmt: skip
+)
 def test_a_message_tells_what_is_known_and_no_question_mark(lines: list[str], says: str) -> None:
     cause = diagnose([("log", lines)], load_rules()).findings[0].cause
     assert says in cause
@@ -128,7 +132,7 @@ def test_a_sigterm_is_the_cause_of_what_follows_it_and_not_of_what_was_before() 
     assert "sigterm" not in [one.id for one in of(other, head).findings]
     ended = head.read_text().splitlines()
     assert "sigterm" not in told("E failed (exitcode: 1) local_rank: 0", *ended)
-    assert told(*ended, "*** STEP 1.0 ON n1 CANCELLED AT 2026-11-21T20:50:40 DUE TO TIME LIMIT ***")[0] == "time-limit"  # fmt: skip
+    assert told(*ended, "*** STEP 1.0 ON n1 CANCELLED AT 2026-11-21T20:50:40 DUE TO TIME LIMIT ***")[0] == "time-limit"
 
 
 def test_a_job_that_trained_after_a_node_failed_failed_for_another_reason() -> None:
@@ -162,7 +166,14 @@ def test_a_job_that_a_later_attempt_ended_well_has_no_cause() -> None:
         ("envbuild: pod start: 1b2c at 2026-11-26T10:00:00Z\n", ""),
     ],
 )
-@pytest.mark.parametrize("cause", ["failed (exitcode: -9) local_rank: 1", "Out of memory: Killed process 12 (python)", "CUDA error: uncorrectable ECC error encountered"])  # fmt: skip
+@pytest.mark.parametrize(
+    "cause",
+    [
+        "failed (exitcode: -9) local_rank: 1",
+        "Out of memory: Killed process 12 (python)",
+        "CUDA error: uncorrectable ECC error encountered",
+    ],
+)
 def test_the_advice_fits_the_place(pod: str, slurm: str, cause: str) -> None:
     hints = [diagnose([("log", [f"{begin}{cause}"])], load_rules()).findings[0].hint for begin in (pod, f"{slurm}\n")]
     assert all(word not in hints[0] for word in ("dmesg", "sacct", "--mem", "sbatch"))
@@ -230,7 +241,7 @@ _EPOCH = "[rank0]: Epoch 1 | loss 1.9"
         ["bash: line 3: docker: command not found", _EPOCH],
         ["bash: module: command not found", "OSError: [Errno 30] Read-only file system: '/home/u/.config'", _EPOCH],
         ["rpc error: code = DeadlineExceeded desc = context deadline exceeded"],
-        ["Warning  FailedScheduling  9s  default-scheduler  persistentvolumeclaim \"a\" not found", _EPOCH],
+        ['Warning  FailedScheduling  9s  default-scheduler  persistentvolumeclaim "a" not found', _EPOCH],
         ["pod evicted: 0", "Evicted 12 entries from the cache", "Reason: the quota is not exceeded"],
         ["    State:  Terminated", "      Exit Code:    0", "step 137 exit code 1370", "exited with exit code 13"],
         ["OSError: [Errno 116] Stale file handle: '/scratch/a'", _EPOCH],
@@ -239,7 +250,7 @@ _EPOCH = "[rank0]: Epoch 1 | loss 1.9"
         ["    Reason:  PyTorchJobCreated", "    Reason:  PyTorchJobSucceeded"],
         ["WARNING: Connection reset by peer while talking to wandb", "BrokenPipeError: [Errno 32] Broken pipe", _EPOCH],
     ],
-)  # fmt: skip
+)
 def test_what_a_job_got_over_is_no_cause(lines: list[str]) -> None:
     assert told(*lines) == []
 
@@ -247,7 +258,10 @@ def test_what_a_job_got_over_is_no_cause(lines: list[str]) -> None:
 @pytest.mark.parametrize(
     ("lines", "cause"),
     [
-        ([_ASKING, "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms"], "name-unknown"),
+        (
+            [_ASKING, "torch.distributed.DistNetworkError: The client socket has timed out after 60000ms"],
+            "name-unknown",
+        ),
         (["ssh: Could not resolve hostname n7: Name or service not known"], "name-unknown"),
         ([_NO_WAY, "…RendezvousConnectionError"], "no-route"),
         ([_BOUND, "RuntimeError: The server socket has failed to listen on any local network address."], "port-in-use"),
@@ -255,9 +269,12 @@ def test_what_a_job_got_over_is_no_cause(lines: list[str]) -> None:
         (["qsub: Unknown queue"], "submission-refused"),
         (["qsub: job rejected by all possible destinations"], "submission-refused"),
         # Other ranks write a little more before they are ended.
-        ([_EPOCH, "ModuleNotFoundError: No module named 'apex'", _EPOCH, "E failed (exitcode: 1) local_rank: 0"], "no-module"),
+        (
+            [_EPOCH, "ModuleNotFoundError: No module named 'apex'", _EPOCH, "E failed (exitcode: 1) local_rank: 0"],
+            "no-module",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_ended_a_job_is_its_cause(lines: list[str], cause: str) -> None:
     assert told(*lines)[0] == cause
 
@@ -273,55 +290,134 @@ _QUOTED = "[rank0]: Last error:"
         ([_QUOTED, "[rank0]: Message truncated : received 1024 bytes instead of 256"], "nccl-versions"),
         ([_QUOTED, "[rank0]: Bootstrap : no socket interface found"], "nccl-interface"),
         ([_QUOTED, "[rank0]: Error: network AWS Libfabric not found."], "network-missing"),
-        ([_QUOTED, "[rank0]: Error while creating shared memory segment /dev/shm/nccl-a (size 9), error: No space left on device (28)"], "shared-memory"),
+        (
+            [
+                _QUOTED,
+                "[rank0]: Error while creating shared memory segment /dev/shm/nccl-a (size 9), error: No space left on device (28)",
+            ],
+            "shared-memory",
+        ),
         ([_QUOTED, "[rank0]: Failed to CUDA calloc 10485760 bytes"], "gpu-memory"),
         ([_QUOTED, "[rank0]: NET/IB: Got completion from peer 10.0.0.1<47> with status=12 opcode=0"], "ib-no-answer"),
         ([_QUOTED, "[rank0]: Call to bind failed : Cannot assign requested address"], "nccl-bind"),
-        ([_QUOTED, "[rank0]: socketPollConnect: Connect to 10.0.0.5<40001> returned 110(Connection timed out) errno 115(Operation now in progress)"], "nccl-no-route"),
-        (["n1:1:1 [0] NCCL INFO ncclOsSocketPollConnect: connect to 10.0.0.5<40001> returned Connection refused, retrying (34/34) after sleep for 3400 msec"], "nccl-refused"),
-        (["RuntimeError: unable to open shared memory object </torch_77_1> in read-write mode: Permission denied (13)"], "shm-denied"),
+        (
+            [
+                _QUOTED,
+                "[rank0]: socketPollConnect: Connect to 10.0.0.5<40001> returned 110(Connection timed out) errno 115(Operation now in progress)",
+            ],
+            "nccl-no-route",
+        ),
+        (
+            [
+                "n1:1:1 [0] NCCL INFO ncclOsSocketPollConnect: connect to 10.0.0.5<40001> returned Connection refused, retrying (34/34) after sleep for 3400 msec"
+            ],
+            "nccl-refused",
+        ),
+        (
+            [
+                "RuntimeError: unable to open shared memory object </torch_77_1> in read-write mode: Permission denied (13)"
+            ],
+            "shm-denied",
+        ),
         (["Failed to initialize NVML: Driver/library version mismatch"], "driver-mismatch"),
         (["RuntimeError: CUDA error: system not yet initialized"], "fabric-manager"),
         (["FloatingPointError: Minimum loss scale reached (0.0001)."], "loss-scale"),
         (["RuntimeError: Function 'MulBackward0' returned nan values in its 0th output."], "loss-nan"),
         (["RuntimeError: cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"], "cublas-failed"),
-        (["torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGSEGV"], "worker-crashed"),
+        (
+            ["torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGSEGV"],
+            "worker-crashed",
+        ),
         (["RuntimeError: DataLoader worker (pid(s) 12, 13) exited unexpectedly"], "loader-worker-failed"),
-        (["[c10d] The IPv6 network addresses of ( 10.0.5.4, 29500) cannot be retrieved (gai error: -2 - x)", "DistNetworkError"], "endpoint-malformed"),
-        (["[c10d] The IPv4 network addresses of (tcp://n1, 29500) cannot be retrieved (gai error: -2 - x)", "DistNetworkError"], "endpoint-malformed"),
-        (["TimeoutError: The client socket has timed out after 1800s while trying to connect to (node1, 29500)."], "store-timeout"),
-        (["[c10d] The client socket has timed out after 300000ms while trying to connect to (127.0.0.1, 29500)."], "store-local"),
-        (["slurmstepd: error: container_p_join: setns failed for /cray/tmp/job_container/286704/.ns: Invalid argument"], "job-container"),
+        (
+            [
+                "[c10d] The IPv6 network addresses of ( 10.0.5.4, 29500) cannot be retrieved (gai error: -2 - x)",
+                "DistNetworkError",
+            ],
+            "endpoint-malformed",
+        ),
+        (
+            [
+                "[c10d] The IPv4 network addresses of (tcp://n1, 29500) cannot be retrieved (gai error: -2 - x)",
+                "DistNetworkError",
+            ],
+            "endpoint-malformed",
+        ),
+        (
+            ["TimeoutError: The client socket has timed out after 1800s while trying to connect to (node1, 29500)."],
+            "store-timeout",
+        ),
+        (
+            ["[c10d] The client socket has timed out after 300000ms while trying to connect to (127.0.0.1, 29500)."],
+            "store-local",
+        ),
+        (
+            [
+                "slurmstepd: error: container_p_join: setns failed for /cray/tmp/job_container/286704/.ns: Invalid argument"
+            ],
+            "job-container",
+        ),
         (["srun: error: Unable to create job step: Memory required by task is not available"], "step-refused"),
         (["but OMPI was not built with SLURM support. This usually happens"], "mpi-slurm"),
         (["n2: Permission denied (publickey,password)."], "ssh-refused"),
         (["ssh: connect to host n2 port 22: Connection refused"], "ssh-refused"),
-        (["[c10d] The client socket has timed out after 1800s while trying to connect to ( 10.0.5.4, 29500)."], "endpoint-malformed"),
-        (["n1:1:1 [0] NCCL WARN Net : Call to connect to 10.0.0.5<40001> failed : Connection timed out"], "nccl-no-route"),
+        (
+            ["[c10d] The client socket has timed out after 1800s while trying to connect to ( 10.0.5.4, 29500)."],
+            "endpoint-malformed",
+        ),
+        (
+            ["n1:1:1 [0] NCCL WARN Net : Call to connect to 10.0.0.5<40001> failed : Connection timed out"],
+            "nccl-no-route",
+        ),
         (["host=n1 was not reachable via ssh. If you are running with a single node please remove n1"], "ssh-refused"),
-        (["srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."], "step-refused"),
+        (
+            ["srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."],
+            "step-refused",
+        ),
         (["=>> PBS: job killed: mem 1048576kb exceeded limit 1024kb"], "slurm-memory"),
         (["TERM_RUNLIMIT: job killed after reaching LSF run time limit."], "time-limit"),
         (["RuntimeError: can't start new thread"], "process-limit"),
-        (["MemoryError"], "cpu-memory"), (["terminate called after throwing an instance of 'std::bad_alloc'"], "cpu-memory"),
+        (["MemoryError"], "cpu-memory"),
+        (["terminate called after throwing an instance of 'std::bad_alloc'"], "cpu-memory"),
         (["found NaN in local forward loss calculation"], "loss-nan"),
         (["Fatal error in PMPI_Init_thread: Other MPI error, error stack:"], "mpi-init"),
-        (["401 Client Error: Unauthorized for url: https://huggingface.co/meta-llama/Llama-2-7b/resolve/main/config.json"], "model-gated"),
+        (
+            [
+                "401 Client Error: Unauthorized for url: https://huggingface.co/meta-llama/Llama-2-7b/resolve/main/config.json"
+            ],
+            "model-gated",
+        ),
         (["Error response from daemon: toomanyrequests: You have reached your pull rate limit."], "hub-limit"),
         (["AttributeError: 'FullyShardedDataParallel' object has no attribute 'config'"], "model-wrapped"),
         (["AttributeError: 'DistributedKRepeatSampler' object has no attribute 'sampler'"], "attribute-missing"),
         (["AttributeError: 'NoneType' object has no attribute 'lower'"], "program-fault"),
         (["KeyError: 'SLURM_NODEID'"], "rank-unset"),
-        (["AttributeError: 'DistributedDataParallel' object has no attribute '_set_static_graph'"], "attribute-missing"),
+        (
+            ["AttributeError: 'DistributedDataParallel' object has no attribute '_set_static_graph'"],
+            "attribute-missing",
+        ),
         (["Child process 48529 (local_rank 0) FAILED (exitcode 1)"], "rank-failed"),
         (["Child process 48529 (local_rank 0) FAILED (exitcode -9)"], "worker-killed"),
         (["Killed"], "worker-killed"),
-        (["[TensorRT-LLM][ERROR] Failed, NCCL error /src/tensorrt_llm/runtime/ncclCommunicator.cpp:122 'internal error - please report this issue to the NCCL developers'"], "nccl-error"),
-        (["sbatch: error: Parameter --gres=gpu:1 no longer acceptable, please switch to --gpus=1"], "submission-refused"),
+        (
+            [
+                "[TensorRT-LLM][ERROR] Failed, NCCL error /src/tensorrt_llm/runtime/ncclCommunicator.cpp:122 'internal error - please report this issue to the NCCL developers'"
+            ],
+            "nccl-error",
+        ),
+        (
+            ["sbatch: error: Parameter --gres=gpu:1 no longer acceptable, please switch to --gpus=1"],
+            "submission-refused",
+        ),
         (["srun: error: Step requested GRES (gpu:(null)) not found in the job"], "step-refused"),
         (["fastmoe: Test NCCL failure common.cu:777 'unhandled system error'"], "nccl-error"),
         (["RuntimeError: NCCL Error 2: unhandled system error (run with NCCL_DEBUG=INFO for details)"], "nccl-error"),
-        (["0/1 nodes are available: 1 Insufficient nvidia.com/gpu. preemption: 0/1 nodes are available: 1 No victims."], "pod-pending"),
+        (
+            [
+                "0/1 nodes are available: 1 Insufficient nvidia.com/gpu. preemption: 0/1 nodes are available: 1 No victims."
+            ],
+            "pod-pending",
+        ),
         (["failed with exit code 139"], "worker-crashed"),
         (["error: _forkexec_slurmstepd: slurmstepd failed to send return code got 0: No error"], "launch-failed"),
         (["srun: error: Application launch failed: Unable to layout tasks on given cpus"], "step-refused"),
@@ -329,10 +425,21 @@ _QUOTED = "[rank0]: Last error:"
         (["ImportError: No module named dmlc_tracker"], "no-module"),
         (["nvidia-container-cli: requirement error: unsatisfied condition: brand = tesla"], "driver-too-old"),
         (["slurmstepd: error: execve(): /tmp/slurmd/job7/slurm_script: No such file or directory"], "launch-failed"),
-        (["sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"], "slurm-unreachable"),
+        (
+            ["sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"],
+            "slurm-unreachable",
+        ),
         (["RuntimeError: expected device cuda:0 but got device cuda:1"], "devices-mixed"),
-        (["RuntimeError: arguments are located on different GPUs at /pytorch/aten/src/THC/generic/THCTensorMathPointwise.cu:314"], "devices-mixed"),
-        (["RuntimeError: Expected object of backend CUDA but got backend CPU for argument #2 'weight'"], "devices-mixed"),
+        (
+            [
+                "RuntimeError: arguments are located on different GPUs at /pytorch/aten/src/THC/generic/THCTensorMathPointwise.cu:314"
+            ],
+            "devices-mixed",
+        ),
+        (
+            ["RuntimeError: Expected object of backend CUDA but got backend CPU for argument #2 'weight'"],
+            "devices-mixed",
+        ),
         (["  exitcode  : 1 (pid: 22640)"], "rank-failed"),
         (["application called MPI_Abort(MPI_COMM_WORLD, 0) - process 0"], "rank-failed"),
         (["RuntimeError: Caught RuntimeError in replica 0 on device 0."], "rank-failed"),
@@ -340,50 +447,176 @@ _QUOTED = "[rank0]: Last error:"
         (["/bin/bash: enroot-aufs2ovlfs: command not found"], "program-missing"),
         (["DistBackendError: NCCL communicator was aborted on rank 0."], "nccl-error"),
         (["RuntimeError: MPI process group does not support multi-GPU collectives"], "backend-device"),
-        (["RuntimeError: Trying to backward through the graph a second time (or directly access saved tensors after they have already been freed)."], "autograd-graph"),
+        (
+            [
+                "RuntimeError: Trying to backward through the graph a second time (or directly access saved tensors after they have already been freed)."
+            ],
+            "autograd-graph",
+        ),
         (["RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn"], "autograd-graph"),
         (["RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 1024x10)"], "shapes-differ"),
-        (["RuntimeError: The size of tensor a (32) must match the size of tensor b (16) at non-singleton dimension 0"], "shapes-differ"),
+        (
+            [
+                "RuntimeError: The size of tensor a (32) must match the size of tensor b (16) at non-singleton dimension 0"
+            ],
+            "shapes-differ",
+        ),
         (["RuntimeError: Tensors must be CUDA and dense"], "backend-device"),
         (["KeyError: 'LOCAL_RANK'"], "rank-unset"),
         (["train.py: error: the following arguments are required: --data"], "program-arguments"),
         (["TypeError: cannot pickle '_thread.lock' object"], "not-picklable"),
-        (["ImportError: cannot import name 'LlamaFlashAttention2' from 'transformers.models.llama.modeling_llama' (/env/lib/python3.11/site-packages/transformers/models/llama/modeling_llama.py)"], "package-api"),
+        (
+            [
+                "ImportError: cannot import name 'LlamaFlashAttention2' from 'transformers.models.llama.modeling_llama' (/env/lib/python3.11/site-packages/transformers/models/llama/modeling_llama.py)"
+            ],
+            "package-api",
+        ),
         (["AttributeError: module 'torch' has no attribute 'float8_e4m3fn'"], "package-api"),
         (["RuntimeError: Numpy is not available"], "numpy-versions"),
-        (["importlib.metadata.PackageNotFoundError: No package metadata was found for bitsandbytes"], "requirement-unmet"),
-        (["ImportError: Using the `Trainer` with `PyTorch` requires `accelerate>=0.26.0`: Please run `pip install transformers[torch]`"], "requirement-unmet"),
-        (["RuntimeError: Detected that PyTorch and torchvision were compiled with different CUDA major versions. PyTorch has CUDA Version=12.1 and torchvision has CUDA Version=11.8."], "torch-companions"),
-        (["ValueError: Your setup doesn't support bf16/gpu. You need torch>=1.10, using Ampere GPU with cuda>=11.0"], "gpu-feature"),
-        (["ImportError: FlashAttention2 has been toggled on, but it cannot be used due to the following error: the package flash_attn seems to be not installed."], "requirement-unmet"),
-        (["OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root."], "cuda-toolkit"),
-        (["deepspeed.ops.op_builder.builder.MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)"], "cuda-toolkit"),
+        (
+            ["importlib.metadata.PackageNotFoundError: No package metadata was found for bitsandbytes"],
+            "requirement-unmet",
+        ),
+        (
+            [
+                "ImportError: Using the `Trainer` with `PyTorch` requires `accelerate>=0.26.0`: Please run `pip install transformers[torch]`"
+            ],
+            "requirement-unmet",
+        ),
+        (
+            [
+                "RuntimeError: Detected that PyTorch and torchvision were compiled with different CUDA major versions. PyTorch has CUDA Version=12.1 and torchvision has CUDA Version=11.8."
+            ],
+            "torch-companions",
+        ),
+        (
+            ["ValueError: Your setup doesn't support bf16/gpu. You need torch>=1.10, using Ampere GPU with cuda>=11.0"],
+            "gpu-feature",
+        ),
+        (
+            [
+                "ImportError: FlashAttention2 has been toggled on, but it cannot be used due to the following error: the package flash_attn seems to be not installed."
+            ],
+            "requirement-unmet",
+        ),
+        (
+            ["OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root."],
+            "cuda-toolkit",
+        ),
+        (
+            [
+                "deepspeed.ops.op_builder.builder.MissingCUDAException: CUDA_HOME does not exist, unable to compile CUDA op(s)"
+            ],
+            "cuda-toolkit",
+        ),
         (["fatal error: Python.h: No such file or directory"], "extension-build"),
         (["/usr/bin/ld: cannot find -lcuda: No such file or directory"], "extension-build"),
         (["ptxas fatal   : Value 'sm_90a' is not defined for option 'gpu-name'"], "extension-build"),
         (["RuntimeError: Unable to proceed, no resources available."], "deepspeed-hosts"),
-        (["lightning.fabric.utilities.exceptions.MisconfigurationException: No supported gpu backend found!"], "no-gpu"),
-        (["ValueError: You can't train a model that has been loaded with `device_map='auto'` in any distributed mode. Please rerun your script specifying `--num_processes=1`"], "device-map"),
-        (["ValueError: The checkpoint you are trying to load has model type `qwen3` but Transformers does not recognize this architecture. This could be because of an issue with the checkpoint"], "model-type"),
-        (["OSError: /models/llama does not appear to have a file named config.json. Checkout 'https://huggingface.co//models/llama/tree/None' for available files."], "model-files"),
-        (["OSError: llama7b is not a local folder and is not a valid model identifier listed on 'https://huggingface.co/models'"], "model-files"),
-        (["huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/data/models/llama'. Use `repo_type` argument if needed."], "model-files"),
-        (["ValueError: Loading x/y requires you to execute the configuration file in that repo on your local machine. Make sure you have read the code there to avoid malicious use, then set the option `trust_remote_code=True` to remove this error."], "remote-code"),
-        (["datasets.exceptions.DatasetNotFoundError: Dataset 'x/y' doesn't exist on the Hub or cannot be accessed."], "dataset-missing"),
-        (["datasets.exceptions.DatasetGenerationError: An error occurred while generating the dataset"], "dataset-missing"),
-        (["ValueError: Due to a serious vulnerability issue in `torch.load`, even with `weights_only=True`, we now require users to upgrade torch to at least v2.6"], "load-refused"),
-        (["RuntimeError: Forward order differs across ranks: rank 0 is all-gathering 1 parameters while rank 1 is all-gathering 2 parameters"], "collectives-differ"),
+        (
+            ["lightning.fabric.utilities.exceptions.MisconfigurationException: No supported gpu backend found!"],
+            "no-gpu",
+        ),
+        (
+            [
+                "ValueError: You can't train a model that has been loaded with `device_map='auto'` in any distributed mode. Please rerun your script specifying `--num_processes=1`"
+            ],
+            "device-map",
+        ),
+        (
+            [
+                "ValueError: The checkpoint you are trying to load has model type `qwen3` but Transformers does not recognize this architecture. This could be because of an issue with the checkpoint"
+            ],
+            "model-type",
+        ),
+        (
+            [
+                "OSError: /models/llama does not appear to have a file named config.json. Checkout 'https://huggingface.co//models/llama/tree/None' for available files."
+            ],
+            "model-files",
+        ),
+        (
+            [
+                "OSError: llama7b is not a local folder and is not a valid model identifier listed on 'https://huggingface.co/models'"
+            ],
+            "model-files",
+        ),
+        (
+            [
+                "huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/data/models/llama'. Use `repo_type` argument if needed."
+            ],
+            "model-files",
+        ),
+        (
+            [
+                "ValueError: Loading x/y requires you to execute the configuration file in that repo on your local machine. Make sure you have read the code there to avoid malicious use, then set the option `trust_remote_code=True` to remove this error."
+            ],
+            "remote-code",
+        ),
+        (
+            ["datasets.exceptions.DatasetNotFoundError: Dataset 'x/y' doesn't exist on the Hub or cannot be accessed."],
+            "dataset-missing",
+        ),
+        (
+            ["datasets.exceptions.DatasetGenerationError: An error occurred while generating the dataset"],
+            "dataset-missing",
+        ),
+        (
+            [
+                "ValueError: Due to a serious vulnerability issue in `torch.load`, even with `weights_only=True`, we now require users to upgrade torch to at least v2.6"
+            ],
+            "load-refused",
+        ),
+        (
+            [
+                "RuntimeError: Forward order differs across ranks: rank 0 is all-gathering 1 parameters while rank 1 is all-gathering 2 parameters"
+            ],
+            "collectives-differ",
+        ),
         (["AssertionError: world size (4) is not divisible by tensor model parallel size (8)"], "world-misfit"),
         (["RuntimeError: Mesh should not be bigger than default world size 4, but found 8 ranks!"], "world-misfit"),
         (["torch.distributed.DistNetworkError: failed to recv, got 0 bytes"], "peer-lost"),
-        (["RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."], "barrier-missed"),
-        (["[rank3]:[F ProcessGroupNCCL.cpp:1250] [PG 0 Rank 3] [PG ID 0 PG GUID 0(default_pg) Rank 3] Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."], "nccl-timeout"),
-        (["[PG 0 Rank 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring enqueued collectives."], "nccl-timeout"),
-        (["torch.distributed.DistBackendError: [3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0"], "store-wait"),
-        (["RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout"], "store-wait"),
+        (
+            [
+                "RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank."
+            ],
+            "barrier-missed",
+        ),
+        (
+            [
+                "[rank3]:[F ProcessGroupNCCL.cpp:1250] [PG 0 Rank 3] [PG ID 0 PG GUID 0(default_pg) Rank 3] Terminating the process after attempting to dump debug info, due to ProcessGroupNCCL watchdog hang."
+            ],
+            "nccl-timeout",
+        ),
+        (
+            [
+                "[PG 0 Rank 0] ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring enqueued collectives."
+            ],
+            "nccl-timeout",
+        ),
+        (
+            [
+                "torch.distributed.DistBackendError: [3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0"
+            ],
+            "store-wait",
+        ),
+        (
+            [
+                "RuntimeError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout"
+            ],
+            "store-wait",
+        ),
         (["NCCL WARN Cuda failure 217 'peer access is not supported between these two devices'"], "gpu-peers"),
-        (["n1:1:1 [0] transport/nvls.cc:176 NCCL WARN Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 2 'out of memory'."], "nccl-nvls"),
-        (["NCCL WARN NET/IB: Got completion from peer 10.0.0.1<47> with status=13 opcode=0 len=0 vendor err 135"], "ib-no-answer"),
+        (
+            [
+                "n1:1:1 [0] transport/nvls.cc:176 NCCL WARN Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 2 'out of memory'."
+            ],
+            "nccl-nvls",
+        ),
+        (
+            ["NCCL WARN NET/IB: Got completion from peer 10.0.0.1<47> with status=13 opcode=0 len=0 vendor err 135"],
+            "ib-no-answer",
+        ),
         (["NCCL WARN NET/IB : Got completion with error 12, opcode 1, len 0, vendor err 129"], "ib-no-answer"),
         (["NCCL WARN Call to posix_fallocate failed : No space left on device"], "shared-memory"),
         (["NCCL WARN Error: failed to extend /dev/shm/nccl-abc to 9637892 bytes"], "shared-memory"),
@@ -395,20 +628,39 @@ _QUOTED = "[rank0]: Last error:"
         (["RuntimeError: CUDA error: device kernel image is invalid"], "cuda-init"),
         (["RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"], "cublas-failed"),
         (["RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"], "cublas-failed"),
-        (["Could not load library libcudnn_cnn_infer.so.8. Error: libcuda.so: cannot open shared object file: No such file or directory"], "cudnn-versions"),
-        (["Unable to load any of {libcudnn_cnn.so.9.1.0, libcudnn_cnn.so.9.1, libcudnn_cnn.so.9, libcudnn_cnn.so}"], "cudnn-versions"),
-        (["RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k, &alpha, a, lda, b, ldb, &beta, c, ldc)`"], "cublas-failed"),
+        (
+            [
+                "Could not load library libcudnn_cnn_infer.so.8. Error: libcuda.so: cannot open shared object file: No such file or directory"
+            ],
+            "cudnn-versions",
+        ),
+        (
+            ["Unable to load any of {libcudnn_cnn.so.9.1.0, libcudnn_cnn.so.9.1, libcudnn_cnn.so.9, libcudnn_cnn.so}"],
+            "cudnn-versions",
+        ),
+        (
+            [
+                "RuntimeError: CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k, &alpha, a, lda, b, ldb, &beta, c, ldc)`"
+            ],
+            "cublas-failed",
+        ),
         (["RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"], "cublas-failed"),
         (["RuntimeError: HIP error: invalid device function"], "gpu-architecture"),
         (["OSError: [Errno 5] Input/output error: '/data/a.tar'"], "input-output"),
-        (["OSError: Unable to open file (truncated file: eof = 96, sblock->base_addr = 0, stored_eof = 2048)"], "data-damaged"),
+        (
+            ["OSError: Unable to open file (truncated file: eof = 96, sblock->base_addr = 0, stored_eof = 2048)"],
+            "data-damaged",
+        ),
         (["PIL.UnidentifiedImageError: cannot identify image file '/data/a.jpg'"], "data-damaged"),
         (["zipfile.BadZipFile: File is not a zip file"], "data-damaged"),
         (["EOFError: Ran out of input"], "data-damaged"),
         (["tarfile.ReadError: unexpected end of data"], "data-damaged"),
         (["_pickle.UnpicklingError: pickle data was truncated"], "data-damaged"),
         (["OSError: image file is truncated (12 bytes not processed)"], "data-damaged"),
-        (["RuntimeError: unable to mmap 1024 bytes from file </models/a.safetensors>: Cannot allocate memory (12)"], "cpu-memory"),
+        (
+            ["RuntimeError: unable to mmap 1024 bytes from file </models/a.safetensors>: Cannot allocate memory (12)"],
+            "cpu-memory",
+        ),
         (["FileExistsError: [Errno 17] File exists: 'runs/a'"], "file-exists"),
         (["train.sh: line 2: $'\\r': command not found"], "script-line-ends"),
         (["-bash: ./train.sh: /bin/bash^M: bad interpreter: No such file or directory"], "script-line-ends"),
@@ -416,65 +668,211 @@ _QUOTED = "[rank0]: Last error:"
         (["train.sh: line 7: syntax error near unexpected token `('"], "script-syntax"),
         (["bash: ./train.sh: Permission denied"], "not-executable"),
         (["/usr/bin/python3: No module named torch"], "no-module"),
-        (["/usr/bin/python3: Error while finding module specification for 'train.main' (ModuleNotFoundError: No module named 'train')"], "no-module"),
+        (
+            [
+                "/usr/bin/python3: Error while finding module specification for 'train.main' (ModuleNotFoundError: No module named 'train')"
+            ],
+            "no-module",
+        ),
         (["train.sh: line 12: 12345 Segmentation fault      (core dumped) python train.py"], "worker-crashed"),
         (["Illegal instruction (core dumped)"], "worker-crashed"),
         (["Fatal Python error: Segmentation fault"], "worker-crashed"),
         (["ValueError: Unsupported nproc_per_node value: gpu"], "launcher-option"),
         (["ValueError: Cuda is not available."], "no-gpu"),
-        (["ValueError: The rendezvous backend 'etcd-v2' is not registered. Did you forget to call `register`?"], "launcher-option"),
+        (
+            ["ValueError: The rendezvous backend 'etcd-v2' is not registered. Did you forget to call `register`?"],
+            "launcher-option",
+        ),
         (["sbatch: error: This does not look like a batch script.  The first"], "script-syntax"),
         (["srun: error: Unable to confirm allocation for job 12: Invalid job id specified"], "allocation-gone"),
         (["mpirun noticed that process rank 3 with PID 0 on node n1 exited on signal 9 (Killed)."], "worker-killed"),
-        (["mpirun noticed that process rank 3 with PID 0 on node n1 exited on signal 11 (Segmentation fault)."], "worker-crashed"),
+        (
+            ["mpirun noticed that process rank 3 with PID 0 on node n1 exited on signal 11 (Segmentation fault)."],
+            "worker-crashed",
+        ),
         (["=   KILLED BY SIGNAL: 9 (Killed)"], "worker-killed"),
         (["YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)"], "worker-killed"),
-        (["mpirun was unable to find the specified executable file, and therefore did not launch the job."], "mpi-program"),
+        (
+            ["mpirun was unable to find the specified executable file, and therefore did not launch the job."],
+            "mpi-program",
+        ),
         (["mpirun was unable to launch the specified application as it could not find an executable:"], "mpi-program"),
-        (["[proxy:0:0@n1] HYDU_create_process (utils/launch/launch.c:75): execvp error on file train (No such file or directory)"], "mpi-program"),
-        (["[proxy:0:1@n2] HYDU_sock_connect (utils/sock/sock.c:145): unable to connect from \"n2\" to \"n1\" (Connection refused)"], "mpi-daemon"),
-        (["One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting for remainder of ranks for more than 60 seconds."], "horovod-stall"),
+        (
+            [
+                "[proxy:0:0@n1] HYDU_create_process (utils/launch/launch.c:75): execvp error on file train (No such file or directory)"
+            ],
+            "mpi-program",
+        ),
+        (
+            [
+                '[proxy:0:1@n2] HYDU_sock_connect (utils/sock/sock.c:145): unable to connect from "n2" to "n1" (Connection refused)'
+            ],
+            "mpi-daemon",
+        ),
+        (
+            [
+                "One or more tensors were submitted to be reduced, gathered or broadcasted by subset of ranks and are waiting for remainder of ranks for more than 60 seconds."
+            ],
+            "horovod-stall",
+        ),
         (["ImportError: Extension horovod.torch has not been built."], "horovod-missing"),
-        (["nvidia-container-cli: initialization error: load library failed: libnvidia-ml.so.1: cannot open shared object file: no such file or directory"], "container-gpus"),
-        (["[ERROR] Command not found: nvidia-container-cli, see https://github.com/NVIDIA/libnvidia-container"], "container-gpus"),
-        (["OCI runtime create failed: runc create failed: unable to start container process: exec: \"torchrun\": executable file not found in $PATH: unknown"], "step-program"),
-        (["docker: Error response from daemon: Conflict. The container name \"/train\" is already in use by container \"abc\"."], "container-name"),
-        (["permission denied while trying to connect to the Docker daemon socket at unix:///var/run/docker.sock"], "docker-daemon"),
-        (["docker: Error response from daemon: pull access denied for x, repository does not exist or may require 'docker login'"], "image-access"),
-        (["Error response from daemon: manifest for nvcr.io/nvidia/pytorch:99 not found: manifest unknown"], "image-access"),
+        (
+            [
+                "nvidia-container-cli: initialization error: load library failed: libnvidia-ml.so.1: cannot open shared object file: no such file or directory"
+            ],
+            "container-gpus",
+        ),
+        (
+            ["[ERROR] Command not found: nvidia-container-cli, see https://github.com/NVIDIA/libnvidia-container"],
+            "container-gpus",
+        ),
+        (
+            [
+                'OCI runtime create failed: runc create failed: unable to start container process: exec: "torchrun": executable file not found in $PATH: unknown'
+            ],
+            "step-program",
+        ),
+        (
+            [
+                'docker: Error response from daemon: Conflict. The container name "/train" is already in use by container "abc".'
+            ],
+            "container-name",
+        ),
+        (
+            ["permission denied while trying to connect to the Docker daemon socket at unix:///var/run/docker.sock"],
+            "docker-daemon",
+        ),
+        (
+            [
+                "docker: Error response from daemon: pull access denied for x, repository does not exist or may require 'docker login'"
+            ],
+            "image-access",
+        ),
+        (
+            ["Error response from daemon: manifest for nvcr.io/nvidia/pytorch:99 not found: manifest unknown"],
+            "image-access",
+        ),
         (["pyxis:     [ERROR] URL https://nvcr.io/proxy_auth returned error code: 401 Unauthorized"], "image-access"),
         (["ERROR  : Failed to create user namespace: user namespace disabled"], "user-namespaces"),
-        (["FATAL:   container creation failed: mount hook function failure: mount squashfs: fuse: device not found, try 'modprobe fuse' first"], "fuse-missing"),
-        (["  Warning  FailedCreatePodSandBox  3s  kubelet  Failed to create pod sandbox: rpc error: code = Unknown desc = failed to setup network for sandbox"], "pod-sandbox"),
-        (["Error: failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: exec: \"python\": executable file not found in $PATH: unknown"], "step-program"),
-        (["sbatch: error: !!! slurm_job_submit ERROR: a job without an account", "sbatch: error: Batch job submission failed: Unspecified error"], "submission-refused"),
-        (["FATAL: Couldn't determine user account information: user: lookup userid 7: no such file or directory"], "apptainer-report"),
-        (["  Warning  InspectFailed  3s  kubelet  Failed to apply default image tag \"a b\": couldn't parse image name: invalid reference format"], "image-pull"),
+        (
+            [
+                "FATAL:   container creation failed: mount hook function failure: mount squashfs: fuse: device not found, try 'modprobe fuse' first"
+            ],
+            "fuse-missing",
+        ),
+        (
+            [
+                "  Warning  FailedCreatePodSandBox  3s  kubelet  Failed to create pod sandbox: rpc error: code = Unknown desc = failed to setup network for sandbox"
+            ],
+            "pod-sandbox",
+        ),
+        (
+            [
+                'Error: failed to create containerd task: failed to create shim task: OCI runtime create failed: runc create failed: unable to start container process: exec: "python": executable file not found in $PATH: unknown'
+            ],
+            "step-program",
+        ),
+        (
+            [
+                "sbatch: error: !!! slurm_job_submit ERROR: a job without an account",
+                "sbatch: error: Batch job submission failed: Unspecified error",
+            ],
+            "submission-refused",
+        ),
+        (
+            ["FATAL: Couldn't determine user account information: user: lookup userid 7: no such file or directory"],
+            "apptainer-report",
+        ),
+        (
+            [
+                '  Warning  InspectFailed  3s  kubelet  Failed to apply default image tag "a b": couldn\'t parse image name: invalid reference format'
+            ],
+            "image-pull",
+        ),
         (["  Warning  Failed  3s  kubelet  Error: InvalidImageName"], "image-pull"),
-        (["UnexpectedAdmissionError  3s  kubelet  Allocate failed due to requested number of devices unavailable for nvidia.com/gpu. Requested: 8, Available: 7, which is unexpected"], "pod-device"),
-        (["  Normal  TaintManagerEviction  3s  taint-eviction-controller  Marking for deletion Pod default/ddp-worker-0"], "pod-node-lost"),
+        (
+            [
+                "UnexpectedAdmissionError  3s  kubelet  Allocate failed due to requested number of devices unavailable for nvidia.com/gpu. Requested: 8, Available: 7, which is unexpected"
+            ],
+            "pod-device",
+        ),
+        (
+            [
+                "  Normal  TaintManagerEviction  3s  taint-eviction-controller  Marking for deletion Pod default/ddp-worker-0"
+            ],
+            "pod-node-lost",
+        ),
         (["  Warning  NodeNotReady  3s  node-controller  Node is not ready"], "pod-node-lost"),
         (["  Normal  Preempted  3s  default-scheduler  Preempted by pod a on node n1"], "pod-preempted"),
-        (["  Warning  BackoffLimitExceeded  3s  job-controller  Job has reached the specified backoff limit"], "rank-failed"),
+        (
+            ["  Warning  BackoffLimitExceeded  3s  job-controller  Job has reached the specified backoff limit"],
+            "rank-failed",
+        ),
         (["ValueError: fp16 mixed precision requires a GPU (not 'cpu')."], "no-gpu"),
-        (["ValueError: FP16 Mixed precision training with AMP or APEX (`--fp16`) and FP16 half precision evaluation (`--fp16_full_eval`) can only be used on CUDA devices"], "no-gpu"),
-        (["subprocess.CalledProcessError: Command '['/usr/bin/python3', 'train.py']' returned non-zero exit status 1."], "rank-failed"),
+        (
+            [
+                "ValueError: FP16 Mixed precision training with AMP or APEX (`--fp16`) and FP16 half precision evaluation (`--fp16_full_eval`) can only be used on CUDA devices"
+            ],
+            "no-gpu",
+        ),
+        (
+            [
+                "subprocess.CalledProcessError: Command '['/usr/bin/python3', 'train.py']' returned non-zero exit status 1."
+            ],
+            "rank-failed",
+        ),
         (["torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:"], "compile-failed"),
-        (["RuntimeError: Cannot find a working triton installation. Either the package is not installed or it is too old."], "compile-failed"),
+        (
+            [
+                "RuntimeError: Cannot find a working triton installation. Either the package is not installed or it is too old."
+            ],
+            "compile-failed",
+        ),
         (["OMP: Error #15: Initializing libiomp5.so, but found libiomp5.so already initialized."], "openmp-twice"),
         (["wandb.errors.CommError: Error communicating with wandb process"], "tracker-failed"),
         (["wandb: ERROR Error while calling W&B API: permission denied (<Response [403]>)"], "tracker-failed"),
-        (["ValueError: Free memory on device (10.1/79.1 GiB) on startup is less than desired GPU memory utilization (0.9, 71.2 GiB)."], "gpu-memory"),
-        (["ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."], "gpu-memory"),
-        (["W1126 17:57:13.548749    2020 bfc_allocator.cc:598] Allocator (GPU_0_bfc) ran out of memory trying to allocate 16.00GiB (rounded to 17179869184) from the lower end requested by op "], "gpu-memory"),
-        (["'[Errno -3] Temporary failure in name resolution' thrown while requesting HEAD https://huggingface.co/bert-base-uncased/resolve/main/config.json", "Retrying in 1s [Retry 1/5]."], "model-unreachable"),
+        (
+            [
+                "ValueError: Free memory on device (10.1/79.1 GiB) on startup is less than desired GPU memory utilization (0.9, 71.2 GiB)."
+            ],
+            "gpu-memory",
+        ),
+        (
+            [
+                "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine."
+            ],
+            "gpu-memory",
+        ),
+        (
+            [
+                "W1126 17:57:13.548749    2020 bfc_allocator.cc:598] Allocator (GPU_0_bfc) ran out of memory trying to allocate 16.00GiB (rounded to 17179869184) from the lower end requested by op "
+            ],
+            "gpu-memory",
+        ),
+        (
+            [
+                "'[Errno -3] Temporary failure in name resolution' thrown while requesting HEAD https://huggingface.co/bert-base-uncased/resolve/main/config.json",
+                "Retrying in 1s [Retry 1/5].",
+            ],
+            "model-unreachable",
+        ),
         (["RuntimeError: CUDA error: device-side assert triggered"], "device-assert"),
-        (["OSError: Consistency check failed: file should be of size 4943162336 but has size 12 (model.safetensors)."], "download-cut"),
+        (
+            [
+                "OSError: Consistency check failed: file should be of size 4943162336 but has size 12 (model.safetensors)."
+            ],
+            "download-cut",
+        ),
         (["OSError: [Errno 122] Disk quota exceeded"], "disk-full"),
         (["RuntimeError: expected scalar type Half but found Float"], "types-mixed"),
-        (["RuntimeError: Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same"], "devices-mixed"),
+        (
+            [
+                "RuntimeError: Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same"
+            ],
+            "devices-mixed",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_cause_of_other_programs_words(lines: list[str], cause: str) -> None:
     assert told(*lines)[0] == cause
 
@@ -482,215 +880,452 @@ def test_the_cause_of_other_programs_words(lines: list[str], cause: str) -> None
 @pytest.mark.parametrize(
     ("line", "cause"),
     [
-        ('AssertionError: no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage 3', "zero-no-sync"),
-        ('AssertionError: It is illegal to call Engine.step() inside no_sync context manager', "zero-no-sync"),
-        ('AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism', "deepspeed-use"),
-        ('AssertionError: You are using an untested ZeRO Optimizer. Please add <"zero_allow_untested_optimizer": true> in the configuration file to use it.', "deepspeed-use"),
-        ("deepspeed.runtime.zero.utils.ZeRORuntimeException: You are using ZeRO-Offload with a client provided optimizer (<class 'torch.optim.adamw.AdamW'>) which in most cases will yield poor performance.", "deepspeed-use"),
-        ('AssertionError: DeepSpeed requires the LOCAL_RANK environment variable, it is set by the deepspeed launcher', "deepspeed-use"),
-        ('AssertionError: zero stage 2 requires an optimizer', "deepspeed-use"),
-        ('AssertionError: must provide optimizer during init in order to use backward', "deepspeed-use"),
-        ('ValueError: Type fp16 is not supported on your device.', "deepspeed-use"),
-        ("ValueError: AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `mixed_precision='bf16'` to `Accelerator()`.", "accelerate-state"),
-        ('AttributeError: `AcceleratorState` object has no attribute `distributed_type`. This happens if `AcceleratorState._reset_state()` was called and an `Accelerator` or `PartialState` was not reinitialized.', "accelerate-state"),
-        ('ValueError: When using DeepSpeed, `accelerate.prepare()` requires you to pass at least one of training or evaluation dataloaders with `batch_size` attribute', "accelerate-use"),
-        ('ValueError: At least one of the dataloaders passed to `accelerate.prepare()` has `None` as batch size.', "accelerate-use"),
-        ('Exception: Could not find the transformer layer class to wrap in the model.', "accelerate-use"),
-        ('ValueError: Could not find the transformer layer class LlamaDecoderLayer in the model.', "accelerate-use"),
-        ('ValueError: --load_best_model_at_end requires the save and eval strategy to match, but found', "trainer-settings"),
-        ('ValueError: At most one of fp16 and bf16 can be True, but not both', "trainer-settings"),
+        (
+            "AssertionError: no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage 3",
+            "zero-no-sync",
+        ),
+        ("AssertionError: It is illegal to call Engine.step() inside no_sync context manager", "zero-no-sync"),
+        ("AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism", "deepspeed-use"),
+        (
+            'AssertionError: You are using an untested ZeRO Optimizer. Please add <"zero_allow_untested_optimizer": true> in the configuration file to use it.',
+            "deepspeed-use",
+        ),
+        (
+            "deepspeed.runtime.zero.utils.ZeRORuntimeException: You are using ZeRO-Offload with a client provided optimizer (<class 'torch.optim.adamw.AdamW'>) which in most cases will yield poor performance.",
+            "deepspeed-use",
+        ),
+        (
+            "AssertionError: DeepSpeed requires the LOCAL_RANK environment variable, it is set by the deepspeed launcher",
+            "deepspeed-use",
+        ),
+        ("AssertionError: zero stage 2 requires an optimizer", "deepspeed-use"),
+        ("AssertionError: must provide optimizer during init in order to use backward", "deepspeed-use"),
+        ("ValueError: Type fp16 is not supported on your device.", "deepspeed-use"),
+        (
+            "ValueError: AcceleratorState has already been initialized and cannot be changed, restart your runtime completely and pass `mixed_precision='bf16'` to `Accelerator()`.",
+            "accelerate-state",
+        ),
+        (
+            "AttributeError: `AcceleratorState` object has no attribute `distributed_type`. This happens if `AcceleratorState._reset_state()` was called and an `Accelerator` or `PartialState` was not reinitialized.",
+            "accelerate-state",
+        ),
+        (
+            "ValueError: When using DeepSpeed, `accelerate.prepare()` requires you to pass at least one of training or evaluation dataloaders with `batch_size` attribute",
+            "accelerate-use",
+        ),
+        (
+            "ValueError: At least one of the dataloaders passed to `accelerate.prepare()` has `None` as batch size.",
+            "accelerate-use",
+        ),
+        ("Exception: Could not find the transformer layer class to wrap in the model.", "accelerate-use"),
+        ("ValueError: Could not find the transformer layer class LlamaDecoderLayer in the model.", "accelerate-use"),
+        (
+            "ValueError: --load_best_model_at_end requires the save and eval strategy to match, but found",
+            "trainer-settings",
+        ),
+        ("ValueError: At most one of fp16 and bf16 can be True, but not both", "trainer-settings"),
         ("ValueError: Can't find a valid checkpoint at /out/checkpoint-100", "checkpoint-missing"),
-        ('ValueError: No valid checkpoint found in output directory (/out)', "checkpoint-missing"),
-        ('ValueError: The model did not return a loss from the inputs, only the following keys: logits.', "trainer-settings"),
+        ("ValueError: No valid checkpoint found in output directory (/out)", "checkpoint-missing"),
+        (
+            "ValueError: The model did not return a loss from the inputs, only the following keys: logits.",
+            "trainer-settings",
+        ),
         ("ValueError: No columns in the dataset match the model's forward method signature", "trainer-settings"),
-        ('ValueError: Trainer: training requires a train_dataset.', "trainer-settings"),
-        ("ValueError: Target modules {'q_proj', 'v_proj'} not found in the base model. Please check the target modules and try again.", "trainer-settings"),
-        ("ValueError: Unable to create tensor, you should probably activate truncation and/or padding with 'padding=True' 'truncation=True'", "batch-uneven"),
+        ("ValueError: Trainer: training requires a train_dataset.", "trainer-settings"),
+        (
+            "ValueError: Target modules {'q_proj', 'v_proj'} not found in the base model. Please check the target modules and try again.",
+            "trainer-settings",
+        ),
+        (
+            "ValueError: Unable to create tensor, you should probably activate truncation and/or padding with 'padding=True' 'truncation=True'",
+            "batch-uneven",
+        ),
         ("ValueError: Couldn't instantiate the backend tokenizer from one of:", "tokenizer-load"),
-        ('ValueError: Unrecognized model in /m. Should have a `model_type` key in its config.json', "model-type"),
-        ('pyo3_runtime.PanicException: called `Option::unwrap()` on a `None` value', "rust-panic"),
-        ('safetensors_rust.SafetensorError: Error while deserializing header: InvalidHeaderDeserialization', "snapshot-damaged"),
-        ('RuntimeError: FlashAttention forward only supports head dimension at most 256', "attention-refused"),
+        ("ValueError: Unrecognized model in /m. Should have a `model_type` key in its config.json", "model-type"),
+        ("pyo3_runtime.PanicException: called `Option::unwrap()` on a `None` value", "rust-panic"),
+        (
+            "safetensors_rust.SafetensorError: Error while deserializing header: InvalidHeaderDeserialization",
+            "snapshot-damaged",
+        ),
+        ("RuntimeError: FlashAttention forward only supports head dimension at most 256", "attention-refused"),
         ("ModuleNotFoundError: No module named 'amp_C'", "extension-absent"),
         ("ModuleNotFoundError: No module named 'fused_layer_norm_cuda'", "extension-absent"),
-        ("ImportError: cannot import name 'helpers' from 'megatron.data' (./megatron/data/__init__.py)", "extension-absent"),
-        ('RuntimeError: apex.optimizers.FusedAdam requires cuda extensions', "extension-absent"),
-        ('RuntimeError: Cuda extensions are being compiled with a version of Cuda that does not match the version used to compile Pytorch binaries.', "cuda-toolkit"),
-        ('RuntimeError: --cuda_ext was requested, but nvcc was not found.', "cuda-toolkit"),
-        ('RuntimeError: flash_attn was requested, but nvcc was not found.', "cuda-toolkit"),
-        ('ninja: build stopped: subcommand failed.', "package-build"),
+        (
+            "ImportError: cannot import name 'helpers' from 'megatron.data' (./megatron/data/__init__.py)",
+            "extension-absent",
+        ),
+        ("RuntimeError: apex.optimizers.FusedAdam requires cuda extensions", "extension-absent"),
+        (
+            "RuntimeError: Cuda extensions are being compiled with a version of Cuda that does not match the version used to compile Pytorch binaries.",
+            "cuda-toolkit",
+        ),
+        ("RuntimeError: --cuda_ext was requested, but nvcc was not found.", "cuda-toolkit"),
+        ("RuntimeError: flash_attn was requested, but nvcc was not found.", "cuda-toolkit"),
+        ("ninja: build stopped: subcommand failed.", "package-build"),
         ("error: command 'gcc' failed with exit status 1", "package-build"),
-        ('gcc: fatal error: Killed signal terminated program cc1plus', "build-compiler-killed"),
-        ('c++: internal compiler error: Killed (program cc1plus)', "build-compiler-killed"),
-        ('ERROR: No matching distribution found for torch==2.9.9', "package-not-found"),
-        ('ERROR: ResolutionImpossible: for help visit https://pip.pypa.io', "packages-conflict"),
-        ('ERROR: Failed building wheel for flash-attn', "package-build"),
+        ("gcc: fatal error: Killed signal terminated program cc1plus", "build-compiler-killed"),
+        ("c++: internal compiler error: Killed (program cc1plus)", "build-compiler-killed"),
+        ("ERROR: No matching distribution found for torch==2.9.9", "package-not-found"),
+        ("ERROR: ResolutionImpossible: for help visit https://pip.pypa.io", "packages-conflict"),
+        ("ERROR: Failed building wheel for flash-attn", "package-build"),
         ("ERROR: Package 'x' requires a different Python: 3.8.10 not in '>=3.9'", "package-not-found"),
-        ('PackagesNotFoundError: The following packages are not available from current channels:', "package-not-found"),
-        ('LibMambaUnsatisfiableError: Encountered problems while solving:', "packages-conflict"),
-        ("ValueError: Invalid user token. If you didn't pass a user token, make sure you are properly logged in", "hub-token"),
-        ('huggingface_hub.errors.RepositoryNotFoundError: 404 Client Error. (Request ID: Root=1-6)', "hub-entry"),
-        ('huggingface_hub.errors.EntryNotFoundError: 404 Client Error.', "hub-entry"),
-        ('ValueError: loaded state dict has a different number of parameter groups', "optimizer-differs"),
-        ('RuntimeError: Missing key in checkpoint state_dict: optimizer.state.0.step.', "optimizer-differs"),
-        ('RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.', "no-gpu"),
-        ('RuntimeError: Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1.', "checkpoint-device"),
-        ('RuntimeError: unexpected EOF, expected 302 more bytes. The file might be corrupted.', "snapshot-damaged"),
-        ('RuntimeError: aten.embedding.default: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed operators!', "sharded-used-outside"),
-        ('RuntimeError: FSDP parameters should be materialized from meta device before training', "fsdp-devices"),
-        ('RuntimeError: An FSDP-managed module unexpectedly has parameters on cpu. Make sure to move the module to cuda:0 before training.', "fsdp-devices"),
-        ('ValueError: Must flatten tensors on the same device but got both cpu and cuda:0', "fsdp-devices"),
-        ('torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: A different number of tensors was saved during the original forward and recomputation.', "recompute-differs"),
-        ("RuntimeError: Modules with uninitialized parameters can't be used with `DistributedDataParallel`.", "parameters-none"),
-        ('RuntimeError: Your training graph has changed in this iteration', "ddp-unused"),
-        ('RuntimeError: Output 0 of BroadcastBackward is a view and is being modified inplace.', "autograd-graph"),
-        ('RuntimeError: a leaf Variable that requires grad is being used in an in-place operation.', "autograd-graph"),
-        ('RuntimeError: grad can be implicitly created only for scalar outputs', "autograd-graph"),
-        ('RuntimeError: One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True', "autograd-graph"),
-        ("TypeError: default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found <class 'NoneType'>", "batch-uneven"),
-        ('RuntimeError: Trying to resize storage that is not resizable', "batch-uneven"),
-        ('IndexError: Target 5 is out of bounds.', "index-range"),
-        ('RuntimeError: "nll_loss_forward_reduce_cuda_kernel_2d_index" not implemented for \'Int\'', "type-unsupported"),
-        ('RuntimeError: value cannot be converted to type at::Half without overflow', "type-unsupported"),
-        ('RuntimeError: Input type (float) and bias type (c10::Half) should be the same', "types-mixed"),
-        ('RuntimeError: Index put requires the source and destination dtypes match, got Float for the destination and BFloat16 for the source.', "type-unsupported"),
-        ('RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16', "types-mixed"),
-        ('RuntimeError: Found dtype Float but expected Half', "type-unsupported"),
-        ('ValueError: Expected parameter logits (Tensor of shape (4, 10)) of distribution Categorical to satisfy the constraint IndependentConstraint(Real(), 1), but found invalid values:', "sampling-nan"),
-        ('RuntimeError: CUDA error: invalid argument', "kernel-refused"),
-        ('RuntimeError: CUDA error: invalid configuration argument', "kernel-refused"),
-        ('RuntimeError: CUDA error: invalid resource handle', "kernel-refused"),
-        ('RuntimeError: CUDA error: too many resources requested for launch', "kernel-refused"),
-        ('RuntimeError: CUDA error: operation failed due to a previous error during capture', "graph-capture"),
-        ('RuntimeError: CUDA error: invalid device ordinal', "gpu-ordinal"),
-        ('RuntimeError: CUDA error: named symbol not found', "kernel-refused"),
-        ('RuntimeError: CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx`', "kernel-refused"),
-        ('RuntimeError: cuDNN error: CUDNN_STATUS_BAD_PARAM', "kernel-refused"),
-        ('RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.', "kernel-refused"),
-        ('RuntimeError: GET was unable to find an engine to execute this computation', "kernel-refused"),
-        ('RuntimeError: FIND was unable to find an engine to execute this computation', "kernel-refused"),
-        ('RuntimeError: cuFFT error: CUFFT_INTERNAL_ERROR', "kernel-refused"),
-        ('RuntimeError: cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR', "kernel-refused"),
-        ('RuntimeError: Triton Error [CUDA]: device kernel image is invalid', "kernel-refused"),
-        ('triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes or `num_stages` may help.', "compile-failed"),
-        ('triton.compiler.errors.CompilationError: at 12:11:', "compile-failed"),
-        ('torch._dynamo.exc.Unsupported: Data-dependent branching', "compile-failed"),
+        ("PackagesNotFoundError: The following packages are not available from current channels:", "package-not-found"),
+        ("LibMambaUnsatisfiableError: Encountered problems while solving:", "packages-conflict"),
+        (
+            "ValueError: Invalid user token. If you didn't pass a user token, make sure you are properly logged in",
+            "hub-token",
+        ),
+        ("huggingface_hub.errors.RepositoryNotFoundError: 404 Client Error. (Request ID: Root=1-6)", "hub-entry"),
+        ("huggingface_hub.errors.EntryNotFoundError: 404 Client Error.", "hub-entry"),
+        ("ValueError: loaded state dict has a different number of parameter groups", "optimizer-differs"),
+        ("RuntimeError: Missing key in checkpoint state_dict: optimizer.state.0.step.", "optimizer-differs"),
+        (
+            "RuntimeError: Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False.",
+            "no-gpu",
+        ),
+        (
+            "RuntimeError: Attempting to deserialize object on CUDA device 1 but torch.cuda.device_count() is 1.",
+            "checkpoint-device",
+        ),
+        ("RuntimeError: unexpected EOF, expected 302 more bytes. The file might be corrupted.", "snapshot-damaged"),
+        (
+            "RuntimeError: aten.embedding.default: got mixed torch.Tensor and DTensor, need to convert all torch.Tensor to DTensor before calling distributed operators!",
+            "sharded-used-outside",
+        ),
+        ("RuntimeError: FSDP parameters should be materialized from meta device before training", "fsdp-devices"),
+        (
+            "RuntimeError: An FSDP-managed module unexpectedly has parameters on cpu. Make sure to move the module to cuda:0 before training.",
+            "fsdp-devices",
+        ),
+        ("ValueError: Must flatten tensors on the same device but got both cpu and cuda:0", "fsdp-devices"),
+        (
+            "torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: A different number of tensors was saved during the original forward and recomputation.",
+            "recompute-differs",
+        ),
+        (
+            "RuntimeError: Modules with uninitialized parameters can't be used with `DistributedDataParallel`.",
+            "parameters-none",
+        ),
+        ("RuntimeError: Your training graph has changed in this iteration", "ddp-unused"),
+        ("RuntimeError: Output 0 of BroadcastBackward is a view and is being modified inplace.", "autograd-graph"),
+        ("RuntimeError: a leaf Variable that requires grad is being used in an in-place operation.", "autograd-graph"),
+        ("RuntimeError: grad can be implicitly created only for scalar outputs", "autograd-graph"),
+        (
+            "RuntimeError: One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True",
+            "autograd-graph",
+        ),
+        (
+            "TypeError: default_collate: batch must contain tensors, numpy arrays, numbers, dicts or lists; found <class 'NoneType'>",
+            "batch-uneven",
+        ),
+        ("RuntimeError: Trying to resize storage that is not resizable", "batch-uneven"),
+        ("IndexError: Target 5 is out of bounds.", "index-range"),
+        (
+            "RuntimeError: \"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for 'Int'",
+            "type-unsupported",
+        ),
+        ("RuntimeError: value cannot be converted to type at::Half without overflow", "type-unsupported"),
+        ("RuntimeError: Input type (float) and bias type (c10::Half) should be the same", "types-mixed"),
+        (
+            "RuntimeError: Index put requires the source and destination dtypes match, got Float for the destination and BFloat16 for the source.",
+            "type-unsupported",
+        ),
+        ("RuntimeError: expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16", "types-mixed"),
+        ("RuntimeError: Found dtype Float but expected Half", "type-unsupported"),
+        (
+            "ValueError: Expected parameter logits (Tensor of shape (4, 10)) of distribution Categorical to satisfy the constraint IndependentConstraint(Real(), 1), but found invalid values:",
+            "sampling-nan",
+        ),
+        ("RuntimeError: CUDA error: invalid argument", "kernel-refused"),
+        ("RuntimeError: CUDA error: invalid configuration argument", "kernel-refused"),
+        ("RuntimeError: CUDA error: invalid resource handle", "kernel-refused"),
+        ("RuntimeError: CUDA error: too many resources requested for launch", "kernel-refused"),
+        ("RuntimeError: CUDA error: operation failed due to a previous error during capture", "graph-capture"),
+        ("RuntimeError: CUDA error: invalid device ordinal", "gpu-ordinal"),
+        ("RuntimeError: CUDA error: named symbol not found", "kernel-refused"),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx`", "kernel-refused"),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_BAD_PARAM", "kernel-refused"),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.", "kernel-refused"),
+        ("RuntimeError: GET was unable to find an engine to execute this computation", "kernel-refused"),
+        ("RuntimeError: FIND was unable to find an engine to execute this computation", "kernel-refused"),
+        ("RuntimeError: cuFFT error: CUFFT_INTERNAL_ERROR", "kernel-refused"),
+        ("RuntimeError: cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR", "kernel-refused"),
+        ("RuntimeError: Triton Error [CUDA]: device kernel image is invalid", "kernel-refused"),
+        (
+            "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes or `num_stages` may help.",
+            "compile-failed",
+        ),
+        ("triton.compiler.errors.CompilationError: at 12:11:", "compile-failed"),
+        ("torch._dynamo.exc.Unsupported: Data-dependent branching", "compile-failed"),
         ("torch._dynamo.exc.InternalTorchDynamoError: 'NoneType' object", "compile-failed"),
-        ('torch._dynamo.exc.TorchRuntimeError: Failed running call_function', "compile-failed"),
-        ('torch._inductor.exc.LoweringException: AssertionError:', "compile-failed"),
-        ('torch._dynamo.exc.FailOnRecompileLimitHit: recompile_limit reached', "compile-failed"),
-        ("ValueError: type fp8e4nv not supported in this architecture. The supported fp8 dtypes are ('fp8e4b15', 'fp8e5')", "gpu-feature"),
-        ('CUDA driver error: out of memory', "gpu-memory"),
-        ('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.', "gpu-memory"),
-        ("ValueError: The model's max seq len (131072) is larger than the maximum number of tokens that can be stored in KV cache (66464).", "kv-cache"),
-        ('ValueError: Total number of attention heads (28) must be divisible by tensor parallel size (8).', "not-divisible"),
-        ('AssertionError: number of layers must be divisible by pipeline-model-parallel size', "not-divisible"),
-        ('AssertionError: 40 is not divisible by 16', "not-divisible"),
-        ('RuntimeError: Failed to infer device type', "no-gpu"),
+        ("torch._dynamo.exc.TorchRuntimeError: Failed running call_function", "compile-failed"),
+        ("torch._inductor.exc.LoweringException: AssertionError:", "compile-failed"),
+        ("torch._dynamo.exc.FailOnRecompileLimitHit: recompile_limit reached", "compile-failed"),
+        (
+            "ValueError: type fp8e4nv not supported in this architecture. The supported fp8 dtypes are ('fp8e4b15', 'fp8e5')",
+            "gpu-feature",
+        ),
+        ("CUDA driver error: out of memory", "gpu-memory"),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "gpu-memory"),
+        (
+            "ValueError: The model's max seq len (131072) is larger than the maximum number of tokens that can be stored in KV cache (66464).",
+            "kv-cache",
+        ),
+        (
+            "ValueError: Total number of attention heads (28) must be divisible by tensor parallel size (8).",
+            "not-divisible",
+        ),
+        ("AssertionError: number of layers must be divisible by pipeline-model-parallel size", "not-divisible"),
+        ("AssertionError: 40 is not divisible by 16", "not-divisible"),
+        ("RuntimeError: Failed to infer device type", "no-gpu"),
         ("ValueError: Model architectures ['X'] are not supported for now.", "model-unsupported"),
-        ('RuntimeError: CUDA Setup failed despite GPU being available.', "bitsandbytes-library"),
-        ('RuntimeError: The installed version of bitsandbytes was compiled without GPU support.', "bitsandbytes-library"),
-        ("Could not find the bitsandbytes CUDA binary at PosixPath('/x/libbitsandbytes_cuda124.so')", "bitsandbytes-library"),
-        ('Required library version not found: libbitsandbytes_cuda121.so.', "bitsandbytes-library"),
+        ("RuntimeError: CUDA Setup failed despite GPU being available.", "bitsandbytes-library"),
+        (
+            "RuntimeError: The installed version of bitsandbytes was compiled without GPU support.",
+            "bitsandbytes-library",
+        ),
+        (
+            "Could not find the bitsandbytes CUDA binary at PosixPath('/x/libbitsandbytes_cuda124.so')",
+            "bitsandbytes-library",
+        ),
+        ("Required library version not found: libbitsandbytes_cuda121.so.", "bitsandbytes-library"),
         ("xFormers can't load C++/CUDA extensions. xFormers was built for:", "extension-absent"),
-        ('NotImplementedError: No operator found for `memory_efficient_attention_forward` with inputs:', "attention-refused"),
+        (
+            "NotImplementedError: No operator found for `memory_efficient_attention_forward` with inputs:",
+            "attention-refused",
+        ),
         ("python: a/b.cpp:125: int f(): Assertion `n_completes >= min_completes' failed.", "assertion-failed"),
-        ('RuntimeError: Unable to JIT load the fused_adam op due to it not being compatible due to hardware/software issue.', "deepspeed-op"),
-        ('RuntimeError: Unable to JIT load the async_io op due to it not being compatible', "deepspeed-op"),
-        ('torch.cuda.DeferredCudaCallError: CUDA call failed lazily at initialization with error: device >= 0 && device < num_gpus INTERNAL ASSERT FAILED', "gpu-ordinal"),
-        ('RuntimeError: No HIP GPUs are available', "no-gpu"),
-        ('RuntimeError: expected scalar type BFloat16 but found Float', "types-mixed"),
-        ('ValueError: Query/Key/Value should either all have the same dtype', "attention-refused"),
-        ('RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss returned by training_step.', "ddp-unused"),
-        ('RuntimeError: The expanded size of the tensor (512) must match the existing size (1024) at non-singleton dimension 1', "shapes-differ"),
-        ('RuntimeError: Given groups=1, weight of size [64, 3, 7, 7], expected input[1, 1, 224, 224] to have 3 channels, but got 1 channels instead', "shapes-differ"),
-        ('ValueError: Expected more than 1 value per channel when training, got input size torch.Size([1, 256, 1, 1])', "shapes-differ"),
-        ('ValueError: Expected input batch_size (32) to match target batch_size (31).', "shapes-differ"),
-        ('AssertionError: no_sync context manager reentry is unsupported', "zero-no-sync"),
-        ('deepspeed.runtime.pipe.engine.PipelineError: Only train_batch() is accessible in pipeline mode.', "deepspeed-use"),
-        ("train: /env/deepspeed/ops/csrc/aio/py_lib/deepspeed_py_aio_handle.cpp:159: void deepspeed_aio_handle_t::_stop_threads(): Assertion `0 == _num_pending_ops' failed.", "deepspeed-op"),
+        (
+            "RuntimeError: Unable to JIT load the fused_adam op due to it not being compatible due to hardware/software issue.",
+            "deepspeed-op",
+        ),
+        ("RuntimeError: Unable to JIT load the async_io op due to it not being compatible", "deepspeed-op"),
+        (
+            "torch.cuda.DeferredCudaCallError: CUDA call failed lazily at initialization with error: device >= 0 && device < num_gpus INTERNAL ASSERT FAILED",
+            "gpu-ordinal",
+        ),
+        ("RuntimeError: No HIP GPUs are available", "no-gpu"),
+        ("RuntimeError: expected scalar type BFloat16 but found Float", "types-mixed"),
+        ("ValueError: Query/Key/Value should either all have the same dtype", "attention-refused"),
+        (
+            "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss returned by training_step.",
+            "ddp-unused",
+        ),
+        (
+            "RuntimeError: The expanded size of the tensor (512) must match the existing size (1024) at non-singleton dimension 1",
+            "shapes-differ",
+        ),
+        (
+            "RuntimeError: Given groups=1, weight of size [64, 3, 7, 7], expected input[1, 1, 224, 224] to have 3 channels, but got 1 channels instead",
+            "shapes-differ",
+        ),
+        (
+            "ValueError: Expected more than 1 value per channel when training, got input size torch.Size([1, 256, 1, 1])",
+            "shapes-differ",
+        ),
+        ("ValueError: Expected input batch_size (32) to match target batch_size (31).", "shapes-differ"),
+        ("AssertionError: no_sync context manager reentry is unsupported", "zero-no-sync"),
+        (
+            "deepspeed.runtime.pipe.engine.PipelineError: Only train_batch() is accessible in pipeline mode.",
+            "deepspeed-use",
+        ),
+        (
+            "train: /env/deepspeed/ops/csrc/aio/py_lib/deepspeed_py_aio_handle.cpp:159: void deepspeed_aio_handle_t::_stop_threads(): Assertion `0 == _num_pending_ops' failed.",
+            "deepspeed-op",
+        ),
         ("AttributeError: 'PartialState' object has no attribute 'distributed_type'", "accelerate-state"),
-        ('ValueError: Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` before using any functionality', "accelerate-state"),
-        ('ValueError: To use a `DataLoader` in `split_batches` mode, the batch size (6) needs to be a round multiple of the number of processes (4).', "accelerate-use"),
-        ("RuntimeError: You can't use batches of different size with `dispatch_batches=True` or when using an `IterableDataset`.", "accelerate-use"),
-        ("ValueError: The batch received was empty, your model won't be able to train on it. Double-check that", "trainer-settings"),
-        ('ValueError: The train_dataset does not implement __len__, so the number of training steps cannot be inferred', "trainer-settings"),
-        ('ValueError: Using --fsdp xxx together with --deepspeed is not possible, deactivate one of those flags.', "trainer-settings"),
-        ('KeyError: "The `metric_for_best_model` training argument is set to \'eval_f1\', which is not found in the evaluation metrics."', "trainer-settings"),
-        ('ValueError: You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters', "trainer-settings"),
-        ('Unable to load optimizer from checkpoint /ckpt/iter_5, exiting. Specify --no-load-optim or --finetune', "checkpoint-missing"),
-        ('ValueError: Unable to find latest file at /ckpt/latest, if trying to load latest checkpoint please pass tag', "checkpoint-missing"),
-        ('RuntimeError: Unexpected key in state_dict: state.exp_avg.', "optimizer-differs"),
-        ('ValueError: `optim_state_dict` must have the keys "state"to be a valid optimizer state dict', "optimizer-differs"),
-        ('ValueError: Batch does not contain any data (`None`). At the end of all iterable data available before expected stop iteration.', "dataset-empty"),
-        ('ValueError: Unable to get the output signature because the dataset is empty.', "dataset-empty"),
-        ('RuntimeError: Found 0 files in subfolders of: /data/imagenet/train', "dataset-empty"),
-        ('concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly while the future was running or pending.', "map-worker-gone"),
-        ('joblib.externals.loky.process_executor.TerminatedWorkerError: A worker process managed by the executor was unexpectedly terminated.', "map-worker-gone"),
-        ('Exception: unknown variant `fusion`, expected one of', "tokenizer-load"),
-        ('ValueError: Converting from Tiktoken failed, if a converter for SentencePiece is available, provide a model path', "tokenizer-load"),
-        ('ValueError: Cannot handle batch sizes > 1 if no padding token is defined.', "tokenizer-padding"),
-        ('ValueError: You are attempting to pad samples but the tokenizer you are using (GPT2Tokenizer) does not have a pad token.', "tokenizer-padding"),
-        ('ValueError: This tokenizer does not have a mask token which is necessary for masked language modeling.', "tokenizer-padding"),
-        ('ValueError: GPTBigCodeForCausalLM does not support Flash Attention 2.0 yet.', "attention-refused"),
-        ('RuntimeError: FlashAttention backward for head dim > 64 requires A100 or H100 GPUs', "attention-refused"),
+        (
+            "ValueError: Please make sure to properly initialize your accelerator via `accelerator = Accelerator()` before using any functionality",
+            "accelerate-state",
+        ),
+        (
+            "ValueError: To use a `DataLoader` in `split_batches` mode, the batch size (6) needs to be a round multiple of the number of processes (4).",
+            "accelerate-use",
+        ),
+        (
+            "RuntimeError: You can't use batches of different size with `dispatch_batches=True` or when using an `IterableDataset`.",
+            "accelerate-use",
+        ),
+        (
+            "ValueError: The batch received was empty, your model won't be able to train on it. Double-check that",
+            "trainer-settings",
+        ),
+        (
+            "ValueError: The train_dataset does not implement __len__, so the number of training steps cannot be inferred",
+            "trainer-settings",
+        ),
+        (
+            "ValueError: Using --fsdp xxx together with --deepspeed is not possible, deactivate one of those flags.",
+            "trainer-settings",
+        ),
+        (
+            "KeyError: \"The `metric_for_best_model` training argument is set to 'eval_f1', which is not found in the evaluation metrics.\"",
+            "trainer-settings",
+        ),
+        (
+            "ValueError: You cannot perform fine-tuning on purely quantized models. Please attach trainable adapters",
+            "trainer-settings",
+        ),
+        (
+            "Unable to load optimizer from checkpoint /ckpt/iter_5, exiting. Specify --no-load-optim or --finetune",
+            "checkpoint-missing",
+        ),
+        (
+            "ValueError: Unable to find latest file at /ckpt/latest, if trying to load latest checkpoint please pass tag",
+            "checkpoint-missing",
+        ),
+        ("RuntimeError: Unexpected key in state_dict: state.exp_avg.", "optimizer-differs"),
+        (
+            'ValueError: `optim_state_dict` must have the keys "state"to be a valid optimizer state dict',
+            "optimizer-differs",
+        ),
+        (
+            "ValueError: Batch does not contain any data (`None`). At the end of all iterable data available before expected stop iteration.",
+            "dataset-empty",
+        ),
+        ("ValueError: Unable to get the output signature because the dataset is empty.", "dataset-empty"),
+        ("RuntimeError: Found 0 files in subfolders of: /data/imagenet/train", "dataset-empty"),
+        (
+            "concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly while the future was running or pending.",
+            "map-worker-gone",
+        ),
+        (
+            "joblib.externals.loky.process_executor.TerminatedWorkerError: A worker process managed by the executor was unexpectedly terminated.",
+            "map-worker-gone",
+        ),
+        ("Exception: unknown variant `fusion`, expected one of", "tokenizer-load"),
+        (
+            "ValueError: Converting from Tiktoken failed, if a converter for SentencePiece is available, provide a model path",
+            "tokenizer-load",
+        ),
+        ("ValueError: Cannot handle batch sizes > 1 if no padding token is defined.", "tokenizer-padding"),
+        (
+            "ValueError: You are attempting to pad samples but the tokenizer you are using (GPT2Tokenizer) does not have a pad token.",
+            "tokenizer-padding",
+        ),
+        (
+            "ValueError: This tokenizer does not have a mask token which is necessary for masked language modeling.",
+            "tokenizer-padding",
+        ),
+        ("ValueError: GPTBigCodeForCausalLM does not support Flash Attention 2.0 yet.", "attention-refused"),
+        ("RuntimeError: FlashAttention backward for head dim > 64 requires A100 or H100 GPUs", "attention-refused"),
         ("KeyError: 'unexpected key \"sub_mean.weight\" in state_dict'", "checkpoint-differs"),
-        ('RuntimeError: cuDNN version mismatch: PyTorch was compiled against 7005 but linked against 6021', "cudnn-versions"),
-        ("RuntimeError: Expected tensor for argument #1 'x' to have the same type as tensor for argument #2 'weight'; but type torch.cuda.HalfTensor does not equal torch.cuda.FloatTensor", "types-mixed"),
-        ('RuntimeError: all tensors must be on devices[0]', "devices-mixed"),
-        ('ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).', "shared-memory"),
-        ('AssertionError: data parallel group with context parallel combined is not initialized', "model-groups"),
-        ('AssertionError: Expert tensor + model parallel group is already initialized', "model-groups"),
+        (
+            "RuntimeError: cuDNN version mismatch: PyTorch was compiled against 7005 but linked against 6021",
+            "cudnn-versions",
+        ),
+        (
+            "RuntimeError: Expected tensor for argument #1 'x' to have the same type as tensor for argument #2 'weight'; but type torch.cuda.HalfTensor does not equal torch.cuda.FloatTensor",
+            "types-mixed",
+        ),
+        ("RuntimeError: all tensors must be on devices[0]", "devices-mixed"),
+        (
+            "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).",
+            "shared-memory",
+        ),
+        ("AssertionError: data parallel group with context parallel combined is not initialized", "model-groups"),
+        ("AssertionError: Expert tensor + model parallel group is already initialized", "model-groups"),
         ("ValueError: Parameter 'Linear.weight' is already managed by another FSDP", "fsdp-shared"),
-        ('RuntimeError: Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment', "gradients-impossible"),
+        (
+            "RuntimeError: Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment",
+            "gradients-impossible",
+        ),
         ("AttributeError: type object 'Trainer' has no attribute 'add_argparse_args'", "attribute-missing"),
-        ("ImportError: cannot import name 'helpers_cpp' from 'megatron.core.datasets' (/src/megatron/core/datasets/__init__.py)", "extension-absent"),
+        (
+            "ImportError: cannot import name 'helpers_cpp' from 'megatron.core.datasets' (/src/megatron/core/datasets/__init__.py)",
+            "extension-absent",
+        ),
         ("ModuleNotFoundError: No module named 'causal_conv1d_cuda'", "extension-absent"),
-        ('CUDA SETUP: Setup Failed!', "bitsandbytes-library"),
-        ('CUDA SETUP: CUDA detection failed! Possible reasons:', "bitsandbytes-library"),
-        ('ERROR: Cannot install -r requirements.txt (line 3) and torch==2.1.0 because these package versions have conflicting dependencies.', "packages-conflict"),
-        ('curl: (60) SSL certificate problem: self signed certificate in certificate chain', "certificate"),
-        ('OSError: Invalid username or password.', "hub-token"),
-        ('torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: trying to save more tensors during recomputation than during the original forward pass.', "recompute-differs"),
-        ('size mismatch for model.embed_tokens.weight: the shape in current model is torch.Size([0]).', "sharded-used-outside"),
-        ('ValueError: The module has CPU parameters or buffers when `sync_module_states=True`, which requires them to be on GPU.', "fsdp-devices"),
-        ("RuntimeError: FSDP only supports single device modules but got params on {device(type='cuda', index=0), device(type='cpu')}", "fsdp-devices"),
-        ('ValueError: Input X contains NaN.', "sampling-nan"),
-        ('ValueError: Unknown quantization method: exl3.', "model-unsupported"),
-        ('AssertionError: num_attention_heads (12) must be a multiple of tensor_model_parallel_size (8)', "not-divisible"),
-        ('RuntimeError: Apex was installed without --cuda_ext', "extension-absent"),
-        ('    which: no nvcc in (/usr/local/bin:/usr/bin)', "cuda-toolkit"),
-        ('RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss returned by training_step.', "ddp-unused"),
-        ('RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory', "snapshot-damaged"),
-        ('AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}', "fsdp-dtypes"),
+        ("CUDA SETUP: Setup Failed!", "bitsandbytes-library"),
+        ("CUDA SETUP: CUDA detection failed! Possible reasons:", "bitsandbytes-library"),
+        (
+            "ERROR: Cannot install -r requirements.txt (line 3) and torch==2.1.0 because these package versions have conflicting dependencies.",
+            "packages-conflict",
+        ),
+        ("curl: (60) SSL certificate problem: self signed certificate in certificate chain", "certificate"),
+        ("OSError: Invalid username or password.", "hub-token"),
+        (
+            "torch.utils.checkpoint.CheckpointError: torch.utils.checkpoint: trying to save more tensors during recomputation than during the original forward pass.",
+            "recompute-differs",
+        ),
+        (
+            "size mismatch for model.embed_tokens.weight: the shape in current model is torch.Size([0]).",
+            "sharded-used-outside",
+        ),
+        (
+            "ValueError: The module has CPU parameters or buffers when `sync_module_states=True`, which requires them to be on GPU.",
+            "fsdp-devices",
+        ),
+        (
+            "RuntimeError: FSDP only supports single device modules but got params on {device(type='cuda', index=0), device(type='cpu')}",
+            "fsdp-devices",
+        ),
+        ("ValueError: Input X contains NaN.", "sampling-nan"),
+        ("ValueError: Unknown quantization method: exl3.", "model-unsupported"),
+        (
+            "AssertionError: num_attention_heads (12) must be a multiple of tensor_model_parallel_size (8)",
+            "not-divisible",
+        ),
+        ("RuntimeError: Apex was installed without --cuda_ext", "extension-absent"),
+        ("    which: no nvcc in (/usr/local/bin:/usr/bin)", "cuda-toolkit"),
+        (
+            "RuntimeError: It looks like your LightningModule has parameters that were not used in producing the loss returned by training_step.",
+            "ddp-unused",
+        ),
+        (
+            "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+            "snapshot-damaged",
+        ),
+        (
+            "AssertionError: FSDP expects uniform original parameter dtype but got {torch.bfloat16, torch.float32}",
+            "fsdp-dtypes",
+        ),
         ("/usr/bin/ld: /opt/libtorch/lib/libtorch_cpu.so: undefined reference to `powf@GLIBC_2.27'", "old-libc"),
-        ('RuntimeError: Current CUDA Device does not support bfloat16. Please switch dtype to float16.', "gpu-feature"),
-        ('RuntimeError: Triton Error [CUDA]: out of memory', "gpu-memory"),
+        ("RuntimeError: Current CUDA Device does not support bfloat16. Please switch dtype to float16.", "gpu-feature"),
+        ("RuntimeError: Triton Error [CUDA]: out of memory", "gpu-memory"),
         ("(TorchTrainer pid=439, ip=10.0.0.1) *** SIGSEGV received at time=1741149596 on cpu 63 ***", "worker-crashed"),
-        ("*** SIGABRT (@0x1d26) received by PID 7462 (TID 0x7f6beee28380) from PID 7462; stack trace: ***", "worker-crashed"),
+        (
+            "*** SIGABRT (@0x1d26) received by PID 7462 (TID 0x7f6beee28380) from PID 7462; stack trace: ***",
+            "worker-crashed",
+        ),
         ("[n1:07462] Signal: Segmentation fault (11)", "worker-crashed"),
-        ("ValueError: Error initializing torch.distributed using tcp:// rendezvous: world_size parameter missing", "rank-unset"),
+        (
+            "ValueError: Error initializing torch.distributed using tcp:// rendezvous: world_size parameter missing",
+            "rank-unset",
+        ),
         ("Loading checkpoint shards: 0%| | 0/2 [00:00<?, ?it/s]Killed", "worker-killed"),
         ("Training failed: [Errno 17] File exists: '/runs/a'", "file-exists"),
         ("could not start: [Errno 2] No such file or directory: '/data/a.yaml'", "file-missing"),
         ("cannot write: [Errno 13] Permission denied: '/data/out'", "permission"),
-        ("Check the documentation of torch.load to learn more about types accepted by default with weights_only https://x", "load-refused"),
+        (
+            "Check the documentation of torch.load to learn more about types accepted by default with weights_only https://x",
+            "load-refused",
+        ),
         ("AssertionError: Unable to pre-compile sparse_attn", "deepspeed-op"),
-        ("ERROR: Failed to build installable wheels for some pyproject.toml based projects (flash_attn)", "package-build"),
-        ("  Caused by: Build backend failed to build wheel through `build_wheel()` with exit status: 1", "package-build"),
+        (
+            "ERROR: Failed to build installable wheels for some pyproject.toml based projects (flash_attn)",
+            "package-build",
+        ),
+        (
+            "  Caused by: Build backend failed to build wheel through `build_wheel()` with exit status: 1",
+            "package-build",
+        ),
         ("| WARNING: overflow detected, setting loss scale to: 0.0001220703125", "loss-scale-falls"),
         ("[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 1, reducing to 1", "loss-scale-falls"),
         ("TypeError(\"__init__() got an unexpected keyword argument 'num_processes'\")", "argument-unknown"),
         ("socket.timeout: timed out", "host-unreachable"),
         ("httpx.ConnectTimeout: [Errno 110] Connection timed out", "host-unreachable"),
-        ("source: hyper_util::client::legacy::Error(SendRequest, hyper::Error(Io, Os { code: 110, kind: TimedOut, message: x }))", "host-unreachable"),
+        (
+            "source: hyper_util::client::legacy::Error(SendRequest, hyper::Error(Io, Os { code: 110, kind: TimedOut, message: x }))",
+            "host-unreachable",
+        ),
         ("ResolvePackageNotFound:", "package-not-found"),
         ("PackageNotFoundError: Packages missing in current channels:", "package-not-found"),
         ("  × No solution found when resolving dependencies:", "package-not-found"),
         ("Parameter indices which did not receive grad for rank 0: 72 73", "ddp-unused"),
         ("FAILED: multi_tensor_adam.cuda.o", "extension-build"),
     ],
-)  # fmt: skip
+)
 def test_the_cause_of_what_frameworks_raise(line: str, cause: str) -> None:
     assert told(line)[0] == cause
 
@@ -709,145 +1344,255 @@ def test_the_cause_of_what_frameworks_raise(line: str, cause: str) -> None:
         "DataLoader worker (pid 7) exited normally",
         "exits with return code = 0",
         "process 0 terminated with exit code 0",
-        "loss is 0.3, not nan", "the loss is nanoscopic", "Loss scale at 65536",
-        "429 samples", "GET /a HTTP/1.1 200 429",
+        "loss is 0.3, not nan",
+        "the loss is nanoscopic",
+        "Loss scale at 65536",
+        "429 samples",
+        "GET /a HTTP/1.1 200 429",
         "srun: Job 7 step creation temporarily disabled, retrying (Requested nodes are busy)",
-        "error 8020: x", "Assertion `x` passed",
+        "error 8020: x",
+        "Assertion `x` passed",
         "train_batch_size is equal to micro_batch_per_gpu * gradient_acc_step * world_size",
         "No module named 'apex', going on without it",
         "lib.so: defined symbol: x",
         "Warning: Permanently added 'n2' (ED25519) to the list of known hosts.",
-        "SPANK plugin \"pyxis\" option \"container-image\" registered",
-        "exitcode  : -15 (pid: 7)", "Signal 15 (SIGTERM) received by PID 7", "MemoryErrorHandler installed", "size mismatch warning off",
-        "train: the gcc: found version 12", "0/1 Pending", "ddp-worker-0  1/1  Running  0  3m", "nan values: 0", "wandb: api_key configured",
-        "MPI_Init took 3 s", "ucp_ep_create(proc=9) done", "n1:1:1 [0] NCCL INFO NET/OFI Couldn't open AV", "gloo: address family AF_INET",
-        "requests.get: Connection refused, retrying", "condition: cuda>=12.4 satisfied", "no NVIDIA GPU was busy",
-        "container_p_restore: done", "There are enough slots available in the system",
+        'SPANK plugin "pyxis" option "container-image" registered',
+        "exitcode  : -15 (pid: 7)",
+        "Signal 15 (SIGTERM) received by PID 7",
+        "MemoryErrorHandler installed",
+        "size mismatch warning off",
+        "train: the gcc: found version 12",
+        "0/1 Pending",
+        "ddp-worker-0  1/1  Running  0  3m",
+        "nan values: 0",
+        "wandb: api_key configured",
+        "MPI_Init took 3 s",
+        "ucp_ep_create(proc=9) done",
+        "n1:1:1 [0] NCCL INFO NET/OFI Couldn't open AV",
+        "gloo: address family AF_INET",
+        "requests.get: Connection refused, retrying",
+        "condition: cuda>=12.4 satisfied",
+        "no NVIDIA GPU was busy",
+        "container_p_restore: done",
+        "There are enough slots available in the system",
         "Received request: HTTPSConnectionPool(host='x', port=443) created",
-        'Killed 3 old processes', 'sbatch: error messages are shown', 'Requested GRES gpu:1', "NCCL error codes",
-        "the DistributedDataParallel object has attributes", "the object has no attribute of that module", "FAILED (exitcode 0)",
-        'a container with name "a" exists', 'exitcode  : 0 (pid: 7)', 'MPI_Abort is not called', 'Caught an error in replica, going on', 'expected device cuda:0',
-        "$'a': command found", 'the file has DOS line breaks',
-        'a syntax error in the configuration', 'bound variable: 3',
-        'python interpreter: /usr/bin/python3',
-        'bash: /home/u/train.sh: No such process', 'wget: /index: Permission denied',
-        'srun: Unable to say more',
-        'srun: MPI plugin types are...', 'srun: pmix',
-        'prolog completed, no failure',
-        'mpirun was able to find the executable',
-        'docker runs as root',
-        'Extension horovod.torch has been built',
-        'waiting for the remainder of the division',
-        'nvidia-container-cli: version 1.17', 'the driver has capabilities: gpu',
+        "Killed 3 old processes",
+        "sbatch: error messages are shown",
+        "Requested GRES gpu:1",
+        "NCCL error codes",
+        "the DistributedDataParallel object has attributes",
+        "the object has no attribute of that module",
+        "FAILED (exitcode 0)",
+        'a container with name "a" exists',
+        "exitcode  : 0 (pid: 7)",
+        "MPI_Abort is not called",
+        "Caught an error in replica, going on",
+        "expected device cuda:0",
+        "$'a': command found",
+        "the file has DOS line breaks",
+        "a syntax error in the configuration",
+        "bound variable: 3",
+        "python interpreter: /usr/bin/python3",
+        "bash: /home/u/train.sh: No such process",
+        "wget: /index: Permission denied",
+        "srun: Unable to say more",
+        "srun: MPI plugin types are...",
+        "srun: pmix",
+        "prolog completed, no failure",
+        "mpirun was able to find the executable",
+        "docker runs as root",
+        "Extension horovod.torch has been built",
+        "waiting for the remainder of the division",
+        "nvidia-container-cli: version 1.17",
+        "the driver has capabilities: gpu",
         'The container name "a" is free',
-        'connected to the Docker daemon',
-        'manifest for x found',
-        'created user namespace',
-        'fuse: mounted',
-        'Normal  SandboxChanged  3s  kubelet  Pod sandbox changed',
-        'Allocate succeeded',
-        'Normal NodeReady 3s kubelet Node is ready',
-        'Preemption is not helpful for scheduling',
-        'found no matches for kind words',
-        'train.py: note: arguments are required', 'an error: argument of mine',
-        "KeyError: 'rank'", 'environment variable RANK is set',
-        'nproc_per_node value: 8',
-        'no SyntaxError was found',
-        "cannot import name 'x', using y in its place", 'cannot import name (x)',
-        'the function got an unexpected argument',
-        'numpy is available', 'the dtype size changed',
-        'Using torch requires patience', 'hint: pip install x',
-        'operator torchvision::nms is registered',
-        'FlashAttention supports this GPU',
-        'CUDA_HOME=/usr/local/cuda', 'Installed CUDA version 12.4',
+        "connected to the Docker daemon",
+        "manifest for x found",
+        "created user namespace",
+        "fuse: mounted",
+        "Normal  SandboxChanged  3s  kubelet  Pod sandbox changed",
+        "Allocate succeeded",
+        "Normal NodeReady 3s kubelet Node is ready",
+        "Preemption is not helpful for scheduling",
+        "found no matches for kind words",
+        "train.py: note: arguments are required",
+        "an error: argument of mine",
+        "KeyError: 'rank'",
+        "environment variable RANK is set",
+        "nproc_per_node value: 8",
+        "no SyntaxError was found",
+        "cannot import name 'x', using y in its place",
+        "cannot import name (x)",
+        "the function got an unexpected argument",
+        "numpy is available",
+        "the dtype size changed",
+        "Using torch requires patience",
+        "hint: pip install x",
+        "operator torchvision::nms is registered",
+        "FlashAttention supports this GPU",
+        "CUDA_HOME=/usr/local/cuda",
+        "Installed CUDA version 12.4",
         "building extension 'a'",
-        'torch.compile: done',
-        'Descriptors created',
-        'OMP: Info #1: x',
-        'FileNotFoundError is caught', 'No such file or directory, making it',
-        'File exists, going on',
-        'Input/output error rate: 0',
-        'lock file acquired',
-        'zipfile is fine', 'truncated to 512 tokens',
-        'load key v',
-        'FutureWarning: You are using `torch.load` with `weights_only=False`',
-        'Dataset found',
-        'Consistency check passed',
-        'the model appears to have a file named config.json',
-        'model type qwen3 is recognized',
-        'requires you to read the file',
-        'wandb: Run data is saved locally',
-        'all tensors are on the same device',
-        'expected scalar',
-        "Ray runtime started. Next steps: to connect to this Ray cluster", "ray: all workers registered with GCS", "Version match: Ray 2.9",
-        "NVML: initialized", "nvmlInit() succeeded", "GPU0000:3B:00.0: healthy", "NVRM: loading NVIDIA UNIX kernel module",
-        "n1:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB", "n1:1:1 [0] NCCL INFO Call to ibv_open_device success", "mlx5_core 0000:3b:00.0: firmware version: 22.39",
-        "n1:1:1 [0] NCCL WARN Missing \"iommu=pt\" from kernel command line which can lead to system instablity or hang!",
+        "torch.compile: done",
+        "Descriptors created",
+        "OMP: Info #1: x",
+        "FileNotFoundError is caught",
+        "No such file or directory, making it",
+        "File exists, going on",
+        "Input/output error rate: 0",
+        "lock file acquired",
+        "zipfile is fine",
+        "truncated to 512 tokens",
+        "load key v",
+        "FutureWarning: You are using `torch.load` with `weights_only=False`",
+        "Dataset found",
+        "Consistency check passed",
+        "the model appears to have a file named config.json",
+        "model type qwen3 is recognized",
+        "requires you to read the file",
+        "wandb: Run data is saved locally",
+        "all tensors are on the same device",
+        "expected scalar",
+        "Ray runtime started. Next steps: to connect to this Ray cluster",
+        "ray: all workers registered with GCS",
+        "Version match: Ray 2.9",
+        "NVML: initialized",
+        "nvmlInit() succeeded",
+        "GPU0000:3B:00.0: healthy",
+        "NVRM: loading NVIDIA UNIX kernel module",
+        "n1:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB",
+        "n1:1:1 [0] NCCL INFO Call to ibv_open_device success",
+        "mlx5_core 0000:3b:00.0: firmware version: 22.39",
+        'n1:1:1 [0] NCCL WARN Missing "iommu=pt" from kernel command line which can lead to system instablity or hang!',
         "n1:1:1 [0] NCCL WARN NUMA auto balancing enabled which can lead to variability in the RCCL performance!",
-        "n1:1:1 [0] NCCL WARN Could not find real path of /sys/class/x", "n1:1:1 [0] NCCL WARN NET/IB : mlx5_0:1 Got non-fatal async event: port active(9)",
-        "pyxis: importing docker image: ubuntu", "pyxis: imported docker image: ubuntu", "[INFO] Extracting squashfs filesystem...",
-        "srun: job 7 queued and waiting for resources", "slurmstepd: task 0 started", "INFO:    Mounting image", "docker: 24.0.7, build afdd53b",
-        "Lmod: loaded gcc/12", "Environment modules: 4.5", "the CUDA errors of a run: 0", "cudaErrorless", "HSA_STATUS: fine", "ROCk module is loaded",
-        "sched_setaffinity: 0-7", "Using magic number 7", "TERM_PROGRAM=tmux", "flux-job: submitted", "Job submitted to queue gpu.",
-        "  Normal  Scheduled  3s  default-scheduler  Successfully assigned ml/x to n1", "conda environment: ddp", "a file of a large size",
-        "curl 8.5.0 (x86_64-pc-linux-gnu)", "mount.lustre is installed", "nfs: server s1 OK", "kubectl: switched to context a", "x509 certificate: valid",
-        "UCX  INFO  ep_cfg[0]: tag(rc_mlx5/mlx5_0:1)", "fi_getinfo: 3 providers", "slurm cgroup: created", "[mpiexec@n1] Launch arguments: /usr/bin/ssh -x n2",
-        "MPI_Bcast took 3 s", "CUDA initialization took 2 s", "image reference: nvcr.io/nvidia/pytorch", "CDI: 8 devices", "subuid range of ada: 100000",
+        "n1:1:1 [0] NCCL WARN Could not find real path of /sys/class/x",
+        "n1:1:1 [0] NCCL WARN NET/IB : mlx5_0:1 Got non-fatal async event: port active(9)",
+        "pyxis: importing docker image: ubuntu",
+        "pyxis: imported docker image: ubuntu",
+        "[INFO] Extracting squashfs filesystem...",
+        "srun: job 7 queued and waiting for resources",
+        "slurmstepd: task 0 started",
+        "INFO:    Mounting image",
+        "docker: 24.0.7, build afdd53b",
+        "Lmod: loaded gcc/12",
+        "Environment modules: 4.5",
+        "the CUDA errors of a run: 0",
+        "cudaErrorless",
+        "HSA_STATUS: fine",
+        "ROCk module is loaded",
+        "sched_setaffinity: 0-7",
+        "Using magic number 7",
+        "TERM_PROGRAM=tmux",
+        "flux-job: submitted",
+        "Job submitted to queue gpu.",
+        "  Normal  Scheduled  3s  default-scheduler  Successfully assigned ml/x to n1",
+        "conda environment: ddp",
+        "a file of a large size",
+        "curl 8.5.0 (x86_64-pc-linux-gnu)",
+        "mount.lustre is installed",
+        "nfs: server s1 OK",
+        "kubectl: switched to context a",
+        "x509 certificate: valid",
+        "UCX  INFO  ep_cfg[0]: tag(rc_mlx5/mlx5_0:1)",
+        "fi_getinfo: 3 providers",
+        "slurm cgroup: created",
+        "[mpiexec@n1] Launch arguments: /usr/bin/ssh -x n2",
+        "MPI_Bcast took 3 s",
+        "CUDA initialization took 2 s",
+        "image reference: nvcr.io/nvidia/pytorch",
+        "CDI: 8 devices",
+        "subuid range of ada: 100000",
         "libfabric:88:1712:cxi:domain:cxip_x():99<warn> n1: Failed to find valid default rgroup and vni for cxi0",
-        'the size of tensor a is 3',
-        'IndexError: list index out of range',
-        'UserWarning: None of the inputs have requires_grad=True. Gradients will be None',
-        'backend type nccl, device type cuda',
-        'Default process group has been initialized',
-        'initialize the default process group',
-        'pickle: done',
-        'CUDA initialized in a subprocess',
-        'starting a new process before the end',
-        'DataLoader took 60 seconds',
-        'DistributedDataParallel is needed',
-        'device_ids [0]',
-        'tensors with uniform requires_grad',
-        'world size 4 is divisible by 2',
-        'use_libuv: True',
-        'Rank 1 passed monitoredBarrier',
-        'peer access is supported between these devices',
-        'NET/IB : mlx5_0:1 Got async event : GID table change',
-        'NCCL INFO NVLS multicast support is available',
-        'cuDNN version: 90100',
-        'DeepSpeed config values: auto',
-        'launcher pdsh installed',
-        'MisconfigurationException handled',
+        "the size of tensor a is 3",
+        "IndexError: list index out of range",
+        "UserWarning: None of the inputs have requires_grad=True. Gradients will be None",
+        "backend type nccl, device type cuda",
+        "Default process group has been initialized",
+        "initialize the default process group",
+        "pickle: done",
+        "CUDA initialized in a subprocess",
+        "starting a new process before the end",
+        "DataLoader took 60 seconds",
+        "DistributedDataParallel is needed",
+        "device_ids [0]",
+        "tensors with uniform requires_grad",
+        "world size 4 is divisible by 2",
+        "use_libuv: True",
+        "Rank 1 passed monitoredBarrier",
+        "peer access is supported between these devices",
+        "NET/IB : mlx5_0:1 Got async event : GID table change",
+        "NCCL INFO NVLS multicast support is available",
+        "cuDNN version: 90100",
+        "DeepSpeed config values: auto",
+        "launcher pdsh installed",
+        "MisconfigurationException handled",
         "loaded with device_map='auto'",
-        'copied the meta data',
-        'unscale gradients',
-        'tensors share memory',
-        'NET/IB : Got completion from peer 10.0.0.1<49189> with error 5, opcode 0',
-        'background workers are alive',
-        'a NameError is caught',
-        'the object has no attribute x',
-        'torch.distributed has no attribute of that kind',
-        'DataLoader worker exited with code 0',
-        'Socket creation took 3 ms',
-        'containerd task created',
-        'the launch timed well',
-        'param.ds_status is available',
-        'Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0', 'OVERFLOW! Skipping step. Attempted loss scale: 16384.0',
-        'processes: [Killed 0]', '[WARNING]  async_io requires the dev libaio .so object and headers but these were not found.',
-        'no_sync() is entered', 'ZeRO stage 2 is used', 'Time to load fused_adam op: 0.3 seconds', 'AcceleratorState is initialized',
-        'accelerate.prepare() took 3 s', 'the Trainer has a train_dataset', 'no checkpoint was asked for, beginning anew', 'loaded state dict of the optimizer',
-        'num_samples=512', 'each element in the batch is equal', 'map operation: 100%', 'the tokenizer has a pad token', 'FlashAttention is used',
-        'apex_C loaded', 'CUDA SETUP: CUDA runtime path found: /usr/local/cuda/lib64/libcudart.so', 'Building wheel for flash-attn (setup.py): finished',
-        'recomputed values are equal', 'materialized from meta device', 'contains no NaN', 'CUDA error rate: 0', 'stream is capturing', 'MPS daemon started',
-        'max seq len 4096', 'ray: 3 tasks were run', 'placement group created', '40 is divisible by 8', 'all assertions hold', 'nothing panicked',
-        'INFO:    fuse2fs not found, will not be able to mount EXT3 filesystems', 'No GPU detected, falling back to CPU', 'No GPU devices available, training on CPU',
-        '  Warning  Unhealthy  2s  kubelet  Readiness probe failed: HTTP probe failed with statuscode: 503',
-        '[    3.1] [drm] amdgpu kernel modesetting enabled.', 'amdgpu 0000:2b:00.0: amdgpu: Fetched VBIOS from VFCT',
-        'pcieport 0000:00:02.0: AER: Corrected error received: 0000:00:02.0', 'PCIe Bus Error: severity=Corrected, type=Physical Layer',
-        'broker.info[0]: rc1.0: /etc/flux/rc1 Exited (rc=0) 1.8s', 'slurmd: debug:  gres/gpu: init: loaded', 'NCCL INFO NET/IB : No device found.',
-        'error: Node configuration differs from hardware: Procs=16:16(hw)', 'this mode requires at least 40 GB', 'Exited with exit code 0. The CPU time used is 3 seconds',
-        'PSM2 is used', 'OFI provider: cxi', 'NVSHMEM initialization has completed', 'Check passed: x == y', 'a container with a name',
+        "copied the meta data",
+        "unscale gradients",
+        "tensors share memory",
+        "NET/IB : Got completion from peer 10.0.0.1<49189> with error 5, opcode 0",
+        "background workers are alive",
+        "a NameError is caught",
+        "the object has no attribute x",
+        "torch.distributed has no attribute of that kind",
+        "DataLoader worker exited with code 0",
+        "Socket creation took 3 ms",
+        "containerd task created",
+        "the launch timed well",
+        "param.ds_status is available",
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0",
+        "OVERFLOW! Skipping step. Attempted loss scale: 16384.0",
+        "processes: [Killed 0]",
+        "[WARNING]  async_io requires the dev libaio .so object and headers but these were not found.",
+        "no_sync() is entered",
+        "ZeRO stage 2 is used",
+        "Time to load fused_adam op: 0.3 seconds",
+        "AcceleratorState is initialized",
+        "accelerate.prepare() took 3 s",
+        "the Trainer has a train_dataset",
+        "no checkpoint was asked for, beginning anew",
+        "loaded state dict of the optimizer",
+        "num_samples=512",
+        "each element in the batch is equal",
+        "map operation: 100%",
+        "the tokenizer has a pad token",
+        "FlashAttention is used",
+        "apex_C loaded",
+        "CUDA SETUP: CUDA runtime path found: /usr/local/cuda/lib64/libcudart.so",
+        "Building wheel for flash-attn (setup.py): finished",
+        "recomputed values are equal",
+        "materialized from meta device",
+        "contains no NaN",
+        "CUDA error rate: 0",
+        "stream is capturing",
+        "MPS daemon started",
+        "max seq len 4096",
+        "ray: 3 tasks were run",
+        "placement group created",
+        "40 is divisible by 8",
+        "all assertions hold",
+        "nothing panicked",
+        "INFO:    fuse2fs not found, will not be able to mount EXT3 filesystems",
+        "No GPU detected, falling back to CPU",
+        "No GPU devices available, training on CPU",
+        "  Warning  Unhealthy  2s  kubelet  Readiness probe failed: HTTP probe failed with statuscode: 503",
+        "[    3.1] [drm] amdgpu kernel modesetting enabled.",
+        "amdgpu 0000:2b:00.0: amdgpu: Fetched VBIOS from VFCT",
+        "pcieport 0000:00:02.0: AER: Corrected error received: 0000:00:02.0",
+        "PCIe Bus Error: severity=Corrected, type=Physical Layer",
+        "broker.info[0]: rc1.0: /etc/flux/rc1 Exited (rc=0) 1.8s",
+        "slurmd: debug:  gres/gpu: init: loaded",
+        "NCCL INFO NET/IB : No device found.",
+        "error: Node configuration differs from hardware: Procs=16:16(hw)",
+        "this mode requires at least 40 GB",
+        "Exited with exit code 0. The CPU time used is 3 seconds",
+        "PSM2 is used",
+        "OFI provider: cxi",
+        "NVSHMEM initialization has completed",
+        "Check passed: x == y",
+        "a container with a name",
     ],
-)  # fmt: skip
+)
 def test_a_line_that_is_like_one_of_a_failure_is_none(line: str) -> None:
     assert told(line) == []
 
@@ -882,7 +1627,7 @@ def test_the_line_behind_last_error_is_nccls_in_any_block() -> None:
 
 
 def test_the_port_that_is_taken_is_told_by_the_lines_of_older_torch() -> None:
-    lines = [_BOUND, "RuntimeError: The server socket has failed to listen on any local network address."]  # fmt: skip
+    lines = [_BOUND, "RuntimeError: The server socket has failed to listen on any local network address."]
     assert "port 29500 of" in diagnose([("log", lines)], load_rules()).findings[0].cause
 
 
@@ -912,22 +1657,45 @@ def test_no_cause_hides_behind_a_consequence() -> None:
         (["/bin/sh: 1: torchrun: not found"], "program-missing"),
         (["enroot-switchroot: failed to execute: /bin/bash: No such file or directory"], "step-program"),
         (["pyxis:     [ERROR] Invalid image format: /fsx/a.sqsh"], "squashfs-broken"),
-        (["pyxis:     [ERROR] No such file or directory: /fsx/a.sqsh", "pyxis: couldn't start container"], "image-missing"),
-        (["slurmstepd: error: couldn't chdir to `/app': No such file or directory: going to /tmp instead", "pyxis: couldn't start container"], "pyxis-start"),
+        (
+            ["pyxis:     [ERROR] No such file or directory: /fsx/a.sqsh", "pyxis: couldn't start container"],
+            "image-missing",
+        ),
+        (
+            [
+                "slurmstepd: error: couldn't chdir to `/app': No such file or directory: going to /tmp instead",
+                "pyxis: couldn't start container",
+            ],
+            "pyxis-start",
+        ),
         (["RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. It is possible"], "shared-memory"),
-        (["OSError: [Errno 116] Stale file handle: '/usr/lib/python3.11/re/_compiler.py'", "ModuleNotFoundError: No module named 're'"], "image-server"),
+        (
+            [
+                "OSError: [Errno 116] Stale file handle: '/usr/lib/python3.11/re/_compiler.py'",
+                "ModuleNotFoundError: No module named 're'",
+            ],
+            "image-server",
+        ),
         (["OSError: [Errno 107] Transport endpoint is not connected: '/scratch/data/a.tar'"], "storage-lost"),
-        (['docker: Error response from daemon: Get "https://nvcr.io/v2/": dial tcp: lookup nvcr.io: no such host.'], "host-unknown"),
+        (
+            ['docker: Error response from daemon: Get "https://nvcr.io/v2/": dial tcp: lookup nvcr.io: no such host.'],
+            "host-unknown",
+        ),
         (["command terminated with exit code 137"], "worker-killed"),
         (["srun: error: n1: task 0: Exited with exit code 139"], "worker-crashed"),
-        (["  Warning  FailedCreate  2s  job-controller  Error creating: pods \"x-0\" is forbidden: failed quota: q: must specify limits.memory"], "pod-refused"),
-        (["Error creating: admission webhook \"vpod.kb.io\" denied the request: no"], "pod-refused"),
+        (
+            [
+                '  Warning  FailedCreate  2s  job-controller  Error creating: pods "x-0" is forbidden: failed quota: q: must specify limits.memory'
+            ],
+            "pod-refused",
+        ),
+        (['Error creating: admission webhook "vpod.kb.io" denied the request: no'], "pod-refused"),
         (["Message: Pod was active on the node longer than the specified deadline"], "pod-deadline"),
         (["Message:  Pod ephemeral local storage usage exceeds the total limit of containers 1Gi."], "pod-evicted"),
         (["Warning  Failed  3s  kubelet  Error: couldn't find key TOKEN in Secret ml/wandb"], "pod-config"),
         (["tee: /runs/ddp/pod-0.log: Permission denied"], "claim-not-writable"),
     ],
-)  # fmt: skip
+)
 def test_other_forms_of_a_message_are_known(lines: list[str], cause: str) -> None:
     assert told(*lines)[0] == cause
 
@@ -1027,9 +1795,11 @@ def test_what_is_between_two_messages_of_open_mpi_or_without_an_end_is_none() ->
         (["widgetd: error: no belt", "widgetd: fatal: giving up", "the crate was not found"], 1),
         (["the crate was not found", "frame #1: c10::Error::Error(c10::SourceLocation)"], 0),
         (["access was denied", "MPI_ABORT was invoked on rank 0 in communicator X, which cannot go on"], 0),
-        (["the server is unreachable"], 0), (["the belt is not permitted here"], 0), (["ERROR Belt is loose"], 0),
+        (["the server is unreachable"], 0),
+        (["the belt is not permitted here"], 0),
+        (["ERROR Belt is loose"], 0),
     ],
-)  # fmt: skip
+)
 def test_the_line_that_decides_is_none_of_a_launcher(lines: list[str], decides: int) -> None:
     found = diagnose([("log", lines)], load_rules())
     assert [one.line for one in found.exception] == [decides + 1]
@@ -1038,7 +1808,10 @@ def test_the_line_that_decides_is_none_of_a_launcher(lines: list[str], decides: 
 def test_what_a_program_says_in_general_is_no_cause_beside_a_known_one() -> None:
     general = "docker: Error response from daemon: the widget is loose."
     assert told(general) == ["docker-report"]
-    assert told(general, "nvidia-container-cli: initialization error: nvml error: driver not loaded")[0] == "container-gpus"  # fmt: skip
+    assert (
+        told(general, "nvidia-container-cli: initialization error: nvml error: driver not loaded")[0]
+        == "container-gpus"
+    )
     assert "docker-report" not in told(general, "No CUDA GPUs are available")
     # A killed process explains less than a container that did not start.
     assert told("command terminated with exit code 137", general)[0] == "docker-report"
@@ -1070,19 +1843,19 @@ def exception(*lines: str) -> list[str]:
 
 def test_what_slurm_ends_after_a_failure_was_not_cancelled_by_somebody() -> None:
     assert "cancelled" not in told(*_TRACEBACK, *_TORCHRUN, *_KILLED)
-    assert told("*** STEP 1.0 ON n1 CANCELLED AT 2025-07-12T10:02:21 DUE TO TASK FAILURE ***") == ["rank-failed"]  # fmt: skip
+    assert told("*** STEP 1.0 ON n1 CANCELLED AT 2025-07-12T10:02:21 DUE TO TASK FAILURE ***") == ["rank-failed"]
     # torchrun that scancel ends: its failure comes after.
     assert told(*reversed(_KILLED))[0] == "cancelled"
 
 
 def test_the_first_exception_of_the_program_is_shown_where_no_cause_is_known() -> None:
-    frames = [_TRACEBACK[1].strip(), _TRACEBACK[2].strip(), _TRACEBACK[4].strip(), _TRACEBACK[5].strip()]  # fmt: skip
+    frames = [_TRACEBACK[1].strip(), _TRACEBACK[2].strip(), _TRACEBACK[4].strip(), _TRACEBACK[5].strip()]
     assert exception(*_TRACEBACK, *_TORCHRUN, *_KILLED) == [*frames, _TRACEBACK[-1]]
     assert exception(*_TORCHRUN, *_TRACEBACK, *_KILLED)[-1] == _TRACEBACK[-1]
     assert exception(*_TORCHRUN, *_KILLED) == []
     assert exception(*_TRACEBACK, "task 0: Out Of Memory") == []
     assert exception("Exception ignored in: <function f>", *_TRACEBACK) == []
-    assert exception(*_TRACEBACK, *[_EPOCH] * 12, *_TRACEBACK[:-1], "KeyError: 'x'")[-1] == "KeyError: 'x'"  # fmt: skip
+    assert exception(*_TRACEBACK, *[_EPOCH] * 12, *_TRACEBACK[:-1], "KeyError: 'x'")[-1] == "KeyError: 'x'"
 
 
 @pytest.mark.parametrize(
@@ -1113,8 +1886,11 @@ def test_a_job_that_trained_on_has_no_exception_to_show() -> None:
 
 
 @settings(deadline=None)
-@given(st.randoms(use_true_random=False), st.sampled_from(["[rank{}]: ", "{}: ", "{}: [default{}]:", "[pod/w-{}/pytorch] 2026-07-12T10:00:0{}.{}Z "]))  # fmt: skip
-def test_an_exception_is_found_between_the_lines_of_other_ranks(rng: random.Random, form: str) -> None:  # fmt: skip
+@given(
+    st.randoms(use_true_random=False),
+    st.sampled_from(["[rank{}]: ", "{}: ", "{}: [default{}]:", "[pod/w-{}/pytorch] 2026-07-12T10:00:0{}.{}Z "]),
+)
+def test_an_exception_is_found_between_the_lines_of_other_ranks(rng: random.Random, form: str) -> None:
     """Each rank fails in its own way, and they write at once: the first to have written its exception is meant."""
     ranks = [
         [
@@ -1133,7 +1909,12 @@ def test_an_exception_is_found_between_the_lines_of_other_ranks(rng: random.Rand
     assert all(re.match(rf"\D*{first[-1]}\b", line) for line in found)
 
 
-_FRAMES = ['  File "/home/ada/train.py", line 9, in main', "    step()", '  File "/env/lib/python3.11/site-packages/x/y.py", line 3, in z', "    raise E"]  # fmt: skip
+_FRAMES = [
+    '  File "/home/ada/train.py", line 9, in main',
+    "    step()",
+    '  File "/env/lib/python3.11/site-packages/x/y.py", line 3, in z',
+    "    raise E",
+]
 _BOX = [
     "╭──────────── Traceback (most recent call last) ────────────╮",
     "│ /home/ada/train.py:9 in main                              │",
@@ -1180,19 +1961,80 @@ def test_an_exception_is_found_in_tracebacks_of_other_forms(prefix: str, lines: 
     [
         # Messages of several lines.
         ([*_FRAMES, "RuntimeError: ", "    CUDA Setup failed", "more"], ["RuntimeError:", "CUDA Setup failed"]),
-        ([*_FRAMES, "X.BackendFailed: backend raised:", "", "PermissionRefused: no", "more"], ["X.BackendFailed: backend raised:", "PermissionRefused: no"]),
+        (
+            [*_FRAMES, "X.BackendFailed: backend raised:", "", "PermissionRefused: no", "more"],
+            ["X.BackendFailed: backend raised:", "PermissionRefused: no"],
+        ),
         ([*_FRAMES, "ValueError: bad", "more"], ["ValueError: bad"]),
         ([*_FRAMES, "ValueError: one of:", "[rank7]: other", "WARNING: x"], ["ValueError: one of:"]),
         # The root of a chain, and its end.
-        ([*_FRAMES, "KeyError: 'x'", "", "During handling of the above exception, another exception occurred:", "", *_TRACEBACK[:-1], "OSError: no"], ["KeyError: 'x'", "OSError: no"]),
-        ([*_FRAMES, "KeyError: 'x'", "", "The above exception was the direct cause of the following exception:", "", _TRACEBACK[0], *_FRAMES, "A.E: of", "", "During handling of the above exception, another exception occurred:", "", _TRACEBACK[0], *_FRAMES, "B.E: to"], ["KeyError: 'x'", "B.E: to"]),
+        (
+            [
+                *_FRAMES,
+                "KeyError: 'x'",
+                "",
+                "During handling of the above exception, another exception occurred:",
+                "",
+                *_TRACEBACK[:-1],
+                "OSError: no",
+            ],
+            ["KeyError: 'x'", "OSError: no"],
+        ),
+        (
+            [
+                *_FRAMES,
+                "KeyError: 'x'",
+                "",
+                "The above exception was the direct cause of the following exception:",
+                "",
+                _TRACEBACK[0],
+                *_FRAMES,
+                "A.E: of",
+                "",
+                "During handling of the above exception, another exception occurred:",
+                "",
+                _TRACEBACK[0],
+                *_FRAMES,
+                "B.E: to",
+            ],
+            ["KeyError: 'x'", "B.E: to"],
+        ),
         ([*_FRAMES, "KeyError: 'x'", "", _TRACEBACK[0], *_FRAMES, "OSError: no"], ["KeyError: 'x'"]),
         # Exceptions that report another one.
-        ([_TRACEBACK[0], *_FRAMES, "KeyError: Caught KeyError in DataLoader worker process 0.", "Original " + _TRACEBACK[0], *_FRAMES, "KeyError: 'y'"], ["KeyError: 'y'"]),
-        ([_TRACEBACK[0], *_FRAMES, "subprocess.CalledProcessError: Command 'x' returned non-zero exit status 1.", "AssertionError: one"], ["AssertionError: one"]),
-        (["AssertionError: one", _TRACEBACK[0], *_FRAMES, "RuntimeError: Engine core initialization failed. See root cause above."], ["AssertionError: one"]),
+        (
+            [
+                _TRACEBACK[0],
+                *_FRAMES,
+                "KeyError: Caught KeyError in DataLoader worker process 0.",
+                "Original " + _TRACEBACK[0],
+                *_FRAMES,
+                "KeyError: 'y'",
+            ],
+            ["KeyError: 'y'"],
+        ),
+        (
+            [
+                _TRACEBACK[0],
+                *_FRAMES,
+                "subprocess.CalledProcessError: Command 'x' returned non-zero exit status 1.",
+                "AssertionError: one",
+            ],
+            ["AssertionError: one"],
+        ),
+        (
+            [
+                "AssertionError: one",
+                _TRACEBACK[0],
+                *_FRAMES,
+                "RuntimeError: Engine core initialization failed. See root cause above.",
+            ],
+            ["AssertionError: one"],
+        ),
         # The line that decides.
-        (["x.cu(3): error: no operator", "x.cu(9): error: second", "RuntimeError: compiling failed"], ["x.cu(3): error: no operator"]),
+        (
+            ["x.cu(3): error: no operator", "x.cu(9): error: second", "RuntimeError: compiling failed"],
+            ["x.cu(3): error: no operator"],
+        ),
         (["error: one", "error: two"], ["error: two"]),
         (["cannot do it", "AssertionError", "it must be done"], ["it must be done"]),
         (["  what():  the queue is closed", *_TRACEBACK], ["what():  the queue is closed"]),
@@ -1204,7 +2046,7 @@ def test_an_exception_is_found_in_tracebacks_of_other_forms(prefix: str, lines: 
         ([_TRACEBACK[0], *_FRAMES, "socket.timeout: of a server"], ["socket.timeout: of a server"]),
         (["3 uploads failed", "an upload crashed"], ["an upload crashed"]),
     ],
-)  # fmt: skip
+)
 def test_what_the_program_says_is_whole_and_its_first_failure(lines: list[str], shown: list[str]) -> None:
     assert exception(*lines)[-len(shown) :] == shown
 
@@ -1266,7 +2108,7 @@ def test_an_endless_line_is_searched_at_its_end_and_does_not_fill_memory(tmp_pat
     path = tmp_path / "bar.log"
     path.write_bytes(b"\r 50% |####" * 400_000 + b"RuntimeError: No CUDA GPUs are available\nnext\n")
     found = of(path)
-    assert (found.findings[0].id, found.findings[0].evidence[0].line, found.lines) == ("no-gpu", 1, 2)  # fmt: skip
+    assert (found.findings[0].id, found.findings[0].evidence[0].line, found.lines) == ("no-gpu", 1, 2)
     assert len(found.findings[0].evidence[0].text) < 300
 
 
@@ -1277,7 +2119,9 @@ def test_the_end_of_an_endless_line_is_whole_wherever_it_is_cut(more: int, tmp_p
     assert [one.id for one in of(path).findings] == ["no-gpu"]
 
 
-def test_lines_that_differ_in_numbers_are_searched_once_and_few_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # fmt: skip
+def test_lines_that_differ_in_numbers_are_searched_once_and_few_are_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The work for a large log, counted: 100,000 lines, of which one is a cause."""
     searched, read = [], []
     marks_of, line = LineShapes._marks_of, _Reader._line
@@ -1287,7 +2131,7 @@ def test_lines_that_differ_in_numbers_are_searched_once_and_few_are_read(monkeyp
     lines = [f"[RANK {n % 8}] Step {n} of 100000 | lr {n / 7:.3e}" for n in range(100_000)]
     path.write_text("\n".join([*lines, "OSError: [Errno 28] No space left on device", *lines[:9]]))
     found = of(path)
-    assert (found.findings[0].id, found.findings[0].evidence[0].line, found.lines) == ("disk-full", 100_001, 100_010)  # fmt: skip
+    assert (found.findings[0].id, found.findings[0].evidence[0].line, found.lines) == ("disk-full", 100_001, 100_010)
     # The line behind the exception may belong to its message.
     assert [one.number for one in read] == [100_001, 100_002]
     assert len(searched) == 1
@@ -1351,7 +2195,7 @@ def test_every_rule_survives_lines_in_any_order(rng: random.Random) -> None:
 
 
 def test_the_constant_text_of_a_pattern_is_in_all_that_it_matches() -> None:
-    lines = [line for path in sorted(DATA.glob("logs/*.log")) for line in path.read_text().splitlines()]  # fmt: skip
+    lines = [line for path in sorted(DATA.glob("logs/*.log")) for line in path.read_text().splitlines()]
     patterns = {pattern for rule in EVERYWHERE for pattern in rule.patterns}
     for pattern in patterns:
         for line in lines:
@@ -1362,14 +2206,32 @@ def test_the_constant_text_of_a_pattern_is_in_all_that_it_matches() -> None:
 @pytest.mark.parametrize(
     ("regex", "texts"),
     [
-        (r"abc", ["abc"]), (r"abc?de", ["ab"]), (r"a(?:x|y)bcd", ["bcd"]), (r"ab|cd", ["ab", "cd"]),
-        (r"\[x\] y\d+z", ["[x] y"]), (r"[]a]bc", ["bc"]), (r"[^]]+end", ["end"]), (r"\((?P<n>[^)]+)\) on", [") on"]),
-        (r"a{2}bc", ["bc"]), (r"^x\.$", ["x."]), (r"ab|", []), (r"(ab)?c", ["c"]), (r"(ab|\d)", []), (r"a(?:bc)d", ["abcd"]),
-        (r"a(?!xyz)b", ["a"]), (r"(?<=xyz)b", ["b"]), (r"(?:abc|de(?:f|g))\d", ["abc", "de"]), (r"(?:abc)+", ["abc"]),
-        (r"(?:abc){0,9}d", ["d"]), (r"(?P<x>(?:abcd|efgh)i)j", ["abcd", "efgh"]),
-        (r"\d[Aa]bc", ["Abc", "abc"]), (r"[Aa]b[Cc]d", ["Ab", "ab"]), (r"(?:[Aa]bc)d", ["Abc", "abc"]), (r"[Aa]?bc", ["bc"]),
+        (r"abc", ["abc"]),
+        (r"abc?de", ["ab"]),
+        (r"a(?:x|y)bcd", ["bcd"]),
+        (r"ab|cd", ["ab", "cd"]),
+        (r"\[x\] y\d+z", ["[x] y"]),
+        (r"[]a]bc", ["bc"]),
+        (r"[^]]+end", ["end"]),
+        (r"\((?P<n>[^)]+)\) on", [") on"]),
+        (r"a{2}bc", ["bc"]),
+        (r"^x\.$", ["x."]),
+        (r"ab|", []),
+        (r"(ab)?c", ["c"]),
+        (r"(ab|\d)", []),
+        (r"a(?:bc)d", ["abcd"]),
+        (r"a(?!xyz)b", ["a"]),
+        (r"(?<=xyz)b", ["b"]),
+        (r"(?:abc|de(?:f|g))\d", ["abc", "de"]),
+        (r"(?:abc)+", ["abc"]),
+        (r"(?:abc){0,9}d", ["d"]),
+        (r"(?P<x>(?:abcd|efgh)i)j", ["abcd", "efgh"]),
+        (r"\d[Aa]bc", ["Abc", "abc"]),
+        (r"[Aa]b[Cc]d", ["Ab", "ab"]),
+        (r"(?:[Aa]bc)d", ["Abc", "abc"]),
+        (r"[Aa]?bc", ["bc"]),
     ],
-)  # fmt: skip
+)
 def test_the_constant_texts_of_a_pattern(regex: str, texts: list[str]) -> None:
     assert list(needles(regex)) == texts
 
@@ -1498,20 +2360,36 @@ def test_only_the_last_pod_of_a_copied_log_is_judged(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        ("ddp_1001.out", "1001"), ("slurm-1001.out", "1001"), ("slurm-1001_3.out", "1001"), ("ddp.o1001", "1001"),
-        ("ddp.e77", "77"), ("ddp.o77.pbs01", "77"), ("ddp_12345_n1.log", "12345"), ("slurm-12.err.gz", "12"),
-        ("x-2_44.out", "44"), ("lr-1e-3_55.out", "55"), ("ddp_1001_ip-10-1-0-5.out", "1001"), ("12345.log", "12345"),
-        ("gpu-a-001.log", ""), ("node-101.log", ""), ("node_1.out", ""), ("n1.log", ""), ("head-n1.log", ""),
-        ("ip-10-1-0-5.out", ""), ("train.out", ""), ("1001", ""), ("attempt_0.out", ""),
+        ("ddp_1001.out", "1001"),
+        ("slurm-1001.out", "1001"),
+        ("slurm-1001_3.out", "1001"),
+        ("ddp.o1001", "1001"),
+        ("ddp.e77", "77"),
+        ("ddp.o77.pbs01", "77"),
+        ("ddp_12345_n1.log", "12345"),
+        ("slurm-12.err.gz", "12"),
+        ("x-2_44.out", "44"),
+        ("lr-1e-3_55.out", "55"),
+        ("ddp_1001_ip-10-1-0-5.out", "1001"),
+        ("12345.log", "12345"),
+        ("gpu-a-001.log", ""),
+        ("node-101.log", ""),
+        ("node_1.out", ""),
+        ("n1.log", ""),
+        ("head-n1.log", ""),
+        ("ip-10-1-0-5.out", ""),
+        ("train.out", ""),
+        ("1001", ""),
+        ("attempt_0.out", ""),
     ],
-)  # fmt: skip
+)
 def test_the_number_of_a_job_is_in_the_name_of_its_log(name: str, number: str) -> None:
     assert job_number(name) == number
 
 
 def test_each_job_of_a_folder_is_diagnosed_by_itself(tmp_path: Path) -> None:
     good = [*started(0, 2, run="7"), *started(1, 2, run="7"), _EPOCH]
-    bad = [*started(0, 2, "n3:1", "8"), *started(1, 2, "n3:1", "8"), "No CUDA GPUs are available", *_TIMEOUT]  # fmt: skip
+    bad = [*started(0, 2, "n3:1", "8"), *started(1, 2, "n3:1", "8"), "No CUDA GPUs are available", *_TIMEOUT]
     (tmp_path / "ddp_1001.out").write_text("\n".join(good))
     (tmp_path / "ddp_1002.out").write_text("\n".join(bad))
     (tmp_path / "ddp_1002.err").write_text("x\n")
@@ -1521,7 +2399,10 @@ def test_each_job_of_a_folder_is_diagnosed_by_itself(tmp_path: Path) -> None:
     assert "differ" not in done.stdout
     done = CliRunner().invoke(diagnose_command, [str(tmp_path), "--json"])
     rows = {row["job"]: row for row in json.loads(done.stdout)["jobs"]}
-    assert {name: [one["id"] for one in row["findings"]][:1] for name, row in rows.items()} == {"1001": [], "1002": ["no-gpu"]}  # fmt: skip
+    assert {name: [one["id"] for one in row["findings"]][:1] for name, row in rows.items()} == {
+        "1001": [],
+        "1002": ["no-gpu"],
+    }
     assert [Path(log).name for log in rows["1002"]["logs"]] == ["ddp_1002.err", "ddp_1002.out"]
 
 

@@ -103,5 +103,5 @@ def test_the_stage_of_a_dockerfile_explains_failures_without_the_rest_of_envbuil
     )
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-B", "-c", script], cwd=tmp_path, capture_output=True, text=True
-    )  # fmt: skip
+    )
     assert done.stdout.startswith("the program nvcc is missing: install it"), done.stderr

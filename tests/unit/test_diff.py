@@ -118,9 +118,13 @@ CHANGES: list[tuple[dict[str, bytes | str], dict[str, list[tuple[str, str]]]]] =
 @pytest.mark.parametrize(("changed", "expected"), CHANGES)
 @pytest.mark.parametrize("kinds", ["venv", "image", "between"])
 def test_one_change_is_found_and_nothing_else(
-    tmp_path: Path, blobs: Blobs, environment: Environment, changed: dict[str, bytes | str],
-    expected: dict[str, list[tuple[str, str]]], kinds: str,
-) -> None:  # fmt: skip
+    tmp_path: Path,
+    blobs: Blobs,
+    environment: Environment,
+    changed: dict[str, bytes | str],
+    expected: dict[str, list[tuple[str, str]]],
+    kinds: str,
+) -> None:
     def build(name: str, files: dict[str, bytes | str], kind: str) -> Path:
         if kind == "venv":
             return lab.make_venv(tmp_path / name, files)
@@ -160,8 +164,12 @@ def test_how_files_are_spread_over_layers_does_not_matter(
     tmp_path: Path, blobs: Blobs, environment: Environment
 ) -> None:
     one = image(tmp_path / "one", blobs, {"etc/": "", "etc/x": "1", "etc/y": "2"})
-    other = image(tmp_path / "other", blobs, {"etc/": "", "etc/z": "", "etc/x": "0"},
-                  {"etc/x": "1", "etc/y": "2", "etc/.wh.z": ""})  # fmt: skip
+    other = image(
+        tmp_path / "other",
+        blobs,
+        {"etc/": "", "etc/z": "", "etc/x": "0"},
+        {"etc/x": "1", "etc/y": "2", "etc/.wh.z": ""},
+    )
     found = diff(one, other, environment)
     assert found.equal, names(found)
 
@@ -184,12 +192,26 @@ def test_settings_of_images_are_compared_and_secrets_stay_hidden(
     tmp_path: Path, blobs: Blobs, environment: Environment
 ) -> None:
     files: dict[str, bytes | str] = {"etc/x": "1"}
-    one = image(tmp_path / "one", blobs, files, run={
-        "Env": ["A=1", "EMPTY=", "API_KEY=hunter1"], "Cmd": ["sh"],
-        "Labels": {"org.envbuild.plan.digest": "sha256:1", "own": "1"}})  # fmt: skip
-    other = image(tmp_path / "other", blobs, files, run={
-        "Env": ["A=2", "API_KEY=hunter2"], "Cmd": ["sh", "-c"],
-        "Labels": {"org.envbuild.plan.digest": "sha256:2", "own": "1"}})  # fmt: skip
+    one = image(
+        tmp_path / "one",
+        blobs,
+        files,
+        run={
+            "Env": ["A=1", "EMPTY=", "API_KEY=hunter1"],
+            "Cmd": ["sh"],
+            "Labels": {"org.envbuild.plan.digest": "sha256:1", "own": "1"},
+        },
+    )
+    other = image(
+        tmp_path / "other",
+        blobs,
+        files,
+        run={
+            "Env": ["A=2", "API_KEY=hunter2"],
+            "Cmd": ["sh", "-c"],
+            "Labels": {"org.envbuild.plan.digest": "sha256:2", "own": "1"},
+        },
+    )
     found = diff(one, other, environment)
     assert names(found) == {
         "settings": [("changed", "cmd"), ("changed", "env A"), ("changed", "env API_KEY"), ("removed", "env EMPTY")]

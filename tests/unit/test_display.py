@@ -65,9 +65,14 @@ def test_without_a_terminal_a_silent_step_is_named_every_15_seconds() -> None:
         assert stream.getvalue().endswith("a message\n")
         passing(shown, clock, 1)
     assert stream.getvalue().splitlines() == [
-        "building", "resolving …", "resolving: 15 s", "resolving: 30 s", "resolving: 45 s", "a message",
+        "building",
+        "resolving …",
+        "resolving: 15 s",
+        "resolving: 30 s",
+        "resolving: 45 s",
+        "a message",
         "resolving: 1 min 1 s",
-    ]  # fmt: skip
+    ]
     assert not shown.tick(), "nothing runs"
 
 
@@ -127,8 +132,10 @@ def test_a_terminal_shows_bytes_rate_time_left_and_notes_and_then_the_end(screen
                 passing(shown, clock, 1)
             lines = on_screen(screen).screens()[-1]
             assert [line[2:] for line in lines[:3]] == [
-                f"verifying{'0:03':>69}", "node 0: epoch 3/6", "node 1: epoch 2/6"
-            ]  # fmt: skip
+                f"verifying{'0:03':>69}",
+                "node 0: epoch 3/6",
+                "node 1: epoch 2/6",
+            ]
             assert lines[3][2:] == f"fetching{'0:03':>70}"
             assert lines[4].split("━ ")[-1] == "3.0 MB of 9.0 MB  6 s left  1.0 MB/s"
         assert "fetching (3.0 MB in 3.0 s)" in on_screen(screen).screens()[-1]
@@ -236,15 +243,22 @@ def test_the_summary_names_what_was_reused(capsys: pytest.CaptureFixture[str], t
     new = [reuse("layers", name, there) for name, there in (("a", True), ("b", False), ("b", True))]
     assert new == [0, 1, 1], "what this run made is not reused when it is read again"
     made = {
-        "path": str(tmp_path / "x.sqsh"), "target": "cpu-x86_64", "digest": f"sha256:{'0' * 64}",
-        "receipt": None, "seconds": 70.2,
-    }  # fmt: skip
+        "path": str(tmp_path / "x.sqsh"),
+        "target": "cpu-x86_64",
+        "digest": f"sha256:{'0' * 64}",
+        "receipt": None,
+        "seconds": 70.2,
+    }
     summary.summarise("enroot of r", made)
     lines = capsys.readouterr().err.splitlines()
     assert lines[1] == "built    enroot of r for cpu-x86_64" and max(map(len, lines[3:])) == 80
     assert [line.split(maxsplit=1)[1] for line in lines[3:]] == [
-        "2.0 kB", f"sha256:{'0' * 64}", "not verified", "1 min 10 s", "1 of 2 layers"
-    ]  # fmt: skip
+        "2.0 kB",
+        f"sha256:{'0' * 64}",
+        "not verified",
+        "1 min 10 s",
+        "1 of 2 layers",
+    ]
 
 
 def test_a_stream_has_one_display_for_all_threads() -> None:

@@ -43,9 +43,15 @@ ROOT = Path(__file__).resolve().parents[2]
 CPU, GPU = ((ROOT / f"Dockerfile.{name}").read_text() for name in ("cpu", "gpu"))
 SCHEME = Scheme(PREFIX, "3.11")
 LAYER = SourceLayer(
-    "greet", "1.0", "cpu-x86_64", "autotools", "https://example.org/greet-1.0.tar.gz", "5" * 64,
-    patches=(Patch("/home/someone/fix.patch", "6" * 64),), packages=("make", "no-such-package-x"),
-)  # fmt: skip
+    "greet",
+    "1.0",
+    "cpu-x86_64",
+    "autotools",
+    "https://example.org/greet-1.0.tar.gz",
+    "5" * 64,
+    patches=(Patch("/home/someone/fix.patch", "6" * 64),),
+    packages=("make", "no-such-package-x"),
+)
 
 
 def argument(text: str, name: str) -> str:
@@ -84,7 +90,7 @@ def test_both_dockerfiles_install_in_the_same_words() -> None:
 
 
 def test_the_context_of_a_checkout_has_what_the_dockerfiles_copy() -> None:
-    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]  # fmt: skip
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] == "!"]
     assert all((ROOT / name).exists() for name in allowed if name not in ("wheels", "sources"))
     for text in (CPU, GPU):
         sources = " ".join(re.findall(r"^COPY ([^-].*) \S+$", text, re.MULTILINE)).split()
@@ -109,8 +115,10 @@ def test_the_trainers_wheel_is_made_of_what_a_context_has(tmp_path: Path) -> Non
     program = "from envbuild.layers.trainer import load_trainer; print(load_trainer().digest)"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-B", "-c", f"import sys; sys.path.insert(0, '.'); {program}"],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.strip() == trainer.digest, done.stderr
 
 
@@ -120,11 +128,22 @@ def test_the_modules_of_a_stage_need_no_others_and_are_in_every_context(tmp_path
     copy_modules(layers_stage.MODULES, tmp_path)
     (tmp_path / "layers.json").write_text(describe([LAYER]))
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-B", "-c", "import runpy, sys; sys.path.insert(0, '.');"
-         "runpy.run_module('envbuild.artifacts.layers_stage', run_name='__main__', alter_sys=True)",
-         "layers.json", ".", "prefix"],
-        cwd=tmp_path, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-B",
+            "-c",
+            "import runpy, sys; sys.path.insert(0, '.');"
+            "runpy.run_module('envbuild.artifacts.layers_stage', run_name='__main__', alter_sys=True)",
+            "layers.json",
+            ".",
+            "prefix",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 4 and "no file in . has sha256" in done.stderr, done.stderr
 
 
@@ -155,7 +174,7 @@ def test_the_first_docker_with_buildkit_is_taken(tmp_path: Path) -> None:
 
     assert found("bare", "broken", "plugin", "old") == "plugin"
     assert found("bare", "nothing-there", "old", "plugin") == "old"
-    with pytest.raises(HostError, match=r"buildx is missing from .*bare/docker \(Docker version 28"):  # fmt: skip
+    with pytest.raises(HostError, match=r"buildx is missing from .*bare/docker \(Docker version 28"):
         found("bare", "broken")
     with pytest.raises(HostError, match="not installed"):
         found("nothing-there")
@@ -223,9 +242,7 @@ def test_every_other_lost_or_added_file_is_a_difference(rows: dict[str, tuple[st
 
 
 def test_an_image_with_other_distributions_than_locked_is_refused(tmp_path: Path) -> None:
-    wheels = [
-        WheelFile(name, "1.0", make_wheel(tmp_path, name), "", 0) for name in ("one", "two", "three")
-    ]  # fmt: skip
+    wheels = [WheelFile(name, "1.0", make_wheel(tmp_path, name), "", 0) for name in ("one", "two", "three")]
     records = {f"{w.name}-1.0.dist-info": wheel_record(w.path, SCHEME) for w in wheels}
     good = check_installed(PipEnvironment("3.11.2", "/usr/bin/python3.11", records), wheels, "3.11")
     assert [name for name, _, _ in good] == ["one", "three", "two"]
@@ -235,8 +252,10 @@ def test_an_image_with_other_distributions_than_locked_is_refused(tmp_path: Path
     with pytest.raises(BuildError) as caught:
         check_installed(PipEnvironment("3.11.2", "", records), wheels, "3.11")
     assert caught.value.message.splitlines()[1:] == [
-        "  two 1.0 is missing", "  four 2.0 is not locked", "  one 1.0: one/evil.py is not the wheel's"
-    ]  # fmt: skip
+        "  two 1.0 is missing",
+        "  four 2.0 is not locked",
+        "  one 1.0: one/evil.py is not the wheel's",
+    ]
 
 
 @pytest.fixture
@@ -250,9 +269,15 @@ def plan_of(folder: Path, base: OciLock, target: str = "cpu-x86_64", extra: str 
     locked = Lock("one", target, "3.11", "x", "d", (LockedPackage("one", "1.0", ("0" * 64,)),))
     inputs = ImageInputs(ImageLock("one", target, "d", base), "pip 3.11 -", 0)
     return make_plan(
-        loaded, locked, Target.parse(target), artifact="docker", trainer_version="1", trainer_digest="t",
-        compile_bytecode=True, image=inputs,
-    )  # fmt: skip
+        loaded,
+        locked,
+        Target.parse(target),
+        artifact="docker",
+        trainer_version="1",
+        trainer_digest="t",
+        compile_bytecode=True,
+        image=inputs,
+    )
 
 
 def test_a_context_holds_all_that_is_copied_links_wheels_and_is_removed(
@@ -350,10 +375,13 @@ def test_layers_are_built_in_the_image_with_compilers_that_belongs_to_the_base(
     ("layers", "said"),
     [
         ("[layers.horovod]\nversion = '0.28.1'\n", "horovod is built as a Python package"),
-        ("[layers.libfabric]\nversion = '1.22.0'\nkind = 'host'\npath = '/opt/cray'\n"
-         "[layers.aws-ofi-nccl]\nversion = '1.14.2'\n", "aws-ofi-nccl is built with libfabric of the nodes"),
+        (
+            "[layers.libfabric]\nversion = '1.22.0'\nkind = 'host'\npath = '/opt/cray'\n"
+            "[layers.aws-ofi-nccl]\nversion = '1.14.2'\n",
+            "aws-ofi-nccl is built with libfabric of the nodes",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_no_stage_can_build_is_said_with_its_line(
     tmp_path: Path, environment: Environment, layers: str, said: str
 ) -> None:
@@ -384,10 +412,10 @@ def prepare(folder: Path, environment: Environment, target: str, tables: str, ba
         ("3.11", "cu128-x86_64", None, "--base docker.io/nvidia/cuda"),
         ("3.9", "cpu-x86_64", None, "3.9"),
     ],
-)  # fmt: skip
+)
 def test_the_base_follows_python_cuda_and_the_site_s_mirror(
     tmp_path: Path, environment: Environment, python: str, target: str, mirror: str | None, base: str
-) -> None:  # fmt: skip
+) -> None:
     place = make_recipe(tmp_path, "one", [], targets=f"[targets.{target}]\n")
     file = place / "recipe.toml"
     file.write_text(file.read_text().replace('python = "3.11"', f'python = "{python}"'))

@@ -102,5 +102,10 @@ def test_options_stay_on_one_line_and_cells_of_wide_tables_have_their_headings(c
     html = (copy / "build/site/howto/run/index.html").read_text()
     assert '<code class="word">--out</code> or <code>x <span class="word">--a-b</span> y-z</code>' in html
     assert re.findall(r'<td data-heading="(\w)">(.*?)</td>', html) == [
-        ("k", "1"), ("b", "2\N{NO-BREAK SPACE}%"), ("c", "3"), ("k", "4"), ("b", "5"), ("c", ""),
-    ]  # fmt: skip
+        ("k", "1"),
+        ("b", "2\N{NO-BREAK SPACE}%"),
+        ("c", "3"),
+        ("k", "4"),
+        ("b", "5"),
+        ("c", ""),
+    ]

@@ -151,8 +151,13 @@ def test_the_file_system_of_a_path(tmp_path: Path, path: str, kind: str, shared:
 
 
 GOOD: dict[str, Any] = {
-    "kind": "ext4", "free": 1 << 40, "inodes": 1 << 30, "noexec": False, "writable": True, "shared": False,
-}  # fmt: skip
+    "kind": "ext4",
+    "free": 1 << 40,
+    "inodes": 1 << 30,
+    "noexec": False,
+    "writable": True,
+    "shared": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -350,10 +355,12 @@ LOST = HostFinding("", "warn", "no answer", "a mirror", {"asked": True, "reached
         ({"current_folder": HostFinding("", "warn", "noexec")}, {"venv": "woo", "conda": "woo"}),
         ({"memory": HostFinding("", "warn", "1 GB", "", {"usable": 1 << 30})}, dict.fromkeys(ARTIFACTS, "owo")),
         # Checks that had no answer must not break the verdict.
-        ({"docker_daemon": None, "own_launch": None, "memory": None, "GPU": None, "packages": None},
-         {"docker": "oww", "enroot": "oww", "apptainer": "oww"}),
+        (
+            {"docker_daemon": None, "own_launch": None, "memory": None, "GPU": None, "packages": None},
+            {"docker": "oww", "enroot": "oww", "apptainer": "oww"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_missing_shows_where_it_matters(
     changed: dict[str, HostFinding | None], expected: dict[str, str]
 ) -> None:
@@ -416,14 +423,15 @@ def test_offline_checks_tell_what_the_store_holds_and_what_is_not_asked(tmp_path
     ("facts", "status", "what"),
     [
         (
-            {"here": ["3.13"], "downloads": ["3.11", "3.12"], "lacking": []}, "ok",
+            {"here": ["3.13"], "downloads": ["3.11", "3.12"], "lacking": []},
+            "ok",
             "yes, with this host's Python 3.13; 3.11, 3.12 by download",
         ),
         ({"here": [], "downloads": ["3.11"], "lacking": []}, "ok", "yes, with Python 3.11, which uv downloads"),
         ({"here": ["3.11"], "downloads": [], "lacking": ["3.12"]}, "info", "only with this host's Python 3.11"),
         ({"timeout": True}, "ok", "yes"),
     ],
-)  # fmt: skip
+)
 def test_a_venv_names_the_pythons_that_it_can_have(facts: dict[str, Any], status: str, what: str) -> None:
     verdict = judge({"Pythons": HostFinding("Pythons", "info", "…", facts=facts)})["venv"]["build"]
     assert (verdict.status, verdict.what) == (status, what)

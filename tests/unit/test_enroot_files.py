@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden/enroot"
 PRINTF = ["/usr/bin/printf", "[%s]\\0"]
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20) | st.text(
     "ab $`'\"\\\n!*?~#&;|<>(){}[]=-", max_size=12
-)  # fmt: skip
+)
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,9}", fullmatch=True).filter(
     lambda name: (
         not name.startswith(("ENROOT_", "LD_", "LC_"))
@@ -73,7 +73,7 @@ def seen(done: subprocess.CompletedProcess[bytes]) -> list[str]:
 
 @pytest.mark.parametrize("shell", ["dash", "bash"])
 @many
-@given(st.lists(WORDS, min_size=1, max_size=4), st.lists(WORDS, max_size=3), st.lists(WORDS, max_size=3))  # fmt: skip
+@given(st.lists(WORDS, min_size=1, max_size=4), st.lists(WORDS, max_size=3), st.lists(WORDS, max_size=3))
 def test_the_program_gets_the_arguments_that_docker_would_give_it(
     shell: str, tmp_path: Path, entrypoint: list[str], cmd: list[str], arguments: list[str]
 ) -> None:
@@ -235,13 +235,13 @@ CONFIG = {
         "User": "nobody",
         "Labels": {"org.opencontainers.image.title": "lab", "text": "two\nlines"},
     },
-}  # fmt: skip
+}
 
 
 def test_the_files_are_these_byte_for_byte() -> None:
     made = enroot_files(CONFIG, "docker-archive:lab.tar", 315532800)
     assert made == enroot_files(CONFIG, "docker-archive:lab.tar", 315532800)
-    files = {entry.path.removeprefix("etc/"): (entry, data) for entry, data in made if data is not None}  # fmt: skip
+    files = {entry.path.removeprefix("etc/"): (entry, data) for entry, data in made if data is not None}
     assert sorted(files) == sorted(path.name for path in GOLDEN.iterdir())
     for name, (entry, data) in files.items():
         assert data == (GOLDEN / name).read_bytes()
@@ -297,7 +297,7 @@ def test_a_configuration_that_is_none_is_refused_by_name(run: dict[str, Any]) ->
             Entry("a", xattrs=(("user.mine", b"y"),)),
         ),
     ],
-)  # fmt: skip
+)
 def test_every_file_becomes_what_a_user_without_privileges_can_unpack(entry: Entry, expected: Entry | None) -> None:
     assert normalised(entry) == expected
 

@@ -51,9 +51,12 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FolderArtifact:
         return state
 
     module = SimpleNamespace(
-        TITLE="toy", build=build, is_current=lambda *_: True, command=venv.command,
+        TITLE="toy",
+        build=build,
+        is_current=lambda *_: True,
+        command=venv.command,
         launch_environment=lambda _, env: {**env, "TOY": "1"},
-    )  # fmt: skip
+    )
     monkeypatch.setitem(sys.modules, "envbuild.artifacts.toy", module)
     monkeypatch.setitem(ARTIFACTS, "toy", TOY)
     monkeypatch.chdir(tmp_path)
@@ -71,9 +74,8 @@ def site_of(folder: Path, text: str) -> Site:
 
 
 def built(
-    kind: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch, *,
-    status: str = PASS, **table: Any,
-) -> Result:  # fmt: skip
+    kind: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch, *, status: str = PASS, **table: Any
+) -> Result:
     """Build a toy of pt_cpu with `table` in its [verify]; its verification ends with `status` without a training."""
 
     def verify(_subject: Any, settings: Settings, *_: Any, **__: Any) -> Verdict:
@@ -88,7 +90,7 @@ def built(
 
 def test_an_artifact_kind_is_planned_and_offered(toy: FolderArtifact, environment: Environment) -> None:
     loaded = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml")
-    plan = plan_of(toy, loaded, Target.parse(HERE), environment, locked=True, offline=True, log=print)  # fmt: skip
+    plan = plan_of(toy, loaded, Target.parse(HERE), environment, locked=True, offline=True, log=print)
     assert plan.artifact == "toy" and plan.has_torch
     jobs, _ = make_jobs([SelectedRecipe("pt_cpu", loaded)], dict.fromkeys(("x86_64", "aarch64"), "r"), environment)
     assert f"envbuild toy pt_cpu --target {HERE} --locked" in [job.command for job in jobs]
@@ -155,7 +157,7 @@ def test_an_artifact_kind_runs_in_jobs(
 def test_a_kind_of_image_file_is_started_by_its_container_runtime(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    toy = FileArtifact("toy", "", "{recipe}.toy", (), (), starters=("toyrun",), containers=("apptainer",))  # fmt: skip
+    toy = FileArtifact("toy", "", "{recipe}.toy", (), (), starters=("toyrun",), containers=("apptainer",))
     monkeypatch.setitem(ARTIFACTS, "toy", toy)
     site = site_of(tmp_path, '[scheduler]\nkind = "pbs"\n[container]\nruntime = "apptainer"\n')
     assert kinds_of("file") == ("enroot", "apptainer", "toy")
@@ -177,7 +179,7 @@ def test_a_scheduler_takes_jobs(
 
 
 def test_an_accelerator_has_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = replace(CUDA, name="toy", title="Toys", tag="toy([0-9])", form="toyN (toy1)", usual=("toy1",))  # fmt: skip
+    toy = replace(CUDA, name="toy", title="Toys", tag="toy([0-9])", form="toyN (toy1)", usual=("toy1",))
     with pytest.raises(UsageError, match="toy1"):
         Target.parse("toy1-x86_64")
     monkeypatch.setitem(ACCELERATORS, "toy", toy)

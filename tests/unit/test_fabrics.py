@@ -87,15 +87,29 @@ def test_a_missing_network_is_made_fatal_and_the_site_has_the_last_word() -> Non
         ((OLD_PLUGIN,), ROOT, "2.21.5", {"NCCL_NET_PLUGIN": "/env/lib/libnccl-net.so"}),
         ((PLUGIN,), ROOT, "2.20.5", {"NCCL_NET_PLUGIN": "ofi", "LD_LIBRARY_PATH": "/env/lib:/host"}),
         ((OLD_PLUGIN,), ROOT, "2.20.5", {"LD_LIBRARY_PATH": "/env/lib:/host"}),
-        ((PLUGIN,), ROOT / ("x" * 240), "2.26.2",
-         {"NCCL_NET_PLUGIN": "ofi", "LD_LIBRARY_PATH": f"/env/{'x' * 240}/lib:/host"}),
-        ((CRAY, PLUGIN), ROOT, "2.26.2",
-         {"NCCL_NET_PLUGIN": "/env/lib/libnccl-net-ofi.so",
-          "LD_LIBRARY_PATH": f"{CRAY.path}/lib64:{CRAY.path}/lib:/host"}),
-        ((dataclasses.replace(PLUGIN, files="", path="/opt/ofi"),), ROOT, "2.26.2",
-         {"NCCL_NET_PLUGIN": "/opt/ofi/lib/libnccl-net-ofi.so"}),
+        (
+            (PLUGIN,),
+            ROOT / ("x" * 240),
+            "2.26.2",
+            {"NCCL_NET_PLUGIN": "ofi", "LD_LIBRARY_PATH": f"/env/{'x' * 240}/lib:/host"},
+        ),
+        (
+            (CRAY, PLUGIN),
+            ROOT,
+            "2.26.2",
+            {
+                "NCCL_NET_PLUGIN": "/env/lib/libnccl-net-ofi.so",
+                "LD_LIBRARY_PATH": f"{CRAY.path}/lib64:{CRAY.path}/lib:/host",
+            },
+        ),
+        (
+            (dataclasses.replace(PLUGIN, files="", path="/opt/ofi"),),
+            ROOT,
+            "2.26.2",
+            {"NCCL_NET_PLUGIN": "/opt/ofi/lib/libnccl-net-ofi.so"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_nccl_is_told_where_its_plugin_is(
     layers: tuple[BuiltLayer, ...], root: Path, nccl: str, expected: dict[str, str]
 ) -> None:
@@ -111,14 +125,25 @@ def test_what_the_environment_has_otherwise_is_named() -> None:
 
 
 def state(**changes: Any) -> State:
-    plain = State("venv", "r", "d", "d", "d", "cu126-x86_64", "3.11", "3.11.7", "python",
-                  (("nvidia-nccl-cu12", "2.26.2", "d"), ("torch", "2.7.1+cu126", "d")), fabric="efa",
-                  layers=(LIBFABRIC, PLUGIN))  # fmt: skip
+    plain = State(
+        "venv",
+        "r",
+        "d",
+        "d",
+        "d",
+        "cu126-x86_64",
+        "3.11",
+        "3.11.7",
+        "python",
+        (("nvidia-nccl-cu12", "2.26.2", "d"), ("torch", "2.7.1+cu126", "d")),
+        fabric="efa",
+        layers=(LIBFABRIC, PLUGIN),
+    )
     return dataclasses.replace(plain, **changes)
 
 
 def subject(of: State, **changes: Any) -> Subject:
-    made = Subject(ROOT, of, Target.parse(of.target), "d", "host", NotImplemented, NotImplemented)  # fmt: skip
+    made = Subject(ROOT, of, Target.parse(of.target), "d", "host", NotImplemented, NotImplemented)
     return dataclasses.replace(made, **changes)
 
 
@@ -168,9 +193,7 @@ def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
     assert visible_gpus({}, CUDA, tmp_path / "none") == []
 
 
-@pytest.mark.parametrize(
-    ("visible", "ranks", "said"), [("0", 1, 1), ("0,1", 2, 0), ("0,1,2", 2, 0), ("", 2, 0)]
-)  # fmt: skip
+@pytest.mark.parametrize(("visible", "ranks", "said"), [("0", 1, 1), ("0,1", 2, 0), ("0,1,2", 2, 0), ("", 2, 0)])
 def test_a_host_with_fewer_gpus_than_ranks_trains_with_as_many(visible: str, ranks: int, said: int) -> None:
     lines: list[str] = []
     found = fit_to_gpus(Settings(), {"CUDA_VISIBLE_DEVICES": visible}, CUDA, lines.append)
@@ -190,10 +213,9 @@ def gloo_report(address: str = "127.0.0.1", *, links: int = 1, **changes: Any) -
         "backend": "gloo",
         "ranks": [
             {**common, "rank": 0, "sockets": [*[ends] * links, store]},
-            {**common, "rank": 1, "sockets": [*[ends[::-1]] * links, store[::-1],
-                                              ["192.0.2.2:9", "203.0.113.1:443"]]},
+            {**common, "rank": 1, "sockets": [*[ends[::-1]] * links, store[::-1], ["192.0.2.2:9", "203.0.113.1:443"]]},
         ],
-    }  # fmt: skip
+    }
 
 
 def test_gloo_on_the_interface_asked_for_passes() -> None:
@@ -233,8 +255,11 @@ OWN = (OWN_PLUGIN, OWN_FABRIC)
     ("changes", "report", "seen"),
     [
         ({}, nccl_report("2.26.2", NCCL, *OWN), None),
-        ({"layers": (CRAY, PLUGIN)}, nccl_report("2.26.2", NCCL, OWN_PLUGIN, f"{CRAY.path}/lib64/libfabric.so.1"),
-         None),
+        (
+            {"layers": (CRAY, PLUGIN)},
+            nccl_report("2.26.2", NCCL, OWN_PLUGIN, f"{CRAY.path}/lib64/libfabric.so.1"),
+            None,
+        ),
         ({"fabric": "any"}, nccl_report("2.26.2", NCCL), None),
         ({"packages": (("nccl", "2.26.2.1", "d"),)}, nccl_report("2.26.2", "/env/lib/libnccl.so.2.26.2", *OWN), None),
         ({"packages": ()}, nccl_report("2.20.5", *OWN), None),
@@ -243,15 +268,24 @@ OWN = (OWN_PLUGIN, OWN_FABRIC)
         ({}, nccl_report("2.26.2", NCCL, "/usr/lib/libnccl.so.2", *OWN), "two copies of NCCL"),
         ({}, nccl_report("2.26.2", *OWN), "no libnccl is mapped"),
         ({}, nccl_report("2.26.2", NCCL), "aws-ofi-nccl is not mapped"),
-        ({}, nccl_report("2.26.2", NCCL, OWN_PLUGIN, "/opt/amazon/efa/lib/libfabric.so.1"),
-         "libfabric is /opt/amazon/efa/lib/libfabric.so.1, not the one built for the artifact"),
-        ({"layers": (CRAY, PLUGIN)}, nccl_report("2.26.2", NCCL, OWN_PLUGIN, "/usr/lib64/libfabric.so.1"),
-         f"not {CRAY.path}"),
-        ({"layers": (BuiltLayer("nccl", "2.29.7-1", "f"),), "fabric": "any"}, nccl_report("2.26.2", NCCL),
-         "2.29.7 was locked"),
+        (
+            {},
+            nccl_report("2.26.2", NCCL, OWN_PLUGIN, "/opt/amazon/efa/lib/libfabric.so.1"),
+            "libfabric is /opt/amazon/efa/lib/libfabric.so.1, not the one built for the artifact",
+        ),
+        (
+            {"layers": (CRAY, PLUGIN)},
+            nccl_report("2.26.2", NCCL, OWN_PLUGIN, "/usr/lib64/libfabric.so.1"),
+            f"not {CRAY.path}",
+        ),
+        (
+            {"layers": (BuiltLayer("nccl", "2.29.7-1", "f"),), "fabric": "any"},
+            nccl_report("2.26.2", NCCL),
+            "2.29.7 was locked",
+        ),
         ({}, nccl_report(None), "NCCL was not used"),
     ],
-)  # fmt: skip
+)
 def test_the_libraries_must_be_the_artifact_s(
     changes: dict[str, Any], report: dict[str, Any], seen: str | None
 ) -> None:

@@ -84,12 +84,26 @@ def entry(number: int, name: str, state: str, group: str = "world", size: Sequen
         {"name": name, "filename": "/home/me/train.py", "line": number},
     ]
     return {
-        "frames": frames, "record_id": number, "pg_id": 0, "process_group": GROUPS[group], "collective_seq_id": number,
-        "p2p_seq_id": 0, "op_id": number, "profiling_name": f"nccl:{name}", "time_created_ns": 1, "input_sizes": [size],
-        "input_dtypes": ["BFloat16"], "output_sizes": [size], "output_dtypes": ["BFloat16"], "state": state,
-        "time_discovered_started_ns": None, "time_discovered_completed_ns": None, "retired": False,
-        "timeout_ms": 600000, "is_p2p": False,
-    }  # fmt: skip
+        "frames": frames,
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": GROUPS[group],
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "profiling_name": f"nccl:{name}",
+        "time_created_ns": 1,
+        "input_sizes": [size],
+        "input_dtypes": ["BFloat16"],
+        "output_sizes": [size],
+        "output_dtypes": ["BFloat16"],
+        "state": state,
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": None,
+        "retired": False,
+        "timeout_ms": 600000,
+        "is_p2p": False,
+    }
 
 
 def write(folder: Path, rank: int, entries: list[dict[str, Any]], groups: dict[str, str]) -> None:

@@ -29,9 +29,9 @@ PROGRAMS = {
     "an external diff": "[diff]\nexternal = {run}\n",
     "a text conversion": '[diff "evil"]\ntextconv = {run}\n',
     "a pager": "[core]\npager = {run}\n[pager]\nstatus = {run}\ndiff = true\nls-files = true\n",
-    "a server of missing objects": '[core]\nrepositoryformatversion = 1\n[extensions]\npartialClone = far\n'
+    "a server of missing objects": "[core]\nrepositoryformatversion = 1\n[extensions]\npartialClone = far\n"
     '[remote "far"]\nurl = {folder}\nuploadpack = {run};\npromisor = true\n[protocol]\nallow = always\n',
-}  # fmt: skip
+}
 
 
 def infected(top: Path, name: str, marker: Path) -> None:

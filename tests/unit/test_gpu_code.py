@@ -25,18 +25,22 @@ def fed(data: bytes, sizes: list[int]) -> Counter[tuple[str, ...]]:
 @pytest.mark.parametrize(
     ("data", "codes"),
     [
-        (fatbin("sm_80", "sm_90a", "compute_90", "sm_100f", "compute_120f"),
-         ("compute_120f", "compute_90", "sm_100f", "sm_80", "sm_90a")),
+        (
+            fatbin("sm_80", "sm_90a", "compute_90", "sm_100f", "compute_120f"),
+            ("compute_120f", "compute_90", "sm_100f", "sm_80", "sm_90a"),
+        ),
         (fatbin("sm_103", header=120), ("sm_103",)),
         (fatbin("lto_90", "sm_90"), ("sm_90",)),
-        (bundle("gfx90a:xnack-", "gfx1100", "gfx9-4-generic", "gfx90a:sramecc+:xnack+"),
-         ("gfx1100", "gfx9-4-generic", "gfx90a:sramecc+:xnack+", "gfx90a:xnack-")),
+        (
+            bundle("gfx90a:xnack-", "gfx1100", "gfx9-4-generic", "gfx90a:sramecc+:xnack+"),
+            ("gfx1100", "gfx9-4-generic", "gfx90a:sramecc+:xnack+", "gfx90a:xnack-"),
+        ),
         (compressed(bundle("gfx90a", "gfx942:xnack-")), ("gfx90a", "gfx942:xnack-")),
         (compressed(bundle("gfx90a"), version=2), ("gfx90a",)),
         (compressed(bundle("gfx90a"), version=2, method=0), ("gfx90a",)),
         (compressed(bundle("gfx90a"), version=1), (UNREADABLE,)),
     ],
-)  # fmt: skip
+)
 def test_each_form_of_a_container(data: bytes, codes: tuple[str, ...]) -> None:
     for text in (data, b"\x7fELF" + bytes(9000) + data + bytes(5)):
         assert read_gpu_code(io.BytesIO(text)) == fed(text, [len(text)]) == {codes: 1}

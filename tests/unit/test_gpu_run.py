@@ -134,9 +134,15 @@ def test_a_step_that_crashes_hangs_or_fails_stops_no_other_and_leaves_nothing_be
     assert done.returncode == 5, done.stderr
     rows = {row["name"]: row for row in report["steps"]}
     assert {name: row["verdict"] for name, row in rows.items()} == {
-        "crash": "fail", "hang": "fail", "skip": "skipped", "differ": "fail", "fault": "fail", "leave": "pass",
-        "cuda": "skipped", "good": "pass",
-    }  # fmt: skip
+        "crash": "fail",
+        "hang": "fail",
+        "skip": "skipped",
+        "differ": "fail",
+        "fault": "fail",
+        "leave": "pass",
+        "cuda": "skipped",
+        "good": "pass",
+    }
     assert "ended with -11" in rows["crash"]["seen"]
     assert (
         "still running after 3 s; stopped" in rows["hang"]["seen"] and rows["hang"]["seconds"] < 3 + 2 * runner._END_S
@@ -194,16 +200,20 @@ def fake_python(folder: Path, torch: bool, gpus: list[dict[str, Any]] | None) ->
 def test_the_first_python_whose_torch_sees_a_gpu_is_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu = {"name": "H100", "chip": "sm_90", "memory": 1}
     pythons = [
-        fake_python(tmp_path / "none", False, None), fake_python(tmp_path / "broken", True, None),
-        fake_python(tmp_path / "cpu", True, []), fake_python(tmp_path / "gpu", True, [gpu]),
+        fake_python(tmp_path / "none", False, None),
+        fake_python(tmp_path / "broken", True, None),
+        fake_python(tmp_path / "cpu", True, []),
+        fake_python(tmp_path / "gpu", True, [gpu]),
         fake_python(tmp_path / "later", True, [gpu]),
-    ]  # fmt: skip
+    ]
     monkeypatch.setattr(machine, "_pythons", lambda: iter(pythons))
     said: list[str] = []
     assert machine.find_python("cuda", log=said.append)["executable"] == pythons[3]
     assert [text.rpartition(": ")[2] for text in said] == [
-        "no torch", "its torch cannot be imported", "torch 2.7.1+cu126 sees no GPU",
-    ]  # fmt: skip
+        "no torch",
+        "its torch cannot be imported",
+        "torch 2.7.1+cu126 sees no GPU",
+    ]
     assert machine.find_python("cpu", log=said.append)["executable"] == pythons[2]
     assert machine.find_python("cuda", pythons[2], log=said.append) == {}
 
@@ -224,12 +234,19 @@ def cuda_context(out: Path, **python: Any) -> Context:
         (site / name).write_bytes(bytes(4096))
     libraries = ["torch/lib/libtorch_cuda.so", "nvidia/cudnn/lib/libcudnn.so.9", "nvidia/nccl/lib/libnccl.so.2"]
     made = {
-        "executable": str(out / "env/bin/python"), "prefix": str(out / "env"), "version": "3.11.7",
-        "torch": "2.7.1+cu126", "torch_file": str(site / "torch/__init__.py"), "cuda": "12.6", "nccl": "2.26.2",
-        "codes": ["sm_90"], "gpus": [{"name": "H100", "chip": "sm_90", "memory": 1 << 36}],
+        "executable": str(out / "env/bin/python"),
+        "prefix": str(out / "env"),
+        "version": "3.11.7",
+        "torch": "2.7.1+cu126",
+        "torch_file": str(site / "torch/__init__.py"),
+        "cuda": "12.6",
+        "nccl": "2.26.2",
+        "codes": ["sm_90"],
+        "gpus": [{"name": "H100", "chip": "sm_90", "memory": 1 << 36}],
         "packages": {"torch": "2.7.1", "nvidia-nccl-cu12": "2.26.2", "nvidia-cudnn-cu12": "9.5.1.17"},
-        "libraries": [str(site / name) for name in libraries], **python,
-    }  # fmt: skip
+        "libraries": [str(site / name) for name in libraries],
+        **python,
+    }
     return Context(str(out), "cuda", python=made)
 
 

@@ -21,10 +21,13 @@ from envbuild.verify.performance import performance_of
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "receipt.schema.json").read_text())
 REPORT: dict[str, Any] = {
-    "epoch_seconds": [0.4, 0.16, 0.2], "steps_per_epoch": 16, "seconds": {"import_torch": 1.25}, "started": 100.5,
+    "epoch_seconds": [0.4, 0.16, 0.2],
+    "steps_per_epoch": 16,
+    "seconds": {"import_torch": 1.25},
+    "started": 100.5,
     "ranks": [{"peak_memory": 1000}, {"peak_memory": 3000}],
     "bandwidth": [{"bytes": 1, "busbw": 0.1}, {"bytes": 2, "busbw": 1.5}],
-}  # fmt: skip
+}
 
 
 def outcome(**changes: Any) -> Outcome:
@@ -34,21 +37,27 @@ def outcome(**changes: Any) -> Outcome:
 
 def receipt(second: int, step_s: float | None = 0.01, **changes: Any) -> dict[str, Any]:
     return {
-        "format": 1, "passed": True, "verified_at": f"2026-01-01T00:00:{second:02}+00:00", "target": "cpu-x86_64",
+        "format": 1,
+        "passed": True,
+        "verified_at": f"2026-01-01T00:00:{second:02}+00:00",
+        "target": "cpu-x86_64",
         "artifact": {"kind": "venv", "path": "/venv", "digest": f"sha256:{second:064}"},
-        "recipe": {"name": "pt_cpu"}, "lock": {"digest": "sha256:" + "ab" * 32}, "plan": {"digest": "sha256:p"},
-        "runtime": "host", "host": {"name": "node1", "cpus": 2, "processor": "Some CPU"},
+        "recipe": {"name": "pt_cpu"},
+        "lock": {"digest": "sha256:" + "ab" * 32},
+        "plan": {"digest": "sha256:p"},
+        "runtime": "host",
+        "host": {"name": "node1", "cpus": 2, "processor": "Some CPU"},
         "settings": {"nodes": 2, "nproc_per_node": 1, "model": "mlp", "batch_size": 32},
-        "versions": {"torch": "2.7"}, "checks": [{"name": "launch", "status": "pass"}],
-        **({} if step_s is None else {"performance": {"step_s": step_s}}), **changes,
-    }  # fmt: skip
+        "versions": {"torch": "2.7"},
+        "checks": [{"name": "launch", "status": "pass"}],
+        **({} if step_s is None else {"performance": {"step_s": step_s}}),
+        **changes,
+    }
 
 
 def test_the_figures_of_a_report() -> None:
     found = performance_of(outcome(), outcome())
-    assert found == {
-        "step_s": 0.01, "import_s": 1.25, "startup_s": 0.25, "peak_memory_bytes": 3000, "busbw_gbs": 1.5,
-    }  # fmt: skip
+    assert found == {"step_s": 0.01, "import_s": 1.25, "startup_s": 0.25, "peak_memory_bytes": 3000, "busbw_gbs": 1.5}
     jsonschema.validate(found, SCHEMA["properties"]["performance"])
     gpu = [{"peak_memory": 1000, "peak_gpu_memory": 5, "gpu": "NVIDIA X"}]
     found = performance_of(outcome(ranks=gpu), outcome())

@@ -109,9 +109,15 @@ def test_a_redirect_in_which_readers_see_different_hosts_gets_no_credentials(for
 
 @pytest.mark.parametrize(
     "url",
-    ["https://a.example\\@b.example/", "https://a.example/\\x", "https://a.example\t@b.example/", "https://a.example:x/",
-     "https://[::1/", "https://a.example\r\nX: y/"],
-)  # fmt: skip
+    [
+        "https://a.example\\@b.example/",
+        "https://a.example/\\x",
+        "https://a.example\t@b.example/",
+        "https://a.example:x/",
+        "https://[::1/",
+        "https://a.example\r\nX: y/",
+    ],
+)
 def test_an_address_of_two_meanings_is_refused(url: str) -> None:
     with pytest.raises(RequestFailed, match="it names an address"):
         split(url)
@@ -119,9 +125,17 @@ def test_an_address_of_two_meanings_is_refused(url: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["https://a.example/x?y=1#z", "https://U:p%40@A.example:5000/%5Cx", "http://[::1]:5000/", "http://[FE80::1%25eth0]/",
-     "https://b\u00fccher.example/x", "/v2/x", "//a.example/x", "https://a.example/a b"],
-)  # fmt: skip
+    [
+        "https://a.example/x?y=1#z",
+        "https://U:p%40@A.example:5000/%5Cx",
+        "http://[::1]:5000/",
+        "http://[FE80::1%25eth0]/",
+        "https://b\u00fccher.example/x",
+        "/v2/x",
+        "//a.example/x",
+        "https://a.example/a b",
+    ],
+)
 def test_an_address_of_one_meaning_is_taken(url: str) -> None:
     assert split(url).geturl()
 

@@ -23,3 +23,12 @@ def test_a_class_name_is_unique_in_the_package() -> None:
                 found[node.name].append(str(path.relative_to(PACKAGE)))
     assert len(found) > 300
     assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+def test_the_formatter_formats_every_line() -> None:
+    switch = "# " + "fmt:"
+    sources = [
+        path for folder in ("envbuild", "tests", "ddp_train") for path in (PACKAGE.parent / folder).rglob("*.py")
+    ]
+    assert len(sources) > 500
+    assert not [str(path) for path in sources if switch in path.read_text()]

@@ -24,9 +24,11 @@ PYTHON = CondaPackage("python", "3.11.9", "h_0", "linux-64", "https://c.example/
 
 def variables(base: OciLock | DebianLock, *, conda: bool = False, given: Mapping[str, str] = {}) -> dict[str, str]:
     plan = replace(
-        the_plan(), image=ImageTable(env=dict(given)), base=ImageLock("r", "cpu-x86_64", "sha256:d", base),
+        the_plan(),
+        image=ImageTable(env=dict(given)),
+        base=ImageLock("r", "cpu-x86_64", "sha256:d", base),
         conda=(PYTHON,) if conda else (),
-    )  # fmt: skip
+    )
     config: dict[str, Any] = {"Env": ["PATH=/of/base", "PYTHONNOUSERSITE="]} if base is OCI else {}
     made = run_config(plan, BaseImage("b", "", (), "/usr/bin/python3", "3.11", config))
     return dict(pair.partition("=")[::2] for pair in made["Env"])

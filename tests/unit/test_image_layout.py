@@ -201,11 +201,10 @@ def test_what_an_index_leads_to_is_checked(tmp_path: Path, blobs: Blobs) -> None
     (folder / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
     entries = [
         Descriptor(
-            item.media_type, item.digest, item.size,
-            annotations={"org.opencontainers.image.ref.name": tag},
+            item.media_type, item.digest, item.size, annotations={"org.opencontainers.image.ref.name": tag}
         ).as_json()
         for item, tag in listed
-    ]  # fmt: skip
+    ]
     (folder / "index.json").write_bytes(canonical({"schemaVersion": 2, "manifests": entries}))
     assert "lists 0 layers, the configuration 1" in refuse(folder, tmp_path, "few")
     assert "a layer is application/vnd.cncf.helm.config" in refuse(folder, tmp_path, "odd")
@@ -246,8 +245,9 @@ def test_of_several_images_for_one_architecture_none_is_guessed(tmp_path: Path) 
     blobs = Blobs(tmp_path / "blobs")
     listed: list[tuple[Descriptor, str | None]] = []
     for name in ("one", "two"):
-        config = canonical({"architecture": "amd64", "os": "linux", "author": name,
-                            "rootfs": {"type": "layers", "diff_ids": []}})  # fmt: skip
+        config = canonical(
+            {"architecture": "amd64", "os": "linux", "author": name, "rootfs": {"type": "layers", "diff_ids": []}}
+        )
         head = Descriptor(OCI_CONFIG, blobs.add(config), len(config))
         raw = canonical({"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": head.as_json(), "layers": []})
         item = Descriptor(OCI_MANIFEST, blobs.add(raw), len(raw), "amd64", "linux")

@@ -94,35 +94,47 @@ def test_rows_are_those_of_the_merged_layers() -> None:
 PLANTS: dict[str, tuple[Mapping[str, PathRow | None], str, str]] = {
     "poisoned bytecode": (
         {"usr/lib/python3.11/__pycache__/os.cpython-311.pyc": row(b"evil of os")},
-        "altered", "/usr/lib/python3.11/__pycache__/os.cpython-311.pyc",
+        "altered",
+        "/usr/lib/python3.11/__pycache__/os.cpython-311.pyc",
     ),
     "added bytecode": (
         {f"{SITE}/numpy/__pycache__/__init__.cpython-311.pyc": row(b"x")},
-        "unowned", f"/{SITE}/numpy/__pycache__/__init__.cpython-311.pyc",
+        "unowned",
+        f"/{SITE}/numpy/__pycache__/__init__.cpython-311.pyc",
     ),
     "edited standard library": (
-        {"usr/lib/python3.11/os.py": row(b"evil    s\n")}, "altered", "/usr/lib/python3.11/os.py",
+        {"usr/lib/python3.11/os.py": row(b"evil    s\n")},
+        "altered",
+        "/usr/lib/python3.11/os.py",
     ),
     "sitecustomize of the base": (
-        {"usr/lib/python3.11/sitecustomize.py": row(b"x")}, "unowned", "/usr/lib/python3.11/sitecustomize.py",
+        {"usr/lib/python3.11/sitecustomize.py": row(b"x")},
+        "unowned",
+        "/usr/lib/python3.11/sitecustomize.py",
     ),
     "a library folder": ({"usr/local/lib/libc10.so": row(ELF)}, "unowned", "/usr/local/lib/libc10.so"),
     "another torchrun in PATH": ({"usr/local/bin/torchrun": row(b"x", 0o755)}, "unowned", "/usr/local/bin/torchrun"),
     "a linked package": (
-        {f"{SITE}/numpy": PathRow(SYMLINK, 0o777, value="/tmp/numpy"), f"{SITE}/numpy/__init__.py": None,
-         f"{SITE}/numpy/core.so": None},
-        "altered", f"/{SITE}/numpy",
+        {
+            f"{SITE}/numpy": PathRow(SYMLINK, 0o777, value="/tmp/numpy"),
+            f"{SITE}/numpy/__init__.py": None,
+            f"{SITE}/numpy/core.so": None,
+        },
+        "altered",
+        f"/{SITE}/numpy",
     ),
     "a setuid shell": ({"usr/bin/su": row(b"su", 0o4755)}, "altered", "/usr/bin/su"),
     "another owner": ({"usr/bin/su": replace(row(b"su", 0o755), uid=1000)}, "altered", "/usr/bin/su"),
     "capabilities": (
-        {"usr/bin/su": replace(row(b"su", 0o755), xattrs=(("security.capability", b"\1"),))}, "altered", "/usr/bin/su",
+        {"usr/bin/su": replace(row(b"su", 0o755), xattrs=(("security.capability", b"\1"),))},
+        "altered",
+        "/usr/bin/su",
     ),
     "a device": ({"srv/mem": PathRow(CHAR, 0o666, value="1,1")}, "unowned", "/srv/mem"),
     "a missing file": ({f"{SITE}/numpy/core.so": None}, "missing", f"/{SITE}/numpy/core.so"),
     "another interpreter": ({"opt/env/pyvenv.cfg": row(b"home = /usr/sbin")}, "altered", "/opt/env/pyvenv.cfg"),
     "a start-up file": ({f"{SITE}/a.pth": row(b"import os")}, "unowned", f"/{SITE}/a.pth"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("plant", PLANTS)
@@ -141,8 +153,11 @@ def test_what_a_daemon_adds_to_each_container_is_no_difference() -> None:
     report = compare(MANIFEST, {**ROWS, **added}, OCI)
     assert not (report.missing or report.altered or report.unowned)
     assert compare(replace(MANIFEST, form=SQUASHFS), {**ROWS, **added}, SQUASHFS).unowned == [
-        "/.dockerenv", "/dev/console", "/etc/hosts", "/proc",
-    ]  # fmt: skip
+        "/.dockerenv",
+        "/dev/console",
+        "/etc/hosts",
+        "/proc",
+    ]
 
 
 def test_a_squashfs_of_another_tool_may_change_owners_and_modes_and_nothing_else() -> None:
@@ -151,19 +166,26 @@ def test_a_squashfs_of_another_tool_may_change_owners_and_modes_and_nothing_else
     report = compare(MANIFEST, theirs, SQUASHFS)
     assert not (report.missing or report.altered or report.unowned)
     for path, changed in {
-        "usr/bin/su": row(b"su", 0o4755), "usr/lib/python3.11/os.py": row(b"import sys\n", 0o755),
-        "opt/env/pyvenv.cfg": row(b"x"), "bin": PathRow(SYMLINK, 0o777, value="/tmp"),
-    }.items():  # fmt: skip
+        "usr/bin/su": row(b"su", 0o4755),
+        "usr/lib/python3.11/os.py": row(b"import sys\n", 0o755),
+        "opt/env/pyvenv.cfg": row(b"x"),
+        "bin": PathRow(SYMLINK, 0o777, value="/tmp"),
+    }.items():
         assert compare(MANIFEST, {**theirs, path: changed}, SQUASHFS).altered == [f"/{path}"]
 
 
 rows = st.builds(
-    PathRow, st.sampled_from([FILE, DIR, SYMLINK]), st.integers(0, 0o7777), st.integers(0, 9), st.integers(0, 9),
-    st.integers(0, 1 << 60), st.text(max_size=9),
+    PathRow,
+    st.sampled_from([FILE, DIR, SYMLINK]),
+    st.integers(0, 0o7777),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 1 << 60),
+    st.text(max_size=9),
     st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=3)), max_size=2, unique_by=lambda x: x[0]).map(
         lambda some: tuple(sorted(some))
     ),
-)  # fmt: skip
+)
 paths = st.text(st.characters(codec="utf-8") | st.just("\udcff"), min_size=1, max_size=9)
 
 

@@ -170,17 +170,29 @@ def test_metadata_is_of_the_last_that_says_it() -> None:
 @pytest.mark.parametrize(
     ("path", "found"),
     [
-        ("/usr/bin/python3", True), ("/bin/python3", True), ("usr/bin/python", True), ("/usr/bin/../bin/same", True),
-        ("/usr/bin", False), ("/none", False), ("/usr/bin/python3/x", False), ("/loop", False), ("/pipe", False),
+        ("/usr/bin/python3", True),
+        ("/bin/python3", True),
+        ("usr/bin/python", True),
+        ("/usr/bin/../bin/same", True),
+        ("/usr/bin", False),
+        ("/none", False),
+        ("/usr/bin/python3/x", False),
+        ("/loop", False),
+        ("/pipe", False),
         ("/out", True),
     ],
-)  # fmt: skip
+)
 def test_a_file_is_found_through_links_within_the_root(path: str, found: bool) -> None:
     layer = [
-        a("usr/bin/python3.11"), a("usr/bin/python3", "python3.11"), a("usr/bin/python", "/bin/python3"),
-        hard("usr/bin/same", "usr/bin/python3.11"), a("bin", "usr/bin"), a("loop", "loop"), a("pipe", kind=FIFO),
+        a("usr/bin/python3.11"),
+        a("usr/bin/python3", "python3.11"),
+        a("usr/bin/python", "/bin/python3"),
+        hard("usr/bin/same", "usr/bin/python3.11"),
+        a("bin", "usr/bin"),
+        a("loop", "loop"),
+        a("pipe", kind=FIFO),
         a("out", "../../usr/bin/python3"),
-    ]  # fmt: skip
+    ]
     tree = MergedTree()
     tree.add("lab", map(of_entry, layer))
     assert tree.is_file(path) == found

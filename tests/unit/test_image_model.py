@@ -94,9 +94,7 @@ def test_the_only_image_of_an_index_may_have_no_platform() -> None:
 @pytest.mark.parametrize(
     ("variants", "chosen"), [(("v3", ""), ""), (("v2", "v1", "v3"), "v1"), (("v9", "v8"), "v8"), (("v4", "v3"), "v3")]
 )
-def test_of_several_variants_the_one_for_the_most_processors_is_chosen(
-    variants: tuple[str, ...], chosen: str
-) -> None:  # fmt: skip
+def test_of_several_variants_the_one_for_the_most_processors_is_chosen(variants: tuple[str, ...], chosen: str) -> None:
     rows = [Descriptor(OCI_MANIFEST, digest_of(one.encode()), 5, "amd64", "linux", variant=one) for one in variants]
     parsed = parse(canonical({"schemaVersion": 2, "manifests": [row.as_json() for row in rows]}), "lab", OCI_INDEX)
     assert isinstance(parsed, ImageIndex) and [item.variant for item in parsed.manifests] == list(variants)
@@ -193,9 +191,14 @@ def test_dockers_form_names_the_same_blobs_by_dockers_media_types() -> None:
     blobs = [Descriptor(kind, digest_of(kind.encode()), 7) for kind in (OCI_LAYER_GZIP, DOCKER_FOREIGN_GZIP)]
     config = Descriptor(OCI_CONFIG, digest_of(b"config"), 6, annotations={"only": "in OCI"})
     raw = canonical(
-        {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": config.as_json(), "annotations": {"a": "b"},
-         "layers": [blob.as_json() for blob in blobs]}
-    )  # fmt: skip
+        {
+            "schemaVersion": 2,
+            "mediaType": OCI_MANIFEST,
+            "config": config.as_json(),
+            "annotations": {"a": "b"},
+            "layers": [blob.as_json() for blob in blobs],
+        }
+    )
     manifest = parse(raw, "lab")
     assert isinstance(manifest, ImageManifest)
     made = docker_manifest(manifest)

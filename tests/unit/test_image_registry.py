@@ -300,7 +300,7 @@ def test_nothing_leads_from_https_to_plain_http_or_to_no_http_at_all(url: str) -
         (lambda call: call.reply(404), "HTTP 404"),
         (lambda call: call.reply(206, b"x" * 9, Content_Range="bytes 7-15/16"), "bytes, not|the rest"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("before", [b"", CONTENT[:5000], b"x" * 5000])
 def test_a_wrong_fake_blob_is_refused_and_not_kept(
     tmp_path: Path, script: Script, expected: str, before: bytes
@@ -637,7 +637,7 @@ def test_a_fake_mirror_gets_the_credentials_of_its_own_url_and_no_push(tmp_path:
             [("negotiate", {}), ("basic", {"realm": 'q"uote'}), ("bearer", {"realm": "x", "error": "e"})],
         ),
     ],
-)  # fmt: skip
+)
 def test_challenges_are_read(header: str, expected: list[tuple[str, dict[str, str]]]) -> None:
     assert [(one.scheme, one.parameters) for one in parse_challenges(header)] == expected
 

@@ -26,7 +26,7 @@ from envbuild.image.reference import ImageSource, folder_and_tag, parse_source
         ("dockerd://pt_cpu:cpu", "docker-daemon:pt_cpu:cpu", "", ("pt_cpu", "cpu")),
         ("docker-daemon:pt_cpu", "docker-daemon:pt_cpu", "", ("pt_cpu", "latest")),
     ],
-)  # fmt: skip
+)
 def test_registries_and_daemons(text: str, name: str, user: str, words: tuple[str, ...]) -> None:
     source = parse_source(text)
     assert (source.name, source.user, source.words) == (name, user, words)
@@ -69,10 +69,21 @@ def test_an_image_says_of_its_source_what_no_spelling_and_no_folder_changes(
 @pytest.mark.parametrize(
     "text",
     [
-        "", "docker://", "docker://UPPER/case", "docker://a b", "docker://host#image", "podman://x", "ftp://x/y",
-        "oci:", "oci:/nowhere", "docker-archive:/nowhere.tar", "dockerd://", "docker://me@#", "docker://x.y#",
+        "",
+        "docker://",
+        "docker://UPPER/case",
+        "docker://a b",
+        "docker://host#image",
+        "podman://x",
+        "ftp://x/y",
+        "oci:",
+        "oci:/nowhere",
+        "docker-archive:/nowhere.tar",
+        "dockerd://",
+        "docker://me@#",
+        "docker://x.y#",
     ],
-)  # fmt: skip
+)
 def test_what_is_none_of_these_is_told_with_how_to_write_it(text: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_source(text)

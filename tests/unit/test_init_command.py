@@ -153,8 +153,14 @@ def test_a_conda_environment(tmp_path: Path) -> None:
     (tmp_path / "conda-meta").mkdir()
     (tmp_path / "conda-meta/history").write_text("")
     for name, version, build in (("python", "3.12.11", "h0_cpython"), ("numpy", "2.2.6", "py312_0")):
-        record = {"name": name, "version": version, "build": build, "subdir": "linux-64", "fn": f"{name}.conda",
-                  "url": f"https://conda.anaconda.org/conda-forge/linux-64/{name}-{version}-{build}.conda"}  # fmt: skip
+        record = {
+            "name": name,
+            "version": version,
+            "build": build,
+            "subdir": "linux-64",
+            "fn": f"{name}.conda",
+            "url": f"https://conda.anaconda.org/conda-forge/linux-64/{name}-{version}-{build}.conda",
+        }
         (tmp_path / f"conda-meta/{name}-{version}-{build}.json").write_text(json.dumps(record))
     site = tmp_path / "lib/python3.12/site-packages"
     installed(site, "numpy", "2.2.6", INSTALLER="conda\n")

@@ -50,11 +50,16 @@ def test_requirements(tmp_path: Path) -> None:
     assert draft.lost[0].place == f"{tmp_path}/more.txt:2"
     places = {entry.place.rpartition(":")[2]: entry.text for entry in draft.lost[1:]}
     assert places == {
-        "5": "https://user:****@pypi.example/simple", "7": f"--hash=sha256:{'0' * 64}", "13": "-e .",
+        "5": "https://user:****@pypi.example/simple",
+        "7": f"--hash=sha256:{'0' * 64}",
+        "13": "-e .",
         "14": "./wheel.whl",
         "15": "missing @ https://host.example/m.whl",
-        "17": "${NAME}==1", "18": "-r gone.txt", "19": "--pre", "20": "--find-links https://host.example/w",
-    }  # fmt: skip
+        "17": "${NAME}==1",
+        "18": "-r gone.txt",
+        "19": "--pre",
+        "20": "--find-links https://host.example/w",
+    }
 
 
 def test_pyproject(tmp_path: Path) -> None:
@@ -139,13 +144,29 @@ four = { git = "https://host.example/four" }
 @pytest.mark.parametrize(
     ("given", "specifier"),
     [
-        ("^1.2.3", ">=1.2.3,<2"), ("^0.2.3", ">=0.2.3,<0.3"), ("^0.0.3", ">=0.0.3,<0.0.4"), ("^0", ">=0,<1"),
-        ("^0.0", ">=0.0,<0.1"), ("~1.2.3", ">=1.2.3,<1.3"), ("~1.2", ">=1.2,<1.3"), ("~1", ">=1,<2"),
-        ("~=1.2", "~=1.2"), ("*", ""), ("", ""), ("1.2.3", "==1.2.3"), ("1.2.*", "==1.2.*"), (">=1,<2", ">=1,<2"),
-        ("^1!2.0", ">=1!2.0,<1!3"), ("~1!2.3.4", ">=1!2.3.4,<1!2.4"), ("^v1.2", ">=v1.2,<2"),
-        (">=1 <2", ">=1,<2"), (">= 1, < 2", ">=1,<2"), ("==1.2", "==1.2"), ("^1.2 || ^2", None),
+        ("^1.2.3", ">=1.2.3,<2"),
+        ("^0.2.3", ">=0.2.3,<0.3"),
+        ("^0.0.3", ">=0.0.3,<0.0.4"),
+        ("^0", ">=0,<1"),
+        ("^0.0", ">=0.0,<0.1"),
+        ("~1.2.3", ">=1.2.3,<1.3"),
+        ("~1.2", ">=1.2,<1.3"),
+        ("~1", ">=1,<2"),
+        ("~=1.2", "~=1.2"),
+        ("*", ""),
+        ("", ""),
+        ("1.2.3", "==1.2.3"),
+        ("1.2.*", "==1.2.*"),
+        (">=1,<2", ">=1,<2"),
+        ("^1!2.0", ">=1!2.0,<1!3"),
+        ("~1!2.3.4", ">=1!2.3.4,<1!2.4"),
+        ("^v1.2", ">=v1.2,<2"),
+        (">=1 <2", ">=1,<2"),
+        (">= 1, < 2", ">=1,<2"),
+        ("==1.2", "==1.2"),
+        ("^1.2 || ^2", None),
     ],
-)  # fmt: skip
+)
 def test_poetrys_versions(given: str, specifier: str | None) -> None:
     assert poetry_specifier(given) == specifier
 
@@ -168,9 +189,11 @@ more = ["c"]
     draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("more",))
     assert recipe.requirements == (
         'a[x,y]<2,>=1.2; python_version < "3.12" and sys_platform == "linux"',
-        "b[z] @ git+ssh://git@host.example/o/b@main#subdirectory=py", "c==1.0",
-        'd<2; python_version < "3.11"', 'd>=2; python_version >= "3.11"',
-    )  # fmt: skip
+        "b[z] @ git+ssh://git@host.example/o/b@main#subdirectory=py",
+        "c==1.0",
+        'd<2; python_version < "3.11"',
+        'd>=2; python_version >= "3.11"',
+    )
     lost = reasons(draft)
     assert {"e ^1 || ^2", "pytest"} <= lost.keys() and any(text.startswith("p = ") for text in lost)
 
@@ -221,8 +244,10 @@ def test_pipfile_lock() -> None:
     draft, recipe = draft_of(DATA / "Pipfile.lock", groups=("develop",))
     assert recipe.python == "3.12"
     assert sorted(text.partition(";")[0] for text in recipe.requirements) == [
-        "certifi==2025.8.3", "pytest==8.4.2", "requests[socks]==2.32.5",
-    ]  # fmt: skip
+        "certifi==2025.8.3",
+        "pytest==8.4.2",
+        "requests[socks]==2.32.5",
+    ]
     pytorch = "https://download.pytorch.org/whl/cpu"
     assert recipe.targets["cpu-x86_64"].indexes == (pytorch, "https://pypi.example/simple")
     assert any(text.startswith("mypkg ") for text in reasons(draft))
@@ -306,9 +331,9 @@ def test_addresses_of_a_lock(tmp_path: Path, name: str) -> None:
     draft, recipe = imported(tmp_path, name, _REMOTE_LOCKS[name])
     git = f"git+https://host.example/a@{_COMMIT}#subdirectory=py"
     wheel = f"b @ https://host.example/b-1-py3-none-any.whl#sha256={_SHA256}"
-    assert recipe.requirements == {
-        "uv.lock": (f"a[x] @ {git}", wheel), "Pipfile.lock": (f"a[x] @ {git}",),
-    }.get(name, (f"a @ {git}", wheel))  # fmt: skip
+    assert recipe.requirements == {"uv.lock": (f"a[x] @ {git}", wheel), "Pipfile.lock": (f"a[x] @ {git}",)}.get(
+        name, (f"a @ {git}", wheel)
+    )
     assert recipe.constraints == ()
     assert any(text == "e" or text.startswith(("e ", "{'name': 'e'")) for text in reasons(draft))
 
@@ -339,8 +364,10 @@ def test_pixi_lock() -> None:
     draft, recipe = draft_of(DATA / "pixi.lock")
     assert recipe.python == "3.12" and recipe.conda.channels == ("conda-forge",)
     assert recipe.targets["cpu-x86_64"].conda == (
-        "libzlib 1.3.1 hb9d3cd8_2", "python 3.12.11 h9e4cc4f_0_cpython", "tqdm 4.67.1 pyhd8ed1ab_1",
-    )  # fmt: skip
+        "libzlib 1.3.1 hb9d3cd8_2",
+        "python 3.12.11 h9e4cc4f_0_cpython",
+        "tqdm 4.67.1 pyhd8ed1ab_1",
+    )
     assert recipe.conda.requirements == ("einops==0.8.1",)
     assert reasons(draft)["ruff 0.12.9 ha3a3aed_0"] == "belongs to lint: carry it with --extra lint"
 
@@ -440,8 +467,10 @@ def test_the_table_of_conda_list(tmp_path: Path, head: str) -> None:
     assert recipe.python == "3.12" and [one.partition("-")[0] for one in recipe.targets] == ["cu126"]
     assert recipe.conda.channels[0] == "conda-forge" and "https://repo.anaconda.com/pkgs/main" in recipe.conda.channels
     assert recipe.conda.dependencies == (
-        "python 3.12.8 h9e4cc4f_1_cpython", "zlib 1.3.1 h5eee18b_0", "pytorch 2.5.1 cuda126_py312_h1",
-    )  # fmt: skip
+        "python 3.12.8 h9e4cc4f_1_cpython",
+        "zlib 1.3.1 h5eee18b_0",
+        "pytorch 2.5.1 cuda126_py312_h1",
+    )
     assert recipe.conda.requirements == ("wandb==0.16.0", "old==1.0")
     assert reasons(draft) == {"oh dear": "no row of `conda list`"}
 

@@ -132,15 +132,26 @@ def test_a_sign_without_a_version_is_a_warning(tmp_path: Path, name: str, text: 
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("requirement", "torch==2.7.1+cpu"), ("requirement", "nvidia-ml-py"), ("requirement", "tritonclient[http]"),
-        ("requirement", "gpustat"), ("requirement", "numpy==1.2+local"), ("requirement", "cuda-is-no-package"),
-        ("requirement", "GPUtil"), ("conda", "pytorch * cpu*"),
-        ("conda", "cudf-free 1"), ("conda", "nccl-tests-docs"), ("conda-pin", "libtorch 2.7.1 cpu_mkl_h1"),
-        ("index", "https://download.pytorch.org/whl/cpu"), ("base", "python:3.11"), ("env", "OMP_NUM_THREADS=1"),
-        ("lost", "COPY cuda_kernels.py ."), ("lost", "SKIP_CUDA_BUILD=TRUE uv sync"),
-        ("lost", "x-rocm = {'index': 'r'}"),        ("index", "https://host.example/cu126x/simple"),
+        ("requirement", "torch==2.7.1+cpu"),
+        ("requirement", "nvidia-ml-py"),
+        ("requirement", "tritonclient[http]"),
+        ("requirement", "gpustat"),
+        ("requirement", "numpy==1.2+local"),
+        ("requirement", "cuda-is-no-package"),
+        ("requirement", "GPUtil"),
+        ("conda", "pytorch * cpu*"),
+        ("conda", "cudf-free 1"),
+        ("conda", "nccl-tests-docs"),
+        ("conda-pin", "libtorch 2.7.1 cpu_mkl_h1"),
+        ("index", "https://download.pytorch.org/whl/cpu"),
+        ("base", "python:3.11"),
+        ("env", "OMP_NUM_THREADS=1"),
+        ("lost", "COPY cuda_kernels.py ."),
+        ("lost", "SKIP_CUDA_BUILD=TRUE uv sync"),
+        ("lost", "x-rocm = {'index': 'r'}"),
+        ("index", "https://host.example/cu126x/simple"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_sign(kind: str, text: str) -> None:
     assert gpu_signs([Statement(kind, text, "x:1")]) == []
 

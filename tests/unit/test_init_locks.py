@@ -41,19 +41,21 @@ UV = (
     + row("idna", "2.10")
     + row("idna", "3.10")
     + row(
-        "pin", "1",
+        "pin",
+        "1",
         edge("only-x86", marker="platform_machine == 'x86_64'") + edge("tomli", marker="python_full_version < '3.11'"),
     )
     + row("only-x86", "2")
     + row("tomli", "2.2.1")
     + row("torch", "2.7.1+cpu", registry=f'source = {{ registry = "{CPU}" }}')
     + row(
-        "torch", "2.7.1+cu126",
+        "torch",
+        "2.7.1+cu126",
         edge("nvidia-cuda-runtime-cu12", marker="sys_platform == 'linux'") + edge("pin", "1"),
         f'source = {{ registry = "{CU126}" }}',
     )
     + row("nvidia-cuda-runtime-cu12", "12.6.77")
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ def test_a_requirement_with_its_name_and_egg(tmp_path: Path) -> None:
     )
     draft, recipe = draft_of(tmp_path / "requirements.txt")
     assert [text.partition("#")[0] for text in recipe.requirements] == [
-        "a[x] @ git+https://host.example/a@v1", "b @ git+ssh://git@host.example/b", "c @ git+https://host.example/c",
-    ]  # fmt: skip
+        "a[x] @ git+https://host.example/a@v1",
+        "b @ git+ssh://git@host.example/b",
+        "c @ git+https://host.example/c",
+    ]
     assert draft.lost == ()
 
 
@@ -198,8 +200,10 @@ def test_outputs_of_conda_list(tmp_path: Path) -> None:
     _, recipe = draft_of(tmp_path / "export.txt", target=None)
     assert list(recipe.targets) == ["cu126-x86_64"] and recipe.python == "3.11"
     assert recipe.targets["cu126-x86_64"].conda == (
-        "numpy 2.2.6 py311h5d046bc_0", "python 3.11.9 hb806964_0_cpython", "pytorch 2.7.1 cuda126_mkl_py311_h1",
-    )  # fmt: skip
+        "numpy 2.2.6 py311h5d046bc_0",
+        "python 3.11.9 hb806964_0_cpython",
+        "pytorch 2.7.1 cuda126_mkl_py311_h1",
+    )
     assert recipe.conda.requirements == ("einops==0.8.1",)
     url = "https://conda.anaconda.org/conda-forge"
     (tmp_path / "explicit.txt").write_text(

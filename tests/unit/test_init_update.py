@@ -64,9 +64,11 @@ def test_changes_of_the_sources_come_in_and_edits_stay(folder: Path) -> None:
     assert made["conflicts"] == [] and made["diff"] == dry["diff"]
     lines = {line for line in made["diff"] if line[0] in "+-" and line[:3] not in ("+++", "---")}
     assert lines == {
-        '-requirements = ["numpy==2.2.6", "tqdm"]  # progress', '+requirements = ["numpy==2.3.0", "rich"]  # progress',
-        '-requirements = ["torch==2.7.1+cpu"]', '+requirements = ["torch==2.8.0+cpu"]',
-    }  # fmt: skip
+        '-requirements = ["numpy==2.2.6", "tqdm"]  # progress',
+        '+requirements = ["numpy==2.3.0", "rich"]  # progress',
+        '-requirements = ["torch==2.7.1+cpu"]',
+        '+requirements = ["torch==2.8.0+cpu"]',
+    }
     assert "# CPUs of the login node\n[targets" in FILE.read_text() and "setuptools<81" in FILE.read_text()
     assert update()["diff"] == [], "it is remembered"
 
@@ -140,7 +142,7 @@ def test_line_ends_stay(folder: Path) -> None:
         (lambda: Path("recipes/two").mkdir() or Path("recipes/two/recipe.toml").write_text(""), "lab, two", 2),
         (lambda: edit('name = "lab"', 'name = "bal"'), "'bal' is not the name of its folder", 2),
     ],
-)  # fmt: skip
+)
 def test_refusals(folder: Path, break_it: Any, said: str, code: int) -> None:
     break_it()
     before = FILE.read_text()

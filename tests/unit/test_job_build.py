@@ -40,9 +40,13 @@ GPU_SITE = replace(
     node=NodeTable(gpus=4, cpus=288),
 )
 VENV = Build(
-    "venv", "pt_cpu", "/home/ada/recipes/pt_cpu", "cpu-x86_64", "/fsx/ada/build/pt_cpu/cpu-x86_64/venv",
+    "venv",
+    "pt_cpu",
+    "/home/ada/recipes/pt_cpu",
+    "cpu-x86_64",
+    "/fsx/ada/build/pt_cpu/cpu-x86_64/venv",
     "/fsx/tools/bin/envbuild",
-)  # fmt: skip
+)
 BUNDLED = replace(VENV, bundle="/fsx/ada/bundle", tools="3.11")
 BUILDS = {
     "slurm-venv": (SITE, VENV),
@@ -69,9 +73,9 @@ def test_shellcheck_finds_nothing() -> None:
     assert {path.stem for path in GOLDEN.glob("*.sh")} == set(BUILDS)
 
 
-_TEXT = st.text(
-    st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=20
-).filter(lambda text: text.strip() == text and text not in (".", "..") and "/" not in text)  # fmt: skip
+_TEXT = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=20).filter(
+    lambda text: text.strip() == text and text not in (".", "..") and "/" not in text
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -96,9 +100,17 @@ def test_paths_and_variables_arrive_unchanged_at_a_recording_envbuild(
     subprocess.run(["bash", "-c", text], check=True, env={"PATH": os.environ["PATH"]})
     told = log.read_text().split("\0")[:-1]
     assert told == [
-        value, f"{tmp_path}/cache/envbuild", "venv", VENV.recipe, "--target", "cpu-x86_64", "--prefix", target,
-        option, "--locked",
-    ]  # fmt: skip
+        value,
+        f"{tmp_path}/cache/envbuild",
+        "venv",
+        VENV.recipe,
+        "--target",
+        "cpu-x86_64",
+        "--prefix",
+        target,
+        option,
+        "--locked",
+    ]
 
 
 def test_a_module_that_cannot_be_loaded_stops_the_build(tmp_path: Path) -> None:

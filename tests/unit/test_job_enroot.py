@@ -122,9 +122,17 @@ def test_a_stand_in_of_enroot_keeps_its_file_server_until_the_training_has_saved
     run.mkdir()
     artifact = replace(SQSH, python="/bin/sh")
     plan = replace(
-        PLAN, artifact=artifact, runtime="enroot", mounts=MOUNTS, nodes=1, strategy="single", nproc_per_node=1,
-        command=("-c", _SAVES), run_files=(), work=str(tmp_path),
-    )  # fmt: skip
+        PLAN,
+        artifact=artifact,
+        runtime="enroot",
+        mounts=MOUNTS,
+        nodes=1,
+        strategy="single",
+        nproc_per_node=1,
+        command=("-c", _SAVES),
+        run_files=(),
+        work=str(tmp_path),
+    )
     srun = SCHEDULERS["slurm"].launchers["srun"]
     (run / "settings-0.sh").write_text(settings(plan, srun))
     program = f"{sys.executable} -I -m ddp_train.launch"
@@ -133,9 +141,13 @@ def test_a_stand_in_of_enroot_keeps_its_file_server_until_the_training_has_saved
     )
     executable(tmp_path / "bin/enroot", _WITH_SERVER)
     variables = {
-        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "RUN": str(run), "PROGRAM": sys.executable, "SLURM_NODEID": "0",
-        "TMPDIR": str(tmp_path), "XDG_DATA_HOME": str(tmp_path),
-    }  # fmt: skip
+        "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+        "RUN": str(run),
+        "PROGRAM": sys.executable,
+        "SLURM_NODEID": "0",
+        "TMPDIR": str(tmp_path),
+        "XDG_DATA_HOME": str(tmp_path),
+    }
     line = ["sh", node, "training", run / "settings-0.sh"]
     with subprocess.Popen(line, env=variables, start_new_session=True) as step:
         try:

@@ -32,10 +32,16 @@ def receipt(target: str = "cpu-x86_64", digest: str = MANIFEST, path: str = "pt_
     beside = Path(f"build/pt_cpu/{target}/docker")
     beside.parent.mkdir(parents=True, exist_ok=True)
     said = {
-        "format": 1, "passed": True, "verified_at": "2026-11-21T00:00:00+00:00", "target": target,
-        "artifact": {"digest": digest, "path": path}, "recipe": {"name": "pt_cpu"}, "versions": {},
-        "settings": {"nodes": 2, "faults": False}, **more,
-    }  # fmt: skip
+        "format": 1,
+        "passed": True,
+        "verified_at": "2026-11-21T00:00:00+00:00",
+        "target": target,
+        "artifact": {"digest": digest, "path": path},
+        "recipe": {"name": "pt_cpu"},
+        "versions": {},
+        "settings": {"nodes": 2, "faults": False},
+        **more,
+    }
     receipt_path(beside).write_text(json.dumps(said))
     return beside
 
@@ -54,7 +60,7 @@ def test_an_image_whose_name_only_looks_pushed_is_refused_with_the_command_that_
     receipt(path=path, digest=digest)
     with pytest.raises(UsageError, match="was not pushed") as caught:
         open_artifact("pt_cpu", ("docker",), None)
-    assert "docker pt_cpu --target cpu-x86_64 --tag REGISTRY/NAME:TAG --push" in (caught.value.hint or "")  # fmt: skip
+    assert "docker pt_cpu --target cpu-x86_64 --tag REGISTRY/NAME:TAG --push" in (caught.value.hint or "")
 
 
 def test_a_push_of_what_was_verified_before_is_noted_and_then_jobs_take_it() -> None:

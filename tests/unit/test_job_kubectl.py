@@ -57,15 +57,22 @@ REFUSALS = (
     (_KIND.format("PyTorchJob", "kubeflow.org/v1"), "overlays/standalone?ref=v1.9.4"),
     (_KIND.format("TrainJob", "trainer.kubeflow.org/v1alpha1"), "overlays/manager?ref=v2.3.0"),
     ('Error from server (NotFound): error when creating "{}": namespaces "ml" not found\n', "make the namespace"),
-    (_ERROR.format("InternalError", f'{_DOWN} {_POST}: dial tcp 10.96.31.7:443: connect:'
-     " connection refused"), "the webhook that the message names"),
-    (_ERROR.format("InternalError", f'{_DOWN} {_POST}: no endpoints available for service'
-     ' "training-operator"'), "the webhook that the message names"),
+    (
+        _ERROR.format("InternalError", f"{_DOWN} {_POST}: dial tcp 10.96.31.7:443: connect: connection refused"),
+        "the webhook that the message names",
+    ),
+    (
+        _ERROR.format("InternalError", f'{_DOWN} {_POST}: no endpoints available for service "training-operator"'),
+        "the webhook that the message names",
+    ),
     ("Error from server (ServiceUnavailable): the server is currently unable to handle the request\n", "try again"),
     ("Unable to connect to the server: net/http: TLS handshake timeout\n", "point KUBECONFIG to"),
-    ('Error from server (Forbidden): error when creating "{}": services is forbidden: User "ada" cannot create'
-     ' resource "services" in API group "" in the namespace "ml"\n', "cluster's administrator"),
-)  # fmt: skip
+    (
+        'Error from server (Forbidden): error when creating "{}": services is forbidden: User "ada" cannot create'
+        ' resource "services" in API group "" in the namespace "ml"\n',
+        "cluster's administrator",
+    ),
+)
 
 
 def test_an_operator_that_is_missing_is_named_also_when_etcd_was_created(tmp_path: Path) -> None:
@@ -195,16 +202,21 @@ def test_a_trainjob_whose_runtime_gives_up_after_one_lost_pod_is_warned_of(
 
 POD_REFUSALS = [
     ('pods "pt-cpu-x" is forbidden: failed quota: compute: must specify limits.cpu for: pytorch', "describe quota"),
-    ('pods "pt-cpu-x" is forbidden: exceeded quota: compute, requested: limits.cpu=4, used: limits.cpu=8, limited:'
-     " limits.cpu=8", "describe quota"),
+    (
+        'pods "pt-cpu-x" is forbidden: exceeded quota: compute, requested: limits.cpu=4, used: limits.cpu=8, limited:'
+        " limits.cpu=8",
+        "describe quota",
+    ),
     ('pods "pt-cpu-x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot != true', "run_as"),
     ('pods "pt-cpu-x" is forbidden: maximum cpu usage per Container is 2, but limit is 4', "LimitRange"),
-    ('pods "pt-cpu-x" is forbidden: error looking up service account ml/a: serviceaccount "a" not found',
-     "service_account"),
+    (
+        'pods "pt-cpu-x" is forbidden: error looking up service account ml/a: serviceaccount "a" not found',
+        "service_account",
+    ),
     ('pods "pt-cpu-x" is forbidden: no PriorityClass with name high was found', "priority_class"),
     ('admission webhook "validate.kyverno.svc-fail" denied the request: label team is missing', "policy refuses it"),
     ("the server is currently unable to handle the request", "apiservices"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("said", "hint"), POD_REFUSALS)
@@ -221,11 +233,13 @@ def test_a_job_whose_pods_the_cluster_refuses_is_not_submitted(said: str, hint: 
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ('pods is forbidden: User "ada" cannot create resource "pods" in API group "" in the namespace "ml"',
-         'user "ada" may not create pods'),
+        (
+            'pods is forbidden: User "ada" cannot create resource "pods" in API group "" in the namespace "ml"',
+            'user "ada" may not create pods',
+        ),
         ('admission webhook "inject.example.org" does not support dry run: clusterName: ', "inject.example.org"),
     ],
-)  # fmt: skip
+)
 def test_a_dry_run_that_says_nothing_about_the_pods_is_named_and_the_job_submitted(
     said: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

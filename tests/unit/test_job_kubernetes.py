@@ -39,42 +39,77 @@ from envbuild.site.settings import Site
 GOLDEN = Path(__file__).parent / "data" / "jobs"
 DIGEST = "sha256:" + "8e1884d0" * 8
 CPU = JobArtifact(
-    kind="docker", path=f"registry.example.org/ml/pt_cpu@{DIGEST}", digest=DIGEST, recipe="pt_cpu",
-    target="cpu-x86_64", python="/opt/env/bin/python", verified_at="2026-11-21T10:00:00Z",
-)  # fmt: skip
+    kind="docker",
+    path=f"registry.example.org/ml/pt_cpu@{DIGEST}",
+    digest=DIGEST,
+    recipe="pt_cpu",
+    target="cpu-x86_64",
+    python="/opt/env/bin/python",
+    verified_at="2026-11-21T10:00:00Z",
+)
 EFA = replace(
-    CPU, recipe="pt_efa", target="cu130-aarch64", fabric="efa", provider="efa", chips=("sm_90",),
-    path=f"registry.example.org/ml/pt_efa@{DIGEST}", verified_at="",
-)  # fmt: skip
+    CPU,
+    recipe="pt_efa",
+    target="cu130-aarch64",
+    fabric="efa",
+    provider="efa",
+    chips=("sm_90",),
+    path=f"registry.example.org/ml/pt_efa@{DIGEST}",
+    verified_at="",
+)
 SITE = Site(
     "aws-eks",
     scheduler=SchedulerTable(kind="kubernetes"),
     node=NodeTable(cpus=4, memory="8G"),
     kubernetes=KubernetesTable(
-        claim="fsx-pv", mount="/fsx", shm="1Gi",
-        node_selector={"node.kubernetes.io/instance-type": "c5.4xlarge"},
+        claim="fsx-pv", mount="/fsx", shm="1Gi", node_selector={"node.kubernetes.io/instance-type": "c5.4xlarge"}
     ),
-)  # fmt: skip
+)
 GPUS = replace(
     SITE,
     node=NodeTable(gpus=8, cpus=180, memory="1900G"),
     scheduler=SchedulerTable(kind="kubernetes", requeue=False, exclusive=False),
     kubernetes=replace(
-        SITE.kubernetes, namespace="ml", pull_secret="ecr", shm="64Gi",
+        SITE.kubernetes,
+        namespace="ml",
+        pull_secret="ecr",
+        shm="64Gi",
         resources={"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"},
     ),
-)  # fmt: skip
+)
 PLAN = JobPlan(
-    name="pt_cpu", scheduler="kubernetes", artifact=CPU, site=SITE, runtime="pod", launcher="srun", strategy="ddp",
-    nodes=2, nproc_per_node=4, command=("-m", "ddp_train", "50", "10"), work="/fsx", cpus_per_node=4,
+    name="pt_cpu",
+    scheduler="kubernetes",
+    artifact=CPU,
+    site=SITE,
+    runtime="pod",
+    launcher="srun",
+    strategy="ddp",
+    nodes=2,
+    nproc_per_node=4,
+    command=("-m", "ddp_train", "50", "10"),
+    work="/fsx",
+    cpus_per_node=4,
     run_files=(("--checkpoint_path", "snapshot.pt"), ("--report", "report.json")),
     variables=(("OMP_NUM_THREADS", "1"), ("https_proxy", "http://proxy.example.org:3128")),
-)  # fmt: skip
+)
 ON_GPUS = replace(
-    PLAN, name="pt_efa", artifact=EFA, site=GPUS, nproc_per_node=8, gpus_per_node=8, cpus_per_node=180, preflight=True,
-    command=("/fsx/train.py", "--lr", "1e-3"), run_files=(), work="/fsx/someone", time="2-03:00:00",
-    variables=(("NCCL_NET", "AWS Libfabric"),), library_path=("/opt/env/lib",), max_restarts=0,
-)  # fmt: skip
+    PLAN,
+    name="pt_efa",
+    artifact=EFA,
+    site=GPUS,
+    nproc_per_node=8,
+    gpus_per_node=8,
+    cpus_per_node=180,
+    preflight=True,
+    command=("/fsx/train.py", "--lr", "1e-3"),
+    run_files=(),
+    work="/fsx/someone",
+    time="2-03:00:00",
+    variables=(("NCCL_NET", "AWS Libfabric"),),
+    library_path=("/opt/env/lib",),
+    max_restarts=0,
+)
 
 
 def second(plan: JobPlan) -> JobPlan:
@@ -207,11 +242,50 @@ def test_the_check_finds_values_that_are_not_of_the_type(path: tuple[str, ...], 
 # What text meets on its way to a process: YAML, kubelet's $(NAME), and our few lines of shell.
 
 HARD = [
-    "no", "yes", "On", "y", "null", "~", "", "1e3", "0x1", "0o7", "017", "1_000", "1:30", ".5", "2026-11-21", "<<", "=",
-    "- a", "a: b", "a #b", "'", '"', "\\", "%", "@a", "`id`", "$(id)", "$$", "$", "$(", "${HOME}", "$(ENVBUILD_RUN)",
-    "two\nlines\n", "\n", "  spaces  ", "\ttab", "--", "-x", "é ü 漢 🙂", "{{ a }}", "*a", "&a",
+    "no",
+    "yes",
+    "On",
+    "y",
+    "null",
+    "~",
+    "",
+    "1e3",
+    "0x1",
+    "0o7",
+    "017",
+    "1_000",
+    "1:30",
+    ".5",
+    "2026-11-21",
+    "<<",
+    "=",
+    "- a",
+    "a: b",
+    "a #b",
+    "'",
+    '"',
+    "\\",
+    "%",
+    "@a",
+    "`id`",
+    "$(id)",
+    "$$",
+    "$",
+    "$(",
+    "${HOME}",
+    "$(ENVBUILD_RUN)",
+    "two\nlines\n",
+    "\n",
+    "  spaces  ",
+    "\ttab",
+    "--",
+    "-x",
+    "é ü 漢 🙂",
+    "{{ a }}",
+    "*a",
+    "&a",
     "!!python/object:os.system",
-]  # fmt: skip
+]
 TEXT = st.one_of(
     st.sampled_from(HARD), st.text(st.characters(exclude_categories=["Cs", "Cc"], include_characters="\n\t"))
 )
@@ -272,7 +346,7 @@ open(os.environ["ENVBUILD_RUN"] + "/seen", "w").write(json.dumps([sys.argv[1:], 
 """
 
 
-def started(plan: JobPlan, folder: Path, more: dict[str, str]) -> tuple[list[str], dict[str, str], str]:  # fmt: skip
+def started(plan: JobPlan, folder: Path, more: dict[str, str]) -> tuple[list[str], dict[str, str], str]:
     """Run what the pod would run, in real sh, with an interpreter that writes down what it was given."""
     recorder = folder / "recorder"
     recorder.write_text(f"#!{sys.executable}\n{RECORDER}")
@@ -303,9 +377,7 @@ def test_a_recording_interpreter_gets_every_argument_and_variable_unchanged_thro
 ) -> None:
     if not all(map(carried, (*words, value))):
         return
-    plan = replace(
-        PLAN, command=("train.py", *words), run_files=(), variables=(("NAME", value),)
-    )  # fmt: skip
+    plan = replace(PLAN, command=("train.py", *words), run_files=(), variables=(("NAME", value),))
     with tempfile.TemporaryDirectory() as folder:
         seen, environment, _ = started(plan, Path(folder), {})
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--local-addr", "10.1.2.3"]
@@ -317,7 +389,7 @@ def test_a_recording_interpreter_gets_every_argument_and_variable_unchanged_thro
 def test_a_trainjob_tells_torch_which_pod_is_the_host_of_the_rendezvous(
     rank: str, is_host: str, tmp_path: Path
 ) -> None:
-    operator = {"PET_NODE_RANK": rank, "PET_MASTER_ADDR": "a-node-0-0.a", "PET_MASTER_PORT": "29500"}  # fmt: skip
+    operator = {"PET_NODE_RANK": rank, "PET_MASTER_ADDR": "a-node-0-0.a", "PET_MASTER_PORT": "29500"}
     seen, environment, _ = started(second(PLAN), tmp_path, operator)
     conf = f"is_host={is_host},join_timeout=900,read_timeout=300"
     assert environment["PET_RDZV_CONF"] == conf
@@ -330,7 +402,7 @@ def test_the_runs_folder_is_made_and_the_image_keeps_its_library_path(tmp_path: 
     assert folder == str(tmp_path)
     assert (tmp_path / "pt-cpu").is_dir()
     run = f"{tmp_path}/pt-cpu"
-    assert seen[-4:] == ["--checkpoint_path", f"{run}/snapshot.pt", "--report", f"{run}/report.json"]  # fmt: skip
+    assert seen[-4:] == ["--checkpoint_path", f"{run}/snapshot.pt", "--report", f"{run}/report.json"]
     assert environment["LD_LIBRARY_PATH"] == "/opt/env/lib:/opt/x:/usr/local/lib"
 
 
@@ -348,8 +420,10 @@ def pod_process(plan: JobPlan, folder: Path, interpreter: str, check: int = 0) -
     return subprocess.Popen(
         [*container["command"], *container["args"]],
         env={"PATH": os.environ["PATH"], **kubelet, **operator, **given},
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def copied(log: Path) -> list[str]:
@@ -490,7 +564,7 @@ def test_etcd_comes_with_the_job_pinned_and_under_its_own_name(plan: JobPlan) ->
 
 
 def test_a_site_says_which_image_of_etcd_and_the_job_which_server() -> None:
-    own = with_site(replace(PLAN, rendezvous="etcd-v2"), etcd_image="mirror.example.org/etcd:v3.4.30")  # fmt: skip
+    own = with_site(replace(PLAN, rendezvous="etcd-v2"), etcd_image="mirror.example.org/etcd:v3.4.30")
     deployment = documents(own)[1]
     image = deployment["spec"]["template"]["spec"]["containers"][0]["image"]
     assert image == "mirror.example.org/etcd:v3.4.30"
@@ -508,9 +582,12 @@ def test_pods_ask_for_what_the_site_and_the_artifact_say(name: str) -> None:
     limits = (container.get("resources") or container["resourcesPerNode"])["limits"]
     if plan.gpus_per_node:
         assert limits == {
-            "cpu": "180", "memory": "1900Gi", "nvidia.com/gpu": "8", "vpc.amazonaws.com/efa": "32",
+            "cpu": "180",
+            "memory": "1900Gi",
+            "nvidia.com/gpu": "8",
+            "vpc.amazonaws.com/efa": "32",
             "hugepages-2Mi": "5120Mi",
-        }  # fmt: skip
+        }
         assert pod["nodeSelector"]["kubernetes.io/arch"] == "arm64"
         assert pod["imagePullSecrets"] == [{"name": "ecr"}]
         assert "affinity" not in pod
@@ -596,8 +673,10 @@ def test_etcds_pod_may_run_where_the_jobs_pods_may() -> None:
     assert (pod["serviceAccountName"], pod["imagePullSecrets"]) == ("training-sa", [{"name": "ecr"}])
     assert pod["priorityClassName"] == "high"
     assert template["metadata"]["labels"] == {
-        "app.kubernetes.io/instance": "pt-cpu-etcd", "team": "ml-platform", "example.org/cost-center": "42",
-    }  # fmt: skip
+        "app.kubernetes.io/instance": "pt-cpu-etcd",
+        "team": "ml-platform",
+        "example.org/cost-center": "42",
+    }
     assert documents(job)[1]["spec"]["selector"]["matchLabels"] == {"app.kubernetes.io/instance": "pt-cpu-etcd"}
     assert [fault for one in documents(job) for fault in faults(one)] == []
 
@@ -696,15 +775,13 @@ def renders(plan: JobPlan) -> bool:
 
 def test_a_single_pod_without_a_claim_keeps_its_files_while_it_is_restarted() -> None:
     pod = pod_of(job_of(with_site(SINGLE, claim="", shm="")))
-    assert pod["volumes"] == [
-        {"name": "data", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}},
-    ]  # fmt: skip
+    assert pod["volumes"] == [{"name": "data", "emptyDir": {}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}]
 
 
 @pytest.mark.parametrize(
     ("shm", "limit", "wanted"),
     [("64K", "64k", 64000), ("2G", "2G", 2 * 10**9), ("1Ti", "1Ti", 2**40), ("12", "12", 12)],
-)  # fmt: skip
+)
 def test_sizes_are_written_as_kubernetes_and_preflight_read_them(shm: str, limit: str, wanted: int) -> None:
     job = job_of(with_site(replace(PLAN, preflight=True), shm=shm))
     assert pod_of(job)["volumes"][1]["emptyDir"]["sizeLimit"] == limit
@@ -714,7 +791,7 @@ def test_sizes_are_written_as_kubernetes_and_preflight_read_them(shm: str, limit
 DNS = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
-@given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True), nodes=st.integers(1, 1000))  # fmt: skip
+@given(name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True), nodes=st.integers(1, 1000))
 @settings(max_examples=30, deadline=None)
 def test_every_name_that_a_job_can_have_becomes_names_of_pods_and_services(name: str, nodes: int) -> None:
     for plan in (PLAN, second(PLAN)):
@@ -767,8 +844,8 @@ def test_times_of_schedulers_become_seconds(text: str, wanted: int) -> None:
         (with_site(PLAN, volumes={"/fsx/": "empty"}), "two volumes of site aws-eks are at /fsx", "change a path"),
         (with_site(PLAN, volumes={"/a": "empty"}, secrets={"/a": "s"}), "two volumes", "change a path"),
     ],
-)  # fmt: skip
-def test_what_cannot_work_is_refused_with_what_to_change(plan: JobPlan, message: str, hint: str) -> None:  # fmt: skip
+)
+def test_what_cannot_work_is_refused_with_what_to_change(plan: JobPlan, message: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         render_kubernetes(plan)
     assert message in caught.value.message

@@ -44,15 +44,22 @@ def _plan(stage: Stage, plan: JobPlan = PBS) -> JobPlan:
 
 
 def _directives(plan: JobPlan) -> list[str]:
-    return [line.removeprefix("#PBS ") for line in render(plan).splitlines() if line.startswith("#PBS")]  # fmt: skip
+    return [line.removeprefix("#PBS ") for line in render(plan).splitlines() if line.startswith("#PBS")]
 
 
 def test_directives_have_the_walltime_on_a_line_of_its_own() -> None:
     plan = replace(PBS, site=GH200, gpus_per_node=4, cpus_per_node=72, time="1-02:30:00")
     assert _directives(plan) == [
-        "-N pt_cpu", "-l select=2:ncpus=72:mpiprocs=1:ngpus=4:mem=480mb:host_arch=aarch64",
-        "-l walltime=26:30:00", "-l place=scatter:excl", "-q workq", "-A p-1", "-r y", "-j oe", "-o logs/pt_cpu.pbs",
-    ]  # fmt: skip
+        "-N pt_cpu",
+        "-l select=2:ncpus=72:mpiprocs=1:ngpus=4:mem=480mb:host_arch=aarch64",
+        "-l walltime=26:30:00",
+        "-l place=scatter:excl",
+        "-q workq",
+        "-A p-1",
+        "-r y",
+        "-j oe",
+        "-o logs/pt_cpu.pbs",
+    ]
 
 
 def test_a_site_may_say_shared_nodes_no_requeue_and_more_lines() -> None:
@@ -74,8 +81,10 @@ def test_torchrun_starts_on_every_node_of_the_file_whatever_launches_it(stage: S
     assert done.returncode == 0, log
     started = sorted(
         (variables["ENVBUILD_NODE"], variables["ENVBUILD_HOSTS"], variables["ENVBUILD_RUN_ID"])
-        for tool, _, *rest in recorded if tool == "python" for variables in rest
-    )  # fmt: skip
+        for tool, _, *rest in recorded
+        if tool == "python"
+        for variables in rest
+    )
     hosts = "n0.example.org n1.example.org"
     assert started == [(number, hosts, "pt_cpu-77.head-0") for number in "01"]
     # What a node says under pbsdsh, which does not carry it, is in a file of its own.

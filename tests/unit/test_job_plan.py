@@ -156,8 +156,10 @@ def test_a_module_of_the_artifact_is_trained_with(tmp_path: Path) -> None:
     request = JobRequest(module="pkg.train", arguments=("--lr", "0.1"), current=tmp_path)
     plan = plan_job(request, _opened("enroot"), _site(tmp_path, SLURM))
     assert (plan.command, plan.run_files, plan.origins["command"]) == (
-        ("-m", "pkg.train", "--lr", "0.1"), (), "--module",
-    )  # fmt: skip
+        ("-m", "pkg.train", "--lr", "0.1"),
+        (),
+        "--module",
+    )
     assert plan.mounts == ((str(tmp_path), str(tmp_path)),)
 
 
@@ -230,7 +232,7 @@ def test_gpus_are_the_sites_and_a_fabric_brings_its_variables_and_plugin(tmp_pat
         (PODS, JobRequest(strategy="accelerate"), IN_PODS, "is not rendered"),
         (PODS, JobRequest(strategy="deepspeed"), IN_PODS, "--strategy ddp"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_together_is_refused_with_what_to_change(
     tmp_path: Path, site: str, request_: JobRequest, opened: JobInputs, words: str
 ) -> None:
@@ -338,18 +340,20 @@ def test_without_a_scheduler_the_command_for_this_host_is_said(tmp_path: Path, k
         (JobRequest(), "cu126-x86_64", "--nproc-per-node gpu -m ddp_train"),
         (JobRequest(strategy="single"), "cpu-x86_64", "`/e/venv/bin/python -m ddp_train 7 1`"),
         (
-            JobRequest(strategy="accelerate", script="a b.py", arguments=("$x",)), "cpu-x86_64",
+            JobRequest(strategy="accelerate", script="a b.py", arguments=("$x",)),
+            "cpu-x86_64",
             "`/e/venv/bin/python -m accelerate.commands.launch --multi_gpu --num_machines 1 --num_processes 3 "
             "'{}/a b.py' '$$x'`",
         ),
         (
-            JobRequest(strategy="deepspeed"), "cpu-x86_64",
+            JobRequest(strategy="deepspeed"),
+            "cpu-x86_64",
             "`/e/venv/bin/python -m deepspeed.launcher.runner --num_gpus 3 --no_local_rank --module ddp_train 7 1`",
         ),
         (JobRequest(strategy="deepspeed"), "cu126-x86_64", "launcher.runner --no_local_rank --module ddp_train"),
         (JobRequest(strategy="horovod"), "cpu-x86_64", "`mpirun -np 3 /e/venv/bin/python -m ddp_train 7 1 --strat"),
     ],
-)  # fmt: skip
+)
 def test_the_command_for_this_host_is_what_the_job_would_run(
     tmp_path: Path, request_: JobRequest, target: str, words: str
 ) -> None:
@@ -385,14 +389,14 @@ EXCLUSIVE = '[scheduler]\nkind = "slurm"\nexclusive = true\n'
         (EXCLUSIVE, None, "the CPUs that a node has, for 3 ranks"),
         (EXCLUSIVE + "[node]\ncpus = 32\n", "10", "32 CPUs for 3 ranks"),
         (EXCLUSIVE + "[node]\ncpus = 2\n", "1", "2 CPUs for 3 ranks"),
-        (EXCLUSIVE + "[environment]\nOMP_NUM_THREADS = \"5\"\n", "5", "[environment] OMP_NUM_THREADS of"),
+        (EXCLUSIVE + '[environment]\nOMP_NUM_THREADS = "5"\n', "5", "[environment] OMP_NUM_THREADS of"),
         (EXCLUSIVE.replace("true", "false"), "1", "3 CPUs for 3 ranks"),
         (PODS, None, None),
         (PODS + 'resources = { cpu = "12" }\n[node]\ncpus = 6\n', "4", "12 CPUs for 3 ranks"),
         (PODS + 'resources = { cpu = "6500m" }\n', "2", "6 CPUs for 3 ranks"),
         (PODS + "[node]\ncpus = 6\n", "2", "6 CPUs for 3 ranks"),
     ],
-)  # fmt: skip
+)
 def test_threads_are_the_cpus_of_a_node_over_its_ranks(
     tmp_path: Path, site: str, threads: str | None, origin: str | None
 ) -> None:
@@ -428,17 +432,27 @@ def test_the_scheduler_is_the_callers_before_the_sites(tmp_path: Path) -> None:
 def _built(folder: Path, passed: bool | None, *, quick: bool = False) -> Path:
     """A venv as a build leaves it: its state, and a receipt unless `passed` is None."""
     state = State(
-        artifact="venv", recipe="pt_cpu", recipe_digest="", lock_digest="", plan_digest="",
-        target="cpu-x86_64", python="3.11", python_version="3.11.2", interpreter="/usr/bin/python3",
+        artifact="venv",
+        recipe="pt_cpu",
+        recipe_digest="",
+        lock_digest="",
+        plan_digest="",
+        target="cpu-x86_64",
+        python="3.11",
+        python_version="3.11.2",
+        interpreter="/usr/bin/python3",
         packages=(("torch", "2.13.0", "x"),),
-    )  # fmt: skip
+    )
     folder.mkdir(parents=True)
     (folder / "envbuild.json").write_text(state.render())
     if passed is not None:
         receipt = {
-            "format": 1, "passed": passed, "verified_at": "2026-11-21T00:00:00+00:00",
-            "artifact": {"digest": state.digest, "path": str(folder)}, "settings": {"quick": quick},
-        }  # fmt: skip
+            "format": 1,
+            "passed": passed,
+            "verified_at": "2026-11-21T00:00:00+00:00",
+            "artifact": {"digest": state.digest, "path": str(folder)},
+            "settings": {"quick": quick},
+        }
         folder.with_name(f"{folder.name}.receipt.json").write_text(json.dumps(receipt))
     return folder
 
@@ -512,10 +526,15 @@ def test_an_image_is_named_by_its_digest_and_vouched_for_by_its_builds_receipt(
     place = tmp_path / "build/pt_cpu/cpu-x86_64/docker.receipt.json"
     place.parent.mkdir(parents=True)
     receipt = {
-        "format": 1, "passed": True, "verified_at": "2026-11-21T00:00:00+00:00", "target": "cpu-x86_64",
+        "format": 1,
+        "passed": True,
+        "verified_at": "2026-11-21T00:00:00+00:00",
+        "target": "cpu-x86_64",
         "artifact": {"digest": DIGEST, "path": "pt_cpu:cpu-x86_64", "pushed": name},
-        "recipe": {"name": "pt_cpu"}, "versions": {}, "settings": {"nodes": 2},
-    }  # fmt: skip
+        "recipe": {"name": "pt_cpu"},
+        "versions": {},
+        "settings": {"nodes": 2},
+    }
     place.write_text(json.dumps(receipt))
     for named in (name, "pt_cpu"):
         opened = open_artifact(named, ("docker",), None)

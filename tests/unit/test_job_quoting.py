@@ -23,11 +23,46 @@ from envbuild.site.jobs import SchedulerTable
 
 # What shells, heredocs and printf stumble over; no control characters but tab and newline, which are refused.
 NASTY = (
-    "", "-n", "--", "'", '"', "\\", "$(touch pwned)", "`touch pwned`", "${HOME}", "$'\\n'", "a b", "a\nb", "\n", "*",
-    "!!", "#", "; touch pwned", "& touch pwned", "%s", "NODE", "x\nNODE\ny", "SETTINGS\ntouch pwned\n", "a=b",
-    "~", "@NODES@", "é", "\u2028", "🚀", "a\tb", "$", "\\\n", "'\"'\"'", "{a,b}", "<<EOF", "|", "<", ">",
-    "[!a]", "\u00a0",
-)  # fmt: skip
+    "",
+    "-n",
+    "--",
+    "'",
+    '"',
+    "\\",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "${HOME}",
+    "$'\\n'",
+    "a b",
+    "a\nb",
+    "\n",
+    "*",
+    "!!",
+    "#",
+    "; touch pwned",
+    "& touch pwned",
+    "%s",
+    "NODE",
+    "x\nNODE\ny",
+    "SETTINGS\ntouch pwned\n",
+    "a=b",
+    "~",
+    "@NODES@",
+    "é",
+    "\u2028",
+    "🚀",
+    "a\tb",
+    "$",
+    "\\\n",
+    "'\"'\"'",
+    "{a,b}",
+    "<<EOF",
+    "|",
+    "<",
+    ">",
+    "[!a]",
+    "\u00a0",
+)
 TEXT = st.one_of(
     st.sampled_from(NASTY),
     st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20),
@@ -89,9 +124,12 @@ def test_arguments_and_variables_arrive_unchanged_with_a_recording_srun(
     with _stage() as stage:
         pbs = launcher not in ("srun", "mpirun")
         plan = replace(
-            _in(stage, ONE), command=("-c", *arguments), variables=(("GIVEN", value),),
-            scheduler="pbs" if pbs else "slurm", launcher=launcher,
-        )  # fmt: skip
+            _in(stage, ONE),
+            command=("-c", *arguments),
+            variables=(("GIVEN", value),),
+            scheduler="pbs" if pbs else "slurm",
+            launcher=launcher,
+        )
         done, recorded = stage.run(render(plan))
         assert done.returncode == 0, done.stderr
         _, given_arguments, variables = _python(recorded)
@@ -218,7 +256,7 @@ def test_a_line_of_the_site_is_one_line(line: str) -> None:
 
 @pytest.mark.parametrize(
     "pair", [("/a b", "/a"), ("/a", "b"), ("a", "/a"), ("/a,b", "/c"), ("/a", "/b:RO"), ("/a\n", "/a"), ("/a'", "/a")]
-)  # fmt: skip
+)
 def test_a_mount_that_runtimes_would_cut_is_refused(pair: tuple[str, str]) -> None:
     with pytest.raises(UsageError):
         mount(*pair)

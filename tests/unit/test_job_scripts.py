@@ -48,12 +48,16 @@ FLUX = replace(PLAN, scheduler="flux", launcher="flux")
 ON_LSF = replace(
     SITE,
     scheduler=SchedulerTable(
-        kind="lsf", partition="gpu", account="p1", constraint="hname!=n7", requeue=False,
+        kind="lsf",
+        partition="gpu",
+        account="p1",
+        constraint="hname!=n7",
+        requeue=False,
         directives=("-alloc_flags smt4",),
     ),
     node=NodeTable(gpus=4, cpus=44, memory="480"),
     modules=MODULES.modules,
-)  # fmt: skip
+)
 ON_FLUX = replace(
     SITE,
     scheduler=SchedulerTable(
@@ -61,25 +65,33 @@ ON_FLUX = replace(
     ),
     node=NodeTable(gpus=4, cpus=96),
     modules=MODULES.modules,
-)  # fmt: skip
+)
 ON_GH200 = replace(
-    PBS, site=GH200, artifact=replace(VENV, target="cu126-aarch64", fabric="slingshot", provider="cxi"),
-    nproc_per_node=4, gpus_per_node=4, cpus_per_node=72, preflight=True, time="1-02:30:00",
-    variables=(("NCCL_SOCKET_IFNAME", "hsn0,hsn1"),), library_path=("/opt/cray/lib64",),
-)  # fmt: skip
+    PBS,
+    site=GH200,
+    artifact=replace(VENV, target="cu126-aarch64", fabric="slingshot", provider="cxi"),
+    nproc_per_node=4,
+    gpus_per_node=4,
+    cpus_per_node=72,
+    preflight=True,
+    time="1-02:30:00",
+    variables=(("NCCL_SOCKET_IFNAME", "hsn0,hsn1"),),
+    library_path=("/opt/cray/lib64",),
+)
 STAGED = replace(PLAN, mounts=MOUNTS, stage="/local/nvme", stage_bytes=10**11)
 PLANS: dict[str, JobPlan] = {
     "slurm-venv-srun": PLAN,
     "slurm-venv-mpirun": replace(PLAN, launcher="mpirun", preflight=True),
     "slurm-conda": replace(PLAN, artifact=CONDA, preflight=True),
     "slurm-pyxis": replace(PLAN, artifact=SQSH, runtime="pyxis", mounts=MOUNTS, preflight=True),
-    "slurm-hyperpod": replace(
-        GPUS, name="pt_efa", artifact=EFA_SQSH, runtime="pyxis", mounts=MOUNTS, site=AWS
-    ),
+    "slurm-hyperpod": replace(GPUS, name="pt_efa", artifact=EFA_SQSH, runtime="pyxis", mounts=MOUNTS, site=AWS),
     "slurm-enroot": replace(GPUS, artifact=EFA_SQSH, runtime="enroot", mounts=MOUNTS, site=AWS),
     "slurm-apptainer-cpu": replace(PLAN, artifact=SIF, runtime="apptainer", mounts=MOUNTS),
     "slurm-apptainer-cuda": replace(
-        GPUS, artifact=GPU_SIF, runtime="apptainer", mounts=(*MOUNTS, ("/data", "/data:ro")),
+        GPUS,
+        artifact=GPU_SIF,
+        runtime="apptainer",
+        mounts=(*MOUNTS, ("/data", "/data:ro")),
         variables=tuple((name, "cxi" if name == "FI_PROVIDER" else value) for name, value in NCCL),
     ),
     "slurm-stage": replace(STAGED, artifact=SIF, runtime="apptainer"),
@@ -101,16 +113,14 @@ PLANS: dict[str, JobPlan] = {
         PLAN, site=replace(SITE, modules=ModulesTable(purge=False)), modules=LOADED, launcher="mpirun"
     ),
     "slurm-purge": replace(
-        PLAN,
-        site=replace(
-            SITE, modules=ModulesTable(purge=True), said={"[modules] purge": Path("lab.toml")}
-        ),
+        PLAN, site=replace(SITE, modules=ModulesTable(purge=True), said={"[modules] purge": Path("lab.toml")})
     ),
     "slurm-exclude-slow": replace(PLAN, preflight=True, speed=True, exclude_slow=True),
     "slurm-trust": replace(
         PLAN,
         site=replace(SITE, trust=TrustTable(signers=("/etc/envbuild/ci.pub",)), files=(Path("/etc/lab.toml"),)),
-        envbuild="/opt/tools/bin/envbuild", preflight=True,
+        envbuild="/opt/tools/bin/envbuild",
+        preflight=True,
     ),
     "slurm-etcd": replace(PLAN, rendezvous="etcd-v2", rendezvous_endpoint="etcd.example:2379"),
     "pbs-venv-mpiexec": PBS,
@@ -122,22 +132,44 @@ PLANS: dict[str, JobPlan] = {
         LSF, launcher="ssh", site=replace(SITE, scheduler=SchedulerTable(exclusive=False)), cpus_per_node=2
     ),
     "lsf-gpus-sif": replace(
-        LSF, artifact=GPU_SIF, runtime="apptainer", mounts=MOUNTS, site=ON_LSF, modules=LOADED, preflight=True,
-        nproc_per_node=4, gpus_per_node=4, cpus_per_node=44, time="1-02:30:01",
+        LSF,
+        artifact=GPU_SIF,
+        runtime="apptainer",
+        mounts=MOUNTS,
+        site=ON_LSF,
+        modules=LOADED,
+        preflight=True,
+        nproc_per_node=4,
+        gpus_per_node=4,
+        cpus_per_node=44,
+        time="1-02:30:01",
     ),
     "lsf-horovod": replace(LSF, strategy="horovod", launcher="mpirun"),
     "flux-venv": FLUX,
     "flux-gpus-sif": replace(
-        FLUX, artifact=GPU_SIF, runtime="apptainer", mounts=MOUNTS, site=ON_FLUX, modules=LOADED, preflight=True,
-        nproc_per_node=4, gpus_per_node=4, cpus_per_node=96, time="1-02:30:01",
+        FLUX,
+        artifact=GPU_SIF,
+        runtime="apptainer",
+        mounts=MOUNTS,
+        site=ON_FLUX,
+        modules=LOADED,
+        preflight=True,
+        nproc_per_node=4,
+        gpus_per_node=4,
+        cpus_per_node=96,
+        time="1-02:30:01",
     ),
     "flux-single": replace(FLUX, strategy="single", nodes=1, nproc_per_node=1),
     "pbs-sif": replace(
-        PBS, artifact=SIF, runtime="apptainer", mounts=MOUNTS, launcher="ssh",
+        PBS,
+        artifact=SIF,
+        runtime="apptainer",
+        mounts=MOUNTS,
+        launcher="ssh",
         site=replace(MODULES, scheduler=replace(MODULES.scheduler, kind="pbs", directives=("-W umask=027",))),
         modules=LOADED,
     ),
-}  # fmt: skip
+}
 # A module of the artifact instead of the bundled trainer, on each scheduler.
 PLANS |= {
     f"{one.scheduler}-module": replace(one, command=("-m", "pkg.train", "--lr", "0.1"), run_files=())
@@ -146,10 +178,13 @@ PLANS |= {
 PLANS |= {
     f"{one.scheduler}-{strategy}": replace(one, strategy=strategy)
     for one, strategy in (
-        (PLAN, "accelerate"), (PBS, "deepspeed"), (LSF, "accelerate"), (FLUX, "deepspeed"),
+        (PLAN, "accelerate"),
+        (PBS, "deepspeed"),
+        (LSF, "accelerate"),
+        (FLUX, "deepspeed"),
         (replace(PLAN, launcher="mpirun"), "deepspeed"),
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -177,10 +212,12 @@ def test_who_reads_a_script_can_compare_its_packed_program_with_the_readable_one
     variables = {"PYTHONHOME": "/of/another", "PYTHONPATH": str(tmp_path), "PYTHONINSPECT": "1"}
     about = '{"source": "/none", "folder": "/none", "keep": 0, "number": ["N"], "interface": ""}'
     done = subprocess.run(
-        ["bash", "-c", f"exec {line} \"$@\"", "bash", about, "stage", str(tmp_path / "run/settings-0.sh")],
+        ["bash", "-c", f'exec {line} "$@"', "bash", about, "stage", str(tmp_path / "run/settings-0.sh")],
         env={"PATH": os.environ["PATH"], "ENVBUILD_RUN": str(tmp_path), "restarts": "0", "N": "0", **variables},
-        capture_output=True, text=True, cwd=tmp_path,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert done.returncode == 1 and "no image is staged: " in done.stderr, done.stderr
 
 

@@ -99,7 +99,7 @@ def test_show_prints_a_file_for_all_users_to_begin_with(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name", ["TOKENIZERS_PARALLELISM", "TESTS_PASSED", "BYPASS_CACHE", "PROXY_BYPASS", "COMPASS_HOME", "NUM_PASSES"]
-)  # fmt: skip
+)
 def test_names_that_only_contain_a_secrets_word_are_variables(tmp_path: Path, name: str) -> None:
     assert dict(load(tmp_path, f'[environment]\n{name} = "x"\n').environment) == {name: "x"}
 
@@ -182,20 +182,32 @@ def test_mistakes_have_their_place(tmp_path: Path, text: str, place: str, words:
 @pytest.mark.parametrize(
     ("table", "key", "value"),
     [
-        ("kubernetes", "mount", "/fsx/"), ("kubernetes", "mount", "/data"), ("kubernetes", "claim", "fsx.pv-1"),
-        ("kubernetes", "run_as", "1000"), ("kubernetes", "run_as", "1000:0"), ("kubernetes", "claim", ""),
+        ("kubernetes", "mount", "/fsx/"),
+        ("kubernetes", "mount", "/data"),
+        ("kubernetes", "claim", "fsx.pv-1"),
+        ("kubernetes", "run_as", "1000"),
+        ("kubernetes", "run_as", "1000:0"),
+        ("kubernetes", "claim", ""),
         ("kubernetes.node_selector", "node.kubernetes.io/instance-type", "c5.4xlarge"),
-        ("kubernetes.node_selector", "zone", ""), ("kubernetes.resources", "vpc.amazonaws.com/efa", "32"),
-        ("kubernetes.resources", "cpu", "500m"), ("kubernetes.resources", "cpu", "1.5"),
-        ("kubernetes.resources", "memory", "16Gi"), ("kubernetes.resources", "hugepages-2Mi", "5120Mi"),
-        ("kubernetes.labels", "kueue.x-k8s.io/priority-class", "high"), ("kubernetes.annotations", "a.b/c", "a: ü"),
-        ("kubernetes.volumes", "/x", "claim:a.b:ro"), ("kubernetes.volumes", "/x", "host:/mnt/nvme"),
-        ("kubernetes.volumes", "/x", "empty"), ("kubernetes.volumes", "/x", "empty:1.5Ti"),
-        ("kubernetes.secrets", "HF_TOKEN", "hf/token.txt"), ("kubernetes.secrets", "/etc/hf", "hf"),
-        ("kubernetes.resources", "hugepages-1Gi", "2Gi"), ("kubernetes.resources", "ephemeral-storage", "8G"),
+        ("kubernetes.node_selector", "zone", ""),
+        ("kubernetes.resources", "vpc.amazonaws.com/efa", "32"),
+        ("kubernetes.resources", "cpu", "500m"),
+        ("kubernetes.resources", "cpu", "1.5"),
+        ("kubernetes.resources", "memory", "16Gi"),
+        ("kubernetes.resources", "hugepages-2Mi", "5120Mi"),
+        ("kubernetes.labels", "kueue.x-k8s.io/priority-class", "high"),
+        ("kubernetes.annotations", "a.b/c", "a: ü"),
+        ("kubernetes.volumes", "/x", "claim:a.b:ro"),
+        ("kubernetes.volumes", "/x", "host:/mnt/nvme"),
+        ("kubernetes.volumes", "/x", "empty"),
+        ("kubernetes.volumes", "/x", "empty:1.5Ti"),
+        ("kubernetes.secrets", "HF_TOKEN", "hf/token.txt"),
+        ("kubernetes.secrets", "/etc/hf", "hf"),
+        ("kubernetes.resources", "hugepages-1Gi", "2Gi"),
+        ("kubernetes.resources", "ephemeral-storage", "8G"),
         ("scheduler", "time", "1-00:00:00"),
     ],
-)  # fmt: skip
+)
 def test_what_kubernetes_takes_is_taken(table: str, key: str, value: str, tmp_path: Path) -> None:
     site = load(tmp_path, f'[{table}]\n"{key}" = "{value}"\n')
     first, _, inner = table.partition(".")
@@ -224,8 +236,11 @@ def test_a_secrets_value_is_refused_and_never_repeated(place: str, tmp_path: Pat
         ('[scheduler]\nkind = "slurm"\ndirectives = ["-N 4"]', "[scheduler] directives", "warn"),
         ('[scheduler]\nkind = "pbs"\ndirectives = ["-l walltime=1:00:00"]', "[scheduler] directives", "warn"),
         ('[scheduler]\nkind = "pbs"\n[container]\nruntime = "pyxis"', "[container] runtime", "fail"),
-        ('[container]\nruntime = "pyxis"\n[scheduler]\nkind = "slurm"\nlauncher = "mpirun"',
-         "[container] runtime", "fail"),
+        (
+            '[container]\nruntime = "pyxis"\n[scheduler]\nkind = "slurm"\nlauncher = "mpirun"',
+            "[container] runtime",
+            "fail",
+        ),
         ('[scheduler]\nkind = "slurm"', "[paths] shared", "warn"),
         ('[scheduler]\nkind = "kubernetes"', "[kubernetes] claim", "warn"),
         ('[scheduler]\nkind = "kubernetes"', "[node]", "warn"),
@@ -237,10 +252,13 @@ def test_a_secrets_value_is_refused_and_never_repeated(place: str, tmp_path: Pat
         ('[kubernetes]\nresources = { "nvidia.com/gpu" = "8" }', "[kubernetes] resources", "fail"),
         ('[environment]\nMASTER_ADDR = "n1"', "[environment] MASTER_ADDR", "fail"),
         ('[environment]\nhttp_proxy = "proxy:1"', "[environment] http_proxy", "warn"),
-        ('[environment]\nNCCL_SOCKET_IFNAME = "a"\n[fabric]\ninterface = "b"',
-         "[environment] NCCL_SOCKET_IFNAME", "warn"),
+        (
+            '[environment]\nNCCL_SOCKET_IFNAME = "a"\n[fabric]\ninterface = "b"',
+            "[environment] NCCL_SOCKET_IFNAME",
+            "warn",
+        ),
     ],
-)  # fmt: skip
+)
 def test_contradictions_are_found(tmp_path: Path, text: str, key: str, status: str) -> None:
     assert (key, status) in [(f.name, f.status) for f in rules(tmp_path, text)]
 
@@ -253,9 +271,18 @@ def test_a_sensible_site_has_no_contradiction(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("01:00:00", 3600), ("2-00:30:00", 174600), ("1-12", 129600), ("1-12:30", 131400), ("30", 1800),
-     ("30:10", 1810), ("infinite", None), ("UNLIMITED", None), ("", None)],
-)  # fmt: skip
+    [
+        ("01:00:00", 3600),
+        ("2-00:30:00", 174600),
+        ("1-12", 129600),
+        ("1-12:30", 131400),
+        ("30", 1800),
+        ("30:10", 1810),
+        ("infinite", None),
+        ("UNLIMITED", None),
+        ("", None),
+    ],
+)
 def test_slurm_s_times(text: str, seconds: int | None) -> None:
     assert duration(text) == seconds
 
@@ -309,7 +336,7 @@ def decoded(text: str) -> SiteFile:
         st.sampled_from(["http_proxy", "HTTPS_PROXY", "no_proxy", "SSL_CERT_FILE", "LOADEDMODULES", "USER"]),
         st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=40),
     )
-)  # fmt: skip
+)
 def test_the_file_for_this_host_can_be_read_whatever_the_environment_holds(env: dict[str, str]) -> None:
     # No PATH of the host: asking its programs is for the real tests.
     found = decoded(site_file({"PATH": "/nonexistent", "HOME": "/nonexistent", **env}))
@@ -320,9 +347,12 @@ def test_the_file_for_this_host_can_be_read_whatever_the_environment_holds(env: 
 
 def test_no_password_gets_into_the_file_for_this_host() -> None:
     env = {
-        "PATH": "/nonexistent", "http_proxy": "http://ada:geheim@p:1", "HTTPS_PROXY": "http://geheim@p:1",
-        "no_proxy": ".lab", "LOADEDMODULES": "gcc/12:cuda/12.6",
-    }  # fmt: skip
+        "PATH": "/nonexistent",
+        "http_proxy": "http://ada:geheim@p:1",
+        "HTTPS_PROXY": "http://geheim@p:1",
+        "no_proxy": ".lab",
+        "LOADEDMODULES": "gcc/12:cuda/12.6",
+    }
     text = site_file(env)
     assert "geheim" not in text and "http_proxy is left out" in text and "HTTPS_PROXY is left out" in text
     found = decoded(text)

@@ -296,10 +296,22 @@ _OWN = [f"pyxis_{_MINE}-77-0", f"pyxis_77_{_MINE}-77-1", f"{_MINE}-77-0-n1-123"]
 _ENDED = [f"pyxis_{_MINE}-7-0", f"pyxis_8_{_MINE}-8-0", f"{_MINE}-9-0-n-1-4"]
 # Of another user, cluster or program, of jobs that squeue knows, or with a name that no job gives.
 _OTHERS = [
-    "mine", "pyxis_77.0", "pyxis_mine", "envbuild-7-0", "pyxis_envbuild-7-0", "pyxis_envbuild-lab-60001-7-0",
-    f"pyxis_envbuild-other-{os.getuid()}-7-0", f"my_{_MINE}-7-0", f"pyxis_6_{_MINE}-7-0", f"pyxis_{_MINE}-x-0",
-    f"pyxis_{_MINE}-7", f"pyxis_{_MINE}-", f"pyxis_{_MINE}-78-0", f"pyxis_{_MINE}-79-0", f"{_MINE}-80-0-n1-4",
-]  # fmt: skip
+    "mine",
+    "pyxis_77.0",
+    "pyxis_mine",
+    "envbuild-7-0",
+    "pyxis_envbuild-7-0",
+    "pyxis_envbuild-lab-60001-7-0",
+    f"pyxis_envbuild-other-{os.getuid()}-7-0",
+    f"my_{_MINE}-7-0",
+    f"pyxis_6_{_MINE}-7-0",
+    f"pyxis_{_MINE}-x-0",
+    f"pyxis_{_MINE}-7",
+    f"pyxis_{_MINE}-",
+    f"pyxis_{_MINE}-78-0",
+    f"pyxis_{_MINE}-79-0",
+    f"{_MINE}-80-0-n1-4",
+]
 _CONTAINERS = {"SLURM_CLUSTER_NAME": "lab", "CONTAINERS": "\n".join([*_OWN, *_ENDED, *_OTHERS])}
 # Job 9 has ended and is not forgotten yet.
 _SQUEUE = """\
@@ -452,11 +464,17 @@ def test_horovods_ranks_are_told_what_horovodrun_would(stage: Stage) -> None:
         assert arguments[:2] == ["-m", "ddp_train"]
         told = {name: value for name, value in variables.items() if name.startswith("HOROVOD_")}
         assert told == {
-            "HOROVOD_RANK": str(number), "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
-            "HOROVOD_CROSS_RANK": str(number), "HOROVOD_CROSS_SIZE": "2", "HOROVOD_HOSTNAME": f"n{number}",
-            "HOROVOD_GLOO_IFACE": "eth0", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.7",
+            "HOROVOD_RANK": str(number),
+            "HOROVOD_SIZE": "2",
+            "HOROVOD_LOCAL_RANK": "0",
+            "HOROVOD_LOCAL_SIZE": "1",
+            "HOROVOD_CROSS_RANK": str(number),
+            "HOROVOD_CROSS_SIZE": "2",
+            "HOROVOD_HOSTNAME": f"n{number}",
+            "HOROVOD_GLOO_IFACE": "eth0",
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.7",
             "HOROVOD_GLOO_RENDEZVOUS_PORT": "20077",
-        }  # fmt: skip
+        }
 
 
 def test_horovod_of_another_mpi_than_open_mpi_is_refused_before_it_starts(stage: Stage) -> None:
@@ -475,7 +493,7 @@ def test_horovod_of_another_mpi_than_open_mpi_is_refused_before_it_starts(stage:
         (replace(PLAN, runtime="own", artifact=SQSH, mounts=(("/data", "/data"),)), "[container] mounts"),
         (replace(PLAN, name="a/b"), "--name"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_together_is_refused_with_what_to_change(plan: JobPlan, hint: str) -> None:
     with pytest.raises(UsageError) as error:
         render(plan)
@@ -526,15 +544,33 @@ def test_every_job_is_told_to_end_before_its_time_limit(time: str, seconds: int)
 
 def test_directives_say_what_the_site_and_the_plan_do() -> None:
     plan = replace(
-        PLAN, site=replace(AWS, scheduler=MODULES.scheduler), artifact=EFA_SQSH, runtime="pyxis",
-        mounts=(("/fsx", "/fsx"),), gpus_per_node=8, cpus_per_node=96,
-    )  # fmt: skip
+        PLAN,
+        site=replace(AWS, scheduler=MODULES.scheduler),
+        artifact=EFA_SQSH,
+        runtime="pyxis",
+        mounts=(("/fsx", "/fsx"),),
+        gpus_per_node=8,
+        cpus_per_node=96,
+    )
     assert _directives(plan) == [
-        "--job-name=pt_cpu", "--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=96", "--gpus-per-node=8",
-        "--mem=480G", "--account=a1", "--qos=long", "--constraint=icelake", "--time=01:00:00",
-        "--signal=B:USR1@120", "--chdir=/fsx/me", "--output=logs/%x_%j.out", "--open-mode=append", "--no-requeue",
-        "--exclusive", "--mail-type=END",
-    ]  # fmt: skip
+        "--job-name=pt_cpu",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--cpus-per-task=96",
+        "--gpus-per-node=8",
+        "--mem=480G",
+        "--account=a1",
+        "--qos=long",
+        "--constraint=icelake",
+        "--time=01:00:00",
+        "--signal=B:USR1@120",
+        "--chdir=/fsx/me",
+        "--output=logs/%x_%j.out",
+        "--open-mode=append",
+        "--no-requeue",
+        "--exclusive",
+        "--mail-type=END",
+    ]
     # A number of srun's own would bind the step to so many CPUs of all that an exclusive job has.
     assert render(plan).count("cpus-per-task") == 1
     horovod = replace(plan, strategy="horovod", launcher="mpirun", runtime="enroot", nproc_per_node=8)

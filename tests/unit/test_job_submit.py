@@ -19,18 +19,53 @@ from envbuild.jobs.submit import submit, submit_script, write_script
 
 # As in a step of a job that runs; values do not matter.
 OF_A_JOB = (
-    "SLURM_JOB_ID", "SLURM_MEM_PER_CPU", "SLURM_RESTART_COUNT", "SLURM_CPU_BIND", "SLURM_EXPORT_ENV", "SLURM_CONF_X",
-    "SLURMD_NODENAME", "PBS_JOBID", "PBS_JOBNAME", "PBS_NODEFILE", "PBS_NODENUM", "PBS_O_WORKDIR", "PBS_ENVIRONMENT",
-    "PBS_ARRAY_INDEX", "PBS_QUEUE",
-    "LSB_JOBID", "LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS", "LS_SUBCWD", "FLUX_JOB_ID", "FLUX_TASK_RANK",
-    "PMIX_RANK", "PMI_RANK", "PALS_RANKID", "OMPI_COMM_WORLD_RANK",
-)  # fmt: skip
+    "SLURM_JOB_ID",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_RESTART_COUNT",
+    "SLURM_CPU_BIND",
+    "SLURM_EXPORT_ENV",
+    "SLURM_CONF_X",
+    "SLURMD_NODENAME",
+    "PBS_JOBID",
+    "PBS_JOBNAME",
+    "PBS_NODEFILE",
+    "PBS_NODENUM",
+    "PBS_O_WORKDIR",
+    "PBS_ENVIRONMENT",
+    "PBS_ARRAY_INDEX",
+    "PBS_QUEUE",
+    "LSB_JOBID",
+    "LSB_DJOB_HOSTFILE",
+    "LSB_MCPU_HOSTS",
+    "LS_SUBCWD",
+    "FLUX_JOB_ID",
+    "FLUX_TASK_RANK",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "PALS_RANKID",
+    "OMPI_COMM_WORLD_RANK",
+)
 OF_THE_USER = (
-    "SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_EXPORT", "SRUN_CPUS_PER_TASK",
-    "LSB_DEFAULTQUEUE", "LSF_ENVDIR",
-    "FLUX_URI", "PBS_SERVER", "PBS_DEFAULT", "PBS_CONF_FILE", "PBS_EXEC", "PBS_HOME", "PBS_PRIMARY", "PMIX_MCA_gds",
-    "OMPI_MCA_btl", "MY_SLURM_JOB_ID", "LD_LIBRARY_PATH",
-)  # fmt: skip
+    "SLURM_CONF",
+    "SLURM_CLUSTERS",
+    "SLURM_JWT",
+    "SBATCH_ACCOUNT",
+    "SBATCH_EXPORT",
+    "SRUN_CPUS_PER_TASK",
+    "LSB_DEFAULTQUEUE",
+    "LSF_ENVDIR",
+    "FLUX_URI",
+    "PBS_SERVER",
+    "PBS_DEFAULT",
+    "PBS_CONF_FILE",
+    "PBS_EXEC",
+    "PBS_HOME",
+    "PBS_PRIMARY",
+    "PMIX_MCA_gds",
+    "OMPI_MCA_btl",
+    "MY_SLURM_JOB_ID",
+    "LD_LIBRARY_PATH",
+)
 
 
 @pytest.mark.parametrize(("scheduler", "command"), [("slurm", "sbatch"), ("pbs", "qsub")])
@@ -52,7 +87,7 @@ NO_SERVER = [
     ("slurm", "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"),
     ("slurm", "sbatch: fatal: Could not establish a configuration source"),
     ("pbs", "qsub: cannot connect to server pbs01 (errno=15010)"),
-]  # fmt: skip
+]
 REFUSED = "sbatch: error: invalid partition specified: gpu"
 
 
@@ -121,7 +156,7 @@ def test_a_script_that_cannot_be_written_is_an_error_with_what_to_change(
 
 @pytest.mark.parametrize(
     ("shared", "more"), [("{}", ["--out", "{}"]), ("{}", ["--out", "{}/file/x.sh"]), ("{}/file", ["--submit"])]
-)  # fmt: skip
+)
 def test_so_is_one_of_a_job_that_builds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: str, more: list[str]
 ) -> None:

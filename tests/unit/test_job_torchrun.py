@@ -68,9 +68,13 @@ def through_torchrun(lines: list[list[str]], folder: Path) -> list[Any]:
     options = [line[line.index("--local-addr") + 2 :] for line in lines]
     done = subprocess.run(
         [sys.executable, "-c", TORCHRUN],
-        input=json.dumps(options), capture_output=True, text=True, cwd=folder, timeout=120,
+        input=json.dumps(options),
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=120,
         env={**os.environ, "ENVBUILD_RUN": str(folder), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "295"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     timeout, *seen = map(json.loads, done.stdout.splitlines())
     assert timeout == 295  # [kubernetes] grace: torch has the variable

@@ -122,7 +122,9 @@ BREAKS: dict[str, tuple[str, Callable[[Launched], object]]] = {
     "torch for CUDA on a CPU target": ("versions", lambda r: ranks(r)[0].update(torch_cuda="12.6")),
     "torch of the user": ("versions", lambda r: ranks(r)[3].update(torch_file="/home/u/.local/torch/__init__.py")),
     "a trainer that is not envbuild's": (
-        "versions", lambda r: ranks(r)[1].update(ddp_train_file="/build/venv/lib/ddp_train/__init__.py")),
+        "versions",
+        lambda r: ranks(r)[1].update(ddp_train_file="/build/venv/lib/ddp_train/__init__.py"),
+    ),
     "a wrong sum on one rank": ("allreduce", wrong_result("allreduce", "sum float64 × 1023")),
     "a wrong large sum": ("allreduce", wrong_result("allreduce", "sum float32 × 4194304")),
     "a wrong sum in bfloat16": ("allreduce", wrong_result("allreduce", "sum bfloat16 × 524288")),
@@ -131,7 +133,8 @@ BREAKS: dict[str, tuple[str, Callable[[Launched], object]]] = {
     "a wrong product": ("allreduce", wrong_result("allreduce", "product float32 × 1023")),
     "a type that torch should support": (
         "allreduce",
-        lambda r: ranks(r)[1]["probes"]["allreduce"].update({"sum bfloat16 × 1023": "error: Invalid scalar type"})),
+        lambda r: ranks(r)[1]["probes"]["allreduce"].update({"sum bfloat16 × 1023": "error: Invalid scalar type"}),
+    ),
     "a rank that summed nothing": ("allreduce", probed("allreduce", {}, 2)),
     "a report without probes": ("allreduce", lambda r: ranks(r)[2].pop("probes")),
     "a wrong broadcast": ("collectives", wrong_result("collectives", "broadcast float32 × 131072")),
@@ -148,39 +151,58 @@ BREAKS: dict[str, tuple[str, Callable[[Launched], object]]] = {
     "a gradient that is not close": ("operations", other_result("layer_norm bfloat16", "gradient of weight", 0.5)),
     "a sample twice": ("operations", other_result("DataLoader int64", "share 1 of 2", 1)),
     "a result that is no number": (
-        "operations", other_result("cross_entropy float32", "gradient of logits", float("nan"))),
+        "operations",
+        other_result("cross_entropy float32", "gradient of logits", float("nan")),
+    ),
     "a result with a value less": ("operations", lambda r: operations(r)["embedding float32"]["output"].pop()),
     "an operation without gradient": (
-        "operations", lambda r: operations(r)["linear float16"].pop("gradient of weight")),
+        "operations",
+        lambda r: operations(r)["linear float16"].pop("gradient of weight"),
+    ),
     "an operation that no process probed": ("operations", lambda r: operations(r).pop("batch_norm float32")),
     "an operation that failed": (
-        "operations", lambda r: operations(r).update({"matmul float16": "error: RuntimeError: not implemented"})),
+        "operations",
+        lambda r: operations(r).update({"matmul float16": "error: RuntimeError: not implemented"}),
+    ),
     "a reference without probes": ("operations", lambda r: r["reference"]["reports"][0]["ranks"][0].pop("probes")),
     "other parameters on one rank": ("parameters", lambda r: ranks(r)[1].update(parameters_digest="0" * 64)),
     "no snapshot after the last epoch": (
-        "snapshot", lambda r: r["first"]["reports"][0].update(snapshots=[{"epoch": 0, "path": "train.pt"}])),
+        "snapshot",
+        lambda r: r["first"]["reports"][0].update(snapshots=[{"epoch": 0, "path": "train.pt"}]),
+    ),
     "a second launch that failed": ("relaunch", lambda r: r["second"].update(returncodes=[1, 0])),
     "a snapshot that forgot an epoch": ("resume", lambda r: r["second"]["reports"][0].update(start_epoch=1)),
     "a snapshot that was refused": (
-        "resume", lambda r: r["second"]["reports"][0].update(rejected_snapshots=[{"path": "p", "reason": "cut"}])),
+        "resume",
+        lambda r: r["second"]["reports"][0].update(rejected_snapshots=[{"path": "p", "reason": "cut"}]),
+    ),
     "resumed by another number of ranks": ("resume", lambda r: r["second"]["reports"][0].update(world_size=4)),
     "resumed by each node alone": ("resume", lambda r: r["second"]["reports"].append(r["second"]["reports"][0])),
     "a reference process that failed": ("reference", lambda r: r["reference"].update(returncodes=[7])),
     "an optimizer that does not step": ("loss", flat),
     "a curve that leaves the reference's": ("curve", lambda r: curve(r, lambda loss: loss * 1.001)),
     "a module that one rank cannot import": (
-        "imports", lambda r: ranks(r)[2]["imports"].update(numpy="ImportError: libopenblas.so: no such file")),
+        "imports",
+        lambda r: ranks(r)[2]["imports"].update(numpy="ImportError: libopenblas.so: no such file"),
+    ),
     "a rank that imported nothing": ("imports", lambda r: ranks(r)[3].update(imports=[])),
     "a curve of the second launch that does": ("curve", lambda r: curve(r, lambda loss: loss * 1.001, "second")),
-}  # fmt: skip
+}
 
 
 def subject_of(launched: Launched) -> Subject:
     state = State(
-        "venv", "pt_cpu", "sha256:r", "sha256:l", "sha256:p", "cpu-x86_64", "3.11",
-        launched["state"]["python_version"], "/usr/bin/python3.11",
+        "venv",
+        "pt_cpu",
+        "sha256:r",
+        "sha256:l",
+        "sha256:p",
+        "cpu-x86_64",
+        "3.11",
+        launched["state"]["python_version"],
+        "/usr/bin/python3.11",
         tuple((name, version, record) for name, version, record in launched["state"]["packages"]),
-    )  # fmt: skip
+    )
     target = Target.parse(state.target)
 
     def unused(*_: object) -> Any:
@@ -238,11 +260,26 @@ def test_nothing_broken_nothing_fails(launched: Launched, tmp_path: Path) -> Non
     assert [(check.name, check.status) for check in checks] == [
         (name, "pass")
         for name in (
-            "launch", "world", "versions", "fabric", "allreduce", "collectives", "bandwidth", "parameters", "sampler",
-            "optimizer", "snapshot", "relaunch", "resume", "reference", "operations", "loss",
-            "curve", "imports",
+            "launch",
+            "world",
+            "versions",
+            "fabric",
+            "allreduce",
+            "collectives",
+            "bandwidth",
+            "parameters",
+            "sampler",
+            "optimizer",
+            "snapshot",
+            "relaunch",
+            "resume",
+            "reference",
+            "operations",
+            "loss",
+            "curve",
+            "imports",
         )
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("name", BREAKS)
@@ -313,9 +350,7 @@ def test_a_recipe_s_floor_goes_over_the_site_s() -> None:
     assert _floor(subject, Settings(busbw_floor=1.5), site) == (1.5, "the recipe")
 
 
-@pytest.mark.parametrize(
-    ("name", "check"), [("first", "launch"), ("second", "relaunch"), ("reference", "reference")]
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "check"), [("first", "launch"), ("second", "relaunch"), ("reference", "reference")])
 def test_a_report_that_is_not_json_fails_its_launch(name: str, check: str, launched: Launched, tmp_path: Path) -> None:
     launched[name]["reports"] = [{"unreadable": "train-report0.json"}]
     checks = judged(launched, tmp_path)

@@ -35,9 +35,14 @@ from envbuild.jobs.quote import word
 
 ETH0, HSN0, IB0 = Address("eth0", "192.0.2.7"), Address("hsn0", "203.0.113.7"), Address("ib0", "2001:db8:1::7")
 FOUND = [
-    Address("lo", "127.0.0.1", wide=False), Address("docker0", "172.17.0.1"), Address("eth0", "2001:db8::7"), ETH0,
-    HSN0, IB0, Address("ib0", "fe80::7", wide=False),
-]  # fmt: skip
+    Address("lo", "127.0.0.1", wide=False),
+    Address("docker0", "172.17.0.1"),
+    Address("eth0", "2001:db8::7"),
+    ETH0,
+    HSN0,
+    IB0,
+    Address("ib0", "fe80::7", wide=False),
+]
 JOB = Job("pt_cpu", sys.executable, 2, 2, ("-m", "ddp_train", "10", "1"), launcher="srun", number=("SLURM_NODEID",))
 
 
@@ -341,8 +346,10 @@ def test_accelerate_meets_at_the_first_node_too(tmp_path: Path) -> None:
         assert found["--rdzv_conf"] == f"is_host={int(number == 0)},join_timeout=900,read_timeout=300"
         assert words[-6:-1] == ["--module", "ddp_train", "10", "1", "--report"] and words[-1].endswith("/a$$b.json")
         assert strategy_variables(run, six, row, number, 0) == {
-            "PET_RDZV_ID": "pt_cpu-77-0", "PET_RDZV_ENDPOINT": "[2001:db8::0]:20077", "PET_LOCAL_ADDR": row.address,
-        }  # fmt: skip
+            "PET_RDZV_ID": "pt_cpu-77-0",
+            "PET_RDZV_ENDPOINT": "[2001:db8::0]:20077",
+            "PET_LOCAL_ADDR": row.address,
+        }
 
 
 @pytest.mark.parametrize(
@@ -389,9 +396,12 @@ def _show(kind: str, folder: Path) -> list[str]:
         file.write_text(text)
         file.chmod(0o755)
     path = _write(
-        folder.parent / "run", python=str(folder / "bin/python"), command=["train.py", "a $b"],
-        environment=str(folder), conda=kind == "conda",
-    )  # fmt: skip
+        folder.parent / "run",
+        python=str(folder / "bin/python"),
+        command=["train.py", "a $b"],
+        environment=str(folder),
+        conda=kind == "conda",
+    )
     done = _launch(path, "training", "0", PATH="/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].split("|")
@@ -424,9 +434,12 @@ def test_a_venv_is_first_on_the_path_of_what_a_job_starts(tmp_path: Path) -> Non
 
 def test_a_training_runs_in_the_working_folder_with_the_libraries_of_the_job_first(tmp_path: Path) -> None:
     path = _write(
-        tmp_path / "run", "export GIVEN='a b'\n", python="/bin/sh", library_path="/opt/cray",
+        tmp_path / "run",
+        "export GIVEN='a b'\n",
+        python="/bin/sh",
+        library_path="/opt/cray",
         command=["-c", 'pwd; echo "$GIVEN|$LD_LIBRARY_PATH|$ENVBUILD_RUN|$PYTHONPATH"; exit 9'],
-    )  # fmt: skip
+    )
     done = _launch(path, "training", "0", PATH="/usr/bin:/bin", LD_LIBRARY_PATH="/lib/x", PYTHONPATH="/login")
     assert done.returncode == 9
     assert done.stdout.splitlines()[-2:] == [str(tmp_path), f"a b|/opt/cray:/lib/x|{tmp_path}/run|"]
@@ -566,6 +579,7 @@ def test_a_job_runs_in_the_nodes_own_copy_of_its_environment_which_stays_until_i
     assert (staged.python, staged.environment) == (f"{copy}/bin/python", str(copy))
     assert staged.library_path == f"{copy}/lib:/opt/lib"
     assert staged.variables == {
-        "NCCL_NET_PLUGIN": f"{copy}/lib/p.so", "OTHER": f"/fsx/environment:{copy}:/data/fsx/env/x"
-    }  # fmt: skip
+        "NCCL_NET_PLUGIN": f"{copy}/lib/p.so",
+        "OTHER": f"/fsx/environment:{copy}:/data/fsx/env/x",
+    }
     assert program._staged(run, "/fsx/env") == run, "this node reads the shared one"

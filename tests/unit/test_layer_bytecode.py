@@ -61,7 +61,7 @@ HOPELESS = {
     "bad/sum.py": b"x = " + b"+".join([b"y"] * 200_000),
     "bad/attributes.py": b"x = y" + b".z" * 200_000,
     "bad/not.py": b"x = " + b"not " * 50_000 + b"y",
-}  # fmt: skip
+}
 HEAVY = {
     "ok/constant.py": b"x = '" + b"a" * (3 << 20) + b"'\n",
     "ok/table.py": b"x = [" + b"1234567, " * 100_000 + b"]\n",
@@ -116,9 +116,11 @@ def test_tests_are_not_compiled() -> None:
 
 def python(code: str, folder: Path, *options: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-S", "-s", "-W", "ignore", *options, "-c", code], capture_output=True,
-        text=True, env={"PYTHONPATH": os.fspath(folder), "LC_ALL": "C.UTF-8"},
-    )  # fmt: skip
+        [sys.executable, "-S", "-s", "-W", "ignore", *options, "-c", code],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": os.fspath(folder), "LC_ALL": "C.UTF-8"},
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -161,10 +163,17 @@ def test_bytecode_does_not_depend_on_who_makes_it_or_where(tmp_path: Path, monke
     first = compiled(files)
     for number, (seed, folder) in enumerate([("1", "/"), ("77", "/tmp"), ("random", os.fspath(tmp_path))]):
         for name, value in [
-            ("PYTHONHASHSEED", seed), ("HOME", folder), ("TZ", "Asia/Tokyo"), ("LANG", "tr_TR.UTF-8"),
-            ("PYTHONOPTIMIZE", "2"), ("PYTHONPATH", folder), ("PYTHONWARNINGS", "error"),
-            ("PYTHONDONTWRITEBYTECODE", "1"), ("PYTHONUTF8", "0"), ("PYTHONSTARTUP", "/gone"),
-        ]:  # fmt: skip
+            ("PYTHONHASHSEED", seed),
+            ("HOME", folder),
+            ("TZ", "Asia/Tokyo"),
+            ("LANG", "tr_TR.UTF-8"),
+            ("PYTHONOPTIMIZE", "2"),
+            ("PYTHONPATH", folder),
+            ("PYTHONWARNINGS", "error"),
+            ("PYTHONDONTWRITEBYTECODE", "1"),
+            ("PYTHONUTF8", "0"),
+            ("PYTHONSTARTUP", "/gone"),
+        ]:
             monkeypatch.setenv(name, value)
         monkeypatch.chdir(folder)
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=number: set(range(3 * n + 1)))
@@ -313,9 +322,11 @@ def test_ctrl_c_ends_envbuild_and_the_interpreters(tmp_path: Path) -> None:
     stuck = script(tmp_path, f"echo $$ >>{marker}; exec sleep 600").python
     child = subprocess.Popen(
         [sys.executable, "-c", INTERRUPTED.format(python=stuck, blobs=os.fspath(blobs))],
-        cwd=Path(__file__).resolve().parents[2], stderr=subprocess.PIPE, text=True,
+        cwd=Path(__file__).resolve().parents[2],
+        stderr=subprocess.PIPE,
+        text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
+    )
     while not marker.exists() or not marker.read_text().endswith("\n"):
         assert child.poll() is None
         time.sleep(0.01)

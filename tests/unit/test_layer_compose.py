@@ -68,13 +68,17 @@ def content(tree: Tree) -> dict[str, tuple[Entry, bytes]]:
 
 
 def test_large_wheels_come_first_by_size_and_the_small_ones_together() -> None:
-    sizes = {"small-b": LARGE - 1, "huge": 10 * LARGE, "exact": LARGE, "tie-b": 2 * LARGE,
-             "tie-a": 2 * LARGE, "small-a": 1}  # fmt: skip
+    sizes = {
+        "small-b": LARGE - 1,
+        "huge": 10 * LARGE,
+        "exact": LARGE,
+        "tie-b": 2 * LARGE,
+        "tie-a": 2 * LARGE,
+        "small-a": 1,
+    }
     wheels = [pretend(name, size) for name, size in sizes.items()]
     titles = [part.title for part in parts(wheels)]
-    assert titles == [
-        "huge 1.0", "tie-a 1.0", "tie-b 1.0", "exact 1.0", "2 packages: small-a 1.0, small-b 1.0",
-    ]  # fmt: skip
+    assert titles == ["huge 1.0", "tie-a 1.0", "tie-b 1.0", "exact 1.0", "2 packages: small-a 1.0, small-b 1.0"]
     assert [p.key for p in parts(wheels[::-1])] == [p.key for p in parts(wheels)]
     assert [p.title for p in parts(wheels[:1])] == ["small-b 1.0"] and parts([]) == []
 
@@ -86,9 +90,14 @@ def test_a_layers_key_changes_when_and_only_when_what_decides_it_does() -> None:
     tag = dataclasses.replace(COMPILER, tag="cpython-399")
     magic = dataclasses.replace(COMPILER, magic=b"abcd")
     alone: list[dict[str, Any]] = [
-        {"mtime": 0}, {"compiler": None}, {"compiler": other}, {"compiler": tag}, {"compiler": magic},
-        {"scheme": Scheme("opt/other", "3.11")}, {"scheme": Scheme(PREFIX, "3.12")},
-    ]  # fmt: skip
+        {"mtime": 0},
+        {"compiler": None},
+        {"compiler": other},
+        {"compiler": tag},
+        {"compiler": magic},
+        {"scheme": Scheme("opt/other", "3.11")},
+        {"scheme": Scheme(PREFIX, "3.12")},
+    ]
     for changed in alone:
         assert not {part.key for part in parts(wheels, **changed)} & set(known)
     # where things lie decides nothing
@@ -119,17 +128,21 @@ def test_of_a_file_that_several_wheels_have_the_last_ones_stays(tmp_path: Path) 
     pyc = made[f"{SITE}/__pycache__/shared.{COMPILER.tag}.pyc"][1]
     assert b"two, later" in pyc
     result = TarCache(Store(tmp_path / "store"), print).part(part)
-    assert [(name, version) for name, version, _ in result.distributions] == [
-        ("one", "1.0"), ("two", "1.0"),
-    ]  # fmt: skip
+    assert [(name, version) for name, version, _ in result.distributions] == [("one", "1.0"), ("two", "1.0")]
 
 
 def environment(trainer: WheelFile, **changed: Any) -> LayerRequest:
     inputs: dict[str, Any] = {
-        "scheme": SCHEME, "interpreter": "/usr/bin/python3.11", "python_version": "3.11.2",
-        "state": '{"a": 1}', "compiler": COMPILER, "mtime": FIXED_TIME,
-        "system_packages": False, "folders": ["/workspace"], **changed,
-    }  # fmt: skip
+        "scheme": SCHEME,
+        "interpreter": "/usr/bin/python3.11",
+        "python_version": "3.11.2",
+        "state": '{"a": 1}',
+        "compiler": COMPILER,
+        "mtime": FIXED_TIME,
+        "system_packages": False,
+        "folders": ["/workspace"],
+        **changed,
+    }
     return environment_part([trainer], **inputs)
 
 
@@ -137,9 +150,14 @@ def test_own_code_is_in_the_last_layer_after_the_trainer(tmp_path: Path) -> None
     trainer, own = located(make_wheel(tmp_path, "ddp-train")), located(make_wheel(tmp_path, "own"))
     other = located(make_wheel(tmp_path / "other", "own", files={"own/more.py": b"1"}))
     inputs: dict[str, Any] = {
-        "scheme": SCHEME, "interpreter": "/usr/bin/python3.11", "python_version": "3.11.2", "state": "{}",
-        "compiler": None, "mtime": FIXED_TIME, "system_packages": False,
-    }  # fmt: skip
+        "scheme": SCHEME,
+        "interpreter": "/usr/bin/python3.11",
+        "python_version": "3.11.2",
+        "state": "{}",
+        "compiler": None,
+        "mtime": FIXED_TIME,
+        "system_packages": False,
+    }
     alone, with_own, with_other = (environment_part([trainer, *more], **inputs) for more in ([], [own], [other]))
     assert len({alone.key, with_own.key, with_other.key}) == 3
     assert with_own.title == "ddp-train 1.0, own 1.0 and envbuild.json"
@@ -175,9 +193,11 @@ def test_the_frame_says_where_the_interpreter_is_and_what_it_sees(tmp_path: Path
     made = content(environment(trainer).tree())
     config = dict(line.split(" = ") for line in made["opt/env/pyvenv.cfg"][1].decode().splitlines())
     assert config == {
-        "home": "/usr/bin", "include-system-site-packages": "false", "version": "3.11.2",
+        "home": "/usr/bin",
+        "include-system-site-packages": "false",
+        "version": "3.11.2",
         "executable": "/usr/bin/python3.11",
-    }  # fmt: skip
+    }
     assert made["opt/env/bin/python"][0].target == "/usr/bin/python3.11"
     assert made["workspace"][0].kind == "dir"
     assert "opt/env/bin/torchrun" not in made
@@ -223,10 +243,17 @@ def test_the_environments_key_covers_all_that_decides_it(tmp_path: Path) -> None
     known = environment(trainer).key
     assert environment(dataclasses.replace(trainer, place=Path("/gone"))).key == known
     changes: list[dict[str, Any]] = [
-            {"interpreter": "/usr/bin/python3"}, {"python_version": "3.11.9"}, {"state": "{}"},
-            {"compiler": None}, {"mtime": 1}, {"system_packages": True}, {"folders": ["/w"]},
-            {"folders": []}, {"scheme": Scheme("opt/env2", "3.11")}, {"scheme": Scheme(PREFIX, "3.12")},
-    ]  # fmt: skip
+        {"interpreter": "/usr/bin/python3"},
+        {"python_version": "3.11.9"},
+        {"state": "{}"},
+        {"compiler": None},
+        {"mtime": 1},
+        {"system_packages": True},
+        {"folders": ["/w"]},
+        {"folders": []},
+        {"scheme": Scheme("opt/env2", "3.11")},
+        {"scheme": Scheme(PREFIX, "3.12")},
+    ]
     keys = [environment(trainer, **changed).key for changed in changes]
     keys.append(environment(dataclasses.replace(trainer, sha256="0")).key)
     assert len({known, *keys}) == len(keys) + 1
@@ -259,12 +286,20 @@ def blob(store: Store, key: str) -> Path:
 @pytest.mark.parametrize(
     "note",
     [
-        b"", b"{", b"null", b"[]", b"7", b'"x"', b"\xff\xfe", b"{}", b'{"digest": 5}',
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b"7",
+        b'"x"',
+        b"\xff\xfe",
+        b"{}",
+        b'{"digest": 5}',
         b'{"media_type": 1, "digest": 2, "size": 3, "diff_id": 4, "unpacked": 5, "distributions": []}',
         b'{"media_type": "m", "digest": "../../etc/passwd", "size": 3, "diff_id": "x", "unpacked": 5,'
         b' "distributions": []}',
     ],
-)  # fmt: skip
+)
 def test_a_damaged_note_is_made_again(note: bytes, tmp_path: Path) -> None:
     store, said = Store(tmp_path), list[str]()
     first = TarCache(store, print).part(simple())
@@ -277,9 +312,17 @@ def test_a_damaged_note_is_made_again(note: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("size", 5), ("digest", "sha256:" + "0" * 64), ("distributions", [["a"]]), ("diff_id", None),
-     ("distributions", 5), ("media_type", "text/plain"), ("unpacked", "many"), ("size", "5")],
-)  # fmt: skip
+    [
+        ("size", 5),
+        ("digest", "sha256:" + "0" * 64),
+        ("distributions", [["a"]]),
+        ("diff_id", None),
+        ("distributions", 5),
+        ("media_type", "text/plain"),
+        ("unpacked", "many"),
+        ("size", "5"),
+    ],
+)
 def test_a_note_with_one_wrong_value_is_made_again(field: str, value: object, tmp_path: Path) -> None:
     store, said = Store(tmp_path), list[str]()
     first = TarCache(store, print).part(simple())

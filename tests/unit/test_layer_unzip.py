@@ -32,9 +32,11 @@ def content(seed: int, size: int) -> bytes:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(0, 1 << 30), st.integers(65_536, 400_000), st.integers(0, 9),
+    st.integers(0, 1 << 30),
+    st.integers(65_536, 400_000),
+    st.integers(0, 9),
     st.lists(st.sampled_from([1, 7, 100, 4096, 70_000, 1 << 18]), min_size=1, max_size=6),
-)  # fmt: skip
+)
 def test_every_way_of_reading_gives_what_zipfile_gives(seed: int, size: int, level: int, steps: list[int]) -> None:
     data = content(seed, size)
     archive = zipfile.ZipFile(io.BytesIO(archive_of(data, level)))

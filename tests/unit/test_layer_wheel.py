@@ -193,13 +193,7 @@ WHEELS = {
     ),
     "modes": Odd(
         [("bin/a", b"a"), ("lib.so", b"b"), ("b.py", b""), ("link", b"lib.so"), ("bare", b"c")],
-        {
-            "bin/a": PROGRAM,
-            "lib.so": stat.S_IFREG | 0o744,
-            "b.py": stat.S_IFREG | 0o4600,
-            "link": LINK,
-            "bare": 0o755,
-        },
+        {"bin/a": PROGRAM, "lib.so": stat.S_IFREG | 0o744, "b.py": stat.S_IFREG | 0o4600, "link": LINK, "bare": 0o755},
     ),
     "names": Odd(
         [
@@ -237,16 +231,12 @@ WHEELS = {
         [("a.py", b"a"), ("b.py", b"b")], rows=lambda r: [[x[0], x[1], x[2] and "7"] for x in r]
     ),
     "RECORD without rows": Odd([("a.py", b"a")], rows=lambda r: r[-1:]),
-    "RECORD with rows too many": Odd(
-        [("a.py", b"a")], rows=lambda r: [["gone.py", "sha256=AAAA", "1"], *r]
-    ),
+    "RECORD with rows too many": Odd([("a.py", b"a")], rows=lambda r: [["gone.py", "sha256=AAAA", "1"], *r]),
     "a name twice": Odd([("a.py", b"first"), ("b.py", b""), ("a.py", b"the second")]),
-    "an installer's own files": Odd(
-        [("odd-1.0.dist-info/INSTALLER", b"flit"), ("odd-1.0.dist-info/REQUESTED", b"")]
-    ),
+    "an installer's own files": Odd([("odd-1.0.dist-info/INSTALLER", b"flit"), ("odd-1.0.dist-info/REQUESTED", b"")]),
     "entry points": Odd([("odd-1.0.dist-info/entry_points.txt", ENTRY_POINTS.encode())]),
     "other entry points": Odd([("odd-1.0.dist-info/entry_points.txt", b"[pytest11]\na = b\n")]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WHEELS)
@@ -417,8 +407,9 @@ def test_record_is_whole_though_nobody_reads_the_files(tmp_path: Path) -> None:
     assert skipped is not None and skipped.read() == read[1]
 
 
-parts = st.sampled_from(["", "pkg/", "pkg/deep/er/", "ünï/", f"{D}/data/", f"{D}/scripts/",
-                         f"{D}/headers/h/", f"{D}/platlib/pkg/"])  # fmt: skip
+parts = st.sampled_from(
+    ["", "pkg/", "pkg/deep/er/", "ünï/", f"{D}/data/", f"{D}/scripts/", f"{D}/headers/h/", f"{D}/platlib/pkg/"]
+)
 names = st.text(
     st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"], exclude_characters="/\\\x85"),
     min_size=1,

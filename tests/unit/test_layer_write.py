@@ -69,9 +69,17 @@ def read_back(path: Path) -> list[tuple[Entry, bytes]]:
             device = (member.devmajor, member.devminor) if kind in (CHAR, BLOCK) else (0, 0)
             size = member.size if kind == FILE else 0
             entry = Entry(
-                member.name, kind, member.mode, size, member.linkname, member.uid, member.gid,
-                int(member.mtime), device, xattrs,
-            )  # fmt: skip
+                member.name,
+                kind,
+                member.mode,
+                size,
+                member.linkname,
+                member.uid,
+                member.gid,
+                int(member.mtime),
+                device,
+                xattrs,
+            )
             stream = archive.extractfile(member) if kind == FILE else None
             found.append((entry, stream.read() if stream else b""))
     return found
@@ -89,8 +97,16 @@ ENTRIES: list[tuple[Entry, bytes]] = [
     (Entry("opt/" + LONG, FILE, 0o600, 3), b"abc"),
     (Entry("opt/zażółć 中.txt", FILE, 0o644, 1, uid=3_000_000, gid=4_000_000), b"x"),
     (Entry(os.fsdecode(b"opt/not-utf8-\xff\xfe"), FILE, 0o644, 2), b"xy"),
-    (Entry("opt/attributes", FILE, 0o755, 1,
-           xattrs=(("security.capability", b"\x01\0\0\x02\xff\0"), ("user.ü", "ż".encode()))), b"c"),
+    (
+        Entry(
+            "opt/attributes",
+            FILE,
+            0o755,
+            1,
+            xattrs=(("security.capability", b"\x01\0\0\x02\xff\0"), ("user.ü", "ż".encode())),
+        ),
+        b"c",
+    ),
     (Entry("opt/link", SYMLINK, 0o777, target="../" + LONG), b""),
     (Entry("opt/dangling", SYMLINK, 0o777, target="/no/ż where"), b""),
     (Entry("opt/hard", HARDLINK, 0o644, target="opt/empty"), b""),
@@ -101,7 +117,7 @@ ENTRIES: list[tuple[Entry, bytes]] = [
     (Entry("opt/block", FILE, 0o644, 512), b"b" * 512),
     (Entry("opt/old", FILE, 0o644, 1, mtime=-1), b"o"),
     (Entry("opt/future", FILE, 0o644, 1, mtime=1 << 34), b"f"),
-]  # fmt: skip
+]
 
 
 def tree_of(entries: list[tuple[Entry, bytes]], step: int = 1 << 30) -> Tree:
@@ -276,7 +292,7 @@ def test_each_folder_comes_once_and_before_what_is_in_it(tree: list[str], expect
     given = (
         (Entry(p.rstrip("/"), DIR if p.endswith("/") else FILE, 0o700 if p.endswith("/") else 0o600), None)
         for p in tree
-    )  # fmt: skip
+    )
     found = [e for e, _ in with_parents(given, 7)]
     assert [e.path + "/" * (e.kind == DIR) for e in found] == expected
     assert all(e.mtime == 7 and e.mode == 0o755 for e in found if e.path == "a")

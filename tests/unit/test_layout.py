@@ -49,8 +49,15 @@ def test_the_list_of_recipes_fits_a_terminal_and_keeps_one_line_an_entry_in_a_pi
 
 
 @pytest.mark.parametrize("columns", [80, 60])
-@pytest.mark.parametrize("command", ["plan pt_efa --artifact docker --target cu130-x86_64 --locked --elsewhere",
-                                     "matrix pt_cpu pytorch_hub", "check pt_efa", "show pt_efa"])  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan pt_efa --artifact docker --target cu130-x86_64 --locked --elsewhere",
+        "matrix pt_cpu pytorch_hub",
+        "check pt_efa",
+        "show pt_efa",
+    ],
+)
 def test_tables_fit_a_terminal_and_break_no_word(command: str, columns: int) -> None:
     lines = on_terminal(columns, "-m", "envbuild", *command.split())
     wide = [line for line in lines if len(line) > columns]

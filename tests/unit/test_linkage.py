@@ -181,8 +181,9 @@ def test_two_nccls_and_two_cudnns(planted: Planted) -> None:
     planted.library(wheel, defines="cudnnCreate more")
     planted.library(f"{SITE}/torch/lib/libtorch_x.so", "-Wl,-rpath,$ORIGIN/../../nvidia/cudnn/lib", wants=wheel)
     assert [one.partition(":")[0] for one in planted.link().copies] == [
-        "NCCL is there 2 times", "cuDNN is there 2 times",
-    ]  # fmt: skip
+        "NCCL is there 2 times",
+        "cuDNN is there 2 times",
+    ]
     (planted.root / NCCL).write_bytes((planted.root / "lib/libnccl.so.2").read_bytes())
     assert len(planted.link().copies) == 1, "the same file twice is one NCCL"
 

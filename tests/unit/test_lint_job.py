@@ -132,160 +132,300 @@ def test_a_script_without_faults_has_none() -> None:
 # fault: (scripts that have it, in the line that the text stands in; scripts that are like them and do not)
 CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "device-missing": (
-        [(ONE.replace("node=4", "node=2") + "export CUDA_VISIBLE_DEVICES=6,7\ntorchrun --standalone x", "CUDA"),
-            (ONE.replace("node=4", "node=1") + "export CUDA_VISIBLE_DEVICES=1\npython train.py", "CUDA")],
-        [ONE + "export CUDA_VISIBLE_DEVICES=2,3\ntorchrun --standalone x", "#!/bin/bash\nexport CUDA_VISIBLE_DEVICES=6\npython x",
-            ONE.replace("node=4", "node=4\n#SBATCH --exclusive") + "export CUDA_VISIBLE_DEVICES=6,7\npython train.py"],
+        [
+            (ONE.replace("node=4", "node=2") + "export CUDA_VISIBLE_DEVICES=6,7\ntorchrun --standalone x", "CUDA"),
+            (ONE.replace("node=4", "node=1") + "export CUDA_VISIBLE_DEVICES=1\npython train.py", "CUDA"),
+        ],
+        [
+            ONE + "export CUDA_VISIBLE_DEVICES=2,3\ntorchrun --standalone x",
+            "#!/bin/bash\nexport CUDA_VISIBLE_DEVICES=6\npython x",
+            ONE.replace("node=4", "node=4\n#SBATCH --exclusive") + "export CUDA_VISIBLE_DEVICES=6,7\npython train.py",
+        ],
     ),
     "nodes-reduced": (
         [(SLURM.replace("--ntasks-per-node=1", "--ntasks=1") + "srun python train.py", "ntasks")],
-        [SLURM.replace("--ntasks-per-node=1", "--ntasks=2") + "srun python train.py", SLURM + "srun -n 1 python train.py"],
+        [
+            SLURM.replace("--ntasks-per-node=1", "--ntasks=2") + "srun python train.py",
+            SLURM + "srun -n 1 python train.py",
+        ],
     ),
     "step-exceeds-job": (
         [(EIGHT + "srun --nodes=8 python train.py", "srun"), (EIGHT + "srun -N4 ./run.sh", "srun")],
         [EIGHT + "srun --nodes=2 python train.py", EIGHT + "srun -N 1 python train.py", EIGHT + "srun ./run.sh -N 8"],
     ),
     "nodelist-longer": (
-        [(CLEAN.replace("set -e", "#SBATCH --nodelist=gpu[001-016]\nset -e"), "nodelist"),
-            (CLEAN.replace("set -e", "#SBATCH -w a,b,c\nset -e"), "-w")],
-        [CLEAN.replace("set -e", "#SBATCH -w gpu[01,07]\nset -e"), CLEAN.replace("set -e", "#SBATCH -w gpu01\nset -e"),
-            CLEAN.replace("set -e", "#SBATCH -w a[1-2]b\nset -e")],
+        [
+            (CLEAN.replace("set -e", "#SBATCH --nodelist=gpu[001-016]\nset -e"), "nodelist"),
+            (CLEAN.replace("set -e", "#SBATCH -w a,b,c\nset -e"), "-w"),
+        ],
+        [
+            CLEAN.replace("set -e", "#SBATCH -w gpu[01,07]\nset -e"),
+            CLEAN.replace("set -e", "#SBATCH -w gpu01\nset -e"),
+            CLEAN.replace("set -e", "#SBATCH -w a[1-2]b\nset -e"),
+        ],
     ),
     "ranks-unplaced": (
         [(TWO_GPU_NODES + "mpiexec -n 8 python /x/train.py", "mpiexec")],
-        [TWO_GPU_NODES + "mpiexec -n 8 --ppn 4 python /x/train.py", TWO_GPU_NODES + "mpiexec -n 2 python /x/train.py",
+        [
+            TWO_GPU_NODES + "mpiexec -n 8 --ppn 4 python /x/train.py",
+            TWO_GPU_NODES + "mpiexec -n 2 python /x/train.py",
             TWO_GPU_NODES.replace("ngpus=4", "ngpus=4:mpiprocs=4") + "mpiexec -n 8 python /x/train.py",
-            TWO_GPU_NODES.replace(":ngpus=4", "") + "mpiexec -n 8 python /x/train.py"],
+            TWO_GPU_NODES.replace(":ngpus=4", "") + "mpiexec -n 8 python /x/train.py",
+        ],
     ),
     "jsrun-gpus": (
         [(LSF + "jsrun -n 4 -a 1 -c 7 python train_torch.py", "jsrun")],
-        [LSF + "jsrun -n 4 -g 1 -c 7 python train_torch.py", LSF + "jsrun -n 4 -gALL_GPUS python train_torch.py",
-            LSF + "jsrun $OPTS python train_torch.py", LSF + "jsrun -n 4 ./solver.exe", LSF + "jsrun -n 1 nvidia-smi torch"],
+        [
+            LSF + "jsrun -n 4 -g 1 -c 7 python train_torch.py",
+            LSF + "jsrun -n 4 -gALL_GPUS python train_torch.py",
+            LSF + "jsrun $OPTS python train_torch.py",
+            LSF + "jsrun -n 4 ./solver.exe",
+            LSF + "jsrun -n 1 nvidia-smi torch",
+        ],
     ),
     "environment-lost": (
-        [(PBS + "export MASTER_ADDR=$(head -n 1 $PBS_NODEFILE)\npbsdsh /x/train.sh", "pbsdsh"),
+        [
+            (PBS + "export MASTER_ADDR=$(head -n 1 $PBS_NODEFILE)\npbsdsh /x/train.sh", "pbsdsh"),
             (PBS + "module load conda\npbsdsh python /x/train.py", "pbsdsh"),
-            (SLURM + "conda activate llm\nfor n in $nodes; do\n ssh $n 'cd /x && torchrun --nnodes=2 t.py' &\ndone\nwait", "ssh"),
-            (SLURM + "source /x/env/bin/activate\npdsh -w $nodes python /x/train.py", "pdsh")],
-        [PBS + "export MASTER_ADDR=$h\npbsdsh -- bash -lc 'cd /x; ./train.sh'", PBS + "pbsdsh /x/train.sh",
-            PBS + "export MASTER_ADDR=$h\npbsdsh -- bash -c \"export MASTER_ADDR=$h; /x/train.sh\"",
+            (
+                SLURM
+                + "conda activate llm\nfor n in $nodes; do\n ssh $n 'cd /x && torchrun --nnodes=2 t.py' &\ndone\nwait",
+                "ssh",
+            ),
+            (SLURM + "source /x/env/bin/activate\npdsh -w $nodes python /x/train.py", "pdsh"),
+        ],
+        [
+            PBS + "export MASTER_ADDR=$h\npbsdsh -- bash -lc 'cd /x; ./train.sh'",
+            PBS + "pbsdsh /x/train.sh",
+            PBS + 'export MASTER_ADDR=$h\npbsdsh -- bash -c "export MASTER_ADDR=$h; /x/train.sh"',
             PBS + "module load conda\nmpiexec python /x/train.py",
             SLURM + "conda activate llm\nssh $n 'source /x/env/bin/activate; python t.py'",
-            SLURM + "conda activate llm\nssh $n /x/env/bin/python t.py", SLURM + "conda activate llm\nssh $n nvidia-smi",
-            SLURM + "conda activate llm\nssh $n bash /x/run.sh", SLURM + "ssh $n python /x/t.py"],
+            SLURM + "conda activate llm\nssh $n /x/env/bin/python t.py",
+            SLURM + "conda activate llm\nssh $n nvidia-smi",
+            SLURM + "conda activate llm\nssh $n bash /x/run.sh",
+            SLURM + "ssh $n python /x/t.py",
+        ],
     ),
     "hosts-fixed": (
-        [(SLURM + "mpirun -H node1:4,node2:4 python train.py", "node1"), (SLURM + "deepspeed --hostfile=hosts.txt train.py", "hosts.txt"),
-            (PBS + "mpiexec --hostfile ~/hosts python /x/train.py", "hosts"), (SLURM + "horovodrun -np 8 -H 10.0.0.1:4,10.0.0.2:4 python t.py", "10.0")],
-        [SLURM + "scontrol show hostnames > hosts.txt\ndeepspeed --hostfile=hosts.txt train.py", SLURM + "mpirun -H $nodes python train.py",
-            SLURM + "mpirun -H localhost:4 python train.py", PBS + "mpiexec --hostfile $PBS_NODEFILE python /x/train.py",
-            SLURM + "python make_hosts.py hosts.txt\ndeepspeed --hostfile hosts.txt train.py", "#!/bin/bash\nmpirun -H a:4,b:4 python t.py",
-            SLURM.replace("set -e", "#SBATCH -w node1,node2\nset -e") + "mpirun -H node1:4,node2:4 python train.py"],
+        [
+            (SLURM + "mpirun -H node1:4,node2:4 python train.py", "node1"),
+            (SLURM + "deepspeed --hostfile=hosts.txt train.py", "hosts.txt"),
+            (PBS + "mpiexec --hostfile ~/hosts python /x/train.py", "hosts"),
+            (SLURM + "horovodrun -np 8 -H 10.0.0.1:4,10.0.0.2:4 python t.py", "10.0"),
+        ],
+        [
+            SLURM + "scontrol show hostnames > hosts.txt\ndeepspeed --hostfile=hosts.txt train.py",
+            SLURM + "mpirun -H $nodes python train.py",
+            SLURM + "mpirun -H localhost:4 python train.py",
+            PBS + "mpiexec --hostfile $PBS_NODEFILE python /x/train.py",
+            SLURM + "python make_hosts.py hosts.txt\ndeepspeed --hostfile hosts.txt train.py",
+            "#!/bin/bash\nmpirun -H a:4,b:4 python t.py",
+            SLURM.replace("set -e", "#SBATCH -w node1,node2\nset -e") + "mpirun -H node1:4,node2:4 python train.py",
+        ],
     ),
     "job-fixed": (
-        [(SLURM + "srun --jobid=171866 --nodes=2 python train.py", "171866"), (SLURM + "srun --jobid 88 python train.py", "88")],
+        [
+            (SLURM + "srun --jobid=171866 --nodes=2 python train.py", "171866"),
+            (SLURM + "srun --jobid 88 python train.py", "88"),
+        ],
         [SLURM + "srun --jobid=$SLURM_JOB_ID python train.py", "#!/bin/bash\nsrun --jobid=171866 --pty bash"],
     ),
     "terminal-missing": (
-        [(SLURM + "docker run -it --rm --gpus all pt:1 python t.py", "docker"), (SLURM + "srun docker run --gpus all -i -t pt python t.py", "docker"),
-            (SLURM + "docker exec -ti trainer python t.py", "docker"), (SLURM + "docker run --interactive --tty pt python t.py", "docker")],
-        [SLURM + "docker run --rm --gpus all pt:1 python t.py", SLURM + "docker run -itd pt sleep 9", "#!/bin/bash\ndocker run -it pt bash",
-            SLURM + "docker run -i pt:1 python t.py -t 3", SLURM + "srun --pty docker run -it pt bash", SLURM + "docker run --rm pt:1 bash -it"],
+        [
+            (SLURM + "docker run -it --rm --gpus all pt:1 python t.py", "docker"),
+            (SLURM + "srun docker run --gpus all -i -t pt python t.py", "docker"),
+            (SLURM + "docker exec -ti trainer python t.py", "docker"),
+            (SLURM + "docker run --interactive --tty pt python t.py", "docker"),
+        ],
+        [
+            SLURM + "docker run --rm --gpus all pt:1 python t.py",
+            SLURM + "docker run -itd pt sleep 9",
+            "#!/bin/bash\ndocker run -it pt bash",
+            SLURM + "docker run -i pt:1 python t.py -t 3",
+            SLURM + "srun --pty docker run -it pt bash",
+            SLURM + "docker run --rm pt:1 bash -it",
+        ],
     ),
     "expanded-early": (
-        [("sbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\nexport MASTER_ADDR=$(hostname)\nsrun python t.py\nEOF", "hostname"),
-            ("cat > job.sh <<END\n#!/bin/bash\n#SBATCH --nodes=2\ncd $SLURM_SUBMIT_DIR\nEND\nsbatch job.sh", "SUBMIT_DIR"),
-            ("qsub <<END\n#!/bin/bash\n#PBS -l select=2\nsort -u ${PBS_NODEFILE}\nEND", "NODEFILE")],
-        ["sbatch <<'EOF'\n#!/bin/bash\n#SBATCH --nodes=2\nexport MASTER_ADDR=$(hostname)\nEOF",
+        [
+            (
+                "sbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\nexport MASTER_ADDR=$(hostname)\nsrun python t.py\nEOF",
+                "hostname",
+            ),
+            (
+                "cat > job.sh <<END\n#!/bin/bash\n#SBATCH --nodes=2\ncd $SLURM_SUBMIT_DIR\nEND\nsbatch job.sh",
+                "SUBMIT_DIR",
+            ),
+            ("qsub <<END\n#!/bin/bash\n#PBS -l select=2\nsort -u ${PBS_NODEFILE}\nEND", "NODEFILE"),
+        ],
+        [
+            "sbatch <<'EOF'\n#!/bin/bash\n#SBATCH --nodes=2\nexport MASTER_ADDR=$(hostname)\nEOF",
             "sbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\nexport A=\\$(hostname) B=\\$SLURM_JOB_ID C=$1\nEOF",
             SLURM + "sbatch <<EOF\n#!/bin/bash\n#SBATCH --dependency=afterok:$SLURM_JOB_ID\nEOF",
-            "sbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\n# $SLURM_JOB_ID\necho $USER\nEOF"],
+            "sbatch <<EOF\n#!/bin/bash\n#SBATCH --nodes=2\n# $SLURM_JOB_ID\necho $USER\nEOF",
+        ],
     ),
     "merge-conflict": (
         [("#!/bin/bash\n#SBATCH --nodes=1\n<<<<<<< HEAD\nsrun a\n=======\nsrun b\n>>>>>>> side\n", "<<<<")],
         ["#!/bin/bash\ncat <<E\n=======\n>>>>>>> a\nE", SLURM + "cat <<E\n<<<<<<< a\nE"],
     ),
     "operator-quoted": (
-        [(ONE + 'CMD="python t.py | tee log"\n$CMD', "$CMD"), (ONE + "SHOW=\"tail -n1 | awk '{print 1}'\"\nsrun ./a | $SHOW", "$SHOW"),
-            (ONE + 'CMD="python t.py > log.txt"\nsrun --label $CMD', "srun")],
-        [ONE + 'CMD="python t.py | tee log"\neval $CMD', ONE + 'CMD="python t.py | tee log"\nsrun bash -c "$CMD"',
-            ONE + 'CMD="python t.py"\n$CMD | tee log', ONE + 'A="a | b"\necho "$A"', ONE + 'CMD="python t.py --when x>3"\n$CMD'],
+        [
+            (ONE + 'CMD="python t.py | tee log"\n$CMD', "$CMD"),
+            (ONE + "SHOW=\"tail -n1 | awk '{print 1}'\"\nsrun ./a | $SHOW", "$SHOW"),
+            (ONE + 'CMD="python t.py > log.txt"\nsrun --label $CMD', "srun"),
+        ],
+        [
+            ONE + 'CMD="python t.py | tee log"\neval $CMD',
+            ONE + 'CMD="python t.py | tee log"\nsrun bash -c "$CMD"',
+            ONE + 'CMD="python t.py"\n$CMD | tee log',
+            ONE + 'A="a | b"\necho "$A"',
+            ONE + 'CMD="python t.py --when x>3"\n$CMD',
+        ],
     ),
     "check-unreached": (
-        [(ONE + "python train.py\nif [ $? -ne 0 ]; then\n rm -rf out\nfi", "if ["), (SLURM + f"srun {RUN} x\nif [[ $? -eq 0 ]]; then\n echo good\nfi", "if [[")],
-        [NO_E + "python train.py\nif [ $? -ne 0 ]; then\n rm -rf out\nfi", ONE + "set +e\npython train.py\nif [ $? -ne 0 ]; then\n rm out\nfi",
-            ONE + "python train.py || true\nif [ $? -ne 0 ]; then\n rm out\nfi", ONE + "if python train.py; then\n echo good\nfi"],
+        [
+            (ONE + "python train.py\nif [ $? -ne 0 ]; then\n rm -rf out\nfi", "if ["),
+            (SLURM + f"srun {RUN} x\nif [[ $? -eq 0 ]]; then\n echo good\nfi", "if [["),
+        ],
+        [
+            NO_E + "python train.py\nif [ $? -ne 0 ]; then\n rm -rf out\nfi",
+            ONE + "set +e\npython train.py\nif [ $? -ne 0 ]; then\n rm out\nfi",
+            ONE + "python train.py || true\nif [ $? -ne 0 ]; then\n rm out\nfi",
+            ONE + "if python train.py; then\n echo good\nfi",
+        ],
     ),
     "variable-commented": (
-        [(SLURM + "#STAGE_NO=1\nsrun python train.py --strategy zero_${STAGE_NO}", "train.py"), (SLURM + "# export WORK=/x\ncp a $WORK/b", "cp")],
-        [SLURM + "#EXTRA=--debug\nsrun python train.py $EXTRA", SLURM + "#STAGE_NO=1\nSTAGE_NO=2\nsrun python train.py --strategy zero_${STAGE_NO}",
-            SLURM + "#DATA_DIR=/x\nsrun python train.py $DATA_DIR/a", SLURM + "source vars.sh\n#STAGE_NO=1\nsrun python train.py zero_${STAGE_NO}"],
+        [
+            (SLURM + "#STAGE_NO=1\nsrun python train.py --strategy zero_${STAGE_NO}", "train.py"),
+            (SLURM + "# export WORK=/x\ncp a $WORK/b", "cp"),
+        ],
+        [
+            SLURM + "#EXTRA=--debug\nsrun python train.py $EXTRA",
+            SLURM + "#STAGE_NO=1\nSTAGE_NO=2\nsrun python train.py --strategy zero_${STAGE_NO}",
+            SLURM + "#DATA_DIR=/x\nsrun python train.py $DATA_DIR/a",
+            SLURM + "source vars.sh\n#STAGE_NO=1\nsrun python train.py zero_${STAGE_NO}",
+        ],
     ),
     "archive-elsewhere": (
-        [(SLURM + f"srun cp /d/set.tar $SLURM_TMPDIR\ntar xf $SLURM_TMPDIR/set.tar\nsrun {RUN} x --data $SLURM_TMPDIR/set", "tar xf"),
-            (ONE + "cp /d/a.tgz /tmp/me\ntar -xzf /tmp/me/a.tgz\npython train.py --data /tmp/me/a", "tar -xzf")],
-        [ONE + "tar xf $SLURM_TMPDIR/set.tar -C $SLURM_TMPDIR\npython train.py --data $SLURM_TMPDIR/set",
+        [
+            (
+                SLURM
+                + f"srun cp /d/set.tar $SLURM_TMPDIR\ntar xf $SLURM_TMPDIR/set.tar\nsrun {RUN} x --data $SLURM_TMPDIR/set",
+                "tar xf",
+            ),
+            (ONE + "cp /d/a.tgz /tmp/me\ntar -xzf /tmp/me/a.tgz\npython train.py --data /tmp/me/a", "tar -xzf"),
+        ],
+        [
+            ONE + "tar xf $SLURM_TMPDIR/set.tar -C $SLURM_TMPDIR\npython train.py --data $SLURM_TMPDIR/set",
             ONE + "cd $SLURM_TMPDIR\ntar xf $SLURM_TMPDIR/set.tar\npython /x/train.py --data $SLURM_TMPDIR/set",
-            ONE + "tar xf /data/set.tar\npython train.py --data set", ONE + "tar cf $SLURM_TMPDIR/o.tar out\npython train.py --data $SLURM_TMPDIR"],
+            ONE + "tar xf /data/set.tar\npython train.py --data set",
+            ONE + "tar cf $SLURM_TMPDIR/o.tar out\npython train.py --data $SLURM_TMPDIR",
+        ],
     ),
     "count-typed": (
-        [(ONE.replace("node=4", "node=a100:4") + "torchrun --standalone --nproc_per_node=$SLURM_GPUS_PER_NODE t.py", "torchrun"),
-            (ONE.replace("node=4", "node=mi250:8") + "export WORLD_SIZE=$((SLURM_GPUS_PER_NODE * 2))\nsrun python t.py", "WORLD"),
-            (ONE.replace("-per-node=4", "=h100:4") + "N=$SLURM_GPUS\naccelerate launch --num_processes $N t.py", "accelerate")],
-        [ONE + "torchrun --standalone --nproc_per_node=$SLURM_GPUS_PER_NODE t.py",
+        [
+            (
+                ONE.replace("node=4", "node=a100:4")
+                + "torchrun --standalone --nproc_per_node=$SLURM_GPUS_PER_NODE t.py",
+                "torchrun",
+            ),
+            (
+                ONE.replace("node=4", "node=mi250:8")
+                + "export WORLD_SIZE=$((SLURM_GPUS_PER_NODE * 2))\nsrun python t.py",
+                "WORLD",
+            ),
+            (
+                ONE.replace("-per-node=4", "=h100:4") + "N=$SLURM_GPUS\naccelerate launch --num_processes $N t.py",
+                "accelerate",
+            ),
+        ],
+        [
+            ONE + "torchrun --standalone --nproc_per_node=$SLURM_GPUS_PER_NODE t.py",
             ONE.replace("node=4", "node=a100:4") + "torchrun --standalone --nproc_per_node=$SLURM_GPUS_ON_NODE t.py",
-            ONE.replace("node=4", "node=a100:4") + "torchrun --standalone --nproc_per_node=${SLURM_GPUS_PER_NODE##*:} t.py",
-            ONE.replace("node=4", "node=a100:4") + "echo $SLURM_GPUS_PER_NODE $((1 + 1))"],
+            ONE.replace("node=4", "node=a100:4")
+            + "torchrun --standalone --nproc_per_node=${SLURM_GPUS_PER_NODE##*:} t.py",
+            ONE.replace("node=4", "node=a100:4") + "echo $SLURM_GPUS_PER_NODE $((1 + 1))",
+        ],
     ),
     "head-copy": (
-        [(SLURM + f"cp /data/set.tar $SLURM_TMPDIR\nsrun {RUN} x --data $SLURM_TMPDIR/set.tar", "cp"),
+        [
+            (SLURM + f"cp /data/set.tar $SLURM_TMPDIR\nsrun {RUN} x --data $SLURM_TMPDIR/set.tar", "cp"),
             (SLURM + f"D=/tmp/data\nrsync -a /data/set $D\nsrun {RUN} x --data $D", "rsync"),
-            (SLURM + f"cp -r /data/set /dev/shm/set\nsrun {RUN} x --data /dev/shm/set", "cp")],
-        [SLURM + f"srun cp /data/set.tar $SLURM_TMPDIR\nsrun {RUN} x --data $SLURM_TMPDIR/set.tar",
+            (SLURM + f"cp -r /data/set /dev/shm/set\nsrun {RUN} x --data /dev/shm/set", "cp"),
+        ],
+        [
+            SLURM + f"srun cp /data/set.tar $SLURM_TMPDIR\nsrun {RUN} x --data $SLURM_TMPDIR/set.tar",
             SLURM.replace("nodes=2", "nodes=1") + "cp /d $SLURM_TMPDIR\ntorchrun --standalone x --data $SLURM_TMPDIR/d",
             SLURM + f"cp /data/set.tar /scratch/me\nsrun {RUN} x --data /scratch/me/set.tar",
-            SLURM + f"cp a /tmp/a\nsrun {RUN} x --data /data"],
+            SLURM + f"cp a /tmp/a\nsrun {RUN} x --data /data",
+        ],
     ),
     "ssh-alone": (
         [(SLURM + "for node in $nodes; do\n ssh -q $node\n mkdir /scratch/a\ndone", "ssh")],
-        [SLURM + "for node in $nodes; do\n ssh -q $node mkdir /scratch/a\ndone", SLURM + "ssh $node <<END\nhostname\nEND",
-            SLURM + "echo hostname | ssh $node", SLURM + "ssh -o BatchMode=yes $node \\\n  hostname"],
+        [
+            SLURM + "for node in $nodes; do\n ssh -q $node mkdir /scratch/a\ndone",
+            SLURM + "ssh $node <<END\nhostname\nEND",
+            SLURM + "echo hostname | ssh $node",
+            SLURM + "ssh -o BatchMode=yes $node \\\n  hostname",
+        ],
     ),
     "assignment-malformed": (
-        [(SLURM + f"$MASTER_ADDR=$h srun {RUN} x", "$MASTER_ADDR="), (SLURM + "export $PORT=1", "export"),
-            (SLURM + "HEAD = $(hostname)", "HEAD =")],
-        [SLURM + f"MASTER_ADDR=$h srun {RUN} x", SLURM + '[ "$a" = b ] && true', SLURM + "test a = b", SLURM + "$CMD a=b"],
+        [
+            (SLURM + f"$MASTER_ADDR=$h srun {RUN} x", "$MASTER_ADDR="),
+            (SLURM + "export $PORT=1", "export"),
+            (SLURM + "HEAD = $(hostname)", "HEAD ="),
+        ],
+        [
+            SLURM + f"MASTER_ADDR=$h srun {RUN} x",
+            SLURM + '[ "$a" = b ] && true',
+            SLURM + "test a = b",
+            SLURM + "$CMD a=b",
+        ],
     ),
     "assignment-set": (
         [(SLURM + "set PYTHONPATH=/x", "set")],
         [SLURM + "export PYTHONPATH=/x", SLURM + "set -- A=b", SLURM + "setenv A b"],
     ),
     "setting-unknown": (
-        [(SLURM + "export NCCL_DEBUG=DEBUG", "NCCL"), (SLURM + "export NCCL_DISABLE_IB=1", "NCCL"),
-            (SLURM + "export TORCH_DISTRIBUTED_DETAIL=DEBUG", "TORCH")],
-        [SLURM + "export NCCL_DEBUG=warn", SLURM + "export NCCL_DEBUG=$LEVEL", SLURM + "export TORCH_DISTRIBUTED_DEBUG=OFF"],
+        [
+            (SLURM + "export NCCL_DEBUG=DEBUG", "NCCL"),
+            (SLURM + "export NCCL_DISABLE_IB=1", "NCCL"),
+            (SLURM + "export TORCH_DISTRIBUTED_DETAIL=DEBUG", "TORCH"),
+        ],
+        [
+            SLURM + "export NCCL_DEBUG=warn",
+            SLURM + "export NCCL_DEBUG=$LEVEL",
+            SLURM + "export TORCH_DISTRIBUTED_DEBUG=OFF",
+        ],
     ),
     "output-folder": (
-        [(SLURM.replace("set -e", "#SBATCH -o logs/%j.out\nset -e") + f"srun {RUN} x --log logs/x.txt", "logs/"),
+        [
+            (SLURM.replace("set -e", "#SBATCH -o logs/%j.out\nset -e") + f"srun {RUN} x --log logs/x.txt", "logs/"),
             (SLURM.replace("set -e", "#SBATCH --output=logs/%j.out\nset -e") + f"srun {RUN} x", "logs/"),
             (SLURM.replace("set -e", "#SBATCH -e logs/%j.err\nset -e") + f"srun {RUN} x", "logs/"),
             (PBS.replace("set -e", "#PBS -o logs/\nset -e") + "mpiexec python x.py", "logs/"),
             (SLURM.replace("set -e", "#SBATCH -o /logs/%x_%j/out\nset -e") + f"srun {RUN} x", "%j"),
-],
+        ],
         [
             SLURM.replace("set -e", "#SBATCH --output=%x_%j.out\nset -e") + f"srun {RUN} x",
             SLURM.replace("set -e", "#SBATCH --output=/data/me/logs/%j.out\nset -e") + f"srun {RUN} x",
             SLURM.replace("set -e", "#SBATCH --output=logs/%j.out\n# mkdir -p logs before\nset -e") + f"srun {RUN} x",
             PBS.replace("set -e", "#PBS -o logs/\nset -e") + "mkdir -p logs\nmpiexec python /x.py",
-SLURM.replace("set -e", "#SBATCH -o runs/a/%j.out\nset -e") + f'A=a D=/data/runs/$A\nsrun {RUN} x --config "$D/x.toml"'],
+            SLURM.replace("set -e", "#SBATCH -o runs/a/%j.out\nset -e")
+            + f'A=a D=/data/runs/$A\nsrun {RUN} x --config "$D/x.toml"',
+        ],
     ),
     "directive-variable": (
-        [(SLURM.replace("nodes=2", "nodes=$NODES") + f"srun {RUN} x", "nodes="),
+        [
+            (SLURM.replace("nodes=2", "nodes=$NODES") + f"srun {RUN} x", "nodes="),
             (PBS.replace("set -e", "#PBS -o out_$PBS_NUM_NODES\nset -e") + "mpiexec python /x.py", "NUM"),
-],
-        [SLURM.replace("set -e", "#SBATCH --comment=a$\nset -e").replace("a$", "a") + f"srun {RUN} x", CLEAN,
+        ],
+        [
+            SLURM.replace("set -e", "#SBATCH --comment=a$\nset -e").replace("a$", "a") + f"srun {RUN} x",
+            CLEAN,
             PBS.replace("set -e", "#PBS -o $HOME/$PBS_JOBID\nset -e") + "mpiexec python /x.py",
-],
+        ],
     ),
     "no-interpreter": (
         [
@@ -300,17 +440,26 @@ SLURM.replace("set -e", "#SBATCH -o runs/a/%j.out\nset -e") + f'A=a D=/data/runs
         [CLEAN, SLURM + "export PET_NNODES=2\nsrun torchrun --rdzv-endpoint=$h:$p --rdzv-id=$SLURM_JOB_ID x"],
     ),
     "home-folder": (
-        [(f"{PBS}cd ..\nmpiexec python train.py", "cd"), (f"{PBS}mpiexec python train.py", "mpiexec"), (f"{PBS}BASE=$PWD\nmpiexec python $BASE/x.py", "BASE="),
+        [
+            (f"{PBS}cd ..\nmpiexec python train.py", "cd"),
+            (f"{PBS}mpiexec python train.py", "mpiexec"),
+            (f"{PBS}BASE=$PWD\nmpiexec python $BASE/x.py", "BASE="),
             (f'{PBS}BASE=$PWD\nssh $node "cd $BASE; sh train.sh"', "BASE="),
-],
-        [f"{PBS}cd $PBS_O_WORKDIR\nmpiexec python train.py", f"{PBS}mpiexec python /data/train.py", CLEAN,
+        ],
+        [
+            f"{PBS}cd $PBS_O_WORKDIR\nmpiexec python train.py",
+            f"{PBS}mpiexec python /data/train.py",
+            CLEAN,
             f'{PBS}mpiexec bash -c "cd /x; python train.py"',
-],
+        ],
     ),
     "directive-ignored": (
         [(f"{CLEAN}#SBATCH --mem=64G\n", "--mem"), (SLURM + "#SBATCH --mem=0\ntrue", "--mem")],
-        [CLEAN, "cat >job.sh <<END\n#SBATCH --nodes=2\nEND\nsbatch job.sh\n",
-            CLEAN + "cat <<'END' >eval.sh\n#!/bin/bash\n#SBATCH --nodes=9\nEND\nsbatch eval.sh\n"],
+        [
+            CLEAN,
+            "cat >job.sh <<END\n#SBATCH --nodes=2\nEND\nsbatch job.sh\n",
+            CLEAN + "cat <<'END' >eval.sh\n#!/bin/bash\n#SBATCH --nodes=9\nEND\nsbatch eval.sh\n",
+        ],
     ),
     "export-none": (
         [(SLURM.replace("set -e", "#SBATCH --export=NONE\nset -e") + f"srun {RUN} x", "NONE")],
@@ -321,10 +470,17 @@ SLURM.replace("set -e", "#SBATCH -o runs/a/%j.out\nset -e") + f'A=a D=/data/runs
         ],
     ),
     "status-lost": (
-        [(f"{SLURM}srun apptainer exec x.sif bash -c '{RUN} x | tee log'", "tee"),
+        [
+            (f"{SLURM}srun apptainer exec x.sif bash -c '{RUN} x | tee log'", "tee"),
             (f"{SLURM}srun bash -c '{RUN} x\necho end'", "echo end"),
             (NO_E + f"for lr in 1 2; do\n srun {RUN} x $lr\ndone", "srun"),
-            (NO_E.replace("set -", "#SBATCH --gpus-per-node=4\nset -").replace("export", "#SBATCH --gres=gpu:4\nexport") + "bash run.sh\necho end", "echo"),
+            (
+                NO_E.replace("set -", "#SBATCH --gpus-per-node=4\nset -").replace(
+                    "export", "#SBATCH --gres=gpu:4\nexport"
+                )
+                + "bash run.sh\necho end",
+                "echo",
+            ),
             (NO_E + f"srun {RUN} x\necho done", "echo"),
             (NO_E + f"srun {RUN} x | tee log", "tee"),
             (NO_E + "set -e\n" + f"srun {RUN} x | tee log", "tee"),
@@ -339,7 +495,7 @@ SLURM.replace("set -e", "#SBATCH -o runs/a/%j.out\nset -e") + f'A=a D=/data/runs
             (NO_E + f"timeout 11h srun {RUN} x\nexit 0", "exit"),
             (NO_E + f"srun {RUN} x && echo good || echo bad", "bad"),
             (NO_E + f'if [ -z "$gpu" ]; then\n echo "No GPU; exiting"\n exit 0\nfi\nsrun {RUN} x', "exit 0"),
-],
+        ],
         [
             CLEAN + "echo done",
             NO_E + f"echo start\nsrun {RUN} x",
@@ -353,17 +509,20 @@ SLURM.replace("set -e", "#SBATCH -o runs/a/%j.out\nset -e") + f'A=a D=/data/runs
             "#!/bin/bash\npython prepare.py\necho done",
             NO_E + f'if [ -f done ]; then\n echo "all done"\n exit 0\nfi\nsrun {RUN} x',
             f"{NO_E}test -d data || echo 'Error: no data' && exit 1\nsrun {RUN} x",
-f"{SLURM}srun bash -c 'set -o pipefail; {RUN} x | tee log'",
+            f"{SLURM}srun bash -c 'set -o pipefail; {RUN} x | tee log'",
             f"{SLURM}srun bash -o pipefail -c '{RUN} x | tee log'",
             f"{SLURM}srun bash -c 'set -e\n{RUN} x\necho end'",
             f"{SLURM}srun bash -c '{RUN} x && echo end'",
             f"{SLURM}for lr in 1 2; do\n srun {RUN} x $lr\ndone",
             NO_E + f"for lr in 1 2; do\n srun {RUN} x $lr || exit 1\ndone",
             NO_E + f"for lr in 1 2; do\n echo $lr\ndone\nsrun {RUN} x",
-            GPUS + "bash run.sh\necho end"],
+            GPUS + "bash run.sh\necho end",
+        ],
     ),
     "cpus-not-passed": (
-        [(CPUS + f"ARGS='--label'\nsrun $ARGS {RUN} x", "srun"), (CPUS.replace("set -e", "#SBATCH --gres=gpu:2\nset -e") + "srun papermill a.ipynb b.ipynb", "srun"),
+        [
+            (CPUS + f"ARGS='--label'\nsrun $ARGS {RUN} x", "srun"),
+            (CPUS.replace("set -e", "#SBATCH --gres=gpu:2\nset -e") + "srun papermill a.ipynb b.ipynb", "srun"),
             (CPUS + f"srun {RUN} x", "srun"),
             (CPUS + "srun bash -c 'torchrun --nnodes=2 x'", "srun"),
             (CPUS + "srun singularity run x.sif python train.py", "srun"),
@@ -374,7 +533,7 @@ f"{SLURM}srun bash -c 'set -o pipefail; {RUN} x | tee log'",
             (CPUS + f"srun ./prepare.sh\nsrun {RUN} x", "torchrun"),
             (CPUS + "srun -N 1 -n 1 ray start --head --block &", "ray"),
             (CPUS + 'CMD="srun python train.py"\neval $CMD', "eval"),
-],
+        ],
         [
             CPUS + f"srun --cpus-per-task=8 {RUN} x",
             CPUS + f"srun -c $SLURM_CPUS_PER_TASK {RUN} x",
@@ -387,8 +546,11 @@ f"{SLURM}srun bash -c 'set -o pipefail; {RUN} x | tee log'",
             CPUS + "srun bash -c 'mkdir -p /tmp/a && ln -s /data /tmp/a/'",
             CPUS + 'CMD="srun -c 8 python train.py"\neval $CMD',
             CPUS + 'CMD="python prepare.py"\neval $CMD',
-CPUS + f"ARGS='--label --cpus-per-task=8'\nsrun $ARGS {RUN} x", CPUS + "srun docker compose run dev python train.py",
-            CPUS.replace("set -e", "#SBATCH --gres=gpu:2\nset -e") + "srun nvidia-smi", CPUS + "srun papermill a.ipynb b.ipynb"],
+            CPUS + f"ARGS='--label --cpus-per-task=8'\nsrun $ARGS {RUN} x",
+            CPUS + "srun docker compose run dev python train.py",
+            CPUS.replace("set -e", "#SBATCH --gres=gpu:2\nset -e") + "srun nvidia-smi",
+            CPUS + "srun papermill a.ipynb b.ipynb",
+        ],
     ),
     "node-rank": (
         [
@@ -398,7 +560,7 @@ CPUS + f"ARGS='--label --cpus-per-task=8'\nsrun $ARGS {RUN} x", CPUS + "srun doc
             (SLURM + "export NODE_RANK=$SLURM_NODEID\nsrun torchrun --nnodes=2 --node-rank=$NODE_RANK x", "torchrun"),
             (EIGHT + "export RANK=$SLURM_PROCID\nsrun python train.py", "RANK="),
             (EIGHT + "export LOCAL_RANK=${SLURM_LOCALID}\nsrun python train.py", "RANK="),
-],
+        ],
         [
             SLURM + "srun bash -c 'torchrun --nnodes=2 --node_rank=$SLURM_NODEID --master-addr=$h x'",
             SLURM + 'srun bash -c "torchrun --nnodes=2 --node_rank \\$SLURM_PROCID --master-addr $h x"',
@@ -406,7 +568,7 @@ CPUS + f"ARGS='--label --cpus-per-task=8'\nsrun $ARGS {RUN} x", CPUS + "srun doc
             SLURM.replace("nodes=2", "nodes=1") + "srun torchrun --node_rank=$SLURM_NODEID x",
             EIGHT + "srun bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID python train.py'",
             EIGHT + "export NODE_NUMBER=$SLURM_NODEID\nsrun python train.py",
-],
+        ],
     ),
     "node-rank-unused": (
         [(SLURM + f"srun {RUN} --node-rank $SLURM_PROCID x", "torchrun")],
@@ -418,51 +580,77 @@ CPUS + f"ARGS='--label --cpus-per-task=8'\nsrun $ARGS {RUN} x", CPUS + "srun doc
             (PBS.replace("ncpus=8", "ncpus=8:ngpus=1") + "torchrun --standalone --nproc_per_node=2 /x.py", "torchrun"),
             (f"#!/bin/bash\nCUDA_VISIBLE_DEVICES=0,1 {RUN} --nproc-per-node=4 x", "nproc"),
             (GPUS.replace("ntasks-per-node=1", "ntasks-per-node=8") + "srun python train.py", "srun"),
-],
-        [GPUS + f"srun {RUN} --nproc-per-node=4 x", srun("--nproc-per-node=8"),
+        ],
+        [
+            GPUS + f"srun {RUN} --nproc-per-node=4 x",
+            srun("--nproc-per-node=8"),
             f"#!/bin/bash\nexport CUDA_VISIBLE_DEVICES=0,1,2,3\n{RUN} --nproc-per-node=4 x",
             GPUS.replace("ntasks-per-node=1", "ntasks-per-node=4") + "srun python train.py",
-],
+        ],
     ),
     "one-rank": (
-        [(GPUS.replace("nodes=2", "nodes=1").replace("ntasks-per-node=1", "ntasks-per-node=4") + "torchrun x.py", "torchrun"),
+        [
+            (
+                GPUS.replace("nodes=2", "nodes=1").replace("ntasks-per-node=1", "ntasks-per-node=4") + "torchrun x.py",
+                "torchrun",
+            ),
             (GPUS + f"srun {RUN} x", "torchrun"),
             (GPUS + f"srun {RUN} --nproc-per-node=1 x", "torchrun"),
-            (GPUS + f'srun bash -c "{RUN.replace(chr(34), "")} --nproc-per-node=\\$SLURM_NTASKS_PER_NODE x"', "torchrun"),
-            (GPUS + "srun accelerate launch --num_machines=2 --num_processes=2 --main_process_ip=$h x.py", "accelerate"),
-],
-        [GPUS + f"srun {RUN} --nproc-per-node=gpu x", GPUS + "export PET_NPROC_PER_NODE=4\nsrun torchrun x",
+            (
+                GPUS + f'srun bash -c "{RUN.replace(chr(34), "")} --nproc-per-node=\\$SLURM_NTASKS_PER_NODE x"',
+                "torchrun",
+            ),
+            (
+                GPUS + "srun accelerate launch --num_machines=2 --num_processes=2 --main_process_ip=$h x.py",
+                "accelerate",
+            ),
+        ],
+        [
+            GPUS + f"srun {RUN} --nproc-per-node=gpu x",
+            GPUS + "export PET_NPROC_PER_NODE=4\nsrun torchrun x",
             GPUS.replace("ntasks-per-node=1", "ntasks-per-node=4") + f"srun {RUN} --nproc-per-node=1 x",
             GPUS + "srun accelerate launch --num_machines=2 --num_processes=8 --main_process_ip=$h x.py",
             GPUS + f"srun {RUN} $MORE x",
-],
+        ],
     ),
     "one-gpu-visible": (
         [(GPUS + f"export CUDA_VISIBLE_DEVICES=0\nsrun {RUN} --nproc-per-node=4 x", "CUDA")],
         [GPUS + f"export CUDA_VISIBLE_DEVICES=0,1,2,3\nsrun {RUN} --nproc-per-node=4 x"],
     ),
     "one-process": (
-        [(ONE.replace("gpus-per-node", "ntasks=4\n#SBATCH --gpus-per-node") + "python train.py --deepspeed", "python"), (GPUS + "python train.py", "python"),
+        [
+            (
+                ONE.replace("gpus-per-node", "ntasks=4\n#SBATCH --gpus-per-node") + "python train.py --deepspeed",
+                "python",
+            ),
+            (GPUS + "python train.py", "python"),
             (GPUS.replace("nodes=2", "nodes=1") + "srun python train.py", "srun"),
-],
-        [GPUS + "python evaluate.py --data /train", GPUS + "srun python train.py", GPUS + "deepspeed train.py\npython train.py", SLURM + "python train.py",
+        ],
+        [
+            GPUS + "python evaluate.py --data /train",
+            GPUS + "srun python train.py",
+            GPUS + "deepspeed train.py\npython train.py",
+            SLURM + "python train.py",
             GPUS + "srun -N 2 -n 8 python train.py",
-ONE + "python evaluate.py --deepspeed"],
+            ONE + "python evaluate.py --deepspeed",
+        ],
     ),
     "endpoint-unset": (
-        [(SLURM + f"srun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun"),
+        [
+            (SLURM + f"srun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun"),
             (EIGHT + "# export MASTER_ADDR=$(hostname)\nsrun python train.py", "srun"),
             (SLURM + f"source env/bin/activate\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x", "torchrun"),
-],
+        ],
         [
-            SLURM + f"PORT=$((20000 + SLURM_JOB_ID % 10000)) MASTER_ADDR=$head\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
+            SLURM
+            + f"PORT=$((20000 + SLURM_JOB_ID % 10000)) MASTER_ADDR=$head\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             SLURM + f"source nodes.sh\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             SLURM + f"srun --container-image=/x.sqsh {RUN} --rdzv-endpoint=$MASTER_ADDR:$MASTER_PORT x",
             SLURM + f": ${{MASTER_ADDR:=$head}} ${{PORT:=1}}\nsrun {RUN} --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             SLURM.replace("nodes=2", "nodes=1") + "torchrun --standalone --rdzv-endpoint=$MASTER_ADDR:$PORT x",
             EIGHT + "# export MASTER_ADDR=$(hostname)\nexport MASTER_ADDR=$head\nsrun python train.py",
             EIGHT + "# export MASTER_ADDR=$(hostname)\nCOMM_PATH=/data/comm srun python train.py",
-],
+        ],
     ),
     "secret": (
         [
@@ -474,12 +662,13 @@ ONE + "python evaluate.py --deepspeed"],
             CLEAN + "export WANDB_API_KEY='<your-key-goes-here>'\n",
             CLEAN + "export TOKENIZERS_PARALLELISM=false\n",
             CLEAN + "PARAMS+=(--read_only_and_more)\n",
-],
+        ],
     ),
     "no-nv": (
-        [(GPUS + f"srun apptainer exec x.sif {RUN} --nproc-per-node=4 x", "apptainer"),
+        [
+            (GPUS + f"srun apptainer exec x.sif {RUN} --nproc-per-node=4 x", "apptainer"),
             (f"#!/bin/bash\ndocker run --ipc=host pt@sha256:{'0' * 64} {RUN} x", "docker"),
-],
+        ],
         [
             GPUS + f"srun apptainer exec --nv x.sif {RUN} --nproc-per-node=4 x",
             GPUS + f"export APPTAINER_NV=1\nsrun apptainer exec x.sif {RUN} --nproc-per-node=4 x",
@@ -487,7 +676,7 @@ ONE + "python evaluate.py --deepspeed"],
             GPUS.replace("set -e", "#SBATCH --partition=standard-g\nset -e")
             + f"srun apptainer exec x.sif {RUN} --nproc-per-node=4 x",
             f"#!/bin/bash\ndocker run --ipc=host --gpus all pt@sha256:{'0' * 64} {RUN} x",
-],
+        ],
     ),
     "interface-fixed": (
         [(CLEAN + "export NCCL_SOCKET_IFNAME=ib0\n", "ib0")],
@@ -513,11 +702,14 @@ ONE + "python evaluate.py --deepspeed"],
             (ONE + "srun torchrun --standalone --nproc-per-node=gpu x.py", "torchrun"),
             (ONE + "N=${N:-4}\ntorchrun --standalone --nproc-per-node=$N x.py", "torchrun"),
             (ONE + "/env/bin/accelerate launch x.py", "accelerate"),
-            (ONE.replace("set -e", "#SBATCH -c 2\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py", "torchrun"),
+            (
+                ONE.replace("set -e", "#SBATCH -c 2\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py",
+                "torchrun",
+            ),
             ("#!/bin/bash\n#BSUB -n 1\n#BSUB -gpu num=4\ntorchrun --standalone --nproc-per-node=4 x.py", "torchrun"),
             ("#!/bin/bash\n#PBS -l select=1:ngpus=4\ntorchrun --standalone --nproc-per-node=4 /x.py", "torchrun"),
             (SLURM + "srun -n 16 --gpus-per-task=1 --cpu-bind=cores python train.py", "srun"),
-],
+        ],
         [
             ONE.replace("set -e", "#SBATCH -c 32\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py",
             ONE.replace("set -e", "#SBATCH --exclusive\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py",
@@ -529,7 +721,8 @@ ONE + "python evaluate.py --deepspeed"],
             "#!/bin/bash\n#PBS -l select=1:ncpus=16:ngpus=4\ntorchrun --standalone --nproc-per-node=4 /x.py",
             SLURM + "srun -n 16 -c 7 --gpus-per-task=1 --cpu-bind=cores python train.py",
             CPUS + "srun -n 16 --gpus-per-task=1 --cpu-bind=cores python train.py",
-ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py"],
+            ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone --nproc-per-node=4 x.py",
+        ],
     ),
     "slots-missing": (
         [(ONE + "mpirun -np 4 python x.py", "mpirun"), (SLURM + "N=16\nmpirun -n $N python x.py", "mpirun")],
@@ -559,14 +752,16 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
     "chunks-together": (
         [(PBS.replace("ncpus=8", "ncpus=8:ngpus=1") + f"mpiexec {RUN} /x", "select")],
         [
-            PBS.replace("ncpus=8", "ncpus=8:ngpus=1").replace("set -e", "#PBS -l place=scatter\nset -e") + f"mpiexec {RUN} /x",
+            PBS.replace("ncpus=8", "ncpus=8:ngpus=1").replace("set -e", "#PBS -l place=scatter\nset -e")
+            + f"mpiexec {RUN} /x",
             PBS.replace("ncpus=8", "ncpus=8:ngpus=8") + f"mpiexec {RUN} /x",
             PBS.replace("select=2:ncpus=8", "select=1:ncpus=8:ngpus=1") + f"mpiexec {RUN} /x",
             PBS.replace("ncpus=8", "ncpus=8:ngpus=1") + "launch-nodes.sh /x.py",
         ],
     ),
     "option-variable": (
-        [(SLURM + f"export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK\nsrun {RUN} x", "OMP_NUM_THREADS=$"),
+        [
+            (SLURM + f"export OMP_NUM_THREADS=$SLURM_CPUS_PER_TASK\nsrun {RUN} x", "OMP_NUM_THREADS=$"),
             (SLURM + f"srun --cpus-per-task=$SLURM_CPUS_PER_TASK {RUN} x", "srun"),
             (SLURM + f"srun {RUN} --nproc-per-node=${{SLURM_GPUS_PER_NODE}} x", "srun"),
         ],
@@ -578,7 +773,10 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
         ],
     ),
     "unset-variable": (
-        [(CLEAN + "export PYTHONPATH=$PWD:$PYTHONPATH", "PYTHONPATH"), (CLEAN + "export LD_LIBRARY_PATH=/x:${LD_LIBRARY_PATH}", "LD_LIB")],
+        [
+            (CLEAN + "export PYTHONPATH=$PWD:$PYTHONPATH", "PYTHONPATH"),
+            (CLEAN + "export LD_LIBRARY_PATH=/x:${LD_LIBRARY_PATH}", "LD_LIB"),
+        ],
         [
             CLEAN + "export PYTHONPATH=$PWD:${PYTHONPATH:-}",
             NO_E + f"srun {RUN} x\nexport PYTHONPATH=$PWD:$PYTHONPATH",
@@ -596,14 +794,18 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
             SLURM + "srun torchrun --nnodes=2 $ARGS x.py",
             SLURM + "export PET_MASTER_ADDR=$head\nsrun torchrun --nnodes=2 x.py",
             SLURM + "srun accelerate launch --config_file c.yaml --num_machines 2 --num_processes 8 x.py",
-            SLURM + 'L="torchrun --nnodes=$(sort -u $HOSTS | wc -l) "\nL+="--rdzv_endpoint=$h:1 "\nAll="cd /x && $L"\nssh $node "$All"',
-],
+            SLURM
+            + 'L="torchrun --nnodes=$(sort -u $HOSTS | wc -l) "\nL+="--rdzv_endpoint=$h:1 "\nAll="cd /x && $L"\nssh $node "$All"',
+        ],
     ),
     "endpoint-list": (
         [
             (SLURM + "export MASTER_ADDR=$(echo $SLURM_NODELIST | cut -d, -f1)\nsrun python x.py", "MASTER_ADDR"),
             (SLURM + "export MASTER_ADDR=${SLURM_JOB_NODELIST%%,*}\nsrun python x.py", "MASTER_ADDR"),
-            (SLURM + "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST)\nsrun python x.py", "MASTER_ADDR"),
+            (
+                SLURM + "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST)\nsrun python x.py",
+                "MASTER_ADDR",
+            ),
             (PBS + "export MASTER_ADDR=$(cat $PBS_NODEFILE)\nmpiexec python /x.py", "MASTER_ADDR"),
         ],
         [
@@ -647,7 +849,7 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
         [
             SLURM + f"srun {RUN} \\\n  --less x",
             SLURM + f'if [[ -z "$a" ||\n  -z "$b" ]]; then exit 2; fi\nsrun {RUN} x',
-            SLURM + f"A=(\n  --less # one\n  --more\n)\nsrun {RUN} \"${{A[@]}}\" x",
+            SLURM + f'A=(\n  --less # one\n  --more\n)\nsrun {RUN} "${{A[@]}}" x',
             SLURM + f"case $1 in\n  -h|--help) exit 2;;\n  --more) true;;\nesac\nsrun {RUN} x",
             SLURM + f"cat > a.sh <<E\n--less\nE\nsrun {RUN} x",
         ],
@@ -660,7 +862,10 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
     "directive-comment": (
         [
             ("#!/bin/bash\n# SBATCH --nodes=1\n# SBATCH --gres=gpu:4\npython train.py", "--nodes"),
-            (SLURM.replace("#SBATCH --requeue", "#--gres=gpu:4\n#SBATCH --requeue") + "srun python train.py", "#--gres"),
+            (
+                SLURM.replace("#SBATCH --requeue", "#--gres=gpu:4\n#SBATCH --requeue") + "srun python train.py",
+                "#--gres",
+            ),
         ],
         [
             SLURM.replace("#SBATCH --requeue", "# SBATCH --mem=80G\n#SBATCH --requeue") + "srun python train.py",
@@ -696,12 +901,20 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
     "python-twice": (
         [(srun("python"), "torchrun"), (SLURM + f'C=(python3 -m a.b)\nsrun {RUN} "${{C[@]}}"', "torchrun")],
         [
-            CLEAN, srun("--no-python python"), srun("-m python.train"),
+            CLEAN,
+            srun("--no-python python"),
+            srun("-m python.train"),
             ONE + 'if [ "$n" -gt 1 ]; then L="torchrun --standalone"; else L=python; fi\n$L train.py',
         ],
     ),
     "endpoint-fixed": (
-        [(SLURM + "h=$(scontrol show hostnames | head -n 1)\nsrun torchrun --nnodes=2 --rdzv-endpoint=node01:$p x", "node01")],
+        [
+            (
+                SLURM
+                + "h=$(scontrol show hostnames | head -n 1)\nsrun torchrun --nnodes=2 --rdzv-endpoint=node01:$p x",
+                "node01",
+            )
+        ],
         [
             SLURM + "h=$(scontrol show hostnames | head -n 1)\nsrun torchrun --nnodes=2 --rdzv-endpoint=$h:$p x",
             SLURM + "srun torchrun --nnodes=2 --rdzv-endpoint=etcd.example.org:2379 --rdzv-backend=etcd x",
@@ -717,16 +930,18 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
             (SLURM.replace("--nodes=2", "\u2013nodes=2") + f"srun {RUN} x", "nodes"),
             (SLURM.replace("--nodes=2", "--nodes = 2") + f"srun {RUN} x", "nodes"),
             (GPUS.replace("--gpus-per-node=4", "-gres=gpu:4") + f"srun {RUN} x", "gres"),
-],
-        [CLEAN, SLURM.replace("set -e", "#SBATCH --account=\n#SBATCH --comment='a = b'\nset -e") + f"srun {RUN} x",
+        ],
+        [
+            CLEAN,
+            SLURM.replace("set -e", "#SBATCH --account=\n#SBATCH --comment='a = b'\nset -e") + f"srun {RUN} x",
             GPUS.replace("--gpus-per-node=4", "-G4") + f"srun {RUN} x",
-],
+        ],
     ),
     "remote-code": (
         [
             (f"curl -fsSL https://example.org/x | bash\n{CLEAN}", "curl"),
             (f"{CLEAN}source <(curl -fsSL https://example.org/x)\n", "source"),
-            (f"{CLEAN}bash -c \"$(curl -fsSL https://example.org/x)\"\n", "bash"),
+            (f'{CLEAN}bash -c "$(curl -fsSL https://example.org/x)"\n', "bash"),
             (f"{CLEAN}wget https://raw.githubusercontent.com/a/b/main/train.py\n", "wget"),
         ],
         [
@@ -743,7 +958,7 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
             (f"{SLURM}train() {{\n{RUN} x\n}}\ntrain", "torchrun"),
             (f"{SLURM}apptainer exec x.sif {RUN} x", "torchrun"),
             (f"{SLURM}python -m torch.distributed.run --nnodes=2 x", "python"),
-            (f"{SLURM}ARGS=(\n --nnodes 2 # two\n)\ntorchrun \"${{ARGS[@]}}\" x", "torchrun "),
+            (f'{SLURM}ARGS=(\n --nnodes 2 # two\n)\ntorchrun "${{ARGS[@]}}" x', "torchrun "),
         ],
         [
             f"{SLURM}for h in $hosts; do\n ssh $h {RUN} x &\ndone\nwait",
@@ -772,13 +987,17 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
             (f"{PBS}hostname\ntorchrun --nnodes=1 x", "torchrun"),
             (f"{SLURM}python train.py", "python"),
             (f"{SLURM}deepspeed train.py", "deepspeed"),
-],
-        [f"{SLURM}{RUN} x", CLEAN, f"{CLEAN}torchrun --standalone evaluate.py", f"{SLURM}export PET_NNODES=2\ntorchrun x",
+        ],
+        [
+            f"{SLURM}{RUN} x",
+            CLEAN,
+            f"{CLEAN}torchrun --standalone evaluate.py",
+            f"{SLURM}export PET_NNODES=2\ntorchrun x",
             f"{SLURM}deepspeed --hostfile hosts train.py",
             f"{SLURM}srun python train.py",
             f"{SLURM.replace('nodes=2', 'nodes=1')}python train.py",
             "#!/bin/bash\n#SBATCH --gres=gpu:4\ntorchrun --nnodes=1:2 --nproc-per-node=4 x",
-],
+        ],
     ),
     "standalone": (
         [
@@ -800,7 +1019,7 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
             (f"{SLURM}export MASTER_ADDR=localhost\nsrun python t.py", "MASTER_ADDR"),
             (f"{SLURM}export NODE=localhost\nsrun torchrun --nnodes=2 --rdzv-endpoint=$NODE:1 x", "rdzv"),
             ("#!/bin/bash\n#SBATCH --gres=gpu:4\ntorchrun --nnodes=1:2 --rdzv-endpoint=localhost:6000 x", "rdzv"),
-],
+        ],
         ["#!/bin/bash\n#SBATCH -N1\nMASTER_ADDR=localhost torchrun --rdzv-endpoint localhost:0 x"],
     ),
     "localhost-fallback": (
@@ -812,13 +1031,16 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
             (f"{CLEAN}nodes=${{NODES:-localhost}}\nhead=$nodes", ":-"),
             (f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint ${{H-127.0.0.1}}:$p x'", "H-"),
             (f"{SLURM}srun torchrun --nnodes=2 --rdzv-endpoint=$(head -1 hosts || echo localhost):$p x", "||"),
-            (f"{SLURM}export MASTER_ADDR=$(scontrol show hostnames |\n head -1 || echo 127.0.0.1)\nsrun python t.py", "||"),
+            (
+                f"{SLURM}export MASTER_ADDR=$(scontrol show hostnames |\n head -1 || echo 127.0.0.1)\nsrun python t.py",
+                "||",
+            ),
         ],
         [
             f"{CLEAN}head=${{HEAD:?no head}}",
             f"{CLEAN}# head=${{HEAD:=localhost}}",
             f"{CLEAN}export no_proxy=${{no_proxy:-localhost,127.0.0.1}}",
-            f"{CLEAN}export MLFLOW_HOST=\"${{MLFLOW_HOST:-localhost}}\"",
+            f'{CLEAN}export MLFLOW_HOST="${{MLFLOW_HOST:-localhost}}"',
             f"{CLEAN}srun mlflow --host ${{TRACKING:-localhost}} --head $head",
             "#!/bin/bash\n#SBATCH -N 1\nexport MASTER_ADDR=${MASTER_ADDR:-localhost}\ntorchrun --standalone x",
         ],
@@ -826,34 +1048,47 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
     "endpoint-per-node": (
         [
             (f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint=$(hostname):$p x'", "hostname"),
-            (f"{SLURM}srun bash -c \"torchrun --nnodes=2 --rdzv_endpoint=\\$(hostname):$p x\"", "hostname"),
+            (f'{SLURM}srun bash -c "torchrun --nnodes=2 --rdzv_endpoint=\\$(hostname):$p x"', "hostname"),
             (f"{SLURM}srun bash -c 'MASTER_ADDR=$(hostname) python train.py'", "hostname"),
-],
+        ],
         [
             f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_endpoint=$head:$p x'",
-            f"{SLURM}srun bash -c \"torchrun --nnodes=2 --node-rank=\\$SLURM_NODEID --rdzv_endpoint=$(hostname):$p x\"",
+            f'{SLURM}srun bash -c "torchrun --nnodes=2 --node-rank=\\$SLURM_NODEID --rdzv_endpoint=$(hostname):$p x"',
         ],
     ),
     "hostname-endpoint": (
         [
             (srun("--rdzv_endpoint=$(hostname):$port"), "hostname"),
-            (f"{SLURM}A=(\n --nnodes=2\n --rdzv_endpoint=$(hostname)\n)\nsrun torchrun \"${{A[@]}}\" x", "hostname"),
+            (f'{SLURM}A=(\n --nnodes=2\n --rdzv_endpoint=$(hostname)\n)\nsrun torchrun "${{A[@]}}" x', "hostname"),
         ],
-        [CLEAN,
+        [
+            CLEAN,
             ONE + "torchrun --rdzv-endpoint=$(hostname):$port x",
             "#!/bin/bash\n#BSUB -n 1\nblaunch torchrun --nnodes=$N --rdzv-endpoint=$HOSTNAME:$port x",
-],
+        ],
     ),
     "first-address": (
-        [(f"{CLEAN}ip() {{\n hostname -I\n}}", "hostname -I"), (f"{CLEAN}echo $(hostname -I) > hosts", "hosts"), (f"{CLEAN}ip=$(hostname -I | awk '{{print $1}}')", "hostname")],
-        [f"{CLEAN}name=$(hostname -s)", f"{CLEAN}ip=$(hostname -i)", f"{CLEAN}echo \"on $(hostname -I | cut -d' ' -f1)\"", f"{CLEAN}hostname -I"],
+        [
+            (f"{CLEAN}ip() {{\n hostname -I\n}}", "hostname -I"),
+            (f"{CLEAN}echo $(hostname -I) > hosts", "hosts"),
+            (f"{CLEAN}ip=$(hostname -I | awk '{{print $1}}')", "hostname"),
+        ],
+        [
+            f"{CLEAN}name=$(hostname -s)",
+            f"{CLEAN}ip=$(hostname -i)",
+            f"{CLEAN}echo \"on $(hostname -I | cut -d' ' -f1)\"",
+            f"{CLEAN}hostname -I",
+        ],
     ),
     "own-address": (
         [(f"{CLEAN}ip=$(hostname -i)", "hostname"), (f"{CLEAN}ip=$(srun -N1 hostname --ip-address)", "hostname")],
         [f"{CLEAN}name=$(hostname -s)", f"{CLEAN}ip=$(hostname -I)"],
     ),
     "memory-unit": (
-        [(GPUS.replace("set -e", "#SBATCH --mem=80\nset -e") + f"srun {RUN} x", "--mem"), (GPUS.replace("set -e", "#SBATCH --mem-per-gpu 64\nset -e") + f"srun {RUN} x", "--mem")],
+        [
+            (GPUS.replace("set -e", "#SBATCH --mem=80\nset -e") + f"srun {RUN} x", "--mem"),
+            (GPUS.replace("set -e", "#SBATCH --mem-per-gpu 64\nset -e") + f"srun {RUN} x", "--mem"),
+        ],
         [GPUS.replace("set -e", f"#SBATCH --mem={size}\nset -e") + f"srun {RUN} x" for size in ("0", "80G", "80000")],
     ),
     "gpus-differ": (
@@ -867,7 +1102,12 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
         ],
     ),
     "tasks-spread": (
-        [("#!/bin/bash\n#SBATCH --ntasks=2\n#SBATCH --gres=gpu:2\ntorchrun --standalone --nproc-per-node=2 x", "ntasks")],
+        [
+            (
+                "#!/bin/bash\n#SBATCH --ntasks=2\n#SBATCH --gres=gpu:2\ntorchrun --standalone --nproc-per-node=2 x",
+                "ntasks",
+            )
+        ],
         [
             "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --ntasks=2\ntorchrun --standalone --nproc-per-node=2 x",
             "#!/bin/bash\n#SBATCH --ntasks=1\ntorchrun --standalone --nproc-per-node=2 x",
@@ -877,10 +1117,15 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
     "signal-late": (
         [
             (f"{SLURM}trap requeue USR1\nsrun {RUN} x", "trap"),
-            (SLURM.replace("set -e", "#SBATCH --signal=USR1@120\nset -e") + f"trap requeue SIGUSR1\nsrun {RUN} x &\nwait", "--signal"),
+            (
+                SLURM.replace("set -e", "#SBATCH --signal=USR1@120\nset -e")
+                + f"trap requeue SIGUSR1\nsrun {RUN} x &\nwait",
+                "--signal",
+            ),
         ],
         [
-            SLURM.replace("set -e", "#SBATCH --signal=B:USR1@120\nset -e") + f"trap requeue SIGUSR1\nsrun {RUN} x &\nwait",
+            SLURM.replace("set -e", "#SBATCH --signal=B:USR1@120\nset -e")
+            + f"trap requeue SIGUSR1\nsrun {RUN} x &\nwait",
             f"{SLURM}trap '' USR1\nsrun {RUN} x",
             f"{SLURM}trap requeue USR1\nsrun {RUN} x &\nwhile kill -0 $!; do sleep 1; done",
             f"{SLURM}trap clean EXIT\nsrun {RUN} x",
@@ -888,7 +1133,10 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
         ],
     ),
     "command-unknown": (
-        [(f"{SLURM}soruce env.sh\nsrun {RUN} x", "soruce"), (f'{SLURM}[ -n "$1" ] || die "no name"\nsrun {RUN} x', "die")],
+        [
+            (f"{SLURM}soruce env.sh\nsrun {RUN} x", "soruce"),
+            (f'{SLURM}[ -n "$1" ] || die "no name"\nsrun {RUN} x', "die"),
+        ],
         [
             f'{SLURM}die() {{ echo "$1"; exit 1; }}\n[ -n "$1" ] || die "no name"\nsrun {RUN} x',
             f'{SLURM}. lib.sh\n[ -n "$1" ] || die "no name"\nsrun {RUN} x',
@@ -897,13 +1145,18 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
         ],
     ),
     "variable-case": (
-        [(f"{SLURM}OUT_DIR=/data\nsrun {RUN} x --out=$OUTDIR", "$OUTDIR"), (f"{SLURM}SCALE=4\nsrun {RUN} x --name=$scale", "$scale")],
+        [
+            (f"{SLURM}OUT_DIR=/data\nsrun {RUN} x --out=$OUTDIR", "$OUTDIR"),
+            (f"{SLURM}SCALE=4\nsrun {RUN} x --name=$scale", "$scale"),
+        ],
         [
             f"{SLURM}SCALE=$scale\nsrun {RUN} x --name=$SCALE",
             f"{SLURM}HTTP_PROXY=x\ncurl -x $http_proxy y\nsrun {RUN} x",
             f"{SLURM}NODE=1\nfor node in a b; do echo $node; done\nsrun {RUN} x",
             f"{SLURM}N=1\nawk '{{ print $n }}' log\nsrun {RUN} x",
-        f"{SLURM}OUT_DIR=$OUTDIR\nOUTDIR=/data\nsrun {RUN} x $OUT_DIR", f"{SLURM}source env.sh\nOUT_DIR=/data\nsrun {RUN} x $OUTDIR"],
+            f"{SLURM}OUT_DIR=$OUTDIR\nOUTDIR=/data\nsrun {RUN} x $OUT_DIR",
+            f"{SLURM}source env.sh\nOUT_DIR=/data\nsrun {RUN} x $OUTDIR",
+        ],
     ),
     "mpi-environment": (
         [("LR=1 mpirun --hostfile h -bind-to none -n 8 python x.py", "mpirun")],
@@ -917,29 +1170,33 @@ ONE.replace("set -e", "#SBATCH --mincpus=32\nset -e") + "torchrun --standalone -
         [(f"{SLURM}srun bash -c 'torchrun --nnodes=2 --rdzv_id=$RANDOM x'", "RANDOM")],
         [f'{SLURM}srun bash -c "torchrun --nnodes=2 --rdzv_id=$SLURM_JOB_ID x"'],
     ),
-    "run-id": (
-        [(srun("--rdzv_id=$RANDOM"), "RANDOM"), (srun("--rdzv-id 456"), "456")],
-        [CLEAN],
-    ),
+    "run-id": ([(srun("--rdzv_id=$RANDOM"), "RANDOM"), (srun("--rdzv-id 456"), "456")], [CLEAN]),
     "fixed-port": (
-        [(ONE.replace("node=4", "node=2") + "accelerate launch --multi_gpu x.py", "accelerate"),
+        [
+            (ONE.replace("node=4", "node=2") + "accelerate launch --multi_gpu x.py", "accelerate"),
             (ONE.replace("node=4", "node=2") + "deepspeed x.py", "deepspeed"),
             (ONE.replace("node=4", "node=2") + "export MASTER_PORT=${MASTER_PORT:-29500}\npython x.py", "29500"),
             (srun("--rdzv_endpoint=$head:29500"), "29500"),
             (f"{SLURM}port=29400\nsrun torchrun --nnodes=2 --rdzv_endpoint=$head:$port x", "29400"),
             (f"{SLURM}export MASTER_PORT=12355\nsrun python t.py", "12355"),
             (ONE.replace("node=4", "node=2") + "torchrun --nproc-per-node=2 x", "torchrun"),
-            (ONE.replace("node=4", "node=2") + "srun tune run --nnodes 1 --nproc_per_node 2 --master_port 29500 x", "tune"),
-],
-        [f"{SLURM}port=$((20000 + SLURM_JOB_ID % 10000))\nsrun torchrun --nnodes=2 --rdzv_endpoint=$head:$port x",
-            ONE.replace("gpus-per-node=4", "ntasks-per-node=8\n#SBATCH --gpus-per-task=1") + "export MASTER_PORT=1234\nsrun python x",
+            (
+                ONE.replace("node=4", "node=2") + "srun tune run --nnodes 1 --nproc_per_node 2 --master_port 29500 x",
+                "tune",
+            ),
+        ],
+        [
+            f"{SLURM}port=$((20000 + SLURM_JOB_ID % 10000))\nsrun torchrun --nnodes=2 --rdzv_endpoint=$head:$port x",
+            ONE.replace("gpus-per-node=4", "ntasks-per-node=8\n#SBATCH --gpus-per-task=1")
+            + "export MASTER_PORT=1234\nsrun python x",
             ONE.replace("node=4", "node=2") + "torchrun --standalone --nproc-per-node=2 x",
             ONE.replace("node=4", "node=2") + "torchrun --nproc-per-node=2 --master-port=$port x",
             ONE.replace("node=4", "node=2") + "torchrun $ARGS x",
-ONE.replace("node=4", "node=2") + "accelerate launch --main_process_port $port x.py",
+            ONE.replace("node=4", "node=2") + "accelerate launch --main_process_port $port x.py",
             ONE.replace("node=4", "node=1") + "accelerate launch x.py",
             ONE.replace("node=4", "node=2") + "deepspeed --master_port=$port x.py",
-            ONE.replace("node=4", "node=2") + "export MASTER_PORT=${MASTER_PORT:-$port}\npython x.py"],
+            ONE.replace("node=4", "node=2") + "export MASTER_PORT=${MASTER_PORT:-$port}\npython x.py",
+        ],
     ),
     "nodes-differ": (
         [(srun("--nnodes=4"), "nnodes"), (f"{PBS}mpiexec torchrun --nnodes 1:4 x", "nnodes")],
@@ -963,7 +1220,7 @@ ONE.replace("node=4", "node=2") + "accelerate launch --main_process_port $port x
             (EIGHT + f"srun -n $SLURM_NTASKS {RUN} x", "ntasks-per-node"),
             (EIGHT + f"srun apptainer exec x.sif bash -c '{RUN} x'", "ntasks-per-node"),
             (SLURM.replace("ntasks-per-node=1", "ntasks=8") + f"srun {RUN} x", "ntasks"),
-],
+        ],
         [
             CLEAN,
             EIGHT + f"srun --ntasks-per-node=1 {RUN} x",
@@ -975,20 +1232,20 @@ ONE.replace("node=4", "node=2") + "accelerate launch --main_process_port $port x
             EIGHT + f"N=2\nsrun -n $N bash -c '{RUN} x'",
             EIGHT + "srun python train.py",
             EIGHT.replace("set -e", "#SBATCH --ntasks=2\nset -e") + f"srun {RUN} x",
-],
+        ],
     ),
     "scontrol-in-container": (
         [
             (f"{SLURM}srun --container-image=/fsx/x.sqsh bash -c 'scontrol show hostnames'", "scontrol"),
-            (f"{SLURM}apptainer exec x.sif sh -c \"head=\\$(scontrol show hostnames)\"", "scontrol"),
-            (f"{SLURM}srun --container-image=/x.sqsh bash -c \"scontrol show hostnames\"", "scontrol"),
-            (f"{SLURM}srun --container-image=/x.sqsh bash -c \"h=\\`scontrol show hostnames\\`\"", "scontrol"),
-            (f"{SLURM}srun --container-image=/x.sqsh bash -c \"h=\\\"\\$(scontrol show hostnames)\\\"\"", "scontrol"),
+            (f'{SLURM}apptainer exec x.sif sh -c "head=\\$(scontrol show hostnames)"', "scontrol"),
+            (f'{SLURM}srun --container-image=/x.sqsh bash -c "scontrol show hostnames"', "scontrol"),
+            (f'{SLURM}srun --container-image=/x.sqsh bash -c "h=\\`scontrol show hostnames\\`"', "scontrol"),
+            (f'{SLURM}srun --container-image=/x.sqsh bash -c "h=\\"\\$(scontrol show hostnames)\\""', "scontrol"),
             (f"{SLURM}srun apptainer exec x.sif bash <<E\necho \\$(scontrol show hostnames)\nE\n", "scontrol"),
         ],
         [
-            f"{CLEAN}hosts=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\")",
-            f"{SLURM}srun --container-image=/x.sqsh bash -c \"torchrun --rdzv-endpoint=$(scontrol show hostnames | head -1):1 x\"",
+            f'{CLEAN}hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            f'{SLURM}srun --container-image=/x.sqsh bash -c "torchrun --rdzv-endpoint=$(scontrol show hostnames | head -1):1 x"',
             f"{SLURM}srun --container-image=/x.sqsh bash -c \"bash -c 'echo $(scontrol show hostnames)'\"",
             f"{SLURM}srun apptainer exec x.sif bash <<E\necho $(scontrol show hostnames)\nE\n",
         ],
@@ -997,30 +1254,30 @@ ONE.replace("node=4", "node=2") + "accelerate launch --main_process_port $port x
         [
             (f"{SLURM}mpirun -np 2 {RUN} x", "mpirun"),
             (f"{SLURM}mpirun -np 2 bash -c '{RUN} x'", "mpirun"),
-            (f"{SLURM}mpiArgs=\"\n -np 2\n --map-by ppr:1:node\n\"\nmpirun $mpiArgs torchrun --nnodes=2 x", "mpirun $"),
+            (f'{SLURM}mpiArgs="\n -np 2\n --map-by ppr:1:node\n"\nmpirun $mpiArgs torchrun --nnodes=2 x', "mpirun $"),
         ],
         [
             f"{SLURM}mpirun --bind-to none {RUN} x",
             f"{SLURM}mpirun --map-by ppr:1:node --bind-to none bash -c '{RUN} x'",
             f"{SLURM}O='--bind-to none'\nmpirun $O apptainer exec x.sif sh -c '{RUN} x'",
-            f"{SLURM}mpiArgs=\"\n -np 2\n --bind-to none\n\"\nmpirun $mpiArgs {RUN} x",
+            f'{SLURM}mpiArgs="\n -np 2\n --bind-to none\n"\nmpirun $mpiArgs {RUN} x',
             f"{SLURM}mpirun python horovod.py",
         ],
     ),
-    "pbs-one-line": (
-        [("#!/bin/bash\n#PBS -l select=2:ncpus=4,walltime=01:00:00\nset -e\n", "select")],
-        [PBS],
-    ),
+    "pbs-one-line": ([("#!/bin/bash\n#PBS -l select=2:ncpus=4,walltime=01:00:00\nset -e\n", "select")], [PBS]),
     "efa-elsewhere": (
         [
             (f"{PBS}export FI_PROVIDER=efa\nexport NCCL_SOCKET_IFNAME=hsn0\n", "FI_PROVIDER"),
-            (f"{SLURM}export NCCL_SOCKET_IFNAME=hsn0\nexport FI_PROVIDER=\"efa\"\n", "FI_PROVIDER"),
+            (f'{SLURM}export NCCL_SOCKET_IFNAME=hsn0\nexport FI_PROVIDER="efa"\n', "FI_PROVIDER"),
         ],
         [f"{SLURM}export FI_PROVIDER=efa\n", f"{PBS}export FI_PROVIDER=efa\n", f"{PBS}export FI_PROVIDER=cxi\n"],
     ),
     "interfaces-differ": (
         [(f"{CLEAN}export GLOO_SOCKET_IFNAME=eth0\nexport NCCL_SOCKET_IFNAME=hsn0\n", "NCCL_S")],
-        [f"{CLEAN}export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0\n", f"{CLEAN}export NCCL_SOCKET_IFNAME=^lo,docker\n"],
+        [
+            f"{CLEAN}export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0\n",
+            f"{CLEAN}export NCCL_SOCKET_IFNAME=^lo,docker\n",
+        ],
     ),
     "loopback-interface": (
         [(f"{CLEAN}export NCCL_SOCKET_IFNAME=lo\n", "NCCL_S")],
@@ -1035,11 +1292,19 @@ ONE.replace("node=4", "node=2") + "accelerate launch --main_process_port $port x
         ],
     ),
     "network-disabled": (
-        [(GPUS + f"export NCCL_P2P_DISABLE=1\nsrun {RUN} x", "P2P"), (ONE + "export NCCL_P2P_DISABLE=1\ntorchrun --standalone x", "P2P"), (f"{CLEAN}export NCCL_IB_DISABLE=1\n", "IB_D"), (f"{CLEAN}srun --export=ALL,NCCL_P2P_DISABLE=1 x\n", "P2P")],
-        [f"{CLEAN}export NCCL_IB_DISABLE=0\n",
+        [
+            (GPUS + f"export NCCL_P2P_DISABLE=1\nsrun {RUN} x", "P2P"),
+            (ONE + "export NCCL_P2P_DISABLE=1\ntorchrun --standalone x", "P2P"),
+            (f"{CLEAN}export NCCL_IB_DISABLE=1\n", "IB_D"),
+            (f"{CLEAN}srun --export=ALL,NCCL_P2P_DISABLE=1 x\n", "P2P"),
+        ],
+        [
+            f"{CLEAN}export NCCL_IB_DISABLE=0\n",
             f"{CLEAN}export NCCL_IB_DISABLE=1 NCCL_NSOCKS_PERTHREAD=8\n",
-ONE + "export NCCL_IB_DISABLE=1\ntorchrun --standalone x", ONE.replace("per-node=4", "per-node=rtx4090:4") + "export NCCL_P2P_DISABLE=1\ntorchrun --standalone x",
-            "#!/bin/bash\nexport NCCL_IB_DISABLE=1\ntorchrun --standalone x"],
+            ONE + "export NCCL_IB_DISABLE=1\ntorchrun --standalone x",
+            ONE.replace("per-node=4", "per-node=rtx4090:4") + "export NCCL_P2P_DISABLE=1\ntorchrun --standalone x",
+            "#!/bin/bash\nexport NCCL_IB_DISABLE=1\ntorchrun --standalone x",
+        ],
     ),
     "image-unpinned": (
         [
@@ -1048,7 +1313,7 @@ ONE + "export NCCL_IB_DISABLE=1\ntorchrun --standalone x", ONE.replace("per-node
             (f"{SLURM}IMG=docker://pytorch/pytorch:latest\nenroot import -o x.sqsh $IMG", "enroot"),
             (SLURM.replace("set -e", "#SBATCH --image=docker:a/b:latest\nset -e") + f"srun {RUN} x", "--image"),
             (f"{SLURM}docker pull ${{REGISTRY}}pt:latest", "docker"),
-],
+        ],
         [
             f"{SLURM}srun --container-image /fsx/pt.sqsh x",
             f"{SLURM}srun --container-image ./pt.sqsh x",
@@ -1056,27 +1321,31 @@ ONE + "export NCCL_IB_DISABLE=1\ntorchrun --standalone x", ONE.replace("per-node
             f"{SLURM}docker pull example.org:5000/pt:2.7.1-cu126",
             SLURM.replace("set -e", "#SBATCH --container-image=/fsx/x.sqsh\nset -e") + f"srun {RUN} x",
             f"{SLURM}docker pull ${{REGISTRY}}pt:$TAG",
-f"{SLURM}docker pull your-registry/pt:latest", f"{SLURM}apptainer pull 'docker://<user>/pt'"],
+            f"{SLURM}docker pull your-registry/pt:latest",
+            f"{SLURM}apptainer pull 'docker://<user>/pt'",
+        ],
     ),
     "image-tag": (
         [(f"{SLURM}docker pull example.org:5000/pt:stable", "stable")],
         [f"{SLURM}docker pull example.org:5000/pt:2.7.1-cu126"],
     ),
     "install-in-job": (
-        [(f"{CLEAN}pip install torch", "pip"), (f"{CLEAN}srun python3 -V; python3 -m pip install x", "pip"), (f"{CLEAN}conda create -n x", "conda")],
+        [
+            (f"{CLEAN}pip install torch", "pip"),
+            (f"{CLEAN}srun python3 -V; python3 -m pip install x", "pip"),
+            (f"{CLEAN}conda create -n x", "conda"),
+        ],
         [f"{CLEAN}pip list", f"{CLEAN}echo pip install"],
     ),
     "conda-activate": (
-        [(f"{CLEAN}conda activate pt", "activate"),
-            (f"{CLEAN}source ~/wandb_key.sh\nconda activate pt", "activate"),
-],
+        [(f"{CLEAN}conda activate pt", "activate"), (f"{CLEAN}source ~/wandb_key.sh\nconda activate pt", "activate")],
         [
             f"{CLEAN}module load Mamba/23.11.0\nconda activate pt",
             f"{CLEAN}module load open-ce\nconda activate pt",
             f"{CLEAN}. ~/start-me\nconda activate pt",
             CLEAN.replace("#!/bin/bash", "#!/bin/bash -l") + "conda activate pt",
             f"{CLEAN}source /opt/conda/etc/profile.d/conda.sh\nconda activate pt",
-            f"{CLEAN}eval \"$(conda shell.bash hook)\"\nconda activate pt",
+            f'{CLEAN}eval "$(conda shell.bash hook)"\nconda activate pt',
         ],
     ),
     "modules-not-purged": (
@@ -1090,24 +1359,34 @@ f"{SLURM}docker pull your-registry/pt:latest", f"{SLURM}apptainer pull 'docker:/
     ),
     "error-ignored": (
         [(CLEAN.replace("set -euo pipefail\n", ""), "#!")],
-        [CLEAN, CLEAN.replace("set -euo pipefail", "set -o errexit"), CLEAN.replace("set -euo pipefail\n", "").replace("/bash", "/bash -e")],
+        [
+            CLEAN,
+            CLEAN.replace("set -euo pipefail", "set -o errexit"),
+            CLEAN.replace("set -euo pipefail\n", "").replace("/bash", "/bash -e"),
+        ],
     ),
     "threads": (
         [(CLEAN.replace("export OMP_NUM_THREADS=4\n", ""), "torchrun")],
         [CLEAN, f"{SLURM.replace('export OMP_NUM_THREADS=4', '')}srun --export=ALL,OMP_NUM_THREADS=2 {RUN} x"],
     ),
     "debug": (
-        [(f"{CLEAN}export NCCL_DEBUG=INFO", "NCCL_D"), (f"{SLURM}mpirun --bind-to none -x NCCL_DEBUG=info {RUN} x", "NCCL_D")],
+        [
+            (f"{CLEAN}export NCCL_DEBUG=INFO", "NCCL_D"),
+            (f"{SLURM}mpirun --bind-to none -x NCCL_DEBUG=info {RUN} x", "NCCL_D"),
+        ],
         [f"{CLEAN}export NCCL_DEBUG=WARN", f"{CLEAN}# export NCCL_DEBUG=INFO"],
     ),
     "requeue": (
         [(CLEAN.replace("#SBATCH --requeue\n", "").replace("train.py", "train.py --snapshot s.pt"), "#SBATCH")],
         [CLEAN.replace("train.py", "train.py --snapshot s.pt"), CLEAN.replace("#SBATCH --requeue\n", "")],
     ),
-}  # fmt: skip
+}
 PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "placeholder": (
-        [(on_pods("command: [torchrun, t.py]", "your-registry/pt:latest"), "image:"), (on_pods("command: [torchrun, t.py]", "r.example.org/<user>/pt:1.0.0"), "image:")],
+        [
+            (on_pods("command: [torchrun, t.py]", "your-registry/pt:latest"), "image:"),
+            (on_pods("command: [torchrun, t.py]", "r.example.org/<user>/pt:1.0.0"), "image:"),
+        ],
         [on_pods("command: [torchrun, t.py]", "r.example.org/yours/pt:1.0.0")],
     ),
     "memory-lock": (
@@ -1123,7 +1402,9 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [
             SIDECAR.replace("kind: Job", "kind: Pod"),
             SIDECAR.replace("exporter", "second"),
-            SIDECAR.replace("        - {name: exporter", "      initContainers:\n        - {restartPolicy: Always, name: exporter"),
+            SIDECAR.replace(
+                "        - {name: exporter", "      initContainers:\n        - {restartPolicy: Always, name: exporter"
+            ),
         ],
     ),
     "secret": (
@@ -1131,15 +1412,40 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         [on_pods("env: [{name: WANDB_API_KEY, valueFrom: {secretKeyRef: {name: wandb, key: key}}}]")],
     ),
     "ranks-exceed-gpus": (
-        [(on_pods("command: [torchrun, --nproc-per-node=8, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}"), "command")],
-        [on_pods("command: [torchrun, --nproc-per-node=4, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}")],
+        [
+            (
+                on_pods(
+                    "command: [torchrun, --nproc-per-node=8, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}"
+                ),
+                "command",
+            )
+        ],
+        [
+            on_pods(
+                "command: [torchrun, --nproc-per-node=4, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}"
+            )
+        ],
     ),
     "shared-memory": (
-        [(on_pods("command: [python, t.py, --num-workers=2]").replace("/dev/shm", "/data"), "image:"), (on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace("/dev/shm", "/data"), "image:")],
-        [on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data"),
-            on_pods("command: [torchrun, t.py, --workers=0]\n              resources: {limits: {nvidia.com/gpu: 1}}").replace("/dev/shm", "/data"),
-            on_pods("command: [sleep, infinity]\n              resources: {limits: {nvidia.com/gpu: 1}}").replace("/dev/shm", "/data"),
-on_pods("command: [python, t.py, --num-workers=0]").replace("/dev/shm", "/data")],
+        [
+            (on_pods("command: [python, t.py, --num-workers=2]").replace("/dev/shm", "/data"), "image:"),
+            (
+                on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace(
+                    "/dev/shm", "/data"
+                ),
+                "image:",
+            ),
+        ],
+        [
+            on_pods("command: [torchrun, t.py]").replace("/dev/shm", "/data"),
+            on_pods(
+                "command: [torchrun, t.py, --workers=0]\n              resources: {limits: {nvidia.com/gpu: 1}}"
+            ).replace("/dev/shm", "/data"),
+            on_pods("command: [sleep, infinity]\n              resources: {limits: {nvidia.com/gpu: 1}}").replace(
+                "/dev/shm", "/data"
+            ),
+            on_pods("command: [python, t.py, --num-workers=0]").replace("/dev/shm", "/data"),
+        ],
     ),
     "container-name": (
         [(on_pods("command: [torchrun, t.py]").replace("name: pytorch", "name: trainer"), "name: trainer")],
@@ -1147,19 +1453,28 @@ on_pods("command: [python, t.py, --num-workers=0]").replace("/dev/shm", "/data")
     ),
     "efa-device": (
         [(on_pods("env: [{name: FI_PROVIDER, value: efa}]"), "FI_PROVIDER")],
-        [on_pods("env: [{name: FI_PROVIDER, value: efa}]\n              resources: {limits: {vpc.amazonaws.com/efa: 1}}")],
+        [
+            on_pods(
+                "env: [{name: FI_PROVIDER, value: efa}]\n              resources: {limits: {vpc.amazonaws.com/efa: 1}}"
+            )
+        ],
     ),
     "image-unpinned": (
-        [(on_pods("command: [torchrun, t.py]", "r.example.org/pt:latest"), "image:"), (on_pods("{}", "pt").replace("{}", ""), "image:"),
+        [
+            (on_pods("command: [torchrun, t.py]", "r.example.org/pt:latest"), "image:"),
+            (on_pods("{}", "pt").replace("{}", ""), "image:"),
             (on_pods("command: [torchrun, t.py]", "${REGISTRY}pt:latest"), "image:"),
-],
+        ],
         [on_pods("command: [torchrun, t.py]"), on_pods("command: [torchrun, t.py]", "${IMAGE_URI}")],
     ),
     "localhost-endpoint": (
         [
             (on_pods("command: [torchrun, --rdzv-endpoint=localhost:29500, t.py]"), "torchrun"),
             (on_pods('command: [bash, -c, "torchrun --rdzv-endpoint=localhost:1 t.py"]'), "torchrun"),
-            (on_pods("env: [{name: MASTER_ADDR, value: localhost}]\n              command: [torchrun, t.py]"), "MASTER_ADDR"),
+            (
+                on_pods("env: [{name: MASTER_ADDR, value: localhost}]\n              command: [torchrun, t.py]"),
+                "MASTER_ADDR",
+            ),
         ],
         [on_pods("command: [torchrun, --rdzv-endpoint=ddp-worker-0:29500, t.py]")],
     ),
@@ -1172,33 +1487,63 @@ on_pods("command: [python, t.py, --num-workers=0]").replace("/dev/shm", "/data")
         [on_pods('command: [bash, -c, "torchrun t.py"]')],
     ),
     "pod-index": (
-        [(UNNUMBERED, "SHARD"), (UNNUMBERED.replace("SHARD", "X").replace("job-completion-index", "x") + "          command: [bash, -c, 'python t.py $JOB_COMPLETION_INDEX']\n", "command")],
-        [UNNUMBERED.replace("spec:\n", "spec:\n  completionMode: Indexed\n", 1), UNNUMBERED.replace("job-completion-index", "other"), UNNUMBERED.replace("kind: Job", "kind: Other")],
+        [
+            (UNNUMBERED, "SHARD"),
+            (
+                UNNUMBERED.replace("SHARD", "X").replace("job-completion-index", "x")
+                + "          command: [bash, -c, 'python t.py $JOB_COMPLETION_INDEX']\n",
+                "command",
+            ),
+        ],
+        [
+            UNNUMBERED.replace("spec:\n", "spec:\n  completionMode: Indexed\n", 1),
+            UNNUMBERED.replace("job-completion-index", "other"),
+            UNNUMBERED.replace("kind: Job", "kind: Other"),
+        ],
     ),
     "pod-name": (
         [(INDEXED, "MASTER_ADDR")],
-        [INDEXED.replace("containers:", "subdomain: ddp\n      containers:"), INDEXED.replace("ddp-0", "head.example.org"), INDEXED.replace("Indexed", "NonIndexed")],
+        [
+            INDEXED.replace("containers:", "subdomain: ddp\n      containers:"),
+            INDEXED.replace("ddp-0", "head.example.org"),
+            INDEXED.replace("Indexed", "NonIndexed"),
+        ],
     ),
     "one-process": (
         [(on_pods('command: [python, train.py]\n              resources: {limits: {nvidia.com/gpu: "4"}}'), "command")],
         [
             on_pods('command: [python, train.py]\n              resources: {limits: {nvidia.com/gpu: "1"}}'),
-            on_pods("command: [python, serve.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace("PyTorchJob", "Deployment"),
+            on_pods("command: [python, serve.py]\n              resources: {limits: {nvidia.com/gpu: 4}}").replace(
+                "PyTorchJob", "Deployment"
+            ),
         ],
     ),
     "cpus-missing": (
-        [(on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4, cpu: 1}}"), "resources")],
-        [on_pods(f"command: [torchrun, t.py]\n              resources: {{limits: {{nvidia.com/gpu: 4, cpu: {cpus}}}}}") for cpus in ("32", "500m")],
+        [
+            (
+                on_pods("command: [torchrun, t.py]\n              resources: {limits: {nvidia.com/gpu: 4, cpu: 1}}"),
+                "resources",
+            )
+        ],
+        [
+            on_pods(
+                f"command: [torchrun, t.py]\n              resources: {{limits: {{nvidia.com/gpu: 4, cpu: {cpus}}}}}"
+            )
+            for cpus in ("32", "500m")
+        ],
     ),
     "status-lost": (
         [(on_pods('command: [bash, -c, "python train.py | tee log"]'), "command")],
-        [on_pods('command: [bash, -c, "set -o pipefail; python train.py | tee log"]'), on_pods('command: [bash, -c, "python serve.py | tee log"]').replace("PyTorchJob", "Server")],
+        [
+            on_pods('command: [bash, -c, "set -o pipefail; python train.py | tee log"]'),
+            on_pods('command: [bash, -c, "python serve.py | tee log"]').replace("PyTorchJob", "Server"),
+        ],
     ),
     "debug": (
         [(on_pods('env: [{name: NCCL_DEBUG, value: "INFO"}]'), "NCCL_DEBUG")],
         [on_pods('env: [{name: NCCL_DEBUG, value: "WARN"}]')],
     ),
-}  # fmt: skip
+}
 
 
 def flat(cases: dict[str, tuple[list[tuple[str, str]], list[str]]], name: str) -> list[object]:
@@ -1275,7 +1620,7 @@ GUIDES = {
     "seed-003-plugin.pbs": ["placeholder", "efa-elsewhere", "head-only", "status-lost"],
     "seed-004-apptainer.sh": [],
     "seed-004-horovod.sh": [],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", GUIDES)
@@ -1295,9 +1640,7 @@ def test_all_scripts_of_the_guides_are_there_with_where_they_are_from() -> None:
 
 @pytest.mark.parametrize("path", RENDERED, ids=lambda path: path.name)
 def test_what_envbuild_renders_has_no_fault(path: Path) -> None:
-    problems = [
-        one for one in lint_file(path) if (path.name, one.fault.id) not in MEANT
-    ]  # fmt: skip
+    problems = [one for one in lint_file(path) if (path.name, one.fault.id) not in MEANT]
     assert [(one.line, one.fault.id, one.text) for one in problems] == []
 
 
@@ -1314,16 +1657,16 @@ def test_there_are_rendered_scripts() -> None:
         ("a 'b c' \"d $x\" e\\ f", ["a", "b c", "d $x", "e f"]),
         ("a \\\n  b # c", ["a", "b"]),
         ("a >f 2>&1 <g b", ["a", "b"]),
-        ("a ${x:-\"q r\"} $((1 + 2)) `d`", ["a", "${x:-\"q r\"}", "$((1 + 2))", "$(d)"]),
+        ('a ${x:-"q r"} $((1 + 2)) `d`', ["a", '${x:-"q r"}', "$((1 + 2))", "$(d)"]),
         ("if ! a b; then :; fi", ["a", "b"]),
         ("timeout -k 5 --signal TERM 11h a b", ["a", "b"]),
         ("time -p nice -n 5 numactl --cpunodebind=0 -m 0 a -n 1", ["a", "-n", "1"]),
         ("timeout $TIME_LIMIT a b", ["a", "b"]),
         ("a /home/<you>/x", ["a", "/home/<you>/x"]),
         ("a#b #c", ["a#b"]),
-        ("a \"$(b \")\" 'c)')\"", ["a", "$(b \")\" 'c)')"]),
+        ('a "$(b ")" \'c)\')"', ["a", "$(b \")\" 'c)')"]),
     ],
-)  # fmt: skip
+)
 def test_words_are_those_of_the_shell(text: str, words: list[str]) -> None:
     assert list(parse(text)[0].words) == words
 
@@ -1378,9 +1721,14 @@ def test_no_script_is_too_strange(text: str) -> None:
 )
 @pytest.mark.parametrize(
     ("told", "fault"),
-    [("", ""), ('nprocPerNode: "4"', ""), ("elasticPolicy: {nProcPerNode: 4}", ""), ('nprocPerNode: "1"', "one-rank"),
-     ('nprocPerNode: "8"', "ranks-exceed-gpus")],
-)  # fmt: skip
+    [
+        ("", ""),
+        ('nprocPerNode: "4"', ""),
+        ("elasticPolicy: {nProcPerNode: 4}", ""),
+        ('nprocPerNode: "1"', "one-rank"),
+        ('nprocPerNode: "8"', "ranks-exceed-gpus"),
+    ],
+)
 def test_the_operator_tells_torchrun_the_ranks_of_a_pod(command: str, told: str, fault: str) -> None:
     text = on_pods(f"command: {command}\n              resources: {{limits: {{nvidia.com/gpu: 4}}}}")
     text = text.replace("spec:\n", f"spec:\n  {told}\n", 1)
@@ -1407,7 +1755,9 @@ def test_lists_of_a_manifest_that_are_none_are_passed_over(containers: str) -> N
 
 
 @settings(deadline=None)
-@given(st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"])), min_size=1, max_size=4))  # fmt: skip
+@given(
+    st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"])), min_size=1, max_size=4)
+)
 def test_quoted_words_come_out_as_they_went_in(words: list[str]) -> None:
     import shlex
 
@@ -1431,7 +1781,7 @@ def test_an_error_is_exit_code_5_and_says_what_to_write(tmp_path: Path) -> None:
 def test_hints_and_warnings_alone_are_exit_code_0(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(f"{CLEAN}export NCCL_DEBUG=INFO\n")
     (tmp_path / "b.sh").write_text(f"{CLEAN}pip install x\n")
-    done = CliRunner().invoke(lint_job_command, [str(tmp_path / "a.sh"), str(tmp_path / "b.sh"), "--json"])  # fmt: skip
+    done = CliRunner().invoke(lint_job_command, [str(tmp_path / "a.sh"), str(tmp_path / "b.sh"), "--json"])
     assert done.exit_code == 0
     made = json.loads(done.stdout)
     assert made["count"] == {"error": 0, "warning": 1, "hint": 1}
@@ -1505,7 +1855,11 @@ def test_a_torchrun_for_one_node_in_a_job_of_several_does_not_wait() -> None:
         (ONE + "torchrun --nproc-per-node=4 x", "fixed-port", "hint"),
         (ONE.replace("node=4", "node=2") + "torchrun --nproc-per-node=2 x", "fixed-port", "warning"),
         # One node is enough to begin with.
-        ("#!/bin/bash\n#SBATCH -c 8\ntorchrun --nnodes=1:2 --rdzv-endpoint=localhost:1 x", "localhost-endpoint", "warning"),
+        (
+            "#!/bin/bash\n#SBATCH -c 8\ntorchrun --nnodes=1:2 --rdzv-endpoint=localhost:1 x",
+            "localhost-endpoint",
+            "warning",
+        ),
         (srun("--rdzv-endpoint=localhost:1"), "localhost-endpoint", "error"),
         # A script that only installs is meant to.
         ("#!/bin/bash\npip install torch", "install-in-job", "hint"),
@@ -1514,11 +1868,15 @@ def test_a_torchrun_for_one_node_in_a_job_of_several_does_not_wait() -> None:
         (GPUS + "python train.py --gpus 4", "one-process", "hint"),
         (GPUS + "python train.py", "one-process", "hint"),
         (ONE.replace("--gpus", "--ntasks-per-node=4\n#SBATCH --gpus") + "python train.py", "one-process", "warning"),
-        (ONE.replace("node=4", "node=2") + "accelerate launch --num_machines 1 --num_processes 2 x.py", "fixed-port", "warning"),
+        (
+            ONE.replace("node=4", "node=2") + "accelerate launch --num_machines 1 --num_processes 2 x.py",
+            "fixed-port",
+            "warning",
+        ),
         # Nobody's dependencies read the exit code of a script without directives.
         (f"#!/bin/bash\n{RUN} x\necho done", "status-lost", "hint"),
     ],
-)  # fmt: skip
+)
 def test_a_fault_that_may_be_none_has_a_lower_level(text: str, fault: str, level: str) -> None:
     problem = found(text, fault)
     assert problem and problem.fault.level == level
@@ -1527,11 +1885,14 @@ def test_a_fault_that_may_be_none_has_a_lower_level(text: str, fault: str, level
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (SLURM.replace("set -e", "#SBATCH -o logs/%j.out\n#SBATCH -e logs/%j.err\nset -e") + f"srun {RUN} x", "output-folder"),
+        (
+            SLURM.replace("set -e", "#SBATCH -o logs/%j.out\n#SBATCH -e logs/%j.err\nset -e") + f"srun {RUN} x",
+            "output-folder",
+        ),
         (CPUS + f"srun {RUN} x\nsrun {RUN} y", "cpus-not-passed"),
         (f"{CLEAN}pip install a\npip install b", "install-in-job"),
     ],
-)  # fmt: skip
+)
 def test_one_cause_is_one_problem(text: str, fault: str) -> None:
     assert ids(text).count(fault) == 1
 
@@ -1826,17 +2187,25 @@ def test_sbatch_reads_a_directive_without_a_blank() -> None:
         (SLURM + f"#SBATCH --mail-type=END\nsrun {RUN} x", "directive-ignored", "warning"),
         (SLURM + f"#SBATCH --mem=9G\nsrun {RUN} x", "directive-ignored", "error"),
         (ONE.replace("gpus-per-node=4", "ntasks=1") + "mpiexec -n 4 python t.py", "slots-missing", "warning"),
-        (ONE.replace("gpus-per-node=4", "ntasks=1") + "mpirun --bind-to none -n 4 python t.py", "slots-missing", "error"),
+        (
+            ONE.replace("gpus-per-node=4", "ntasks=1") + "mpirun --bind-to none -n 4 python t.py",
+            "slots-missing",
+            "error",
+        ),
         (EIGHT + "export RANK=$SLURM_PROCID\nsrun python train.py", "node-rank", "warning"),
         (EIGHT + "export NODE_RANK=$SLURM_NODEID\nsrun python train.py", "node-rank", "hint"),
         (EIGHT + "export WORLD_SIZE=4\nsrun python train.py", "world-size", "warning"),
         ("#!/bin/bash\nexport A=1\n#SBATCH --nodes=2\nsrun python train.py", "directive-ignored", "error"),
         ("#!/bin/bash\ntorchrun --nnodes=$1 --master-addr localhost t.py", "localhost-endpoint", "hint"),
-        ("#!/bin/bash\n#SBATCH --gres=gpu:4\ntorchrun --nnodes=$COUNT --node_rank=$SLURM_NODEID --master_addr=$h t.py", "head-only", "hint"),
+        (
+            "#!/bin/bash\n#SBATCH --gres=gpu:4\ntorchrun --nnodes=$COUNT --node_rank=$SLURM_NODEID --master_addr=$h t.py",
+            "head-only",
+            "hint",
+        ),
         ("#!/bin/bash\ntorchrun --nnodes=8 --nproc_per_node=8 t.py", "endpoint-missing", "warning"),
         (SLURM + "torchrun --nnodes=2 t.py", "endpoint-missing", "error"),
     ],
-)  # fmt: skip
+)
 def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level: str) -> None:
     problem = found(text, fault)
     assert problem is not None
@@ -1846,44 +2215,75 @@ def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level
 @pytest.mark.parametrize(
     ("text", "fault"),
     [
-        (SLURM + "export MASTER_ADDR=${SLURM_NODELIST:0:4}${SLURM_NODELIST:5:3}\nsrun python train.py", "endpoint-list"),
+        (
+            SLURM + "export MASTER_ADDR=${SLURM_NODELIST:0:4}${SLURM_NODELIST:5:3}\nsrun python train.py",
+            "endpoint-list",
+        ),
         (SLURM + "cat <<E\nThen type\nssh $USER@login\nE\nsrun python train.py", "ssh-alone"),
         (NO_E + "{ python train.py & date; } | mail -s done me", "ends-early"),
-        (SLURM + "if [ -z $SLURM_JOB_ID ]; then\n SLURM_NNODES=1\nfi\nsrun torchrun --nnodes=$SLURM_NNODES x", "nodes-differ"),
+        (
+            SLURM + "if [ -z $SLURM_JOB_ID ]; then\n SLURM_NNODES=1\nfi\nsrun torchrun --nnodes=$SLURM_NNODES x",
+            "nodes-differ",
+        ),
         (ONE + "torchrun --nnodes=4 --node-rank=$1 --master-addr=$h x", "nodes-differ"),
-        ("#!/bin/bash\n#SBATCH -o logs/%j.out\nif [ -z $SLURM_JOB_ID ]; then\n mkdir -p logs\n sbatch $0\nfi\npython t.py", "output-folder"),
+        (
+            "#!/bin/bash\n#SBATCH -o logs/%j.out\nif [ -z $SLURM_JOB_ID ]; then\n mkdir -p logs\n sbatch $0\nfi\npython t.py",
+            "output-folder",
+        ),
         ("#!/bin/bash\n#SBATCH --gres=gpu:1\npython -m venv env\npip install torch", "install-in-job"),
-        (ONE.replace("--gpus", "--ntasks-per-node=4\n#SBATCH --gpus") + "source x/bin/activate tf\npython train.py", "one-process"),
-        ("#!/bin/bash\n#SBATCH --ntasks=10\n#SBATCH --ntasks-per-node=1\nmpirun --bind-to none -n 10 python train.py", "slots-missing"),
+        (
+            ONE.replace("--gpus", "--ntasks-per-node=4\n#SBATCH --gpus") + "source x/bin/activate tf\npython train.py",
+            "one-process",
+        ),
+        (
+            "#!/bin/bash\n#SBATCH --ntasks=10\n#SBATCH --ntasks-per-node=1\nmpirun --bind-to none -n 10 python train.py",
+            "slots-missing",
+        ),
         (SLURM + 'python -u -c "import a; \\\nt0 = a.now(); \\\nprint(t0)"', "assignment-malformed"),
         ("#!/usr/bin/env julia\n#SBATCH --nodes=2\nhosts = gethostname()", "assignment-malformed"),
         (SLURM + "if (( $tasks==1 )); then\n srun python train.py\nfi", "assignment-malformed"),
         (SLURM + 'while read -r k v; do export "$k"="$v"; done < .env\nsrun python train.py', "assignment-malformed"),
-        (SLURM.replace("set -e", '#SBATCH --job-name=" two words"\nset -e') + "srun python train.py", "directive-malformed"),
-        (ONE + "CUDA_VISIBLE_DEVICES=0 dask-worker a &\nCUDA_VISIBLE_DEVICES=1 dask-worker a &\nwait", "one-gpu-visible"),
+        (
+            SLURM.replace("set -e", '#SBATCH --job-name=" two words"\nset -e') + "srun python train.py",
+            "directive-malformed",
+        ),
+        (
+            ONE + "CUDA_VISIBLE_DEVICES=0 dask-worker a &\nCUDA_VISIBLE_DEVICES=1 dask-worker a &\nwait",
+            "one-gpu-visible",
+        ),
         (SLURM + "BAM=a\necho $BAM\\_b\nmkdir $BAM\\_c", "variable-case"),
         (SLURM + "trap \"echo 'USR1 came'\" USR1\nsrun python train.py", "signal-late"),
         (SLURM + "export NCCL_P2P_DISABLE=1 # these cards do not support it\nsrun python train.py", "network-disabled"),
-        (ONE + "singularity exec images/tools-cpu.sif python prepare.py\nsingularity exec --nv a.sif python train.py", "no-nv"),
+        (
+            ONE
+            + "singularity exec images/tools-cpu.sif python prepare.py\nsingularity exec --nv a.sif python train.py",
+            "no-nv",
+        ),
         (SLURM + "mpirun ./solver.x -f input.dat", "hosts-fixed"),
         (NO_E + "trap 'rm -rf $TMP' EXIT; trap 'exit 1' ERR\nsrun python train.py\ndate", "status-lost"),
-        (SLURM + 'for RUN in a b; do\n ls $RUN\ndone\nRUNS=2\nsrun python train.py', "variable-case"),
+        (SLURM + "for RUN in a b; do\n ls $RUN\ndone\nRUNS=2\nsrun python train.py", "variable-case"),
         (ONE + "python train.py --data_parallel", "one-process"),
         ("#!/bin/bash\nMASTER_PORT=30005\npython worker.py --port $MASTER_PORT", "fixed-port"),
         ("#!/bin/bash\nMASTER_PORT=29501\ntorchrun --nproc_per_node=2 --master_port=$MASTER_PORT t.py", "fixed-port"),
-        (SLURM.replace("nodes=2", "nodes=4") + "for n in $a; do\n srun --nodes=1 -w $n torchrun --nnodes=2 --rdzv-endpoint=$h:$p x &\ndone\nwait", "nodes-differ"),
+        (
+            SLURM.replace("nodes=2", "nodes=4")
+            + "for n in $a; do\n srun --nodes=1 -w $n torchrun --nnodes=2 --rdzv-endpoint=$h:$p x &\ndone\nwait",
+            "nodes-differ",
+        ),
         (SLURM + "srun --export ALL,A=1 env B=2 python train.py", "assignment-malformed"),
-        (SLURM + "srun deepspeed --hostfile $h train.py", "nodes-missing"), (ONE + "srun deepspeed train.py", "nodes-missing"),
+        (SLURM + "srun deepspeed --hostfile $h train.py", "nodes-missing"),
+        (ONE + "srun deepspeed train.py", "nodes-missing"),
         (SLURM + "#SETUP -x\n#SBATCH -J a\nsrun python train.py", "directive-comment"),
         ("bsub <<E\n#BSUB -n 2\nscp a $(hostname):/x\nE", "expanded-early"),
         (SLURM + 'L="A=1 torchrun"\nsrun bash -c "$L --nnodes=2 t.py"', "assignment-malformed"),
         (SLURM + 'L="A=1 python t.py"\neval $L', "assignment-malformed"),
-        (ONE + "srun --label \\\n python t.py", "line-not-continued"), (ONE + "srun $ARGS\npython t.py", "line-not-continued"),
+        (ONE + "srun --label \\\n python t.py", "line-not-continued"),
+        (ONE + "srun $ARGS\npython t.py", "line-not-continued"),
         (NO_E + "/usr/bin/ssh -N -f -R 1:localhost:1 $host\njupyter lab", "status-lost"),
         (SLURM + "docker() { command docker run -it $@; }\nsrun python train.py", "terminal-missing"),
         ("sbatch <<E\n#!/bin/bash\n#SBATCH --nodes=1\necho job $SLURM_JOB_ID\nE", "expanded-early"),
     ],
-)  # fmt: skip
+)
 def test_what_looks_like_an_error_and_is_none_is_passed_over(text: str, fault: str) -> None:
     assert [one.fault.id for one in lint(text, "job.sh") if one.fault.level != "hint" and one.fault.id == fault] == []
 
@@ -1891,10 +2291,13 @@ def test_what_looks_like_an_error_and_is_none_is_passed_over(text: str, fault: s
 @pytest.mark.parametrize(
     "text",
     [
-        SLURM.replace("nodes=2", "nodes={1. number of nodes}"), SLURM.replace("set -e", "#SBATCH --mail-user=[replace with yours]\nset -e"),
-        SLURM + "cd {3.where your project is}", SLURM + "conda activate <name of the environment>", SLURM + "conda activate <env_path>",
+        SLURM.replace("nodes=2", "nodes={1. number of nodes}"),
+        SLURM.replace("set -e", "#SBATCH --mail-user=[replace with yours]\nset -e"),
+        SLURM + "cd {3.where your project is}",
+        SLURM + "conda activate <name of the environment>",
+        SLURM + "conda activate <env_path>",
     ],
-)  # fmt: skip
+)
 def test_placeholders_of_any_form_are_found(text: str) -> None:
     assert "placeholder" in ids(text)
     assert "placeholder" not in ids(SLURM + "sort <in.txt >out.txt\nsort <in >\\\n out\necho {1..3} {a,b}")
@@ -1910,28 +2313,61 @@ def test_a_template_may_have_variables_and_placeholders() -> None:
 @pytest.mark.parametrize(
     ("text", "fault", "place"),
     [
-        (NO_E + "cleanup() { rm -rf $TMP; }\ntrap cleanup TERM EXIT\nsrun python train.py\nrsync a b", "status-lost", "rsync"),
+        (
+            NO_E + "cleanup() { rm -rf $TMP; }\ntrap cleanup TERM EXIT\nsrun python train.py\nrsync a b",
+            "status-lost",
+            "rsync",
+        ),
         (NO_E + "python -m torch.distributed.launch a.py\naccelerate launch b.py", "status-lost", "a.py"),
-        (SLURM.replace("pipefail", "noclobber") + "srun python train.py | tee log\npython summary.py", "status-lost", "tee"),
+        (
+            SLURM.replace("pipefail", "noclobber") + "srun python train.py | tee log\npython summary.py",
+            "status-lost",
+            "tee",
+        ),
         (NO_E + 'RUN="python train.py"\nfor lr in 1 2; do\n $RUN --lr $lr > log\ndone', "status-lost", "$RUN"),
         (ONE + "pip install --no-index torch\npip install wget\npython train.py", "install-in-job", "wget"),
-        (SLURM + "for n in $a; do\n srun --nodes=1 -w $n torchrun --nnodes=8 --rdzv-endpoint=$h:$p x &\ndone\nwait", "nodes-differ", "nnodes"),
-        (ONE.replace("node=4", "node=2") + "PORT=${PORT:-29500}\ntorchrun --nproc-per-node=2 --master_port=$PORT x", "fixed-port", "PORT="),
-        (ONE.replace("node=4", "node=2") + "torchrun --nproc-per-node=2 --master_port=${PORT:-29500} x", "fixed-port", "torchrun"),
-        ("#!/bin/bash\n#SBATCH --ntasks=4\n#SBATCH --ntasks-per-node=1\ntorchrun --standalone x", "idle-nodes", "torchrun"),
+        (
+            SLURM + "for n in $a; do\n srun --nodes=1 -w $n torchrun --nnodes=8 --rdzv-endpoint=$h:$p x &\ndone\nwait",
+            "nodes-differ",
+            "nnodes",
+        ),
+        (
+            ONE.replace("node=4", "node=2") + "PORT=${PORT:-29500}\ntorchrun --nproc-per-node=2 --master_port=$PORT x",
+            "fixed-port",
+            "PORT=",
+        ),
+        (
+            ONE.replace("node=4", "node=2") + "torchrun --nproc-per-node=2 --master_port=${PORT:-29500} x",
+            "fixed-port",
+            "torchrun",
+        ),
+        (
+            "#!/bin/bash\n#SBATCH --ntasks=4\n#SBATCH --ntasks-per-node=1\ntorchrun --standalone x",
+            "idle-nodes",
+            "torchrun",
+        ),
         (ONE.replace("#SBATCH --gpus", "#SBTACH --gpus") + "python train.py", "directive-comment", "SBTACH"),
         (SLURM + "srun --ntasks=2 LD_PRELOAD=/x.so python train.py", "assignment-malformed", "LD_PRELOAD"),
         (SLURM + "srun deepspeed --num_gpus=1 --master_addr=$h train.py", "nodes-missing", "deepspeed"),
         (ONE + "srun --cpu_bind=v --accel-bind=gn\npython -m eval", "line-not-continued", "eval"),
         (ONE + 'CMD="A=1 python t.py"\n$CMD --debug', "assignment-malformed", "$CMD"),
         (ONE + "RUN=(A=1 B=2 torchrun t.py)\n${RUN[@]}", "assignment-malformed", "RUN["),
-        (ONE.replace("node=4", "node=2") + "accelerate launch --config_file a.yaml --main_process_port 29501 t.py", "fixed-port", "29501"),
+        (
+            ONE.replace("node=4", "node=2") + "accelerate launch --config_file a.yaml --main_process_port 29501 t.py",
+            "fixed-port",
+            "29501",
+        ),
         (ONE + "cp -r /your/model/dir .", "placeholder", "/your/"),
         (SLURM + "srun pip3 install wandb\nsrun python train.py", "install-in-job", "pip3"),
-        (NO_E.replace("set -", "#SBATCH --gpus-per-node=4\nset -").replace("export", "#SBATCH --gres=gpu:4\nexport") + "./sweep.sh\ndate", "status-lost", "date"),
+        (
+            NO_E.replace("set -", "#SBATCH --gpus-per-node=4\nset -").replace("export", "#SBATCH --gres=gpu:4\nexport")
+            + "./sweep.sh\ndate",
+            "status-lost",
+            "date",
+        ),
         ("#!/bin/bash\nCKPT=<Specify path>\ntorchrun --standalone t.py --save $CKPT", "placeholder", "CKPT="),
     ],
-)  # fmt: skip
+)
 def test_a_fault_of_a_blind_set_is_found_in_its_line(text: str, fault: str, place: str) -> None:
     problem = found(text, fault)
     assert problem is not None and problem.fault.level != "hint"

@@ -163,18 +163,28 @@ PINNED = ["torch==2.7.1", "nvidia-nccl-cu12==2.26.2", "numpy==2.2.6"]
     [
         ("cu126-x86_64", 'version = "2.27.5"', PINNED, "nvidia-nccl-cu12==2.27.5", None),
         ("cu126-x86_64", 'version = "2.26.2-1"', PINNED, "nvidia-nccl-cu12==2.26.2", None),
-        ("cu130-x86_64", 'version = "2.30.7"', ["torch==2.12.1", "nvidia-nccl-cu13==2.29.7"],
-         "nvidia-nccl-cu13==2.30.7", None),
+        (
+            "cu130-x86_64",
+            'version = "2.30.7"',
+            ["torch==2.12.1", "nvidia-nccl-cu13==2.29.7"],
+            "nvidia-nccl-cu13==2.30.7",
+            None,
+        ),
         ("cu126-x86_64", 'version = "2.25.1"', PINNED, "nvidia-nccl-cu12==2.25.1", "older than 2.26.2"),
         ("cu126-x86_64", 'version = "2.x"', PINNED, "nvidia-nccl-cu12==2.x", "not a version"),
-        ("cu126-aarch64", 'version = "2.26.2"', ["torch==2.6.0+cu126"], "nvidia-nccl-cu12==2.26.2",
-         r"torch==2.6.0\+cu126 brings no nvidia-nccl-cu12"),
+        (
+            "cu126-aarch64",
+            'version = "2.26.2"',
+            ["torch==2.6.0+cu126"],
+            "nvidia-nccl-cu12==2.26.2",
+            r"torch==2.6.0\+cu126 brings no nvidia-nccl-cu12",
+        ),
         ("cu126-x86_64", 'version = "2.27.5"', ["tqdm==4"], "nvidia-nccl-cu12==2.27.5", "nothing here depends"),
         ("cpu-x86_64", 'version = "2.27.5"', PINNED, None, None),
         ("cu126-x86_64", 'version = "2.27.5"\nkind = "source"', PINNED, None, None),
         ("cu126-x86_64", 'version = "2.27.5"\ntargets = ["cpu-x86_64"]', PINNED, None, None),
     ],
-)  # fmt: skip
+)
 def test_nccl_is_replaced_by_a_newer_wheel_or_not_at_all(
     tmp_path: Path, target: str, table: str, pins: list[str], override: str | None, said: str | None
 ) -> None:

@@ -29,16 +29,24 @@ class Lab:
         self.folder, self.wheels = folder, folder / "wheels"
         self.wheels.mkdir(parents=True)
         self.logged: list[str] = []
-        self.environment: Environment = load_environment({
-            **{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
-            "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels),
-            "ENVBUILD_STORE": str(folder / "store"),
-        })  # fmt: skip
+        self.environment: Environment = load_environment(
+            {
+                **{name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
+                "PIP_CONFIG_FILE": os.devnull,
+                "PIP_NO_INDEX": "1",
+                "PIP_FIND_LINKS": str(self.wheels),
+                "ENVBUILD_STORE": str(folder / "store"),
+            }
+        )
 
     def lock(
-        self, *requirements: str, extra: str = "", old: Lock | None = None, upgrade: tuple[str, ...] | None = (),
+        self,
+        *requirements: str,
+        extra: str = "",
+        old: Lock | None = None,
+        upgrade: tuple[str, ...] | None = (),
         offline: bool = False,
-    ) -> Lock:  # fmt: skip
+    ) -> Lock:
         self.recipe = load_recipe(make_recipe(self.folder, "r", requirements, extra=extra) / "recipe.toml")
         kind = wheel_lock(self.recipe, TARGET)
         with self.environment.with_tmpdir() as environment:
@@ -116,15 +124,18 @@ def test_files_of_urls_and_of_the_recipe(lab: Lab) -> None:
     other = make_wheel(lab.folder / "elsewhere", "other")
     make_wheel(lab.wheels, "own", "9.0")  # an index may have newer ones
     lines = [
-        f"demo @ {archive.as_uri()}#sha256={sha256(archive)}", f"own @ ./{wheel.name}",
-        f"other @ {other.as_uri()}#sha256={sha256(other)}", "never @ ./own-1.0-py3-none-any.whl ; os_name == 'nt'",
-    ]  # fmt: skip
+        f"demo @ {archive.as_uri()}#sha256={sha256(archive)}",
+        f"own @ ./{wheel.name}",
+        f"other @ {other.as_uri()}#sha256={sha256(other)}",
+        "never @ ./own-1.0-py3-none-any.whl ; os_name == 'nt'",
+    ]
     with pytest.raises(EnvbuildError, match="one of own"):
         lab.lock(*lines)
     found = lab.lock(*lines[:3])
     assert [(one.name, one.version, one.hashes) for one in found.packages] == [
-        ("other", "1.0", (sha256(other),)), ("own", "1.0", (sha256(wheel),)),
-    ]  # fmt: skip
+        ("other", "1.0", (sha256(other),)),
+        ("own", "1.0", (sha256(wheel),)),
+    ]
     assert [(one.name, one.sha256) for one in found.built] == [("demo", sha256(archive))]
     assert "://" not in render(found) and str(lab.folder) not in render(found)
     archive.write_bytes(archive.read_bytes() + b"\0")

@@ -80,9 +80,14 @@ def test_an_update_says_what_changed() -> None:
 
 
 BUILT = st.builds(
-    BuiltPackage, NAMES, VERSIONS, HEX, st.sampled_from(["", "0a" * 20]), st.sampled_from(["", "v1.0", "feature/x"]),
+    BuiltPackage,
+    NAMES,
+    VERSIONS,
+    HEX,
+    st.sampled_from(["", "0a" * 20]),
+    st.sampled_from(["", "v1.0", "feature/x"]),
     st.lists(PACKAGES, max_size=3, unique_by=lambda p: p.name).map(tuple),
-)  # fmt: skip
+)
 
 
 @given(LOCKS, st.lists(BUILT, min_size=1, max_size=3, unique_by=lambda p: p.name))
@@ -98,7 +103,11 @@ def test_built_packages_are_read_back_and_count_in_the_digest(lock: Lock, built:
 @pytest.mark.parametrize(
     "text",
     [
-        "[]", "7", "{", '{"name": "a"}', '{"name": "A", "version": "1", "sha256": "x", "build": {}}',
+        "[]",
+        "7",
+        "{",
+        '{"name": "a"}',
+        '{"name": "A", "version": "1", "sha256": "x", "build": {}}',
         f'{{"name": "a", "version": "1", "sha256": "{"0" * 64}"}}',
         f'{{"name": "a", "version": "1", "sha256": "{"0" * 64}", "build": {{"b": ["1"]}}}}',
         f'{{"name": "a", "version": "1", "sha256": "{"0" * 64}", "build": {{"b": ["1", "x"]}}}}',
@@ -106,7 +115,7 @@ def test_built_packages_are_read_back_and_count_in_the_digest(lock: Lock, built:
         f'{{"name": "a", "version": "1", "sha256": "{"0" * 64}", "url": "x", "build": {{}}}}',
         "[" * 5000,
     ],
-)  # fmt: skip
+)
 def test_a_damaged_row_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_built(text)

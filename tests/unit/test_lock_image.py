@@ -201,9 +201,11 @@ def layout(folder: Path, label: str) -> str:
     blobs = Blobs(folder.with_name(f"blobs of {label}"))
     layer = write_layer([], blobs)
     config = {
-        "architecture": "amd64", "os": "linux", "config": {"Labels": {"is": label}},
+        "architecture": "amd64",
+        "os": "linux",
+        "config": {"Labels": {"is": label}},
         "rootfs": {"type": "layers", "diff_ids": [layer.diff_id]},
-    }  # fmt: skip
+    }
     raw = canonical(config)
     manifest = {
         "schemaVersion": 2,
@@ -304,9 +306,8 @@ def test_a_dry_run_tells_what_would_change_and_writes_nothing(tmp_path: Path, en
     digest, said = layout(tmp_path / "r/base", "one"), list[str]()
     recipe = recipe_on(tmp_path, "oci:base")
     lock = lifecycle.update(
-        image_lock(recipe, TARGET), environment, upgrade=None, offline=False, log=said.append,
-        write=False,
-    ).lock  # fmt: skip
+        image_lock(recipe, TARGET), environment, upgrade=None, offline=False, log=said.append, write=False
+    ).lock
     assert lock.base == OciLock("oci:base", digest)
     assert "not written" in said[-1] and "1 would change" in said[-1]
     assert not list(tmp_path.rglob("*.image.toml"))

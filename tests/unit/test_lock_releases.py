@@ -142,13 +142,21 @@ def test_a_dependency_without_a_wheel_is_named() -> None:
 
 def test_upload_times_and_yanked_files_are_read_from_an_index_in_json() -> None:
     page = {
-        "meta": {"api-version": "1.1"}, "name": "demo", "versions": ["1.0", "2.0"],
+        "meta": {"api-version": "1.1"},
+        "name": "demo",
+        "versions": ["1.0", "2.0"],
         "files": [
             {"filename": f"demo-1.0-{ANY}", "url": "a", "hashes": {}, "size": 1, "yanked": "broken"},
-            {"filename": "demo-2.0.tar.gz", "url": "b", "hashes": {}, "size": 1,
-             "requires-python": ">=3.9", "upload-time": "2026-10-20T10:00:00.5Z"},
+            {
+                "filename": "demo-2.0.tar.gz",
+                "url": "b",
+                "hashes": {},
+                "size": 1,
+                "requires-python": ">=3.9",
+                "upload-time": "2026-10-20T10:00:00.5Z",
+            },
         ],
-    }  # fmt: skip
+    }
     kind = {"Content-Type": "application/vnd.pypi.simple.v1+json"}
     answer = SimpleNamespace(url="https://i/simple/demo/", headers=kind, content=json.dumps(page).encode())
     client = SimpleNamespace(page=lambda url, patient: answer)
@@ -203,8 +211,11 @@ SHELF = links(
 def hint(stderr: str, **given: Any) -> str:
     uv = UvCompile(Path(), offers(demo=SHELF, inner=SHELF), given.pop("python", PYTHON), PLATFORM)
     values: dict[str, Any] = {
-        "requirements": ("demo==1.0", "nunpy"), "of_target": (), "command": "r --target t", "unreached": True,
-    }  # fmt: skip
+        "requirements": ("demo==1.0", "nunpy"),
+        "of_target": (),
+        "command": "r --target t",
+        "unreached": True,
+    }
     return uv.hint(stderr, **{**values, **given})
 
 
@@ -221,7 +232,7 @@ def hint(stderr: str, **given: Any) -> str:
         (CONFLICT, "3.11", "loosen or correct the requirement that uv names above"),
         ("error: dns error: failed to lookup", "3.11", "check the network"),
     ],
-)  # fmt: skip
+)
 def test_the_hint_is_for_the_cause_and_not_for_an_index_that_was_left_out(stderr: str, python: str, said: str) -> None:
     told = hint(stderr, python=python)
     assert said in told and "index in the note" not in told
@@ -280,8 +291,10 @@ def test_many_targets_and_one_index_that_is_down_are_a_few_lines() -> None:
         )
     error = joined(LockError, errors)
     assert len(error.message.splitlines()) == 13 and error.hint == "the network?"
-    assert error.message.endswith("target 11 cannot be resolved:\n  http://127.0.0.1:9/simple/ cannot be reached:"
-                                  " Connection refused (os error 111)")  # fmt: skip
+    assert error.message.endswith(
+        "target 11 cannot be resolved:\n  http://127.0.0.1:9/simple/ cannot be reached:"
+        " Connection refused (os error 111)"
+    )
     other = subprocess.CompletedProcess(
         [], 1, "", "error: Failed to fetch: `https://i.example/simple/a/`\n  HTTP 500\n"
     )

@@ -123,7 +123,7 @@ PLANTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a fifo": (lambda root: os.mkfifo(root / SITE / "pipe"), [f"{SITE}/pipe"]),
     "a fifo in a file's place": (lambda root: [(root / MODULE).unlink(), os.mkfifo(root / MODULE)], [MODULE]),
     "setuid": (lambda root: (root / "bin/tool").chmod(0o4755), ["bin/tool"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PLANTS)

@@ -54,11 +54,23 @@ def test_urls_without_a_password_stay_as_they_are(text: str) -> None:
 
 
 SECRETS = [
-    f"ghp_{TOKEN}", f"github_pat_{TOKEN}", f"glpat-{TOKEN}", f"hf_{TOKEN}", f"sk-proj-{TOKEN}", "AKIA" + "A" * 16,
-    "AIza" + "a" * 35, f"nvapi-{TOKEN}", f"xoxb-{TOKEN}", f"pypi-{TOKEN}{TOKEN}", "npm_" + "a" * 36,
-    f"dckr_pat_{TOKEN}", "eyJhbGciOiJI.eyJzdWIiOiIx.abc", "Bearer abcdefgh", "Basic dXNlcjpwYXNz",
+    f"ghp_{TOKEN}",
+    f"github_pat_{TOKEN}",
+    f"glpat-{TOKEN}",
+    f"hf_{TOKEN}",
+    f"sk-proj-{TOKEN}",
+    "AKIA" + "A" * 16,
+    "AIza" + "a" * 35,
+    f"nvapi-{TOKEN}",
+    f"xoxb-{TOKEN}",
+    f"pypi-{TOKEN}{TOKEN}",
+    "npm_" + "a" * 36,
+    f"dckr_pat_{TOKEN}",
+    "eyJhbGciOiJI.eyJzdWIiOiIx.abc",
+    "Bearer abcdefgh",
+    "Basic dXNlcjpwYXNz",
     "-----BEGIN OPENSSH PRIVATE KEY-----",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("secret", SECRETS)
@@ -100,9 +112,16 @@ def test_uv_explains_a_wrong_url_without_its_password(url: str, tmp_path: Path) 
     make_recipe(tmp_path, "one", ["thing"])
     done = subprocess.run(
         [sys.executable, "-m", "envbuild", "lock", tmp_path / "one", "--wheels"],
-        capture_output=True, text=True, cwd=tmp_path,
-        env={**os.environ, "ENVBUILD_STORE": str(tmp_path / "store"), "PIP_INDEX_URL": url,
-             "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": ""},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "ENVBUILD_STORE": str(tmp_path / "store"),
+            "PIP_INDEX_URL": url,
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "",
+        },
+    )
     assert done.returncode == 3 and "me:****@host" in done.stderr
     assert "er2" not in done.stderr

@@ -68,7 +68,7 @@ def test_targets_and_artifacts_can_be_chosen(tmp_path: Path) -> None:
     every = [job.id for job in make_jobs(recipes, LABELS)]
     assert every == [
         f"{name}-{kind}" for name in ("a-cpu-x86_64", "a-cpu-aarch64", "b-cpu-aarch64") for kind in WITHOUT_CONDA
-    ]  # fmt: skip
+    ]
     some = make_jobs(recipes, LABELS, artifacts=["docker"], targets=["cpu-aarch64"])
     assert [job.id for job in some] == ["a-cpu-aarch64-docker", "b-cpu-aarch64-docker"]
 

@@ -154,9 +154,10 @@ def test_a_recipe_is_selected_just_when_a_file_lies_in_its_folder(
     recipes = [SelectedRecipe(name, loaded(top / folder)) for name, folder in names.items()]
     found = changed_recipes(recipes, top, ["/".join(file) for file in files])
     expected = [
-        name for name, folder in names.items()
+        name
+        for name, folder in names.items()
         if any(f"{'/'.join(file)}/".startswith(folder + "/") for file in files)  # a submodule is its folder
-    ]  # fmt: skip
+    ]
     assert [one.name for one in found] == expected
 
 

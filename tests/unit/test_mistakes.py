@@ -41,7 +41,7 @@ _RECIPES = {
     "other_name": ('name = "NAME"', 'name = "another"'),
     "base": ("[targets.cpu-x86_64]", '[image]\nbase = "docker.io/library/debian:bookworm:1"\n\n[targets.cpu-x86_64]'),
     "table": ("[targets.cpu-x86_64]", "[verify]\nrank = 2\n\n[targets.cpu-x86_64]"),
-}  # fmt: skip
+}
 _LINES = """
 create mine
 install torch

@@ -23,18 +23,28 @@ SAYS = {
     "cxi": ("", ["AWS Libfabric"], ["NET/AWS Libfabric"], ["cxi"], []),
     "cxi_no_domain": ("", ["AWS Libfabric"], [], ["cxi"], ["plugin failed", "error"]),
     "efa": ("2.12.7+cuda11.4", ["AWS Libfabric"], ["NET/AWS Libfabric"], ["efa"], []),
-    "efa_endpoint_failed": ("2.21.5+cuda12.8", ["Socket"], ["P2P"], [],
-                            ["error", "plugin failed", "error", "no adapter"]),
+    "efa_endpoint_failed": (
+        "2.21.5+cuda12.8",
+        ["Socket"],
+        ["P2P"],
+        [],
+        ["error", "plugin failed", "error", "no adapter"],
+    ),
     "efa_no_channels": ("", ["Libfabric"], [], ["efa"], []),
-    "efa_no_device": ("2.27.3+cuda12.9", ["Socket"], ["NET/Socket"], [],
-                      ["plugin failed", "plugin failed", "error", "no adapter"]),
+    "efa_no_device": (
+        "2.27.3+cuda12.9",
+        ["Socket"],
+        ["NET/Socket"],
+        [],
+        ["plugin failed", "plugin failed", "error", "no adapter"],
+    ),
     "h200_no_plugin": ("2.28.9+cuda13.0", [], [], [], ["plugin missing", "fatal"]),
     "h200_two_ranks": ("2.28.9+cuda13.0", ["Socket"], ["NET/Socket"], [], ["plugin missing"]),
     "ib": ("", ["IB"], ["P2P", "NET/IB"], [], ["plugin missing"]),
     "network_not_found": ("", [], [], [], ["plugin missing", "fatal"]),
     "no_plugin": ("2.21.5+cuda12.4", [], [], [], ["plugin missing"]),
     "socket": ("2.18.3+cuda12.2", ["Socket"], ["P2P", "NET/Socket"], [], ["plugin missing", "no adapter"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LOGS)
@@ -99,7 +109,7 @@ def test_the_fabric_in_use_passes(fabric: str) -> None:
         ("any", "efa_endpoint_failed", "has no channel over Socket (its channels: P2P)", "docs/reference/fabrics.md"),
         ("any", "network_not_found", "NCCL's log names no network", "NCCL_NET_PLUGIN"),
     ],
-)  # fmt: skip
+)
 def test_a_fallback_fails_with_its_line_and_its_cause(fabric: str, log: str, seen: str, cause: str) -> None:
     found = judged(fabric, LOGS[log], LOGS[log])
     assert found[0] == "fail" and seen in found[1] and cause in found[2], found
@@ -144,7 +154,7 @@ def test_any_text_is_read(text: str) -> None:
     st.text(st.characters(exclude_characters="\r\n\v\f\x1c\x1d\x1e\x85\u2028\u2029"), max_size=20).filter(
         lambda text: "NCCL" not in text
     ),
-)  # fmt: skip
+)
 def test_what_stands_before_a_line_does_not_matter(name: str, before: str) -> None:
     lines = [f"{before} {line}" for line in LOGS[name].splitlines()]
     assert parse_nccl_log("\n".join(lines)) == parse_nccl_log(LOGS[name])

@@ -77,10 +77,14 @@ def test_programs_are_compared_unless_installers_write_them(tmp_path: Path) -> N
     """uv links a program to its cache, so that a change of one environment's would come into the next."""
     scripts = "demo-1.0.data/scripts"
     files = {
-        f"{scripts}/compiled": b"\x7fELF", f"{scripts}/shell": b"#!/bin/sh\n", f"{scripts}/python": b"#!python\nx\n",
-        "demo-1.0.data/data/bin/other": b"#!python", f"{scripts}/both": b"\x7fELF", f"{scripts}/theirs": b"\x7fELF",
+        f"{scripts}/compiled": b"\x7fELF",
+        f"{scripts}/shell": b"#!/bin/sh\n",
+        f"{scripts}/python": b"#!python\nx\n",
+        "demo-1.0.data/data/bin/other": b"#!python",
+        f"{scripts}/both": b"\x7fELF",
+        f"{scripts}/theirs": b"\x7fELF",
         "demo-1.0.dist-info/entry_points.txt": b"[console_scripts]\nmade = demo:main\nboth = demo:main\n",
-    }  # fmt: skip
+    }
     wheel = make_wheel(tmp_path, "demo", files=files)
     points = {"more-1.0.dist-info/entry_points.txt": b"[console_scripts]\ntheirs = more:main\n"}
     wheels = [WheelFile(one.name[:4], "1.0", one, "", 0) for one in (wheel, make_wheel(tmp_path, "more", files=points))]

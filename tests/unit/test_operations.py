@@ -165,15 +165,23 @@ BREAKS: Mapping[str, tuple[set[str], Callable[[Patch], None]]] = {
     "nothing": (set(), lambda _: None),
     "AdamW without weight decay": ({"AdamW"}, change_options(optim, "AdamW", weight_decay=0.0)),
     "clip_grad_norm_ that does not clip": (
-        types_of("clip_grad_norm_"), replace(torch.nn.utils, "clip_grad_norm_", unclipped)),
+        types_of("clip_grad_norm_"),
+        replace(torch.nn.utils, "clip_grad_norm_", unclipped),
+    ),
     "bfloat16 linear 3 % off": (
-        {"linear bfloat16"}, change_output(functional, "linear", of_type(torch.bfloat16, 1.03))),
+        {"linear bfloat16"},
+        change_output(functional, "linear", of_type(torch.bfloat16, 1.03)),
+    ),
     "a worker that repeats a sample": (types_of("DataLoader"), replace(FETCHER, "fetch", repeated)),
     "torch.load drops running_var": (types_of("state_dict"), change_output(torch, "load", without)),
     "causal attention that is not": (
-        types_of("causal attention"), change_options(functional, "scaled_dot_product_attention", is_causal=False)),
+        types_of("causal attention"),
+        change_options(functional, "scaled_dot_product_attention", is_causal=False),
+    ),
     "layer_norm's gradient doubled": (
-        types_of("layer_norm"), change_output(functional, "layer_norm", with_gradient(2.0))),
+        types_of("layer_norm"),
+        change_output(functional, "layer_norm", with_gradient(2.0)),
+    ),
     "AdamW that is Adam": ({"AdamW"}, lambda patch: patch.setattr(optim, "AdamW", optim.Adam)),
     "AdamW without its second beta": ({"AdamW"}, change_options(optim, "AdamW", betas=(0.8, 0.999))),
     "SGD without weight decay": ({"SGD"}, change_options(optim, "SGD", weight_decay=0.0)),
@@ -182,53 +190,92 @@ BREAKS: Mapping[str, tuple[set[str], Callable[[Patch], None]]] = {
     "bfloat16 matmul 1 % off": ({"matmul bfloat16"}, change_output(torch, "matmul", of_type(torch.bfloat16, 1.01))),
     "float32 matmul 0.1 % off": ({"matmul float32"}, change_output(torch, "matmul", of_type(torch.float32, 1.001))),
     "linear's gradient halved": (
-        types_of("linear") | {"SGD", "AdamW"}, change_output(functional, "linear", with_gradient(0.5))),
+        types_of("linear") | {"SGD", "AdamW"},
+        change_output(functional, "linear", with_gradient(0.5)),
+    ),
     "attention that is always causal": (
-        types_of("attention"), change_options(functional, "scaled_dot_product_attention", is_causal=True)),
+        types_of("attention"),
+        change_options(functional, "scaled_dot_product_attention", is_causal=True),
+    ),
     "attention without its scale": (
         types_of("attention", "causal attention"),
-        change_options(functional, "scaled_dot_product_attention", scale=1.0)),
+        change_options(functional, "scaled_dot_product_attention", scale=1.0),
+    ),
     "bfloat16 attention 10 % off": (
         {"attention bfloat16", "causal attention bfloat16"},
-        change_output(functional, "scaled_dot_product_attention", of_type(torch.bfloat16, 1.1))),
+        change_output(functional, "scaled_dot_product_attention", of_type(torch.bfloat16, 1.1)),
+    ),
     "attention's gradient halved": (
         types_of("attention", "causal attention"),
-        change_output(functional, "scaled_dot_product_attention", with_gradient(0.5))),
+        change_output(functional, "scaled_dot_product_attention", with_gradient(0.5)),
+    ),
     "layer_norm with another eps": (
-        types_of("layer_norm"), replace(functional, "layer_norm", lambda rows, shape, weight, bias, _: LAYER_NORM(
-            rows, shape, weight, bias, 1.0))),
+        types_of("layer_norm"),
+        replace(
+            functional, "layer_norm", lambda rows, shape, weight, bias, _: LAYER_NORM(rows, shape, weight, bias, 1.0)
+        ),
+    ),
     "batch_norm that updates no statistics": (
-        types_of("batch_norm"), replace(functional, "batch_norm", without_statistics)),
+        types_of("batch_norm"),
+        replace(functional, "batch_norm", without_statistics),
+    ),
     "batch_norm that evaluates with the batch": (
-        types_of("batch_norm"), replace(functional, "batch_norm", batch_statistics)),
+        types_of("batch_norm"),
+        replace(functional, "batch_norm", batch_statistics),
+    ),
     "batch_norm's gradient doubled": (
-        types_of("batch_norm"), change_output(functional, "batch_norm", with_gradient(2.0))),
-    "embedding that counts an index once": (
-        types_of("embedding"), replace(functional, "embedding", embedding_once)),
+        types_of("batch_norm"),
+        change_output(functional, "batch_norm", with_gradient(2.0)),
+    ),
+    "embedding that counts an index once": (types_of("embedding"), replace(functional, "embedding", embedding_once)),
     "embedding with a gradient for its padding": (
-        types_of("embedding"), replace(functional, "embedding", lambda indices, weight, *_: weight[indices])),
+        types_of("embedding"),
+        replace(functional, "embedding", lambda indices, weight, *_: weight[indices]),
+    ),
     "cross_entropy that counts ignored targets": (
-        types_of("cross_entropy"), change_output(functional, "cross_entropy", lambda loss, *_: loss * 8 / 9)),
+        types_of("cross_entropy"),
+        change_output(functional, "cross_entropy", lambda loss, *_: loss * 8 / 9),
+    ),
     "cross_entropy's gradient doubled": (
-        types_of("cross_entropy"), change_output(functional, "cross_entropy", with_gradient(2.0))),
+        types_of("cross_entropy"),
+        change_output(functional, "cross_entropy", with_gradient(2.0)),
+    ),
     "clip_grad_norm_ by one parameter": (
-        types_of("clip_grad_norm_"), replace(torch.nn.utils, "clip_grad_norm_", first_only)),
+        types_of("clip_grad_norm_"),
+        replace(torch.nn.utils, "clip_grad_norm_", first_only),
+    ),
     "clip_grad_norm_ that enlarges": (
-        types_of("clip_grad_norm_"), replace(torch.nn.utils, "clip_grad_norm_", always_clipped)),
+        types_of("clip_grad_norm_"),
+        replace(torch.nn.utils, "clip_grad_norm_", always_clipped),
+    ),
     "a worker that loses a sample": (types_of("DataLoader"), replace(FETCHER, "fetch", skipping)),
     "a DataLoader that does not shuffle": (types_of("DataLoader"), change_options(data, "DataLoader", shuffle=False)),
     "a sampler that gives all ranks one share": (
-        types_of("DataLoader"), replace(data.distributed.DistributedSampler, "__iter__", first_share)),
+        types_of("DataLoader"),
+        replace(data.distributed.DistributedSampler, "__iter__", first_share),
+    ),
     "torch.load loses digits of the optimizer": (types_of("state_dict"), change_output(torch, "load", rounded)),
     "a state_dict that loads no buffers": (
-        types_of("state_dict"), replace(torch.nn.Module, "load_state_dict", lambda model, state: [
-            one.data.copy_(state[name]) for name, one in model.named_parameters()])),
+        types_of("state_dict"),
+        replace(
+            torch.nn.Module,
+            "load_state_dict",
+            lambda model, state: [one.data.copy_(state[name]) for name, one in model.named_parameters()],
+        ),
+    ),
     "an operation without results": (
-        {"cross_entropy float32"}, change_output(functional, "cross_entropy", lambda loss, *_: loss * float("nan"))),
+        {"cross_entropy float32"},
+        change_output(functional, "cross_entropy", lambda loss, *_: loss * float("nan")),
+    ),
     "an operation that fails": (
-        {"linear float16"}, change_output(functional, "linear", lambda output, *_: output
-            if output.dtype != torch.float16 else output.no_such_operation())),
-}  # fmt: skip
+        {"linear float16"},
+        change_output(
+            functional,
+            "linear",
+            lambda output, *_: output if output.dtype != torch.float16 else output.no_such_operation(),
+        ),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BREAKS)

@@ -45,9 +45,19 @@ TARGET = Target.parse("cpu-x86_64")
 SOURCE = SourceLayer("libfoo", "1.0", TARGET.name, "autotools", "", "5" * 64, check=("foo", "--version"))
 HOST = HostLayer("libfabric", "1.22.0", "/opt/cray/libfabric/1.22.0")
 STATE = State(
-    "venv", "r", "sha256:r", "sha256:l", "sha256:p", "cpu-x86_64", "3.11", "3.11.7", "/usr/bin/python3.11",
-    (("numpy", "2.2.6", "sha256:n"),), {"nodes": 2}, "0.1.0",
-)  # fmt: skip
+    "venv",
+    "r",
+    "sha256:r",
+    "sha256:l",
+    "sha256:p",
+    "cpu-x86_64",
+    "3.11",
+    "3.11.7",
+    "/usr/bin/python3.11",
+    (("numpy", "2.2.6", "sha256:n"),),
+    {"nodes": 2},
+    "0.1.0",
+)
 
 
 def loaded(folder: Path, extra: str = "") -> LoadedRecipe:
@@ -58,9 +68,15 @@ def the_plan(recipe: LoadedRecipe, *sources: SourceLayer, hosts: tuple[HostLayer
     packages = (LockedPackage("numpy", "2.2.6", ("a" * 64,)),)
     lock = Lock("r", TARGET.name, "3.11", "x86_64-manylinux_2_28", "sha256:d", packages)
     return make_plan(
-        recipe, lock, TARGET, artifact="venv", trainer_version="1", trainer_digest="sha256:t", sources=sources,
+        recipe,
+        lock,
+        TARGET,
+        artifact="venv",
+        trainer_version="1",
+        trainer_digest="sha256:t",
+        sources=sources,
         host_layers=hosts,
-    )  # fmt: skip
+    )
 
 
 def built(folder: Path, source: SourceLayer = SOURCE, **files: str) -> LayerFolder:
@@ -96,11 +112,9 @@ def test_layers_stand_between_wheels_and_trainer_and_decide_the_plan(tmp_path: P
         the_plan(loaded(tmp_path), SOURCE, hosts=(HOST,)),
         *(
             the_plan(recipe, dataclasses.replace(SOURCE, **{name: value}), hosts=(HOST,))
-            for name, value in (
-                ("environment", "gcc 13"), ("sha256", "6" * 64), ("configure", ("--with-x",)),
-            )
+            for name, value in (("environment", "gcc 13"), ("sha256", "6" * 64), ("configure", ("--with-x",)))
         ),
-    ]  # fmt: skip
+    ]
     assert len({other.digest for other in others} | {plan.digest}) == len(others) + 1
     # where it was fetched from is no part of what it is
     moved = dataclasses.replace(SOURCE, url="https://example.org/libfoo.tar.gz")
@@ -135,14 +149,15 @@ PATHS = st.lists(
 ).map("/".join)
 FILES = st.one_of(
     st.builds(
-        LayerFile, PATHS, st.integers(0, 1 << 40), st.text("0123456789abcdef", min_size=64, max_size=64),
+        LayerFile,
+        PATHS,
+        st.integers(0, 1 << 40),
+        st.text("0123456789abcdef", min_size=64, max_size=64),
         executable=st.booleans(),
     ),
     st.builds(LayerFile, PATHS, target=PATHS),
-)  # fmt: skip
-LISTS = st.builds(
-    LayerList, NAMES, NAMES, NAMES, st.lists(FILES, unique_by=lambda one: one.path).map(tuple),
-)  # fmt: skip
+)
+LISTS = st.builds(LayerList, NAMES, NAMES, NAMES, st.lists(FILES, unique_by=lambda one: one.path).map(tuple))
 
 
 @given(LISTS)
@@ -156,13 +171,16 @@ def test_a_list_is_read_back_as_it_was_written(listed: LayerList) -> None:
         st.binary(max_size=60),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-            lambda inner: st.lists(inner) | st.dictionaries(
-                st.sampled_from(["format", "name", "version", "source", "licences", "files", "path"]), inner
+            lambda inner: (
+                st.lists(inner)
+                | st.dictionaries(
+                    st.sampled_from(["format", "name", "version", "source", "licences", "files", "path"]), inner
+                )
             ),
             max_leaves=12,
         ).map(lambda value: json.dumps(value).encode()),
     )
-)  # fmt: skip
+)
 def test_any_other_text_is_no_list_and_tells_nothing(text: bytes) -> None:
     read = interest("opt/env/share/envbuild/layers/x.json")
     assert read is not None

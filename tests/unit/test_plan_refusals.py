@@ -66,16 +66,16 @@ def test_the_matrix_lists_just_the_builds_that_plan_accepts(nowhere: Path, capsy
     listed = {(job.recipe, job.target, job.artifact) for job in jobs}
     left = {
         (one.recipe, target, kind): one.error.message
-        for one in omitted for target in one.targets for kind in one.artifacts
-    }  # fmt: skip
+        for one in omitted
+        for target in one.targets
+        for kind in one.artifacts
+    }
     assert listed and left and not listed & left.keys()
     for one in recipes:
         for target in one.loaded.recipe.targets:
             for kind in ARTIFACTS:
                 build = one.name, target, kind
-                found = outcome(
-                    "plan", one.name, "--target", target, "--artifact", kind, "--locked", "--elsewhere"
-                )  # fmt: skip
+                found = outcome("plan", one.name, "--target", target, "--artifact", kind, "--locked", "--elsewhere")
                 assert (found.code == 0) == (build in listed), (build, found)
                 unasked = kind == "conda" and not one.loaded.recipe.conda.dependencies
                 assert build in listed or unasked or left[build] == found.said
@@ -115,7 +115,7 @@ EFA = "pt_efa", "--target", f"cu130-{OTHER}", "--locked"
         (("apptainer", *CPU, "--engine", "apptainer"), None, 6, "neither apptainer nor singularity"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("recipes_python")
 def test_a_build_its_dry_run_and_its_plan_refuse_alike(
     build: tuple[str, ...], planned: str | None, code: int, said: str, nowhere: Path, monkeypatch: pytest.MonkeyPatch
@@ -207,7 +207,7 @@ def test_the_hint_of_every_missing_lock_is_the_command_that_makes_it(name: str, 
         while (done := outcome(*line)).code:
             assert len(followed) < 3, done
             followed.append(follow(done))
-    assert followed == [f"envbuild lock {word} --target {target} --{part}" for part in ("wheels", "image")]  # fmt: skip
+    assert followed == [f"envbuild lock {word} --target {target} --{part}" for part in ("wheels", "image")]
     assert outcome("lock", name, "--check") == Outcome()
 
 
@@ -219,7 +219,7 @@ def files(folder: Path) -> dict[Path, bytes]:
 def test_one_lock_makes_all_that_the_check_judges_and_builds_ask_for(recipe: Path, nowhere: Path) -> None:
     target = f"cpu-{HERE}"
     endings = {"requirements.txt": "wheels", "image.toml": "image", "build.toml": "image"}
-    builds = [["plan", "r", "--locked", "--artifact", kind] for kind in ("venv", "docker", "enroot")]  # fmt: skip
+    builds = [["plan", "r", "--locked", "--artifact", kind] for kind in ("venv", "docker", "enroot")]
     done = outcome("lock", "r", "--check")
     assert len(done.said.splitlines()) == 3
     assert follow(done) == "envbuild lock r --wheels --image"
@@ -259,8 +259,10 @@ def test_what_cannot_be_locked_keeps_nothing_else_from_being_locked(
     done = outcome("lock", "r")
     assert done.code == 3 and "torch" in done.said
     assert {path.name for path in recipe.glob("*.*")} == {
-        "recipe.toml", f"cpu-{HERE}.image.toml", f"cpu-{HERE}.build.toml"
-    }  # fmt: skip
+        "recipe.toml",
+        f"cpu-{HERE}.image.toml",
+        f"cpu-{HERE}.build.toml",
+    }
     assert outcome("lock", "r", "--offline", "--image", "--upgrade") == Outcome()
     assert capsys.readouterr().err.count("left as it is (--offline)") == 2
     (recipe / f"cpu-{HERE}.image.toml").unlink()
@@ -311,9 +313,7 @@ def test_a_recipe_is_named_in_hints_so_that_it_is_found_again(tmp_path: Path, mo
     make_recipe(tmp_path / "recipes", "r", [])
     make_recipe(tmp_path / "my own", "r", [])
     make_recipe(tmp_path, "top", [])
-    assert words("recipes/r/recipe.toml", "my own/r/recipe.toml", "top/recipe.toml") == [
-        "r", "'my own/r'", "./top"
-    ]  # fmt: skip
+    assert words("recipes/r/recipe.toml", "my own/r/recipe.toml", "top/recipe.toml") == ["r", "'my own/r'", "./top"]
     (tmp_path / "one.toml").write_text((tmp_path / "top/recipe.toml").read_text())
     assert words("one.toml") == ["one.toml"]
     assert words(str(REPOSITORY / "recipes/pt_cpu/recipe.toml")) == ["pt_cpu"]

@@ -131,9 +131,18 @@ LAYERS = (BuiltLayer("nccl", "2.29", "sha256:9"), BuiltLayer("libfabric", "2.1",
 @pytest.mark.parametrize("layers", [(), LAYERS])
 def test_the_digest_is_the_one_that_envbuild_computes(layers: tuple[BuiltLayer, ...], tmp_path: Path) -> None:
     state = State(
-        "venv", "r", "d", "l", "p", "cpu-x86_64", "3.11", "3.11.7", "i",
-        (("torch", "2.13.0+cpu", "0" * 64), ("ünïcode", "1", "2")), layers=layers,
-    )  # fmt: skip
+        "venv",
+        "r",
+        "d",
+        "l",
+        "p",
+        "cpu-x86_64",
+        "3.11",
+        "3.11.7",
+        "i",
+        (("torch", "2.13.0+cpu", "0" * 64), ("ünïcode", "1", "2")),
+        layers=layers,
+    )
     assert state_digest(json.loads(state.render())) == state.digest
     assert state_digest({}) == state_digest({"packages": 1}) == ""
 
@@ -194,11 +203,23 @@ def node(number: int, **facts: Any) -> Node:
     """A node that is well but for `facts`."""
     address = f"10.0.0.{number + 1}"
     told = Facts(
-        hostname=f"n{number}", source=address, arch="x86_64", python="3.11.7",
-        interfaces={"lo": ["127.0.0.1"], "eth0": [address]}, mtu=1500, packages={"torch": "2.13.0"},
-        artifact="venv", digest="sha256:a", changed="", shm=1 << 34, run_free=1 << 40, tmp_free=1 << 40,
-        cores=8, cores_allowed=8, names={"n0": ["10.0.0.1"], f"n{number}": [address]},
-    )  # fmt: skip
+        hostname=f"n{number}",
+        source=address,
+        arch="x86_64",
+        python="3.11.7",
+        interfaces={"lo": ["127.0.0.1"], "eth0": [address]},
+        mtu=1500,
+        packages={"torch": "2.13.0"},
+        artifact="venv",
+        digest="sha256:a",
+        changed="",
+        shm=1 << 34,
+        run_free=1 << 40,
+        tmp_free=1 << 40,
+        cores=8,
+        cores_allowed=8,
+        names={"n0": ["10.0.0.1"], f"n{number}": [address]},
+    )
     return Node(number, f"n{number}", address, "eth0", replace(told, **facts), finished=True, seen=address)
 
 
@@ -257,7 +278,7 @@ def test_a_good_job_has_no_findings() -> None:
         ({}, {"names": {"n0": ["10.9.9.9"]}}, WARN, "names", "n0 is 10.9.9.9"),
         ({}, {"reverse": {"10.0.0.1": "n7.example"}}, WARN, "names", "called n7.example"),
     ],
-)  # fmt: skip
+)
 def test_each_fault_is_found_alone_with_its_node_and_a_remedy(
     change: dict[str, Any], facts: dict[str, Any], status: str, check: str, words: str
 ) -> None:
@@ -322,12 +343,17 @@ def run_on_loopback(folder: Path, nodes: range, count: int, *options: str) -> tu
     started = []
     for number in nodes:
         env = {
-            **os.environ, **CONTRACT, "PYTHONPATH": str(REPOSITORY), "ENVBUILD_NODE": str(number),
-            "ENVBUILD_NODES": str(count), "ENVBUILD_HOSTS": " ".join(["localhost"] * count),
+            **os.environ,
+            **CONTRACT,
+            "PYTHONPATH": str(REPOSITORY),
+            "ENVBUILD_NODE": str(number),
+            "ENVBUILD_NODES": str(count),
+            "ENVBUILD_HOSTS": " ".join(["localhost"] * count),
             "ENVBUILD_ADDRESSES": " ".join(f"127.0.0.{n + 1}" for n in range(count)),
-            "ENVBUILD_ADDRESS": f"127.0.0.{number + 1}", "ENVBUILD_PORT": str(port),
+            "ENVBUILD_ADDRESS": f"127.0.0.{number + 1}",
+            "ENVBUILD_PORT": str(port),
             "ENVBUILD_RUN": str(folder),
-        }  # fmt: skip
+        }
         line = [sys.executable, "-m", "ddp_train.preflight", "--json", *options]
         started.append(subprocess.Popen(line, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     ends = [process.communicate(timeout=40) for process in started]
@@ -376,8 +402,10 @@ def test_processes_on_loopback_meet_and_are_refused_for_being_there(tmp_path: Pa
     verdict = json.loads(told)
     assert {one["check"] for one in verdict["findings"] if one["status"] == FAIL} == {"address"}
     assert [one["pairs"] for one in verdict["nodes"]] == [
-        {"1": "ok", "2": "ok"}, {"0": "ok", "2": "ok"}, {"0": "ok", "1": "ok"},
-    ]  # fmt: skip
+        {"1": "ok", "2": "ok"},
+        {"0": "ok", "2": "ok"},
+        {"0": "ok", "1": "ok"},
+    ]
     assert words[1] == words[2] == "" and "loopback" in words[0]
     assert not list(tmp_path.iterdir())
     # No SO_REUSEADDR: not even a closed connection may linger at the rendezvous' port.

@@ -146,9 +146,11 @@ def test_the_script_starts_envbuilds_own_trainer(tmp_path: Path, safe: str) -> N
     (theirs / "__init__.py").touch()
     (theirs / "__main__.py").write_text("raise SystemExit(7)\n")
     done = subprocess.run(
-        [sys.executable, tmp_path / own_trainer.TRAINER, "--help"], capture_output=True, text=True,
+        [sys.executable, tmp_path / own_trainer.TRAINER, "--help"],
+        capture_output=True,
+        text=True,
         env={**os.environ, "PYTHONPATH": str(theirs.parent), "PYTHONSAFEPATH": safe},
-    )  # fmt: skip
+    )
     assert done.returncode == 0 and "Distributed training job" in done.stdout, done.stderr
 
 

@@ -77,10 +77,16 @@ def git(top: Path, *words: str) -> str:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    return load_environment({
-        "HOME": str(tmp_path), "PATH": os.environ["PATH"], "ENVBUILD_STORE": str(tmp_path / "store"),
-        "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "GIT_DIR": "/nowhere",
-    })  # fmt: skip
+    return load_environment(
+        {
+            "HOME": str(tmp_path),
+            "PATH": os.environ["PATH"],
+            "ENVBUILD_STORE": str(tmp_path / "store"),
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_INDEX": "1",
+            "GIT_DIR": "/nowhere",
+        }
+    )
 
 
 # What a recipe declares
@@ -133,18 +139,27 @@ def test_conda_packages_get_them_too_and_alone_where_there_is_no_wheel_lock(tmp_
         ({"pyproject.toml": "[project"}, 'path = "../.."', "pyproject.toml:1:9: "),
         ({"pyproject.toml": '[project]\ndependencies = "x"\n'}, 'path = "../.."', "pyproject.toml:2:1: expected an"),
         ({"pyproject.toml": "[project]\ndependencies = [3]\n"}, 'path = "../.."', "pyproject.toml:2:1: expected an"),
-        ({"pyproject.toml": '[project]\nname = "p"\ndependencies = ["a @ git+https://u:pw@h/x"]\n'}, 'path = "../.."',
-         "pyproject.toml:3:17: holds a user name"),
-        ({"pyproject.toml": PYPROJECT}, 'path = "../.."\nextras = ["more", "trian"]',
-         "recipe.toml:7:19: {top}/pyproject.toml has no project.optional-dependencies.trian; did you mean 'Train'?"),
+        (
+            {"pyproject.toml": '[project]\nname = "p"\ndependencies = ["a @ git+https://u:pw@h/x"]\n'},
+            'path = "../.."',
+            "pyproject.toml:3:17: holds a user name",
+        ),
+        (
+            {"pyproject.toml": PYPROJECT},
+            'path = "../.."\nextras = ["more", "trian"]',
+            "recipe.toml:7:19: {top}/pyproject.toml has no project.optional-dependencies.trian; did you mean 'Train'?",
+        ),
         ({"pyproject.toml": PYPROJECT}, 'path = "../.."\ngroups = ["x"]', "recipe.toml:7:11: "),
-        ({"pyproject.toml": '[project]\nname = "p"\n[dependency-groups]\na = [{include-group = "b"}]\n'},
-         'path = "../.."\ngroups = ["a"]', "pyproject.toml:4:6: {top}/pyproject.toml has no dependency-groups.b"),
+        (
+            {"pyproject.toml": '[project]\nname = "p"\n[dependency-groups]\na = [{include-group = "b"}]\n'},
+            'path = "../.."\ngroups = ["a"]',
+            "pyproject.toml:4:6: {top}/pyproject.toml has no dependency-groups.b",
+        ),
         ({"pyproject.toml": "dependency-groups = 1\n[project]"}, 'path = "../.."\ngroups = ["a"]', "7:11: "),
         ({"pyproject.toml": "[project]\ndynamic = 1\n"}, 'path = "../.."\nextras = ["a"]', "7:11: "),
         ({"pyproject.toml": "project = 1\n[dependency-groups]\na = 1\n"}, 'path = "../.."\ngroups = ["a"]', "expected"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_told_with_their_position(tmp_path: Path, files: dict[str, str], table: str, words: str) -> None:
     top = put(tmp_path / "top-1", files)
     top.mkdir(exist_ok=True)
@@ -227,10 +242,19 @@ def test_links_to_folders_are_named(
 def test_outside_of_git_all_files_but_environments_and_outputs(tmp_path: Path, environment: Environment) -> None:
     taken = {"a.py": "", "pkg/b.py": "", "pkg/builder/c.txt": "", "pkg/dist/__init__.py": "", "pkg/dist/x/y.py": ""}
     left = {
-        ".git/x.py": "", "pkg/__pycache__/b.pyc": "", ".venv/x.py": "", "env/pyvenv.cfg": "", "env/x.py": "",
-        "build/x.py": "", "dist/x.whl": "", "pkg/build/c.o": "", "p.egg-info/PKG-INFO": "",
-        "own.sqsh": "", "own.sif.failed": "", "own.sqsh.receipt.json": "",
-    }  # fmt: skip
+        ".git/x.py": "",
+        "pkg/__pycache__/b.pyc": "",
+        ".venv/x.py": "",
+        "env/pyvenv.cfg": "",
+        "env/x.py": "",
+        "build/x.py": "",
+        "dist/x.whl": "",
+        "pkg/build/c.o": "",
+        "p.egg-info/PKG-INFO": "",
+        "own.sqsh": "",
+        "own.sif.failed": "",
+        "own.sqsh.receipt.json": "",
+    }
     top = put(tmp_path / "top", {**taken, **left})
     (top / ".git/x.py").unlink()
     loaded = recipe_of(top, 'path = "../.."\nmodule = "pkg"\nexclude = ["recipes"]')
@@ -347,9 +371,11 @@ def test_an_editable_wheel_names_the_folder(tmp_path: Path, environment: Environ
     _, _, path = project_wheel(plan, environment, offline=True) or pytest.fail()
     with zipfile.ZipFile(path) as archive:
         assert sorted(archive.namelist()) == [
-            "__editable__.a_lab.pth", "a_lab-0.dist-info/METADATA", "a_lab-0.dist-info/RECORD",
+            "__editable__.a_lab.pth",
+            "a_lab-0.dist-info/METADATA",
+            "a_lab-0.dist-info/RECORD",
             "a_lab-0.dist-info/WHEEL",
-        ]  # fmt: skip
+        ]
         assert archive.read("__editable__.a_lab.pth").decode() == f"{top}\n"
     with pytest.raises(BuildError, match="of its wheel is not in "):
         project_wheel(plan_of(plain(tmp_path), environment, editable=True), environment, offline=True)
@@ -381,7 +407,7 @@ def built(tmp_path: Path) -> LoadedRecipe:
         ({"name": "ddp-train"}, {}, "its distribution is ddp-train"),
         ({"requires": ["((("]}, {}, "not a wheel, or damaged"),
     ],
-)  # fmt: skip
+)
 def test_a_wheel_that_does_not_suit_is_refused(
     tmp_path: Path, environment: Environment, made: Callable[..., None], wheel: Any, changes: Any, words: str
 ) -> None:
@@ -449,8 +475,12 @@ def test_the_state_names_the_project_and_is_read_back(tmp_path: Path, environmen
     state = state_of(plan, "3.11.7", "/usr/bin/python3", [("a-lab", "0", "sha256:r")], own=own)
     assert plan.project is not None
     assert state.project == {
-        "name": "a-lab", "version": "0", "commit": "", "digest": plan.project.digest, "editable": False
-    }  # fmt: skip
+        "name": "a-lab",
+        "version": "0",
+        "commit": "",
+        "digest": plan.project.digest,
+        "editable": False,
+    }
     assert parse_state(state.render().encode(), "x") == state
     schema = json.loads((TOP / "docs/receipt.schema.json").read_text())
     validate(state.project, schema["properties"]["project"])

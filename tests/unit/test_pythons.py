@@ -46,9 +46,19 @@ def list_of_downloads(folder: Path, url: str, version: str = "3.12.9") -> dict[s
     """The variable that gives uv a list with one Python, at `url`."""
     major, minor, patch = map(int, version.split("."))
     row = {
-        "name": "cpython", "arch": {"family": MACHINE, "variant": None}, "os": "linux", "libc": "gnu", "major": major,
-        "minor": minor, "patch": patch, "prerelease": "", "url": url, "sha256": "0" * 64, "variant": None, "build": "1",
-    }  # fmt: skip
+        "name": "cpython",
+        "arch": {"family": MACHINE, "variant": None},
+        "os": "linux",
+        "libc": "gnu",
+        "major": major,
+        "minor": minor,
+        "patch": patch,
+        "prerelease": "",
+        "url": url,
+        "sha256": "0" * 64,
+        "variant": None,
+        "build": "1",
+    }
     (folder / "list.json").write_text(json.dumps({f"cpython-{version}-linux-{MACHINE}-gnu": row}))
     return {"UV_PYTHON_DOWNLOADS_JSON_URL": str(folder / "list.json")}
 

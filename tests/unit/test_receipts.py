@@ -25,9 +25,19 @@ RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pt_minimal"
 
 def make_state(**changes: Any) -> State:
     state = State(
-        "venv", "r", "sha256:r", "sha256:l", "sha256:p", "cpu-x86_64", "3.11", "3.11.7", "/usr/bin/python3.11",
-        (("numpy", "2.2.6", "sha256:n"),), {"nodes": 2}, "0.1.0",
-    )  # fmt: skip
+        "venv",
+        "r",
+        "sha256:r",
+        "sha256:l",
+        "sha256:p",
+        "cpu-x86_64",
+        "3.11",
+        "3.11.7",
+        "/usr/bin/python3.11",
+        (("numpy", "2.2.6", "sha256:n"),),
+        {"nodes": 2},
+        "0.1.0",
+    )
     return dataclasses.replace(state, **changes)
 
 
@@ -81,11 +91,22 @@ def test_a_state_with_a_part_of_another_type_names_that_part(field: str, value: 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"settings": 5}, {"fabric": []}, {"target": 5}, {"packages": 5}, {"layers": 5}, {"layers": [5]},
-        {"layers": [{"name": "x"}]}, {"recipe": "x"}, {"recipe": {"name": 5}}, {"versions": {"nccl": 5}},
-        {"verified_at": 5}, {"artifact": {"digest": "d", "pushed": 5}}, {"passed": "yes"}, {"plan": {"digest": 5}},
+        {"settings": 5},
+        {"fabric": []},
+        {"target": 5},
+        {"packages": 5},
+        {"layers": 5},
+        {"layers": [5]},
+        {"layers": [{"name": "x"}]},
+        {"recipe": "x"},
+        {"recipe": {"name": 5}},
+        {"versions": {"nccl": 5}},
+        {"verified_at": 5},
+        {"artifact": {"digest": "d", "pushed": 5}},
+        {"passed": "yes"},
+        {"plan": {"digest": 5}},
     ],
-)  # fmt: skip
+)
 def test_a_receipt_with_a_part_of_another_type_counts_as_none(changes: dict[str, Any], tmp_path: Path) -> None:
     good = {"format": 1, "passed": True, "artifact": {"digest": "d"}}
     receipt_path(tmp_path / "venv").write_text(json.dumps(good))
@@ -137,10 +158,22 @@ def test_a_receipt_counts_when_it_is_no_less_thorough(
 @pytest.mark.parametrize(
     "settings",
     [
-        {"nodes": "two"}, {"epochs": None}, {"loss_tolerance": []}, {"gpus": 5}, {"gpus": [{}]}, {"busbw_floor": "x"},
-        None, "nodes", "nproc_per_node", "epochs", "loss_tolerance", "model", "faults", "trainer",
+        {"nodes": "two"},
+        {"epochs": None},
+        {"loss_tolerance": []},
+        {"gpus": 5},
+        {"gpus": [{}]},
+        {"busbw_floor": "x"},
+        None,
+        "nodes",
+        "nproc_per_node",
+        "epochs",
+        "loss_tolerance",
+        "model",
+        "faults",
+        "trainer",
     ],
-)  # fmt: skip
+)
 def test_a_receipt_with_settings_of_another_form_counts_as_none(settings: Any, tmp_path: Path) -> None:
     state = make_state()
     write_receipt(tmp_path / "venv", state.digest, settings=settings if isinstance(settings, dict) else {})
@@ -188,9 +221,15 @@ def test_paths_are_seen_from_the_artifact_through_links_too(tmp_path: Path) -> N
 
 def test_in_a_container_every_path_is_the_artifacts() -> None:
     subject = Subject(
-        Path("/opt/env"), make_state(), Target.parse("cpu-x86_64"), "sha256:d", "docker",
-        NotImplemented, NotImplemented, isolated=True,
-    )  # fmt: skip
+        Path("/opt/env"),
+        make_state(),
+        Target.parse("cpu-x86_64"),
+        "sha256:d",
+        "docker",
+        NotImplemented,
+        NotImplemented,
+        isolated=True,
+    )
     assert subject.holds("/usr/lib/python3.11/ssl.py")
     assert subject.relative("/opt/env/bin/python") == "bin/python"
 

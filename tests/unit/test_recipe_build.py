@@ -107,10 +107,11 @@ def test_both_forms_of_build_are_tables(tmp_path: Path) -> None:
     assert short.recipe.build == {"Flash_Attn": BuildTable(), "etcd": BuildTable()}
     assert set(short.builds(TARGET)) == {"flash-attn", "etcd"}
     long = loaded(
-        tmp_path, "flash-attn",
-        targets='[targets.cpu-x86_64]\n[targets.cpu-aarch64]\n[build.flash-attn]\nisolation = false\n'
+        tmp_path,
+        "flash-attn",
+        targets="[targets.cpu-x86_64]\n[targets.cpu-aarch64]\n[build.flash-attn]\nisolation = false\n"
         'requires = ["ninja"]\ndependencies = ["torch"]\ntargets = ["cpu-x86_64"]\nenvironment = { MAX_JOBS = "2" }\n',
-    )  # fmt: skip
+    )
     table = long.build_table("flash-attn")
     assert not table.isolation and table.environment == {"MAX_JOBS": "2"} and table.dependencies == ("torch",)
     assert long.builds(TARGET) and not long.builds(Target.parse("cpu-aarch64"))

@@ -98,20 +98,26 @@ nodes = "two"
     ("old", "new", "expected"),
     [
         ('"lab"', '"lob"', "1:1: 'lob' is not the name of its folder, 'lab'"),
-        ('"lab"', '"Lab"', "1:1: 'Lab' is not the name of its folder, 'lab'\n"
-                           "1:1: 'name': 'Lab' does not match ^[a-z0-9][a-z0-9_.-]*$"),
+        (
+            '"lab"',
+            '"Lab"',
+            "1:1: 'Lab' is not the name of its folder, 'lab'\n1:1: 'name': 'Lab' does not match ^[a-z0-9][a-z0-9_.-]*$",
+        ),
         ('"For the lab"', '""', r"2:1: 'description': '' does not match ^\S([^\n]*\S)?$"),
         ('"3.12"', "3.12", "3:1: 'python': expected a string, got a number"),
-        ("cu126-x86_64", "cu12.6-x86_64", "10:10: 'cu12' in [targets]: not a target: expected"
-         " ACCELERATOR-ARCH, of cpu, cuNNN (cu126) or rocmN.N (rocm6.4), x86_64 or aarch64\n"
-         "10:15: unknown key '6-x86_64' in [targets.cu12];"
-         " accepted: requirements, indexes, glibc, conda, pythons, gpus"),
+        (
+            "cu126-x86_64",
+            "cu12.6-x86_64",
+            "10:10: 'cu12' in [targets]: not a target: expected"
+            " ACCELERATOR-ARCH, of cpu, cuNNN (cu126) or rocmN.N (rocm6.4), x86_64 or aarch64\n"
+            "10:15: unknown key '6-x86_64' in [targets.cu12];"
+            " accepted: requirements, indexes, glibc, conda, pythons, gpus",
+        ),
         ('"2.34"', '"2.29"', None),
         ('"Pillow"', '"NUMPY>2"', "4:33: 'numpy' is also required by 'numpy==2.2.6' at HERE:4:17"),
-        ('"torch==2.13.0+cpu"', '"pillow<12"',
-         "7:17: 'pillow' is also required by 'Pillow' at HERE:4:33"),
+        ('"torch==2.13.0+cpu"', '"pillow<12"', "7:17: 'pillow' is also required by 'Pillow' at HERE:4:33"),
     ],
-)  # fmt: skip
+)
 def test_one_mistake(tmp_path: Path, old: str, new: str, expected: str | None) -> None:
     assert GOOD.count(old) == 1
     found = "\n".join(mistakes(tmp_path, GOOD.replace(old, new)))
@@ -153,9 +159,17 @@ def test_name_is_free_outside_a_recipes_folder(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     "text",
-    ["torch", "torch==2.13.0+cpu", "ruamel.yaml>=0.18,<0.19", "uvicorn[standard]==0.30",
-     "jax[cuda12_pip]", "a==1.*", 'tomli==2; python_version < "3.11"', "numpy (==1.2)"],
-)  # fmt: skip
+    [
+        "torch",
+        "torch==2.13.0+cpu",
+        "ruamel.yaml>=0.18,<0.19",
+        "uvicorn[standard]==0.30",
+        "jax[cuda12_pip]",
+        "a==1.*",
+        'tomli==2; python_version < "3.11"',
+        "numpy (==1.2)",
+    ],
+)
 def test_requirement(text: str) -> None:
     assert requirement_problem(text) is None
 
@@ -205,9 +219,13 @@ def test_what_passes_is_a_requirement(text: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["https://download.pytorch.org/whl/cpu", "http://[::1]:8080/simple", "file:///srv/wheels",
-     "https://mirror.example/@scope/simple"],
-)  # fmt: skip
+    [
+        "https://download.pytorch.org/whl/cpu",
+        "http://[::1]:8080/simple",
+        "file:///srv/wheels",
+        "https://mirror.example/@scope/simple",
+    ],
+)
 def test_index(url: str) -> None:
     assert index_problem(url) is None
 
@@ -320,13 +338,12 @@ def test_digest_is_of_the_meaning(tmp_path: Path) -> None:
         ("[targets.cu126-x86_64]", "[verify]\nnodes = 3\n[targets.cu126-x86_64]", ()),
         ("3.12", "3.13", ("cpu-x86_64", "cu130-aarch64")),
         ("Pillow", "Pillow==11", ("cpu-x86_64", "cu130-aarch64")),
-        ("[targets.cpu-x86_64]", "constraints = ['six<2']\n[targets.cpu-x86_64]",
-         ("cpu-x86_64", "cu130-aarch64")),
+        ("[targets.cpu-x86_64]", "constraints = ['six<2']\n[targets.cpu-x86_64]", ("cpu-x86_64", "cu130-aarch64")),
         ("2.13.0+cpu", "2.12.0+cpu", ("cpu-x86_64",)),
         ("whl/cpu", "whl/nightly/cpu", ("cpu-x86_64",)),
         ("2.34", "2.35", ("cu130-aarch64",)),
     ],
-)  # fmt: skip
+)
 def test_resolution_digest(tmp_path: Path, old: str, new: str, changes: tuple[str, ...]) -> None:
     assert GOOD.count(old) == 1
     before = load_text(tmp_path, GOOD)
@@ -396,8 +413,9 @@ def test_another_python_of_a_target_has_a_lock_of_its_own(tmp_path: Path) -> Non
     assert newer is not None and newer.recipe.python == newer.variant == "3.13"
     assert newer.resolution_digest(target) != loaded.resolution_digest(target)
     assert [one.file for one in wheel_locks(loaded, target)] == [
-        "cpu-x86_64.requirements.txt", "cpu-x86_64.python3.13.requirements.txt",
-    ]  # fmt: skip
+        "cpu-x86_64.requirements.txt",
+        "cpu-x86_64.python3.13.requirements.txt",
+    ]
     assert len(wheel_locks(loaded, other)) == 1
     place.write_text(place.read_text().replace('pythons = ["3.13"]', ""))
     assert load_recipe(place).digest == loaded.digest  # what the recipe builds by default is the same

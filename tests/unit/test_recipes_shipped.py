@@ -28,9 +28,11 @@ LOADED = {path.parent.name: load_recipe(path) for path in sorted(RECIPES.glob("*
 TARGETS = [(name, target) for name, one in LOADED.items() for target in one.recipe.targets]
 # What was never locked: indexes or registries that the machine where locks are made does not reach.
 UNLOCKED = {
-    ("gh200_cu126", "cu126-aarch64"), ("lumi_rocm", "rocm6.4-x86_64"), ("pt_cu126", "cu126-aarch64"),
+    ("gh200_cu126", "cu126-aarch64"),
+    ("lumi_rocm", "rocm6.4-x86_64"),
+    ("pt_cu126", "cu126-aarch64"),
     ("pt_vision", "cpu-x86_64"),
-}  # fmt: skip
+}
 
 
 def opened(name: str, target: str) -> tuple[LoadedRecipe, Target, Lock | None]:
@@ -50,9 +52,15 @@ def test_a_target_is_locked_for_its_accelerator_and_planned_with_its_layers(name
     check_accelerator(found, lock.packages, name)
     sources, hosts = source_layers(recipe, found)
     plan = make_plan(
-        recipe, lock, found, artifact="venv", trainer_version="1", trainer_digest="t", sources=sources,
+        recipe,
+        lock,
+        found,
+        artifact="venv",
+        trainer_version="1",
+        trainer_digest="t",
+        sources=sources,
         host_layers=hosts,
-    )  # fmt: skip
+    )
     named = {one.name for one in (*plan.sources, *plan.host_layers)}
     wanted = {one for one, table in recipe.recipe.layers.items() if table.for_target(target)}
     assert wanted - {"nccl"} <= named and plan.fabric == recipe.recipe.fabric
@@ -120,9 +128,7 @@ def test_list_and_docs_say_of_every_target_what_is_locked(capsys: pytest.Capture
     listed = {row["name"]: row["locks"] for row in json.loads(capsys.readouterr().out)["recipes"]}
     assert listed["gh200_cu126"] == {"cu126-aarch64": {"wheels": False, "image": True, "builder": True}}
     for name, target in TARGETS:
-        found = {
-            "wheels": "requirements.txt", "image": "image.toml", "builder": "build.toml"
-        }  # fmt: skip
+        found = {"wheels": "requirements.txt", "image": "image.toml", "builder": "build.toml"}
         for lock, ending in found.items():
             shipped = (RECIPES / name / f"{target}.{ending}").is_file()
             assert listed[name][target].get(lock, False) == shipped, (name, target, lock)

@@ -133,11 +133,20 @@ class Place:
             self.fake.blobs[digest_of(bundle)] = bundle
             notes = {"org.opencontainers.image.created": created or told["verified_at"]}
             notes["dev.sigstore.bundle.predicateType"] = PREDICATES[""]
-            rows.append(self.fake.put(canonical({
-                "schemaVersion": 2, "mediaType": OCI_MANIFEST, "artifactType": kind, "annotations": notes,
-                "layers": [Descriptor(kind, digest_of(bundle), len(bundle)).as_json()],
-                "subject": {"mediaType": OCI_MANIFEST, "digest": DIGEST, "size": len(IMAGE)},
-            })))  # fmt: skip
+            rows.append(
+                self.fake.put(
+                    canonical(
+                        {
+                            "schemaVersion": 2,
+                            "mediaType": OCI_MANIFEST,
+                            "artifactType": kind,
+                            "annotations": notes,
+                            "layers": [Descriptor(kind, digest_of(bundle), len(bundle)).as_json()],
+                            "subject": {"mediaType": OCI_MANIFEST, "digest": DIGEST, "size": len(IMAGE)},
+                        }
+                    )
+                )
+            )
         if not self.fake.api:
             index = json.loads(self.fake.manifests.get(TAG, canonical({"mediaType": OCI_INDEX, "manifests": []})))
             self.fake.manifests[TAG] = canonical({**index, "manifests": [*rows, *index["manifests"]]})

@@ -93,8 +93,10 @@ def test_pages_tell_how_to_install_the_released_package_after_a_release(tree: Pa
 
 
 def test_an_index_and_a_release_get_pages_without_relative_links() -> None:
-    for text, page in (((TOP / "README.md").read_text(), "docs/install.md"), (release.section(envbuild.__version__),
-                       "docs/howto/locks.md#locks-of-the-shipped-recipes")):  # fmt: skip
+    for text, page in (
+        ((TOP / "README.md").read_text(), "docs/install.md"),
+        (release.section(envbuild.__version__), "docs/howto/locks.md#locks-of-the-shipped-recipes"),
+    ):
         links = re.findall(r"\]\(([^)#][^)]*)\)", release.absolute(text, SITE["Repository"]))
         assert links and all(link.startswith("https://") for link in links)
         assert f"{SITE['Repository']}/blob/v{envbuild.__version__}/{page}" in links
@@ -130,13 +132,20 @@ def test_a_tag_of_another_version_is_refused(capsys: pytest.CaptureFixture[str])
 
 def test_the_packages_must_have_the_tracked_files_and_no_others() -> None:
     tracked = [
-        "envbuild/a.py", "recipes/r/recipe.toml", "sites/s.toml", "ddp_train/t.py", "Dockerfile.cpu", "LICENSE",
-        "tests/unit/test_a.py", "docs/index.md", ".github/workflows/test.yml", "tools/release", "pyproject.toml",
-    ]  # fmt: skip
+        "envbuild/a.py",
+        "recipes/r/recipe.toml",
+        "sites/s.toml",
+        "ddp_train/t.py",
+        "Dockerfile.cpu",
+        "LICENSE",
+        "tests/unit/test_a.py",
+        "docs/index.md",
+        ".github/workflows/test.yml",
+        "tools/release",
+        "pyproject.toml",
+    ]
     in_wheel = {release.bundled(name) for name in tracked} - {""}
-    assert in_wheel == {
-        "envbuild/a.py", *(f"envbuild/_bundled/{name}" for name in tracked[1:5]),
-    }  # fmt: skip
+    assert in_wheel == {"envbuild/a.py", *(f"envbuild/_bundled/{name}" for name in tracked[1:5])}
     assert [name for name in tracked if release.packed(name)] == [*tracked[:6], "pyproject.toml"]
     release.compare("wheel", in_wheel, in_wheel)
     with pytest.raises(release.ReleaseError, match=r"lacks envbuild/a\.py; has envbuild/__pycache__/a\.pyc"):
@@ -152,15 +161,27 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("offline")
     made, index = work / "made", work / "index"
     program = "import dep\nimport sys\nprint('stand-in', dep.__version__, *sys.argv[1:])\n"
-    wheel = make_wheel(made, "envbuild", "7.5", requires=["dep>=2", "uv", "extra; extra == 'x'"],
-                       files={"envbuild/__main__.py": program.encode()})  # fmt: skip
+    wheel = make_wheel(
+        made,
+        "envbuild",
+        "7.5",
+        requires=["dep>=2", "uv", "extra; extra == 'x'"],
+        files={"envbuild/__main__.py": program.encode()},
+    )
     real = shutil.which("uv") or Path(sys.executable).with_name("uv")
     make_wheel(index, "uv", files={"uv-1.0.data/scripts/uv": f'#!/bin/sh\nexec {real} "$@"\n'.encode()})
     make_wheel(index, "dep", "1.0")
     make_wheel(index, "dep", "2.1")
     venv.create(work / "python", symlinks=False)
-    env = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index),
-           "UV_NO_INDEX": "1", "UV_FIND_LINKS": str(index), "UV_NO_CONFIG": "1"}  # fmt: skip
+    env = {
+        **os.environ,
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(index),
+        "UV_NO_INDEX": "1",
+        "UV_FIND_LINKS": str(index),
+        "UV_NO_CONFIG": "1",
+    }
     env = {name: value for name, value in env.items() if name not in ("PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL")}
     line = [TOP / "tools/offline-bundle", wheel, "--python", work / "python", "--out", work / "dist"]
     done = subprocess.run([sys.executable, *line], env=env, capture_output=True, text=True)
@@ -289,8 +310,9 @@ def test_only_the_release_and_the_site_get_tokens_and_a_manual_run_publishes_not
         for name, job in read(file)["jobs"].items()
     }
     assert {place for place, rights in rights.items() if "id-token" in rights} == {
-        ("release.yml", "publish"), ("docs.yml", "deploy"),
-    }  # fmt: skip
+        ("release.yml", "publish"),
+        ("docs.yml", "deploy"),
+    }
     jobs = read(TOP / ".github/workflows/release.yml")["jobs"]
     assert jobs["publish"]["if"] == "github.ref_type == 'tag'" and jobs["publish"]["environment"] == "pypi"
     assert "publish" in jobs["announce"]["needs"]

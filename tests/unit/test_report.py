@@ -38,9 +38,17 @@ from envbuild.verify.receipt import receipt_path
 REAL: dict[str, Any] = json.loads((Path(__file__).parent / "data/report/pt_minimal.receipt.json").read_text())
 # What a receipt might do to a page, a terminal or a reader.
 EVIL = [
-    "</style><script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "\u202egpj.exe", "\ud800", "a\0b",
-    "javascript:alert(1)", "`<b>`", "https://example.org/\"onmouseover='x'", "&lt;b&gt;", "é" * 300,
-]  # fmt: skip
+    "</style><script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "\u202egpj.exe",
+    "\ud800",
+    "a\0b",
+    "javascript:alert(1)",
+    "`<b>`",
+    "https://example.org/\"onmouseover='x'",
+    "&lt;b&gt;",
+    "é" * 300,
+]
 NUMBERS = [float("nan"), float("inf"), -1, 0, 1e308, -1e308, 5e-324, 10**400, True]
 VOID = {"meta", "br"}
 
@@ -109,8 +117,14 @@ def test_the_page_of_a_real_receipt_has_its_verdict_and_sections() -> None:
     text = " ".join(" ".join(found.text).split())
     assert "Passed" in text and "23 passed, 1 not tried" in text and "2 simulated nodes × 2 ranks" in text
     assert [one for one in found.ids if not one.startswith("x")] == [
-        "checks", "training", "all-reduce-bandwidth", "launches", "packages", "libraries-as-loaded", "provenance",
-    ]  # fmt: skip
+        "checks",
+        "training",
+        "all-reduce-bandwidth",
+        "launches",
+        "packages",
+        "libraries-as-loaded",
+        "provenance",
+    ]
     assert text.count("resumed from the snapshot") and "after a killed rank" in text
     assert "Content-Security-Policy" in report_page([entry()])
     assert found.tags.count("h1") == 1 and {"header", "nav", "main", "footer", "caption"} <= set(found.tags)
@@ -240,9 +254,7 @@ def test_several_receipts_have_a_grid_steps_over_time_and_what_changed() -> None
     later = changed(lambda receipt: receipt.update(verified_at="2026-12-25T12:00:00+00:00"))
     later["checks"][0]["evidence"]["packages"]["numpy"] = "9.9.9"
     other = changed(lambda receipt: receipt.update(target="cpu-aarch64", passed=False))
-    entries = [
-        entry(), entry(later, changes=receipt_changes(REAL, later, "the one before")), entry(other),
-    ]  # fmt: skip
+    entries = [entry(), entry(later, changes=receipt_changes(REAL, later, "the one before")), entry(other)]
     page = report_page(entries)
     found = read(page)
     assert {"#r1", "#r2", "#r3", "#overview"} <= set(found.links) and "2 of 3 passed" in found.text
@@ -402,8 +414,11 @@ def test_changes_are_since_the_next_older_receipt_of_the_same_artifact(tmp_path:
         (tmp_path / f"{number}.json").write_text(json.dumps(receipt))
     found = gather([str(tmp_path / f"{number}.json") for number in range(4)], load_environment())
     assert [one.changes and one.changes.before[:25] for one in found] == [
-        "the receipt of 2 Jan 2026", None, "the receipt of 1 Jan 2026", None,
-    ]  # fmt: skip
+        "the receipt of 2 Jan 2026",
+        None,
+        "the receipt of 1 Jan 2026",
+        None,
+    ]
     (one,) = gather([str(tmp_path / "0.json")], load_environment(), str(tmp_path / "3.json"))
     assert one.changes and one.changes.before.startswith(str(tmp_path / "3.json"))
 

@@ -131,9 +131,12 @@ def test_a_machine_that_tells_nothing_limits_nothing(tmp_path: Path) -> None:
     assert (workers({}, root=tmp_path), memory({}, root=tmp_path)) == (32, None)
 
 
-@given(st.text(), st.text(), st.text(), st.dictionaries(
-    st.sampled_from(["SLURM_CPUS_ON_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE"]), st.text()
-))  # fmt: skip
+@given(
+    st.text(),
+    st.text(),
+    st.text(),
+    st.dictionaries(st.sampled_from(["SLURM_CPUS_ON_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE"]), st.text()),
+)
 @example(V2.replace("/sys", r"/\000sys"), "0::/a", "", {})
 def test_files_of_any_content_do_no_harm(mounts: str, group: str, meminfo: str, variables: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as folder:

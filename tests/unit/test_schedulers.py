@@ -68,9 +68,8 @@ def test_only_the_table_names_schedulers() -> None:
     """Whoever adds one finds no other list to add it to."""
     names = "|".join(f'"{name}"' for name in SCHEDULERS)
     done = subprocess.run(
-        ["git", "grep", "-nE", f"(==|!=|in \\() ?({names})", "--", "envbuild"],
-        cwd=TOP, capture_output=True, text=True,
-    )  # fmt: skip
+        ["git", "grep", "-nE", f"(==|!=|in \\() ?({names})", "--", "envbuild"], cwd=TOP, capture_output=True, text=True
+    )
     assert done.stdout == ""
 
 
@@ -110,9 +109,13 @@ def test_a_script_ends_its_training_before_the_time_limit_where_the_scheduler_si
     saving = f"trap 'touch {tmp_path}/saved; exit 0' TERM; while :; do sleep 0.1; done"
     python = recorder(tmp_path / "env/python", saving)
     plan = replace(
-        PLAN, scheduler=name, launcher="flux" if name == "flux" else "ssh", nodes=1, work=str(tmp_path),
+        PLAN,
+        scheduler=name,
+        launcher="flux" if name == "flux" else "ssh",
+        nodes=1,
+        work=str(tmp_path),
         artifact=replace(PLAN.artifact, python=python),
-    )  # fmt: skip
+    )
     script = render(plan)
     assert "sleep $((3480 > SECONDS ? 3480 - SECONDS : 0)) &" in script
     if name != "flux":  # its stand-in signals nobody

@@ -48,10 +48,14 @@ BLOBS = [WHEEL, TEXT, LARGE, SMALL]
 TARGET = Target.parse("cpu-x86_64")
 REFERENCE = parse_reference("registry.example.org/x:1")
 GOOD = {
-    "kind": "venv", "name": "lab", "target": "cpu-x86_64", "digest": "sha256:" + "d" * 64, "plan": "sha256:p",
+    "kind": "venv",
+    "name": "lab",
+    "target": "cpu-x86_64",
+    "digest": "sha256:" + "d" * 64,
+    "plan": "sha256:p",
     "compile_bytecode": False,
     "files": {f"wheels/{'a' * 64}/x-1-py3-none-any.whl": WHEEL.digest, "recipe/recipe.toml": TEXT.digest},
-}  # fmt: skip
+}
 
 
 def read(value: Any) -> Any:
@@ -145,11 +149,18 @@ class Pushed:
 
     def receipt(self, plan: Plan) -> dict[str, Any]:
         return {
-            "format": 1, "passed": True, "verified_at": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": 1.0,
-            "artifact": {"kind": "venv", "path": "/x", "digest": GOOD["digest"]}, "target": TARGET.name, "checks": [],
-            "recipe": {"name": "lab", "digest": plan.recipe_digest}, "plan": {"digest": plan.digest},
-            "lock": {"digest": plan.lock_digest}, "versions": {"envbuild": "1"},
-        }  # fmt: skip
+            "format": 1,
+            "passed": True,
+            "verified_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": 1.0,
+            "artifact": {"kind": "venv", "path": "/x", "digest": GOOD["digest"]},
+            "target": TARGET.name,
+            "checks": [],
+            "recipe": {"name": "lab", "digest": plan.recipe_digest},
+            "plan": {"digest": plan.digest},
+            "lock": {"digest": plan.lock_digest},
+            "versions": {"envbuild": "1"},
+        }
 
     def pull(self, plan: Plan, *, receipt: dict[str, Any] | None = None) -> Any:
         """Pull what is pushed as of `plan`, with the attested `receipt`; return the call that would build it."""
@@ -273,9 +284,14 @@ def test_an_environment_of_another_digest_takes_no_place(tmp_path: Path) -> None
     kind = cast(Any, SimpleNamespace(module=lambda: module))
     with pytest.raises(BuildError, match="is sha256:here here, and sha256:there where it was built"):
         make_environment(
-            kind, pushed.plan(), cast(Any, None), pushed.environment, tmp_path / "env", offline=True,
+            kind,
+            pushed.plan(),
+            cast(Any, None),
+            pushed.environment,
+            tmp_path / "env",
+            offline=True,
             digest="sha256:there",
-        )  # fmt: skip
+        )
     assert not (tmp_path / "env").exists()
 
 

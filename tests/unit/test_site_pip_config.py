@@ -87,8 +87,11 @@ def test_a_chosen_file_goes_last_and_leaves_out_the_user_s(tmp_path: Path) -> No
 
 
 def test_an_active_environment_s_file_is_read(tmp_path: Path) -> None:
-    found = load(tmp_path, {"venv/pip.conf": index("https://venv"), PLACES[4]: index("https://own")},
-                 VIRTUAL_ENV=str(tmp_path / "venv"))  # fmt: skip
+    found = load(
+        tmp_path,
+        {"venv/pip.conf": index("https://venv"), PLACES[4]: index("https://own")},
+        VIRTUAL_ENV=str(tmp_path / "venv"),
+    )
     assert found.index_url == "https://venv"
 
 

@@ -45,11 +45,25 @@ def test_trusted_hosts() -> None:
 
 
 def test_the_environment_keeps_how_uv_works_and_drops_what_it_resolves() -> None:
-    kept = {"UV_HTTP_TIMEOUT": "9", "UV_CONCURRENT_DOWNLOADS": "2", "UV_PYTHON_PREFERENCE": "system",
-            "UV_KEYRING_PROVIDER": "subprocess", "PATH": "/bin", "HTTPS_PROXY": "http://env"}  # fmt: skip
-    dropped = {"UV_INDEX": "x", "UV_PYTHON": "3.8", "UV_EXCLUDE_NEWER": "2020", "UV_CONFIG_FILE": "x",
-               "UV_OFFLINE": "1", "VIRTUAL_ENV": "x", "CONDA_PREFIX": "x", "PYTHONPATH": "x",
-               "PYTHONHOME": "x"}  # fmt: skip
+    kept = {
+        "UV_HTTP_TIMEOUT": "9",
+        "UV_CONCURRENT_DOWNLOADS": "2",
+        "UV_PYTHON_PREFERENCE": "system",
+        "UV_KEYRING_PROVIDER": "subprocess",
+        "PATH": "/bin",
+        "HTTPS_PROXY": "http://env",
+    }
+    dropped = {
+        "UV_INDEX": "x",
+        "UV_PYTHON": "3.8",
+        "UV_EXCLUDE_NEWER": "2020",
+        "UV_CONFIG_FILE": "x",
+        "UV_OFFLINE": "1",
+        "VIRTUAL_ENV": "x",
+        "CONDA_PREFIX": "x",
+        "PYTHONPATH": "x",
+        "PYTHONHOME": "x",
+    }
     env = uv_environment(PipConfig(), {**kept, **dropped}, Path("/store/uv"))
     assert env == {**kept, "UV_CACHE_DIR": "/store/uv", "UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
 

@@ -81,8 +81,15 @@ def test_huge_pages_without_cpus_or_memory_are_a_fault_of_the_site(tmp_path: Pat
 
 def test_the_shipped_sites_are_those_of_the_guides() -> None:
     assert {file.stem for file in SHIPPED} == {
-        "aws-eks", "aws-parallelcluster", "generic-slurm", "hyperpod", "local", "lumi", "pbs-gh200", "slurm-modules",
-    }  # fmt: skip
+        "aws-eks",
+        "aws-parallelcluster",
+        "generic-slurm",
+        "hyperpod",
+        "local",
+        "lumi",
+        "pbs-gh200",
+        "slurm-modules",
+    }
     eks, aws, pbs, modules = (
         load_site(ENV, name) for name in ("aws-eks", "aws-parallelcluster", "pbs-gh200", "slurm-modules")
     )

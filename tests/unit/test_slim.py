@@ -121,9 +121,7 @@ def test_a_slim_wheel_has_less_and_a_record_of_its_own(tmp_path: Path) -> None:
     full, slim = unpack(wheel, tmp_path / "full"), unpack(made, tmp_path / "slim")
     names = {path.relative_to(full).as_posix() for path in full.rglob("*") if path.is_file()}
     left = {path.relative_to(slim).as_posix() for path in slim.rglob("*") if path.is_file()}
-    assert names - left == {
-        "torch/lib/libempty.a", "torch/include/torch/extension.h", "torch/utils/tests/test_one.py",
-    }  # fmt: skip
+    assert names - left == {"torch/lib/libempty.a", "torch/include/torch/extension.h", "torch/utils/tests/test_one.py"}
     assert left - names == {"torch-2.0.dist-info/envbuild-slim.json"}
     library = "torch/lib/libtorch_cuda.so"
     changed = {name for name in names & left if (full / name).read_bytes() != (slim / name).read_bytes()}

@@ -86,7 +86,7 @@ def test_an_archive_of_several_things_is_unpacked_as_it_is(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "members",
     [{"../outside": "x"}, {"a/../../outside": "x"}, {"link": "-> ../..", "link/outside": "x"}, {"a": "-> /etc/passwd"}],
-)  # fmt: skip
+)
 def test_an_archive_that_leads_outside_is_refused(tmp_path: Path, members: dict[str, str]) -> None:
     (tmp_path / "in").mkdir()
     with pytest.raises(BuildError, match="not unpacked"):
@@ -96,9 +96,13 @@ def test_an_archive_that_leads_outside_is_refused(tmp_path: Path, members: dict[
 
 @pytest.mark.parametrize(
     "members",
-    [{"e": "-> sub", "a": "-> e/../../x"}, {"e": "-> sub/file", "./e": "through the link"},
-     {"d": "-> sub", "d/file": "below the link"}, {"/outside": "x"}],
-)  # fmt: skip
+    [
+        {"e": "-> sub", "a": "-> e/../../x"},
+        {"e": "-> sub/file", "./e": "through the link"},
+        {"d": "-> sub", "d/file": "below the link"},
+        {"/outside": "x"},
+    ],
+)
 def test_no_link_of_an_archive_is_written_through(tmp_path: Path, members: dict[str, str]) -> None:
     with pytest.raises(BuildError, match="not unpacked"):
         unpack(_tar(tmp_path / "bad.tar.gz", members), tmp_path / "source")
@@ -189,9 +193,12 @@ def test_what_a_wheel_was_built_of_is_recorded_as_it_is_after_it_was_changed(tmp
     info = site / "foo-1.0.dist-info"
     info.mkdir(parents=True)
     for path, text in {
-        site / "foo, bar.py": "x = 1", site / "lib.so": "stripped", tree / "share/licenses/foo/LICENSE": "MIT",
-        info / "RECORD": "lib.so,sha256=old,5\ngone.a,sha256=x,1\n", info / "METADATA": "Name: foo",
-    }.items():  # fmt: skip
+        site / "foo, bar.py": "x = 1",
+        site / "lib.so": "stripped",
+        tree / "share/licenses/foo/LICENSE": "MIT",
+        info / "RECORD": "lib.so,sha256=old,5\ngone.a,sha256=x,1\n",
+        info / "METADATA": "Name: foo",
+    }.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (info / "entry_points.txt").write_text("[console_scripts]\nfoo = foo.cli:Main.run\n")
@@ -355,7 +362,7 @@ def test_pkg_config_files_find_their_own_folder_and_scripts_are_reported(tmp_pat
         ("all.h:9:2: error: #error C++20 or later compatible compiler is required to use PyTorch.\n", "are C++20"),
         ("CMake Error at Modules/Find.cmake:233 (message):\n  Could NOT find MPI (missing: MPI_CXX_FOUND)\n", "no MPI"),
     ],
-)  # fmt: skip
+)
 def test_well_known_messages_are_explained(log: str, cause: str) -> None:
     assert cause in explain(log, "source-build")
 
@@ -382,10 +389,22 @@ def test_a_failure_shows_the_end_of_its_log_and_what_configure_tried(tmp_path: P
 
 def test_a_description_of_layers_comes_back_as_it_was() -> None:
     layer = SourceLayer(
-        "foo", "1", "cu126-x86_64", "make", "file:///a", "ab" * 32, ("A=1", "--b={bar}"), (Patch("/p", "c" * 64),),
-        ("bar",), (LockedPackage("w", "2", ("d" * 64, "e" * 64)),), ("make",), ("gcc",), ("COPYING",), ("foo", "-v"),
+        "foo",
+        "1",
+        "cu126-x86_64",
+        "make",
+        "file:///a",
+        "ab" * 32,
+        ("A=1", "--b={bar}"),
+        (Patch("/p", "c" * 64),),
+        ("bar",),
+        (LockedPackage("w", "2", ("d" * 64, "e" * 64)),),
+        ("make",),
+        ("gcc",),
+        ("COPYING",),
+        ("foo", "-v"),
         "x",
-    )  # fmt: skip
+    )
     assert read_description(describe([_LAYER, layer], {"h": "/h"})) == ([_LAYER, layer], {"h": "/h"})
 
 
@@ -433,9 +452,13 @@ def test_a_layer_with_other_files_than_its_manifest_is_none(tmp_path: Path, chan
 
 def test_a_build_sees_compilers_and_modules_and_no_tokens(tmp_path: Path) -> None:
     variables = {
-        "PATH": "/usr/bin:/bin", "CPATH": "/opt/cuda/include", "CRAY_LIBFABRIC_VERSION": "1.22", "HF_TOKEN": "secret",
-        "CFLAGS": "-march=native", "PYTHONPATH": "/x",
-    }  # fmt: skip
+        "PATH": "/usr/bin:/bin",
+        "CPATH": "/opt/cuda/include",
+        "CRAY_LIBFABRIC_VERSION": "1.22",
+        "HF_TOKEN": "secret",
+        "CFLAGS": "-march=native",
+        "PYTHONPATH": "/x",
+    }
     assert set(build_variables(variables)) == {"PATH", "CPATH", "CRAY_LIBFABRIC_VERSION"}
     (tmp_path / "source").mkdir()
     with local_build_host(tmp_path, variables) as shop:

@@ -34,9 +34,31 @@ _CUDA = "cu126-x86_64"
 _SHA = "ab" * 32
 # Providers of libfabric 2.1.0 that configure would look for by itself.
 _PROVIDERS = [
-    "psm2", "psm3", "sockets", "verbs", "efa", "cxi", "usnic", "udp", "tcp", "rxm", "mrail", "rxd", "shm", "sm2", "ucx",
-    "lpp", "perf", "trace", "profile", "hook_debug", "hook_hmem", "dmabuf_peer_mem", "opx", "lnx",
-]  # fmt: skip
+    "psm2",
+    "psm3",
+    "sockets",
+    "verbs",
+    "efa",
+    "cxi",
+    "usnic",
+    "udp",
+    "tcp",
+    "rxm",
+    "mrail",
+    "rxd",
+    "shm",
+    "sm2",
+    "ucx",
+    "lpp",
+    "perf",
+    "trace",
+    "profile",
+    "hook_debug",
+    "hook_hmem",
+    "dmabuf_peer_mem",
+    "opx",
+    "lnx",
+]
 
 
 def _recipe(folder: Path, layers: str, fabric: str = "any") -> LoadedRecipe:
@@ -133,18 +155,26 @@ def test_a_patch_decides_the_digest_by_its_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layers", "target", "message", "hint"),
     [
-        ('[layers.libfabric]\nversion = "9.9.9"\n', _CUDA, r"libfabric 9\.9\.9: its sha256 is not known.*2\.1\.0",
-         "curl -L https://github.com/ofiwg/libfabric"),
+        (
+            '[layers.libfabric]\nversion = "9.9.9"\n',
+            _CUDA,
+            r"libfabric 9\.9\.9: its sha256 is not known.*2\.1\.0",
+            "curl -L https://github.com/ofiwg/libfabric",
+        ),
         ('[layers.foo]\nversion = "1"\n', _CUDA, "where is the source of foo", "url"),
-        ('[layers.foo]\nversion = "1"\nurl = "https://example.org/foo.tar"\n', _CUDA, "sha256. is missing",
-         r"curl -L https://example\.org/foo\.tar"),
+        (
+            '[layers.foo]\nversion = "1"\nurl = "https://example.org/foo.tar"\n',
+            _CUDA,
+            "sha256. is missing",
+            r"curl -L https://example\.org/foo\.tar",
+        ),
         (_PLUGIN, _CUDA, "needs the layer 'libfabric'", r"\[layers\.libfabric\]"),
         (_LIBFABRIC + _PLUGIN, "cpu-x86_64", "cpu-x86_64 has no CUDA", "targets"),
         (_LIBFABRIC + _PLUGIN, "cu118-x86_64", r"CUDA 11\.8 are not known", r"12\.6"),
         (_LIBFABRIC + 'configure = ["--with-x={nothing}"]\n', _CUDA, r"\{nothing\}", "requires"),
         (_LIBFABRIC + 'patches = ["no.patch"]\n', _CUDA, r"no\.patch cannot be read", "below the recipe's folder"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_go_together_names_the_line_and_what_to_change(
     tmp_path: Path, layers: str, target: str, message: str, hint: str
 ) -> None:

@@ -121,7 +121,7 @@ def test_an_image_within_a_file_is_read_where_it_lies_and_by_several_readers_at_
 
 @pytest.mark.parametrize(
     "path", ["opt/env/none", "opt/link/env/envbuild.json", "opt/env", "zzz", "a", "numbers/x", "", "opt//env"]
-)  # fmt: skip
+)
 def test_what_is_no_file_at_its_own_path_is_not_found(path: str) -> None:
     assert opened(PLAIN).find(path) is None
 
@@ -216,7 +216,7 @@ def inode_of(name: bytes) -> int:
         (patched(inode_of(b"random") + 4, "<H", 9), "an owner"),
         (patched(INODES, "<H", 0x8000 | 9000), "is of 9000 bytes"),
     ],
-)  # fmt: skip
+)
 def test_each_lie_is_found(data: bytes, said: str) -> None:
     with pytest.raises(BuildError, match=f"^lab.sqsh: .*{said}"):
         read_all(data)

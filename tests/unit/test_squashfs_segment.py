@@ -232,7 +232,7 @@ def test_a_layer_cut_short_is_told_by_name(cut: int, tmp_path: Path) -> None:
 
 
 names = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
-raw_names = st.binary(max_size=20).map(lambda b: b.replace(b"\0", b"").decode("utf-8", "surrogateescape"))  # fmt: skip
+raw_names = st.binary(max_size=20).map(lambda b: b.replace(b"\0", b"").decode("utf-8", "surrogateescape"))
 numbers = st.integers(-(1 << 40), 1 << 62)
 members = st.builds(
     Member,

@@ -220,7 +220,7 @@ def test_equal_sets_of_attributes_are_stored_once_in_whatever_order() -> None:
         ([a("f", FILE, Data(START, (), 0, BLOCK_SIZE), size=1)], "f: 0 blocks of data"),
         ([a("f", FILE, Data(START, (WORD,), 0, 0), size=BLOCK_SIZE)], "f: 1 blocks of data"),
     ],
-)  # fmt: skip
+)
 def test_what_squashfs_cannot_hold_is_an_error_that_names_it(tree: list[Placed], message: str) -> None:
     out = io.BytesIO()
     with pytest.raises(BuildError, match=message):
@@ -230,7 +230,7 @@ def test_what_squashfs_cannot_hold_is_an_error_that_names_it(tree: list[Placed],
 
 def test_the_largest_of_everything_is_accepted() -> None:
     attribute = (("user." + "n" * 250, bytes(65536)),)
-    tree = [a("n" * 256), a("é" * 128), a("s", SYMLINK, target="x" * 65535), a("x", xattrs=attribute)]  # fmt: skip
+    tree = [a("n" * 256), a("é" * 128), a("s", SYMLINK, target="x" * 65535), a("x", xattrs=attribute)]
     tree += [a(f"{n}", uid=n) for n in range(65535)]
     head = superblock(image([*tree, a("c", CHAR, device=(4095, (1 << 20) - 1))]))
     assert head["ids"] == 65535

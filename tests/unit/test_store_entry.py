@@ -161,12 +161,18 @@ def test_the_blob_of_a_layer_comes_before_what_marks_it_complete() -> None:
         read_entry(render_entry(entry, [*files, wrong], 0.0, SIGNER), entry, KEYS)
 
 
-@given(st.binary(max_size=200) | st.recursive(
-    st.none() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["artifactType", "layers", "annotations", "digest", "size", "data"]), inner, max_size=4
-    ),
-).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+@given(
+    st.binary(max_size=200)
+    | st.recursive(
+        st.none() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["artifactType", "layers", "annotations", "digest", "size", "data"]), inner, max_size=4
+            )
+        ),
+    ).map(lambda value: json.dumps(value).encode())
+)
 def test_any_answer_of_a_registry_is_read_or_refused(raw: bytes) -> None:
     with pytest.raises(ValueError):
         read_entry(raw, ENTRY, KEYS)
@@ -199,10 +205,12 @@ def test_the_environment_goes_over_the_site(tmp_path: Path) -> None:
         ({"ENVBUILD_CACHE": "oci://registry.example.org"}, "no repository"),
         ({"ENVBUILD_CACHE": "oci://registry.example.org/cache:1"}, "no repository"),
         ({"ENVBUILD_CACHE": "oci://r.example.org/c", "ENVBUILD_CACHE_MODE": "both"}, "read, write, readwrite"),
-        ({"ENVBUILD_CACHE": "oci://r.example.org/c", "ENVBUILD_CACHE_KEY": "/gone", "ENVBUILD_CACHE_MODE": "write"},
-         "ENVBUILD_CACHE_KEY /gone"),
+        (
+            {"ENVBUILD_CACHE": "oci://r.example.org/c", "ENVBUILD_CACHE_KEY": "/gone", "ENVBUILD_CACHE_MODE": "write"},
+            "ENVBUILD_CACHE_KEY /gone",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_faulty_setting_says_what_is_expected(tmp_path: Path, env: dict[str, str], says: str) -> None:
     with pytest.raises(UsageError, match=says) as failed:
         open_remote(Site(), PipConfig(), env, Store(tmp_path))

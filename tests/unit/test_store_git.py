@@ -106,9 +106,14 @@ def test_an_archive_that_is_another_one_is_refused(repository: Path, tmp_path: P
     def locate(digest: str, *, offline: bool = False) -> Path:
         wanted = WantedArchive("demo", "1.0", f"git+{repository.as_uri()}@{found}#subdirectory=b", digest)
         return locate_archive(
-            wanted, environment.store, environment.pip, environment.site, offline=offline, env=os.environ,
+            wanted,
+            environment.store,
+            environment.pip,
+            environment.site,
+            offline=offline,
+            env=os.environ,
             default_index=environment.default_index,
-        )  # fmt: skip
+        )
 
     with pytest.raises(BuildError) as caught:
         locate("0" * 64)
@@ -132,7 +137,12 @@ def test_an_archive_has_the_name_in_its_url_or_its_project_s(tmp_path: Path, url
 
     with patch("envbuild.store.archives.Client.download", fetch):
         path = locate_archive(
-            WantedArchive("demo", "1.0", url, digest), environment.store, environment.pip, environment.site,
-            offline=False, env=os.environ, default_index=environment.default_index,
-        )  # fmt: skip
+            WantedArchive("demo", "1.0", url, digest),
+            environment.store,
+            environment.pip,
+            environment.site,
+            offline=False,
+            env=os.environ,
+            default_index=environment.default_index,
+        )
     assert path == tmp_path / "store/sources" / digest / name

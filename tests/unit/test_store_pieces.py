@@ -98,12 +98,18 @@ def test_a_wrong_configuration_is_refused(name: str) -> None:
         read_pieces(json.dumps(found).encode(), [BLOB, OTHER], "here")
 
 
-@given(st.binary(max_size=100) | st.recursive(
-    st.none() | st.integers() | st.just(ARTIFACT) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["artifactType", "layers", "config", "digest", "size", "pieces"]), inner, max_size=5
-    ),
-).map(lambda value: json.dumps(value).encode()))  # fmt: skip
+@given(
+    st.binary(max_size=100)
+    | st.recursive(
+        st.none() | st.integers() | st.just(ARTIFACT) | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["artifactType", "layers", "config", "digest", "size", "pieces"]), inner, max_size=5
+            )
+        ),
+    ).map(lambda value: json.dumps(value).encode())
+)
 def test_any_answer_is_understood_or_refused(raw: bytes) -> None:
     for read in (lambda: read_manifest(raw, "here"), lambda: read_pieces(raw, [BLOB], "here")):
         with pytest.raises(BuildError):

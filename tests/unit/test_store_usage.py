@@ -55,19 +55,41 @@ def test_items_are_what_is_removed_as_a_whole(store: Store) -> None:
     assert items(store) == []
     sha256 = wheel(store, b"w" * 5000)
     store.blobs.add(b"blob")
-    for name in ("segments/k.data", "segments/k.index", "segments/k.json", "segments/.new-1", "segments/k.lock",
-                 "layers/l.members", "layers/l.json", "layers/other.json", "conda/pkgs/p-1.0-0/lib/x",
-                 "conda/pkgs/p-1.0-0.lock", "conda/stamps/p-1.0-0.json", "built/b/tree/lib.so", "built/b/manifest",
-                 "uv/wheels-v5/x", "builders/d.sqsh", "builders/d.json", "seals/e.json"):  # fmt: skip
+    for name in (
+        "segments/k.data",
+        "segments/k.index",
+        "segments/k.json",
+        "segments/.new-1",
+        "segments/k.lock",
+        "layers/l.members",
+        "layers/l.json",
+        "layers/other.json",
+        "conda/pkgs/p-1.0-0/lib/x",
+        "conda/pkgs/p-1.0-0.lock",
+        "conda/stamps/p-1.0-0.json",
+        "built/b/tree/lib.so",
+        "built/b/manifest",
+        "uv/wheels-v5/x",
+        "builders/d.sqsh",
+        "builders/d.json",
+        "seals/e.json",
+    ):
         path = store.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
     found = {item.name: item for item in items(store)}
     blob = f"blobs/sha256/{hashlib.sha256(b'blob').hexdigest()}"
     assert set(found) == {
-        f"wheels/{sha256}", blob, "segments/k.data", "layers/l.members", "conda/pkgs/p-1.0-0", "built/b", "uv",
-        "builders/d.sqsh", "seals/e.json",
-    }  # fmt: skip
+        f"wheels/{sha256}",
+        blob,
+        "segments/k.data",
+        "layers/l.members",
+        "conda/pkgs/p-1.0-0",
+        "built/b",
+        "uv",
+        "builders/d.sqsh",
+        "seals/e.json",
+    }
     assert [path.name for path in found["segments/k.data"].paths] == ["k.data", "k.index", "k.json"]
     assert found["conda/pkgs/p-1.0-0"].paths[1] == store.root / "conda/stamps/p-1.0-0.json"
     assert found[f"wheels/{sha256}"].size >= 5000 and all(item.used > time.time() - 60 for item in found.values())
@@ -87,10 +109,9 @@ def test_a_use_is_noted_and_a_check_is_none(store: Store) -> None:
 
 ITEMS = st.lists(st.tuples(st.integers(0, 100), st.integers(0, 50)), max_size=12).map(
     lambda rows: [
-        StoreItem("wheels", f"wheels/{number}", (), size, used)
-        for number, (used, size) in enumerate(sorted(rows))
+        StoreItem("wheels", f"wheels/{number}", (), size, used) for number, (used, size) in enumerate(sorted(rows))
     ]
-)  # fmt: skip
+)
 
 
 @given(ITEMS, st.none() | st.integers(0, 110), st.none() | st.integers(0, 300), st.sets(st.integers(0, 11)))

@@ -74,8 +74,13 @@ def test_a_path_that_the_locale_cannot_name_is_one_clear_message(tmp_path: Path)
         f'base = "oci:{tmp_path}/bäse"\npython = "/usr/bin/python3"\n'
     )
     done = run(
-        "lock", str(tmp_path / "recipe.toml"), "--image",
-        LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", ENVBUILD_STORE=str(tmp_path / "store"),
-    )  # fmt: skip
+        "lock",
+        str(tmp_path / "recipe.toml"),
+        "--image",
+        LC_ALL="C",
+        PYTHONUTF8="0",
+        PYTHONCOERCECLOCALE="0",
+        ENVBUILD_STORE=str(tmp_path / "store"),
+    )
     assert done.returncode == 6, done.stderr.decode()
     assert b"set a UTF-8 locale" in done.stderr and b"Traceback" not in done.stderr

@@ -351,8 +351,9 @@ def test_keys_with_defaults_and_forms_of_values() -> None:
     with pytest.raises(RecipeError) as caught:
         decode(Document(Path("r.toml"), text := "bags = []\n[names]\nA = 'x'\n", tomllib.loads(text)), Rack)
     assert caught.value.message.splitlines() == [
-        "r.toml:1:1: 'bags': expected at least 1, got 0", "r.toml:3:1: 'A' in [names]: 'A' is no name",
-    ]  # fmt: skip
+        "r.toml:1:1: 'bags': expected at least 1, got 0",
+        "r.toml:3:1: 'A' in [names]: 'A' is no name",
+    ]
 
 
 def test_another_error_class(tmp_path: Path) -> None:
@@ -380,9 +381,17 @@ def test_schema_says_what_the_dataclass_says() -> None:
 
 @pytest.mark.parametrize(
     "extra",
-    ["gears = [0]", "weight = 'x'", "electric = 1", "colour = 1", "front.kind = 'steel'",
-     "front = { size = 2, kind = 'tin' }", "stickers = [{ size = 'a' }]", "mirrors.left = 1"],
-)  # fmt: skip
+    [
+        "gears = [0]",
+        "weight = 'x'",
+        "electric = 1",
+        "colour = 1",
+        "front.kind = 'steel'",
+        "front = { size = 2, kind = 'tin' }",
+        "stickers = [{ size = 'a' }]",
+        "mirrors.left = 1",
+    ],
+)
 def test_schema_and_decode_reject_the_same(extra: str) -> None:
     validator = jsonschema.Draft202012Validator(SCHEMA)
     assert validator.is_valid(tomllib.loads(GOOD))

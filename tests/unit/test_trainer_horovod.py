@@ -30,9 +30,11 @@ def _free_port() -> int:
 
 def _job(rank: int, port: int) -> dict[str, str]:
     return {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1", "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-        "ENVBUILD_PORT": str(port), "HOROVOD_RANK": str(rank),
-    }  # fmt: skip
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "ENVBUILD_PORT": str(port),
+        "HOROVOD_RANK": str(rank),
+    }
 
 
 def test_ddp_is_the_default_and_horovod_is_not_imported_for_it() -> None:
@@ -50,9 +52,13 @@ def test_ddp_is_the_default_and_horovod_is_not_imported_for_it() -> None:
     ],
 )
 def test_what_is_missing_is_one_line(
-    variables: dict[str, str], code: int, said: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    variables: dict[str, str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ddp_train.__main__.die_with_parent", lambda _: None)
     for name, value in variables.items():
@@ -97,9 +103,12 @@ def test_ranks_meet_at_rank_0_which_may_come_last() -> None:
     asked = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     answers = []
     for method, path, body in (
-        ("GET", "/global/1", None), ("PUT", "/global/1", b"\x00address"), ("GET", "/global/1", None),
-        ("GET", "/local_n1/1", None), ("DELETE", "/global/1", None),
-    ):  # fmt: skip
+        ("GET", "/global/1", None),
+        ("PUT", "/global/1", b"\x00address"),
+        ("GET", "/global/1", None),
+        ("GET", "/local_n1/1", None),
+        ("DELETE", "/global/1", None),
+    ):
         asked.request(method, path, body)
         answer = asked.getresponse()
         answers.append((answer.status, answer.read()))

@@ -26,16 +26,60 @@ from ddp_train.place import RankInfo, find_rank_info
 
 ALONE = find_rank_info({})
 RANK_KEYS = {
-    "rank", "local_rank", "group_rank", "local_world_size", "world_size", "host", "pid", "device",
-    "allreduce", "parameters_digest", "restart_count", "sys_executable", "sys_prefix",
-    "python_version", "torch_version", "torch_file", "torch_cuda", "ddp_train_file", "gloo_ifname", "probes", "imports",
-    "libraries", "sockets", "interfaces", "store", "nccl", "nccl_log", "peak_memory",
-}  # fmt: skip
+    "rank",
+    "local_rank",
+    "group_rank",
+    "local_world_size",
+    "world_size",
+    "host",
+    "pid",
+    "device",
+    "allreduce",
+    "parameters_digest",
+    "restart_count",
+    "sys_executable",
+    "sys_prefix",
+    "python_version",
+    "torch_version",
+    "torch_file",
+    "torch_cuda",
+    "ddp_train_file",
+    "gloo_ifname",
+    "probes",
+    "imports",
+    "libraries",
+    "sockets",
+    "interfaces",
+    "store",
+    "nccl",
+    "nccl_log",
+    "peak_memory",
+}
 REPORT_KEYS = {
-    "format", "status", "world_size", "backend", "ranks", "model", "data", "seed", "batch_size",
-    "dataset_size", "steps_per_epoch", "start_epoch", "resumed_from", "rejected_snapshots",
-    "total_epochs", "losses", "snapshots", "bandwidth", "seconds", "epoch_seconds", "started", "strategy", "variables",
-}  # fmt: skip
+    "format",
+    "status",
+    "world_size",
+    "backend",
+    "ranks",
+    "model",
+    "data",
+    "seed",
+    "batch_size",
+    "dataset_size",
+    "steps_per_epoch",
+    "start_epoch",
+    "resumed_from",
+    "rejected_snapshots",
+    "total_epochs",
+    "losses",
+    "snapshots",
+    "bandwidth",
+    "seconds",
+    "epoch_seconds",
+    "started",
+    "strategy",
+    "variables",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +121,7 @@ def test_report_of_one_process(folder: Path, capsys: pytest.CaptureFixture[str])
     assert len(report["epoch_seconds"]) == 4 and sum(report["epoch_seconds"]) <= report["seconds"]["train"]
     assert report["ranks"][0]["peak_memory"] > 1 << 20 and 0 < report["started"] <= time.perf_counter()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == [
-        "LOCAL_RANK", "RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "host", "device",
-    ]  # fmt: skip
+    assert lines[0].split() == ["LOCAL_RANK", "RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "host", "device"]
     assert "Epoch 2 | Training snapshot saved at snapshot.pt" in lines
     loss = report["losses"][1]["loss"]
     assert f"[RANK 0] Epoch 1 | Batchsize: 32 | Steps: 8 | Loss: {loss:.6f}" in lines
@@ -158,9 +200,12 @@ def test_foreseen_failures_are_one_line(
     [([], "", 1), (["--report", "r.json"], "", 1), (["--report", "r.json"], "1", 0), ([], "1", 1)],
 )
 def test_a_failed_selfcheck_is_fatal_unless_the_reports_reader_judges(
-    options: list[str], judged_later: str, code: int,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    options: list[str],
+    judged_later: str,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def wrong(results: object, host: str) -> None:
         raise TrainError(f"wrong sum on {host}")
 

@@ -80,11 +80,18 @@ class Place:
         checks = [{"name": name, "status": "pass"} for name in ("launch", "allreduce")]
         checks.append({"name": "restart", "status": "not tried"})
         self.receipt = {
-            "format": 1, "passed": True, "verified_at": NOW.isoformat(timespec="seconds"), "target": "cpu-x86_64",
+            "format": 1,
+            "passed": True,
+            "verified_at": NOW.isoformat(timespec="seconds"),
+            "target": "cpu-x86_64",
             "artifact": {"kind": "venv", "path": str(self.venv), "digest": state.digest, "manifest": manifest.digest},
-            "recipe": {"name": "lab", "digest": "sha256:r"}, "lock": {"digest": "sha256:l"},
-            "plan": {"digest": "sha256:p"}, "checks": checks, "versions": {"envbuild": "1"}, "seconds": 1.25,
-        }  # fmt: skip
+            "recipe": {"name": "lab", "digest": "sha256:r"},
+            "lock": {"digest": "sha256:l"},
+            "plan": {"digest": "sha256:p"},
+            "checks": checks,
+            "versions": {"envbuild": "1"},
+            "seconds": 1.25,
+        }
         write_receipt(self.receipt, self.venv)
         self.key, self.stranger = make_key(folder, "ci"), make_key(folder, "stranger", "p256")
         self.site = folder / "site.toml"
@@ -448,7 +455,11 @@ def test_verify_starts_what_the_site_trusts_alone(place: Place) -> None:
     assert "trusted" not in caught.value.message
 
 
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=9), lambda x: st.lists(x) | st.dictionaries(st.text(max_size=5), x), max_leaves=9)  # fmt: skip # noqa: E501
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=9),
+    lambda x: st.lists(x) | st.dictionaries(st.text(max_size=5), x),
+    max_leaves=9,
+)
 
 
 @given(st.dictionaries(st.text(max_size=9), JSON), st.sampled_from(sorted(KEYS)))

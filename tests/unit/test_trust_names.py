@@ -34,11 +34,17 @@ MEDIA = next(media for media, name in ATTESTATIONS.items() if not name)
 
 def receipt_of(digest: str, kind: str, recipe: str = "lab") -> dict[str, Any]:
     return {
-        "format": 1, "passed": True, "verified_at": datetime.now(UTC).isoformat(timespec="seconds"), "seconds": 1.0,
-        "artifact": {"kind": kind, "path": "/x", "digest": digest}, "target": "cpu-x86_64", "checks": [],
-        "recipe": {"name": recipe, "digest": "sha256:r"}, "plan": {"digest": "sha256:p"},
+        "format": 1,
+        "passed": True,
+        "verified_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": 1.0,
+        "artifact": {"kind": kind, "path": "/x", "digest": digest},
+        "target": "cpu-x86_64",
+        "checks": [],
+        "recipe": {"name": recipe, "digest": "sha256:r"},
+        "plan": {"digest": "sha256:p"},
         "versions": {"envbuild": "1"},
-    }  # fmt: skip
+    }
 
 
 class Place:
@@ -133,9 +139,12 @@ def test_an_option_without_a_name_is_no_permission(place: Place, tag: str) -> No
 def test_names_of_the_site_bind_a_repository_and_its_tags(place: Place, tag: str) -> None:
     name = f"{place.fake.address}/team/x"
     for bound, fits in (
-        ({name: "lab"}, True), ({name: "other"}, False), ({f"{name}:{tag}": "lab", name: "other"}, True),
-        ({f"{name}:{tag}": "other", name: "lab"}, False), ({f"{name}:none": "other", f"{name}x": "other"}, True),
-    ):  # fmt: skip
+        ({name: "lab"}, True),
+        ({name: "other"}, False),
+        ({f"{name}:{tag}": "lab", name: "other"}, True),
+        ({f"{name}:{tag}": "other", name: "lab"}, False),
+        ({f"{name}:none": "other", f"{name}x": "other"}, True),
+    ):
         place.site(**bound)
         if fits:
             assert place.run("trust", f"{name}:{tag}").exit_code == 0
@@ -196,18 +205,37 @@ def test_a_bundle_is_of_its_recipe(place: Place) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["team/x", "x", "Registry.example.org/x", "registry.example.org", "registry.example.org/x@sha256:1", "https://r.org/x",
-     "index.docker.io/a/b", "./x.sqsh", "/fsx/../x", "/fsx/x/", "registry.example.org/x:"],
-)  # fmt: skip
+    [
+        "team/x",
+        "x",
+        "Registry.example.org/x",
+        "registry.example.org",
+        "registry.example.org/x@sha256:1",
+        "https://r.org/x",
+        "index.docker.io/a/b",
+        "./x.sqsh",
+        "/fsx/../x",
+        "/fsx/x/",
+        "registry.example.org/x:",
+    ],
+)
 def test_a_name_that_could_never_fit_is_refused(place: Place, name: str) -> None:
     with pytest.raises(RecipeError, match="is neither HOST/REPOSITORY nor"):
         load_site({}, str(place.site(**{name: "lab"})))
 
 
 @pytest.mark.parametrize(
-    "name", ["docker.io/library/x", "localhost/x", "localhost:5000/x:1", "r.example.org:5000/a/b_c:v1.2-x",
-             "[::1]:5000/x", "host:5000/x", "/fsx/images/x.sqsh"],
-)  # fmt: skip
+    "name",
+    [
+        "docker.io/library/x",
+        "localhost/x",
+        "localhost:5000/x:1",
+        "r.example.org:5000/a/b_c:v1.2-x",
+        "[::1]:5000/x",
+        "host:5000/x",
+        "/fsx/images/x.sqsh",
+    ],
+)
 def test_a_name_that_fits_is_taken_as_references_have_it(place: Place, name: str) -> None:
     assert load_site({}, str(place.site(**{name: "lab"}))).trust.names == {name: "lab"}
     if not name.startswith("/"):

@@ -89,7 +89,7 @@ def _xz(level: int) -> tuple[str, bytes, Compress]:
 
     # The kernel's decoder supports no check but CRC32, and a dictionary of at most one block.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": level, "dict_size": BLOCK_SIZE}]
-    return "", b"", partial(lzma.compress, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC32, filters=filters)  # fmt: skip
+    return "", b"", partial(lzma.compress, format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC32, filters=filters)
 
 
 def _unxz(data: bytes, most: int) -> bytes:

@@ -77,9 +77,18 @@ def of_entry(entry: Entry) -> Member:
     """Return a path of a tree as the member of a layer."""
     size = entry.size if entry.kind == FILE else 0
     return Member(
-        entry.path, entry.kind, entry.mode, entry.uid, entry.gid, entry.mtime, size, entry.target, entry.device,
-        stored=size, xattrs=entry.xattrs,
-    )  # fmt: skip
+        entry.path,
+        entry.kind,
+        entry.mode,
+        entry.uid,
+        entry.gid,
+        entry.mtime,
+        size,
+        entry.target,
+        entry.device,
+        stored=size,
+        xattrs=entry.xattrs,
+    )
 
 
 def tar_items(stream: BinaryIO, name: str, quota: Quota | None = None) -> Iterator[tuple[Member, Readable | None]]:

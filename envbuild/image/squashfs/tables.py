@@ -85,10 +85,26 @@ def write_tables(
     flags = _DUPLICATES | _EXPORT
     flags |= (0 if fragments else _NO_FRAGMENTS) | (0 if xattrs else _NO_XATTRS) | (_OPTIONS if codec.options else 0)
     head = SUPERBLOCK.pack(
-        MAGIC, len(references), _clamped(mtime), BLOCK_SIZE, len(fragments), codec.number,
-        BLOCK_SIZE.bit_length() - 1, flags, len(tree.ids), 4, 0, references[-1], used, id_table,
-        xattr_table, start, directory_table, fragment_table, export_table,
-    )  # fmt: skip
+        MAGIC,
+        len(references),
+        _clamped(mtime),
+        BLOCK_SIZE,
+        len(fragments),
+        codec.number,
+        BLOCK_SIZE.bit_length() - 1,
+        flags,
+        len(tree.ids),
+        4,
+        0,
+        references[-1],
+        used,
+        id_table,
+        xattr_table,
+        start,
+        directory_table,
+        fragment_table,
+        export_table,
+    )
     out.seek(base)
     out.write(head + _options(codec))
     out.seek(base + position)

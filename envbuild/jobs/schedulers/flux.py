@@ -31,11 +31,28 @@ from envbuild.jobs.script import render_script
 
 # Options in the header of every job's script.
 _OWN = (
-    "job-name", "nodes", "nslots", "cores-per-slot", "gpus-per-slot", "exclusive", "queue", "requires", "time-limit",
-    "cwd", "output", "error",
-)  # fmt: skip
-_SHORT = {"N": "nodes", "n": "nslots", "c": "cores-per-slot", "g": "gpus-per-slot", "x": "exclusive", "q": "queue",
-          "t": "time-limit"}  # fmt: skip
+    "job-name",
+    "nodes",
+    "nslots",
+    "cores-per-slot",
+    "gpus-per-slot",
+    "exclusive",
+    "queue",
+    "requires",
+    "time-limit",
+    "cwd",
+    "output",
+    "error",
+)
+_SHORT = {
+    "N": "nodes",
+    "n": "nslots",
+    "c": "cores-per-slot",
+    "g": "gpus-per-slot",
+    "x": "exclusive",
+    "q": "queue",
+    "t": "time-limit",
+}
 
 _JOB = r"""# A batch script has no FLUX_JOB_ID. The number in decimal, for names of files.
 job=$(flux job id "$(flux getattr jobid)")
@@ -100,8 +117,10 @@ def _run(plan: JobPlan) -> str:
 def _keys(text: str) -> set[str]:
     """Return what a directive sets: its options, with the name of an attribute."""
     found = re.findall(r"(?:^|\s)-(?:-([a-z-]+)(?:[= ]([a-z._]+)=)?|([A-Za-z]))", text)
-    return {f"{long} {name}" if name and long == "setattr" else long or _SHORT.get(short, short)
-            for long, name, short in found}  # fmt: skip
+    return {
+        f"{long} {name}" if name and long == "setattr" else long or _SHORT.get(short, short)
+        for long, name, short in found
+    }
 
 
 def _own_option(text: str) -> str | None:

@@ -32,16 +32,50 @@ from envbuild.jobs.script import render_script
 
 # Options in the header of every job's script that a key of the site file or an option of `envbuild job` sets.
 _OWN = (
-    "job-name", "nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "partition", "account", "qos", "constraint",
-    "time", "exclusive", "mem", "output", "error", "open-mode", "requeue", "no-requeue",
-)  # fmt: skip
+    "job-name",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "cpus-per-task",
+    "partition",
+    "account",
+    "qos",
+    "constraint",
+    "time",
+    "exclusive",
+    "mem",
+    "output",
+    "error",
+    "open-mode",
+    "requeue",
+    "no-requeue",
+)
 # Options for one thing: a job may have one of them, and which is the site's choice.
-_SAME = {"gpus": "gpus-per-node", "gpus-per-task": "gpus-per-node", "gpus-per-socket": "gpus-per-node",
-         "mem-per-cpu": "mem", "mem-per-gpu": "mem", "tasks-per-node": "ntasks-per-node",
-         "cpus-per-gpu": "cpus-per-task", "no-requeue": "requeue"}  # fmt: skip
-_SHORT = {"J": "job-name", "N": "nodes", "n": "ntasks", "c": "cpus-per-task", "p": "partition", "A": "account",
-          "q": "qos", "C": "constraint", "t": "time", "o": "output", "e": "error", "D": "chdir",
-          "G": "gpus"}  # fmt: skip
+_SAME = {
+    "gpus": "gpus-per-node",
+    "gpus-per-task": "gpus-per-node",
+    "gpus-per-socket": "gpus-per-node",
+    "mem-per-cpu": "mem",
+    "mem-per-gpu": "mem",
+    "tasks-per-node": "ntasks-per-node",
+    "cpus-per-gpu": "cpus-per-task",
+    "no-requeue": "requeue",
+}
+_SHORT = {
+    "J": "job-name",
+    "N": "nodes",
+    "n": "ntasks",
+    "c": "cpus-per-task",
+    "p": "partition",
+    "A": "account",
+    "q": "qos",
+    "C": "constraint",
+    "t": "time",
+    "o": "output",
+    "e": "error",
+    "D": "chdir",
+    "G": "gpus",
+}
 
 _JOB = r"""nodes=@NODES@ job=$SLURM_JOB_ID
 # A job that Slurm starts again goes on from its snapshot, and meets under another name.
