@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import envbuild
-from envbuild import atomic, process
 from envbuild.artifacts.manifest import FILE as MANIFEST
 from envbuild.artifacts.manifest import list_tree, read_manifest, shown
+from envbuild.base import atomic, process
+from envbuild.base.errors import BuildError, UsageError, VerificationError
+from envbuild.base.files import link_or_copy, parse_json
+from envbuild.base.progress import Log
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, UsageError, VerificationError
-from envbuild.files import link_or_copy, parse_json
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.inputs import check_portable, read_by, recipe_files
 from envbuild.kinds.prepare import prepare
-from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from envbuild.base.files import MISSING
+from envbuild.base.masking import masked, masked_text, masked_words
 from envbuild.environment import Environment
-from envbuild.files import MISSING
 from envbuild.inspect.facts import ArtifactReader, Description, Inventory, completed
 from envbuild.kinds import ARTIFACTS, DOCKER
-from envbuild.masking import masked, masked_text, masked_words
 from envbuild.verify.receipt import read_receipt, receipt_path
 
 FORMAT = 1

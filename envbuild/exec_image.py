@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from envbuild import process
+from envbuild.base import process
+from envbuild.base.errors import HostError, UsageError
+from envbuild.base.progress import Log
 from envbuild.environment import RUN, Environment
-from envbuild.errors import HostError, UsageError
-from envbuild.progress import Log
 from envbuild.recipe.accelerators import CPU, gpu_families
 from envbuild.store.store import working_folder
 from envbuild.verify import supervise

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from envbuild.base.errors import UsageError
 from envbuild.data import load_table
-from envbuild.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)

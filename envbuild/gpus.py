@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from envbuild.base.toml.decode import closest
 from envbuild.data import load_table
 from envbuild.gpu_code import UNREADABLE, Containers
-from envbuild.toml.decode import closest
 
 _CUDA_CODE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 GPU_PATTERN = r"^[a-z0-9_:+-]+$"

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from envbuild import process
-from envbuild.errors import HostError
+from envbuild.base import process
+from envbuild.base.errors import HostError
 
 _IDENTITY = """
 import sys, importlib.util as u

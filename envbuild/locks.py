@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from envbuild.base.errors import LockError
+from envbuild.base.progress import Log
 from envbuild.compat.stack import Stack, stack_of
-from envbuild.errors import LockError
 from envbuild.layers.requested import requested_layers
 from envbuild.lock.base import image_lock
 from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import LockKind, LockState
 from envbuild.lock.wheels import wheel_lock
-from envbuild.progress import Log
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target

@@ -14,14 +14,14 @@ from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from envbuild import process
+from envbuild.base import process
+from envbuild.base.errors import EnvbuildError, UsageError
+from envbuild.base.git import run_git
+from envbuild.base.toml import nearest
 from envbuild.environment import Environment
-from envbuild.errors import EnvbuildError, UsageError
-from envbuild.git import run_git
 from envbuild.kinds import ARTIFACTS, kinds_of, plan_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import ARCHES, Target, target_problem
-from envbuild.toml import nearest
 
 # "A matrix will generate a maximum of 256 jobs per workflow run" (GitHub's workflow syntax, jobs.<id>.strategy.matrix).
 GITHUB_LIMIT = 256

@@ -21,14 +21,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from envbuild import atomic, process
+from envbuild.base import atomic, process
+from envbuild.base.errors import BuildError, HostError
+from envbuild.base.files import parse_json
+from envbuild.base.masking import redact
+from envbuild.base.progress import log, step
 from envbuild.cache.retry import RequestFailed
 from envbuild.environment import Environment, uv_hint
-from envbuild.errors import BuildError, HostError
-from envbuild.files import parse_json
 from envbuild.interpreter import HostPython, ask_program, minor_of, read_python
-from envbuild.masking import redact
-from envbuild.progress import log, step
 from envbuild.recipe.model import PYTHONS
 from envbuild.site.uv_config import uv_environment
 from envbuild.store.client import Client, path_of

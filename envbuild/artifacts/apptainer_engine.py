@@ -17,14 +17,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from envbuild import process
 from envbuild.artifacts.image_run import quoted
-from envbuild.atomic import remove_tree, staged, writing
+from envbuild.base import process
+from envbuild.base.atomic import remove_tree, staged, writing
+from envbuild.base.errors import BuildError, HostError
+from envbuild.base.progress import log
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, HostError
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import read_sif
-from envbuild.progress import log
 from envbuild.site.pip_config import redact
 
 PROGRAMS = ("apptainer", "singularity")

@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.artifacts.squash import composed, write_sqsh
+from envbuild.base.disk_space import check_disk_space
+from envbuild.base.file_lock import file_lock
+from envbuild.base.progress import log, transfer
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.debian.defaults import rules_digest
-from envbuild.disk_space import check_disk_space
 from envbuild.environment import Environment
-from envbuild.file_lock import file_lock
 from envbuild.image.model import GOARCH
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.base import image_layers, locked_files
@@ -24,7 +25,6 @@ from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
 from envbuild.layers.segment_cache import segment_cache
 from envbuild.lock.base import pull
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.progress import log, transfer
 from envbuild.recipe.targets import Target
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store

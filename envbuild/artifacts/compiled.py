@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from envbuild import process
-from envbuild.files import shipped
-from envbuild.workers import each
+from envbuild.base import process
+from envbuild.base.files import shipped
+from envbuild.base.workers import each
 
 _SHARE = 400
 _BYTECODE = re.compile(r"(?P<folder>.*/)__pycache__/(?P<name>[^/]+?)\.(?P<tag>[^./]+)(?:\.opt-[^./]+)?\.pyc", re.DOTALL)

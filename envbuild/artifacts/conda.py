@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from envbuild import atomic, process, resources
 from envbuild.artifacts.conda_install import Prefix, install_packages
 from envbuild.artifacts.conda_survey import (
     META,
@@ -39,8 +38,9 @@ from envbuild.artifacts.folder import (
 )
 from envbuild.artifacts.installed import names_and_versions
 from envbuild.artifacts.state import State, has_packages
-from envbuild.errors import BuildError, HostError
-from envbuild.files import absolute_path, parse_json
+from envbuild.base import atomic, process, resources
+from envbuild.base.errors import BuildError, HostError
+from envbuild.base.files import absolute_path, parse_json
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.wheel import Scheme, wheel_paths

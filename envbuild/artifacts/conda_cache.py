@@ -21,16 +21,16 @@ from typing import Any
 
 from envbuild.artifacts.installed import file_digest
 from envbuild.artifacts.manifest import Stat, stat_of
-from envbuild.atomic import remove_tree
+from envbuild.base.atomic import remove_tree
+from envbuild.base.errors import BuildError
+from envbuild.base.file_lock import file_lock
+from envbuild.base.files import walk_stats
+from envbuild.base.progress import log
+from envbuild.base.workers import each
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.errors import BuildError
-from envbuild.file_lock import file_lock
-from envbuild.files import walk_stats
 from envbuild.layers.conda_package import read_info
 from envbuild.lock.conda import CondaPackage
-from envbuild.progress import log
 from envbuild.store.store import Store
-from envbuild.workers import each
 
 Located = Sequence[tuple[CondaPackage, Path]]
 Locate = Callable[[Sequence[CondaPackage]], Located]

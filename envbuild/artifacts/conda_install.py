@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild import atomic, process
 from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda_cache import Locate, Metadata
 from envbuild.artifacts.conda_link import run_job
 from envbuild.artifacts.conda_survey import META
 from envbuild.artifacts.manifest import Stat
-from envbuild.disk_space import check_disk_space
-from envbuild.errors import BuildError
+from envbuild.base import atomic, process
+from envbuild.base.disk_space import check_disk_space
+from envbuild.base.errors import BuildError
+from envbuild.base.mounts import link_mode
+from envbuild.base.progress import OnProgress, log, reuse, transfer
+from envbuild.base.workers import Answer, Workers
 from envbuild.lock.conda import CondaPackage
-from envbuild.mounts import link_mode
-from envbuild.progress import OnProgress, log, reuse, transfer
 from envbuild.store.store import Store
-from envbuild.workers import Answer, Workers
 
 # The operating system's part of an error of rattler, which says more than the rest.
 _ERRNO = re.compile(r"\(os error (\d+)\)")

@@ -24,9 +24,10 @@ from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda_cache import Locate
 from envbuild.artifacts.conda_install import Prefix, install_packages
 from envbuild.artifacts.conda_survey import META
-from envbuild.atomic import writing
+from envbuild.base.atomic import writing
+from envbuild.base.errors import BuildError
+from envbuild.base.progress import log
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Readable, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
@@ -34,7 +35,6 @@ from envbuild.layers.compose import LayerRequest, groups, key_of, title_of
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
-from envbuild.progress import log
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
 

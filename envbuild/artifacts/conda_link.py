@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import envbuild
-from envbuild import process
+from envbuild.base import process
 
 _saying = threading.Lock()
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
-from envbuild.files import parse_json
-from envbuild.fingerprint import conda_digest, top_level
-from envbuild.names import normalise
+from envbuild.base.files import parse_json
+from envbuild.base.fingerprint import conda_digest, top_level
+from envbuild.base.names import normalise
 
 META = "conda-meta"
 # The .dist-info folders in a record, found by a text search: parsing takes 50 times as long.

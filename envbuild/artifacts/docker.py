@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from envbuild import atomic
 from envbuild.artifacts.image import AssembledImage
+from envbuild.base import atomic
+from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.files import absolute_path, named_path
+from envbuild.base.progress import log, transfer
 from envbuild.environment import Environment
-from envbuild.errors import UsageError, VerificationError
-from envbuild.files import absolute_path, named_path
 from envbuild.image.archive import archive_pieces
 from envbuild.image.daemon import Loaded, connect, load
 from envbuild.image.layout import fill_layout
 from envbuild.image.model import DOCKER_INDEX, DOCKER_MANIFEST, OCI_INDEX, Descriptor, ImageIndex, canonical, parse
 from envbuild.image.reference import parse_reference
 from envbuild.lock.base import registry_of
-from envbuild.progress import log, transfer
 
 
 @dataclass(frozen=True, slots=True)

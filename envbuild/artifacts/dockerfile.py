@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from envbuild import process
 from envbuild.artifacts import image
 from envbuild.artifacts.image import PreparedImage
 from envbuild.artifacts.layers_stage import MODULES
+from envbuild.base import process
+from envbuild.base.errors import BuildError, HostError
+from envbuild.base.files import link_or_copy, shipped
+from envbuild.base.progress import log
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, HostError
-from envbuild.files import link_or_copy, shipped
 from envbuild.image.reference import parse_reference
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.source_build import fetch_source
@@ -30,12 +31,11 @@ from envbuild.layers.wheels import fetch_wheels, pinned
 from envbuild.lock.format import lock_file_name
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.plan.plan import Plan
-from envbuild.progress import log
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.pip_config import ca_bundle, redact
 
 # Files of this package that the Dockerfiles use, to build the trainer's wheel and source layers.
-SOURCES = (*MODULES, "files.py", "layers/trainer.py", "pure_wheel.py")
+SOURCES = (*MODULES, "base/files.py", "layers/trainer.py", "base/pure_wheel.py")
 DESCRIPTION = "layers.json"
 # Predefined build arguments: they are in no layer, history or cache key.
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")

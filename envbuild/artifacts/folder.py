@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from envbuild import atomic, process, resources
 from envbuild.artifacts.compiled import is_bytecode, other_code
 from envbuild.artifacts.installed import Distribution, distributions, record_rows
 from envbuild.artifacts.layers_in import LayerFolder, install_layers
 from envbuild.artifacts.manifest import Manifest, Stat, seal, shown, write_manifest
 from envbuild.artifacts.state import FILE, State, state_of
+from envbuild.base import atomic, process, resources
+from envbuild.base.errors import BuildError, HostError
+from envbuild.base.files import walk_stats
+from envbuild.base.mounts import link_mode
+from envbuild.base.names import normalise_version
+from envbuild.base.progress import step
 from envbuild.environment import Environment, uv_hint
-from envbuild.errors import BuildError, HostError
-from envbuild.files import walk_stats
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_programs, wheel_record
 from envbuild.layers.wheels import pinned
-from envbuild.mounts import link_mode
-from envbuild.names import normalise_version
 from envbuild.plan.plan import Plan
-from envbuild.progress import step
 from envbuild.recipe.targets import Target, host_arch
 
 

@@ -17,9 +17,11 @@ from envbuild import __version__
 from envbuild.artifacts.image_manifest import FILE_NAME, FORMAT, OCI, of_layers, render
 from envbuild.artifacts.layers_in import LayerFolder, check_paths, layer_part
 from envbuild.artifacts.state import State, state_of
+from envbuild.base.errors import BuildError
+from envbuild.base.fingerprint import record_digest
+from envbuild.base.names import normalise_version
+from envbuild.base.progress import log
 from envbuild.environment import Environment
-from envbuild.errors import BuildError
-from envbuild.fingerprint import record_digest
 from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE, Entry, Tree
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
@@ -35,9 +37,7 @@ from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import known_wheels, own_wheels
 from envbuild.layers.workdir import missing_folder
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.names import normalise_version
 from envbuild.plan.plan import Plan
-from envbuild.progress import log
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from io import BytesIO
 
 from envbuild.artifacts.enroot import normalised
 from envbuild.artifacts.installed import FileReport
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import digest_of
 from envbuild.image.quota import Quota

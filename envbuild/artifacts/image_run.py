@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 
 # An addition to an image: an entry, and the content of a file. A file replaces an existing one; a folder or a

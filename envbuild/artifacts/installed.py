@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from envbuild.elf import HEAD, Elf, elf_machine, file_head, read_elf
-from envbuild.files import open_regular, read_regular
-from envbuild.fingerprint import SLIM_FILE, record_digest, top_level
-from envbuild.names import normalise
+from envbuild.base.elf import HEAD, Elf, elf_machine, file_head, read_elf
+from envbuild.base.files import open_regular, read_regular
+from envbuild.base.fingerprint import SLIM_FILE, record_digest, top_level
+from envbuild.base.names import normalise
 
 if TYPE_CHECKING:
     from envbuild.gpu_code import Containers

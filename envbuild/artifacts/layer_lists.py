@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.installed import HOST, FileReport, Files, file_digest, walk_files
-from envbuild.files import parse_json
-from envbuild.fingerprint import json_digest
+from envbuild.base.files import parse_json
+from envbuild.base.fingerprint import json_digest
 
 LAYER_LISTS = "share/envbuild/layers"
 _FORMAT = 1

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 from envbuild.artifacts.layer_lists import LAYER_LISTS, LayerList, list_files, list_path, parse_list
 from envbuild.artifacts.state import BuiltLayer
-from envbuild.atomic import write_atomically
-from envbuild.errors import BuildError
+from envbuild.base.atomic import write_atomically
+from envbuild.base.errors import BuildError
+from envbuild.base.names import normalise
 from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import LayerRequest, WheelFile, key_of
 from envbuild.layers.source_files import read_manifest, sha256_of
 from envbuild.layers.wheel import Scheme, wheel_paths
-from envbuild.names import normalise
 from envbuild.recipe.sources import SourceLayer
 from envbuild.store.store import Store
 

@@ -18,25 +18,26 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from envbuild.artifacts.layer_lists import LayerList, list_files
-from envbuild.errors import BuildError, EnvbuildError, UsageError
+from envbuild.base.errors import BuildError, EnvbuildError, UsageError
 from envbuild.layers.source_standalone import build_one, read_description
 from envbuild.recipe.sources import SourceLayer
 
 # The modules that this one needs, relative to the package's folder.
 MODULES = (
     "__init__.py",
-    "display.py",
-    "elf.py",
-    "elf_symbols.py",
-    "errors.py",
-    "files.py",
-    "fingerprint.py",
-    "masking.py",
-    "names.py",
-    "process.py",
-    "progress.py",
-    "terminal.py",
-    "unpack.py",
+    "base/display.py",
+    "base/elf.py",
+    "base/elf_symbols.py",
+    "base/errors.py",
+    "base/files.py",
+    "base/fingerprint.py",
+    "base/masking.py",
+    "base/names.py",
+    "base/process.py",
+    "base/progress.py",
+    "base/terminal.py",
+    "base/unpack.py",
+    "base/__init__.py",
     "artifacts/__init__.py",
     "artifacts/installed.py",
     "artifacts/layer_lists.py",

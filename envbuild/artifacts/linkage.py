@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from envbuild.artifacts.conda_survey import is_conda
 from envbuild.artifacts.installed import Files, HostFiles
+from envbuild.base.elf import Elf, machine_name
 from envbuild.data import load_table
-from envbuild.elf import Elf, machine_name
 
 # What torch loads before anything else: its own libraries and those of NVIDIA's wheels.
 _PRELOADED = re.compile(r"/site-packages/(?:torch/lib|nvidia/[^/]+/lib)/[^/]+\Z")

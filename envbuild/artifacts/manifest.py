@@ -24,13 +24,13 @@ from typing import TypeVar
 from envbuild.artifacts.compiled import is_bytecode, other_code, source_of
 from envbuild.artifacts.installed import FileReport, file_digest
 from envbuild.artifacts.state import State
-from envbuild.atomic import write_atomically
-from envbuild.errors import BuildError
-from envbuild.files import MISSING, parse_json, read_regular, walk_stats
+from envbuild.base.atomic import write_atomically
+from envbuild.base.errors import BuildError
+from envbuild.base.files import MISSING, parse_json, read_regular, walk_stats
+from envbuild.base.progress import log
+from envbuild.base.workers import each
 from envbuild.image.model import digest_of
-from envbuild.progress import log
 from envbuild.store.store import Store
-from envbuild.workers import each
 
 FILE = "envbuild.manifest"
 # Variables that the user sets for the environment (`conda env config vars set`).

@@ -15,12 +15,12 @@ from typing import Any
 from envbuild.artifacts.installed import record_rows
 from envbuild.artifacts.layer_lists import LAYER_LISTS, parse_list
 from envbuild.artifacts.state import BuiltLayer
-from envbuild.errors import BuildError
-from envbuild.files import parse_json
-from envbuild.fingerprint import record_digest
+from envbuild.base.errors import BuildError
+from envbuild.base.files import parse_json
+from envbuild.base.fingerprint import record_digest
+from envbuild.base.names import normalise, normalise_version
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
-from envbuild.names import normalise, normalise_version
 from envbuild.plan.plan import Plan
 
 _SCRIPTS = "../../../bin/"

@@ -20,8 +20,10 @@ from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, moun
 from envbuild.artifacts.enroot import enroot_files, normalised
 from envbuild.artifacts.image_manifest import FILE_NAME, SQUASHFS, render, rows_of
 from envbuild.artifacts.image_run import Addition
-from envbuild.atomic import new_file
-from envbuild.disk_space import reserve
+from envbuild.base.atomic import new_file
+from envbuild.base.disk_space import reserve
+from envbuild.base.progress import OnProgress
+from envbuild.base.workers import Behind
 from envbuild.image.blobs import file_digest
 from envbuild.image.entry import FILE, HARDLINK, Entry
 from envbuild.image.model import digest_of
@@ -34,9 +36,7 @@ from envbuild.image.squashfs.write import estimate, write_image
 from envbuild.image.tree import MergedEntry, MergedTree
 from envbuild.layers.layer_cache import CachedSegment
 from envbuild.layers.segment_cache import SegmentCache
-from envbuild.progress import OnProgress
 from envbuild.store.pieces import Span
-from envbuild.workers import Behind
 
 _COPY, _CHUNK = 8 << 20, 1 << 18
 _BEHIND = 64  # spans whose bytes are not hashed yet

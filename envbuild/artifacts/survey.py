@@ -13,7 +13,7 @@ from envbuild.artifacts.conda_survey import is_conda, survey_conda
 from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
 from envbuild.artifacts.layer_lists import check_layers
 from envbuild.artifacts.linkage import Linkage, link
-from envbuild.elf import Elf, elf_machine, machine_name
+from envbuild.base.elf import Elf, elf_machine, machine_name
 from envbuild.gpu_code import Containers
 from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
 

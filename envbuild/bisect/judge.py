@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild import process
 from envbuild.artifacts.venv import launch_environment
+from envbuild.base import process
+from envbuild.base.errors import UsageError
+from envbuild.base.progress import Log
+from envbuild.base.terminal import clean
 from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
 from envbuild.bisect.search import MixState
 from envbuild.environment import Environment
-from envbuild.errors import UsageError
 from envbuild.kinds.commit import open_subject, settings_of
 from envbuild.plan.plan import Plan
-from envbuild.progress import Log
-from envbuild.terminal import clean
 from envbuild.verify.model import FAIL, Settings, Subject
 from envbuild.verify.performance import measure_step
 from envbuild.verify.run import verify

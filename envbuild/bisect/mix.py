@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from envbuild.base.names import normalise
 from envbuild.lock.format import BuiltPackage, Lock, LockedPackage
-from envbuild.names import normalise
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild.atomic import remove
+from envbuild.base.atomic import remove
+from envbuild.base.errors import BuildError, UsageError, VerificationError
+from envbuild.base.progress import Log
+from envbuild.base.terminal import clean
 from envbuild.bisect.judge import STEP_TIME, Judge
 from envbuild.bisect.mix import Difference, Group, differences, grouped, mixed
 from envbuild.bisect.search import Culprits, Mix, MixState, bound, search
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, UsageError, VerificationError
 from envbuild.kinds import VENV
 from envbuild.kinds.folder import make_environment
 from envbuild.kinds.prepare import prepare
@@ -24,10 +26,8 @@ from envbuild.layers.wheel import required_by
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan
-from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-from envbuild.terminal import clean
 
 # Measurements of each environment, at most.
 _ROUNDS = {STEP_TIME: 40}

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from envbuild.base.file_lock import file_lock
+from envbuild.base.files import open_known
+from envbuild.base.progress import OnProgress
 from envbuild.cache.http import BLOCK, blocks
 from envbuild.cache.pace import TooSlow
 from envbuild.cache.retry import Mismatch, RequestFailed, Stopped, pause
-from envbuild.file_lock import file_lock
-from envbuild.files import open_known
-from envbuild.progress import OnProgress
 
 if TYPE_CHECKING:
     import requests

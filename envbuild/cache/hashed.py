@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild.atomic import write_atomically
-from envbuild.file_lock import folder_lock
-from envbuild.files import parse_json
-from envbuild.progress import log
-from envbuild.resources import this_boot
+from envbuild.base.atomic import write_atomically
+from envbuild.base.file_lock import folder_lock
+from envbuild.base.files import parse_json
+from envbuild.base.progress import log
+from envbuild.base.resources import this_boot
 
 # The field of a note with the sha256 of its name and other fields.
 _SEAL = "seal"

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
+from envbuild.base.files import parse_json
 from envbuild.cache.pace import Body, Pace, PacedBody, PacedReader
 from envbuild.cache.retry import TRANSIENT, NotFound, PlainRedirect, RequestFailed, Stopped, retry_after
-from envbuild.files import parse_json
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from envbuild.base.errors import LockError, VerificationError
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import PATH, Names, with_options
-from envbuild.errors import LockError, VerificationError
 from envbuild.lock.advisories import audit
 from envbuild.locks import needed_locks
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
+from envbuild.base.errors import LockError, UsageError, VerificationError
 from envbuild.cli import complete
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.environment import Environment
-from envbuild.errors import LockError, UsageError, VerificationError
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import recipe_files, search_folders
 from envbuild.recipe.load import load_recipe

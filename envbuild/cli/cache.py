@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
+from envbuild.base.errors import BuildError, UsageError
+from envbuild.base.progress import human_size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import with_options
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, UsageError
-from envbuild.progress import human_size
 from envbuild.store.remote import RemoteCache
 from envbuild.store.remote_site import cache_of
 from envbuild.store.sharing import counted, pull_recipe, push_recipe

@@ -9,11 +9,11 @@ import click
 from click.shell_completion import CompletionItem
 
 from envbuild import __version__
+from envbuild.base.errors import EnvbuildError, system_error
+from envbuild.base.masking import redact
+from envbuild.base.terminal import clean
 from envbuild.cli.verbosity import verbosity
-from envbuild.errors import EnvbuildError, system_error
 from envbuild.kinds import ARTIFACTS
-from envbuild.masking import redact
-from envbuild.terminal import clean
 
 _BUILDERS = {"folder": "folder", "file": "image_file", "registry": "docker"}
 _KINDS = {name: (_BUILDERS[kind.form], kind.help) for name, kind in ARTIFACTS.items()}
@@ -143,7 +143,7 @@ class _Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in (*COMMANDS, *RENAMED) and not args[0].startswith("-"):
-            from envbuild.toml import closest
+            from envbuild.base.toml import closest
 
             if args[0] == "help":
                 ctx.fail(f"there is no command 'help'; write `envbuild {' '.join([*args[1:2], '--help'])}`")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from envbuild.base.errors import UsageError
+from envbuild.base.progress import log as log
 from envbuild.cli import layout
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import UsageError
-from envbuild.progress import log as log
 from envbuild.recipe.find import check_own, choose_target, default_recipe, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target

@@ -9,9 +9,9 @@ import tempfile
 import traceback
 
 from envbuild import __version__
-from envbuild.masking import HIDDEN, is_secret, looks_secret, masked_forms, masked_words
-from envbuild.progress import log
-from envbuild.terminal import clean
+from envbuild.base.masking import HIDDEN, is_secret, looks_secret, masked_forms, masked_words
+from envbuild.base.progress import log
+from envbuild.base.terminal import clean
 
 # EX_SOFTWARE of sysexits.h.
 EXIT_CODE = 70

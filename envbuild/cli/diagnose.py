@@ -7,13 +7,13 @@ from pathlib import Path, PurePath
 
 import click
 
+from envbuild.base.errors import VerificationError
 from envbuild.cli import complete
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import PATH, with_options
 from envbuild.diagnose.engine import Diagnosis, Evidence, diagnose
 from envbuild.diagnose.read import jobs_of, read_logs
 from envbuild.diagnose.rules import load_rules
-from envbuild.errors import VerificationError
 
 _EVIDENCE = 6
 

@@ -7,12 +7,12 @@ from functools import partial
 
 import click
 
+from envbuild.base.errors import UsageError
+from envbuild.base.progress import step
 from envbuild.cli import complete
 from envbuild.cli.common import check_out, open_recipe, open_target, plan_lines, run_environment, show
 from envbuild.cli.options import BuildOptions, Names, build_options
 from envbuild.cli.report import reported
-from envbuild.errors import UsageError
-from envbuild.progress import step
 
 
 @click.command("docker")

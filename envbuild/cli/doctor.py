@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
+from envbuild.base.errors import HostError
+from envbuild.base.progress import display
 from envbuild.cli import layout
 from envbuild.cli.common import print_json
 from envbuild.cli.options import with_options
 from envbuild.cli.verbosity import verbosity
 from envbuild.doctor.probe import HostFinding
 from envbuild.doctor.registry import CHECKS, StepVerdict, this_host
-from envbuild.errors import HostError
-from envbuild.progress import display
 
 _STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}
 _MARKS = {"ok": "ok", "info": "-", "warn": "!", "fail": "FAIL"}

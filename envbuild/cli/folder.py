@@ -8,6 +8,9 @@ from pathlib import Path
 
 import click
 
+from envbuild.base.errors import UsageError
+from envbuild.base.files import absolute_path, build_folder
+from envbuild.base.progress import step
 from envbuild.cli import complete
 from envbuild.cli.common import (
     check_out,
@@ -24,10 +27,7 @@ from envbuild.cli.common import (
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.cli.report import reported
 from envbuild.environment import Environment, own_command
-from envbuild.errors import UsageError
-from envbuild.files import absolute_path, build_folder
 from envbuild.kinds import ARTIFACTS, FolderArtifact, plan_of
-from envbuild.progress import step
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
+from envbuild.base.errors import UsageError
 from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, print_json
 from envbuild.cli.options import PATH, with_options
 from envbuild.environment import load_environment
-from envbuild.errors import UsageError
 from envbuild.recipe.find import command_word
 from envbuild.recipe.targets import Target
 from envbuild.store.history import METRICS, merged, recorded, row_of, sparkline

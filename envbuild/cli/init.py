@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 
+from envbuild.base.errors import UsageError
 from envbuild.cli.common import log, open_own_recipe, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.debian.defaults import suites_by_python
-from envbuild.errors import UsageError
 from envbuild.imports.draft import recipe_name
 from envbuild.imports.origin import ImportedRecipe, Origin, new_recipe, read_sources, updated_recipe
 from envbuild.imports.statement import Statement

@@ -11,18 +11,18 @@ from typing import Any
 import click
 
 from envbuild.artifacts.manifest import shown
+from envbuild.base.errors import UsageError
+from envbuild.base.progress import human_size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import with_options
 from envbuild.describe import bill_of_materials, describe, receipt_of
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import UsageError
 from envbuild.inspect.compare import Change, Comparison, compare
 from envbuild.inspect.conda_meta import channel_name
 from envbuild.inspect.reader import open_artifact, open_artifacts, split
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.built import find_built
-from envbuild.progress import human_size
 
 _SIGNS = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
 _LINES = 40

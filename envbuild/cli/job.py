@@ -10,11 +10,11 @@ from typing import Any, get_args
 
 import click
 
+from envbuild.base.errors import UsageError, VerificationError
 from envbuild.cli import complete, layout
 from envbuild.cli.common import attested_images, check_out, hand_over, log, show_job
 from envbuild.cli.options import PATH, next_word, with_options
 from envbuild.environment import own_command
-from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.model import JobRequest, Strategy
 from envbuild.kinds import kinds_of
 from envbuild.recipe.targets import host_arch

@@ -10,12 +10,13 @@ from typing import Any
 
 import click
 
-from envbuild.atomic import write_beside, writing
+from envbuild.base.atomic import write_beside, writing
+from envbuild.base.errors import LockError, UsageError, VerificationError, joined
+from envbuild.base.names import normalise
 from envbuild.cli import complete
 from envbuild.cli.common import log, open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options
 from envbuild.environment import Environment
-from envbuild.errors import LockError, UsageError, VerificationError, joined
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import check_has_conda, conda_lock, resolve_pip
@@ -24,7 +25,6 @@ from envbuild.lock.format import Lock, without_credentials
 from envbuild.lock.lifecycle import L, LockKind, Resolved, update
 from envbuild.lock.upgrade_report import LockChange, UpgradeReport, VerifiedUpgrade
 from envbuild.locks import PARTS, check_locks, has_conda, has_wheels, needed_locks, wheel_locks
-from envbuild.names import normalise
 from envbuild.recipe.find import recipe_files, search_folders
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target

@@ -9,15 +9,15 @@ from pathlib import Path
 import click
 
 from envbuild import matrix
+from envbuild.base.errors import EnvbuildError, LockError, RecipeError, UsageError, joined
+from envbuild.base.toml import nearest
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, open_recipe
 from envbuild.cli.options import Names
 from envbuild.data import load_table
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import EnvbuildError, LockError, RecipeError, UsageError, joined
 from envbuild.kinds import ARTIFACTS
 from envbuild.recipe.find import list_recipes, search_folders
-from envbuild.toml import nearest
 
 
 @click.command("matrix")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from envbuild.base.errors import UsageError
+from envbuild.base.files import named_path
+from envbuild.base.progress import log
 from envbuild.cli import complete
 from envbuild.cli.verbosity import verbosity
-from envbuild.errors import UsageError
-from envbuild.files import named_path
-from envbuild.progress import log
 
 if TYPE_CHECKING:
     from envbuild.lock.lifecycle import LockUse

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from envbuild.base.files import build_folder
 from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, print_json, show
 from envbuild.cli.options import with_options
@@ -18,7 +19,6 @@ from envbuild.compat.gpus import gpu_findings
 from envbuild.compat.judge import judge
 from envbuild.compat.rows import CompatFinding
 from envbuild.environment import load_environment
-from envbuild.files import build_folder
 from envbuild.gpu_code import Containers
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.lifecycle import LockState

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from envbuild.base.errors import UsageError, VerificationError
 from envbuild.cli import complete
 from envbuild.cli.common import check_out, log
 from envbuild.cli.options import BESIDE, PATH, Names
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import UsageError, VerificationError
 from envbuild.kinds import ARTIFACTS
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def reported(file: str | None, places: Sequence[Path], environment: Environment 
 
 
 def _write(entries: Sequence[ReportEntry], page: Path) -> None:
-    from envbuild.atomic import write_beside
+    from envbuild.base.atomic import write_beside
     from envbuild.report.page import report_page
 
     write_beside(page, report_page(entries))

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from envbuild.base.errors import UsageError
+from envbuild.base.terminal import clean
 from envbuild.cli import complete
 from envbuild.cli.common import log, run_environment
 from envbuild.cli.options import Names, next_word, with_options
 from envbuild.environment import load_environment
-from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS, FolderArtifact, kinds_of
 from envbuild.site.settings import load_site
-from envbuild.terminal import clean
 
 if TYPE_CHECKING:
     from envbuild.jobs.model import JobArtifact

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import click
 
+from envbuild.base.errors import UsageError
+from envbuild.base.files import absolute_path, named_path
+from envbuild.base.progress import human_size, transfer
 from envbuild.cli import complete
 from envbuild.cli.common import check_out, log, open_recipe, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.environment import Environment
-from envbuild.errors import UsageError
-from envbuild.files import absolute_path, named_path
 from envbuild.image.registry import Pushed, Registry
 from envbuild.jobs.artifact import open_artifact
 from envbuild.kinds import ARTIFACTS, FolderArtifact, kind_at, kinds_of
 from envbuild.kinds.built import find_built
 from envbuild.lock.base import registry_of
-from envbuild.progress import human_size, transfer
 
 
 @click.command("push")

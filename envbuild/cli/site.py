@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from envbuild.atomic import write_beside
+from envbuild.base.atomic import write_beside
+from envbuild.base.errors import HostError, RecipeError, UsageError
+from envbuild.base.toml import toml_key, toml_pairs
 from envbuild.cli import complete, layout
 from envbuild.cli.common import check_out, log, print_json, show
 from envbuild.cli.options import with_options
-from envbuild.errors import HostError, RecipeError, UsageError
 from envbuild.site.effective import EffectiveSetting, effective_settings
-from envbuild.toml import toml_key, toml_pairs
 
 
 @click.group("site")

@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
-from envbuild import resources, units
+from envbuild.base import resources, units
+from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.progress import human_size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, print_json, show
 from envbuild.cli.options import with_options
 from envbuild.environment import load_environment
-from envbuild.errors import UsageError, VerificationError
 from envbuild.layers.store_check import check_store
-from envbuild.progress import human_size
 from envbuild.store.usage import Removal, StoreItem, choose, items, own_items, recipes, remove
 
 _AGES = (1, 7, 30, 90)  # days

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.manifest import read_manifest
-from envbuild.errors import BuildError
-from envbuild.progress import display, human_size, human_time, log
+from envbuild.base.errors import BuildError
+from envbuild.base.progress import display, human_size, human_time, log
 from envbuild.verify.receipt import passed_line, read_receipt
 
 

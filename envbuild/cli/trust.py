@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild import resources
-from envbuild.atomic import replacing_beside, write_beside, writing
+from envbuild.base import resources
+from envbuild.base.atomic import replacing_beside, write_beside, writing
+from envbuild.base.errors import UsageError, VerificationError
 from envbuild.bundle import ATTESTATION, attest_bundle, judge_bundle, read_bundle
 from envbuild.cli import complete
 from envbuild.cli.common import attested_images, log, run_environment, show
 from envbuild.cli.options import PATH, with_options
-from envbuild.errors import UsageError, VerificationError
 from envbuild.jobs.artifact import FetchAttested, open_artifact
 from envbuild.jobs.model import JobInputs
 from envbuild.kinds import ARTIFACTS

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from envbuild.progress import display
+from envbuild.base.progress import display
 
 
 def _say(context: click.Context, parameter: click.Parameter, value: bool) -> None:

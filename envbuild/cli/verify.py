@@ -7,16 +7,16 @@ from typing import Any
 
 import click
 
+from envbuild.base.errors import VerificationError
+from envbuild.base.files import named_path
+from envbuild.base.progress import step
 from envbuild.cli import complete
 from envbuild.cli.common import attested_images, log, print_json, run_environment
 from envbuild.cli.options import with_options
 from envbuild.cli.report import reported
 from envbuild.cli.verbosity import verbosity
-from envbuild.errors import VerificationError
-from envbuild.files import named_path
 from envbuild.kinds import ARTIFACTS, kinds_of
 from envbuild.kinds.built import find_built, unknown
-from envbuild.progress import step
 from envbuild.recipe.find import search_folders
 
 _COUNT = click.IntRange(1, 64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from envbuild.errors import LockError
+from envbuild.base.errors import LockError
 
 if TYPE_CHECKING:
     from envbuild.compat.rows import CompatFinding

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from envbuild.base.names import normalise
 from envbuild.compat.rows import load_rows
 from envbuild.fabrics import load_fabrics
-from envbuild.names import normalise
 from envbuild.recipe.accelerators import CUDA, ROCM
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.layers import kind_of

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from envbuild.errors import LockError
+from envbuild.base.errors import LockError
 
 _NAME = r"[a-z0-9][a-z0-9+.\-]*"
 _RELATION = re.compile(

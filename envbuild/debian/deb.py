@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from envbuild.base.errors import BuildError, LockError
 from envbuild.debian.control import parse_control
-from envbuild.errors import BuildError, LockError
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import HARDLINK, Entry, Tree
 from envbuild.image.squashfs.segment import tar_items

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from envbuild.base.errors import RecipeError
 from envbuild.data import load_table
-from envbuild.errors import RecipeError
 
 _TRIPLETS = ("x86_64-linux-gnu", "aarch64-linux-gnu")
 _FILE = Path(__file__).resolve().parents[1] / "data" / "debian.toml"

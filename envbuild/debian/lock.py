@@ -7,8 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import LockError
-from envbuild.toml import Document, decode, key, required
+from envbuild.base.errors import LockError
+from envbuild.base.toml import Document, decode, key, required
 
 # name of an architecture in targets → Debian's name
 DEBIAN_ARCH = {"x86_64": "amd64", "aarch64": "arm64"}

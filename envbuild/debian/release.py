@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from envbuild.base.errors import LockError
+from envbuild.base.progress import OnProgress
 from envbuild.cache.download import locked_partial
 from envbuild.cache.retry import Mismatch, NotFound
 from envbuild.debian.control import parse_control
 from envbuild.debian.sources import DebianSuite
-from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor
-from envbuild.progress import OnProgress
 from envbuild.store.client import Client
 
 if TYPE_CHECKING:

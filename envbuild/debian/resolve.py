@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from envbuild.base.errors import BuildError, LockError
 from envbuild.debian.control import Relation, compare_versions, parse_control, parse_relations
-from envbuild.errors import BuildError, LockError
 from envbuild.image.compression import open_layer
 
 _CHUNK = 1 << 20

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from envbuild.base.errors import BuildError
 from envbuild.debian.deb import read_control, read_data
 from envbuild.debian.defaults import TreeRules, load_rules
 from envbuild.debian.generated import SOURCES, InstalledPackage, database, made
 from envbuild.debian.lock import LockedDeb
-from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
 
 # Folders that are links: files of packages below the first go below the second. Debian has those of /usr since 12

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from envbuild.base.errors import LockError
 from envbuild.debian.control import paragraphs, parse_control
-from envbuild.errors import LockError
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.store.client import Client
 

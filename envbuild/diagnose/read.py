@@ -13,8 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, cast
 
+from envbuild.base.errors import UsageError
 from envbuild.diagnose.flight import is_record, merged, read_record
-from envbuild.errors import UsageError
 
 STDIN = "-"
 # A progress bar may write megabytes without a newline.

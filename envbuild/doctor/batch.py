@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from envbuild.base.toml import closest
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, run_probe
 from envbuild.doctor.site_rules import duration
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Queue
 from envbuild.site.schedulers import SCHEDULER_NAMES, TITLES, listed
 from envbuild.site.settings import Site
-from envbuild.toml import closest
 
 _DOCKER_S = 3.0
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024 * 1024, "": 1}
@@ -126,7 +126,7 @@ def kubernetes(host: Host) -> list[HostFinding]:
 
 def docker_daemon(host: Host) -> list[HostFinding]:
     """Check the docker daemon through its API."""
-    from envbuild.errors import HostError
+    from envbuild.base.errors import HostError
     from envbuild.image.daemon import connect
 
     try:

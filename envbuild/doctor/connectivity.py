@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from envbuild.base.errors import HostError
 from envbuild.doctor.probe import PATIENCE_S, Host, HostFinding, Status, first_line, run_parallel, run_probe
 from envbuild.environment import Environment
-from envbuild.errors import HostError
 from envbuild.site.pip_config import PipConfig, ca_bundle, redact
 from envbuild.site.uv_config import uv_environment
 

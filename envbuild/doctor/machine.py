@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import envbuild
-from envbuild import resources
+from envbuild.base import resources
+from envbuild.base.progress import human_size
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, read_text, run_probe
-from envbuild.progress import human_size
 
 _ENOUGH_MEMORY = 3 << 30
 _ENOUGH_SHM = 1 << 30

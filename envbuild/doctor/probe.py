@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from envbuild.base.errors import EnvbuildError
 from envbuild.environment import Environment
-from envbuild.errors import EnvbuildError
 from envbuild.site.pip_config import redact
 
 Status = Literal["ok", "info", "warn", "fail"]

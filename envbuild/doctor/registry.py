@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from envbuild.base.errors import EnvbuildError
 from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storage, tools
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import EnvbuildError
 from envbuild.kinds import ARTIFACTS, Artifact
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.schedulers import TITLES

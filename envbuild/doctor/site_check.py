@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+from envbuild.base.errors import EnvbuildError
 from envbuild.doctor import batch, connectivity, storage
 from envbuild.doctor.batch import elsewhere, judge_scheduler, missing, on_site
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, find, first_line, run_checks, run_probe
 from envbuild.doctor.site_rules import contradictions
 from envbuild.doctor.tools import has_module
 from envbuild.environment import Environment
-from envbuild.errors import EnvbuildError
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.pip_config import redact
 from envbuild.site.settings import Site, load_site

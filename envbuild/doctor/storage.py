@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from envbuild.base.mounts import Mount, mount_of, read_mounts
+from envbuild.base.progress import human_size
 from envbuild.doctor.probe import Host, HostFinding, Status, find, run_probe
-from envbuild.mounts import Mount, mount_of, read_mounts
-from envbuild.progress import human_size
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})
 # Disk space for a CPU environment of torch with its wheels, and for a CUDA one.

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 import envbuild
+from envbuild.base.errors import EnvbuildError, HostError
 from envbuild.data import load_table
 from envbuild.doctor.probe import PATIENCE_S, Host, HostFinding, Status, find, first_line, run_parallel, run_probe
-from envbuild.errors import EnvbuildError, HostError
 from envbuild.pythons import OfferedPython, choose_python, installed_pythons
 from envbuild.recipe.model import PYTHONS
 from envbuild.site.settings import site_files

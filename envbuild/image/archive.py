@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.blobs import Blobs, ImageAt, Pulled
 from envbuild.image.compression import decompressed, kind_of, open_layer
 from envbuild.image.contents import FileRange, listed_image, placed_files, stored_files

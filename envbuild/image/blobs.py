@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envbuild.atomic import naming, new_file
+from envbuild.base.atomic import naming, new_file
+from envbuild.base.errors import BuildError
 from envbuild.cache.hashed import Digests
-from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor, ImageManifest, digest_of
 
 

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
+from envbuild.base.workers import beside_reader
 from envbuild.image.entry import Readable
 from envbuild.image.tar_stream import Chunks
-from envbuild.workers import beside_reader
 
 _GZIP = b"\x1f\x8b"
 _XZ = b"\xfd7zXZ\0"

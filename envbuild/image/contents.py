@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import kind_of
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import HostError, RecipeError, UsageError
-from envbuild.files import parse_json, read_small
+from envbuild.base.errors import HostError, RecipeError, UsageError
+from envbuild.base.files import parse_json, read_small
+from envbuild.base.process import die_with_parent, stop
 from envbuild.image.reference import DOCKER_HUB, DOCKER_HUB_NAMES, ImageSource, parse_reference, same_registry
-from envbuild.process import die_with_parent, stop
 
 # The hint about missing or refused credentials.
 PLACES = (

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from envbuild.errors import BuildError, HostError
+from envbuild.base.errors import BuildError, HostError
+from envbuild.base.progress import OnProgress
 from envbuild.image.archive import archive_pieces
 from envbuild.image.blobs import Blobs
 from envbuild.image.layer import Layer
 from envbuild.image.model import digest_of
-from envbuild.progress import OnProgress
 
 
 @dataclass(frozen=True, slots=True)

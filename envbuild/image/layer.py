@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
+from envbuild.base.workers import Answer, Workers
 from envbuild.image.blobs import Blobs, NewBlob
 from envbuild.image.entry import DIR, FILE, Entry, Readable, Tree, closing
 from envbuild.image.model import OCI_LAYER_GZIP, Descriptor
 from envbuild.image.tar_stream import TYPE_FLAGS
-from envbuild.workers import Answer, Workers
 
 _BLOCK = 512
 _PIECE = 1 << 18

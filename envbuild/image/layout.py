@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from envbuild.errors import BuildError
-from envbuild.files import link_or_copy
+from envbuild.base.errors import BuildError
+from envbuild.base.files import link_or_copy
 from envbuild.image.blobs import Blobs, ImageAt, Pulled, of_pulled
 from envbuild.image.model import (
     COMPRESSION,

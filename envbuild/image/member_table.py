@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envbuild.atomic import replacing
-from envbuild.files import parse_json
+from envbuild.base.atomic import replacing
+from envbuild.base.files import parse_json
 from envbuild.image.tar_stream import Member
 
 # The limit protects our memory from a damaged table; no table of a real layer comes near.

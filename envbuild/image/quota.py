@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.site.tables import LimitsTable
 
 # Bytes of names, link targets and extended attributes per entry, on average over an image; real images have below 110.

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.image.model import is_digest
 
 DOCKER_HUB = "docker.io"

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
+from envbuild.base.files import parse_json
 from envbuild.cache.retry import NotFound, RequestFailed
-from envbuild.files import parse_json
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
     EMPTY,

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from envbuild.base.disk_space import check_disk_space
+from envbuild.base.errors import BuildError, UsageError
+from envbuild.base.files import parse_json
+from envbuild.base.progress import OnProgress
+from envbuild.base.workers import each
 from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
 from envbuild.cache.http import Transport, origin, read_all, split
 from envbuild.cache.pace import TooSlow
 from envbuild.cache.retry import Mismatch, NotFound, RequestFailed, with_retries
-from envbuild.disk_space import check_disk_space
-from envbuild.errors import BuildError, UsageError
-from envbuild.files import parse_json
 from envbuild.image.blobs import BlobFiles, Blobs
 from envbuild.image.credentials import Credentials, find_credentials
 from envbuild.image.model import (
@@ -38,8 +40,6 @@ from envbuild.image.model import (
 from envbuild.image.reference import DOCKER_HUB, Reference, api_host, parse_reference
 from envbuild.image.registry_endpoint import Endpoint, complain
 from envbuild.image.registry_upload import has_blob, mount, push_blob
-from envbuild.progress import OnProgress
-from envbuild.workers import each
 
 if TYPE_CHECKING:
     import requests

@@ -16,9 +16,9 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlunsplit
 
+from envbuild.base.files import parse_json
 from envbuild.cache.http import HttpClient, failure, read_all, split
 from envbuild.cache.retry import RequestFailed, with_retries
-from envbuild.files import parse_json
 from envbuild.image.credentials import Credentials
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlunsplit
 
+from envbuild.base.errors import BuildError
 from envbuild.cache.http import HttpClient, Transport, failure, origin, split
 from envbuild.cache.pace import Body
 from envbuild.cache.retry import NotFound, RequestFailed, with_retries
-from envbuild.errors import BuildError
 from envbuild.image.credentials import PLACES, Credentials
 from envbuild.image.registry_auth import Login
 

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from envbuild.base.errors import BuildError
+from envbuild.base.progress import OnProgress
 from envbuild.cache.download import PROGRESS
 from envbuild.cache.http import BLOCK
 from envbuild.cache.pace import TooSlow
 from envbuild.cache.retry import RequestFailed, Stopped, pause
-from envbuild.errors import BuildError
 from envbuild.image.model import Descriptor
 from envbuild.image.registry_endpoint import Endpoint
-from envbuild.progress import OnProgress
 
 if TYPE_CHECKING:
     import requests

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from envbuild.errors import BuildError
-from envbuild.files import parse_json
+from envbuild.base.errors import BuildError
+from envbuild.base.files import parse_json
 from envbuild.image.model import canonical
 from envbuild.image.sif import DESCRIPTOR, GROUP, HEADER, JSON, MAX_OBJECT, NUMBERS, is_sif, read_sif
 from envbuild.image.squashfs.write import copy_span

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, path_parts
 from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import Member

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FILE
 from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import TYPE_FLAGS, Member, Pieces, PositionedStream, number

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.imports.conda_files import (
     is_conda_list,
     read_conda_list,

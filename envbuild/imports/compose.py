@@ -11,18 +11,18 @@ from packaging.markers import UndefinedComparison, UndefinedEnvironmentName
 from packaging.requirements import Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
+from envbuild.base.masking import is_secret, masked_text
+from envbuild.base.names import normalise
+from envbuild.base.toml import nearest
 from envbuild.data import load_table
 from envbuild.imports.draft import Draft
 from envbuild.imports.gpu_signs import gpu_note, gpu_signs, group_note, tags_of
 from envbuild.imports.statement import LINUX, OTHER_SYSTEM, OWN_NAME, Statement, for_linux, linux_places
-from envbuild.masking import is_secret, masked_text
-from envbuild.names import normalise
 from envbuild.recipe import checks
 from envbuild.recipe.accelerators import accelerator_of, torch_index
 from envbuild.recipe.model import PYTHONS
 from envbuild.recipe.reference import reference_of
 from envbuild.recipe.targets import ARCHES, Target, host_arch
-from envbuild.toml import nearest
 
 Lose = Callable[[Statement, str], None]
 _PLATFORMS = {"linux-64": "x86_64", "linux-aarch64": "aarch64"}

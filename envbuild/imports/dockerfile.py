@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
-from envbuild.errors import UsageError
-from envbuild.files import parse_json
+from envbuild.base.errors import UsageError
+from envbuild.base.files import parse_json
 from envbuild.image.model import GOARCH
 from envbuild.imports.conda_files import conda_spec, read_conda_file
 from envbuild.imports.pip_files import Find, pip_words

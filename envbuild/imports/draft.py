@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import RecipeError
+from envbuild.base.errors import RecipeError
+from envbuild.base.toml import Document, parse_toml, table_text
 from envbuild.imports.statement import Statement
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.model import NAME_PATTERN
-from envbuild.toml import Document, parse_toml, table_text
 
 
 @dataclass(frozen=True, slots=True)

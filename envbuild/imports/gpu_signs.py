@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from envbuild.base.masking import masked_text
 from envbuild.compat.rows import load_rows
 from envbuild.data import load_table
 from envbuild.imports.statement import NOT_IN_IMAGE, OTHER_SYSTEM, UNUSED_INDEX, Statement
-from envbuild.masking import masked_text
 from envbuild.recipe.accelerators import ACCELERATORS, accelerator_of
 from envbuild.recipe.targets import Target
 

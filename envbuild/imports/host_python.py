@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from envbuild.base.errors import EnvbuildError
 from envbuild.environment import Environment
-from envbuild.errors import EnvbuildError
 from envbuild.imports.compose import compose, pythons
 from envbuild.imports.draft import Draft
 from envbuild.imports.statement import Statement

@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from envbuild.artifacts.conda_survey import is_conda
+from envbuild.base.files import parse_json, read_small
+from envbuild.base.names import normalise
+from envbuild.base.toml import table_at
 from envbuild.environment import load_environment
-from envbuild.files import parse_json, read_small
 from envbuild.imports.statement import SOURCE, Statement, lost
 from envbuild.inspect.facts import PythonPackage
 from envbuild.inspect.folder_reader import is_venv
 from envbuild.inspect.reader import open_artifact
-from envbuild.names import normalise
 from envbuild.recipe.accelerators import VERSION_FILE, torch_builds
 from envbuild.recipe.model import CHANNEL_ALIAS
-from envbuild.toml import table_at
 
 
 def is_environment(path: Path) -> bool:

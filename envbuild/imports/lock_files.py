@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from envbuild.errors import UsageError
-from envbuild.files import parse_json
+from envbuild.base.errors import UsageError
+from envbuild.base.files import parse_json
+from envbuild.base.names import normalise
+from envbuild.base.toml import list_at, read, table_at, value_at
 from envbuild.imports.pip_files import HASHES
 from envbuild.imports.poetry import poetry_specifier
 from envbuild.imports.statement import (
@@ -31,9 +33,7 @@ from envbuild.imports.statement import (
     lost,
     text_of,
 )
-from envbuild.names import normalise
 from envbuild.recipe.model import PYTHONS
-from envbuild.toml import list_at, read, table_at, value_at
 
 # Format → key of its version, accepted versions, key of its packages.
 _FORMATS = {

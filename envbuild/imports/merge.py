@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from envbuild.names import normalise
-from envbuild.toml import Keys, parse_toml
-from envbuild.toml.edit import delete_value, set_value
+from envbuild.base.names import normalise
+from envbuild.base.toml import Keys, parse_toml
+from envbuild.base.toml.edit import delete_value, set_value
 
 # Arrays whose entries are packages.
 _PACKAGES = ("requirements", "constraints", "dependencies", "conda")

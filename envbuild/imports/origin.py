@@ -13,21 +13,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from envbuild import atomic
+from envbuild.base import atomic
+from envbuild.base.errors import RecipeError, UsageError
+from envbuild.base.files import project_folder
+from envbuild.base.progress import log
+from envbuild.base.toml import Document, list_at, parse_toml, read, table_at, table_text
+from envbuild.base.toml.edit import rewrite
 from envbuild.environment import Environment
-from envbuild.errors import RecipeError, UsageError
-from envbuild.files import project_folder
 from envbuild.imports import read_source
 from envbuild.imports.compose import compose
 from envbuild.imports.draft import Draft, recipe_name
 from envbuild.imports.host_python import compose_here
 from envbuild.imports.merge import merge
 from envbuild.imports.statement import Statement
-from envbuild.progress import log
 from envbuild.recipe.find import FILE_NAME, command_word
 from envbuild.recipe.load import LoadedRecipe, decode_recipe, load_recipe
-from envbuild.toml import Document, list_at, parse_toml, read, table_at, table_text
-from envbuild.toml.edit import rewrite
 
 ORIGIN = "imported.toml"
 _HEAD = """\

@@ -10,20 +10,20 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from envbuild.base.errors import RecipeError, UsageError
+from envbuild.base.names import normalise
+from envbuild.base.progress import log
+from envbuild.base.toml import Document, Keys, closest, list_at, parse_toml, table_at
+from envbuild.base.toml.edit import delete_value, rewrite, set_value
 from envbuild.environment import Environment
-from envbuild.errors import RecipeError, UsageError
 from envbuild.imports.compose import built_for, differs, needs_index
 from envbuild.lock.lifecycle import keep_lock, resolve_again
 from envbuild.locks import changed_locks
-from envbuild.names import normalise
-from envbuild.progress import log
 from envbuild.recipe import checks
 from envbuild.recipe.accelerators import torch_index
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.reference import DIRECT
 from envbuild.recipe.targets import Target
-from envbuild.toml import Document, Keys, closest, list_at, parse_toml, table_at
-from envbuild.toml.edit import delete_value, rewrite, set_value
 
 # Files and folders as a shell has them, and versions as uv, npm and conda write them.
 _PATH = re.compile(r"\.{0,2}/|.*\.(whl|zip|tar\.gz|txt|toml)$|\.$")

@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from envbuild.base.errors import UsageError
 from envbuild.data import load_table
-from envbuild.errors import UsageError
 from envbuild.imports.statement import Statement, lost, text_of
 from envbuild.lock.format import logical_lines
 

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from envbuild.base.toml import list_at
 from envbuild.imports.statement import SOURCE, TOOL, Statement, for_linux, git_address, lost
 from envbuild.recipe.accelerators import accelerator_of
-from envbuild.toml import list_at
 
 _GIT = {"git", "rev", "tag", "branch", "subdirectory"}
 _CARRIED = _GIT | {"index", "version", "extras", "markers", "python", "platform", "optional"}

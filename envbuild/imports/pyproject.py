@@ -13,7 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
+from envbuild.base.names import normalise
+from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.imports.conda_files import KINDS, conda_entries, pixi_entries
 from envbuild.imports.pip_files import beside, pip_line
 from envbuild.imports.poetry import poetry_requirement, poetry_specifier
@@ -31,10 +33,8 @@ from envbuild.imports.statement import (
     lost,
     texts,
 )
-from envbuild.names import normalise
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.targets import ARCHES
-from envbuild.toml import Document, list_at, read, table_at, value_at
 
 _EXTRAS = ("project", "optional-dependencies")
 # Arrays of requirements, and the group that they form; for tables of such arrays, None: their keys are the groups.

@@ -11,12 +11,12 @@ from typing import Any
 
 from packaging.markers import InvalidMarker, Marker, UndefinedComparison, UndefinedEnvironmentName
 
-from envbuild.errors import UsageError
-from envbuild.files import read_small
-from envbuild.names import normalise
+from envbuild.base.errors import UsageError
+from envbuild.base.files import read_small
+from envbuild.base.names import normalise
+from envbuild.base.toml import Document, list_at, table_at, value_at
 from envbuild.recipe.model import PYTHONS
 from envbuild.recipe.targets import ARCHES
-from envbuild.toml import Document, list_at, table_at, value_at
 
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
 NOT_IN_IMAGE = "of a stage that is not in the final image"

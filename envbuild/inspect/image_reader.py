@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from envbuild.base.errors import BuildError
 from envbuild.environment import Environment
-from envbuild.errors import BuildError
 from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.member_table import packed, read_table, unpacked, write_table

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from envbuild.errors import BuildError, UsageError
+from envbuild.base.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs, Pulled
 from envbuild.image.layout import REF_NAME, from_index
 from envbuild.image.model import (
@@ -112,8 +112,8 @@ def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
 
 def open_registry_image(request: Request) -> ArtifactReader:
     """Open an image of a registry; only layers that were never read are fetched, into the store."""
+    from envbuild.base.progress import transfer
     from envbuild.lock.base import registry_of
-    from envbuild.progress import transfer
 
     store = request.environment.store
     registry = registry_of(request.rest, request.environment)

@@ -14,12 +14,12 @@ from typing import Any
 
 from envbuild.artifacts import layer_lists
 from envbuild.artifacts.installed import record_rows
-from envbuild.files import parse_json
-from envbuild.fingerprint import json_digest, record_digest
+from envbuild.base.files import parse_json
+from envbuild.base.fingerprint import json_digest, record_digest
+from envbuild.base.names import normalise
 from envbuild.inspect.conda_meta import environments, reader_of, recorded_files, records
 from envbuild.inspect.facts import CONDA, VENV, DebianPackage, Inventory, Item, PythonPackage, SourceBuilt
 from envbuild.layers.compose import PREFIX
-from envbuild.names import normalise
 
 # Larger files are not what their names say, and are treated like any other file.
 MAX_SIZE = 16 << 20

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from envbuild.artifacts.conda_survey import is_conda
+from envbuild.base.errors import EnvbuildError, HostError, UsageError
+from envbuild.base.files import MISSING
 from envbuild.environment import Environment
-from envbuild.errors import EnvbuildError, HostError, UsageError
-from envbuild.files import MISSING
 from envbuild.image.compression import kind_of as compressed_kind
 from envbuild.image.reference import parse_reference
 from envbuild.image.sif import is_sif

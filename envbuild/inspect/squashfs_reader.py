@@ -16,7 +16,8 @@ from threading import Event
 from typing import Any, BinaryIO
 
 from envbuild.artifacts.state import FILE as STATE
-from envbuild.errors import BuildError, UsageError
+from envbuild.base.errors import BuildError, UsageError
+from envbuild.base.workers import each
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import JSON, Object, Sif, is_sif, read_object, read_sif
@@ -28,7 +29,6 @@ from envbuild.inspect.image_reader import about_image
 from envbuild.inspect.metadata import MAX_SIZE, Note, Reader, digested, extra_of, interest, root_inventory, state_of
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
-from envbuild.workers import each
 
 _CHUNK = 1 << 20
 _MAX_TEXT = 4 << 20

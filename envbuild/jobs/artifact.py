@@ -10,9 +10,9 @@ from typing import Any
 
 from envbuild.artifacts.manifest import shown
 from envbuild.artifacts.state import BuiltLayer
-from envbuild.errors import UsageError, VerificationError
+from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.files import build_folder, named_path
 from envbuild.fabrics import find_fabric
-from envbuild.files import build_folder, named_path
 from envbuild.jobs.model import JobArtifact, JobInputs
 from envbuild.kinds import ARTIFACTS, DOCKER, kind_at
 from envbuild.kinds.built import check_lock, find_built, unknown

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.containers import work_key
 from envbuild.jobs.model import JobArtifact, JobPlan, JobRequest
 from envbuild.jobs.plan import scheduler_of

@@ -6,7 +6,7 @@ apptainer-exec(1). Tests with real runtimes: docs/howto/jobs.md.
 
 from __future__ import annotations
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import fill, mount, path_word, word, words
 from envbuild.jobs.stage import image_word

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from envbuild import torchrun
-from envbuild.errors import UsageError
+from envbuild.base import torchrun
+from envbuild.base.errors import UsageError
 from envbuild.jobs.model import JobInputs, JobRequest
 from envbuild.jobs.plan import command_of, setting
 from envbuild.site.schedulers import SCHEDULER_NAMES

@@ -7,8 +7,8 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from envbuild import process
-from envbuild.errors import HostError
+from envbuild.base import process
+from envbuild.base.errors import HostError
 
 _CHANGE = "change the site file or the options that it names, then submit again"
 _KUBEFLOW = "https://www.kubeflow.org/docs/components/trainer"

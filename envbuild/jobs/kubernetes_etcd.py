@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.kubernetes_pod import metadata, pod_account, pod_metadata, pod_rights, tolerations
 from envbuild.jobs.kubernetes_security import container_security
 from envbuild.jobs.model import JobPlan

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.fabrics import adapter_of, preflight_devices
 from envbuild.jobs.kubernetes_log import logged, run
 from envbuild.jobs.kubernetes_security import pod_security

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs import kubernetes_pod as pod
 from envbuild.jobs.kubernetes_etcd import Etcd, etcd_of, etcd_suffix, waiting
 from envbuild.jobs.kubernetes_security import container_security

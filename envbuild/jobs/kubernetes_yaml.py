@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 # Plain words that YAML 1.1 or 1.2 does not read as strings.

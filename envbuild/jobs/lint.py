@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.lint_faults import LEVELS, LintRule, load_faults
 from envbuild.jobs.lint_script import Found, ParsedScript, read_script
 from envbuild.site.pip_config import redact

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
+from envbuild.base.masking import looks_secret
 from envbuild.jobs.lint_addresses import of_addresses, of_endpoints, of_numbers, of_order
 from envbuild.jobs.lint_flow import of_names, of_signals
 from envbuild.jobs.lint_hosts import (
@@ -43,7 +44,6 @@ from envbuild.jobs.lint_slips import (
 )
 from envbuild.jobs.lint_status import of_checks, of_status
 from envbuild.jobs.schedulers.base import option_values
-from envbuild.masking import looks_secret
 from envbuild.site.jobs import job_variable_problem
 
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")

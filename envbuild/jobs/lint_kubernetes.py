@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
+from envbuild.base.yaml_reader import parse_yaml
 from envbuild.fabrics import adapter_of
 from envbuild.jobs.lint_jobs import of_secrets
 from envbuild.jobs.lint_resources import of_ranks
@@ -19,7 +20,6 @@ from envbuild.jobs.lint_rules import RULES, judged_image
 from envbuild.jobs.lint_script import Found, read_script
 from envbuild.jobs.lint_status import of_status
 from envbuild.jobs.schedulers.base import whole
-from envbuild.yaml_reader import parse_yaml
 
 # Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint
 # and the number of nodes.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from envbuild import torchrun
+from envbuild.base import torchrun
 from envbuild.kinds import ARTIFACTS, Artifact
 from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
 from envbuild.site.settings import Site

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from envbuild import units
-from envbuild.errors import UsageError
-from envbuild.files import absolute_path
+from envbuild.base import units
+from envbuild.base.errors import UsageError
+from envbuild.base.files import absolute_path
 from envbuild.jobs.job_env import container_mounts, job_env
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from envbuild.errors import UsageError, VerificationError
+from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.masking import looks_secret
 from envbuild.gpus import chips_named, gpu_faults
 from envbuild.jobs.kubernetes_log import lost_log
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.masking import looks_secret
 from envbuild.recipe.targets import Target
 from envbuild.site.jobs import DEFAULT_RUNTIME, UNLIMITED, unlimited
 from envbuild.site.settings import Site

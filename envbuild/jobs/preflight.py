@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from envbuild.errors import HostError, UsageError
+from envbuild.base.errors import HostError, UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render
 from envbuild.jobs.schedulers import SCHEDULERS

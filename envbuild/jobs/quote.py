@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 
 # Batch systems refuse or cut scripts with carriage returns, NUL and other control characters.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")

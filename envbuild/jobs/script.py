@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 
 import envbuild
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.containers import TIDY, tidies, work_key
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.modules import module_lines, purged

@@ -15,7 +15,7 @@ import textwrap
 import zipfile
 
 import envbuild
-from envbuild.files import shipped
+from envbuild.base.files import shipped
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import fill, heredoc, path_word, word
 

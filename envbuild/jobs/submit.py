@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from envbuild import process
-from envbuild.atomic import write_beside
-from envbuild.errors import HostError, UsageError
+from envbuild.base import process
+from envbuild.base.atomic import write_beside
+from envbuild.base.errors import HostError, UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Submission, Trial

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, Unpack
 
-from envbuild.files import build_folder
+from envbuild.base.files import build_folder
 
 if TYPE_CHECKING:
     from envbuild.artifacts.folder import FolderModule
@@ -128,8 +128,8 @@ class FolderArtifact(Artifact):
         return BuiltArtifact(state, state.digest, str(path.absolute() / "bin" / "python"))
 
     def changed(self, path: Path, manifest: str, *, exact: bool = False) -> list[str]:
-        from envbuild import resources
         from envbuild.artifacts.manifest import changes
+        from envbuild.base import resources
         from envbuild.environment import load_environment
 
         environment = load_environment()
@@ -137,7 +137,7 @@ class FolderArtifact(Artifact):
         return changes(path, self.read(path).state, manifest, environment.store, workers, exact=exact)
 
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:
-        from envbuild.errors import UsageError
+        from envbuild.base.errors import UsageError
         from envbuild.verify.host import folder_subject
 
         if runtime is not None:

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.artifacts.state import read_state
-from envbuild.errors import EnvbuildError, LockError, UsageError
-from envbuild.files import build_folder, named_path
+from envbuild.base.errors import EnvbuildError, LockError, UsageError
+from envbuild.base.files import build_folder, named_path
+from envbuild.base.progress import log
+from envbuild.base.toml import closest
 from envbuild.kinds import ARTIFACTS, CONDA, VENV, Artifact
-from envbuild.progress import log
 from envbuild.recipe.find import FILE_NAME, command_word, default_recipe, recipe_files, search_folders
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.toml import closest
 from envbuild.verify.receipt import read_receipt, receipt_path
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild import atomic
 from envbuild.artifacts.state import State
+from envbuild.base import atomic
+from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.progress import log
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import UsageError, VerificationError
 from envbuild.kinds import kind_at
-from envbuild.progress import log
 from envbuild.recipe.verify_table import expect_of
 from envbuild.store.history import record
 from envbuild.verify.model import Settings, Subject, Thoroughness, Verdict

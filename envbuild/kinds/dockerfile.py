@@ -16,8 +16,9 @@ from envbuild.artifacts.docker_layer import add_files
 from envbuild.artifacts.image import PreparedImage
 from envbuild.artifacts.image_manifest import FILE_NAME, OCI, PathRow, render
 from envbuild.artifacts.state import FILE, IMAGE, State, state_of
+from envbuild.base.errors import HostError, UsageError
+from envbuild.base.progress import log
 from envbuild.environment import Environment
-from envbuild.errors import HostError, UsageError
 from envbuild.image.daemon import connect
 from envbuild.image.entry import FILE as REGULAR
 from envbuild.image.model import GOARCH, digest_of
@@ -32,7 +33,6 @@ from envbuild.lock.base import builder_lock, image_lock
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.plan.plan import ImageInputs
-from envbuild.progress import log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site

@@ -9,14 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
-from envbuild import atomic, resources
 from envbuild.artifacts.folder import FolderBuild, InstalledFilesDiffer, check_host
 from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.manifest import changes, move_seal, read_manifest, shown
 from envbuild.artifacts.state import State, check_place
+from envbuild.base import atomic, resources
+from envbuild.base.errors import BuildError, HostError, LockError, UsageError, VerificationError
+from envbuild.base.files import absolute_path
+from envbuild.base.progress import log
 from envbuild.environment import Environment, own_command
-from envbuild.errors import BuildError, HostError, LockError, UsageError, VerificationError
-from envbuild.files import absolute_path
 from envbuild.interpreter import HostPython
 from envbuild.kinds import CONDA, VENV, FolderArtifact
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, keep_receipt, settings_of, verify_staged
@@ -27,7 +28,6 @@ from envbuild.layers.trainer import Trainer
 from envbuild.lock.lifecycle import LockUse
 from envbuild.locks import has_wheels
 from envbuild.plan.plan import Plan
-from envbuild.progress import log
 from envbuild.pythons import OfferedPython, choose_python, keep_python, provide_python
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe

@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from envbuild import atomic
 from envbuild.artifacts import docker
 from envbuild.artifacts.image import AssembledImage, PreparedImage, assemble
 from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.state import IMAGE
+from envbuild.base import atomic
+from envbuild.base.errors import HostError, UsageError
+from envbuild.base.files import absolute_path
+from envbuild.base.progress import log
 from envbuild.environment import Environment
-from envbuild.errors import HostError, UsageError
-from envbuild.files import absolute_path
 from envbuild.image.daemon import connect
 from envbuild.image.model import docker_manifest
 from envbuild.kinds import DOCKER
@@ -27,7 +28,6 @@ from envbuild.layers.requested import check_here, for_image
 from envbuild.lock.base import image_lock
 from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.plan.plan import ImageInputs, Plan
-from envbuild.progress import log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.containers import BuiltImage, image_subject

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from envbuild.base.errors import BuildError, UsageError
+from envbuild.base.names import normalise
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, UsageError
 from envbuild.image.quota import Quota
 from envbuild.layers.contents import reading
 from envbuild.layers.wheel import wheel_title
 from envbuild.lock.offers import tag_set
-from envbuild.names import normalise
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import LockedPackage

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Unpack
 
-from envbuild import process
+from envbuild.base import process
+from envbuild.base.progress import log
 from envbuild.environment import Environment
 from envbuild.layers.project import check_name, collect
 from envbuild.layers.requested import RequestedLayers, bind_to_lock, for_host, other_host
@@ -20,7 +21,6 @@ from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.lock.wheels import wheel_lock
 from envbuild.plan.plan import ImageInputs, Plan, make_plan
-from envbuild.progress import log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 

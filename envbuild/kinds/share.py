@@ -10,11 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from envbuild import atomic
-from envbuild.disk_space import check_disk_space
+from envbuild.base import atomic
+from envbuild.base.disk_space import check_disk_space
+from envbuild.base.errors import BuildError, UsageError, VerificationError
+from envbuild.base.files import absolute_path, parse_json
+from envbuild.base.progress import human_size, log, transfer
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, UsageError, VerificationError
-from envbuild.files import absolute_path, parse_json
 from envbuild.image.blobs import BlobFiles, file_digest
 from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
 from envbuild.image.quota import Quota
@@ -22,7 +23,6 @@ from envbuild.image.reference import Reference
 from envbuild.image.registry import Pushed, Registry
 from envbuild.image.sif_signed import content_digest
 from envbuild.kinds.commit import commit
-from envbuild.progress import human_size, log, transfer
 from envbuild.site.tables import TrustTable
 from envbuild.store.pieces import (
     ATTESTATIONS,

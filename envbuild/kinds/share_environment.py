@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from envbuild import atomic
 from envbuild.artifacts.state import State
+from envbuild.base import atomic
+from envbuild.base.errors import BuildError, UsageError, VerificationError
+from envbuild.base.files import is_file_name, link_or_copy, parse_json
+from envbuild.base.progress import log, transfer
+from envbuild.base.toml import read
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, UsageError, VerificationError
-from envbuild.files import is_file_name, link_or_copy, parse_json
 from envbuild.image.blobs import file_digest
 from envbuild.image.model import Descriptor, is_digest
 from envbuild.image.quota import Quota
@@ -28,11 +30,9 @@ from envbuild.kinds.prepare import prepare
 from envbuild.kinds.share import MOST, PulledArtifact, attested_receipt, push_blobs
 from envbuild.layers.trainer import Trainer
 from envbuild.plan.plan import Plan
-from envbuild.progress import log, transfer
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.targets import Target
 from envbuild.store.pieces import INPUT
-from envbuild.toml import read
 
 _RECIPE = "recipe"
 _MOST_RECIPE = 4 * MOST  # bytes of all files of a recipe

@@ -12,15 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild import atomic
 from envbuild.artifacts.apptainer import definition, recipe_definition
 from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
 from envbuild.artifacts.squash import composed, spans_of, write_sif, write_sqsh
 from envbuild.artifacts.state import State
-from envbuild.disk_space import check_disk_space
+from envbuild.base import atomic
+from envbuild.base.disk_space import check_disk_space
+from envbuild.base.errors import HostError, UsageError
+from envbuild.base.files import absolute_path
+from envbuild.base.progress import human_size, log, transfer
 from envbuild.environment import Environment
-from envbuild.errors import HostError, UsageError
-from envbuild.files import absolute_path
 from envbuild.image.archive import archive_at
 from envbuild.image.blobs import Blobs, ImageAt, Pulled, of_pulled
 from envbuild.image.credentials import check_user
@@ -34,7 +35,6 @@ from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, sett
 from envbuild.layers.compose import source_date
 from envbuild.layers.layer_cache import CachedSegment
 from envbuild.layers.segment_cache import MissingData, SegmentCache, segment_cache
-from envbuild.progress import human_size, log, transfer
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.store.pieces import Span, note_spans
 from envbuild.verify.image_file import ENROOT, check_image_place, image_state, open_image_file

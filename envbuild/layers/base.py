@@ -8,11 +8,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Generic
 
-from envbuild.atomic import write_atomically
+from envbuild.base.atomic import write_atomically
+from envbuild.base.errors import BuildError
+from envbuild.base.files import parse_json
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import Environment
-from envbuild.errors import BuildError
-from envbuild.files import parse_json
 from envbuild.image.blobs import Pulled
 from envbuild.image.compression import open_layer
 from envbuild.image.entry import Tree

@@ -26,11 +26,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from envbuild.errors import BuildError, HostError
+from envbuild.base.errors import BuildError, HostError
+from envbuild.base.workers import Answer, Workers
 from envbuild.image.entry import FILE, Entry, Readable, Tree, closing
 from envbuild.interpreter import HostPython, compiling_environment
 from envbuild.layers.contents import Joined
-from envbuild.workers import Answer, Workers
 
 # Larger modules are rare, generated tables; they are compiled when they are imported.
 _MAX_SOURCE = 4 << 20

@@ -11,7 +11,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree, closing
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode

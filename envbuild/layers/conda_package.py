@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from envbuild.base.errors import BuildError
 from envbuild.environment import Environment
-from envbuild.errors import BuildError
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import Readable
 from envbuild.image.squashfs.segment import tar_items

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, BinaryIO, cast
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import Readable
 
 try:  # like zipfile itself: a Python may lack it

@@ -8,21 +8,21 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from envbuild import atomic
+from envbuild.base import atomic
+from envbuild.base.errors import HostError
+from envbuild.base.fingerprint import json_digest
+from envbuild.base.progress import Log, step
 from envbuild.debian.base import fetch_debs
 from envbuild.debian.deb import read_data
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.rootfs import merged
 from envbuild.debian.sources import debian_client
 from envbuild.environment import Environment
-from envbuild.errors import HostError
-from envbuild.fingerprint import json_digest
 from envbuild.image.entry import FILE, SYMLINK
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import MAGIC, Compiler, compiler_of
 from envbuild.lock.base import site_archives
 from envbuild.lock.image import ImageLock
-from envbuild.progress import Log, step
 from envbuild.pythons import FOLDER, find_python, own_python
 from envbuild.recipe.targets import Target, host_arch
 

@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar, cast
 
+from envbuild.base.errors import BuildError
+from envbuild.base.file_lock import file_lock
+from envbuild.base.progress import Log, detail, reuse, step
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.errors import BuildError
-from envbuild.file_lock import file_lock
 from envbuild.image.blobs import opened
 from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import Readable
@@ -29,7 +30,6 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.recorded import hashed, recorded
-from envbuild.progress import Log, detail, reuse, step
 from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store

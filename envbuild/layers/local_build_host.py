@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from envbuild import process
-from envbuild.errors import HostError
+from envbuild.base import process
+from envbuild.base.errors import HostError
 from envbuild.recipe.sources import SourceLayer
 
 # The variables of the caller that a build gets: search paths, and the settings of environment modules for compilers.

@@ -17,20 +17,20 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from envbuild import process
+from envbuild.base import process
+from envbuild.base.errors import BuildError, HostError, RecipeError
+from envbuild.base.git import run_git
+from envbuild.base.names import normalise
+from envbuild.base.progress import log
+from envbuild.base.pure_wheel import described, pack, with_record
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, HostError, RecipeError
-from envbuild.git import run_git
 from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.contents import reading
 from envbuild.layers.trainer import NAME
 from envbuild.layers.wheel import required_by
 from envbuild.lock.offers import applicable
-from envbuild.names import normalise
 from envbuild.plan.plan import Plan
-from envbuild.progress import log
-from envbuild.pure_wheel import described, pack, with_record
 from envbuild.pythons import provide_python
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.project import OwnCode

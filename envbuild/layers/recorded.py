@@ -8,13 +8,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from envbuild.fingerprint import conda_digest, record_digest
+from envbuild.base.fingerprint import conda_digest, record_digest
+from envbuild.base.names import normalise
 from envbuild.image.entry import FILE, Tree, closing
 from envbuild.image.squashfs.segment import of_entry
 from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import PREFIX
 from envbuild.layers.contents import HashedContent
-from envbuild.names import normalise
 
 # Only in a site-packages folder itself, not in one that a package vendors.
 _CONDA = re.compile(re.escape(f"{PREFIX}/conda-meta/") + r"[^/]+\.json")

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Unpack
 
+from envbuild.base.errors import HostError, UsageError
 from envbuild.environment import Environment
-from envbuild.errors import HostError, UsageError
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock

@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from envbuild import resources
-from envbuild.atomic import replacing
+from envbuild.base import resources
+from envbuild.base.atomic import replacing
+from envbuild.base.errors import BuildError
+from envbuild.base.process import forked
+from envbuild.base.progress import Log, log, reuse
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.environment import Environment
-from envbuild.errors import BuildError
 from envbuild.image.blobs import opened
 from envbuild.image.compression import open_layer
 from envbuild.image.entry import closing
@@ -25,8 +27,6 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import CachedSegment, Items, cached, checked_tar, known_part, read_distributions
 from envbuild.layers.recorded import recorded
-from envbuild.process import forked
-from envbuild.progress import Log, log, reuse
 from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry
 from envbuild.store.store import Store

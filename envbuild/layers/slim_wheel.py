@@ -21,17 +21,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from envbuild.atomic import new_file
+from envbuild.base.atomic import new_file
+from envbuild.base.file_lock import file_lock
+from envbuild.base.fingerprint import SLIM_FILE
+from envbuild.base.progress import human_size, log
+from envbuild.base.pure_wheel import record_row
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.file_lock import file_lock
-from envbuild.fingerprint import SLIM_FILE
 from envbuild.gpu_code import CudaEntry, read_gpu_code
 from envbuild.gpus import all_chips
 from envbuild.layers.compose import key_of
 from envbuild.layers.contents import open_member, reading
 from envbuild.layers.wheel import recorded_rows, render_record
-from envbuild.progress import human_size, log
-from envbuild.pure_wheel import record_row
 from envbuild.slim import SlimRules, unused
 from envbuild.store.store import Store
 

@@ -20,24 +20,24 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from envbuild.atomic import names_staging, remove_tree, replacing
+from envbuild.base.atomic import names_staging, remove_tree, replacing
+from envbuild.base.errors import BuildError
+from envbuild.base.file_lock import file_lock
+from envbuild.base.progress import Log, reuse
+from envbuild.base.resources import workers
+from envbuild.base.unpack import unpack
 from envbuild.environment import Environment
-from envbuild.errors import BuildError
-from envbuild.file_lock import file_lock
 from envbuild.image.quota import Quota
 from envbuild.layers.source_causes import failure, keep_log
 from envbuild.layers.source_files import SourceManifest, list_files, patchelf_program, read_manifest, write_manifest
 from envbuild.layers.source_job import BuildHost, BuildPython, SourceBuild, StepError
 from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
 from envbuild.layers.wheels import fetch_wheels
-from envbuild.progress import Log, reuse
 from envbuild.recipe.sources import SourceLayer
-from envbuild.resources import workers
 from envbuild.site.tables import LimitsTable
 from envbuild.store.archives import WantedArchive, locate_archive
 from envbuild.store.entry import CacheEntry, fetched
 from envbuild.store.store import Store
-from envbuild.unpack import unpack
 
 # Increase it when the same inputs would result in other files: layers from older versions are then not used.
 _ENGINE = 2

@@ -6,8 +6,8 @@ import re
 import shutil
 from pathlib import Path
 
+from envbuild.base.errors import BuildError
 from envbuild.diagnose.engine import explain
-from envbuild.errors import BuildError
 from envbuild.layers.source_job import StepError
 
 _TAIL_LINES = 25

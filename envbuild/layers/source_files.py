@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from envbuild.elf import MACHINES, is_elf, machine_name, read_elf
-from envbuild.errors import BuildError, HostError
-from envbuild.files import parse_json
+from envbuild.base.elf import MACHINES, is_elf, machine_name, read_elf
+from envbuild.base.errors import BuildError, HostError
+from envbuild.base.files import parse_json
 from envbuild.layers.source_job import PREFIX
 
 _TEXT = 1 << 22

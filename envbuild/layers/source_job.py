@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Protocol
 
-from envbuild import progress
+from envbuild.base import progress
 from envbuild.recipe.sources import SourceLayer
 
 # Every layer is configured for this prefix: paths that are compiled in must not depend on the build folder.

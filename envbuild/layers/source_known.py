@@ -7,8 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from envbuild.base.errors import RecipeError
+from envbuild.base.toml import Keys, nearest
 from envbuild.data import load_table
-from envbuild.errors import RecipeError
 from envbuild.fabrics import load_fabrics
 from envbuild.layers.source_job import PLACE
 from envbuild.recipe.accelerators import CUDA
@@ -16,7 +17,6 @@ from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import HostLayer, LockedPackage, Patch, SourceLayer
 from envbuild.recipe.targets import Target
-from envbuild.toml import Keys, nearest
 
 _NEGATED = re.compile("^--(without|disable)-")
 _NEGATED_VARIABLE = re.compile("^((?:[A-Z0-9]+_)+)WITHOUT_")

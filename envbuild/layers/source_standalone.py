@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from envbuild.errors import BuildError
-from envbuild.files import parse_json
+from envbuild.base.errors import BuildError
+from envbuild.base.files import parse_json
 from envbuild.layers.local_build_host import local_build_host
 from envbuild.layers.source_causes import failure
 from envbuild.layers.source_job import SourceBuild, StepError

@@ -13,11 +13,11 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from envbuild.elf import is_elf
-from envbuild.errors import BuildError
+from envbuild.base.elf import is_elf
+from envbuild.base.errors import BuildError
+from envbuild.base.unpack import unpack, unzip
 from envbuild.layers.source_files import relocate
 from envbuild.layers.source_job import PREFIX, TOOLS, SourceBuild
-from envbuild.unpack import unpack, unzip
 
 _DATA = {"purelib": "", "platlib": "", "scripts": "bin", "data": ".", "headers": "include"}
 _LICENCES = ("COPYING*", "LICENSE*", "LICENCE*", "NOTICE*")

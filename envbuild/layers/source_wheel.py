@@ -11,7 +11,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.layers.source_job import PREFIX, TOOLS, BuildHost, BuildPython, SourceBuild
 from envbuild.layers.wheel import INSTALLER, entry_point_scripts, record_row, render_record
 

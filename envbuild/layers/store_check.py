@@ -8,17 +8,17 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from envbuild.base.errors import BuildError
+from envbuild.base.names import normalise
+from envbuild.base.progress import log, transfer
+from envbuild.base.workers import each
 from envbuild.cache.hashed import read_note
-from envbuild.errors import BuildError
 from envbuild.image.member_table import read_table
 from envbuild.image.squashfs.segment import stored_digest
 from envbuild.layers.source_files import stored_manifest
 from envbuild.layers.wheel import wheel_title
-from envbuild.names import normalise
-from envbuild.progress import log, transfer
 from envbuild.store.sources import matches
 from envbuild.store.store import Store
-from envbuild.workers import each
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 # Folders whose files, or whose folders, are named by the sha256 of a file.

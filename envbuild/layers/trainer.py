@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass
 
 from envbuild import __version__
-from envbuild.errors import BuildError
-from envbuild.files import shipped
-from envbuild.pure_wheel import described, pack
+from envbuild.base.errors import BuildError
+from envbuild.base.files import shipped
+from envbuild.base.pure_wheel import described, pack
 
 NAME = "ddp-train"
 _DIST_INFO = f"ddp_train-{__version__}.dist-info"

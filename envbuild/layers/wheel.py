@@ -19,11 +19,11 @@ from email.parser import HeaderParser
 from pathlib import Path
 from typing import IO
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
+from envbuild.base.names import normalise
+from envbuild.base.pure_wheel import record_row as record_row
 from envbuild.image.entry import FILE, Entry, Readable, Tree
 from envbuild.layers.contents import Guarded, HashedContent, Joined, open_member, reading
-from envbuild.names import normalise
-from envbuild.pure_wheel import record_row as record_row
 
 INSTALLER = b"envbuild\n"
 # Files in a .dist-info that each installer writes, or lists (signatures), in its own way, relative to site-packages.

@@ -16,9 +16,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from envbuild.base.errors import BuildError
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.environment import Environment
-from envbuild.errors import BuildError
 from envbuild.layers.compose import WheelFile, key_of
 from envbuild.layers.project import project_wheel
 from envbuild.layers.slim_wheel import slim_wheel

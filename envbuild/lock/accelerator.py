@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from envbuild.base.errors import LockError
 from envbuild.data import load_table
-from envbuild.errors import LockError
 from envbuild.lock.conda import CondaPackage
 from envbuild.lock.format import LockedPackage
 from envbuild.recipe.accelerators import CUDA, accelerator_of, gpu_families, torch_index

@@ -18,16 +18,16 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from envbuild.base.errors import LockError, UsageError, VerificationError
+from envbuild.base.files import parse_json
+from envbuild.base.names import normalise
+from envbuild.base.units import seconds
 from envbuild.debian.control import compare_versions
 from envbuild.debian.lock import DebianLock
-from envbuild.errors import LockError, UsageError, VerificationError
-from envbuild.files import parse_json
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
-from envbuild.names import normalise
 from envbuild.site.tables import AuditTable
-from envbuild.units import seconds
 
 PYPI, DEBIAN = "PyPI", "Debian"
 _MOST = 8 << 20  # bytes of a record

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from envbuild.base.errors import BuildError, LockError, UsageError
+from envbuild.base.fingerprint import json_digest
+from envbuild.base.progress import Log, transfer
 from envbuild.debian.base import resolve_base
 from envbuild.debian.defaults import default_packages, default_without, newest_suite, suites_by_python
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.sources import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, LockError, UsageError
-from envbuild.fingerprint import json_digest
 from envbuild.image.archive import read_archive, read_daemon
 from envbuild.image.blobs import Pulled
 from envbuild.image.layout import read_layout
@@ -26,7 +27,6 @@ from envbuild.image.quota import Quota
 from envbuild.image.registry import Registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
-from envbuild.progress import Log, transfer
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.sources import SourceLayer

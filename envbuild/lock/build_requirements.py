@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envbuild import process
+from envbuild.base import process
+from envbuild.base.errors import BuildError, LockError
+from envbuild.base.unpack import unpack
 from envbuild.environment import Environment
-from envbuild.errors import BuildError, LockError
 from envbuild.lock.built import Sources, locked_wheels
 from envbuild.lock.format import BuiltPackage, Lock, LockedPackage
 from envbuild.lock.uv_compile import UvCompile, explanation
 from envbuild.recipe.build import BuildTable
-from envbuild.unpack import unpack
 
 # A build of a git repository's files has no history to read the version from: PyPA's setuptools-scm (hatch-vcs and
 # others use it), PDM, and OpenStack's pbr read it from these variables.

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from envbuild.base.errors import EnvbuildError, LockError
+from envbuild.base.names import normalise
 from envbuild.cache.retry import RequestFailed
 from envbuild.environment import Environment
-from envbuild.errors import EnvbuildError, LockError
 from envbuild.lock.format import BuiltPackage, Lock, LockedPackage
 from envbuild.lock.offers import applicable, tag_set
-from envbuild.names import normalise
 from envbuild.recipe.build import BuildTable
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.reference import DirectReference, references

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from envbuild.errors import LockError
-from envbuild.fingerprint import json_digest
+from envbuild.base.errors import LockError
+from envbuild.base.fingerprint import json_digest
+from envbuild.base.names import normalise
 from envbuild.lock.built import wheel_files
 from envbuild.lock.format import Lock, without_credentials
-from envbuild.names import normalise
 from envbuild.recipe.targets import Target
 
 _text = json.dumps  # YAML's strings in double quotes

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from envbuild.errors import LockError
+from envbuild.base.errors import LockError
+from envbuild.base.yaml_reader import parse_yaml
 from envbuild.lock.conda import WORD, CondaLock, CondaPackage, conda_platform, entry, file_parts
 from envbuild.recipe.targets import ARCHES, Target, target_problem
-from envbuild.yaml_reader import parse_yaml
 
 FORMAT = "1"
 _MARK = "envbuild_"  # envbuild's keys in custom_metadata

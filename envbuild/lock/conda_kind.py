@@ -12,11 +12,14 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from envbuild.base.errors import LockError, UsageError
+from envbuild.base.file_lock import folder_lock
+from envbuild.base.names import normalise
+from envbuild.base.progress import Log
+from envbuild.base.pure_wheel import described, pack
 from envbuild.compat.check import check_stack
 from envbuild.data import load_table
 from envbuild.environment import Environment
-from envbuild.errors import LockError, UsageError
-from envbuild.file_lock import folder_lock
 from envbuild.lock import conda_format
 from envbuild.lock import format as pip_format
 from envbuild.lock.accelerator import check_conda_accelerator
@@ -24,9 +27,6 @@ from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, package_changes, read_lock_file, write_lock_file
 from envbuild.lock.wheels import resolve
-from envbuild.names import normalise
-from envbuild.progress import Log
-from envbuild.pure_wheel import described, pack
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 

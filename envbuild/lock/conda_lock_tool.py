@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from envbuild import process
+from envbuild.base import process
+from envbuild.base.errors import HostError, LockError
 from envbuild.environment import Environment
-from envbuild.errors import HostError, LockError
 from envbuild.lock import conda_solve
 from envbuild.lock.conda import CondaPackage, canonical_depends, conda_platform
 from envbuild.lock.conda_format import parse_packages

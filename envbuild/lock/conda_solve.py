@@ -14,9 +14,9 @@ from textwrap import indent
 from typing import Any
 from urllib.parse import urlsplit
 
-from envbuild import process
+from envbuild.base import process
+from envbuild.base.errors import HostError, LockError, RecipeError
 from envbuild.environment import Environment
-from envbuild.errors import HostError, LockError, RecipeError
 from envbuild.lock.conda import CondaPackage, canonical_depends, conda_platform, file_parts
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import channel_url

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from envbuild.errors import LockError
-from envbuild.files import parse_json
-from envbuild.fingerprint import json_digest
+from envbuild.base.errors import LockError
+from envbuild.base.files import parse_json
+from envbuild.base.fingerprint import json_digest
+from envbuild.base.names import normalise
 from envbuild.lock.lifecycle import package_changes, read_lock_file
-from envbuild.names import normalise
 from envbuild.recipe.sources import LockedPackage as LockedPackage
 
 FORMAT = 1

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from envbuild.base.errors import LockError
+from envbuild.base.fingerprint import json_digest
+from envbuild.base.toml import Document, decode, key, parse_toml, required, toml_pairs
 from envbuild.debian.lock import DebianLock, checked
-from envbuild.errors import LockError
-from envbuild.fingerprint import json_digest
 from envbuild.image.model import is_digest
 from envbuild.lock.lifecycle import package_changes, read_lock_file
-from envbuild.toml import Document, decode, key, parse_toml, required, toml_pairs
 
 FORMAT = 1
 _HINT = "delete it and run `envbuild lock` again"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from envbuild.base.errors import LockError
+from envbuild.base.names import normalise
+from envbuild.base.toml import nearest
 from envbuild.environment import Environment
-from envbuild.errors import LockError
 from envbuild.lock.format import BuiltPackage, LockedPackage
 from envbuild.lock.offers import Offers
-from envbuild.names import normalise
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.toml import nearest
 
 
 def reachable(indexes: Sequence[str], environment: Environment, offline: bool) -> tuple[list[str], list[str]]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from shlex import quote
 from typing import Generic, NotRequired, Protocol, TypedDict, TypeVar
 
-from envbuild.atomic import write_beside
+from envbuild.base.atomic import write_beside
+from envbuild.base.errors import LockError
+from envbuild.base.files import build_folder, read_small
+from envbuild.base.progress import Log, step
 from envbuild.environment import Environment
-from envbuild.errors import LockError
-from envbuild.files import build_folder, read_small
-from envbuild.progress import Log, step
 from envbuild.recipe.find import command_word, shipped_folder
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
+from envbuild.base.errors import LockError
+from envbuild.base.names import normalise
 from envbuild.environment import Environment
-from envbuild.errors import LockError
-from envbuild.names import normalise
 from envbuild.recipe.checks import requirement_parts
 from envbuild.store.sources import Link, PackageSource, local_files, remote_sources
 
@@ -118,9 +118,9 @@ class Offers:
 
     def _pages(self, names: Iterable[str]) -> list[tuple[str, PackageSource, list[Link]]]:
         """Return (name, source, its links) of each name and each source that may serve it."""
+        from envbuild.base.workers import each
         from envbuild.cache.retry import PlainRedirect, RequestFailed
         from envbuild.store.client import Client
-        from envbuild.workers import each
 
         client = Client(self.environment.pip, self.environment.variables)
         own = {url: PackageSource(url, is_index=True, patient=False) for url in self.bound.values()}

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from envbuild.base.errors import VerificationError
+from envbuild.base.progress import human_size
 from envbuild.debian.lock import DebianLock
-from envbuild.errors import VerificationError
 from envbuild.lock.advisories import Advisory, judge_locks, open_database
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
-from envbuild.progress import human_size
 from envbuild.site.tables import AuditTable
 from envbuild.store.fetch import ARCHIVES, WantedWheel, stored_wheel
 from envbuild.store.history import METRICS

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from envbuild import process
+from envbuild.base import process
+from envbuild.base.names import normalise
+from envbuild.base.toml import toml_key, toml_pairs
 from envbuild.lock.format import LockedPackage
 from envbuild.lock.offers import Offers, ProjectRelease, allowed_releases
-from envbuild.names import normalise
 from envbuild.recipe.build import BuildTable
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.model import PYTHONS
 from envbuild.site.uv_config import bound_project
-from envbuild.toml import toml_key, toml_pairs
 
 _NAME = r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?"
 _SPECIFIER = r"((?:[<>=!~]=|[<>])\S+)?"

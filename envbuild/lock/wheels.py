@@ -12,9 +12,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from envbuild.base.errors import LockError
+from envbuild.base.names import normalise
+from envbuild.base.progress import Log
 from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.environment import Environment
-from envbuild.errors import LockError
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.build_requirements import lock_built
 from envbuild.lock.built import check_used, locked_wheels, sources_of
@@ -23,8 +25,6 @@ from envbuild.lock.indexes import ambiguous_names, bound_indexes, check_bound, c
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, lock_folders, write_lock_file
 from envbuild.lock.offers import Offers, applicable, skipped_warnings
 from envbuild.lock.uv_compile import UvCompile, explanation, without_wheel
-from envbuild.names import normalise
-from envbuild.progress import Log
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from envbuild.names import normalise
+from envbuild.base.names import normalise
+from envbuild.base.toml import Document, Keys, Problem, key, list_at, table_at
 from envbuild.recipe import checks
 from envbuild.recipe.layers import patch_problem
 from envbuild.recipe.reference import reference_of
 from envbuild.recipe.targets import target_problem
-from envbuild.toml import Document, Keys, Problem, key, list_at, table_at
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-from envbuild.names import normalise
+from envbuild.base.names import normalise
+from envbuild.base.toml import form
 from envbuild.recipe.reference import DIRECT, reference_of
-from envbuild.toml import form
 
 # Matches the common `name` or `name[extra]==1.2.3+local` without an import of packaging.
 _ORDINARY = re.compile(
@@ -118,7 +118,7 @@ def base_problem(text: str) -> str | None:
         return None if rest else f"{text!r} names no image: write {kind}:NAME"
     if "://" in text:
         return f"{text!r} is a URL; write the reference alone, as in docker.io/pytorch/pytorch:TAG"
-    from envbuild.errors import UsageError
+    from envbuild.base.errors import UsageError
     from envbuild.image.reference import parse_reference
 
     try:

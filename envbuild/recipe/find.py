@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from envbuild.errors import EnvbuildError, UsageError
-from envbuild.files import project_folder, shipped
+from envbuild.base.errors import EnvbuildError, UsageError
+from envbuild.base.files import project_folder, shipped
+from envbuild.base.toml import nearest
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.toml import nearest
 
 FILE_NAME = "recipe.toml"
 _DEFAULT = "pt_cpu"

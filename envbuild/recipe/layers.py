@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from envbuild.base.toml import Document, Problem, form, key, list_at, required, table_at
 from envbuild.recipe.targets import target_problem
-from envbuild.toml import Document, Problem, form, key, list_at, required, table_at
 
 layer_name_problem = form(r"[a-z0-9][a-z0-9_.+-]*", "is not a layer's name: lower-case letters, digits and . _ + -")
 option_problem = form(r"\S[^\n\x00]*", "is not one option on one line")

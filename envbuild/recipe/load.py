@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import UsageError
-from envbuild.names import normalise
+from envbuild.base.errors import UsageError
+from envbuild.base.names import normalise
+from envbuild.base.toml import Document, Problem, decode, nearest, read
 from envbuild.recipe import model
 from envbuild.recipe.build import BuildTable, build_mistakes, requirement_entries
 from envbuild.recipe.checks import requirement_parts
@@ -18,7 +19,6 @@ from envbuild.recipe.project import OwnCode, declared_code, declared_requirement
 from envbuild.recipe.slim_table import SlimTable, slim_mistakes
 from envbuild.recipe.targets import Target, host_arch, target_problem
 from envbuild.recipe.verify_table import LATER, VerifyTable, script_of, verify_mistakes
-from envbuild.toml import Document, Problem, decode, nearest, read
 
 # Keys of a recipe that count in its digest only if it has them.
 _NEW = ("indexes", "project", "build")

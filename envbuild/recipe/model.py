@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from envbuild.base.names import normalise
+from envbuild.base.toml import Document, Keys, Problem, key, nearest, required, table_at
 from envbuild.fabrics import fabric_names
 from envbuild.gpus import GPU_PATTERN, chips_named, gpu_problem
-from envbuild.names import normalise
 from envbuild.recipe import checks
 from envbuild.recipe.build import BuildTable, requirement_entries
 from envbuild.recipe.layers import LayerTable, layer_name_problem
@@ -17,7 +18,6 @@ from envbuild.recipe.slim_table import SlimTable
 from envbuild.recipe.targets import Target, target_problem
 from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import INDEX_NAME
-from envbuild.toml import Document, Keys, Problem, key, nearest, required, table_at
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")

@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import RecipeError
-from envbuild.files import read_small
-from envbuild.names import normalise
+from envbuild.base.errors import RecipeError
+from envbuild.base.files import read_small
+from envbuild.base.names import normalise
+from envbuild.base.toml import Document, form, key, nearest, read, required, table_at, value_at
 from envbuild.recipe.checks import requirement_problem
-from envbuild.toml import Document, form, key, nearest, read, required, table_at, value_at
 
 _MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 # Files from which a build backend learns the project's name and metadata.
@@ -77,7 +77,7 @@ class OwnCode:
     @property
     def digest(self) -> str:
         """sha256 over all that determines what an artifact holds of it; if `editable`, no other file counts."""
-        from envbuild.fingerprint import json_digest
+        from envbuild.base.fingerprint import json_digest
 
         files = [one for one in self.files if not self.editable or one[0] in _METADATA]
         content = [str(self.root) if self.editable else "", self.module, files]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from envbuild.base.toml import json_schema
 from envbuild.recipe.model import Recipe
-from envbuild.toml import json_schema
 
 if __name__ == "__main__":
     print(json.dumps(json_schema(Recipe, id="urn:envbuild:recipe", title="envbuild recipe"), indent=2))

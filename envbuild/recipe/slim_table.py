@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from envbuild.base.toml import Document, Problem, key, table_at
 from envbuild.recipe.targets import Target, target_problem
 from envbuild.slim import file_rules
-from envbuild.toml import Document, Problem, key, table_at
 
 
 @dataclass(frozen=True)

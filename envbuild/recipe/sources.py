@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from envbuild.fingerprint import json_digest
+from envbuild.base.fingerprint import json_digest
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from envbuild.elf import MACHINES
-from envbuild.errors import UsageError
+from envbuild.base.elf import MACHINES
+from envbuild.base.errors import UsageError
+from envbuild.base.toml import closest
 from envbuild.recipe.accelerators import ACCELERATORS, Accelerator, accelerator_of
-from envbuild.toml import closest
 
 ARCHES = ("x86_64", "aarch64")
 _ARCH_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}

@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from envbuild.errors import RecipeError
-from envbuild.files import read_small
-from envbuild.toml import Document, Problem, form, key, table_at
+from envbuild.base.errors import RecipeError
+from envbuild.base.files import read_small
+from envbuild.base.toml import Document, Problem, form, key, table_at
 
 # A script's text is part of envbuild.json in the artifact and of its receipt.
 _MOST_SCRIPT = 100_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from envbuild.progress import human_size
+from envbuild.base.progress import human_size
 from envbuild.report.charts import Series, Span, bar_chart, line_chart, short, timeline
 from envbuild.report.data import (
     ReportEntry,

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.manifest import shown
+from envbuild.base.errors import EnvbuildError, UsageError
+from envbuild.base.files import parse_json, read_small
 from envbuild.compat.gpus import gpu_findings
 from envbuild.compat.judge import judge
 from envbuild.describe import bill_of_materials, receipt_of
 from envbuild.environment import Environment
-from envbuild.errors import EnvbuildError, UsageError
-from envbuild.files import parse_json, read_small
 from envbuild.inspect.compare import compare
 from envbuild.inspect.facts import ArtifactReader, Inventory
 from envbuild.inspect.reader import open_artifact

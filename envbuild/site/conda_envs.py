@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.site.pip_config import home_folder
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
+from envbuild.base.masking import looks_secret, redact
+from envbuild.base.toml import form, key
+from envbuild.base.units import SIZES
 from envbuild.gpus import GPU_PATTERN, gpu_problem
-from envbuild.masking import looks_secret, redact
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
-from envbuild.toml import form, key
-from envbuild.units import SIZES
 
 # Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
 _SECRET = re.compile(

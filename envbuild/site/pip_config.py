@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from envbuild.errors import RecipeError
-from envbuild.files import read_small
-from envbuild.masking import redact as redact
+from envbuild.base.errors import RecipeError
+from envbuild.base.files import read_small
+from envbuild.base.masking import redact as redact
 
 T = TypeVar("T")
 # Sections that affect downloads, in ascending precedence; the environment overrides them.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
+from envbuild.base.toml import json_schema
 from envbuild.site.settings import SiteFile
-from envbuild.toml import json_schema
 
 if __name__ == "__main__":
     print(json.dumps(json_schema(SiteFile, id="urn:envbuild:site", title="envbuild site file"), indent=2))

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from envbuild.errors import UsageError
-from envbuild.files import shipped
+from envbuild.base.errors import UsageError
+from envbuild.base.files import shipped
+from envbuild.base.toml import decode, form, key, nearest, read
 from envbuild.site import jobs, tables
 from envbuild.site.pip_config import home_folder
-from envbuild.toml import decode, form, key, nearest, read
 
 # uv's rule for names of indexes, without upper case.
 INDEX_NAME = r"^[a-z0-9][a-z0-9_.-]*$"

@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from envbuild import units
+from envbuild.base import units
+from envbuild.base.toml import form, key
 from envbuild.fabrics import fabric_name_problem
 from envbuild.site import jobs
-from envbuild.toml import form, key
 
 _ARCHIVE = r"^(https?://\S+|file:///\S*)?$"
 

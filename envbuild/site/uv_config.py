@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from envbuild.process import of_caller
+from envbuild.base.process import of_caller
+from envbuild.base.toml import toml_pairs, toml_value
 from envbuild.site.pip_config import PipConfig, ca_bundle
-from envbuild.toml import toml_pairs, toml_value
 
 # uv's variables that are kept: they affect how uv works (speed, credentials, links, the location of its
 # Pythons), but not the resolution. Any other UV_* variable (UV_INDEX, UV_PYTHON, UV_EXCLUDE_NEWER,

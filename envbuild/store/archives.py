@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from envbuild.base.errors import BuildError
+from envbuild.base.files import is_file_name
+from envbuild.base.progress import transfer
 from envbuild.cache.retry import Mismatch, RequestFailed
-from envbuild.errors import BuildError
-from envbuild.files import is_file_name
-from envbuild.progress import transfer
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from envbuild.base.progress import OnProgress
 from envbuild.cache.download import open_download
 from envbuild.cache.http import BLOCK, HttpClient, failure, read_all, transport_of
 from envbuild.cache.retry import Mismatch, NotFound, with_retries
-from envbuild.progress import OnProgress
 from envbuild.site.pip_config import PipConfig
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from envbuild.files import parse_json
+from envbuild.base.files import parse_json
 from envbuild.image.model import EMPTY, OCI_MANIFEST, canonical, digest_of, is_digest
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TypeVar
 
+from envbuild.base.errors import BuildError
+from envbuild.base.progress import OnProgress, reuse
 from envbuild.cache.retry import Mismatch, RequestFailed
-from envbuild.errors import BuildError
-from envbuild.progress import OnProgress, reuse
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of

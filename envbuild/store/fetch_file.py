@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from envbuild.base.progress import OnProgress, transfer
+from envbuild.base.workers import each
 from envbuild.cache.download import locked_partial
-from envbuild.progress import OnProgress, transfer
 from envbuild.store.client import Client
 from envbuild.store.store import Store
-from envbuild.workers import each
 
 _PARALLEL = 8
 

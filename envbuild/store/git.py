@@ -13,11 +13,11 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from envbuild import process
+from envbuild.base import process
+from envbuild.base.errors import HostError
+from envbuild.base.git import run_git
+from envbuild.base.masking import redact
 from envbuild.cache.retry import RequestFailed
-from envbuild.errors import HostError
-from envbuild.git import run_git
-from envbuild.masking import redact
 
 # 1980-01-01, the earliest time in zip files, which builds make of the archive's files.
 _TIME = 315532800

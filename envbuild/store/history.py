@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from envbuild.base.errors import BuildError
+from envbuild.base.file_lock import folder_lock
+from envbuild.base.progress import human_size
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.errors import BuildError
-from envbuild.file_lock import folder_lock
-from envbuild.progress import human_size
 from envbuild.store.store import Store
 
 # Rows that are kept of each artifact kind and target of a recipe, and the names that may be those of files.

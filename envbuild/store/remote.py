@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.atomic import replacing
+from envbuild.base.atomic import replacing
+from envbuild.base.errors import BuildError
+from envbuild.base.progress import human_size, log
+from envbuild.base.workers import Answer, Workers
 from envbuild.cache.retry import NotFound, RequestFailed, Stopped
-from envbuild.errors import BuildError
 from envbuild.image.blobs import BlobFiles
 from envbuild.image.model import EMPTY, OCI_MANIFEST, Descriptor, digest_of
 from envbuild.image.registry import Registry, manifest_of
-from envbuild.progress import human_size, log
 from envbuild.store.entry import FILE_TYPE, CacheEntry, EntryFile, read_entry, render_entry
 from envbuild.store.transfer import SLOWEST, Transfer
-from envbuild.workers import Answer, Workers
 
 if TYPE_CHECKING:
     from securesystemslib.signer import Key, Signer

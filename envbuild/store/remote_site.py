@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from envbuild.base.errors import UsageError
 from envbuild.cache.http import transport_of
-from envbuild.errors import UsageError
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry, open_registry
 from envbuild.site.pip_config import PipConfig

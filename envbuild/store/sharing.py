@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from envbuild.base.errors import BuildError
+from envbuild.base.files import is_file_name
+from envbuild.base.workers import each
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.errors import BuildError
-from envbuild.files import is_file_name
 from envbuild.store.entry import KINDS, CacheEntry
 from envbuild.store.remote import RemoteCache
 from envbuild.store.store import Store
 from envbuild.store.usage import recipes
-from envbuild.workers import each
 
 _PARALLEL = 4
 

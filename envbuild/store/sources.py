@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urljoin
 
+from envbuild.base.names import normalise
 from envbuild.cache.retry import NotFound, RequestFailed
-from envbuild.names import normalise
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of, with_credentials_of

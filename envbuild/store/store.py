@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.atomic import remove_tree, replacing
+from envbuild.base.atomic import remove_tree, replacing
+from envbuild.base.errors import BuildError, file_error
+from envbuild.base.file_lock import folder_lock
+from envbuild.base.files import is_file_name
+from envbuild.base.resources import this_boot
 from envbuild.cache.hashed import Digests
-from envbuild.errors import BuildError, file_error
-from envbuild.file_lock import folder_lock
-from envbuild.files import is_file_name
-from envbuild.resources import this_boot
 
 if TYPE_CHECKING:
     from envbuild.image.blobs import Blobs

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from envbuild.base.errors import BuildError
+from envbuild.base.file_lock import file_lock, folder_lock
+from envbuild.base.files import walk_stats
+from envbuild.base.progress import human_size, log
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.errors import BuildError
-from envbuild.file_lock import file_lock, folder_lock
-from envbuild.files import walk_stats
-from envbuild.progress import human_size, log
 from envbuild.store.store import Store, clean_folders
 
 _BLOCK = 512  # the unit of st_blocks

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild.files import open_regular, parse_json
+from envbuild.base.files import open_regular, parse_json
 
 if TYPE_CHECKING:
     from securesystemslib.signer import Key, Signer

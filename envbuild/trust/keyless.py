@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild.errors import HostError, UsageError
-from envbuild.files import parse_json
+from envbuild.base.errors import HostError, UsageError
+from envbuild.base.files import parse_json
 from envbuild.trust.bundle import PAYLOAD
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import Any
 
 from securesystemslib.signer import Key
 
-from envbuild.errors import VerificationError
+from envbuild.base.errors import VerificationError
+from envbuild.base.units import seconds
 from envbuild.site.tables import TrustTable
 from envbuild.trust.bundle import PREDICATES, bundle_path, opened, read_bundle, statement
 from envbuild.trust.keyless import signed_by
 from envbuild.trust.keys import load_public
-from envbuild.units import seconds
 
 RECEIPT = PREDICATES[""]
 # Fields that change after a receipt was attested: an artifact may be pushed or copied.

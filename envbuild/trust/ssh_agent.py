@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from securesystemslib.signer import Key, SecretsHandler, Signature, Signer, SSlibKey
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 
 _SIGN_REQUEST, _SIGN_RESPONSE = 13, 14
 _TIMEOUT_S = 60.0  # an agent may ask its user

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO, cast
 from envbuild.artifacts.image_manifest import OCI, PathRow
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
-from envbuild.errors import HostError, VerificationError
+from envbuild.base.errors import HostError, VerificationError
+from envbuild.base.workers import Workers
 from envbuild.image.tar_stream import Chunks
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator
@@ -33,7 +34,6 @@ from envbuild.verify import processes
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.namespace import WORK
 from envbuild.verify.outside import read_container, survey_image
-from envbuild.workers import Workers
 
 _WORK = PurePosixPath(WORK)
 LABEL = "org.envbuild.verify.until"

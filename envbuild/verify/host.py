@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from envbuild import process, resources
 from envbuild.artifacts.folder import FolderModule, check_host, site_packages
 from envbuild.artifacts.installed import FileReport, ReadFiles
 from envbuild.artifacts.manifest import FILE as MANIFEST
 from envbuild.artifacts.manifest import Stat, check, read_manifest, scan, seal, sealed
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
+from envbuild.base import process, resources
+from envbuild.base.errors import HostError
 from envbuild.environment import Environment
-from envbuild.errors import HostError
 from envbuild.pythons import keep_python
 from envbuild.recipe.targets import Target
 from envbuild.verify.model import Subject, out_of_time

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from envbuild.artifacts.image_manifest import FILE_NAME
 from envbuild.artifacts.state import FILE, State, parse_state
-from envbuild.errors import UsageError
-from envbuild.files import MISSING
+from envbuild.base.errors import UsageError
+from envbuild.base.files import MISSING
 from envbuild.image.model import digest_of
 from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.codec import NAMES

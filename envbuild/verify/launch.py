@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild import torchrun
+from envbuild.base import torchrun
+from envbuild.base.files import parse_json
+from envbuild.base.progress import step
 from envbuild.diagnose.nccl_log import parse_nccl_log
-from envbuild.files import parse_json
-from envbuild.progress import step
 from envbuild.verify.model import Agent, Nodes, Settings, Subject
 from envbuild.verify.network import Network
 from envbuild.verify.probes import Request

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
+from envbuild.base.errors import VerificationError
 from envbuild.data import load_table
-from envbuild.errors import VerificationError
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
 

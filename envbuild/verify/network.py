@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from envbuild.artifacts.state import BuiltLayer, State
+from envbuild.base.progress import Log
 from envbuild.fabrics import Fabric, find_fabric
-from envbuild.progress import Log
 from envbuild.recipe.accelerators import CUDA, Accelerator
 from envbuild.site.tables import FabricTable
 from envbuild.verify.model import Nodes, Settings, Subject

@@ -20,8 +20,8 @@ from envbuild.artifacts.image_manifest import FILE_NAME, PathRow, compare, parse
 from envbuild.artifacts.installed import FileReport
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
-from envbuild.elf import Elf
-from envbuild.errors import BuildError, HostError, VerificationError
+from envbuild.base.elf import Elf
+from envbuild.base.errors import BuildError, HostError, VerificationError
 from envbuild.gpu_code import Containers
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
 from envbuild.image.quota import Quota

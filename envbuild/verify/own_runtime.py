@@ -22,10 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild import process
-from envbuild.atomic import writing
+from envbuild.base import process
+from envbuild.base.atomic import writing
+from envbuild.base.errors import HostError
 from envbuild.environment import Environment
-from envbuild.errors import HostError
 from envbuild.site.tables import LimitsTable
 from envbuild.verify import namespace
 from envbuild.verify.host import Launch

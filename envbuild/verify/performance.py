@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import VerificationError
+from envbuild.base.errors import VerificationError
 from envbuild.site.tables import FabricTable
 from envbuild.verify.launch import Bench, Outcome
 from envbuild.verify.model import Report, Settings, Subject

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from envbuild.artifacts.image_manifest import FILE_NAME
-from envbuild.elf import HEAD, Elf, ElfParts, elf_machine, parse_elf
-from envbuild.fingerprint import SLIM_FILE
+from envbuild.base.elf import HEAD, Elf, ElfParts, elf_machine, parse_elf
+from envbuild.base.fingerprint import SLIM_FILE
 from envbuild.gpu_code import Containers, GpuCodeScanner
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import VERSION_FILE

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from envbuild import __version__
-from envbuild.atomic import write_beside
-from envbuild.errors import VerificationError
-from envbuild.files import MISSING, parse_json, read_regular
+from envbuild.base.atomic import write_beside
+from envbuild.base.errors import VerificationError
+from envbuild.base.files import MISSING, parse_json, read_regular
 from envbuild.gpu_code import Containers
 from envbuild.verify.model import FAIL, NOT_TRIED, Subject, Verdict
 from envbuild.verify.network import nccl_version

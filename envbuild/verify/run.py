@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.survey import Survey
-from envbuild.process import of_caller
-from envbuild.progress import Log
+from envbuild.base.process import of_caller
+from envbuild.base.progress import Log
 from envbuild.site.settings import load_site
 from envbuild.site.tables import FabricTable
 from envbuild.verify import training_checks as training

@@ -23,12 +23,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from envbuild import process
 from envbuild.artifacts.image_manifest import SQUASHFS
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
+from envbuild.base import process
+from envbuild.base.errors import HostError, UsageError
 from envbuild.environment import Environment
-from envbuild.errors import HostError, UsageError
 from envbuild.image.sif_signed import content_digest
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target, host_arch

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild import process
 from envbuild.artifacts.installed import HOST, Files
 from envbuild.artifacts.state import IMAGE, BuiltLayer, State
 from envbuild.artifacts.survey import Survey, scan_elf
-from envbuild.errors import EnvbuildError, RecipeError, UsageError, VerificationError
+from envbuild.base import process
+from envbuild.base.errors import EnvbuildError, RecipeError, UsageError, VerificationError
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import all_chips, gpu_faults, is_judged, library_runs
 from envbuild.layers.compose import PREFIX

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envbuild import process
+from envbuild.base import process
 from envbuild.diagnose.engine import diagnose, explain
 from envbuild.recipe.accelerators import CPU, gpu_families
 from envbuild.recipe.targets import Target

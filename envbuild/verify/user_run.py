@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from envbuild.base.errors import UsageError
 from envbuild.environment import Environment
-from envbuild.errors import UsageError
 from envbuild.site.settings import load_site
 from envbuild.verify.launch import Bench, Outcome, Running, TrainingJob
 from envbuild.verify.model import Settings, Subject

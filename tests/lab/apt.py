@@ -13,8 +13,8 @@ from pathlib import Path
 
 from lab.patchelf import patchelf
 
+from envbuild.base.errors import EnvbuildError
 from envbuild.debian.sources import host_archives
-from envbuild.errors import EnvbuildError
 
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 

@@ -27,6 +27,11 @@ from lab.fuzz_inputs import Mutate, Seeds, mutated
 from securesystemslib.signer import CryptoSigner
 
 from envbuild.artifacts import conda, conda_survey, image_manifest, installed, layer_lists, manifest, pip_records, state
+from envbuild.base.elf import elf_machine, file_head, read_elf
+from envbuild.base.errors import EnvbuildError
+from envbuild.base.masking import masked_text, redact
+from envbuild.base.mounts import parse_mounts
+from envbuild.base.toml import Document
 from envbuild.bundle import read_bundle
 from envbuild.cache import hashed
 from envbuild.cache.http import split
@@ -38,9 +43,7 @@ from envbuild.diagnose.nccl_log import parse_nccl_log
 from envbuild.diagnose.read import job_number, read_logs
 from envbuild.diagnose.rules import load_rules
 from envbuild.doctor.batch import pyxis_scope
-from envbuild.elf import elf_machine, file_head, read_elf
 from envbuild.environment import Environment
-from envbuild.errors import EnvbuildError
 from envbuild.image import archive, credentials, layout, model, referrers, registry_auth, sif
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import open_layer
@@ -61,8 +64,6 @@ from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.wheel import Scheme, entry_point_scripts, wheel_record, wheel_title, wheel_tree
 from envbuild.lock import conda_format, format, image
 from envbuild.lock.lifecycle import read_lock_file
-from envbuild.masking import masked_text, redact
-from envbuild.mounts import parse_mounts
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.project import ProjectTable, declared_code, declared_requirements
 from envbuild.recipe.sources import Patch, SourceLayer
@@ -71,7 +72,6 @@ from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
 from envbuild.store.sources import matches, read_page
 from envbuild.store.store import Store
-from envbuild.toml import Document
 from envbuild.trust.bundle import opened, sign, statement
 from envbuild.verify import receipt
 

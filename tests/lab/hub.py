@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from envbuild.base.progress import log
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import load_environment
 from envbuild.image.blobs import Blobs
@@ -32,7 +33,6 @@ from envbuild.layers.bytecode import compiler_of, with_bytecode
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.layers.wheels import locate
-from envbuild.progress import log
 from envbuild.recipe.load import load_recipe
 
 PYTHON = "opt/conda/bin/python3.11"

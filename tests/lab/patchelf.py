@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from envbuild.errors import HostError
+from envbuild.base.errors import HostError
 from envbuild.layers.source_files import patchelf_program
 
 

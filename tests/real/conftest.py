@@ -151,7 +151,7 @@ _COMPILING = (
     "layers/local_build_host.py",
     "kinds/prepare.py",
     "artifacts/builder_image.py",
-    "elf*.py",
+    "base/elf*.py",
 )
 
 

@@ -25,8 +25,8 @@ from lab.apptainer import FLAGS, Apptainer, missing
 from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.artifacts.apptainer_engine import build_with_apptainer
 from envbuild.artifacts.enroot import enroot_files
+from envbuild.base.errors import BuildError, HostError
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import BuildError, HostError
 from envbuild.image.entry import DIR, SYMLINK
 from envbuild.image.sif import finish_sif, read_sif, write_sif_front
 

@@ -26,8 +26,8 @@ from envbuild.artifacts.conda_survey import read_records
 from envbuild.artifacts.folder import FolderBuild
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
+from envbuild.base.errors import BuildError
 from envbuild.environment import Environment
-from envbuild.errors import BuildError
 from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.trainer import load_trainer
 from envbuild.lock.conda import CondaLock, CondaPackage

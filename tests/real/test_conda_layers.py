@@ -36,7 +36,7 @@ from envbuild.artifacts import conda_install
 from envbuild.artifacts.conda_layers import conda_parts
 from envbuild.artifacts.conda_survey import conda_packages
 from envbuild.artifacts.layers_in import check_paths
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.interpreter import read_python

@@ -24,7 +24,7 @@ from lab.wheels import make_recipe, make_wheel
 
 from envbuild.artifacts.dockerfile import DockerCommand, find_docker
 from envbuild.artifacts.image_manifest import FILE_NAME, OCI, compare, parse
-from envbuild.errors import HostError
+from envbuild.base.errors import HostError
 from envbuild.image.daemon import connect
 from envbuild.site.tables import LimitsTable
 from envbuild.verify.containers import image_rows

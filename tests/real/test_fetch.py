@@ -23,7 +23,7 @@ from urllib.request import urlopen
 import pytest
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.site.uv_config import uv_environment, uv_settings
@@ -661,7 +661,7 @@ def test_probing_an_index(serve: Callable[..., Index]) -> None:
 CHILD = """
 import json, os, queue, resource, sys, threading
 from pathlib import Path
-from envbuild.errors import EnvbuildError
+from envbuild.base.errors import EnvbuildError
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.fetch import WantedWheel, locate_wheels

@@ -19,10 +19,10 @@ from lab.wheels import make_wheel
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
+from envbuild.base.errors import BuildError
 from envbuild.cache.download import locked_partial
 from envbuild.cache.retry import RequestFailed
 from envbuild.environment import load_environment
-from envbuild.errors import BuildError
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client

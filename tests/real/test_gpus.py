@@ -9,7 +9,7 @@ import pytest
 from lab.wheels import make_recipe, make_wheel
 from unit.gpu_files import fatbin
 
-from envbuild.elf import MACHINES
+from envbuild.base.elf import MACHINES
 from envbuild.recipe.targets import host_arch
 
 from .conftest import Command

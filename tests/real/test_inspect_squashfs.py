@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from lab import artifacts as made
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE, HARDLINK
 from envbuild.image.sif import finish_sif, write_sif_front

@@ -16,13 +16,13 @@ from lab.patchelf import patchelf
 from lab.python_mirror import PythonMirror, python_mirror
 from lab.wheels import make_recipe, make_wheel
 
+from envbuild.base.progress import log
 from envbuild.environment import load_environment
 from envbuild.image.entry import FILE, Entry
 from envbuild.interpreter import read_python
 from envbuild.layers import image_python
 from envbuild.layers.bytecode import compiler_of, with_bytecode
 from envbuild.lock.base import image_lock
-from envbuild.progress import log
 from envbuild.recipe.load import load_recipe
 
 from .conftest import REPOSITORY, Command, shared

@@ -24,8 +24,8 @@ from lab.fake_registry import upload
 from lab.forwarder import forwarder
 from lab.registry import Lab, missing, registry
 
+from envbuild.base.errors import BuildError, HostError
 from envbuild.cache.http import Transport
-from envbuild.errors import BuildError, HostError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
     OCI_CONFIG,

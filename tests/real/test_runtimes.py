@@ -18,8 +18,8 @@ import pytest
 from lab.apptainer import Apptainer
 from lab.small_image import PATH, write_tree
 
+from envbuild.base.errors import HostError
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import HostError
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.verify.image_file import APPTAINER, ImageFile, Runtime, open_image_file
 from envbuild.verify.own_runtime import WAYS, own_runtime
@@ -156,7 +156,7 @@ def test_exit_codes_and_signals_reach_the_program_itself(
 KILLED = """
 import sys, time
 from pathlib import Path
-from envbuild import process
+from envbuild.base import process
 from envbuild.environment import load_environment
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.runtimes import runtime_for

@@ -18,9 +18,9 @@ import pytest
 from lab import sources
 from lab.sources import SourceArchive, layer, pack, patch
 
-from envbuild.elf import read_elf
+from envbuild.base.elf import read_elf
+from envbuild.base.errors import BuildError, EnvbuildError
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import BuildError, EnvbuildError
 from envbuild.layers.local_build_host import host_identity, local_build_host
 from envbuild.layers.source_build import build_layer
 from envbuild.layers.source_files import read_manifest

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from lab.dockerd import dockerd, missing
 from lab.merged import Merged, merge
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.archive import archive_pieces, read_archive, read_daemon
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import open_layer

@@ -14,11 +14,11 @@ from unit.test_job_kubernetes import GPUS, ON_GPUS
 from ddp_train.preflight.host import amd_gpus
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.artifacts.survey import scan_elf
+from envbuild.base.errors import BuildError, LockError, RecipeError, UsageError
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
-from envbuild.errors import BuildError, LockError, RecipeError, UsageError
 from envbuild.jobs.render import render
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.layers.compose import WheelFile

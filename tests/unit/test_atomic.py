@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from envbuild import atomic
-from envbuild.errors import BuildError
+from envbuild.base import atomic
+from envbuild.base.errors import BuildError
 
 
 def fill(folder: Path, text: str) -> Path:
@@ -97,7 +97,7 @@ def test_builders_take_turns(tmp_path: Path) -> None:
         """
         import sys
         from pathlib import Path
-        from envbuild import atomic
+        from envbuild.base import atomic
         target = Path(sys.argv[1])
         with atomic.exclusive(target, lambda text: print(text, flush=True)):
             running = target.parent / "running"

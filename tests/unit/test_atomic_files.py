@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 import pytest
 
-from envbuild.atomic import remove, remove_tree, replacing, write_atomically, write_beside
-from envbuild.errors import file_error
+from envbuild.base.atomic import remove, remove_tree, replacing, write_atomically, write_beside
+from envbuild.base.errors import file_error
 
 
 def test_a_file_is_replaced_when_the_block_ends_and_not_before(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_file_that_a_killed_run_left_beside_goes_with_the_next_write(tmp_path:
     half = f"""if True:
         import os, signal
         from pathlib import Path
-        from envbuild.atomic import write_beside
+        from envbuild.base.atomic import write_beside
         os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         write_beside(Path({str(path)!r}), "half")
     """

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
+from envbuild.base.errors import UsageError, VerificationError
 from envbuild.cli.commands import cli
 from envbuild.cli.lock import LockRun
 from envbuild.debian.control import compare_versions
 from envbuild.debian.lock import DebianLock, LockedDeb
-from envbuild.errors import UsageError, VerificationError
 from envbuild.lock.advisories import AuditedPackage, advisories, audit, audited, read_database
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock

@@ -15,13 +15,13 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envbuild.base.errors import UsageError
 from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
 from envbuild.bisect.judge import Judge
 from envbuild.bisect.mix import differences, grouped, mixed
 from envbuild.bisect.search import Culprits, Mix, MixState, bound, search
 from envbuild.cli.commands import cli
 from envbuild.environment import load_environment
-from envbuild.errors import UsageError
 from envbuild.lock.format import Lock, LockedPackage
 
 # Step times of launches of the trainer, one after the other, on a machine that others use, too.

@@ -17,9 +17,9 @@ from lab.fake_registry import Call, fake_registry
 from lab.tar_blocks import END, pax, plain, special
 from lab.wheels import make_wheel
 
+from envbuild.base.errors import BuildError, EnvbuildError, LockError, RecipeError, UsageError
 from envbuild.debian.control import parse_control
 from envbuild.environment import load_environment
-from envbuild.errors import BuildError, EnvbuildError, LockError, RecipeError, UsageError
 from envbuild.image.entry import DIR
 from envbuild.image.model import OCI_CONFIG, OCI_LAYER_GZIP, OCI_MANIFEST, Descriptor, digest_of, new_manifest
 from envbuild.image.quota import Quota
@@ -371,7 +371,7 @@ def test_of_metadata_the_beginning_is_read(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_yaml_document_of_very_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envbuild.yaml_reader._EVENTS", 1000)
+    monkeypatch.setattr("envbuild.base.yaml_reader._EVENTS", 1000)
     with pytest.raises(LockError, match=r"lab:.*more than 1000 values"):
         conda_format.parse("a: [" + "x, " * 2000 + "]", "lab")
 

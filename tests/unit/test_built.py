@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from lab import artifacts
 from lab.commands import TOP
 
+from envbuild.base.errors import EnvbuildError, LockError, UsageError
 from envbuild.cli.commands import cli
-from envbuild.errors import EnvbuildError, LockError, UsageError
 from envbuild.jobs.artifact import open_artifact
 from envbuild.kinds.built import check_lock, find_built
 from envbuild.lock.conda import CondaLock, CondaPackage

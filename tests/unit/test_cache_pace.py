@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from lab.fake_registry import Call, fake_registry, upload
 
+from envbuild.base.errors import BuildError
 from envbuild.cache import pace
 from envbuild.cache.http import Transport
 from envbuild.cache.pace import Pace, TooSlow
 from envbuild.cache.retry import RequestFailed
-from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor, canonical, digest_of
 from envbuild.image.registry import Registry, open_registry

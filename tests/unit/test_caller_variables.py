@@ -13,9 +13,9 @@ import pytest
 from ddp_train.launch.__main__ import PYTHON_KEPT
 from envbuild.artifacts import conda, venv
 from envbuild.artifacts.state import State
+from envbuild.base.process import of_caller
 from envbuild.data import load_table
 from envbuild.exec_image import inherited
-from envbuild.process import of_caller
 from envbuild.recipe.targets import Target
 from envbuild.verify import run
 from envbuild.verify.model import Settings, Subject

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner
 from lab.users import as_nobody
 
+from envbuild.base.errors import UsageError
 from envbuild.cli.commands import cli
 from envbuild.cli.common import check_out
-from envbuild.errors import UsageError
 
 HEAVY = ("torch", "docker", "conda_lock", "rattler", "requests", "mousebender", "rich", "packaging", "jsonschema")
 

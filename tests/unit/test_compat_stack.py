@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from envbuild.base.errors import LockError
 from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.environment import load_environment
-from envbuild.errors import LockError
 from envbuild.layers.source_known import source_layers
 from envbuild.lock.format import Lock, LockedPackage, lock_file_name, render
 from envbuild.lock.lifecycle import ensure, update

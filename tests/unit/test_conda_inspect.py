@@ -14,10 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from lab import artifacts as lab
 
+from envbuild.base.errors import UsageError
 from envbuild.data import load_table
 from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.inspect.compare import Comparison, compare
 from envbuild.inspect.conda_meta import channel_name, reader_of

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lab.wheels import make_recipe
 from ruamel.yaml import YAML
 
-from envbuild.errors import LockError, UsageError
+from envbuild.base.errors import LockError, UsageError
 from envbuild.lock import format as pip_format
 from envbuild.lock import lifecycle
 from envbuild.lock.accelerator import check_conda_accelerator

@@ -10,7 +10,7 @@ from rattler import MatchSpec, PackageRecord
 from rattler.package import BuildString
 from ruamel.yaml import YAML
 
-from envbuild.errors import LockError
+from envbuild.base.errors import LockError
 from envbuild.lock.conda import CondaPackage, canonical_depends, file_parts
 from envbuild.lock.conda_format import CondaPart, parse, parse_packages, read_lines, render
 

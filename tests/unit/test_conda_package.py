@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.conda_trees import Item, package
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.layers.conda_package import read_info
 
 FORMS = [".conda", ".tar.bz2"]

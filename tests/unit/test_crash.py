@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import envbuild
-from envbuild.atomic import replacing
-from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError, file_error, system_error
+from envbuild.base.atomic import replacing
+from envbuild.base.errors import BuildError, EnvbuildError, HostError, UsageError, file_error, system_error
 from envbuild.verify.image_file import image_kind
 
 TOKEN = "x1Y2" * 10

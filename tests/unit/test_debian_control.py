@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.base.errors import LockError
 from envbuild.debian.control import Relation, compare_versions, paragraphs, parse_control, parse_relations
-from envbuild.errors import LockError
 
 names = st.from_regex(r"[a-z0-9][a-z0-9+.\-]{1,12}", fullmatch=True)
 versions = st.from_regex(r"([0-9]:)?[0-9][0-9a-zA-Z.+~]{0,6}(-[0-9a-zA-Z.+~]{1,4})?", fullmatch=True)

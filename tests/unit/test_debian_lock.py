@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.base.errors import BuildError, LockError, RecipeError
 from envbuild.debian.base import fetch_debs
 from envbuild.debian.defaults import default_packages, default_without
 from envbuild.debian.lock import ARCHIVES, DebianLock, LockedDeb, from_table
 from envbuild.debian.sources import DebianSuite
-from envbuild.errors import BuildError, LockError, RecipeError
 from envbuild.image.blobs import Blobs
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client

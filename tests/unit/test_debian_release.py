@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from lab.debian import Key, release_text, stanza, write_archive
 
+from envbuild.base.errors import LockError
 from envbuild.debian.base import resolve_base
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.release import fetch_release, load_keys, read_release, verified
 from envbuild.debian.sources import DebianSuite, suites
-from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.debian import stanza
 
+from envbuild.base.errors import LockError
 from envbuild.debian.resolve import PackageIndex, resolve
-from envbuild.errors import LockError
 
 
 @pytest.fixture

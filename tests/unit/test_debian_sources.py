@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.base.errors import LockError
 from envbuild.debian.sources import DebianSuite, apt_proxy, archives, debian_client, host_archives
-from envbuild.errors import LockError
 from envbuild.site.pip_config import PipConfig
 
 DATE = "2026-11-19T02:12:54Z"

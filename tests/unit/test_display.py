@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.terminal import Recording, record
 
+from envbuild.base.display import Display, Task, _wrapped, human_time
+from envbuild.base.progress import display, reuse
 from envbuild.cli import summary
-from envbuild.display import Display, Task, _wrapped, human_time
-from envbuild.progress import display, reuse
 from envbuild.verify.launch import Running, TrainingJob
 
 
@@ -181,9 +181,9 @@ def test_messages_of_threads_are_not_torn_by_the_live_part(tmp_path: Path) -> No
     script.write_text(
         textwrap.dedent("""
         import threading, time
-        from envbuild.terminal import guard_streams
+        from envbuild.base.terminal import guard_streams
         guard_streams()
-        from envbuild.progress import log, step
+        from envbuild.base.progress import log, step
         def talk(number):
             for line in range(40):
                 log(f"thread {number} says line {line} in one piece")

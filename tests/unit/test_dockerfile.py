@@ -24,8 +24,8 @@ from envbuild.artifacts.dockerfile import SOURCES, stage_files
 from envbuild.artifacts.image import PreparedImage
 from envbuild.artifacts.layer_lists import LayerFile, LayerList
 from envbuild.artifacts.pip_records import PipEnvironment, built_layers, check_installed, record_differences
+from envbuild.base.errors import BuildError, HostError, UsageError
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import BuildError, HostError, UsageError
 from envbuild.kinds.dockerfile import prepare_dockerfile
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.source_standalone import describe, read_description

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from envbuild.artifacts.enroot import enroot_files, normalised
 from envbuild.artifacts.image_run import run_of
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.verify.namespace import image_variables
 

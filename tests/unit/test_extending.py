@@ -14,9 +14,9 @@ import pytest
 from envbuild.artifacts import venv
 from envbuild.artifacts.folder import FolderBuild
 from envbuild.artifacts.state import FILE, State, read_state, state_of
+from envbuild.base.errors import UsageError, VerificationError
 from envbuild.doctor.registry import judge
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import UsageError, VerificationError
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest

@@ -13,11 +13,12 @@ import pytest
 
 from ddp_train.preflight.host import missing_provider
 from envbuild.artifacts.state import BuiltLayer, State
+from envbuild.base.errors import RecipeError, UsageError
+from envbuild.base.toml import json_schema
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
 from envbuild.doctor.fabric import adapters
 from envbuild.doctor.probe import Host
-from envbuild.errors import RecipeError, UsageError
 from envbuild.fabrics import find_fabric, load_fabrics, preflight_devices
 from envbuild.jobs.lint_kubernetes import lint_manifest
 from envbuild.kinds import commit
@@ -28,7 +29,6 @@ from envbuild.recipe.model import Recipe, VerifyTable
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import load_site
 from envbuild.site.tables import FabricTable
-from envbuild.toml import json_schema
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.network import (
     fabric_variables,

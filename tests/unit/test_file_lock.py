@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from envbuild.base.errors import HostError
+from envbuild.base.file_lock import file_lock, folder_lock
 from envbuild.environment import load_environment
-from envbuild.errors import HostError
-from envbuild.file_lock import file_lock, folder_lock
 
 
 def test_a_second_holder_is_told_that_it_waits_and_comes_after_the_first(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.files import link_or_copy
+from envbuild.base.files import link_or_copy
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["one file system", "another file system"])

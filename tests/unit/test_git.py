@@ -11,9 +11,9 @@ import pytest
 from lab.wheels import make_recipe
 from sdists import commit, git
 
+from envbuild.base.errors import RecipeError, UsageError
+from envbuild.base.git import run_git
 from envbuild.environment import load_environment
-from envbuild.errors import RecipeError, UsageError
-from envbuild.git import run_git
 from envbuild.layers.project import collect
 from envbuild.matrix import changes_since
 from envbuild.recipe.load import load_recipe

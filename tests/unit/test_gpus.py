@@ -13,11 +13,12 @@ from lab.artifacts import frame, make_venv
 from unit.gpu_files import bundle, fatbin
 
 from envbuild.artifacts.survey import scan_elf
+from envbuild.base.errors import RecipeError, VerificationError
+from envbuild.base.toml import Document
 from envbuild.compat.gpus import gpu_findings
 from envbuild.compat.stack import Stack
 from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
-from envbuild.errors import RecipeError, VerificationError
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import NATIVE, PTX, chips_named, gpu_faults, gpu_of, gpu_problem, library_runs, load_chips, runs
 from envbuild.jobs.model import JobArtifact, JobInputs
@@ -28,7 +29,6 @@ from envbuild.recipe.load import decode_recipe
 from envbuild.recipe.targets import Target
 from envbuild.site.jobs import NodeTable
 from envbuild.site.settings import Site
-from envbuild.toml import Document
 from envbuild.verify.receipt import recorded_gpu_code
 from envbuild.verify.static_checks import check_gpus, check_unverified_gpus
 

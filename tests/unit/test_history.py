@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 from click.testing import CliRunner
 
+from envbuild.base.errors import UsageError
 from envbuild.cli.commands import cli
-from envbuild.errors import UsageError
 from envbuild.store import history
 from envbuild.store.history import merged, record, recorded, sparkline
 from envbuild.store.store import Store

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from lab.fake_registry import Call, fake_registry, upload
 
+from envbuild.base.errors import BuildError
 from envbuild.cache.http import HttpClient, Transport, split
 from envbuild.cache.retry import RequestFailed
-from envbuild.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.credentials import Credentials
 from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical, digest_of

@@ -16,7 +16,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.archive import archive_at, archive_pieces, read_archive, read_stream
 from envbuild.image.blobs import Blobs, Pulled
 from envbuild.image.compression import kind_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envbuild.errors import HostError, RecipeError
+from envbuild.base.errors import HostError, RecipeError
 from envbuild.image.credentials import find_credentials
 
 

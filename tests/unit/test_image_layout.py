@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.layout import fill_layout, read_layout, same_tag
 from envbuild.image.model import (

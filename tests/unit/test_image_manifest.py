@@ -27,7 +27,7 @@ from envbuild.artifacts.image_manifest import (
 )
 from envbuild.artifacts.squash import composed, write_sqsh
 from envbuild.artifacts.survey import survey
-from envbuild.errors import BuildError, VerificationError
+from envbuild.base.errors import BuildError, VerificationError
 from envbuild.image.entry import CHAR, DIR, FILE, HARDLINK, SYMLINK, Entry, Tree
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.read import SquashfsImage

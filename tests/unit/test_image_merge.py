@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab.merged import Merged, merge
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import header

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.model import (
     DOCKER_INDEX,
     DOCKER_LAYER_GZIP,

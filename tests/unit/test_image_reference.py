@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.image.reference import Reference, api_host, parse_reference, same_registry
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4

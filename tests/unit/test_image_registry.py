@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.fake_registry import Call, Fake, fake_registry, upload
 
+from envbuild.base.errors import BuildError, UsageError
+from envbuild.base.workers import each
 from envbuild.cache.http import HttpClient, Transport
 from envbuild.cache.retry import RequestFailed, retry_after
-from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_MANIFEST, Descriptor, digest_of, parse
 from envbuild.image.registry import Registry, open_registry
 from envbuild.image.registry_auth import parse_challenges
 from envbuild.image.registry_upload import has_blob, mount
-from envbuild.workers import each
 
 MANIFEST = json.dumps({"schemaVersion": 2, "mediaType": OCI_MANIFEST}).encode()
 CONTENT = bytes(range(256)) * 4096  # 1 MiB

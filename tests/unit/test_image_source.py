@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.image.reference import ImageSource, folder_and_tag, parse_source
 
 

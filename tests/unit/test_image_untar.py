@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lab.merged import merge
 from lab.tar_blocks import END, pax, plain, special
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
 from envbuild.image.squashfs.segment import tar_items

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner, Result
 from lab.drafts import draft_of
 
+from envbuild.base.errors import UsageError
 from envbuild.cli import init
 from envbuild.cli.commands import cli
 from envbuild.doctor.probe import HostFinding
-from envbuild.errors import UsageError
 from envbuild.imports.compose import compose
 from envbuild.recipe.load import load_recipe
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from lab.drafts import draft_of
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
+from envbuild.base.masking import masked_text
 from envbuild.imports import read_source
 from envbuild.imports.draft import Draft, recipe_name
 from envbuild.imports.poetry import poetry_specifier
-from envbuild.masking import masked_text
 from envbuild.recipe.model import Recipe
 
 DATA = Path(__file__).parent / "data/init"

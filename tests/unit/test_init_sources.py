@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lab.drafts import draft_of
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.imports import read_source
 from envbuild.imports.draft import Draft
 from envbuild.recipe.model import Recipe

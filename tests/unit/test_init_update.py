@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab.drafts import draft_of
 
+from envbuild.base.errors import EnvbuildError
 from envbuild.cli.commands import cli
-from envbuild.errors import EnvbuildError
 from envbuild.imports.merge import merge
 
 FILE = Path("recipes/lab/recipe.toml")

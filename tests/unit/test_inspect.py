@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from lab import artifacts as lab
 from lab.users import as_nobody
 
+from envbuild.base.errors import BuildError, EnvbuildError, HostError, UsageError
+from envbuild.base.masking import masked, masked_text, masked_words
 from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import BuildError, EnvbuildError, HostError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.image.quota import Quota
 from envbuild.inspect.facts import Description, Inventory, PythonPackage
@@ -28,7 +29,6 @@ from envbuild.inspect.image_reader import read_listing, remembered
 from envbuild.inspect.metadata import interest, portable_digest
 from envbuild.inspect.reader import open_artifact, open_artifacts, split
 from envbuild.inspect.sbom import cyclonedx
-from envbuild.masking import masked, masked_text, masked_words
 
 STATUS = """\
 Package: libc6

@@ -9,7 +9,7 @@ import pytest
 
 from envbuild.artifacts.installed import check_files, distributions, names_and_versions
 from envbuild.artifacts.survey import scan_elf
-from envbuild.elf import elf_machine, file_head
+from envbuild.base.elf import elf_machine, file_head
 
 
 def install(folder: Path, name: str, version: str, files: dict[str, bytes]) -> Path:

@@ -16,9 +16,9 @@ from lab.golden import assert_golden
 from lab.shellcheck import shellcheck
 
 import envbuild
+from envbuild.base.errors import UsageError
 from envbuild.cli import folder
 from envbuild.cli.folder import conda_command, venv_command
-from envbuild.errors import UsageError
 from envbuild.jobs.build import Build, plan_build, render_build
 from envbuild.jobs.model import JobRequest
 from envbuild.recipe.targets import ARCHES, host_arch

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from envbuild.errors import UsageError, VerificationError
+from envbuild.base.errors import UsageError, VerificationError
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 from lab.manifests import container_of, faults
 from unit.job_plans import PLAN, executable
 
+from envbuild.base.errors import HostError, UsageError
 from envbuild.cli.job import job_command
-from envbuild.errors import HostError, UsageError
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.kubernetes import render_pod
 from envbuild.jobs.submit import pending_path, submit, write_script

@@ -28,7 +28,7 @@ from lab.manifests import container_of, expanded, faults
 from lab.shellcheck import shellcheck
 from ruamel.yaml import YAML
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.kubernetes_pod import job_name, seconds
 from envbuild.jobs.kubernetes_yaml import dump
 from envbuild.jobs.model import JobArtifact, JobPlan

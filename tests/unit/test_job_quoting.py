@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit.job_plans import LOADED, MODULES, PLAN, SIF, SITE, Stage, recorder
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import array, directive, heredoc, inside, mount, word
 from envbuild.jobs.render import render

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.job_plans import executable
 
+from envbuild.base.errors import RecipeError, UsageError
+from envbuild.base.toml import Document, decode
 from envbuild.cli.site import site_command
 from envbuild.doctor.probe import HostFinding
 from envbuild.doctor.site_check import check_site
 from envbuild.doctor.site_init import site_file
 from envbuild.doctor.site_rules import contradictions, duration
-from envbuild.errors import RecipeError, UsageError
 from envbuild.site.effective import EffectiveSetting, effective_settings
 from envbuild.site.settings import Site, SiteFile, find_site, load_site
-from envbuild.toml import Document, decode
 
 
 def put(path: Path, text: str) -> Path:

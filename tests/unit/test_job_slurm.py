@@ -19,7 +19,7 @@ from unit.job_plans import AWS, EFA_SQSH, MODULES, MOUNTS, PLAN, SITE, SQSH, Sta
 from ddp_train.launch.address import source_of
 from ddp_train.preflight.__main__ import parse
 from envbuild.artifacts.manifest import write_manifest
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.containers import TIDY
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.render import render

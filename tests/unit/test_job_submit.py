@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 from unit.job_plans import PLAN, executable
 
+from envbuild.base.errors import EnvbuildError, HostError, UsageError
 from envbuild.cli import folder
 from envbuild.cli.folder import venv_command
-from envbuild.errors import EnvbuildError, HostError, UsageError
 from envbuild.jobs.render import render
 from envbuild.jobs.submit import submit, submit_script, write_script
 

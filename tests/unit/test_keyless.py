@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from lab.sigstore_stand_in import StandIn, sigstore_stand_in, token
 
-from envbuild.errors import HostError, UsageError, VerificationError
+from envbuild.base.errors import HostError, UsageError, VerificationError
 
 from .test_trust import Place
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.errors import BuildError, HostError
+from envbuild.base.errors import BuildError, HostError
 from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE, Entry, Readable, Tree
 from envbuild.image.layer import with_parents, write_layer

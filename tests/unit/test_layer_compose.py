@@ -21,9 +21,9 @@ import pytest
 from lab.wheels import make_wheel
 
 from envbuild.artifacts.installed import check_files
+from envbuild.base.errors import BuildError
+from envbuild.base.fingerprint import record_digest
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.errors import BuildError
-from envbuild.fingerprint import record_digest
 from envbuild.image.entry import DIR, FILE, Entry, Tree
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import open_layer
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import envbuild
-from envbuild import masking
+from envbuild.base import masking
 from envbuild.diagnose.nccl_log import load_patterns
 from envbuild.diagnose.rules import PLACES, load_rules
 from envbuild.imports import gpu_signs

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from envbuild import mounts
-from envbuild.mounts import mount_of, parse_mounts
+from envbuild.base import mounts
+from envbuild.base.mounts import mount_of, parse_mounts
 
 MOUNTS = """22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
 30 22 0:40 / {home} rw,relatime shared:1 - {kind} server:/export rw

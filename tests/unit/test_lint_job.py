@@ -1741,7 +1741,7 @@ def test_the_operator_tells_torchrun_the_ranks_of_a_pod(command: str, told: str,
 @settings(deadline=None)
 @given(st.text(max_size=80))
 def test_no_manifest_is_too_strange(text: str) -> None:
-    from envbuild.errors import UsageError
+    from envbuild.base.errors import UsageError
 
     try:
         lint(text, "job.yaml")

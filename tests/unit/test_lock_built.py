@@ -9,8 +9,8 @@ import pytest
 from lab.wheels import make_recipe, make_wheel
 from sdists import commit, git, make_sdist, project, sha256
 
+from envbuild.base.errors import EnvbuildError, LockError
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import EnvbuildError, LockError
 from envbuild.layers.built import built_layers
 from envbuild.lock.conda import CondaPackage
 from envbuild.lock.conda_kind import conda_lock

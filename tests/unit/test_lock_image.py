@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe
 
+from envbuild.base.errors import LockError
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import LockError
 from envbuild.image.blobs import Blobs
 from envbuild.image.layer import write_layer
 from envbuild.image.layout import fill_layout

@@ -13,9 +13,9 @@ import pytest
 import requests
 from urllib3.exceptions import MaxRetryError, NewConnectionError, ProxyError
 
+from envbuild.base.errors import LockError, joined
 from envbuild.cache.http import reason_of
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import LockError, joined
 from envbuild.lock.format import Lock, LockedPackage, parse, render
 from envbuild.lock.indexes import reachable
 from envbuild.lock.offers import Offers, releases_of, skipped_warnings

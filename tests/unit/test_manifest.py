@@ -19,13 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_train.preflight.files import FileCheck, changed_files
-from envbuild import process
 from envbuild.artifacts import manifest, venv
 from envbuild.artifacts.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import survey
+from envbuild.base import process
+from envbuild.base.errors import BuildError, VerificationError
 from envbuild.environment import load_environment
-from envbuild.errors import BuildError, VerificationError
 from envbuild.recipe.targets import host_arch
 from envbuild.store.store import Store
 from envbuild.verify.host import folder_subject

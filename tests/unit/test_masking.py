@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from lab.wheels import make_recipe
 
-from envbuild import process
-from envbuild.errors import BuildError
-from envbuild.masking import HIDDEN, looks_secret, masked, masked_text, redact
+from envbuild.base import process
+from envbuild.base.errors import BuildError
+from envbuild.base.masking import HIDDEN, looks_secret, masked, masked_text, redact
 from envbuild.site.jobs import job_variable_problem, value_problem
 
 TOKEN = "x1Y2" * 10

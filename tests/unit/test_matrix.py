@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from lab.ci import matrix, write_locks, write_recipe
 
+from envbuild.base.errors import UsageError
 from envbuild.environment import load_environment
-from envbuild.errors import UsageError
 from envbuild.kinds import ARTIFACTS
 from envbuild.matrix import GITHUB_LIMIT, MatrixJob, SelectedRecipe, as_github, as_gitlab, parse_runners
 from envbuild.matrix import make_jobs as jobs_and_omissions

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from lab.ci import commit, git, matrix, valid, write_recipe
 from lab.wheels import make_recipe
 
+from envbuild.base.toml import Document
 from envbuild.matrix import SelectedRecipe, changed_recipes
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.model import Recipe
-from envbuild.toml import Document
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from lab.golden import assert_golden
 
+from envbuild.base.files import shipped
 from envbuild.cli.commands import run
-from envbuild.files import shipped
 
 GOLDEN = Path(__file__).parents[1] / "golden/mistakes.txt"
 _GOOD = """name = "NAME"

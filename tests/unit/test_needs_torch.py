@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from lab.wheels import make_recipe
 
 from envbuild.artifacts.state import state_of
+from envbuild.base.errors import RecipeError, UsageError
 from envbuild.cli.commands import cli
-from envbuild.errors import RecipeError, UsageError
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.conda_format import part_of
 from envbuild.lock.conda_format import render as render_conda

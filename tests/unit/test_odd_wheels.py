@@ -17,8 +17,8 @@ from envbuild.artifacts.folder import _apply_umask, _check_installed, locked_fil
 from envbuild.artifacts.image import _environment_layer
 from envbuild.artifacts.installed import check_files
 from envbuild.artifacts.pip_records import PipEnvironment, check_installed, record_differences
+from envbuild.base.errors import BuildError
 from envbuild.environment import load_environment
-from envbuild.errors import BuildError
 from envbuild.kinds import VENV
 from envbuild.kinds.folder import make_environment
 from envbuild.layers.compose import WheelFile

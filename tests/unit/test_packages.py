@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from envbuild.base.errors import EnvbuildError
 from envbuild.cli.commands import cli
-from envbuild.errors import EnvbuildError
 from envbuild.imports.packages import PackageEdit, add_packages, remove_packages
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 

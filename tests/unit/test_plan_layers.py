@@ -20,9 +20,9 @@ from envbuild.artifacts.layer_lists import LayerFile, LayerList
 from envbuild.artifacts.layers_in import LayerFolder, layer_folder
 from envbuild.artifacts.state import BuiltLayer, State, has_packages, parse_state, state_of
 from envbuild.artifacts.survey import ElfReport, Survey
+from envbuild.base.errors import BuildError, HostError, LockError, UsageError
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.environment import load_environment
-from envbuild.errors import BuildError, HostError, LockError, UsageError
 from envbuild.image.entry import DIR, SYMLINK, Entry
 from envbuild.inspect.metadata import interest, source_built
 from envbuild.kinds import prepare

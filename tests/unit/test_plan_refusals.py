@@ -14,9 +14,9 @@ import pytest
 from lab import artifacts
 from lab.wheels import make_recipe, make_wheel
 
+from envbuild.base.errors import EnvbuildError
 from envbuild.cli.commands import cli
 from envbuild.environment import load_environment
-from envbuild.errors import EnvbuildError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import GOARCH
 from envbuild.kinds import ARTIFACTS

@@ -27,7 +27,7 @@ from ddp_train.preflight.rules_network import any_interface
 from ddp_train.preflight.speed import figures, slow
 from ddp_train.preflight.wire import WireError, decode, encode, plain
 from envbuild.artifacts.state import BuiltLayer, State
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.preflight import find_allocation
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -19,8 +19,8 @@ from jsonschema import validate
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.artifacts.state import parse_state, state_of
+from envbuild.base.errors import BuildError, EnvbuildError, RecipeError, UsageError
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import BuildError, EnvbuildError, RecipeError, UsageError
 from envbuild.kinds import DOCKER, VENV
 from envbuild.kinds.dockerfile import prepare_dockerfile
 from envbuild.kinds.folder import prepare_folder

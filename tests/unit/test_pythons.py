@@ -13,8 +13,8 @@ import pytest
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild import pythons
+from envbuild.base.errors import HostError, LockError
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import HostError, LockError
 from envbuild.imports.host_python import compose_here
 from envbuild.imports.statement import Statement
 from envbuild.interpreter import HostPython

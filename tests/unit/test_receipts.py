@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from envbuild.artifacts.state import State, read_state
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.kinds import commit
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.plan.plan import Plan, make_plan

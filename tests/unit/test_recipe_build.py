@@ -12,7 +12,7 @@ from jsonschema import ValidationError, validate
 from lab.wheels import make_recipe
 from packaging.requirements import Requirement
 
-from envbuild.errors import RecipeError
+from envbuild.base.errors import RecipeError
 from envbuild.recipe.build import BuildTable
 from envbuild.recipe.checks import constraint_problem, requirement_problem
 from envbuild.recipe.load import LoadedRecipe, load_recipe

@@ -13,7 +13,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from envbuild.errors import RecipeError
+from envbuild.base.errors import RecipeError
 from envbuild.recipe.find import list_recipes, shipped_folder
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import Recipe, TargetTable, VerifyTable

@@ -8,7 +8,7 @@ import pytest
 from lab.users import as_nobody
 
 import envbuild
-from envbuild.errors import RecipeError, UsageError
+from envbuild.base.errors import RecipeError, UsageError
 from envbuild.recipe.find import choose_target, find_recipe, list_recipes, search_folders, shipped_folder
 from envbuild.recipe.load import load_recipe
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lab.wheels import make_recipe
 from packaging.requirements import InvalidRequirement, Requirement
 
-from envbuild.errors import RecipeError, UsageError
+from envbuild.base.errors import RecipeError, UsageError
 from envbuild.locks import wheel_locks
 from envbuild.recipe import load
 from envbuild.recipe.checks import _ORDINARY, index_problem, requirement_problem

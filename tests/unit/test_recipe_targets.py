@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.recipe.targets import Target, host_arch
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from envbuild.base.errors import LockError
 from envbuild.cli.commands import cli
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
 from envbuild.environment import load_environment
-from envbuild.errors import LockError
 from envbuild.layers.source_known import source_layers
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.base import image_lock

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from lab.fake_registry import Call, fake_registry
 from securesystemslib.signer import CryptoSigner
 
+from envbuild.base.errors import BuildError
 from envbuild.cache.http import Transport
-from envbuild.errors import BuildError
 from envbuild.image.model import OCI_INDEX, OCI_MANIFEST, Descriptor, canonical, digest_of
 from envbuild.image.referrers import attach, referrers
 from envbuild.image.registry import Registry, open_registry

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envbuild.base.errors import UsageError, VerificationError
 from envbuild.cli.report import reported
 from envbuild.compat.rows import CompatFinding
 from envbuild.environment import load_environment
-from envbuild.errors import UsageError, VerificationError
 from envbuild.inspect.metadata import interest
 from envbuild.kinds.commit import failed_path
 from envbuild.report.data import ReportEntry, SizedPackage

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.base.errors import HostError, UsageError
 from envbuild.environment import Environment, load_environment
-from envbuild.errors import HostError, UsageError
 from envbuild.kinds.commit import open_subject
 from envbuild.verify import own_runtime, runtimes
 from envbuild.verify.image_file import APPTAINER, ENROOT, ImageFile, image_kind, open_image_file, passed

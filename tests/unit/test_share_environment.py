@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 from securesystemslib.signer import CryptoSigner
 
+from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.environment import load_environment
-from envbuild.errors import BuildError, UsageError, VerificationError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.reference import parse_reference

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.sif import DEFINITION, JSON, PARTITION, finish_sif, is_sif, read_object, read_sif, write_sif_front
 from envbuild.image.squashfs.read import SquashfsImage
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.sif import JSON, read_object, read_sif
 from envbuild.image.sif_signed import METADATA, content_digest, embed, embedded
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.errors import RecipeError
+from envbuild.base.errors import RecipeError
 from envbuild.site.pip_config import PipConfig, ca_bundle, load_pip_config, redact
 
 

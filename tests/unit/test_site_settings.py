@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.errors import RecipeError
+from envbuild.base.errors import RecipeError
 from envbuild.site.settings import Site, load_site
 
 

@@ -17,14 +17,14 @@ from lab.wheels import make_wheel
 from unit.gpu_files import fatbin
 
 from envbuild.artifacts.installed import check_files, distributions
-from envbuild.errors import RecipeError
+from envbuild.base.errors import RecipeError
+from envbuild.base.toml import Document
 from envbuild.gpu_code import read_gpu_code
 from envbuild.gpus import all_chips, runs
 from envbuild.layers.slim_wheel import blank_ranges, slim_wheel
 from envbuild.recipe.load import decode_recipe
 from envbuild.slim import SlimRules, slim_rules, unused
 from envbuild.store.store import Store
-from envbuild.toml import Document
 
 H100 = SlimRules(1, ("sm_90",))
 ELF = b"\x7fELF\2\1".ljust(64, b"\0")

@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from lab.patchelf import patchelf
 
 from envbuild.artifacts.installed import check_files
+from envbuild.base.elf import MACHINES, read_elf
+from envbuild.base.errors import BuildError, HostError
+from envbuild.base.unpack import unpack
 from envbuild.diagnose.engine import explain
-from envbuild.elf import MACHINES, read_elf
-from envbuild.errors import BuildError, HostError
 from envbuild.layers import source_wheel
 from envbuild.layers.local_build_host import build_variables, local_build_host
 from envbuild.layers.source_causes import config_error, failure
@@ -42,7 +43,6 @@ from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.source_steps import tidy, unpack_cuda, unpack_wheel
 from envbuild.recipe.sources import LockedPackage, Patch, SourceLayer
 from envbuild.store.store import Store
-from envbuild.unpack import unpack
 
 _LAYER = SourceLayer("foo", "1", "cpu-x86_64", "autotools", "https://example.org/foo-1.tar", "ab" * 32)
 

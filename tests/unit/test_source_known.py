@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.errors import RecipeError
+from envbuild.base.errors import RecipeError
 from envbuild.layers import source_known
 from envbuild.layers.source_known import source_layers
 from envbuild.recipe.load import LoadedRecipe, load_recipe

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from lab import artifacts
 
-from envbuild import process
+from envbuild.base import process
 from envbuild.cli.commands import cli
 from envbuild.image.blobs import Blobs
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envbuild.base.errors import BuildError
 from envbuild.cache.hashed import Digests
-from envbuild.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable
 from envbuild.image.layer import header
 from envbuild.image.quota import Quota

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.squashfs.codec import Codec, codec_of
 from envbuild.image.squashfs.metadata import MetadataWriter, indexed, write_listing

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from securesystemslib.signer import CryptoSigner
 
+from envbuild.base.errors import UsageError
 from envbuild.cache.hashed import write_note
-from envbuild.errors import UsageError
 from envbuild.image.model import digest_of
 from envbuild.layers.source_build import _fetched, pack_built
 from envbuild.layers.source_files import SourceManifest, list_files, write_manifest

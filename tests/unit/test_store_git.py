@@ -11,9 +11,9 @@ from unittest.mock import patch
 import pytest
 from sdists import commit, git, sha256
 
+from envbuild.base.errors import BuildError
 from envbuild.cache.retry import RequestFailed
 from envbuild.environment import load_environment
-from envbuild.errors import BuildError
 from envbuild.store.archives import WantedArchive, locate_archive
 from envbuild.store.git import git_archive
 

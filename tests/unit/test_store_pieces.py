@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.base.errors import BuildError, UsageError
 from envbuild.cache.http import Transport
 from envbuild.environment import load_environment
-from envbuild.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor, digest_of
 from envbuild.image.registry import Registry, open_registry

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from lab.wheels import make_wheel
 
+from envbuild.base.errors import BuildError
 from envbuild.cache.hashed import write_note
 from envbuild.environment import load_environment
-from envbuild.errors import BuildError
 from envbuild.image.member_table import read_table, write_table
 from envbuild.image.model import Descriptor
 from envbuild.image.squashfs.segment import Segment, save

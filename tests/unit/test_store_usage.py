@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from envbuild.base.errors import UsageError
 from envbuild.cli.store import store_command
 from envbuild.environment import load_environment
-from envbuild.errors import UsageError
 from envbuild.store.store import Store
 from envbuild.store.usage import StoreItem, choose, items, limit, own_items, recipes, remember, remove
 

@@ -1,4 +1,4 @@
-"""envbuild.toml: positions checked against tomllib on generated files, decoding, schema."""
+"""envbuild.base.toml: positions checked against tomllib on generated files, decoding, schema."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envbuild.errors import EnvbuildError, RecipeError
-from envbuild.toml import Document, decode, form, json_schema, key, read
+from envbuild.base.errors import EnvbuildError, RecipeError
+from envbuild.base.toml import Document, decode, form, json_schema, key, read
 
 # --- positions -----------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ def test_position(keys: tuple[str | int, ...], expected: tuple[int, int]) -> Non
 def test_reading_does_not_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.toml"
     file.write_text("a = 1\n")
-    monkeypatch.setattr("envbuild.toml.document.Scanner", None)
+    monkeypatch.setattr("envbuild.base.toml.document.Scanner", None)
     assert read(file).data == {"a": 1}
 
 

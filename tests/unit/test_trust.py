@@ -34,9 +34,9 @@ from sigstore_models.bundle.v1 import Bundle
 
 from envbuild.artifacts.manifest import write_manifest
 from envbuild.artifacts.state import State
+from envbuild.base.errors import EnvbuildError, UsageError, VerificationError
 from envbuild.cli.commands import cli
 from envbuild.doctor.site_check import check_site
-from envbuild.errors import EnvbuildError, UsageError, VerificationError
 from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.site.settings import load_site
 from envbuild.site.tables import TrustTable

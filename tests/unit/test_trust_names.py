@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from lab.fake_registry import Call, Fake, fake_registry
 from securesystemslib.signer import CryptoSigner
 
+from envbuild.base.errors import EnvbuildError, RecipeError, UsageError, VerificationError
 from envbuild.bundle import FILE, FORMAT, attest_bundle
 from envbuild.cli.commands import cli
-from envbuild.errors import EnvbuildError, RecipeError, UsageError, VerificationError
 from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical, digest_of, new_manifest
 from envbuild.image.reference import parse_reference
 from envbuild.jobs.artifact import check_trust, open_artifact

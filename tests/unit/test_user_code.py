@@ -18,10 +18,10 @@ from lab.wheels import make_recipe
 
 from envbuild.artifacts.installed import Distribution, FileReport
 from envbuild.artifacts.survey import ElfReport, Survey
+from envbuild.base.errors import RecipeError, UsageError
+from envbuild.base.fingerprint import top_level
 from envbuild.bundle import make_bundle
 from envbuild.environment import load_environment
-from envbuild.errors import RecipeError, UsageError
-from envbuild.fingerprint import top_level
 from envbuild.kinds.commit import settings_of
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target

@@ -11,8 +11,8 @@ from typing import Any
 import click
 import pytest
 
+from envbuild.base.errors import UsageError
 from envbuild.cli.commands import cli
-from envbuild.errors import UsageError
 from envbuild.verify.user_run import _Follower
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from envbuild.workers import Answer, Workers
+from envbuild.base.workers import Answer, Workers
 
 
 def test_calls_of_one_worker_are_made_in_order_and_their_results_and_errors_are_the_callers() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import FILE
 from envbuild.image.squashfs.model import NO_FRAGMENT, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.segment import Segment

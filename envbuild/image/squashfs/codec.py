@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.image.squashfs.model import BLOCK_SIZE
 
 Compress = Callable[[bytes | memoryview], bytes]

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FILE, SYMLINK, Entry
 from envbuild.image.squashfs import model
 from envbuild.image.squashfs.codec import Compress

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
+from envbuild.base.workers import Answer, Behind, Workers
 from envbuild.image.squashfs.codec import Codec, Compress
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, UNCOMPRESSED, Fragment
-from envbuild.workers import Answer, Behind, Workers
 
 # The least input of one task of a thread: large enough that the handover costs nothing.
 CHUNK = 8 * BLOCK_SIZE

@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, TypeVar
 
+from envbuild.base.workers import each
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.quota import Quota
 from envbuild.image.squashfs.model import FRAGMENT, MAGIC, NO_FRAGMENT, NO_TABLE, SIZE_MASK, UNCOMPRESSED
 from envbuild.image.squashfs.read_records import Attributes, Inode, listed, read_inode
 from envbuild.image.squashfs.read_tables import ImageBytes, Lookup, MetadataReader
 from envbuild.site.tables import LimitsTable
-from envbuild.workers import each
 
 # In bytes. Linux cannot open longer paths.
 _MAX_PATH = 4095

@@ -11,7 +11,7 @@ import threading
 from collections import namedtuple
 from typing import BinaryIO
 
-from envbuild.errors import BuildError, UsageError
+from envbuild.base.errors import BuildError, UsageError
 from envbuild.image.squashfs.codec import decompressor
 from envbuild.image.squashfs.model import MAGIC, METADATA_SIZE, METADATA_STORED, NO_TABLE, SUPERBLOCK
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from envbuild.base.errors import BuildError
+from envbuild.base.workers import Behind, beside_reader
 from envbuild.cache.hashed import Digests
-from envbuild.errors import BuildError
 from envbuild.image.entry import FILE, Entry, Readable
 from envbuild.image.member_table import packed, read_table, unpacked, write_table
 from envbuild.image.quota import Quota
@@ -23,7 +24,6 @@ from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
 from envbuild.image.tar_stream import Member, PositionedStream, Slice, Unpacked
 from envbuild.image.untar import members
-from envbuild.workers import Behind, beside_reader
 
 # Increase it when the format of indexes changes, or when the same layer results in other bytes: old segments are then
 # not found.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import BinaryIO
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.squashfs import metadata
 from envbuild.image.squashfs.codec import Codec

@@ -8,7 +8,7 @@ import stat
 from functools import partial
 from pathlib import Path
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.squashfs.model import SOCKET
 from envbuild.image.squashfs.read import SquashfsImage

@@ -14,7 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import BinaryIO
 
-from envbuild.errors import BuildError, file_error
+from envbuild.base.errors import BuildError, file_error
+from envbuild.base.progress import OnProgress
 from envbuild.image.entry import FILE
 from envbuild.image.squashfs.choosing import Choice, choose, damaged, data_of
 from envbuild.image.squashfs.codec import Codec, Decompress, decompressor
@@ -23,7 +24,6 @@ from envbuild.image.squashfs.packing import Packer, Tails, unpack
 from envbuild.image.squashfs.segment import Segment
 from envbuild.image.squashfs.tables import Placed, data_start, write_tables
 from envbuild.image.tree import MergedEntry
-from envbuild.progress import OnProgress
 
 # Upper bounds for the size of the tables: for each entry its inode, its names in a directory and in an index, and its
 # row in the export table; for the image its superblock, padding and headers of metadata blocks.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from envbuild.errors import HostError
+from envbuild.base.errors import HostError
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive_line
 

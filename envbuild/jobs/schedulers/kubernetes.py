@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs import kubernetes_pod as pod
 from envbuild.jobs.kubectl import created_job, refusal, refused_pod, unchecked_pod
 from envbuild.jobs.kubernetes_security import container_security

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.launchers import SSH, each, mpi
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from envbuild.errors import UsageError
+from envbuild.base.errors import UsageError
 from envbuild.jobs.containers import pyxis_options, work_key
 from envbuild.jobs.launchers import ABOUT, STEP_SIGNAL, mpi
 from envbuild.jobs.model import JobPlan, Launcher

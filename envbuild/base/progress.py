@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from envbuild.display import Display
-from envbuild.display import human_size as human_size
-from envbuild.display import human_time as human_time
+from envbuild.base.display import Display
+from envbuild.base.display import human_size as human_size
+from envbuild.base.display import human_time as human_time
 
 Log = Callable[[str], None]
 OnProgress = Callable[[int], None]

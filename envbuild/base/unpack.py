@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from envbuild.errors import BuildError
+from envbuild.base.errors import BuildError
 
 try:  # like zipfile itself: a Python may lack it
     from lzma import LZMAError

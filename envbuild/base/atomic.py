@@ -19,10 +19,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from envbuild.errors import BuildError, EnvbuildError, file_error, note_writing, system_hint
-from envbuild.file_lock import folder_lock
-from envbuild.files import absolute_path, open_regular
-from envbuild.progress import Log
+from envbuild.base.errors import BuildError, EnvbuildError, file_error, note_writing, system_hint
+from envbuild.base.file_lock import folder_lock
+from envbuild.base.files import absolute_path, open_regular
+from envbuild.base.progress import Log
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2

@@ -15,10 +15,10 @@ from typing import Any
 
 import tomlkit
 
-from envbuild.atomic import write_beside
-from envbuild.errors import UsageError
-from envbuild.toml.document import Keys, Scanner, parse_toml, read
-from envbuild.toml.write import table_text
+from envbuild.base.atomic import write_beside
+from envbuild.base.errors import UsageError
+from envbuild.base.toml.document import Keys, Scanner, parse_toml, read
+from envbuild.base.toml.write import table_text
 
 
 def set_value(text: str, keys: Keys, value: Any) -> str:

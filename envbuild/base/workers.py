@@ -17,7 +17,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, ParamSpec, TypeVar
 
-from envbuild import resources
+from envbuild.base import resources
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from envbuild.errors import note_writing
+from envbuild.base.errors import note_writing
 
 # Commands to a terminal (ECMA-48): control sequences, strings such as a window's title, and single characters. The
 # first group are the colours and styles of messages.

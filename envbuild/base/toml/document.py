@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from envbuild.errors import EnvbuildError, RecipeError
-from envbuild.files import read_small
+from envbuild.base.errors import EnvbuildError, RecipeError
+from envbuild.base.files import read_small
 
 Keys = tuple[str | int, ...]
 _BLANK = re.compile(r"(?:[ \t\n]|#[^\n]*)*")

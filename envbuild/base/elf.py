@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from envbuild.elf_symbols import STRTAB, SYMTAB, TABLES, ReadAt, Symbols
+from envbuild.base.elf_symbols import STRTAB, SYMTAB, TABLES, ReadAt, Symbols
 
 HEAD = 20  # bytes of a file that name its processor
 # Values of e_machine.

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from envbuild.terminal import ClosedPipe, clean
+from envbuild.base.terminal import ClosedPipe, clean
 
 _LIVE_S, _SIGN_S = 0.25, 15.0
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from envbuild.files import open_known
+from envbuild.base.files import open_known
 
 _PAUSE_S = 0.05
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from envbuild.errors import EnvbuildError
+from envbuild.base.errors import EnvbuildError
 
 # Real documents nest below 20 levels, and a lock of 1,000 packages has 50,000 events. Each takes up to 1 KB.
 _DEEPEST, _EVENTS = 64, 300_000

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from envbuild.mounts import parse_mounts
+from envbuild.base.mounts import parse_mounts
 
 # Without a limit, cgroups of version 1 report the largest integer, rounded down to pages.
 _NO_LIMIT = 1 << 62

@@ -17,10 +17,10 @@ pattern, choices, minimum and check apply to each entry of a tuple or a dict.
 
 from __future__ import annotations
 
-from envbuild.toml.decode import Problem, closest, decode, json_schema, nearest
-from envbuild.toml.document import Document, Keys, list_at, parse_toml, read, table_at, value_at
-from envbuild.toml.keys import form, key, required
-from envbuild.toml.write import table_text, toml_key, toml_pairs, toml_value
+from envbuild.base.toml.decode import Problem, closest, decode, json_schema, nearest
+from envbuild.base.toml.document import Document, Keys, list_at, parse_toml, read, table_at, value_at
+from envbuild.base.toml.keys import form, key, required
+from envbuild.base.toml.write import table_text, toml_key, toml_pairs, toml_value
 
 __all__ = [
     "Document",

@@ -10,8 +10,8 @@ from functools import lru_cache
 from types import UnionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from envbuild.errors import EnvbuildError, RecipeError
-from envbuild.toml.document import Document, Keys
+from envbuild.base.errors import EnvbuildError, RecipeError
+from envbuild.base.toml.document import Document, Keys
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

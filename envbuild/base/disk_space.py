@@ -10,8 +10,8 @@ import resource
 from pathlib import Path
 from typing import BinaryIO
 
-from envbuild.errors import BuildError
-from envbuild.progress import human_size
+from envbuild.base.errors import BuildError
+from envbuild.base.progress import human_size
 
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -12,8 +12,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from envbuild import process
-from envbuild.errors import UsageError
+from envbuild.base import process
+from envbuild.base.errors import UsageError
 
 # Variables that tell git which repository it works in (git rev-parse --local-env-vars), and programs that it may run.
 _DROPPED = frozenset(

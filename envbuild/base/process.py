@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from envbuild.base.errors import BuildError, EnvbuildError, HostError
+from envbuild.base.masking import masked_words, redact
+from envbuild.base.progress import detail
+from envbuild.base.terminal import clean
 from envbuild.data import load_table
-from envbuild.errors import BuildError, EnvbuildError, HostError
-from envbuild.masking import masked_words, redact
-from envbuild.progress import detail
-from envbuild.terminal import clean
 
 # The hint for a child that a signal ended.
 KILLED = "run it again; if the system had no memory left (dmesg), with more memory or fewer CPUs"
