@@ -1,4 +1,10 @@
-"""Judge an environment by a metric: its verification, the step time of a training, or a command of the user."""
+"""Judge an environment by a metric: its verification, the step time of a training, or a command of the user.
+
+The step time is compared with that of the bad lock. Both are measured in turn, so that a machine that becomes slower
+slows both. Each pair gives the logarithm of the ratio of their times. A sequential probability ratio test (Wald 1945)
+decides between two hypotheses: the ratio is 1, or it is the `gap`. The contribution of each pair is bounded, so that no
+outlier decides, and the spread is estimated from medians.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +13,9 @@ import os
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +24,6 @@ from envbuild.base import process
 from envbuild.base.errors import UsageError
 from envbuild.base.progress import Log
 from envbuild.base.terminal import clean
-from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
 from envbuild.bisect.search import MixState
 from envbuild.environment import Environment
 from envbuild.kinds.commit import open_subject, settings_of
@@ -26,11 +32,39 @@ from envbuild.verify.model import FAIL, Settings, Subject
 from envbuild.verify.performance import measure_step
 from envbuild.verify.run import verify
 
+# The smallest slow-down to look for, and the probability of a wrong decision if the noise is normal.
+LEAST = 0.10
+_ERROR = 1e-5
+_BOUND = math.log((1 - _ERROR) / _ERROR)
+# The largest contribution of a pair: at least six pairs decide.
+_MOST_WEIGHT = _BOUND / 5.5
+# The least spread of a pair that is believed, of 5 % noise in each measurement: few values may look alike by chance.
+_LEAST_SPREAD = 0.05 * math.sqrt(2)
+# The standard deviation of a normal distribution, by the median distance of two of its values.
+_SHAMOS = 1.0483
 STEP_TIME, PASS = "step_time", "pass"
 # Exit codes of a command with a meaning of their own, as for `git bisect run`.
 _SKIP, _CANNOT_RUN = 125, (126, 127)
 # Bytes of a command's output, from its end, of which the last lines are told.
 _MOST_TOLD = 1 << 16
+
+
+def spread_of(series: Sequence[Sequence[float]]) -> float:
+    """Return the standard deviation of the log ratios within each series, by the median of all differences (Shamos)."""
+    apart = [abs(one - other) for values in series for one, other in combinations(values, 2)]
+    return max(_LEAST_SPREAD, _SHAMOS * statistics.median(apart)) if apart else _LEAST_SPREAD
+
+
+def is_faster(ratios: Sequence[float], gap: float, spread: float) -> bool | None:
+    """Return whether the log `ratios` of slow to tested times are near `gap`, and not near 0; None for more pairs."""
+    steps = (gap * (ratio - gap / 2) / spread**2 for ratio in ratios)
+    score = sum(max(-_MOST_WEIGHT, min(_MOST_WEIGHT, step)) for step in steps)
+    return None if abs(score) < _BOUND else score > 0
+
+
+def known_gap(ratios: Sequence[float], spread: float) -> float:
+    """Return the gap that decided `ratios` show: the lower end of what their median may be."""
+    return statistics.median(ratios) - 2 * math.sqrt(math.pi / 2 / len(ratios)) * spread
 
 
 @dataclass(slots=True)

@@ -15,8 +15,18 @@ from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.progress import Log
 from envbuild.base.terminal import clean
 from envbuild.bisect.judge import STEP_TIME, Judge
-from envbuild.bisect.mix import Difference, Group, differences, grouped, mixed
-from envbuild.bisect.search import Culprits, Mix, MixState, bound, search
+from envbuild.bisect.search import (
+    Culprits,
+    Difference,
+    Group,
+    Mix,
+    MixState,
+    bound,
+    differences,
+    grouped,
+    mixed,
+    search,
+)
 from envbuild.environment import Environment
 from envbuild.kinds import VENV
 from envbuild.kinds.folder import make_environment

@@ -16,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.base.errors import UsageError
-from envbuild.bisect.decision import LEAST, is_faster, known_gap, spread_of
-from envbuild.bisect.judge import Judge
-from envbuild.bisect.mix import differences, grouped, mixed
-from envbuild.bisect.search import Culprits, Mix, MixState, bound, search
+from envbuild.bisect.judge import LEAST, Judge, is_faster, known_gap, spread_of
+from envbuild.bisect.search import Culprits, Mix, MixState, bound, differences, grouped, mixed, search
 from envbuild.cli.commands import cli
 from envbuild.environment import load_environment
 from envbuild.lock.format import Lock, LockedPackage

@@ -41,9 +41,8 @@ from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.site.settings import load_site
 from envbuild.site.tables import TrustTable
 from envbuild.trust.bundle import PREDICATES, bundle_path, opened, sign, statement
-from envbuild.trust.keys import load_public, load_signer
+from envbuild.trust.keys import AgentSigner, load_public, load_signer
 from envbuild.trust.policy import RECEIPT, attested, judge
-from envbuild.trust.ssh_agent import AgentSigner
 from envbuild.verify.receipt import read_receipt, receipt_path, write_receipt
 
 NOW = datetime.now(UTC)
