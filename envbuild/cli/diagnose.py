@@ -11,9 +11,9 @@ from envbuild.base.errors import VerificationError
 from envbuild.cli import complete
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import PATH, with_options
-from envbuild.diagnose.engine import Diagnosis, Evidence, diagnose
-from envbuild.diagnose.read import jobs_of, read_logs
-from envbuild.diagnose.rules import load_rules
+from envbuild.jobcheck.diagnose.engine import Diagnosis, Evidence, diagnose
+from envbuild.jobcheck.diagnose.read import jobs_of, read_logs
+from envbuild.jobcheck.diagnose.rules import load_rules
 
 _EVIDENCE = 6
 
@@ -95,8 +95,8 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
       envbuild lint-job train.sbatch
       envbuild lint-job ddp.pbs pytorchjob.yaml --json
     """
-    from envbuild.jobs.lint import lint_file
-    from envbuild.jobs.lint_faults import LEVELS
+    from envbuild.jobcheck.lint.engine import lint_file
+    from envbuild.jobcheck.lint.faults import LEVELS
 
     problems = [problem for path in scripts for problem in lint_file(path)]
     count = {level: sum(one.fault.level == level for one in problems) for level in LEVELS}

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from envbuild.base.errors import BuildError
-from envbuild.diagnose.engine import explain
+from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.layers.source_job import StepError
 
 _TAIL_LINES = 25

@@ -20,7 +20,7 @@ from typing import Any
 from envbuild.base import torchrun
 from envbuild.base.files import parse_json
 from envbuild.base.progress import step
-from envbuild.diagnose.nccl_log import parse_nccl_log
+from envbuild.jobcheck.diagnose.nccl_log import parse_nccl_log
 from envbuild.verify.model import Agent, Nodes, Settings, Subject
 from envbuild.verify.network import Network
 from envbuild.verify.probes import Request

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.state import BuiltLayer
-from envbuild.diagnose.nccl_log import Kind, NcclLog, parse_nccl_log
 from envbuild.fabrics import Fabric
+from envbuild.jobcheck.diagnose.nccl_log import Kind, NcclLog, parse_nccl_log
 from envbuild.recipe.accelerators import gpu_families
 from envbuild.verify.model import Check, Report, Subject, check_texts, judge
 from envbuild.verify.network import PLUGIN, nccl_version

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base import process
-from envbuild.diagnose.engine import diagnose, explain
+from envbuild.jobcheck.diagnose.engine import diagnose, explain
 from envbuild.recipe.accelerators import CPU, gpu_families
 from envbuild.recipe.targets import Target
 from envbuild.verify.launch import Outcome, TrainingJob

@@ -12,7 +12,7 @@ from pathlib import PurePath
 from envbuild.artifacts.survey import Survey
 from envbuild.base.masking import masked_forms
 from envbuild.base.progress import step
-from envbuild.diagnose.engine import explain
+from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.recipe.verify_table import BOUND, ExpectTable
 from envbuild.verify.launch import TRAINER, Bench, Outcome, TrainingJob, run_program
 from envbuild.verify.model import FAIL, OF_QUICK, Check, Report, Settings, blocked, judge, not_tried

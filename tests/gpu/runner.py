@@ -23,7 +23,7 @@ NEEDED = (
     "ddp_train/__main__.py",
     "ddp_train/preflight/speed.py",
     "envbuild/verify/run.py",
-    "envbuild/diagnose/engine.py",
+    "envbuild/jobcheck/diagnose/engine.py",
     "envbuild/data/checks.toml",
     "envbuild/data/fabrics.toml",
     "envbuild/data/nccl_log.toml",

@@ -59,9 +59,9 @@ _KERNELS = {
 def diagnoses(context: Context) -> Seen:
     """Provoke failures at the same time, and diagnose their output."""
     from ddp_train.flight import flight_variables
-    from envbuild.diagnose.engine import diagnose
-    from envbuild.diagnose.read import read_logs
-    from envbuild.diagnose.rules import load_rules
+    from envbuild.jobcheck.diagnose.engine import diagnose
+    from envbuild.jobcheck.diagnose.read import read_logs
+    from envbuild.jobcheck.diagnose.rules import load_rules
 
     folder, python = context.folder("diagnoses"), context.python["executable"]
     flight = folder / "flight"

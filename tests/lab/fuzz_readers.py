@@ -37,11 +37,6 @@ from envbuild.cache import hashed
 from envbuild.cache.http import split
 from envbuild.cache.retry import RequestFailed, retry_after
 from envbuild.debian import control, deb, release, resolve, sources
-from envbuild.diagnose.engine import diagnose, explain
-from envbuild.diagnose.flight import merged, read_record
-from envbuild.diagnose.nccl_log import parse_nccl_log
-from envbuild.diagnose.read import job_number, read_logs
-from envbuild.diagnose.rules import load_rules
 from envbuild.doctor.batch import pyxis_scope
 from envbuild.environment import Environment
 from envbuild.image import archive, credentials, layout, model, referrers, registry_auth, sif
@@ -57,7 +52,12 @@ from envbuild.imports import FORMATS
 from envbuild.inspect import metadata
 from envbuild.inspect.image_reader import about_image
 from envbuild.inspect.reader import open_artifact
-from envbuild.jobs.lint import lint_file
+from envbuild.jobcheck.diagnose.engine import diagnose, explain
+from envbuild.jobcheck.diagnose.flight import merged, read_record
+from envbuild.jobcheck.diagnose.nccl_log import parse_nccl_log
+from envbuild.jobcheck.diagnose.read import job_number, read_logs
+from envbuild.jobcheck.diagnose.rules import load_rules
+from envbuild.jobcheck.lint.engine import lint_file
 from envbuild.layers import source_files
 from envbuild.layers.conda_package import read_info
 from envbuild.layers.source_standalone import describe, read_description

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from lab.slurm import Cluster, missing, slurm_cluster
 
 from envbuild.cli.diagnose import diagnose_command
-from envbuild.jobs.lint import lint
+from envbuild.jobcheck.lint.engine import lint
 
 TRAIN = """
 import os, torch, torch.distributed as dist

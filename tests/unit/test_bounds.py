@@ -29,7 +29,7 @@ from envbuild.image.tar_stream import Chunks, Member
 from envbuild.image.tree import MergedTree
 from envbuild.imports import read_source
 from envbuild.inspect.metadata import interest
-from envbuild.jobs.lint import lint
+from envbuild.jobcheck.lint.engine import lint
 from envbuild.layers import wheel
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.lock import conda_format, format

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from envbuild.diagnose.engine import explain
+from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.verify import training_checks as training
 from envbuild.verify.launch import Outcome, Running, TrainingJob
 from envbuild.verify.model import Nodes

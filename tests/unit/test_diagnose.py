@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from lab.golden import assert_golden_table
 
 from envbuild.cli.diagnose import diagnose_command
-from envbuild.diagnose import read, shapes
-from envbuild.diagnose.engine import Diagnosis, _Reader, diagnose
-from envbuild.diagnose.read import job_number, read_logs
-from envbuild.diagnose.rules import PLACES, DiagnosisRule, load_rules, needles
-from envbuild.diagnose.shapes import LineShapes
+from envbuild.jobcheck.diagnose import read, shapes
+from envbuild.jobcheck.diagnose.engine import Diagnosis, _Reader, diagnose
+from envbuild.jobcheck.diagnose.read import job_number, read_logs
+from envbuild.jobcheck.diagnose.rules import PLACES, DiagnosisRule, load_rules, needles
+from envbuild.jobcheck.diagnose.shapes import LineShapes
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/reference/diagnoses.md"

@@ -16,8 +16,8 @@ import pytest
 from unit.test_dockerfile import copy_modules
 
 from envbuild.artifacts.layers_stage import MODULES
-from envbuild.diagnose.engine import diagnose, explain
-from envbuild.diagnose.rules import PLACES, Place, load_rules
+from envbuild.jobcheck.diagnose.engine import diagnose, explain
+from envbuild.jobcheck.diagnose.rules import PLACES, Place, load_rules
 
 _NET = "n1:1:1 [0] NCCL INFO NET/OFI aws-ofi-nccl initialization failed"
 _GONE = "n1:1:1 [0] net.cc:1 NCCL WARN Error: network AWS Libfabric not found."
@@ -98,7 +98,7 @@ def test_a_name_is_one_row() -> None:
 def test_the_stage_of_a_dockerfile_explains_failures_without_the_rest_of_envbuild(tmp_path: Path) -> None:
     copy_modules(MODULES, tmp_path)
     script = (
-        "import sys; sys.path.insert(0, '.'); from envbuild.diagnose.engine import explain;"
+        "import sys; sys.path.insert(0, '.'); from envbuild.jobcheck.diagnose.engine import explain;"
         "print(explain('NCCL WARN x\\nsh: 1: nvcc: not found', 'source-build'))"
     )
     done = subprocess.run(

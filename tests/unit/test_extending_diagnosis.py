@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from envbuild.cli.diagnose import diagnose_command
-from envbuild.diagnose.engine import explain
-from envbuild.diagnose.rules import load_rules
-from envbuild.jobs import lint_faults
-from envbuild.jobs.lint import lint
+from envbuild.jobcheck.diagnose.engine import explain
+from envbuild.jobcheck.diagnose.rules import load_rules
+from envbuild.jobcheck.lint import faults as lint_faults
+from envbuild.jobcheck.lint.engine import lint
 
 ROW = """
 [[rules]]
@@ -90,9 +90,10 @@ def test_a_lint_rule_with_a_pattern_is_one_row(tmp_path: Path, monkeypatch: pyte
 
 def test_the_table_is_read_by_a_diagnosis_alone() -> None:
     script = (
-        "import sys, envbuild.cli.commands; assert not any('envbuild.diagnose' in name for name in sys.modules);"
+        "import sys, envbuild.cli.commands; assert not any('envbuild.jobcheck' in name for name in sys.modules);"
         "import envbuild.verify.training_checks, envbuild.layers.source_causes;"
-        "from envbuild.diagnose.rules import load_rules; from envbuild.diagnose.engine import explain;"
+        "from envbuild.jobcheck.diagnose.rules import load_rules;"
+        "from envbuild.jobcheck.diagnose.engine import explain;"
         "assert load_rules.cache_info().misses == 0; explain('x', 'verification');"
         "assert load_rules.cache_info().misses == 1"
     )

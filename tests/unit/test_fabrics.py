@@ -20,7 +20,7 @@ from envbuild.compat.stack import stack_of
 from envbuild.doctor.fabric import adapters
 from envbuild.doctor.probe import Host
 from envbuild.fabrics import find_fabric, load_fabrics, preflight_devices
-from envbuild.jobs.lint_kubernetes import lint_manifest
+from envbuild.jobcheck.lint.kubernetes import lint_manifest
 from envbuild.kinds import commit
 from envbuild.layers.source_known import source_layers
 from envbuild.recipe.accelerators import CPU, CUDA

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_train.flight import PREFIX, flight_variables
-from envbuild.diagnose.engine import diagnose
-from envbuild.diagnose.flight import is_record, merged, read_record
-from envbuild.diagnose.read import read_logs
-from envbuild.diagnose.rules import load_rules
+from envbuild.jobcheck.diagnose.engine import diagnose
+from envbuild.jobcheck.diagnose.flight import is_record, merged, read_record
+from envbuild.jobcheck.diagnose.read import read_logs
+from envbuild.jobcheck.diagnose.rules import load_rules
 
 DATA = Path(__file__).parent / "data"
 TOP = Path(__file__).parents[2]

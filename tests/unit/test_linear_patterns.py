@@ -18,10 +18,10 @@ import pytest
 
 import envbuild
 from envbuild.base import masking
-from envbuild.diagnose.nccl_log import load_patterns
-from envbuild.diagnose.rules import PLACES, load_rules
 from envbuild.imports import gpu_signs
-from envbuild.jobs.lint_faults import load_faults
+from envbuild.jobcheck.diagnose.nccl_log import load_patterns
+from envbuild.jobcheck.diagnose.rules import PLACES, load_rules
+from envbuild.jobcheck.lint.faults import load_faults
 
 _REPEATS = (code.MAX_REPEAT, code.MIN_REPEAT, code.POSSESSIVE_REPEAT)
 # Characters, and the slowdown that is too much. The short one is for expressions that are worse than quadratic; those
@@ -47,7 +47,7 @@ def expressions() -> dict[str, re.Pattern[str]]:
 
 
 # They read the tables of envbuild itself.
-OWN = ("envbuild.diagnose.rules._PART", "envbuild.diagnose.engine._EITHER")
+OWN = ("envbuild.jobcheck.diagnose.rules._PART", "envbuild.jobcheck.diagnose.engine._EITHER")
 
 
 def constants() -> Iterator[re.Pattern[str]]:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from lab.golden import assert_golden_table
 
 from envbuild.cli.diagnose import lint_job_command
-from envbuild.jobs.lint import Problem, lint, lint_file
-from envbuild.jobs.lint_faults import load_faults
-from envbuild.jobs.lint_shell import parse
+from envbuild.jobcheck.lint.engine import Problem, lint, lint_file
+from envbuild.jobcheck.lint.faults import load_faults
+from envbuild.jobcheck.lint.shell import parse
 from envbuild.site.schedulers import TITLES
 
 DATA = Path(__file__).parent / "data"

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.diagnose.engine import explain
-from envbuild.diagnose.nccl_log import NcclLog, load_patterns, parse_nccl_log
 from envbuild.fabrics import load_fabrics
+from envbuild.jobcheck.diagnose.engine import explain
+from envbuild.jobcheck.diagnose.nccl_log import NcclLog, load_patterns, parse_nccl_log
 from envbuild.verify.network_checks import check_nccl
 
 DATA = Path(__file__).parent / "data" / "nccl"

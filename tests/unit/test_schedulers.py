@@ -16,8 +16,8 @@ from envbuild.cli.job import job_command
 from envbuild.doctor import batch
 from envbuild.doctor.probe import Host
 from envbuild.doctor.site_rules import contradictions
-from envbuild.jobs.lint import lint
-from envbuild.jobs.lint_script import read_script
+from envbuild.jobcheck.lint.engine import lint
+from envbuild.jobcheck.lint.script import read_script
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.preflight import find_allocation
 from envbuild.jobs.render import render

@@ -25,7 +25,7 @@ from envbuild.artifacts.installed import check_files
 from envbuild.base.elf import MACHINES, read_elf
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.unpack import unpack
-from envbuild.diagnose.engine import explain
+from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.layers import source_wheel
 from envbuild.layers.local_build_host import build_variables, local_build_host
 from envbuild.layers.source_causes import config_error, failure

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from envbuild.fabrics import load_fabrics
-from envbuild.jobs.lint_script import Found, ParsedScript
-from envbuild.jobs.lint_shell import Command
+from envbuild.jobcheck.lint.script import Found, ParsedScript
+from envbuild.jobcheck.lint.shell import Command
 
 LOCAL = re.compile(r"^\[?(localhost|127(\.\d+){3}|::1)\]?(:|$)")
 _FALLBACK = re.compile(

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from envbuild.jobs.lint_launch import before_program, starts_training
-from envbuild.jobs.lint_script import Found, ParsedScript
-from envbuild.jobs.lint_shell import LAUNCHERS, Command
+from envbuild.jobcheck.lint.launch import before_program, starts_training
+from envbuild.jobcheck.lint.script import Found, ParsedScript
+from envbuild.jobcheck.lint.shell import LAUNCHERS, Command
 from envbuild.jobs.schedulers.base import option_values
 
 _MOST = 50  # names that are looked for

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from envbuild.data import load_table
-from envbuild.diagnose.rules import needles
+from envbuild.jobcheck.diagnose.rules import needles
 
 FaultKind = Literal["plugin missing", "plugin failed", "no adapter", "fatal", "error"]
 Kind = Literal["version", "network", "transport", "plugin", "provider"] | FaultKind

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from envbuild.base.masking import looks_secret
-from envbuild.jobs.lint_addresses import of_addresses, of_endpoints, of_numbers, of_order
-from envbuild.jobs.lint_flow import of_names, of_signals
-from envbuild.jobs.lint_hosts import (
+from envbuild.jobcheck.lint.addresses import of_addresses, of_endpoints, of_numbers, of_order
+from envbuild.jobcheck.lint.flow import of_names, of_signals
+from envbuild.jobcheck.lint.hosts import (
     of_archives,
     of_early_expansion,
     of_fixed_hosts,
@@ -19,8 +19,8 @@ from envbuild.jobs.lint_hosts import (
     of_remote_shells,
     of_terminals,
 )
-from envbuild.jobs.lint_launch import TRAINS, starts_training
-from envbuild.jobs.lint_resources import (
+from envbuild.jobcheck.lint.launch import TRAINS, starts_training
+from envbuild.jobcheck.lint.resources import (
     of_cpus,
     of_idle_nodes,
     of_optional_variables,
@@ -31,9 +31,9 @@ from envbuild.jobs.lint_resources import (
     of_steps,
     of_typed_counts,
 )
-from envbuild.jobs.lint_script import NOUNSET, Found, ParsedScript, option_set
-from envbuild.jobs.lint_shell import LAUNCHERS, SUBMITS
-from envbuild.jobs.lint_slips import (
+from envbuild.jobcheck.lint.script import NOUNSET, Found, ParsedScript, option_set
+from envbuild.jobcheck.lint.shell import LAUNCHERS, SUBMITS
+from envbuild.jobcheck.lint.slips import (
     of_assignments,
     of_comments,
     of_conflicts,
@@ -42,7 +42,7 @@ from envbuild.jobs.lint_slips import (
     of_operators,
     of_placeholders,
 )
-from envbuild.jobs.lint_status import of_checks, of_status
+from envbuild.jobcheck.lint.status import of_checks, of_status
 from envbuild.jobs.schedulers.base import option_values
 from envbuild.site.jobs import job_variable_problem
 

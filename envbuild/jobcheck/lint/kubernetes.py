@@ -14,11 +14,11 @@ from typing import Any
 from envbuild.base.errors import UsageError
 from envbuild.base.yaml_reader import parse_yaml
 from envbuild.fabrics import adapter_of
-from envbuild.jobs.lint_jobs import of_secrets
-from envbuild.jobs.lint_resources import of_ranks
-from envbuild.jobs.lint_rules import RULES, judged_image
-from envbuild.jobs.lint_script import Found, read_script
-from envbuild.jobs.lint_status import of_status
+from envbuild.jobcheck.lint.jobs import of_secrets
+from envbuild.jobcheck.lint.resources import of_ranks
+from envbuild.jobcheck.lint.rules import RULES, judged_image
+from envbuild.jobcheck.lint.script import Found, read_script
+from envbuild.jobcheck.lint.status import of_status
 from envbuild.jobs.schedulers.base import whole
 
 # Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint

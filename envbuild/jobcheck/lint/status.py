@@ -9,9 +9,9 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Literal
 
-from envbuild.jobs.lint_launch import ASKS, is_plain_training, starts_training
-from envbuild.jobs.lint_script import ERREXIT, PIPEFAIL, Found, ParsedScript, option_set
-from envbuild.jobs.lint_shell import LAUNCHERS, Command
+from envbuild.jobcheck.lint.launch import ASKS, is_plain_training, starts_training
+from envbuild.jobcheck.lint.script import ERREXIT, PIPEFAIL, Found, ParsedScript, option_set
+from envbuild.jobcheck.lint.shell import LAUNCHERS, Command
 
 # A server's jobs end with their time; jswait has the exit code of what it waits for.
 _ENDS_WITH = re.compile(r"jswait\b|sleep (?:\d{4,}|\d+[hd]|inf)")

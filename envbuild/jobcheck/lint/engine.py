@@ -1,6 +1,6 @@
 """Find faults in handwritten job scripts: sbatch, PBS and shell scripts, Kubernetes manifests.
 
-The rules check which programs a script starts on which nodes (jobs/lint_shell.py); their messages are in
+The rules check which programs a script starts on which nodes (shell.py); their messages are in
 data/job_faults.toml. This does not replace shellcheck. A line that ends in `# lint-job: ignore` (or `ignore
 ID`) is skipped.
 """
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import UsageError
-from envbuild.jobs.lint_faults import LEVELS, LintRule, load_faults
-from envbuild.jobs.lint_script import Found, ParsedScript, read_script
+from envbuild.jobcheck.lint.faults import LEVELS, LintRule, load_faults
+from envbuild.jobcheck.lint.script import Found, ParsedScript, read_script
 from envbuild.site.pip_config import redact
 
 _LARGEST = 2 << 20
@@ -134,14 +134,14 @@ def _ignored(line: str, fault: str) -> bool:
 
 
 def _rules(script: ParsedScript) -> Iterator[Found]:
-    from envbuild.jobs.lint_jobs import JOB_RULES
-    from envbuild.jobs.lint_rules import RULES
+    from envbuild.jobcheck.lint.jobs import JOB_RULES
+    from envbuild.jobcheck.lint.rules import RULES
 
     for rule in (*RULES, *JOB_RULES):
         yield from rule(script)
 
 
 def _manifest(text: str, name: str) -> Iterable[Found]:
-    from envbuild.jobs.lint_kubernetes import lint_manifest
+    from envbuild.jobcheck.lint.kubernetes import lint_manifest
 
     return lint_manifest(text, name)

@@ -6,12 +6,12 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator
 
-from envbuild.jobs.lint_addresses import sets_elsewhere
-from envbuild.jobs.lint_faults import command_text, of_patterns
-from envbuild.jobs.lint_launch import Launch
-from envbuild.jobs.lint_script import PER_NODE, Found, ParsedScript
-from envbuild.jobs.lint_shell import CONTAINERS, Command
-from envbuild.jobs.lint_variables import LOCAL, of_fallbacks, of_variables
+from envbuild.jobcheck.lint.addresses import sets_elsewhere
+from envbuild.jobcheck.lint.faults import command_text, of_patterns
+from envbuild.jobcheck.lint.launch import Launch
+from envbuild.jobcheck.lint.script import PER_NODE, Found, ParsedScript
+from envbuild.jobcheck.lint.shell import CONTAINERS, Command
+from envbuild.jobcheck.lint.variables import LOCAL, of_fallbacks, of_variables
 from envbuild.jobs.schedulers.base import option_values, whole
 
 _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")

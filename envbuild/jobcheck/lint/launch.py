@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
-from envbuild.jobs.lint_expand import Variables
-from envbuild.jobs.lint_shell import LAUNCHERS, Command, starters
+from envbuild.jobcheck.lint.expand import Variables
+from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, starters
 from envbuild.jobs.schedulers.base import option_values, whole
 
 STARTS = re.compile(

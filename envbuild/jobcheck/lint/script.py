@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from envbuild.jobs.lint_expand import Variables
-from envbuild.jobs.lint_launch import Launch, find_launches, starts_training
-from envbuild.jobs.lint_shell import LAUNCHERS, Command, commands_of
-from envbuild.jobs.lint_words import Reader
+from envbuild.jobcheck.lint.expand import Variables
+from envbuild.jobcheck.lint.launch import Launch, find_launches, starts_training
+from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, commands_of
+from envbuild.jobcheck.lint.words import Reader
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import ScriptFacts, option_values, whole
 

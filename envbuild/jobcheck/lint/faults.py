@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any, Literal
 
-from envbuild.jobs.lint_script import Found, ParsedScript
-from envbuild.jobs.lint_shell import Command
+from envbuild.jobcheck.lint.script import Found, ParsedScript
+from envbuild.jobcheck.lint.shell import Command
 from envbuild.jobs.schedulers import SCHEDULERS
 
 Level = Literal["error", "warning", "hint"]

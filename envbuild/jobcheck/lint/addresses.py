@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from envbuild.jobs.lint_launch import Launch, starts_training
-from envbuild.jobs.lint_script import Found, ParsedScript
-from envbuild.jobs.lint_shell import LAUNCHERS
-from envbuild.jobs.lint_variables import OF_RENDEZVOUS
+from envbuild.jobcheck.lint.launch import Launch, starts_training
+from envbuild.jobcheck.lint.script import Found, ParsedScript
+from envbuild.jobcheck.lint.shell import LAUNCHERS
+from envbuild.jobcheck.lint.variables import OF_RENDEZVOUS
 from envbuild.jobs.schedulers.base import whole
 
 _RANK = re.compile(

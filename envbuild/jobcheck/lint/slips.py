@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
-from envbuild.jobs.lint_launch import RANK_OPTIONS, starts_training
-from envbuild.jobs.lint_script import Found, ParsedScript
+from envbuild.jobcheck.lint.launch import RANK_OPTIONS, starts_training
+from envbuild.jobcheck.lint.script import Found, ParsedScript
 from envbuild.jobs.schedulers.base import option_values, whole
 
 _SPACED = re.compile(r"#\s+(?:SBATCH|PBS)\s+(-\S+)")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from envbuild.jobs.lint_addresses import GIVEN, sets_elsewhere
-from envbuild.jobs.lint_script import Found, ParsedScript
+from envbuild.jobcheck.lint.addresses import GIVEN, sets_elsewhere
+from envbuild.jobcheck.lint.script import Found, ParsedScript
 
 _WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
 _LOOPS = re.compile(r"\b(?:for|select|(?:read|mapfile|readarray)(?: -\w{1,9}){0,3}|getopts \S{1,99}) (\w+)")

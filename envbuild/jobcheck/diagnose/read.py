@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from envbuild.base.errors import UsageError
-from envbuild.diagnose.flight import is_record, merged, read_record
+from envbuild.jobcheck.diagnose.flight import is_record, merged, read_record
 
 STDIN = "-"
 # A progress bar may write megabytes without a newline.

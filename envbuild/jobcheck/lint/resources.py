@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import dropwhile, takewhile
 from typing import Literal
 
-from envbuild.jobs.lint_launch import (
+from envbuild.jobcheck.lint.launch import (
     ASKS,
     RANK_OPTIONS,
     STARTS,
@@ -20,8 +20,8 @@ from envbuild.jobs.lint_launch import (
     is_plain_training,
     starts_training,
 )
-from envbuild.jobs.lint_script import NOUNSET, PER_NODE, Found, ParsedScript, option_set
-from envbuild.jobs.lint_shell import LAUNCHERS, Command
+from envbuild.jobcheck.lint.script import NOUNSET, PER_NODE, Found, ParsedScript, option_set
+from envbuild.jobcheck.lint.shell import LAUNCHERS, Command
 from envbuild.jobs.schedulers.base import option_values, whole
 
 # Bindings that leave a task more than one core.

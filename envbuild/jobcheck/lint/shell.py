@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from envbuild.jobs.lint_words import ASSIGNMENT, Reader, simple_command
+from envbuild.jobcheck.lint.words import ASSIGNMENT, Reader, simple_command
 from envbuild.site.schedulers import LAUNCHER_NAMES
 
 LAUNCHERS = frozenset(LAUNCHER_NAMES) | frozenset(

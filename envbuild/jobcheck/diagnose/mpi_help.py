@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from envbuild.diagnose.exception import Line
+from envbuild.jobcheck.diagnose.exception import Line
 
 RULE = "-" * 74
 # Longer ones are no message, but lines between two tables.

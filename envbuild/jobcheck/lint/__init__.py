@@ -1,0 +1,1 @@
+"""The lint of job scripts and of Kubernetes jobs."""
