@@ -1,12 +1,16 @@
-"""The parts of the page about one receipt that have charts: training, bandwidth, launches, packages, libraries."""
+"""The parts of the page about one receipt that have charts, and the charts: numbers to SVG.
+
+Widths are per cent, so that a chart fits any page while its text keeps its size.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from envbuild.base.progress import human_size
-from envbuild.report.charts import Series, Span, bar_chart, line_chart, short, timeline
 from envbuild.report.data import (
     ReportEntry,
     SizedPackage,
@@ -19,11 +23,15 @@ from envbuild.report.data import (
     step_seconds,
     text_of,
 )
-from envbuild.report.evidence import evidence_html
-from envbuild.report.markup import Html, folded, h, joined, pairs, table
+from envbuild.report.markup import Html, evidence_html, folded, h, joined, pairs, table
 from envbuild.report.sections import Shared, download
-from envbuild.report.treemap import squarify
 
+_HEIGHT, _TOP, _BOTTOM = 240, 12, 30
+_TICKS = 5
+_ROW, _BAR, _TALL = 30, 16, 44
+_DENSE = 30  # points of a line, whose dots are then small
+# Below this, floats have too few digits for an axis.
+_LEAST = 1e-290
 # Check, class in the style sheet, name.
 _LAUNCHES = (
     ("reference", "reference", "one process"),
@@ -32,7 +40,187 @@ _LAUNCHES = (
 )
 # Rows of a timeline; with more ranks, a node has one row.
 _MOST_RANKS = 16
-_MOST_TILES, _WIDE, _HIGH, _FEW = 40, 100.0, 42.0, 15
+_FEW = 15  # packages whose list is unfolded
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points (x, y) of a line. `look` is its class in the style sheet.
+
+    `dots` are the points that have a dot and a title, None for all of them.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    look: str
+    dots: Sequence[tuple[float, float]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A bar from `start` to `end` in the row `label` of a timeline."""
+
+    label: str
+    start: float
+    end: float
+    look: str
+    title: str
+
+
+def short(value: float) -> str:
+    """Return a number as a label: three digits, no exponent for usual sizes."""
+    return f"{value:.3g}" if 1e-4 <= abs(value) < 1e4 or not value else f"{value:.1e}"
+
+
+def ticks(low: float, high: float) -> list[float]:
+    """Return round numbers (1, 2 or 5 times a power of ten) from at most `low` to at least `high`."""
+    if not high - low > _LEAST:
+        high = low + (abs(low) if abs(low) > _LEAST else 1.0)
+    raw = (high - low) / _TICKS
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * one for one in (1, 2, 5, 10) if power * one >= raw * 0.999)
+    first, last = math.floor(low / step), math.ceil(high / step - 1e-9)
+    return [step * one for one in range(first, last + 1)]
+
+
+def line_chart(
+    series: Sequence[Series], title: str, x_labels: Sequence[tuple[float, str]], x_name: str, y_name: str
+) -> Html:
+    """Return lines over a common axis; `x_labels` are (place, text)."""
+    points = [point for one in series for point in one.points]
+    if not points:
+        return Html()
+    levels = ticks(min(0.0, *(y for _, y in points)), max(y for _, y in points))
+    left, right = min(x for x, _ in points), max(x for x, _ in points)
+
+    def place(x: float) -> float:
+        return 2 + 96 * (x - left) / (right - left) if right > left else 50
+
+    def across(x: float) -> str:
+        return _percent(place(x))
+
+    def up(y: float) -> float:
+        share = (y - levels[0]) / (levels[-1] - levels[0])
+        return round(_HEIGHT - _BOTTOM - share * (_HEIGHT - _BOTTOM - _TOP), 2)
+
+    names = [h("text", short(level), x="100%", y=up(level) + 4, text_anchor="end", dx="-8") for level in levels]
+    parts = [h("line", x1="0", x2="100%", y1=up(level), y2=up(level), class_="grid") for level in levels]
+    parts += [
+        h("text", text, x=across(x), y=_HEIGHT - 8, text_anchor="middle")
+        for x, text in _thinned(x_labels, right - left)
+    ]
+    dense = " dense" if any(len(_dots(one)) > _DENSE for one in series) else ""
+    for one in series:
+        # One path for all points: elements of their own would be most of a page. Its units are stretched to the width.
+        way = "L".join(f"{place(x):.2f} {up(y):.6g}" for x, y in one.points)
+        path = h("path", d=f"M{way}", class_="line", vector_effect="non-scaling-stroke")
+        line = h(
+            "svg",
+            path,
+            viewBox=f"0 0 100 {_HEIGHT}",
+            preserveAspectRatio="none",
+            width="100%",
+            height=_HEIGHT,
+            aria_hidden="true",
+        )
+        dots = [
+            h("circle", h("title", f"{one.name}, {x_name} {short(x)}: {short(y)}"), cx=across(x), cy=up(y), r="4")
+            for x, y in _dots(one)
+        ]
+        parts.append(h("g", line if len(one.points) > 1 else None, dots, class_=one.look + dense))
+    legend = [(one.look, one.name) for one in series if one.points]
+    return _figure(title, _HEIGHT, 56, names, parts, legend, f"{y_name} over {x_name}")
+
+
+def _dots(series: Series) -> Sequence[tuple[float, float]]:
+    return series.points if series.dots is None else series.dots
+
+
+def bar_chart(rows: Sequence[tuple[str, float]], title: str, unit: str, floor: float = 0.0, note: str = "") -> Html:
+    """Return one bar for each (label, value), and a line at `floor` if there is one."""
+    most = max([floor, *(value for _, value in rows)], default=0.0) or 1.0
+    parts = []
+    for place, (label, value) in enumerate(rows):
+        y = place * _TALL
+        look = "bar low" if floor and place == len(rows) - 1 and value < floor else "bar"
+        parts.append(h("text", f"{label}: {short(value)} {unit}", x="0", y=y + 16))
+        parts.append(h("rect", x="0", y=y + 22, width=_percent(100 * max(0.0, value) / most), height=_BAR, class_=look))
+    height = len(rows) * _TALL + 4
+    if floor:
+        at = _percent(100 * floor / most)
+        parts.append(h("line", x1=at, x2=at, y1="6", y2=height, class_="floor"))
+    legend = [("floor", f"floor: {short(floor)} {unit}")] if floor else []
+    return _figure(title, height, 0, [], parts, legend, note)
+
+
+def timeline(spans: Sequence[Span], title: str, legend: Sequence[tuple[str, str]], note: str) -> Html:
+    """Return a row for each label, with its bars over seconds."""
+    labels = list(dict.fromkeys(one.label for one in spans))
+    most = max((one.end for one in spans), default=0.0) or 1.0
+    levels = [level for level in ticks(0.0, most) if level <= most * 1.001]
+    height = len(labels) * _ROW + 30
+    parts: list[Html] = []
+    for level in levels:
+        at = _percent(96 * level / most)
+        anchor = "start" if level == 0 else "middle"
+        parts.append(h("line", x1=at, x2=at, y1="0", y2=height - 24, class_="grid"))
+        parts.append(h("text", f"{short(level)} s", x=at, y=height - 6, text_anchor=anchor))
+    for one in spans:
+        parts.append(
+            h(
+                "rect",
+                h("title", one.title),
+                x=_percent(96 * one.start / most),
+                y=labels.index(one.label) * _ROW + 6,
+                width=_percent(max(0.4, 96 * (one.end - one.start) / most)),
+                height=_BAR,
+                rx="2",
+                class_=one.look,
+            )
+        )
+    names = [
+        h("text", label, x="100%", y=place * _ROW + 19, text_anchor="end", dx="-10")
+        for place, label in enumerate(labels)
+    ]
+    return _figure(title, height, 116, names, parts, legend, note)
+
+
+def _figure(
+    title: str,
+    height: int,
+    gutter: int,
+    names: Sequence[Html],
+    parts: Sequence[Html],
+    legend: Sequence[tuple[str, str]],
+    note: str,
+) -> Html:
+    """Return a chart whose alternative text is `title`; its names stand in a gutter at the left."""
+    keys = [h("li", h("span", class_=f"key {look}", aria_hidden="true"), name) for look, name in legend]
+    drawn = joined(
+        h("svg", *names, width=gutter, height=height, aria_hidden="true"),
+        h("svg", *parts, width="100%", height=height, aria_hidden="true"),
+    )
+    return h(
+        "figure",
+        h("figcaption", note) if note else None,
+        h("ul", keys, class_="legend") if keys else None,
+        h("div", drawn, class_="chart", role="img", aria_label=title),
+    )
+
+
+def _thinned(labels: Sequence[tuple[float, str]], width: float) -> list[tuple[float, str]]:
+    """Return the labels that do not touch on a phone."""
+    longest = max((len(text) for _, text in labels), default=1)
+    room = width * (longest + 2) * 7 / 260
+    kept: list[tuple[float, str]] = []
+    for place, text in labels:
+        if not kept or (place - kept[-1][0] >= room and text != kept[-1][1]):
+            kept.append((place, text))
+    return kept
+
+
+def _percent(value: float) -> str:
+    return f"{value:.2f}%"
 
 
 def training(entry: ReportEntry) -> Html | None:
@@ -201,7 +389,7 @@ def _labels(name: str, ranks: Sequence[Mapping[str, Any]], receipt: Mapping[str,
 
 
 def packages(entry: ReportEntry, shared: Shared) -> Html | None:
-    """Return the packages with versions and sizes, as a map of areas if the artifact is there, and the SBOM."""
+    """Return the packages with versions, their sizes if the artifact is there, and the SBOM."""
     found = list(entry.packages)
     if not found:
         found = [SizedPackage(name, version, "") for name, version in packages_of(entry.receipt).items()]
@@ -215,7 +403,6 @@ def packages(entry: ReportEntry, shared: Shared) -> Html | None:
         told = f", {count} of them with sizes" if count < len(found) else ""
         more = f"; the artifact has {entry.files} files, {human_size(entry.size)}" if entry.files is not None else ""
         parts.append(h("p", f"{len(found)} packages{told}, {human_size(sized)}{more}."))
-        parts.append(_treemap(found, sized, max(0, entry.size - sized)))
     elif found:
         parts.append(h("p", f"{len(found)} packages. Sizes are shown where the artifact lies beside its receipt."))
     if found:
@@ -235,35 +422,6 @@ def packages(entry: ReportEntry, shared: Shared) -> Html | None:
     if entry.sbom:
         parts.append(h("p", download(entry, "the SBOM (CycloneDX 1.6)", ".cdx.json", entry.sbom, shared)))
     return joined(parts)
-
-
-def _treemap(found: Sequence[SizedPackage], sized: int, other: int) -> Html:
-    """Return an area for each of the largest packages, the others together, and the files of none."""
-    large, rest = found[:_MOST_TILES], found[_MOST_TILES:]
-    tiles = [(one.name, one.version, one.size, one.kind) for one in large if one.size]
-    tiles.append((f"{len(rest)} smaller packages", "", sum(one.size for one in rest), "rest"))
-    tiles.append(("all other files", "", other, "rest"))
-    tiles = sorted((one for one in tiles if one[2] > 0), key=lambda one: -one[2])
-    total = sum(size for _, _, size, _ in tiles)
-    areas = squarify([float(size) for _, _, size, _ in tiles], _WIDE, _HIGH)
-    drawn = [
-        h(
-            "div",
-            h("span", h("b", name), " ", h("span", human_size(size))),
-            class_=f"tile k{_KINDS.get(kind, 0)}",
-            title=f"{name} {version}: {human_size(size)}, {100 * size / total:.1f} %",
-            style=f"left:{x:.3f}%;top:{100 * y / _HIGH:.3f}%;width:{w:.3f}%;height:{100 * tall / _HIGH:.3f}%",
-        )
-        for (name, version, size, kind), (x, y, w, tall) in zip(tiles, areas, strict=True)
-    ]
-    largest = ", ".join(f"{name} {human_size(size)}" for name, _, size, _ in tiles[:3])
-    title = f"Sizes of {len(found)} packages, {human_size(total)}. The largest: {largest}."
-    return h(
-        "figure", h("figcaption", "Areas are sizes"), h("div", drawn, class_="treemap", role="img", aria_label=title)
-    )
-
-
-_KINDS = {"Python": 1, "conda": 2, "source layer": 3, "rest": 4}
 
 
 def libraries(entry: ReportEntry) -> Html | None:

@@ -1,4 +1,4 @@
-"""From the command line's words to the entries of a report: receipts, and what can be read of their artifacts."""
+"""Entries of a report: receipts, the data of the artifacts beside them, and the differences from an earlier receipt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from envbuild.compat.gpus import gpu_findings
 from envbuild.compat.judge import judge
 from envbuild.describe import bill_of_materials, receipt_of
 from envbuild.environment import Environment
-from envbuild.inspect.compare import compare
+from envbuild.inspect.compare import Change, compare
 from envbuild.inspect.facts import ArtifactReader, Inventory
 from envbuild.inspect.reader import open_artifact
 from envbuild.kinds import kind_at
@@ -23,8 +23,19 @@ from envbuild.locks import locked_stack
 from envbuild.recipe.find import find_recipe, search_folders
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.report.data import Changes, ReportEntry, SizedPackage, is_receipt, moment, text_of
-from envbuild.report.since import receipt_changes
+from envbuild.report.data import (
+    WORDS,
+    Changes,
+    ReportEntry,
+    SizedPackage,
+    checks_of,
+    is_receipt,
+    moment,
+    number_of,
+    packages_of,
+    step_seconds,
+    text_of,
+)
 from envbuild.verify.receipt import receipt_path, recorded_gpu_code
 
 _SUFFIX = ".receipt.json"
@@ -35,6 +46,20 @@ _GROUPS = {
     "conda": "conda packages",
     "python": "Python packages",
     "debian": "Debian packages",
+}
+_FACTS = {
+    "lock": "lock.digest",
+    "recipe": "recipe.digest",
+    "artifact": "artifact.digest",
+    "fabric": "fabric",
+    "runtime": "runtime",
+    "envbuild": "versions.envbuild",
+    "Python": "versions.python",
+    "torch": "versions.torch",
+    "NCCL": "versions.nccl",
+    "host": "host.name",
+    "kernel": "host.kernel",
+    "processors": "host.cpus",
 }
 
 
@@ -196,3 +221,41 @@ def _against(entry: ReportEntry, named: str, other: str, environment: Environmen
 def page_path(artifact: Path) -> Path:
     """Return the path of the page beside the receipt of `artifact`."""
     return receipt_path(artifact).with_name(f"{artifact.name}.report.html")
+
+
+def receipt_changes(before: Mapping[str, Any], now: Mapping[str, Any], title: str) -> Changes:
+    """Return the differences between two receipts."""
+    statuses = [
+        {
+            text_of(check, "name"): WORDS.get(text_of(check, "status"), text_of(check, "status"))
+            for check in checks_of(one)
+        }
+        for one in (before, now)
+    ]
+
+    def measured(receipt: Mapping[str, Any]) -> dict[str, str]:
+        step, whole = step_seconds(receipt), number_of(receipt, "seconds")
+        return ({"training step": f"{step * 1000:.3g} ms"} if step is not None else {}) | (
+            {"verification": f"{whole:.1f} s"} if whole is not None else {}
+        )
+
+    def facts(receipt: Mapping[str, Any]) -> dict[str, str]:
+        return {name: _short_digest(text) for name, place in _FACTS.items() if (text := text_of(receipt, place))}
+
+    groups = {
+        "Checks": _differing(*statuses),
+        "Packages": _differing(packages_of(before), packages_of(now)),
+        "Facts": _differing(facts(before), facts(now)),
+        "Measurements": _differing(measured(before), measured(now)),
+    }
+    return Changes(title, groups)
+
+
+def _differing(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    return [Change(name, before.get(name), now.get(name)) for name in names]
+
+
+def _short_digest(text: str) -> str:
+    """Return a digest as far as people compare it."""
+    return f"{text[:19]}…" if text.startswith("sha256:") else text

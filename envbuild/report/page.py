@@ -8,8 +8,8 @@ from pathlib import Path
 
 from envbuild import __version__
 from envbuild.report import figures, sections
-from envbuild.report.charts import Series, line_chart, short
 from envbuild.report.data import ReportEntry, has_passed, moment, step_seconds, text_of
+from envbuild.report.figures import Series, line_chart, short
 from envbuild.report.markup import Html, h, joined
 
 # Nothing is loaded from anywhere, and nothing runs: what a receipt says can do no more than be read.

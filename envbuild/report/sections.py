@@ -24,8 +24,7 @@ from envbuild.report.data import (
     part,
     text_of,
 )
-from envbuild.report.evidence import dumped, evidence_html
-from envbuild.report.markup import Html, folded, h, joined, pairs, prose, table
+from envbuild.report.markup import Html, dumped, evidence_html, folded, h, joined, pairs, prose, table
 from envbuild.store.history import METRICS
 
 _LOOKS = {PASSED: "good", FAILED: "bad", BLOCKED: "warn", OPEN: "none", "good": "good", "bad": "bad", "unknown": "warn"}

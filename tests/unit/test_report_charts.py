@@ -1,4 +1,4 @@
-"""Charts and treemaps of reports: numbers to places."""
+"""Charts of reports: numbers to places."""
 
 from __future__ import annotations
 
@@ -9,32 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.report.charts import Series, Span, bar_chart, line_chart, short, ticks, timeline
-from envbuild.report.treemap import squarify
-
-SIZES = st.lists(st.floats(1, 1e12), min_size=1, max_size=60).map(lambda sizes: sorted(sizes, reverse=True))
-
-
-@given(SIZES)
-def test_tiles_fill_the_area_by_size_and_do_not_overlap(sizes: list[float]) -> None:
-    tiles = squarify(sizes, 100, 40)
-    total = sum(sizes)
-    assert len(tiles) == len(sizes)
-    for size, (x, y, width, height) in zip(sizes, tiles, strict=True):
-        assert width * height == pytest.approx(4000 * size / total, rel=1e-6)
-        assert x >= 0 and y >= 0 and x + width <= 100 + 1e-6 and y + height <= 40 + 1e-6
-    for number, (x, y, width, height) in enumerate(tiles):
-        for a, b, c, d in tiles[number + 1 :]:
-            across = min(x + width, a + c) - max(x, a)
-            along = min(y + height, b + d) - max(y, b)
-            assert across <= 1e-6 or along <= 1e-6
-
-
-def test_the_example_of_the_paper() -> None:
-    tiles = squarify([6, 6, 4, 3, 2, 2, 1], 6, 4)
-    assert tiles[:2] == [(0, 0, 3, 2), (0, 2, 3, 2)]
-    assert tiles[2] == pytest.approx((3, 0, 12 / 7, 7 / 3)) and tiles[3] == pytest.approx((3 + 12 / 7, 0, 9 / 7, 7 / 3))
-    assert squarify([], 6, 4) == []
+from envbuild.report.figures import Series, Span, bar_chart, line_chart, short, ticks, timeline
 
 
 @given(st.floats(-1e300, 0), st.floats(0, 1e300))
