@@ -19,12 +19,11 @@ from envbuild.artifacts.enroot import normalised
 from envbuild.artifacts.installed import FileReport
 from envbuild.base.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import digest_of
-from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree
 from envbuild.layers.compose import PREFIX
-from envbuild.site.tables import LimitsTable
 
 FILE_NAME = f"{PREFIX}/envbuild-image.manifest"
 OCI, SQUASHFS = "oci", "squashfs"
@@ -103,7 +102,7 @@ def rows_of(entries: Iterable[tuple[Entry, str]]) -> dict[str, PathRow]:
     return rows
 
 
-def of_layers(layers: Sequence[Sequence[Member]], limits: LimitsTable | None) -> dict[str, PathRow]:
+def of_layers(layers: Sequence[Sequence[Member]], limits: ImageLimits | None) -> dict[str, PathRow]:
     """Return the rows of merged layers, lowest first. Raises BuildError when they cannot be merged."""
     tree = MergedTree(Quota(limits))
     for number, members in enumerate(layers, 1):

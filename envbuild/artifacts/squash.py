@@ -26,8 +26,8 @@ from envbuild.base.progress import OnProgress
 from envbuild.base.workers import Behind
 from envbuild.image.blobs import file_digest
 from envbuild.image.entry import FILE, HARDLINK, Entry
+from envbuild.image.limits import Quota
 from envbuild.image.model import digest_of
-from envbuild.image.quota import Quota
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.choosing import Choice, choose
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment

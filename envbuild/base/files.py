@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,6 +15,10 @@ import envbuild
 _MOST = 16 << 20
 # Errors of a file that does not exist. Any other says nothing of it, and must not be taken for a missing one.
 MISSING = (FileNotFoundError, NotADirectoryError)
+# Bytes copied per call, so that progress is reported and Ctrl-C is handled in time.
+_MOST_COPIED, _COPIED_BY_HAND = 16 << 20, 4 << 20
+# Errors for two file systems, an old kernel, a container's seccomp filter, or a file system without support.
+_UNABLE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 _LONGEST_NAME = 255  # bytes: NAME_MAX of Linux's file systems
 
 
@@ -150,3 +154,37 @@ def absolute_path(path: Path) -> Path:
 def named_path(path: Path) -> Path:
     """Return `path`, made absolute if it has ".." or no name of its own, as "."; files lie beside an artifact's."""
     return absolute_path(path) if ".." in path.parts or not path.name else path
+
+
+def copy_span(source: int, out: int, start: int, target: int, size: int, on_progress: Callable[[int], object]) -> None:
+    """Copy `size` bytes at offset `start` of the file descriptor `source` to offset `target` of `out`.
+
+    `on_progress` is called with the number of copied bytes. Raises EOFError when the source ends earlier, and OSError.
+    """
+    while size:
+        count = _in_kernel(source, out, start, target, size) or _by_hand(source, out, start, target, size)
+        if not count:
+            raise EOFError
+        start, target, size = start + count, target + count, size - count
+        on_progress(count)
+
+
+def _in_kernel(source: int, out: int, start: int, target: int, size: int) -> int:
+    """Copy some bytes; return 0 if the kernel, the file systems or Python's C library (an old glibc) cannot."""
+    if not hasattr(os, "copy_file_range"):
+        return 0
+    try:
+        return os.copy_file_range(source, out, min(size, _MOST_COPIED), start, target)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise
+        return 0
+
+
+def _by_hand(source: int, out: int, start: int, target: int, size: int) -> int:
+    rest = memoryview(os.pread(source, min(size, _COPIED_BY_HAND), start))
+    count = len(rest)
+    while rest:
+        written = os.pwrite(out, rest, target)
+        rest, target = rest[written:], target + written
+    return count

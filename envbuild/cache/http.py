@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from envbuild.base.files import parse_json
+from envbuild.base.masking import redact
 from envbuild.cache.pace import Body, Pace, PacedBody, PacedReader
 from envbuild.cache.retry import TRANSIENT, NotFound, PlainRedirect, RequestFailed, Stopped, retry_after
-from envbuild.site.pip_config import PipConfig, ca_bundle, redact
 
 if TYPE_CHECKING:
     import requests
@@ -33,7 +33,7 @@ _RETRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Settings of connections, from the site's settings and pip's.
+    """Settings of connections.
 
     `verify` is the path of a CA bundle, or whether to check certificates. `unverified` are hosts (with or without port)
     whose certificates are not checked, `insecure` hosts that are used with plain HTTP. `proxies` override those of the
@@ -66,19 +66,6 @@ class Transport:
 
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
         return False
-
-
-def transport_of(pip: PipConfig, env: Mapping[str, str], insecure: frozenset[str] = frozenset()) -> Transport:
-    """Return the transport that pip's configuration and the environment describe."""
-    return Transport(
-        verify=ca_bundle(pip, env) or True,
-        proxies=dict.fromkeys(("http", "https"), pip.proxy) if pip.proxy else None,
-        client_cert=pip.client_cert,
-        timeout_s=pip.timeout_s or _TIMEOUT_S,
-        retries=_RETRIES if pip.retries is None else pip.retries,
-        insecure=insecure,
-        unverified=frozenset(pip.trusted_hosts),
-    )
 
 
 @dataclass

@@ -13,18 +13,17 @@ from envbuild.image.blobs import Blobs
 from envbuild.image.compression import kind_of
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK
 from envbuild.image.layout import no_single_image, same_tag
+from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_LAYERS, Descriptor, digest_of, is_digest, parse_config
-from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import members
-from envbuild.site.tables import LimitsTable
 
 _CHUNK = 1 << 20
 # Written by `docker save` for daemons before 1.10; no current reader uses them.
 _USELESS = ("VERSION", "json", "repositories", "oci-layout")
 _MAX_LINKS = 16
 # An archive has few files, and their bytes are in it: sparse files are refused. Its layers have a quota of their own.
-_OF_FILES = LimitsTable(entries=100_000, unpacked_bytes=1 << 62)
+_OF_FILES = ImageLimits(entries=100_000, unpacked_bytes=1 << 62)
 
 
 class FileRange(NamedTuple):

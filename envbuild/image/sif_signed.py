@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from envbuild.base.errors import BuildError
-from envbuild.base.files import parse_json
+from envbuild.base.files import copy_span, parse_json
 from envbuild.image.model import canonical
 from envbuild.image.sif import DESCRIPTOR, GROUP, HEADER, JSON, MAX_OBJECT, NUMBERS, is_sif, read_sif
-from envbuild.image.squashfs.write import copy_span
 
 METADATA = "application/vnd.sylabs.sif-metadata+json"
 _SIGNATURE, _JSON = NUMBERS["signature"], NUMBERS[JSON]

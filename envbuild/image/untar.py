@@ -1,4 +1,4 @@
-"""Reader of the members of a tar archive. It reads headers only and skips the data.
+"""Reader of the members of a tar archive. It reads headers, and the data of those members that the caller reads.
 
 Sources: POSIX.1-2001 "pax Interchange Format" (ustar headers, x and g records), GNU tar manual "Basic Tar Format" (L
 and K names, base-256 numbers, S sparse members) and "Storing Sparse Files" (pax 0.0, 0.1, 1.0), star's SCHILY.xattr
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from typing import BinaryIO
 
 from envbuild.base.errors import BuildError
-from envbuild.image.entry import BLOCK, CHAR, DIR, FILE
-from envbuild.image.quota import Quota
-from envbuild.image.tar_stream import TYPE_FLAGS, Member, Pieces, PositionedStream, number
+from envbuild.image.entry import BLOCK, CHAR, DIR, FILE, Readable
+from envbuild.image.limits import Quota
+from envbuild.image.tar_stream import TYPE_FLAGS, Member, Pieces, PositionedStream, Slice, Unpacked, number
 
 _KINDS = {b"\0": FILE, b"7": FILE, b"S": FILE} | {flag: kind for kind, flag in TYPE_FLAGS.items()}
 _XATTR = "SCHILY.xattr."
@@ -78,6 +79,18 @@ def members(source: PositionedStream, quota: Quota | None = None) -> Iterator[Me
             raise BuildError(f"{source.where}: not a tar archive, or damaged: one block of zeros")
     if pairs or names:
         raise source.cut()
+
+
+def tar_items(stream: BinaryIO, name: str, quota: Quota | None = None) -> Iterator[tuple[Member, Readable | None]]:
+    """Yield the members of a layer's uncompressed tar with their content. Raises BuildError as `members` does."""
+    source = PositionedStream(stream, name)
+    for member in members(source, quota):
+        if member.kind != FILE:
+            yield member, None
+            continue
+        part = Slice(source, member.stored)
+        yield member, part if member.pieces is None else Unpacked(part, member.size, member.pieces)
+    source.finish()
 
 
 def _member(

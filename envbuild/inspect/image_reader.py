@@ -16,12 +16,12 @@ from envbuild.base.errors import BuildError
 from envbuild.environment import Environment
 from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
+from envbuild.image.limits import Quota
 from envbuild.image.member_table import packed, read_table, unpacked, write_table
 from envbuild.image.model import Descriptor
-from envbuild.image.quota import Quota
-from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree, Node
+from envbuild.image.untar import tar_items
 from envbuild.inspect.facts import IMAGE, ArtifactReader, Description, Inventory, Item, LayerFact
 from envbuild.inspect.metadata import MAX_SIZE, Note, digested, extra_of, interest, root_inventory
 from envbuild.store.store import Store

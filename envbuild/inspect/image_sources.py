@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.image.blobs import Blobs, Pulled
 from envbuild.image.layout import REF_NAME, from_index
+from envbuild.image.limits import Quota
 from envbuild.image.model import (
     GOARCH,
     MAX_MANIFEST,
@@ -20,7 +21,6 @@ from envbuild.image.model import (
     parse,
     parse_config,
 )
-from envbuild.image.quota import Quota
 from envbuild.image.reference import folder_and_tag
 from envbuild.inspect.facts import ArtifactReader, Request
 from envbuild.inspect.image_reader import Bring, about_image, image_artifact

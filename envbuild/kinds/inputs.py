@@ -11,7 +11,7 @@ from pathlib import Path
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.names import normalise
 from envbuild.environment import Environment
-from envbuild.image.quota import Quota
+from envbuild.image.limits import Quota
 from envbuild.layers.contents import reading
 from envbuild.layers.wheel import wheel_title
 from envbuild.lock.offers import tag_set

@@ -17,8 +17,8 @@ from envbuild.base.files import absolute_path, parse_json
 from envbuild.base.progress import human_size, log, transfer
 from envbuild.environment import Environment
 from envbuild.image.blobs import BlobFiles, file_digest
+from envbuild.image.limits import Quota
 from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
-from envbuild.image.quota import Quota
 from envbuild.image.reference import Reference
 from envbuild.image.registry import Pushed, Registry
 from envbuild.image.sif_signed import content_digest

@@ -20,8 +20,8 @@ from envbuild.base.progress import log, transfer
 from envbuild.base.toml import read
 from envbuild.environment import Environment
 from envbuild.image.blobs import file_digest
+from envbuild.image.limits import Quota
 from envbuild.image.model import Descriptor, is_digest
-from envbuild.image.quota import Quota
 from envbuild.image.registry import Pushed, Registry
 from envbuild.kinds import ARTIFACTS, FolderArtifact
 from envbuild.kinds.folder import make_environment, prepare_folder

@@ -17,8 +17,8 @@ from envbuild.image.blobs import Pulled
 from envbuild.image.compression import open_layer
 from envbuild.image.entry import Tree
 from envbuild.image.layer import Layer
+from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor
-from envbuild.image.quota import Quota
 from envbuild.image.tar_stream import PositionedStream
 from envbuild.image.tree import MergedTree
 from envbuild.image.untar import members
@@ -29,7 +29,6 @@ from envbuild.lock.base import pull, site_archives
 from envbuild.lock.image import OciLock
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
-from envbuild.site.tables import LimitsTable
 
 # The OCI media type for a compression; a Docker layer of the same compression has the same bytes.
 _OCI_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}
@@ -140,7 +139,7 @@ def image_layers(pulled: Pulled, name: str, maker: LayerCache[M]) -> tuple[M, ..
     return tuple(layers)
 
 
-def _merged(pulled: Pulled, limits: LimitsTable) -> MergedTree:
+def _merged(pulled: Pulled, limits: ImageLimits) -> MergedTree:
     """Return the merged layers of an image. Raises BuildError when they cannot be merged, or exceed `limits`."""
     tree, quota = MergedTree(Quota(limits)), Quota(limits)
     for blob in pulled.manifest.layers:

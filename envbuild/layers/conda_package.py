@@ -20,8 +20,8 @@ from envbuild.base.errors import BuildError
 from envbuild.environment import Environment
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import Readable
-from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Member
+from envbuild.image.untar import tar_items
 from envbuild.layers.contents import Guarded, reading
 from envbuild.lock.conda import CondaPackage
 

@@ -22,15 +22,15 @@ from envbuild.image.blobs import opened
 from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import Readable
 from envbuild.image.layer import Layer, write_layer
+from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.member_table import packed, read_table, unpacked, write_table
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
-from envbuild.image.quota import Quota
-from envbuild.image.squashfs.segment import Segment, tar_items
+from envbuild.image.squashfs.segment import Segment
 from envbuild.image.tar_stream import Member
+from envbuild.image.untar import tar_items
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.recorded import hashed, recorded
-from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
 
@@ -98,7 +98,7 @@ class TarCache:
 
     store: Store
     log: Log
-    limits: LimitsTable | None = None
+    limits: ImageLimits | None = None
 
     def expect(self, parts: Sequence[LayerRequest]) -> None:
         if self.store.remote is not None:
@@ -223,7 +223,7 @@ def _note(part: LayerRequest, store: Store) -> Path:
     return store.folder("layers") / f"{part.key}.json"
 
 
-def checked_tar(opens: Callable[[], BinaryIO], name: str, diff_id: str, limits: LimitsTable | None) -> Items:
+def checked_tar(opens: Callable[[], BinaryIO], name: str, diff_id: str, limits: ImageLimits | None) -> Items:
     """Yield the members of a layer's tar with their content; it must have the digest `diff_id`. Raises BuildError."""
     with decompressed(opens(), name) as stream, contextlib.closing(Hashed(stream)) as hashed:
         yield from tar_items(cast(BinaryIO, hashed), name, Quota(limits))

@@ -21,13 +21,14 @@ from envbuild.image.blobs import opened
 from envbuild.image.compression import open_layer
 from envbuild.image.entry import closing
 from envbuild.image.layer import Layer
+from envbuild.image.limits import ImageLimits
 from envbuild.image.squashfs.codec import Codec
-from envbuild.image.squashfs.segment import FORMAT, Segment, load, of_entry, save, tar_items, write_segment
+from envbuild.image.squashfs.segment import FORMAT, Segment, load, of_entry, save, write_segment
 from envbuild.image.tar_stream import Member
+from envbuild.image.untar import tar_items
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import CachedSegment, Items, cached, checked_tar, known_part, read_distributions
 from envbuild.layers.recorded import recorded
-from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import CacheEntry
 from envbuild.store.store import Store
 
@@ -44,7 +45,7 @@ class SegmentCache:
     codec: Codec
     workers: int
     log: Log
-    limits: LimitsTable
+    limits: ImageLimits
     arriving: dict[Path, CacheEntry] | None = None
 
     def expect(self, parts: Sequence[LayerRequest]) -> None:

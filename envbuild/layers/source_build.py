@@ -27,14 +27,13 @@ from envbuild.base.progress import Log, reuse
 from envbuild.base.resources import workers
 from envbuild.base.unpack import unpack
 from envbuild.environment import Environment
-from envbuild.image.quota import Quota
+from envbuild.image.limits import ImageLimits, Quota
 from envbuild.layers.source_causes import failure, keep_log
 from envbuild.layers.source_files import SourceManifest, list_files, patchelf_program, read_manifest, write_manifest
 from envbuild.layers.source_job import BuildHost, BuildPython, SourceBuild, StepError
 from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.recipe.sources import SourceLayer
-from envbuild.site.tables import LimitsTable
 from envbuild.store.archives import WantedArchive, locate_archive
 from envbuild.store.entry import CacheEntry, fetched
 from envbuild.store.store import Store
@@ -92,7 +91,7 @@ def build_layer(
     return tree
 
 
-def _fetched(store: Store, tree: Path, limits: LimitsTable) -> bool:
+def _fetched(store: Store, tree: Path, limits: ImageLimits) -> bool:
     """Return whether the team's cache has the layer in `tree`, which is then there, within the site's `limits`."""
     entry, quota = CacheEntry("built", tree.parent.name), Quota(limits)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from envbuild.image.entry import DIR, Entry, path_parts
-from envbuild.image.quota import Quota
+from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree
-from envbuild.site.tables import LimitsTable
 
 
 def missing_folder(
-    path: str, layers: Sequence[Sequence[Member]], limits: LimitsTable | None, mtime: int
+    path: str, layers: Sequence[Sequence[Member]], limits: ImageLimits | None, mtime: int
 ) -> tuple[list[str], list[Entry]]:
     """Return what a layer on top of `layers` (lowest first) needs so that `path` is a folder: it, and its parents.
 

@@ -22,8 +22,8 @@ from envbuild.environment import Environment
 from envbuild.image.archive import read_archive, read_daemon
 from envbuild.image.blobs import Pulled
 from envbuild.image.layout import read_layout
+from envbuild.image.limits import Quota
 from envbuild.image.model import ImageManifest, check_image, parse, parse_config
-from envbuild.image.quota import Quota
 from envbuild.image.registry import Registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file

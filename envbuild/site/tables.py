@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from envbuild.base import units
 from envbuild.base.toml import form, key
 from envbuild.fabrics import fabric_name_problem
+from envbuild.image.limits import ImageLimits
 from envbuild.site import jobs
 
 _ARCHIVE = r"^(https?://\S+|file:///\S*)?$"
@@ -81,12 +82,16 @@ class FabricTable:
 
 
 @dataclass(frozen=True, slots=True)
-class LimitsTable:
+class LimitsTable(ImageLimits):
     """`[limits]`: the size of the store, and that of images that envbuild reads: a larger one could fill memory."""
 
-    entries: int = key(400_000, "The most files, folders and links in all layers of one image.", minimum=1)
+    SET_IN: ClassVar[str] = "[limits] of site.toml"
+
+    entries: int = key(
+        ImageLimits().entries, "The most files, folders and links in all layers of one image.", minimum=1
+    )
     unpacked_bytes: int = key(
-        128 << 30,
+        ImageLimits().unpacked_bytes,
         "The most bytes of files in all layers of one image; those in holes of a layer's sparse files count 16 times.",
         minimum=1,
     )

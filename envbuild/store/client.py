@@ -12,9 +12,9 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from envbuild.base.progress import OnProgress
 from envbuild.cache.download import open_download
-from envbuild.cache.http import BLOCK, HttpClient, failure, read_all, transport_of
+from envbuild.cache.http import BLOCK, HttpClient, Transport, failure, read_all
 from envbuild.cache.retry import Mismatch, NotFound, with_retries
-from envbuild.site.pip_config import PipConfig
+from envbuild.site.pip_config import PipConfig, ca_bundle
 
 if TYPE_CHECKING:
     import requests
@@ -30,6 +30,20 @@ class Page:
     url: str
     headers: Mapping[str, str]
     content: bytes
+
+
+def transport_of(pip: PipConfig, env: Mapping[str, str], insecure: frozenset[str] = frozenset()) -> Transport:
+    """Return the transport that pip's configuration and the environment describe."""
+    default = Transport()
+    return Transport(
+        verify=ca_bundle(pip, env) or True,
+        proxies=dict.fromkeys(("http", "https"), pip.proxy) if pip.proxy else None,
+        client_cert=pip.client_cert,
+        timeout_s=pip.timeout_s or default.timeout_s,
+        retries=default.retries if pip.retries is None else pip.retries,
+        insecure=insecure,
+        unverified=frozenset(pip.trusted_hosts),
+    )
 
 
 @dataclass

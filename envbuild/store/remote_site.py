@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from envbuild.base.errors import UsageError
-from envbuild.cache.http import transport_of
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry, open_registry
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import CACHE, Site
+from envbuild.store.client import transport_of
 from envbuild.store.remote import RemoteCache
 from envbuild.store.store import Store
 

@@ -25,11 +25,11 @@ from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
 from envbuild.base.errors import HostError, VerificationError
 from envbuild.base.workers import Workers
+from envbuild.image.limits import ImageLimits
 from envbuild.image.tar_stream import Chunks
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator
 from envbuild.recipe.targets import Target
-from envbuild.site.tables import LimitsTable
 from envbuild.verify import processes
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.namespace import WORK
@@ -55,7 +55,7 @@ class BuiltImage:
     file_manifest: str = ""
 
 
-def image_subject(client: Any, image: BuiltImage, settings: Settings, limits: LimitsTable | None = None) -> Subject:
+def image_subject(client: Any, image: BuiltImage, settings: Settings, limits: ImageLimits | None = None) -> Subject:
     """Return the subject for `image` in `client`'s daemon, run as containers; `limits` are the site's for images."""
     state, target, root = image.state, Target.parse(image.state.target), f"/{PREFIX}"
     lifetime = settings.timeout_s * _LAUNCHES + _SPARE_S
@@ -78,7 +78,7 @@ def image_subject(client: Any, image: BuiltImage, settings: Settings, limits: Li
     )
 
 
-def image_rows(client: Any, image_id: str, limits: LimitsTable, timeout_s: float) -> dict[str, PathRow]:
+def image_rows(client: Any, image_id: str, limits: ImageLimits, timeout_s: float) -> dict[str, PathRow]:
     """Return the rows of a manifest of an image in `client`'s daemon, read from outside. Raises as `read_container`."""
     return read_container(client, image_id, _until(timeout_s + _SPARE_S), limits, timeout_s).rows
 

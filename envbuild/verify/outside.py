@@ -24,13 +24,12 @@ from envbuild.base.elf import Elf
 from envbuild.base.errors import BuildError, HostError, VerificationError
 from envbuild.gpu_code import Containers
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
-from envbuild.image.quota import Quota
+from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.squashfs.read import SquashfsImage
-from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Chunks
+from envbuild.image.untar import tar_items
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
-from envbuild.site.tables import LimitsTable
 from envbuild.verify.read_once import VARIABLES, Clock, ReadFile, read_once
 
 _CHUNK = 1 << 20
@@ -174,7 +173,7 @@ def _key(path: str) -> str:
 
 
 def read_squashfs(
-    stream: BinaryIO, offset: int, where: str, limits: LimitsTable | None, timeout_s: float, *, gpu: bool = False
+    stream: BinaryIO, offset: int, where: str, limits: ImageLimits | None, timeout_s: float, *, gpu: bool = False
 ) -> ImageFiles:
     """Read the squashfs at `offset` of `stream`, with `gpu` the code for GPUs in it.
 
@@ -205,7 +204,7 @@ def read_container(
     client: Any,
     image: str,
     labels: Mapping[str, str],
-    limits: LimitsTable | None,
+    limits: ImageLimits | None,
     timeout_s: float,
     *,
     gpu: bool = False,

@@ -26,7 +26,7 @@ from envbuild.base import process
 from envbuild.base.atomic import writing
 from envbuild.base.errors import HostError
 from envbuild.environment import Environment
-from envbuild.site.tables import LimitsTable
+from envbuild.image.limits import ImageLimits
 from envbuild.verify import namespace
 from envbuild.verify.host import Launch
 from envbuild.verify.image_file import ImageFile, Runtime, passed
@@ -109,7 +109,7 @@ def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> I
         yield lambda program, arguments, extra: ([*enter, program, *arguments], {**variables, **extra})
 
 
-def extract(image: ImageFile, into: Path, limits: LimitsTable) -> None:
+def extract(image: ImageFile, into: Path, limits: ImageLimits) -> None:
     """Unpack `image` into the folder `into`. Raises BuildError when that fails, or the image exceeds `limits`."""
     from envbuild.image.squashfs.read import SquashfsImage
     from envbuild.image.squashfs.unpack import unpack

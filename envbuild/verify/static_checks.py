@@ -15,11 +15,11 @@ from envbuild.base import process
 from envbuild.base.errors import EnvbuildError, RecipeError, UsageError, VerificationError
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import all_chips, gpu_faults, is_judged, library_runs
+from envbuild.image.limits import ImageLimits
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.settings import Site
-from envbuild.site.tables import LimitsTable
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, check_texts, judge
@@ -181,7 +181,7 @@ def listed(faults: list[str]) -> str:
     return "; ".join(faults[:_SHOWN]) + (f"; {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else "")
 
 
-def read_gpu_files(path: Path, target: Target, limits: LimitsTable) -> dict[str, Containers]:
+def read_gpu_files(path: Path, target: Target, limits: ImageLimits) -> dict[str, Containers]:
     """Return the containers of each library in the folder or image file at `path`. Raises BuildError (damaged)."""
     root = path
     files: Files = HOST

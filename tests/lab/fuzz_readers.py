@@ -42,12 +42,13 @@ from envbuild.environment import Environment
 from envbuild.image import archive, credentials, layout, model, referrers, registry_auth, sif
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import open_layer
-from envbuild.image.quota import Quota
+from envbuild.image.limits import Quota
 from envbuild.image.reference import parse_reference, parse_source
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.read import SquashfsImage
-from envbuild.image.squashfs.segment import load, save, tar_items, write_segment
+from envbuild.image.squashfs.segment import load, save, write_segment
 from envbuild.image.tree import MergedTree
+from envbuild.image.untar import tar_items
 from envbuild.imports import FORMATS
 from envbuild.inspect import metadata
 from envbuild.inspect.image_reader import about_image

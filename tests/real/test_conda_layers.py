@@ -38,6 +38,7 @@ from envbuild.artifacts.conda_survey import conda_packages
 from envbuild.artifacts.layers_in import check_paths
 from envbuild.base.errors import BuildError
 from envbuild.image.blobs import Blobs
+from envbuild.image.limits import ImageLimits
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
@@ -45,7 +46,6 @@ from envbuild.layers.compose import WheelFile
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.recorded import recorded
 from envbuild.layers.segment_cache import SegmentCache
-from envbuild.site.tables import LimitsTable
 from envbuild.store.store import Store
 
 from .conftest import NO_DAEMON, Command
@@ -286,7 +286,7 @@ def test_layers_are_the_same_with_one_processor_and_in_both_forms_hold_the_same(
                 parts = conda_parts(packages, SCHEME, compiler, MTIME, 2)
                 tars = [TarCache(store, lambda _: None).part(part) for part in parts]
                 shutil.rmtree(store.root / "layers")  # so that the segments come from the packages
-                maker = SegmentCache(store, codec_of("zstd"), len(processors), lambda _: None, LimitsTable())
+                maker = SegmentCache(store, codec_of("zstd"), len(processors), lambda _: None, ImageLimits())
                 segments = [maker.part(part) for part in parts]
         finally:
             os.sched_setaffinity(0, allowed)

@@ -26,7 +26,7 @@ from envbuild.artifacts.dockerfile import DockerCommand, find_docker
 from envbuild.artifacts.image_manifest import FILE_NAME, OCI, compare, parse
 from envbuild.base.errors import HostError
 from envbuild.image.daemon import connect
-from envbuild.site.tables import LimitsTable
+from envbuild.image.limits import ImageLimits
 from envbuild.verify.containers import image_rows
 
 from .conftest import REPOSITORY, Command, own_copy
@@ -218,7 +218,7 @@ def test_the_image_holds_the_manifest_of_all_its_files(small: Command, docker: A
     changed = docker("commit", container).strip()
     docker("rm", container)
     with connect(docker_daemon.environment()) as client:
-        reports = [compare(manifest, image_rows(client, one, LimitsTable(), 120), OCI) for one in (image, changed)]
+        reports = [compare(manifest, image_rows(client, one, ImageLimits(), 120), OCI) for one in (image, changed)]
     found = [(one.missing, one.altered, one.unowned) for one in reports]
     docker("rmi", changed)
     assert found[0] == ([], [], []) and "opt/env/envbuild.json" in manifest.rows

@@ -21,12 +21,12 @@ from envbuild.base.errors import BuildError, EnvbuildError, LockError, RecipeErr
 from envbuild.debian.control import parse_control
 from envbuild.environment import load_environment
 from envbuild.image.entry import DIR
+from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import OCI_CONFIG, OCI_LAYER_GZIP, OCI_MANIFEST, Descriptor, digest_of, new_manifest
-from envbuild.image.quota import Quota
 from envbuild.image.squashfs.read import SquashfsImage
-from envbuild.image.squashfs.segment import tar_items
 from envbuild.image.tar_stream import Chunks, Member
 from envbuild.image.tree import MergedTree
+from envbuild.image.untar import tar_items
 from envbuild.imports import read_source
 from envbuild.inspect.metadata import interest
 from envbuild.jobcheck.lint.engine import lint
@@ -48,7 +48,7 @@ HEAD = "#!/bin/bash\n#SBATCH --nodes=2\n"
 MANIFEST = "apiVersion: v1\nkind: Job\n"
 
 
-def merge(blocks: Iterator[bytes], limits: LimitsTable = LIMITS) -> MergedTree:
+def merge(blocks: Iterator[bytes], limits: ImageLimits = LIMITS) -> MergedTree:
     """The tree of one layer, whose members are all kept, as readers do."""
     stream = io.BufferedReader(Chunks(iter(blocks)), MIB)
     tree = MergedTree(Quota(limits))
@@ -194,13 +194,13 @@ def test_the_largest_image_that_is_allowed_takes_less_than_500_mb() -> None:
     )
     tracemalloc.start()
     try:
-        tree = merge((plain(name) for name in names), LimitsTable())
+        tree = merge((plain(name) for name in names), ImageLimits())
         assert len(tree.entries()) > count
         each = tracemalloc.get_traced_memory()[1] / count
     finally:
         tracemalloc.stop()
     # The sha256 of each file comes with it.
-    assert LimitsTable().entries * (each + 120) < 450e6
+    assert ImageLimits().entries * (each + 120) < 450e6
 
 
 def test_long_paths_through_links_are_refused() -> None:
@@ -211,8 +211,8 @@ def test_long_paths_through_links_are_refused() -> None:
 def test_the_site_can_allow_more() -> None:
     many = [plain(f"f{number}") for number in range(20)] + [END]
     with pytest.raises(BuildError, match="more than 10 files and folders"):
-        merge(iter(many), LimitsTable(entries=10))
-    assert merge(iter(many), LimitsTable(entries=20)).has("f19")
+        merge(iter(many), ImageLimits(entries=10))
+    assert merge(iter(many), ImageLimits(entries=20)).has("f19")
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -425,14 +425,23 @@ def test_a_key_of_thousands_of_parts_is_refused(tmp_path: Path) -> None:
         load_recipe(tmp_path / "recipe.toml")
 
 
+def test_the_hint_of_a_limit_names_the_place_where_the_caller_set_it() -> None:
+    for limits, place in ((LimitsTable(entries=20), "[limits] of site.toml"), (ImageLimits(entries=20), "ImageLimits")):
+        quota = Quota(limits)
+        with pytest.raises(BuildError) as caught:
+            for _ in range(21):
+                quota.entry("lab")
+        assert place in (caught.value.hint or "") and "`entries`" in (caught.value.hint or "")
+
+
 @pytest.mark.parametrize(
     ("limits", "says"),
     [
         (LimitsTable(entries=5), "more than 5 files"),
-        (LimitsTable(unpacked_bytes=9999), "more than 9999 bytes of files"),
+        (ImageLimits(unpacked_bytes=9999), "more than 9999 bytes of files"),
     ],
 )
-def test_a_squashfs_keeps_to_the_limits_of_the_site(limits: LimitsTable, says: str, tmp_path: Path) -> None:
+def test_a_squashfs_keeps_to_the_limits_of_the_site(limits: ImageLimits, says: str, tmp_path: Path) -> None:
     with SQUASHFS.open("rb") as stream, pytest.raises(BuildError, match=says):
         list(SquashfsImage(stream, 0, "lab", limits).entries())
     with pytest.raises(EnvbuildError, match=says):  # as verification does where nothing can be mounted

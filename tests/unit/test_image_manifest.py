@@ -29,6 +29,7 @@ from envbuild.artifacts.squash import composed, write_sqsh
 from envbuild.artifacts.survey import survey
 from envbuild.base.errors import BuildError, VerificationError
 from envbuild.image.entry import CHAR, DIR, FILE, HARDLINK, SYMLINK, Entry, Tree
+from envbuild.image.limits import ImageLimits
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.segment import of_entry
@@ -37,7 +38,6 @@ from envbuild.image.tar_stream import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.segment_cache import SegmentCache
-from envbuild.site.tables import LimitsTable
 from envbuild.store.store import Store
 from envbuild.verify.outside import read_squashfs
 
@@ -223,7 +223,7 @@ def test_both_caches_know_the_digest_of_each_file_of_a_layer(tmp_path: Path) -> 
         "large": sha256(bytes(300_000)),
     }
     tars = TarCache(Store(tmp_path / "tars"), print)
-    segments = SegmentCache(Store(tmp_path / "segments"), codec_of("zstd"), 1, print, LimitsTable())
+    segments = SegmentCache(Store(tmp_path / "segments"), codec_of("zstd"), 1, print, ImageLimits())
     for _ in range(2):  # written, and found again
         for found in (tars.members(tars.part(part)), segments.members(segments.part(part))):
             assert {one.name: one.sha256 for one in found if one.kind == FILE} == wanted
@@ -248,7 +248,7 @@ def test_a_list_of_members_that_was_replaced_is_not_used(tmp_path: Path) -> None
 def image(tmp_path: Path) -> Path:
     """A squashfs of two layers; the upper one has a manifest, which the one of the tree replaces."""
     store = Store(tmp_path / "store")
-    maker = SegmentCache(store, codec_of("zstd"), 1, lambda _: None, LimitsTable())
+    maker = SegmentCache(store, codec_of("zstd"), 1, lambda _: None, ImageLimits())
     hardlink = Entry(f"{SITE}/numpy/same.so", HARDLINK, target=f"{SITE}/numpy/core.so")
     python = Entry("opt/env/bin/python", SYMLINK, target="../../../bin/python3.11")
     upper = layer({**ENVIRONMENT, FILE_NAME: b"old"}, hardlink, python)

@@ -17,9 +17,10 @@ from envbuild.base.errors import BuildError
 from envbuild.image.compression import decompressed
 from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import header
-from envbuild.image.squashfs.segment import of_entry, tar_items
+from envbuild.image.squashfs.segment import of_entry
 from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree
+from envbuild.image.untar import tar_items
 
 Layer = list[Entry]
 

@@ -23,7 +23,7 @@ from envbuild.base.masking import masked, masked_text, masked_words
 from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
 from envbuild.image.blobs import Blobs
-from envbuild.image.quota import Quota
+from envbuild.image.limits import Quota
 from envbuild.inspect.facts import Description, Inventory, PythonPackage
 from envbuild.inspect.image_reader import read_listing, remembered
 from envbuild.inspect.metadata import interest, portable_digest

@@ -17,18 +17,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
+from envbuild.base.files import copy_span
 from envbuild.cache.hashed import Digests
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable
 from envbuild.image.layer import header
-from envbuild.image.quota import Quota
+from envbuild.image.limits import Quota
 from envbuild.image.squashfs import write
 from envbuild.image.squashfs.codec import codec_of, decompressor
 from envbuild.image.squashfs.model import BLOCK_SIZE, NO_FRAGMENT, SIZE_MASK, UNCOMPRESSED
 from envbuild.image.squashfs.packing import CHUNK, unpack
-from envbuild.image.squashfs.segment import Segment, load, of_entry, save, tar_items, write_segment
-from envbuild.image.squashfs.write import copy_span
+from envbuild.image.squashfs.segment import Segment, load, of_entry, save, write_segment
 from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree
+from envbuild.image.untar import tar_items
 
 ZSTD = codec_of("zstd:1")
 EDGES = (0, 1, 511, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, CHUNK + 5)

@@ -16,12 +16,12 @@ from securesystemslib.signer import CryptoSigner
 
 from envbuild.base.errors import UsageError
 from envbuild.cache.hashed import write_note
+from envbuild.image.limits import ImageLimits
 from envbuild.image.model import digest_of
 from envbuild.layers.source_build import _fetched, pack_built
 from envbuild.layers.source_files import SourceManifest, list_files, write_manifest
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site, load_site
-from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import KINDS, CacheEntry, EntryFile, ResultCache, read_entry, render_entry
 from envbuild.store.remote_site import cache_of, open_remote
 from envbuild.store.sharing import _listed, counted, entries_of
@@ -266,8 +266,8 @@ def test_a_list_names_files_of_the_store_alone(tmp_path: Path) -> None:
     assert [one.key for one in _listed(Store(tmp_path), named)] == ["good"]
 
 
-@pytest.mark.parametrize("limits", [LimitsTable(unpacked_bytes=999), LimitsTable(entries=2), LimitsTable()])
-def test_a_built_layer_of_the_cache_is_unpacked_within_the_limits(tmp_path: Path, limits: LimitsTable) -> None:
+@pytest.mark.parametrize("limits", [ImageLimits(unpacked_bytes=999), ImageLimits(entries=2), ImageLimits()])
+def test_a_built_layer_of_the_cache_is_unpacked_within_the_limits(tmp_path: Path, limits: ImageLimits) -> None:
     """A small file in a registry can become one that fills the disk."""
     refused: list[CacheEntry] = []
     remote = cast(ResultCache, SimpleNamespace(bring=lambda _: True, refuse=refused.append))
@@ -279,4 +279,4 @@ def test_a_built_layer_of_the_cache_is_unpacked_within_the_limits(tmp_path: Path
     (store.folder("built") / "key").symlink_to(made)
     pack_built(store, store.root / "built/key")
     (store.root / "built/key").unlink()
-    assert _fetched(store, store.root / "built/key/tree", limits) == (limits == LimitsTable()) == (not refused)
+    assert _fetched(store, store.root / "built/key/tree", limits) == (limits == ImageLimits()) == (not refused)

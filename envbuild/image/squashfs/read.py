@@ -13,11 +13,10 @@ from typing import BinaryIO, TypeVar
 
 from envbuild.base.workers import each
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.quota import Quota
+from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.squashfs.model import FRAGMENT, MAGIC, NO_FRAGMENT, NO_TABLE, SIZE_MASK, UNCOMPRESSED
 from envbuild.image.squashfs.read_records import Attributes, Inode, listed, read_inode
 from envbuild.image.squashfs.read_tables import ImageBytes, Lookup, MetadataReader
-from envbuild.site.tables import LimitsTable
 
 # In bytes. Linux cannot open longer paths.
 _MAX_PATH = 4095
@@ -42,7 +41,7 @@ class SquashfsImage:
     once. Raises BuildError when there is no image, or its compressor is not supported.
     """
 
-    def __init__(self, stream: BinaryIO, base: int, where: str, limits: LimitsTable | None = None) -> None:
+    def __init__(self, stream: BinaryIO, base: int, where: str, limits: ImageLimits | None = None) -> None:
         self._limits = limits
         self._source = source = ImageBytes(stream, base, where)
         self.superblock = block = source.superblock

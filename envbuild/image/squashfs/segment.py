@@ -7,23 +7,21 @@ bytes depend on the layer and the compressor alone.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from envbuild.base.errors import BuildError
 from envbuild.base.workers import Behind, beside_reader
 from envbuild.cache.hashed import Digests
 from envbuild.image.entry import FILE, Entry, Readable
 from envbuild.image.member_table import packed, read_table, unpacked, write_table
-from envbuild.image.quota import Quota
 from envbuild.image.squashfs.codec import Codec
 from envbuild.image.squashfs.model import BLOCK_SIZE, SIZE_MASK, Data, Fragment
 from envbuild.image.squashfs.packing import CHUNK, Packed, Packer, Tails
-from envbuild.image.tar_stream import Member, PositionedStream, Slice, Unpacked
-from envbuild.image.untar import members
+from envbuild.image.tar_stream import Member
 
 # Increase it when the format of indexes changes, or when the same layer results in other bytes: old segments are then
 # not found.
@@ -89,18 +87,6 @@ def of_entry(entry: Entry) -> Member:
         stored=size,
         xattrs=entry.xattrs,
     )
-
-
-def tar_items(stream: BinaryIO, name: str, quota: Quota | None = None) -> Iterator[tuple[Member, Readable | None]]:
-    """Yield the members of a layer's uncompressed tar with their content. Raises BuildError as `members` does."""
-    source = PositionedStream(stream, name)
-    for member in members(source, quota):
-        if member.kind != FILE:
-            yield member, None
-            continue
-        part = Slice(source, member.stored)
-        yield member, part if member.pieces is None else Unpacked(part, member.size, member.pieces)
-    source.finish()
 
 
 class _Files:

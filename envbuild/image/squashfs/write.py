@@ -5,7 +5,6 @@ The image's bytes depend on the layers' content, the compressor and the tree alo
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from envbuild.base.errors import BuildError, file_error
+from envbuild.base.files import copy_span
 from envbuild.base.progress import OnProgress
 from envbuild.image.entry import FILE
 from envbuild.image.squashfs.choosing import Choice, choose, damaged, data_of
@@ -28,12 +28,10 @@ from envbuild.image.tree import MergedEntry
 # Upper bounds for the size of the tables: for each entry its inode, its names in a directory and in an index, and its
 # row in the export table; for the image its superblock, padding and headers of metadata blocks.
 _EACH, _ALL = 160, 1 << 17
-# Maximum bytes copied per call, so that progress is reported and Ctrl-C is handled in time.
-_MOST, _CHUNK = 16 << 20, 4 << 20
+# Bytes of a segment that are awaited and copied at once.
+_MOST = 16 << 20
 # Waits until the data of a segment have come up to an offset in bytes, and returns the file that has them.
 Arrived = Callable[[Segment, int], Path]
-# Errors for two file systems, an old kernel, a container's seccomp filter, or a file system without support.
-_UNABLE = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
 
 
 def write_image(
@@ -181,37 +179,3 @@ def _opened(segment: Segment, path: Path) -> BinaryIO:
         stream.close()
         raise damaged(segment, "it is cut short or longer than it was")
     return stream
-
-
-def copy_span(source: int, out: int, start: int, target: int, size: int, on_progress: OnProgress) -> None:
-    """Copy `size` bytes at offset `start` of the file descriptor `source` to offset `target` of `out`.
-
-    `on_progress` is called with the number of copied bytes. Raises EOFError when the source ends earlier, and OSError.
-    """
-    while size:
-        count = _in_kernel(source, out, start, target, size) or _by_hand(source, out, start, target, size)
-        if not count:
-            raise EOFError
-        start, target, size = start + count, target + count, size - count
-        on_progress(count)
-
-
-def _in_kernel(source: int, out: int, start: int, target: int, size: int) -> int:
-    """Copy some bytes; return 0 if the kernel, the file systems or Python's C library (an old glibc) cannot."""
-    if not hasattr(os, "copy_file_range"):
-        return 0
-    try:
-        return os.copy_file_range(source, out, min(size, _MOST), start, target)
-    except OSError as error:
-        if error.errno not in _UNABLE:
-            raise
-        return 0
-
-
-def _by_hand(source: int, out: int, start: int, target: int, size: int) -> int:
-    rest = memoryview(os.pread(source, min(size, _CHUNK), start))
-    count = len(rest)
-    while rest:
-        written = os.pwrite(out, rest, target)
-        rest, target = rest[written:], target + written
-    return count
