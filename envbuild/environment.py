@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from envbuild.base import process
-from envbuild.base.atomic import naming, write_hint
+from envbuild.base.atomic import lock_failure, naming, write_hint
 from envbuild.base.errors import BuildError, HostError
-from envbuild.base.file_lock import lock_failure
 from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
 from envbuild.site.uv_config import uv_environment, uv_settings

@@ -38,7 +38,7 @@ from envbuild.artifacts.folder import (
 )
 from envbuild.artifacts.installed import names_and_versions
 from envbuild.artifacts.state import State, has_packages
-from envbuild.base import atomic, process, resources
+from envbuild.base import atomic, host, process
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.files import absolute_path, parse_json
 from envbuild.layers.compose import WheelFile
@@ -102,7 +102,7 @@ def build(wanted: FolderBuild) -> State:
                 "compileall",
                 "-qq",
                 "-j",
-                str(resources.workers(environment.variables)),
+                str(host.workers(environment.variables)),
                 "-s",
                 staged,
                 "-p",

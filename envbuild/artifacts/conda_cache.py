@@ -21,9 +21,8 @@ from typing import Any
 
 from envbuild.artifacts.installed import file_digest
 from envbuild.artifacts.manifest import Stat, stat_of
-from envbuild.base.atomic import remove_tree
+from envbuild.base.atomic import file_lock, remove_tree
 from envbuild.base.errors import BuildError
-from envbuild.base.file_lock import file_lock
 from envbuild.base.files import walk_stats
 from envbuild.base.progress import log
 from envbuild.base.workers import each

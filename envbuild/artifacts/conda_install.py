@@ -20,7 +20,7 @@ from envbuild.artifacts.manifest import Stat
 from envbuild.base import atomic, process
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import BuildError
-from envbuild.base.mounts import link_mode
+from envbuild.base.host import link_mode
 from envbuild.base.progress import OnProgress, log, reuse, transfer
 from envbuild.base.workers import Answer, Workers
 from envbuild.lock.conda import CondaPackage

@@ -15,8 +15,7 @@ from typing import Any
 
 from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
 from envbuild.base.files import parse_json
-from envbuild.base.fingerprint import conda_digest, top_level
-from envbuild.base.names import normalise
+from envbuild.base.packages import conda_digest, normalise, top_level
 
 META = "conda-meta"
 # The .dist-info folders in a record, found by a text search: parsing takes 50 times as long.

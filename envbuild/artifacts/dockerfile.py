@@ -35,7 +35,7 @@ from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.pip_config import ca_bundle, redact
 
 # Files of this package that the Dockerfiles use, to build the trainer's wheel and source layers.
-SOURCES = (*MODULES, "base/files.py", "layers/trainer.py", "base/pure_wheel.py")
+SOURCES = (*MODULES, "base/files.py", "layers/trainer.py")
 DESCRIPTION = "layers.json"
 # Predefined build arguments: they are in no layer, history or cache key.
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")

@@ -16,11 +16,11 @@ from envbuild.artifacts.installed import Distribution, distributions, record_row
 from envbuild.artifacts.layers_in import LayerFolder, install_layers
 from envbuild.artifacts.manifest import Manifest, Stat, seal, shown, write_manifest
 from envbuild.artifacts.state import FILE, State, state_of
-from envbuild.base import atomic, process, resources
+from envbuild.base import atomic, host, process
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.files import walk_stats
-from envbuild.base.mounts import link_mode
-from envbuild.base.names import normalise_version
+from envbuild.base.host import link_mode
+from envbuild.base.packages import normalise_version
 from envbuild.base.progress import step
 from envbuild.environment import Environment, uv_hint
 from envbuild.layers.compose import WheelFile
@@ -183,7 +183,7 @@ def finish(
     which the environment is built.
     """
     plan, staged, environment = wanted.plan, wanted.staged, wanted.environment
-    layers, workers = wanted.layers(interpreter(staged)), resources.workers(environment.variables)
+    layers, workers = wanted.layers(interpreter(staged)), host.workers(environment.variables)
     with atomic.writing(staged):
         built = install_layers(layers, staged)
         added = distributions(site_packages(staged, plan.python), owned).values()

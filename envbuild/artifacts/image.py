@@ -18,8 +18,7 @@ from envbuild.artifacts.image_manifest import FILE_NAME, FORMAT, OCI, of_layers,
 from envbuild.artifacts.layers_in import LayerFolder, check_paths, layer_part
 from envbuild.artifacts.state import State, state_of
 from envbuild.base.errors import BuildError
-from envbuild.base.fingerprint import record_digest
-from envbuild.base.names import normalise_version
+from envbuild.base.packages import normalise_version, record_digest
 from envbuild.base.progress import log
 from envbuild.environment import Environment
 from envbuild.image.blobs import Blobs

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from envbuild.base.elf import HEAD, Elf, elf_machine, file_head, read_elf
 from envbuild.base.files import open_regular, read_regular
-from envbuild.base.fingerprint import SLIM_FILE, record_digest, top_level
-from envbuild.base.names import normalise
+from envbuild.base.packages import SLIM_FILE, normalise, record_digest, top_level
 
 if TYPE_CHECKING:
     from envbuild.gpu_code import Containers

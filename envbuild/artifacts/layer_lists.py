@@ -17,7 +17,7 @@ from typing import Any
 
 from envbuild.artifacts.installed import HOST, FileReport, Files, file_digest, walk_files
 from envbuild.base.files import parse_json
-from envbuild.base.fingerprint import json_digest
+from envbuild.base.packages import json_digest
 
 LAYER_LISTS = "share/envbuild/layers"
 _FORMAT = 1

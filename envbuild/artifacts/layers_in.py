@@ -18,7 +18,7 @@ from envbuild.artifacts.layer_lists import LAYER_LISTS, LayerList, list_files, l
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.base.atomic import write_atomically
 from envbuild.base.errors import BuildError
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode

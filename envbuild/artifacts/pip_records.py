@@ -17,8 +17,7 @@ from envbuild.artifacts.layer_lists import LAYER_LISTS, parse_list
 from envbuild.artifacts.state import BuiltLayer
 from envbuild.base.errors import BuildError
 from envbuild.base.files import parse_json
-from envbuild.base.fingerprint import record_digest
-from envbuild.base.names import normalise, normalise_version
+from envbuild.base.packages import normalise, normalise_version, record_digest
 from envbuild.layers.compose import PREFIX, WheelFile
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_record
 from envbuild.plan.plan import Plan

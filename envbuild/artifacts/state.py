@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from envbuild import __version__
 from envbuild.artifacts.layer_lists import list_path
 from envbuild.base.errors import BuildError, UsageError
-from envbuild.base.fingerprint import json_digest
+from envbuild.base.packages import json_digest
 from envbuild.layers.compose import WheelFile
 
 if TYPE_CHECKING:

@@ -1,15 +1,245 @@
-"""Progress for users, always on stderr: live on a terminal; elsewhere, plain lines and a sign of life every 15 s."""
+"""Progress for users, always on stderr: live on a terminal; elsewhere, plain lines and a sign of life every 15 s.
+
+rich draws the live part, and is imported when a task has run for a quarter of a second.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TextIO
 
-from envbuild.base.display import Display
-from envbuild.base.display import human_size as human_size
-from envbuild.base.display import human_time as human_time
+from envbuild.base.terminal import ClosedPipe, clean
+from envbuild.base.units import human_size, human_time
+
+_LIVE_S, _SIGN_S = 0.25, 15.0
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+# Columns of the bar of a transfer.
+_BAR = 20
+# Seconds over which a rate is measured: longer than the pauses of a network, shorter than a user's patience.
+_RATE_S = 10.0
+_UNSEEN = ("dumb", "unknown", "")
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """A step or a transfer that runs; a transfer `counts` bytes. `told`: its title was printed by the caller."""
+
+    title: str
+    started: float
+    total: int | None = None
+    counts: bool = False
+    told: bool = False
+    note: Callable[[], str] | None = None
+    done: int = 0
+    # (time, bytes) of the last seconds, by which the rate is measured.
+    samples: list[tuple[float, int]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def name(self) -> str:
+        """The title without the mark that more is to come."""
+        return self.title.strip().removesuffix(" …")
+
+    def advance(self, count: int) -> None:
+        """Add `count` bytes."""
+        with self._lock:
+            self.done += count
+
+    def rate(self, now: float) -> float:
+        """Return the bytes per second of the last seconds, 0 if there are none; call it at each refresh."""
+        self.samples = [one for one in self.samples if one[0] >= now - _RATE_S] or [(self.started, 0)]
+        self.samples.append((now, self.done))
+        (before, had), (after, has) = self.samples[0], self.samples[-1]
+        return (has - had) / (after - before) if after > before else 0.0
+
+    def amount(self) -> str:
+        """Return the bytes so far, and of how many: "1.2 MB of 9.0 MB"; "" for a step."""
+        if not self.counts or not (self.done or self.total):
+            return ""
+        return human_size(self.done) + (f" of {human_size(self.total)}" if self.total else "")
+
+    def figures(self, now: float, columns: int) -> str:
+        """Return the amount, the time left and the rate; leave out the time or the rate if `columns` are too few."""
+        rate, shown = self.rate(now), self.amount()
+        left = f"{human_time((self.total - self.done) / rate)} left" if self.total and rate else ""
+        for more in (left, f"{human_size(rate)}/s" if rate else ""):
+            if shown and more and len(shown) + 2 + len(more) <= columns:
+                shown += f"  {more}"
+        return shown
+
+
+class Display:
+    """The messages and tasks of one stream, None for a closed one; `reused` says of each part by kind if it was there.
+
+    `clock` replaces the clock in tests, which then call `tick`.
+    """
+
+    def __init__(self, stream: TextIO | None, clock: Callable[[], float] | None = None) -> None:
+        self.verbosity = 0
+        self.reused: dict[str, dict[str, bool]] = {}
+        self._stream = stream
+        self._terminal = stream is not None and stream.isatty()
+        # The live part moves the cursor, which the guarded stream would not let pass.
+        self._beneath: Any = getattr(stream, "beneath", stream)
+        encoding = (getattr(self._beneath, "encoding", None) or "").lower().replace("-", "")
+        self._moves = self._terminal and os.environ.get("TERM", "") not in _UNSEEN and encoding == "utf8"
+        self._clock = clock or time.monotonic
+        self._ticks = clock is None
+        self._tasks: list[Task] = []
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()
+        self._live: Any = None
+        self._printed = self._clock()
+
+    def print(self, message: str) -> None:
+        """Print a message above the live part; with --quiet only a warning."""
+        if self._stream is None or (self.verbosity < 0 and not message.startswith("warning:")):
+            return
+        lines = _wrapped(message, self._columns()) if self._terminal else message
+        with self._lock:
+            self._printed = self._clock()
+            if self._live is not None:
+                from rich.text import Text
+
+                self._live.console.print(Text(clean(lines)), soft_wrap=True)
+            else:  # in one write: lines of several threads must not mix
+                self._stream.write(f"{lines}\n")
+                self._stream.flush()
+
+    @contextmanager
+    def task(
+        self,
+        title: str,
+        *,
+        total: int | None = None,
+        counts: bool = False,
+        told: bool = False,
+        note: Callable[[], str] | None = None,
+    ) -> Iterator[Task]:
+        """Show a task while the context is open. `note` returns lines to show below it."""
+        task = Task(title, self._clock(), total, counts, told, note)
+        live = self._moves and self.verbosity >= 0
+        if not live and not told:
+            self.print(f"{title} ({human_size(total)})" if total else title)
+        ended = ""
+        try:
+            self._start(task)
+            yield task
+        except BaseException as fault:
+            ended = "interrupted after " if isinstance(fault, KeyboardInterrupt) else "failed after "
+            raise
+        finally:
+            self._end(task)
+            if (live and not told) or self.verbosity > 0:
+                amount = f"{human_size(task.done)} in " if task.done and not ended else ""
+                self.print(f"{task.name} ({ended}{amount}{self._clock() - task.started:.1f} s)")
+
+    def tick(self) -> bool:
+        """Refresh the live part, or print a sign of life if it is time for one. Return whether a task runs."""
+        with self._lock:
+            if not self._tasks:
+                return False
+            now = self._clock()
+            if self._moves and self.verbosity >= 0:
+                self._refresh(now)
+            elif now - max(self._printed, self._tasks[-1].started) >= _SIGN_S:
+                task = self._tasks[-1]
+                spent = [human_time(now - task.started), *([task.amount()] if task.amount() else [])]
+                self.print(f"{task.name}: {', '.join(spent)}")
+            return True
+
+    def _start(self, task: Task) -> None:
+        with self._lock:
+            self._tasks.append(task)
+            if self._ticks and self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="display", daemon=True)
+                self._thread.start()
+
+    def _end(self, task: Task) -> None:
+        with self._lock:
+            self._tasks = [one for one in self._tasks if one is not task]
+            if not self._tasks and self._live is not None:
+                self._live.stop()
+                self._live = None
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(_LIVE_S)
+            # If the terminal is gone, a message of the main thread says so.
+            with suppress(OSError, ValueError, ClosedPipe), self._lock:
+                if not self.tick():
+                    self._thread = None
+                    return
+
+    def _refresh(self, now: float) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        if self._live is None:
+            console = Console(file=self._beneath, highlight=False)
+            self._live = Live(
+                console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
+            self._live.start()
+        self._live.update(self._drawn(now, self._live.console.width), refresh=True)
+
+    def _drawn(self, now: float, width: int) -> Any:
+        """Return the live part: a line for each task, and its notes."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        # The caller of a told task printed it: it is shown where nothing else is.
+        tasks = [task for task in self._tasks if not task.told or task.note] or self._tasks[-1:]
+        title = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        grid = Table.grid(title, Column(), padding=(0, 1, 0, 0), expand=True)
+        spinner = _SPINNER[int(now / _LIVE_S) % len(_SPINNER)]
+        for task in tasks:
+            minutes, seconds = divmod(int(now - task.started), 60)
+            name = Text(f"{spinner} {clean(task.name)}", style="bold")
+            grid.add_row(name, Text(f"{minutes}:{seconds:02}", style="cyan"))
+            barred = task.total is not None and width > 2 * _BAR
+            if figures := task.figures(now, width - 12 - (_BAR if barred else 0)):
+                line = Table.grid(padding=(0, 1, 0, 0))
+                bar = [ProgressBar(total=task.total, completed=task.done, width=_BAR)] if barred else []
+                line.add_row(" ", *bar, Text(figures, style="cyan", no_wrap=True, overflow="ellipsis"))
+                grid.add_row(line, "")
+            for row in clean(task.note()).splitlines() if task.note else ():
+                grid.add_row(Text(f"  {row}"), "")
+        return grid
+
+    def _columns(self) -> int:
+        with suppress(OSError, ValueError, AttributeError):
+            known = os.environ.get("COLUMNS", "")
+            return int(known) if known.isdecimal() else os.get_terminal_size(self._beneath.fileno()).columns or 80
+        return 80
+
+
+def _wrapped(message: str, columns: int) -> str:
+    """Return a message in lines of at most `columns`, broken at blanks; words such as paths stay whole."""
+    lines = []
+    for line in message.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        if len(line) <= columns:
+            lines.append(line)
+            continue
+        lines += textwrap.wrap(
+            line,
+            max(columns, 20),
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        )
+    return "\n".join(lines)
+
 
 Log = Callable[[str], None]
 OnProgress = Callable[[int], None]

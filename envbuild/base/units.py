@@ -23,3 +23,18 @@ def size(text: str) -> int | None:
 def _number(text: str, units: Mapping[str, int]) -> int | None:
     match = re.fullmatch(r"([0-9]{1,9})([a-zA-Z]?)", text)
     return int(match[1]) * units[match[2]] if match and match[2] in units else None
+
+
+def human_size(count: float) -> str:
+    """Return `count` bytes in decimal units, as package indexes print sizes."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def human_time(seconds: float) -> str:
+    """Return a duration: "12 s", "3 min 20 s"."""
+    whole = int(seconds)
+    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"

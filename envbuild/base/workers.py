@@ -17,7 +17,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, ParamSpec, TypeVar
 
-from envbuild.base import resources
+from envbuild.base import host
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -132,7 +132,7 @@ def beside_reader(most: int) -> Behind:
     With one or two processors, the reader does this work: its processor has the bytes in its cache, and the other one
     has enough to do.
     """
-    return Behind(most if resources.workers(os.environ) > _FEW else 0)
+    return Behind(most if host.workers(os.environ) > _FEW else 0)
 
 
 def each(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.lock.format import BuiltPackage, Lock, LockedPackage
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from envbuild.base.file_lock import file_lock
+from envbuild.base.atomic import file_lock
 from envbuild.base.files import open_known
 from envbuild.base.progress import OnProgress
 from envbuild.cache.http import BLOCK, blocks

@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild.base.atomic import write_atomically
-from envbuild.base.file_lock import folder_lock
+from envbuild.base.atomic import folder_lock, write_atomically
 from envbuild.base.files import parse_json
+from envbuild.base.host import this_boot
 from envbuild.base.progress import log
-from envbuild.base.resources import this_boot
 
 # The field of a note with the sha256 of its name and other fields.
 _SEAL = "seal"

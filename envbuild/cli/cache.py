@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from envbuild.base.errors import BuildError, UsageError
-from envbuild.base.progress import human_size
+from envbuild.base.units import human_size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
 from envbuild.cli.options import with_options

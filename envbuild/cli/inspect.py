@@ -12,7 +12,7 @@ import click
 
 from envbuild.artifacts.manifest import shown
 from envbuild.base.errors import UsageError
-from envbuild.base.progress import human_size
+from envbuild.base.units import human_size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, print_json
 from envbuild.cli.options import with_options

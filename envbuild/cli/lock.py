@@ -12,7 +12,7 @@ import click
 
 from envbuild.base.atomic import write_beside, writing
 from envbuild.base.errors import LockError, UsageError, VerificationError, joined
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.cli import complete
 from envbuild.cli.common import log, open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options

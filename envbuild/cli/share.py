@@ -8,7 +8,8 @@ import click
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import absolute_path, named_path
-from envbuild.base.progress import human_size, transfer
+from envbuild.base.progress import transfer
+from envbuild.base.units import human_size
 from envbuild.cli import complete
 from envbuild.cli.common import check_out, log, open_recipe, run_environment, show
 from envbuild.cli.options import PATH, with_options

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from envbuild.base import resources, units
+from envbuild.base import host, units
 from envbuild.base.errors import UsageError, VerificationError
-from envbuild.base.progress import human_size
+from envbuild.base.units import human_size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, print_json, show
 from envbuild.cli.options import with_options
@@ -48,7 +48,7 @@ def check_command(as_json: bool) -> None:
       ENVBUILD_STORE=/fsx/envbuild envbuild store check --json
     """
     environment = load_environment()
-    count, size, removed = check_store(environment.store, resources.workers(os.environ))
+    count, size, removed = check_store(environment.store, host.workers(os.environ))
     if as_json:
         store = str(environment.store.root)
         print_json({"store": store, "files": count, "bytes": size, "removed": [str(path) for path in removed]})

@@ -10,7 +10,8 @@ from typing import Any
 
 from envbuild.artifacts.manifest import read_manifest
 from envbuild.base.errors import BuildError
-from envbuild.base.progress import display, human_size, human_time, log
+from envbuild.base.progress import display, log
+from envbuild.base.units import human_size, human_time
 from envbuild.verify.receipt import passed_line, read_receipt
 
 

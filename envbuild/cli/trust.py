@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from envbuild.base import resources
+from envbuild.base import host
 from envbuild.base.atomic import replacing_beside, write_beside, writing
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.bundle import ATTESTATION, attest_bundle, judge_bundle, read_bundle
@@ -95,7 +95,7 @@ def attest_command(
             signer = load_signer(key, public_key, lambda: _passphrase(key))
             keyid, write = signer.public_key.keyid, partial(sign, signer=signer)
         if (about := read_bundle(Path(named))) is not None:
-            digest = attest_bundle(Path(named), about, write, resources.workers(os.environ))
+            digest = attest_bundle(Path(named), about, write, host.workers(os.environ))
             place = Path(named, ATTESTATION)
             value: dict[str, Any] = {"path": str(place.absolute()), "digest": digest}
         else:
@@ -179,7 +179,7 @@ def trust_command(
             "the site names no signers", "give files of public keys as `signers` in [trust] of the site file"
         )
     if read_bundle(Path(named)) is not None:
-        digest, by = judge_bundle(Path(named), trust, resources.workers(os.environ), recipe)
+        digest, by = judge_bundle(Path(named), trust, host.workers(os.environ), recipe)
         show(as_json, {"path": named, "digest": digest, "signer": by}, f"{named}: trusted: attested by {by}")
         return
     verdict = None

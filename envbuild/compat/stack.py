@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.compat.rows import load_rows
 from envbuild.fabrics import load_fabrics
 from envbuild.recipe.accelerators import CUDA, ROCM

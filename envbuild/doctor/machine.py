@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import envbuild
-from envbuild.base import resources
-from envbuild.base.progress import human_size
+from envbuild.base import host as granted
+from envbuild.base.units import human_size
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, read_text, run_probe
 
 _ENOUGH_MEMORY = 3 << 30
@@ -32,14 +32,14 @@ def who(host: Host) -> list[HostFinding]:
 
 def processors(host: Host) -> list[HostFinding]:
     """Report the number of available processors."""
-    ours, all_ = resources.workers(host.variables, 4096, root=host.root), os.cpu_count() or 1
+    ours, all_ = granted.workers(host.variables, 4096, root=host.root), os.cpu_count() or 1
     what = f"{ours} of {all_}" if ours != all_ else f"{all_}"
     return [HostFinding("processors", "ok", what, facts={"usable": ours, "all": all_})]
 
 
 def memory(host: Host) -> list[HostFinding]:
     """Check the available memory."""
-    found = resources.memory(host.variables, root=host.root)
+    found = granted.memory(host.variables, root=host.root)
     if found is None:
         return [HostFinding("memory", "info", "not known")]
     what, facts = f"{human_size(found)} available to us", {"usable": found}

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from envbuild.base.masking import is_secret, masked_text
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.base.toml import nearest
 from envbuild.data import load_table
 from envbuild.imports.draft import Draft

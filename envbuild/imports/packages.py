@@ -11,7 +11,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from envbuild.base.errors import RecipeError, UsageError
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.base.progress import log
 from envbuild.base.toml import Document, Keys, closest, list_at, parse_toml, table_at
 from envbuild.base.toml.edit import delete_value, rewrite, set_value

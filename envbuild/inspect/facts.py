@@ -53,7 +53,7 @@ class Item:
 class PythonPackage:
     """An installed distribution; `location` is its folder, relative to the artifact's root.
 
-    `record` is the digest of its RECORD (`envbuild.base.fingerprint`), `content` that of the rows that do not depend
+    `record` is the digest of its RECORD (`envbuild.base.packages`), `content` that of the rows that do not depend
     on the installer; both are "" without a RECORD. `expression` is its SPDX licence expression, `licenses` are the
     licences in its classifiers or its License field; `info` is its .dist-info folder. `size` is the sum of the sizes
     in RECORD.
@@ -77,7 +77,7 @@ class CondaRecord:
     `location` is the folder of that environment, relative to the artifact's root. `channel` is a URL without
     credentials, `archive` the format of the package's file (`conda` or `tar.bz2`), `sha256` that file's digest in
     hexadecimal, and `license` the licence that the package names. `record` is the digest of its list of files
-    (`envbuild.base.fingerprint.conda_digest`), `size` the bytes of those files. All of these may be "", the size 0.
+    (`envbuild.base.packages.conda_digest`), `size` the bytes of those files. All of these may be "", the size 0.
     """
 
     name: str

@@ -15,8 +15,7 @@ from typing import Any
 from envbuild.artifacts import layer_lists
 from envbuild.artifacts.installed import record_rows
 from envbuild.base.files import parse_json
-from envbuild.base.fingerprint import json_digest, record_digest
-from envbuild.base.names import normalise
+from envbuild.base.packages import json_digest, normalise, record_digest
 from envbuild.inspect.conda_meta import environments, reader_of, recorded_files, records
 from envbuild.inspect.facts import CONDA, VENV, DebianPackage, Inventory, Item, PythonPackage, SourceBuilt
 from envbuild.layers.compose import PREFIX

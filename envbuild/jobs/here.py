@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from envbuild.base import torchrun
 from envbuild.base.errors import UsageError
+from envbuild.base.process import torchrun_word
 from envbuild.jobs.model import JobInputs, JobRequest
 from envbuild.jobs.plan import command_of, setting
 from envbuild.site.schedulers import SCHEDULER_NAMES
@@ -32,11 +32,11 @@ def _command(request: JobRequest, opened: JobInputs) -> str:
     if request.strategy == "ddp":
         ranks = "gpu" if all_gpus else ranks
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-        command = tuple(torchrun.literal(word) for word in command)
+        command = tuple(torchrun_word(word) for word in command)
     if request.strategy == "accelerate":
         start += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
         start += [] if all_gpus else ["--num_processes", ranks]
-        command = tuple(torchrun.literal(word) for word in _with_module_option(command))
+        command = tuple(torchrun_word(word) for word in _with_module_option(command))
     if request.strategy == "deepspeed":
         start += ["-m", "deepspeed.launcher.runner", *([] if all_gpus else ["--num_gpus", ranks])]
         start += ["--no_local_rank"] if command[:2] == ("-m", "ddp_train") else []

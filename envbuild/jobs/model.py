@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from envbuild.base import torchrun
+from envbuild.base.process import torchrun_word
 from envbuild.kinds import ARTIFACTS, Artifact
 from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
 from envbuild.site.settings import Site
@@ -140,7 +140,7 @@ class JobPlan:
 
         Only the strategy ddp runs through torchrun, which needs escaping.
         """
-        return torchrun.literal(word) if self.strategy == "ddp" else word
+        return torchrun_word(word) if self.strategy == "ddp" else word
 
     @property
     def logs(self) -> str:

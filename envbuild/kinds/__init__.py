@@ -129,11 +129,11 @@ class FolderArtifact(Artifact):
 
     def changed(self, path: Path, manifest: str, *, exact: bool = False) -> list[str]:
         from envbuild.artifacts.manifest import changes
-        from envbuild.base import resources
+        from envbuild.base import host
         from envbuild.environment import load_environment
 
         environment = load_environment()
-        workers = resources.workers(environment.variables)
+        workers = host.workers(environment.variables)
         return changes(path, self.read(path).state, manifest, environment.store, workers, exact=exact)
 
     def subject(self, path: Path, environment: Environment, runtime: str | None) -> Subject:

@@ -13,7 +13,7 @@ from envbuild.artifacts.folder import FolderBuild, InstalledFilesDiffer, check_h
 from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.artifacts.manifest import changes, move_seal, read_manifest, shown
 from envbuild.artifacts.state import State, check_place
-from envbuild.base import atomic, resources
+from envbuild.base import atomic, host
 from envbuild.base.errors import BuildError, HostError, LockError, UsageError, VerificationError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log
@@ -135,7 +135,7 @@ def make_environment(
     kept as NAME.failed with its receipt, and VerificationError is raised.
     """
     started = time.monotonic()
-    module, workers = kind.module(), resources.workers(environment.variables)
+    module, workers = kind.module(), host.workers(environment.variables)
 
     def proven(where: Path, state: State) -> dict[str, Any]:
         from envbuild.verify.host import folder_subject

@@ -14,7 +14,8 @@ from envbuild.base import atomic
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.files import absolute_path, parse_json
-from envbuild.base.progress import human_size, log, transfer
+from envbuild.base.progress import log, transfer
+from envbuild.base.units import human_size
 from envbuild.environment import Environment
 from envbuild.image.blobs import BlobFiles, file_digest
 from envbuild.image.limits import Quota

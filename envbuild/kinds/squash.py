@@ -20,7 +20,8 @@ from envbuild.base import atomic
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
-from envbuild.base.progress import human_size, log, transfer
+from envbuild.base.progress import log, transfer
+from envbuild.base.units import human_size
 from envbuild.environment import Environment
 from envbuild.image.archive import archive_at
 from envbuild.image.blobs import Blobs, ImageAt, Pulled, of_pulled

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from envbuild.base import atomic
 from envbuild.base.errors import HostError
-from envbuild.base.fingerprint import json_digest
+from envbuild.base.packages import json_digest
 from envbuild.base.progress import Log, step
 from envbuild.debian.base import fetch_debs
 from envbuild.debian.deb import read_data

@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar, cast
 
+from envbuild.base.atomic import file_lock
 from envbuild.base.errors import BuildError
-from envbuild.base.file_lock import file_lock
 from envbuild.base.progress import Log, detail, reuse, step
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.image.blobs import opened

@@ -20,9 +20,8 @@ from pathlib import Path
 from envbuild.base import process
 from envbuild.base.errors import BuildError, HostError, RecipeError
 from envbuild.base.git import run_git
-from envbuild.base.names import normalise
+from envbuild.base.packages import described, normalise, pack, with_record
 from envbuild.base.progress import log
-from envbuild.base.pure_wheel import described, pack, with_record
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.environment import Environment
 from envbuild.layers.compose import FIXED_TIME

@@ -8,8 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from envbuild.base.fingerprint import conda_digest, record_digest
-from envbuild.base.names import normalise
+from envbuild.base.packages import conda_digest, normalise, record_digest
 from envbuild.image.entry import FILE, Tree, closing
 from envbuild.image.squashfs.segment import of_entry
 from envbuild.image.tar_stream import Member

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from envbuild.base import resources
+from envbuild.base import host
 from envbuild.base.atomic import replacing
 from envbuild.base.errors import BuildError
 from envbuild.base.process import forked
@@ -153,7 +153,7 @@ def segment_cache(
     environment: Environment, codec: Codec, arriving: dict[Path, CacheEntry] | None = None
 ) -> SegmentCache:
     """Return the cache of segments in the store of `environment`; `arriving`: see SegmentCache."""
-    workers = resources.workers(environment.variables)
+    workers = host.workers(environment.variables)
     return SegmentCache(environment.store, codec, workers, log, environment.site.limits, arriving)
 
 

@@ -21,11 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from envbuild.base.atomic import new_file
-from envbuild.base.file_lock import file_lock
-from envbuild.base.fingerprint import SLIM_FILE
-from envbuild.base.progress import human_size, log
-from envbuild.base.pure_wheel import record_row
+from envbuild.base.atomic import file_lock, new_file
+from envbuild.base.packages import SLIM_FILE, record_row
+from envbuild.base.progress import log
+from envbuild.base.units import human_size
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.gpu_code import CudaEntry, read_gpu_code
 from envbuild.gpus import all_chips

@@ -20,11 +20,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from envbuild.base.atomic import names_staging, remove_tree, replacing
+from envbuild.base.atomic import file_lock, names_staging, remove_tree, replacing
 from envbuild.base.errors import BuildError
-from envbuild.base.file_lock import file_lock
+from envbuild.base.host import workers
 from envbuild.base.progress import Log, reuse
-from envbuild.base.resources import workers
 from envbuild.base.unpack import unpack
 from envbuild.environment import Environment
 from envbuild.image.limits import ImageLimits, Quota

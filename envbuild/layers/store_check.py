@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.base.errors import BuildError
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.base.progress import log, transfer
 from envbuild.base.workers import each
 from envbuild.cache.hashed import read_note

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from envbuild import __version__
 from envbuild.base.errors import BuildError
 from envbuild.base.files import shipped
-from envbuild.base.pure_wheel import described, pack
+from envbuild.base.packages import described, pack
 
 NAME = "ddp-train"
 _DIST_INFO = f"ddp_train-{__version__}.dist-info"

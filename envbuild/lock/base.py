@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from envbuild.base.errors import BuildError, LockError, UsageError
-from envbuild.base.fingerprint import json_digest
+from envbuild.base.packages import json_digest
 from envbuild.base.progress import Log, transfer
 from envbuild.debian.base import resolve_base
 from envbuild.debian.defaults import default_packages, default_without, newest_suite, suites_by_python

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from envbuild.base.errors import EnvbuildError, LockError
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.cache.retry import RequestFailed
 from envbuild.environment import Environment
 from envbuild.lock.format import BuiltPackage, Lock, LockedPackage

@@ -12,11 +12,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from envbuild.base.atomic import folder_lock
 from envbuild.base.errors import LockError, UsageError
-from envbuild.base.file_lock import folder_lock
-from envbuild.base.names import normalise
+from envbuild.base.packages import described, normalise, pack
 from envbuild.base.progress import Log
-from envbuild.base.pure_wheel import described, pack
 from envbuild.compat.check import check_stack
 from envbuild.data import load_table
 from envbuild.environment import Environment

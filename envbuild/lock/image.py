@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import LockError
-from envbuild.base.fingerprint import json_digest
+from envbuild.base.packages import json_digest
 from envbuild.base.toml import Document, decode, key, parse_toml, required, toml_pairs
 from envbuild.debian.lock import DebianLock, checked
 from envbuild.image.model import is_digest

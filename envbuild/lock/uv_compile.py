@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.base import process
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.base.toml import toml_key, toml_pairs
 from envbuild.lock.format import LockedPackage
 from envbuild.lock.offers import Offers, ProjectRelease, allowed_releases

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.base.errors import LockError
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.base.progress import Log
 from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.environment import Environment

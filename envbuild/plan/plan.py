@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild.base.fingerprint import json_digest
+from envbuild.base.packages import json_digest
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock, LockedPackage
 from envbuild.lock.image import ImageLock, OciLock

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.base.toml import Document, Keys, Problem, key, list_at, table_at
 from envbuild.recipe import checks
 from envbuild.recipe.layers import patch_problem

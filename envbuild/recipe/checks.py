@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.base.toml import form
 from envbuild.recipe.reference import DIRECT, reference_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import UsageError
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.base.toml import Document, Problem, decode, nearest, read
 from envbuild.recipe import model
 from envbuild.recipe.build import BuildTable, build_mistakes, requirement_entries

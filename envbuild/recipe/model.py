@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.base.toml import Document, Keys, Problem, key, nearest, required, table_at
 from envbuild.fabrics import fabric_names
 from envbuild.gpus import GPU_PATTERN, chips_named, gpu_problem

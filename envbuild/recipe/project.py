@@ -14,7 +14,7 @@ from typing import Any
 
 from envbuild.base.errors import RecipeError
 from envbuild.base.files import read_small
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.base.toml import Document, form, key, nearest, read, required, table_at, value_at
 from envbuild.recipe.checks import requirement_problem
 
@@ -77,7 +77,7 @@ class OwnCode:
     @property
     def digest(self) -> str:
         """sha256 over all that determines what an artifact holds of it; if `editable`, no other file counts."""
-        from envbuild.base.fingerprint import json_digest
+        from envbuild.base.packages import json_digest
 
         files = [one for one in self.files if not self.editable or one[0] in _METADATA]
         content = [str(self.root) if self.editable else "", self.module, files]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 
 DIRECT = re.compile(r"\s*+[A-Za-z0-9][A-Za-z0-9._-]*+\s*+(?:\[[^]]*\]\s*+)?@\s*+\S")
 _SDISTS = (".tar.gz", ".zip")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from envbuild.base.fingerprint import json_digest
+from envbuild.base.packages import json_digest
 
 
 @dataclass(frozen=True, slots=True)

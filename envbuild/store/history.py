@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from envbuild.base.atomic import folder_lock
 from envbuild.base.errors import BuildError
-from envbuild.base.file_lock import folder_lock
-from envbuild.base.progress import human_size
+from envbuild.base.units import human_size
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.store.store import Store
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from envbuild.base.atomic import replacing
 from envbuild.base.errors import BuildError
-from envbuild.base.progress import human_size, log
+from envbuild.base.progress import log
+from envbuild.base.units import human_size
 from envbuild.base.workers import Answer, Workers
 from envbuild.cache.retry import NotFound, RequestFailed, Stopped
 from envbuild.image.blobs import BlobFiles

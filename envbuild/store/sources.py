@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urljoin
 
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.cache.retry import NotFound, RequestFailed
 from envbuild.site.pip_config import PipConfig, redact
 from envbuild.site.settings import Site

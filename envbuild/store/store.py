@@ -32,11 +32,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.base.atomic import remove_tree, replacing
+from envbuild.base.atomic import folder_lock, remove_tree, replacing
 from envbuild.base.errors import BuildError, file_error
-from envbuild.base.file_lock import folder_lock
 from envbuild.base.files import is_file_name
-from envbuild.base.resources import this_boot
+from envbuild.base.host import this_boot
 from envbuild.cache.hashed import Digests
 
 if TYPE_CHECKING:

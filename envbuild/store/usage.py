@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from envbuild.base.atomic import file_lock, folder_lock
 from envbuild.base.errors import BuildError
-from envbuild.base.file_lock import file_lock, folder_lock
 from envbuild.base.files import walk_stats
-from envbuild.base.progress import human_size, log
+from envbuild.base.progress import log
+from envbuild.base.units import human_size
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.store.store import Store, clean_folders
 

@@ -19,7 +19,7 @@ from envbuild.artifacts.manifest import FILE as MANIFEST
 from envbuild.artifacts.manifest import Stat, check, read_manifest, scan, seal, sealed
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
-from envbuild.base import process, resources
+from envbuild.base import host, process
 from envbuild.base.errors import HostError
 from envbuild.environment import Environment
 from envbuild.pythons import keep_python
@@ -114,7 +114,7 @@ def folder_subject(
     if not fresh:  # it may have been moved
         keep_python(state.python_build, path, environment.store)
     manifest, expected = read_manifest(path), "" if fresh else manifest_of(path, state.digest)
-    store, workers = environment.store, resources.workers(environment.variables)
+    store, workers = environment.store, host.workers(environment.variables)
     # Before a program of the environment runs: what comes later is compared by the next command, before it is used.
     found = scan(path)
     good: dict[str, Stat] = {}

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild.base import torchrun
 from envbuild.base.files import parse_json
+from envbuild.base.process import torchrun_word
 from envbuild.base.progress import step
 from envbuild.jobcheck.diagnose.nccl_log import parse_nccl_log
 from envbuild.verify.model import Agent, Nodes, Settings, Subject
@@ -267,12 +267,12 @@ def _command(job: TrainingJob, node: int, endpoint: str, run_id: str, nodes: Nod
         agent = _agent(job, node, endpoint, run_id, nodes.address(node))
         # torchrun puts the role before the rank.
         named = [f"--role={node}.", "--tee=3"] if job.named else []
-        return ["torchrun", *agent, *named, "--no-python", *map(torchrun.literal, job.program)]
+        return ["torchrun", *agent, *named, "--no-python", *map(torchrun_word, job.program)]
     trainer = [str(nodes.work / TRAINER), *job.arguments, "--report", str(nodes.work / f"{job.name}-report{node}.json")]
     if not job.nodes:
         return ["python", *trainer]
     program = ["python", "-c", _LEAN + (_LEAVE if node else "")] if job.lean or node else ["torchrun"]
-    return [*program, *_agent(job, node, endpoint, run_id, nodes.address(node)), *map(torchrun.literal, trainer)]
+    return [*program, *_agent(job, node, endpoint, run_id, nodes.address(node)), *map(torchrun_word, trainer)]
 
 
 def _agent(job: TrainingJob, node: int, endpoint: str, run_id: str, address: str) -> list[str]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from envbuild.base.mounts import read_mounts
+from envbuild.base.host import read_mounts
 
 RDONLY, NOSUID, NODEV = 1, 2, 4
 # Flags of statvfs(3), and of mount(2).

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from envbuild.artifacts.survey import Survey
-from envbuild.base.fingerprint import record_digest
+from envbuild.base.packages import record_digest
 from envbuild.layers.trainer import NAME, load_trainer
 from envbuild.verify.launch import TRAINER
 from envbuild.verify.model import Check, Subject, judge, not_tried

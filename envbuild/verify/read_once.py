@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from envbuild.artifacts.image_manifest import FILE_NAME
 from envbuild.base.elf import HEAD, Elf, ElfParts, elf_machine, parse_elf
-from envbuild.base.fingerprint import SLIM_FILE
+from envbuild.base.packages import SLIM_FILE
 from envbuild.gpu_code import Containers, GpuCodeScanner
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import VERSION_FILE

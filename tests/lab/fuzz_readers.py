@@ -29,8 +29,8 @@ from securesystemslib.signer import CryptoSigner
 from envbuild.artifacts import conda, conda_survey, image_manifest, installed, layer_lists, manifest, pip_records, state
 from envbuild.base.elf import elf_machine, file_head, read_elf
 from envbuild.base.errors import EnvbuildError
+from envbuild.base.host import parse_mounts
 from envbuild.base.masking import masked_text, redact
-from envbuild.base.mounts import parse_mounts
 from envbuild.base.toml import Document
 from envbuild.bundle import read_bundle
 from envbuild.cache import hashed

@@ -26,7 +26,7 @@ import pytest
 
 from ddp_train.loaded import interfaces
 from envbuild.artifacts import venv
-from envbuild.base.fingerprint import record_digest
+from envbuild.base.packages import record_digest
 from envbuild.recipe.verify_table import ExpectTable
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes

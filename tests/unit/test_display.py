@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.terminal import Recording, record
 
-from envbuild.base.display import Display, Task, _wrapped, human_time
-from envbuild.base.progress import display, reuse
+from envbuild.base.progress import Display, Task, _wrapped, display, reuse
+from envbuild.base.units import human_time
 from envbuild.cli import summary
 from envbuild.verify.launch import Running, TrainingJob
 

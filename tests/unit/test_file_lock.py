@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from envbuild.base.atomic import file_lock, folder_lock
 from envbuild.base.errors import HostError
-from envbuild.base.file_lock import file_lock, folder_lock
 from envbuild.environment import load_environment
 
 

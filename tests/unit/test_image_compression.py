@@ -111,7 +111,7 @@ def test_a_blob_that_is_missing_is_named(tmp_path: Path) -> None:
 def test_a_hashed_stream_has_the_digest_of_all_bytes_however_they_are_read(
     monkeypatch: pytest.MonkeyPatch, processors: int
 ) -> None:
-    monkeypatch.setattr("envbuild.base.resources.workers", lambda _: processors)
+    monkeypatch.setattr("envbuild.base.host.workers", lambda _: processors)
     data = bytes(range(251)) * 20_000
     stream = Hashed(io.BytesIO(data))
     found, sizes = b"", itertools.cycle([0, 1, 512, 200_000, 3, 1 << 20, 131_071, 131_072])

@@ -22,7 +22,7 @@ from lab.wheels import make_wheel
 
 from envbuild.artifacts.installed import check_files
 from envbuild.base.errors import BuildError
-from envbuild.base.fingerprint import record_digest
+from envbuild.base.packages import record_digest
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.image.entry import DIR, FILE, Entry, Tree
 from envbuild.interpreter import read_python

@@ -26,7 +26,7 @@ from lab.wheels import make_wheel
 
 from envbuild.artifacts.installed import check_files
 from envbuild.base.errors import BuildError
-from envbuild.base.fingerprint import record_digest
+from envbuild.base.packages import record_digest
 from envbuild.image.blobs import Blobs
 from envbuild.image.layer import with_parents, write_layer
 from envbuild.layers.wheel import Scheme, wheel_paths, wheel_record, wheel_tree

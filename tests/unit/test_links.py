@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.base import mounts
-from envbuild.base.mounts import mount_of, parse_mounts
+from envbuild.base import host
+from envbuild.base.host import mount_of, parse_mounts
 
 MOUNTS = """22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
 30 22 0:40 / {home} rw,relatime shared:1 - {kind} server:/export rw
@@ -21,12 +21,12 @@ def test_the_mode_follows_the_file_system(
     tmp_path: Path, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = list(parse_mounts(MOUNTS.format(home=tmp_path, kind=kind)))
-    monkeypatch.setattr(mounts, "read_mounts", lambda: table)
-    assert mounts.link_mode(tmp_path, tmp_path) == mode
+    monkeypatch.setattr(host, "read_mounts", lambda: table)
+    assert host.link_mode(tmp_path, tmp_path) == mode
 
 
 def test_across_devices_files_are_copied(tmp_path: Path) -> None:
-    assert mounts.link_mode(Path("/proc"), tmp_path) == "copy"
+    assert host.link_mode(Path("/proc"), tmp_path) == "copy"
 
 
 def test_a_later_mount_covers_an_earlier_one_and_spaces_are_unescaped() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import LockError
-from envbuild.base.names import normalise
+from envbuild.base.packages import normalise
 from envbuild.lock.format import BuiltPackage, Lock, LockedPackage, changes, parse, parse_built, render
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)

@@ -15,7 +15,7 @@ import pytest
 
 from envbuild.artifacts.installed import Distribution, FileReport
 from envbuild.artifacts.survey import ElfReport, Survey
-from envbuild.base.fingerprint import record_digest
+from envbuild.base.packages import record_digest
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.verify import own_trainer, probe_checks

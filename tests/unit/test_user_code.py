@@ -19,7 +19,7 @@ from lab.wheels import make_recipe
 from envbuild.artifacts.installed import Distribution, FileReport
 from envbuild.artifacts.survey import ElfReport, Survey
 from envbuild.base.errors import RecipeError, UsageError
-from envbuild.base.fingerprint import top_level
+from envbuild.base.packages import top_level
 from envbuild.bundle import make_bundle
 from envbuild.environment import load_environment
 from envbuild.kinds.commit import settings_of

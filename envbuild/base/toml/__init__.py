@@ -17,10 +17,20 @@ pattern, choices, minimum and check apply to each entry of a tuple or a dict.
 
 from __future__ import annotations
 
-from envbuild.base.toml.decode import Problem, closest, decode, json_schema, nearest
-from envbuild.base.toml.document import Document, Keys, list_at, parse_toml, read, table_at, value_at
-from envbuild.base.toml.keys import form, key, required
-from envbuild.base.toml.write import table_text, toml_key, toml_pairs, toml_value
+from envbuild.base.toml.decode import Problem, closest, decode, form, json_schema, key, nearest, required
+from envbuild.base.toml.document import (
+    Document,
+    Keys,
+    list_at,
+    parse_toml,
+    read,
+    table_at,
+    table_text,
+    toml_key,
+    toml_pairs,
+    toml_value,
+    value_at,
+)
 
 __all__ = [
     "Document",

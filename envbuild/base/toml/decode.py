@@ -8,7 +8,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    Unpack,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from envbuild.base.errors import EnvbuildError, RecipeError
 from envbuild.base.toml.document import Document, Keys
@@ -17,6 +29,44 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     Table = TypeVar("Table", bound=DataclassInstance)
+
+
+T = TypeVar("T")
+Check = Callable[[Any], str | None]
+
+
+class Rules(TypedDict, total=False):
+    """Rules of a key besides its meaning: see the package's docstring."""
+
+    name: str
+    pattern: str
+    choices: tuple[str, ...] | Callable[[], tuple[str, ...]]
+    minimum: int
+    min_items: int
+    names: bool
+    check: Check
+    key_check: Check
+    entry_check: Callable[[str, Any], str | None]
+    example: Any
+
+
+def key(default: T, doc: str, **rules: Unpack[Rules]) -> T:
+    """Return the dataclass field of a key with this default (a table or a dict: an empty one), meaning and rules."""
+    # Dicts are mutable, and tables may hold dicts: each instance makes its own.
+    made = isinstance(default, dict) or dataclasses.is_dataclass(default)
+    how: dict[str, Any] = {"default_factory": type(default)} if made else {"default": default}
+    return cast(T, dataclasses.field(**how, metadata={"doc": doc, **rules}))
+
+
+def required(doc: str, **rules: Unpack[Rules]) -> Any:
+    """Return the dataclass field of a key that has to be there, with its meaning and rules."""
+    return dataclasses.field(metadata={"doc": doc, **rules})
+
+
+def form(pattern: str, what: str) -> Check:
+    """Return a check for values that match all of `pattern`; its message is the value and `what`."""
+    return lambda value: None if re.fullmatch(pattern, value) else f"{value!r} {what}"
+
 
 Problem = tuple[Keys, str]
 

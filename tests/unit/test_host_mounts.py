@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.base.mounts import mount_of, parse_mounts, read_mounts
+from envbuild.base.host import mount_of, parse_mounts, read_mounts
 
 TEXT = r"""22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda rw,errors=remount-ro
 30 22 0:40 /export/\303\251 /home\040of\134all ro,nosuid - nfs4 server:/export rw,vers=4.2

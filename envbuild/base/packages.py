@@ -1,4 +1,4 @@
-"""Fingerprints of data, and of installed packages.
+"""Python and conda packages as files: names, versions, RECORD, fingerprints, and wheels of pure Python.
 
 A distribution's fingerprint covers its RECORD (PyPA "Recording installed projects", PEP 376 and 627), a conda package's
 its list of files.
@@ -6,10 +6,30 @@ its list of files.
 
 from __future__ import annotations
 
+import base64
+import csv
 import hashlib
+import io
 import json
 import re
-from collections.abc import Iterable
+import zipfile
+from collections.abc import Collection, Iterable, Sequence
+
+
+def normalise(name: str) -> str:
+    """Return a project name in its normalized form (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def normalise_version(version: str) -> str:
+    """Return a version in its normalized form (PEP 440), as locks have it; any other text unchanged."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return str(Version(version))
+    except InvalidVersion:
+        return version
+
 
 # Files that an installer adds: they describe the installation, not the distribution.
 _INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER|REQUESTED|direct_url\.json)\"?(?:,|$)")
@@ -59,3 +79,39 @@ def top_level(paths: Iterable[str]) -> tuple[str, ...]:
     # The inner one of two packages is imported by its namespace alone.
     found |= {one for one in packages if one.partition(".")[0] not in packages - {one}}
     return tuple(sorted(one for one in found if one and not _NO_MODULE.match(one)))
+
+
+_WHEEL = "Wheel-Version: 1.0\nGenerator: envbuild\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def record_row(digest: bytes, size: int) -> tuple[str, str]:
+    """Return (hash, size) of a file as RECORD has them, from its sha256."""
+    return f"sha256={base64.urlsafe_b64encode(digest).rstrip(b'=').decode()}", str(size)
+
+
+def described(files: Sequence[tuple[str, bytes]], info: str, metadata: str) -> list[tuple[str, bytes]]:
+    """Return the files of a pure wheel: `files` and those of its .dist-info folder `info`."""
+    own = [(f"{info}/METADATA", metadata.encode()), (f"{info}/WHEEL", _WHEEL.encode())]
+    return with_record([*files, *own], info)
+
+
+def with_record(entries: Sequence[tuple[str, bytes]], info: str) -> list[tuple[str, bytes]]:
+    """Return the files of a wheel with their RECORD in the .dist-info folder `info`, which comes last."""
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    for name, data in entries:
+        rows.writerow([name, *record_row(hashlib.sha256(data).digest(), len(data))])
+    rows.writerow([f"{info}/RECORD", "", ""])
+    return [*entries, (f"{info}/RECORD", out.getvalue().encode())]
+
+
+def pack(entries: Iterable[tuple[str, bytes]], executable: Collection[str] = ()) -> bytes:
+    """Return a wheel's bytes (PyPA binary distribution format 1.0), the same on every machine."""
+    buffer = io.BytesIO()
+    # Stored, not deflated, so that the bytes do not depend on the zlib of the Python build.
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, data in entries:
+            info = zipfile.ZipInfo(name, date_time=(2020, 1, 1, 0, 0, 0))
+            info.external_attr = (0o100755 if name in executable else 0o100644) << 16
+            archive.writestr(info, data)
+    return buffer.getvalue()
