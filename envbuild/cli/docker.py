@@ -75,7 +75,6 @@ def docker_command(
     from envbuild.cli.summary import summarise
     from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
     from envbuild.kinds.image import ImageOptions, check_options, make_images, prepare_image
-    from envbuild.verify.static_checks import check_torch
 
     place = ImageOutput.parse(output) if output else None
     check_out(place.path if place else None)
@@ -96,11 +95,11 @@ def docker_command(
         raise UsageError("--base is for --builder dockerfile", "otherwise say `base` in the recipe's [image]")
     prepare: Callable[..., PreparedImage] = prepare_image if native else partial(prepare_dockerfile, base=base)
     with step(f"planning the image of {loaded.recipe.name}", told=True):
-        use = options.lock_use
-        prepared = [prepare(loaded, target, environment, bytecode=not options.no_bytecode, **use) for target in wanted]
+        prepared = [
+            prepare(loaded, target, environment, bytecode=not options.no_bytecode, verify=verify, **options.lock_use)
+            for target in wanted
+        ]
     wish = ImageOptions(name, place, push, verify=verify, asked=options.asked, form=form)
-    for one in prepared:
-        check_torch(loaded, one.plan, verify=verify)
     if not options.dry_run:
         make = make_images if native else make_by_dockerfile
         what = f"docker of {loaded.recipe.name}"

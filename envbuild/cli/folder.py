@@ -180,7 +180,6 @@ def _build(
     from envbuild.cli.summary import summarise
     from envbuild.kinds.folder import make_environment, prepare_folder
     from envbuild.site.conda_envs import named_prefix
-    from envbuild.verify.static_checks import check_torch
 
     environment, loaded = _open(recipe, sources, options)
     target = open_target(loaded, options.target, environment)
@@ -206,9 +205,9 @@ def _build(
             compile_bytecode=options.compile_bytecode,
             editable=options.editable,
             python=options.python,
+            verify=not options.no_verify,
             **options.lock_use,
         )
-        check_torch(loaded, plan, verify=not options.no_verify)
     path = options.prefix or kind.default_path(loaded.recipe.name, target.name)
     if options.dry_run:
         check_place(path)

@@ -196,14 +196,13 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
             results = make_from_image(image, chosen, of_image, environment)
     else:
         from envbuild.kinds.image import prepare_image
-        from envbuild.verify.static_checks import check_torch
 
         loaded = open_recipe(recipe, environment)
         target = open_target(loaded, options.target, environment)
         with step(f"planning the image of {loaded.recipe.name} for {target.name}", told=True):
-            one = prepare_image(loaded, target, environment, bytecode=not options.no_bytecode, **options.lock_use)
+            bytecode = not options.no_bytecode
+            one = prepare_image(loaded, target, environment, bytecode=bytecode, verify=verify, **options.lock_use)
             plan = one.plan
-            check_torch(loaded, plan, verify=verify)
         of_recipe = wish(lambda kind: OutputFile(kind, ARTIFACTS[kind].default_path(plan.recipe, plan.target)))
         if options.dry_run:
             check_files(of_recipe)

@@ -251,15 +251,12 @@ def plan_of(
     Raises the errors of that build; without `verify`, those of a build without verification; without `here`, none that
     depend on this host. `bytecode` says whether to look for the interpreter that compiles an image's bytecode.
     """
-    from envbuild.verify.static_checks import check_torch
-
     if isinstance(kind, FolderArtifact):
         from envbuild.kinds.folder import prepare_folder
 
-        plan, _ = prepare_folder(kind, loaded, target, environment, here=here, **use)
+        plan, _ = prepare_folder(kind, loaded, target, environment, here=here, verify=verify, **use)
     else:
         from envbuild.kinds.image import prepare_image
 
-        plan = prepare_image(loaded, target, environment, bytecode=bytecode, here=here, **use).plan
-    check_torch(loaded, plan, verify=verify)
+        plan = prepare_image(loaded, target, environment, bytecode=bytecode, here=here, verify=verify, **use).plan
     return plan

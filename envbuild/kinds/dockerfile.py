@@ -47,6 +47,7 @@ def prepare_dockerfile(
     *,
     bytecode: bool,
     base: str | None = None,
+    verify: bool | None = None,
     **use: Unpack[LockUse],
 ) -> PreparedImage:
     """Return the plan of an image for `docker build`.
@@ -94,6 +95,7 @@ def prepare_dockerfile(
         compile_bytecode=bytecode,
         image=ImageInputs(lock, compiler, source_date(environment.variables)),
         layers=layers,
+        verify=verify,
         **use,
     )
     return PreparedImage(plan, trainer, None, target, layers.builder)

@@ -47,6 +47,7 @@ def prepare_folder(
     editable: bool = False,
     here: bool = True,
     python: str | None = None,
+    verify: bool | None = None,
     **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:
     """Return the plan of an environment of `kind`, and its trainer. Raises UsageError, HostError if built `here`.
@@ -75,6 +76,7 @@ def prepare_folder(
         conda=kind.of_conda,
         layers=layers,
         editable=editable,
+        verify=verify,
         **use,
     )
     if here:

@@ -66,6 +66,7 @@ def prepare_image(
     *,
     bytecode: bool,
     here: bool = True,
+    verify: bool | None = None,
     **use: Unpack[LockUse],
 ) -> PreparedImage:
     """Return the plan of an image, with current locks. Raises HostError for layers that cannot be built `here`."""
@@ -91,6 +92,7 @@ def prepare_image(
         image=inputs,
         conda=loaded.recipe.environment == "conda",
         layers=layers,
+        verify=verify,
         **use,
     )
     if here:  # last: errors in the recipe or its locks are the same on every host

@@ -11,6 +11,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import TYPE_CHECKING, Unpack
 
 from envbuild.base import process
+from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.progress import log
 from envbuild.environment import Environment
 from envbuild.layers.project import check_name, collect
@@ -44,12 +45,14 @@ def prepare(
     layers: RequestedLayers | None = None,
     editable: bool = False,
     lock: Lock | CondaLock | None = None,
+    verify: bool | None = None,
     **use: Unpack[LockUse],
 ) -> tuple[Plan, Trainer]:
     """Return the plan of `artifact` and its trainer; a missing or stale lock is updated first.
 
     `conda` says that the artifact consists of the recipe's conda packages. `layers` are its source layers, None for
     those that this host builds. An environment refers to an `editable` project. `lock` takes the place of the recipe's.
+    `verify` says whether the artifact will be verified, None where nothing is built: then torch may be missing.
     """
     layers = layers or for_host(loaded, target, environment)
     if lock is None and conda:
@@ -75,7 +78,33 @@ def prepare(
     )
     if plan.project is not None and plan.project.name:
         check_name(plan, plan.project.name)
+    if verify is not None:
+        _check_torch(loaded, plan, verify)
     return plan, trainer
+
+
+def _check_torch(loaded: LoadedRecipe, plan: Plan, verify: bool) -> None:
+    """Raise RecipeError when the artifact of `plan` will be verified and its locks lack torch.
+
+    Raises UsageError for a virtual environment of a recipe that takes torch from its base image. Images for
+    another architecture pass, because this host does not verify them.
+    """
+    if plan.has_torch or (verify and not plan.verify.trainer):
+        return
+    name, base = loaded.recipe.name, loaded.recipe.image.base
+    if plan.image is None and not plan.conda and base != "debian":
+        raise UsageError(
+            f"recipe {name} takes torch from {base}; a virtual environment would be without it",
+            f"build it with `envbuild docker {name}`",
+        )
+    foreign = plan.image is not None and Target.parse(plan.target).arch != host_arch()
+    if verify and not foreign:
+        raise RecipeError(
+            f"{loaded.path}: an artifact for {plan.target} cannot be verified: its lock has no torch, and verification "
+            "trains with torch",
+            f"add torch to {'[conda] dependencies' if plan.conda else '`requirements`'}; or set `trainer = false` in "
+            "[verify], which leaves the imports and the command; or build without verification: --no-verify",
+        )
 
 
 def build_layers(

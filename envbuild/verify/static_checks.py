@@ -6,58 +6,29 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from envbuild.artifacts.installed import HOST, Files
 from envbuild.artifacts.state import IMAGE, BuiltLayer, State
 from envbuild.artifacts.survey import Survey, scan_elf
 from envbuild.base import process
-from envbuild.base.errors import EnvbuildError, RecipeError, UsageError, VerificationError
+from envbuild.base.errors import EnvbuildError, UsageError, VerificationError
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import all_chips, gpu_faults, is_judged, library_runs
 from envbuild.image.limits import ImageLimits
 from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
-from envbuild.recipe.targets import Target, host_arch
+from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, check_texts, judge
 from envbuild.verify.outside import read_squashfs
 
-if TYPE_CHECKING:
-    from envbuild.plan.plan import Plan
-    from envbuild.recipe.load import LoadedRecipe
-
 _SHOWN = 5
 _WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000
 _LAYER_TIMEOUT_S = 60.0
 _READING_S = 3600.0
-
-
-def check_torch(loaded: LoadedRecipe, plan: Plan, *, verify: bool) -> None:
-    """Raise RecipeError when the artifact of `plan` is to be verified and its locks lack torch.
-
-    Raises UsageError for a virtual environment of a recipe that takes torch from its base image. Images for
-    another architecture pass, because they are not verified on this host.
-    """
-    if plan.has_torch or (verify and not plan.verify.trainer):
-        return
-    name, base = loaded.recipe.name, loaded.recipe.image.base
-    if plan.image is None and not plan.conda and base != "debian":
-        raise UsageError(
-            f"recipe {name} takes torch from {base}; a virtual environment would be without it",
-            f"build it with `envbuild docker {name}`",
-        )
-    foreign = plan.image is not None and Target.parse(plan.target).arch != host_arch()
-    if verify and not foreign:
-        raise RecipeError(
-            f"{loaded.path}: an artifact for {plan.target} cannot be verified: its lock has no torch, and verification "
-            "trains with torch",
-            f"add torch to {'[conda] dependencies' if plan.conda else '`requirements`'}; or set `trainer = false` in "
-            "[verify], which leaves the imports and the command; or build without verification: --no-verify",
-        )
 
 
 def check_built_torch(state: State, path: Path) -> None:
