@@ -11,6 +11,10 @@ from envbuild.data import load_table
 HIDDEN = "****"
 _NAMES = r"TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|KEY|(?<![A-Za-z])PAT(?![A-Za-z])"
 _SECRET = re.compile(_NAMES, re.IGNORECASE)
+# Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
+_SOUNDS_SECRET = re.compile(
+    r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|(^|_)(KEY|PAT)$|PRIVATE", re.IGNORECASE
+)
 # NAME=value, as in build arguments and `ENV` lines of a history, `Name: value` of a header, --name value. A
 # package's name before == or a version is none of these.
 _ASSIGNED = re.compile(
@@ -55,6 +59,11 @@ def looks_secret(text: str) -> bool:
 def is_secret(name: str) -> bool:
     """Return whether a variable or label of this name may hold a secret."""
     return _SECRET.search(name) is not None
+
+
+def sounds_secret(name: str) -> bool:
+    """Return whether a variable of this name almost certainly holds a secret: then envbuild refuses it."""
+    return _SOUNDS_SECRET.search(name) is not None
 
 
 def masked(values: Mapping[str, str]) -> dict[str, str]:

@@ -97,8 +97,9 @@ def lint_job_command(scripts: tuple[Path, ...], as_json: bool) -> None:
     """
     from envbuild.jobcheck.lint.engine import lint_file
     from envbuild.jobcheck.lint.faults import LEVELS
+    from envbuild.jobs.schedulers import SCRIPT_FACTS
 
-    problems = [problem for path in scripts for problem in lint_file(path)]
+    problems = [problem for path in scripts for problem in lint_file(path, SCRIPT_FACTS)]
     count = {level: sum(one.fault.level == level for one in problems) for level in LEVELS}
     if as_json:
         print_json({"problems": [one.as_json() for one in problems], "count": count})

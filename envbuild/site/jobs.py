@@ -12,16 +12,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
-from envbuild.base.masking import looks_secret, redact
+from envbuild.base.masking import looks_secret, redact, sounds_secret
 from envbuild.base.toml import form, key
 from envbuild.base.units import SIZES
 from envbuild.gpus import GPU_PATTERN, gpu_problem
 from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 
-# Excludes TOKENIZERS_PARALLELISM, BYPASS and COMPASS_HOME.
-_SECRET = re.compile(
-    r"TOKEN(?!IZ)|SECRET|(?<!BY)(?<!COM)PASS(W|PHRASE|$|_)|CREDENTIAL|API_?KEY|(^|_)(KEY|PAT)$|PRIVATE", re.I
-)
 _DEFAULT_LAUNCHERS = ", ".join(f"{known[0]} on {TITLES[name]}" for name, known in LAUNCHERS.items() if known)
 # A time limit: [D-]HH:MM:SS.
 TIME_PATTERN = r"(\d{1,4}-)?\d{1,3}:\d{2}:\d{2}"
@@ -60,7 +56,7 @@ def job_variable_problem(name: str) -> str | None:
     """Return why `name` may not be a variable of jobs, or None: other users read job scripts, so no secrets."""
     if not _SHELL_NAME.fullmatch(name):
         return f"{name!r} is not the name of a variable"
-    if _SECRET.search(name):
+    if sounds_secret(name):
         return (
             f"{name!r} sounds like a secret: job scripts and receipts are read by others; "
             "let the job read it from a file that only you may read"

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from lab import artifacts, conda_package, debian, fuzz_inputs, tar_blocks, wheels
 from lab.drafts import draft_of
 from lab.fuzz_inputs import Mutate, Seeds, mutated
+from lab.lint import lint_file
 from securesystemslib.signer import CryptoSigner
 
 from envbuild.artifacts import conda, conda_survey, image_manifest, installed, layer_lists, manifest, pip_records, state
@@ -58,7 +59,6 @@ from envbuild.jobcheck.diagnose.flight import merged, read_record
 from envbuild.jobcheck.diagnose.nccl_log import parse_nccl_log
 from envbuild.jobcheck.diagnose.read import job_number, read_logs
 from envbuild.jobcheck.diagnose.rules import load_rules
-from envbuild.jobcheck.lint.engine import lint_file
 from envbuild.layers import source_files
 from envbuild.layers.conda_package import read_info
 from envbuild.layers.source_standalone import describe, read_description

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from lab.lint import lint
 from lab.slurm import Cluster, missing, slurm_cluster
 
 from envbuild.cli.diagnose import diagnose_command
-from envbuild.jobcheck.lint.engine import lint
 
 TRAIN = """
 import os, torch, torch.distributed as dist

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from lab.fake_registry import Call, fake_registry
+from lab.lint import lint
 from lab.tar_blocks import END, pax, plain, special
 from lab.wheels import make_wheel
 
@@ -29,7 +30,6 @@ from envbuild.image.tree import MergedTree
 from envbuild.image.untar import tar_items
 from envbuild.imports import read_source
 from envbuild.inspect.metadata import interest
-from envbuild.jobcheck.lint.engine import lint
 from envbuild.layers import wheel
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.lock import conda_format, format

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from lab.lint import lint
 
 from envbuild.cli.diagnose import diagnose_command
 from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.jobcheck.diagnose.rules import load_rules
-from envbuild.jobcheck.lint import faults as lint_faults
-from envbuild.jobcheck.lint.engine import lint
+from envbuild.jobcheck.lint.faults import load_faults
 
 ROW = """
 [[rules]]
@@ -74,16 +74,14 @@ def test_without_the_row_nothing_is_found() -> None:
     assert explain(LINE, "verification") == explain(LINE, "source-build") == ""
 
 
-def test_a_lint_rule_with_a_pattern_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tmp_path / "job_faults.toml"
-    table.write_text(lint_faults._TABLE.read_text(encoding="utf-8") + FAULTS, encoding="utf-8")
-    monkeypatch.setattr(lint_faults, "_TABLE", table)
-    lint_faults.load_faults.cache_clear()
+def test_a_lint_rule_with_a_pattern_is_one_row(more_rows: Callable[[str, str], None]) -> None:
+    more_rows("job_faults", FAULTS)
+    load_faults.cache_clear()
     script = "#!/bin/bash\n#SBATCH --flux\nset -e\n/opt/bin/flux-drain --now\nexport FLUX=on\n"
     try:
         found = [(one.line, one.what) for one in lint(script, "x.sh") if one.fault.id == "capacitor"]
     finally:
-        lint_faults.load_faults.cache_clear()
+        load_faults.cache_clear()
     said = ["", "flux-drain --now", "FLUX=on"]
     assert found == [(n, f"{text} drains the capacitor") for n, text in zip((2, 4, 5), said, strict=True)]
 

@@ -12,9 +12,10 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab.golden import assert_golden_table
+from lab.lint import lint, lint_file
 
 from envbuild.cli.diagnose import lint_job_command
-from envbuild.jobcheck.lint.engine import Problem, lint, lint_file
+from envbuild.jobcheck.lint.engine import Problem
 from envbuild.jobcheck.lint.faults import load_faults
 from envbuild.jobcheck.lint.shell import parse
 from envbuild.site.schedulers import TITLES

@@ -10,14 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab.lint import lint, read_script
 from unit.job_plans import PLAN, Stage, executable, recorder
 
 from envbuild.cli.job import job_command
 from envbuild.doctor import batch
 from envbuild.doctor.probe import Host
 from envbuild.doctor.site_rules import contradictions
-from envbuild.jobcheck.lint.engine import lint
-from envbuild.jobcheck.lint.script import read_script
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.preflight import find_allocation
 from envbuild.jobs.render import render

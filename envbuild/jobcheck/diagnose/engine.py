@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
+from envbuild.base.masking import redact
 from envbuild.jobcheck.diagnose.exception import (
     BEGIN,
     FRAME,
@@ -35,7 +36,6 @@ from envbuild.jobcheck.diagnose.mpi_help import RULE, HelpBlock
 from envbuild.jobcheck.diagnose.nccl_log import needles_of_forms, parse_nccl_log
 from envbuild.jobcheck.diagnose.rules import KINDS, DiagnosisRule, Kind, LinePattern, Place, course_patterns, load_rules
 from envbuild.jobcheck.diagnose.shapes import LineShapes
-from envbuild.site.pip_config import redact
 
 _KEPT = 4  # lines of evidence per pattern
 _SHOWN = 240  # characters of a line of evidence

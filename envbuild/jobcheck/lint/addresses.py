@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
+from envbuild.jobcheck.lint.directives import whole_number
 from envbuild.jobcheck.lint.launch import Launch, starts_training
 from envbuild.jobcheck.lint.script import Found, ParsedScript
 from envbuild.jobcheck.lint.shell import LAUNCHERS
 from envbuild.jobcheck.lint.variables import OF_RENDEZVOUS
-from envbuild.jobs.schedulers.base import whole
 
 _RANK = re.compile(
     r"\$\{?(?:SLURM_(?:NODEID|PROCID|LOCALID)|PMI_RANK|PMIX_RANK|OMPI_COMM_WORLD_(?:LOCAL_)?RANK|PALS_(?:LOCAL_)?RANKID)\b"
@@ -67,7 +67,7 @@ def of_endpoints(script: ParsedScript) -> Iterator[Found]:
     """Find torchruns without an endpoint, endpoints that are lists of nodes, and those that only a comment sets."""
     by_hand: Literal["", "warning"] = "warning" if script.kind == "shell" and not script.everywhere else ""
     for one in script.launches if script.several and not (script.sets_options or script.everywhere) else ():
-        number = whole(one.options.get("nnodes", "").partition(":")[0]) or (script.nodes or (0, 0))[1]
+        number = whole_number(one.options.get("nnodes", "").partition(":")[0]) or (script.nodes or (0, 0))[1]
         given = one.options.keys() & {"rdzv-endpoint", "master-addr", "standalone", "config-file", "rdzv-conf"}
         if one.waits and number > 1 and not given and one.complete:
             at = one.command.line
@@ -131,7 +131,7 @@ def of_numbers(script: ParsedScript) -> Iterator[Found]:
                 # Most programs ask the scheduler's own variables.
                 level: Literal["warning", "hint"] = "warning" if name in ("RANK", "LOCAL_RANK") else "hint"
                 yield Found("node-rank", one.line, match[0].strip("${"), level=level)
-            size = whole(" ".join(words)) if here and name == "WORLD_SIZE" else None
+            size = whole_number(" ".join(words)) if here and name == "WORLD_SIZE" else None
             if size is not None and size not in (total, nodes * script.gpus):  # a task can start more ranks
                 yield Found("world-size", one.line, f"WORLD_SIZE={size}, {total} tasks", level="warning")
 

@@ -8,15 +8,20 @@ ID`) is skipped.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import UsageError
+from envbuild.base.masking import redact
+from envbuild.jobcheck.lint.directives import ScriptFacts
 from envbuild.jobcheck.lint.faults import LEVELS, LintRule, load_faults
-from envbuild.jobcheck.lint.script import Found, ParsedScript, read_script
-from envbuild.site.pip_config import redact
+from envbuild.jobcheck.lint.jobs import JOB_RULES
+from envbuild.jobcheck.lint.kubernetes import lint_manifest
+from envbuild.jobcheck.lint.rules import RULES
+from envbuild.jobcheck.lint.script import Found, read_script
 
 _LARGEST = 2 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
@@ -73,8 +78,8 @@ class Problem:
         }
 
 
-def lint_file(path: Path) -> list[Problem]:
-    """Return the problems of a script or manifest.
+def lint_file(path: Path, schedulers: Mapping[str, ScriptFacts]) -> list[Problem]:
+    """Return the problems of a script or manifest; `schedulers` are the facts about the scripts of each scheduler.
 
     Raises UsageError for a file that cannot be read, is too large, is not text or is of another language.
     """
@@ -88,17 +93,20 @@ def lint_file(path: Path) -> list[Problem]:
         raise UsageError(f"{path} is no text", _EXPECTED) from None
     if _OTHER_FILE.search(path.name) and not _JOB.search(text):
         raise UsageError(f"{path} is neither a shell script nor a manifest", _EXPECTED)
-    return lint(text, str(path))
+    return lint(text, str(path), schedulers)
 
 
-def lint(text: str, name: str) -> list[Problem]:
+def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Problem]:
     """Return the problems of a script or manifest, sorted by line."""
     lines = text.splitlines()
     # Carriage returns are reported once, as dos-lines, and not by each rule that meets them.
-    script = None if is_manifest(text, name) else read_script(text.replace("\r\n", "\n"))
-    found = _manifest(text, name) if script is None else _rules(script)
+    script = None if is_manifest(text, name) else read_script(text.replace("\r\n", "\n"), schedulers)
+    if script is None:
+        found = lint_manifest(text, name)
+    else:
+        found = (finding for rule in (*RULES, *JOB_RULES) for finding in rule(script))
     if script is not None and "\r\n" in text:
-        found = [Found("dos-lines", 1), *found]
+        found = chain([Found("dos-lines", 1)], found)
     scheduler = script.scheduler if script is not None else ""
     faults = load_faults()
     problems: dict[tuple[int, str], Problem] = {}
@@ -131,17 +139,3 @@ def _ignored(line: str, fault: str) -> bool:
         return False
     ids = rest.rstrip()
     return not ids or (re.fullmatch(r" [\w, -]+", ids) is not None and fault in re.split(r"[ ,]+", ids))
-
-
-def _rules(script: ParsedScript) -> Iterator[Found]:
-    from envbuild.jobcheck.lint.jobs import JOB_RULES
-    from envbuild.jobcheck.lint.rules import RULES
-
-    for rule in (*RULES, *JOB_RULES):
-        yield from rule(script)
-
-
-def _manifest(text: str, name: str) -> Iterable[Found]:
-    from envbuild.jobcheck.lint.kubernetes import lint_manifest
-
-    return lint_manifest(text, name)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from typing import Any, Literal
 
+from envbuild.data import load_table
 from envbuild.jobcheck.lint.script import Found, ParsedScript
 from envbuild.jobcheck.lint.shell import Command
-from envbuild.jobs.schedulers import SCHEDULERS
 
 Level = Literal["error", "warning", "hint"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "hint")
-_TABLE = resources.files("envbuild.data") / "job_faults.toml"
 _SHOWN = 60
 _OF_TRAININGS = ("install-in-job",)  # elsewhere it is the purpose of the script, and one finding is enough
 _OF_INFINIBAND = ("NCCL_IB_DISABLE",)  # Slingshot has none
@@ -49,17 +46,21 @@ class LintRule:
 @functools.cache
 def load_faults() -> dict[str, LintRule]:
     """Return all faults of data/job_faults.toml by their ID."""
-    table = tomllib.loads(_TABLE.read_text(encoding="utf-8"))
-    return {name: _rule(name, row) for name, row in table.items()}
+    schedulers = load_table("schedulers").keys()
+    return {name: _rule(name, row, schedulers) for name, row in load_table("job_faults").items()}
 
 
-def _rule(name: str, row: dict[str, Any]) -> LintRule:
-    own = {key: row.pop(key) for key in list(row) if key in SCHEDULERS}
-    for key in {"directive", "command"} & row.keys():
-        row[key] = re.compile(row[key])
-    variables = row.pop("variables", {})
-    patterns = {one: re.compile(text, re.IGNORECASE) for one, text in variables.items()}
-    return LintRule(name, **row, of_scheduler=own, variables=patterns)
+def _rule(name: str, row: Mapping[str, Any], schedulers: Collection[str]) -> LintRule:
+    return LintRule(
+        id=name,
+        level=row["level"],
+        what=row["what"],
+        instead=row["instead"],
+        of_scheduler={key: text for key, text in row.items() if key in schedulers},
+        directive=re.compile(row["directive"]) if "directive" in row else None,
+        command=re.compile(row["command"]) if "command" in row else None,
+        variables={key: re.compile(text, re.IGNORECASE) for key, text in row.get("variables", {}).items()},
+    )
 
 
 def of_patterns(script: ParsedScript) -> Iterator[Found]:

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
+from envbuild.jobcheck.lint.directives import option_values
 from envbuild.jobcheck.lint.launch import before_program, starts_training
 from envbuild.jobcheck.lint.script import Found, ParsedScript
 from envbuild.jobcheck.lint.shell import LAUNCHERS, Command
-from envbuild.jobs.schedulers.base import option_values
 
 _MOST = 50  # names that are looked for
 _COPIES = frozenset(["cp", "rsync", "tar", "unzip", "rclone", "sbcast", "mpicopy"])

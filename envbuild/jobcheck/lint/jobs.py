@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from envbuild.base.masking import looks_secret
+from envbuild.base.masking import looks_secret, sounds_secret
 from envbuild.jobcheck.lint.addresses import of_addresses, of_endpoints, of_numbers, of_order
+from envbuild.jobcheck.lint.directives import option_values
 from envbuild.jobcheck.lint.flow import of_names, of_signals
 from envbuild.jobcheck.lint.hosts import (
     of_archives,
@@ -43,8 +44,6 @@ from envbuild.jobcheck.lint.slips import (
     of_placeholders,
 )
 from envbuild.jobcheck.lint.status import of_checks, of_status
-from envbuild.jobs.schedulers.base import option_values
-from envbuild.site.jobs import job_variable_problem
 
 _NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 _HERE = re.compile(r"\$\{?PWD\b|\$\(pwd\)|^\./")
@@ -229,7 +228,7 @@ def of_secrets(script: ParsedScript) -> Iterator[Found]:
             if (
                 literal
                 and not value.lower().startswith(("your", "xxx"))
-                and (job_variable_problem(name.rstrip("+")) or looks_secret(value))
+                and (sounds_secret(name.rstrip("+")) or looks_secret(value))
             ):
                 yield Found("secret", one.line, name)
         if one.words[:2] == ("wandb", "login") and re.fullmatch(r"[0-9a-f]{40}", one.words[-1]):

@@ -13,13 +13,13 @@ from typing import Any
 
 from envbuild.base.errors import UsageError
 from envbuild.base.yaml_reader import parse_yaml
-from envbuild.fabrics import adapter_of
+from envbuild.data import load_table
+from envbuild.jobcheck.lint.directives import whole_number
 from envbuild.jobcheck.lint.jobs import of_secrets
 from envbuild.jobcheck.lint.resources import of_ranks
 from envbuild.jobcheck.lint.rules import RULES, judged_image
 from envbuild.jobcheck.lint.script import Found, read_script
 from envbuild.jobcheck.lint.status import of_status
-from envbuild.jobs.schedulers.base import whole
 
 # Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint
 # and the number of nodes.
@@ -207,7 +207,7 @@ def _gpus(container: Mapping[str, Any]) -> int | None:
     limits = _limits(container)
     if limits is None:
         return None
-    counts = [whole(str(value)) for name, value in limits.items() if str(name).endswith("/gpu")]
+    counts = [whole_number(str(value)) for name, value in limits.items() if str(name).endswith("/gpu")]
     return max((1 if count is None else count for count in counts), default=0)
 
 
@@ -234,7 +234,7 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
     shell = len(words) > 2 and words[1].startswith("-") and words[1].endswith("c")
     body = words[2] if shell else " ".join(_quoted(word) for word in words)
     begun = _line(container, "command" if "command" in container else "args")
-    told = whole(ranks)
+    told = whole_number(ranks)
     if told and _gpus(container) and told > (_gpus(container) or 0) and not _STARTS_RANKS.search(body):
         yield Found("ranks-exceed-gpus", begun, f"{told} ranks, {_gpus(container)} GPUs")
     # No operator tells the pods of a Job or JobSet how many they are.
@@ -247,7 +247,7 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
     if ranks and "nproc" not in body:  # the operator sets it in PET_NPROC_PER_NODE
         body = _TORCHRUN.sub(lambda found: f"{found[0]}--nproc-per-node={_quoted(ranks)} ", body)
     gpus = _gpus(container) or 0
-    script = replace(read_script("\n".join([*exports, body])), everywhere=True, pod_gpus=gpus)
+    script = replace(read_script("\n".join([*exports, body]), {}), everywhere=True, pod_gpus=gpus)
     lines = [line for _, (value, line) in variables.items() if value is not None]
     for rule in (*RULES, of_secrets, of_ranks, of_status):
         for found in rule(script):
@@ -257,14 +257,15 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
             yield Found(found.id, line, found.value, str(nodes))
     if gpus > 1 and re.search(r"\bpython[\d.]* (?!-m torch\.distributed)", body) and not _STARTS_RANKS.search(body):
         yield Found("one-process", begun, str(gpus), level="hint")  # the program may take all GPUs itself
-    cpus = whole(str((_limits(container) or {}).get("cpu", "")))
+    cpus = whole_number(str((_limits(container) or {}).get("cpu", "")))
     if gpus > 1 and cpus is not None and cpus < gpus:
         yield Found("cpus-missing", _line(container, "resources"), f"{gpus} GPUs, {cpus} CPU{'s' * (cpus != 1)}")
     provider = variables.get("FI_PROVIDER", ("", 0))
     limits = _limits(container) or {}
-    adapter = adapter_of(provider[0] or "")
-    if adapter and adapter.resource and adapter.resource not in limits:
-        yield Found("efa-device", provider[1], adapter.resource)
+    for fabric in load_table("fabrics")["fabrics"].values() if provider[0] else ():
+        device = fabric.get("adapter", {}).get("resource", "")
+        if fabric["provider"] == provider[0] and device and device not in limits:
+            yield Found("efa-device", provider[1], device)
 
 
 def _quoted(word: str) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
+from envbuild.jobcheck.lint.directives import option_values, whole_number
 from envbuild.jobcheck.lint.expand import Variables
 from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, starters
-from envbuild.jobs.schedulers.base import option_values, whole
 
 STARTS = re.compile(
     r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|lightning|bash|sh|[\w./${}-]+\.(?:sh|py)"
@@ -79,13 +79,13 @@ class Launch:
     def waits(self) -> bool:
         """Whether it waits for torchruns on other nodes, as far as the script tells."""
         fewest = self.options.get("nnodes", "1").partition(":")[0]
-        number = whole(fewest)
+        number = whole_number(fewest)
         return "standalone" not in self.options and (number is None or number > 1)
 
     @property
     def ranks(self) -> int:
         """The number of ranks that it starts on a node, as a number or as the default of a variable, 0 if unknown."""
-        return whole(re.sub(r"^\$\{\w+:?-|\}$", "", self.options.get("nproc-per-node", ""))) or 0
+        return whole_number(re.sub(r"^\$\{\w+:?-|\}$", "", self.options.get("nproc-per-node", ""))) or 0
 
     @property
     def complete(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import dropwhile, takewhile
 from typing import Literal
 
+from envbuild.jobcheck.lint.directives import option_values, whole_number
 from envbuild.jobcheck.lint.launch import (
     ASKS,
     RANK_OPTIONS,
@@ -22,7 +23,6 @@ from envbuild.jobcheck.lint.launch import (
 )
 from envbuild.jobcheck.lint.script import NOUNSET, PER_NODE, Found, ParsedScript, option_set
 from envbuild.jobcheck.lint.shell import LAUNCHERS, Command
-from envbuild.jobs.schedulers.base import option_values, whole
 
 # Bindings that leave a task more than one core.
 _FREE = r"(?:quiet,|verbose,|[qv],)?(?:no|map_|mask_|rank|sockets|ldoms|boards)"
@@ -48,7 +48,7 @@ _SLOTS = re.compile(r"host|machinefile|oversubscribe|rankfile|:ppn", re.IGNORECA
 def of_steps(script: ParsedScript) -> Iterator[Found]:
     """Find srun steps without the job's CPUs."""
     asked = script.directive("--cpus-per-task", "-c")
-    several = asked is not None and (whole(asked[1]) or 2) > 1
+    several = asked is not None and (whole_number(asked[1]) or 2) > 1
     free = any(_UNBOUND.match(value) for _, value in script.exported("SLURM_CPU_BIND"))
     if not script.has_steps or "SRUN_CPUS_PER_TASK" in script.text or free:
         return
@@ -109,7 +109,7 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
         if at < 0 or not begins:
             continue
         asked = next(option_values(one.words, RANK_OPTIONS), "")
-        started += [(one, whole(asked) or script.gpus)] * (id(one) not in known)
+        started += [(one, whole_number(asked) or script.gpus)] * (id(one) not in known)
     for command, ranks in started:
         if ranks >= 2 * max(cpus, 1) and not command.file:
             # Sites may give each GPU some CPUs, where the job asks for none.
@@ -122,8 +122,8 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
 def _ranks(script: ParsedScript, one: Launch) -> int:
     """Return the number of ranks that a torchrun starts on a node, 0 if unknown."""
     if one.program == "accelerate launch":  # its --num-processes are those of all machines
-        nodes = whole(one.options.get("nnodes", "")) or (script.nodes[1] if script.nodes else 0)
-        return (whole(one.options.get("num-processes", "")) or 0) // nodes if nodes else 0
+        nodes = whole_number(one.options.get("nnodes", "")) or (script.nodes[1] if script.nodes else 0)
+        return (whole_number(one.options.get("num-processes", "")) or 0) // nodes if nodes else 0
     value = one.options.get("nproc-per-node", "").strip("\\${}")
     if value in ("gpu", "auto", "SLURM_GPUS_ON_NODE"):
         return script.gpus
@@ -200,7 +200,7 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     nodes = script.nodes[1] if script.nodes else 1
     text = " ".join(words)
     of_job = script.directive("--gpus", "-G")
-    whole_gpus = whole(of_job[1].rpartition(":")[2]) if of_job else None
+    whole_gpus = whole_number(of_job[1].rpartition(":")[2]) if of_job else None
     own = re.search(r"--(?:gpus-per-(?:node|task)|gres|exclusive|ntasks-per-gpu)|gpu:", text)
     if of_job and whole_gpus and nodes > 1 and not (own or script.undivided) and whole_gpus < 8 * nodes:
         yield Found("gpus-uneven", of_job[0], of_job[1], str(nodes))
@@ -209,11 +209,11 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     if len(counts) > 1:
         yield Found("gpus-differ", max(counts.values()), " and ".join(counts))
     least = script.directive("--ntasks", "-n")
-    if script.has_steps and least and 0 < (whole(least[1]) or 0) < nodes:
+    if script.has_steps and least and 0 < (whole_number(least[1]) or 0) < nodes:
         yield Found("nodes-reduced", least[0], least[1], str(nodes))
     total = script.directive("--ntasks", "-n") if script.has_steps else None
     placed = script.directive("--nodes", "-N", *PER_NODE) or script.launchers_work
-    if total and (whole(total[1]) or 0) > 1 and script.launches and not placed:
+    if total and (whole_number(total[1]) or 0) > 1 and script.launches and not placed:
         yield Found("tasks-spread", total[0], total[1])
     chunks = re.search(r"\bselect=(\d{1,5}):\S{0,200}?\bngpus=(\d{1,3})", text)
     together = chunks is not None and int(chunks[1]) > 1 and 0 < int(chunks[2]) < 4
@@ -222,13 +222,13 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
         yield Found("chunks-together", script.nodes[0] if script.nodes else 1)
     limited = (script.tasks or script.nodes) and "OMPI_MCA" not in script.text
     if script.has_steps and limited:
-        every = whole(total[1]) if total and not script.nodes else None
+        every = whole_number(total[1]) if total and not script.nodes else None
         slots = every or max(script.tasks, 1) * nodes
         open_mpi = _OPEN_MPI.search(script.text)  # other launchers put several ranks on a core
         for one in script.commands:
             options = script.variables.expanded(one.words)
             asked = next(option_values(options, ("-n", "-np", "--np", "-c")), "") if one.program in _MPIRUN else ""
-            if (whole(asked) or 0) > slots and not _SLOTS.search(" ".join(options)):
+            if (whole_number(asked) or 0) > slots and not _SLOTS.search(" ".join(options)):
                 value = f"{asked} ranks, {slots} slot{'s' * (slots != 1)}"
                 yield Found("slots-missing", one.line, value, level="" if open_mpi else "warning")
 
@@ -247,20 +247,20 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
         if one.file:
             continue
         if one.program == "srun" and nodes and script.has_steps:
-            asked = whole(next(option_values(before_program(words), ("--nodes", "-N")), "")) or 0
+            asked = whole_number(next(option_values(before_program(words), ("--nodes", "-N")), "")) or 0
             if asked > nodes and not re.search(r"--(?:jobid|het-group)", " ".join(words)):
                 yield Found("step-exceeds-job", one.line, str(asked), str(nodes))
-            told = whole(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
+            told = whole_number(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
             if told and told != nodes and not asked and starts_training(one):  # Lightning's, by convention
                 yield Found("nodes-differ", one.line, str(told), str(nodes), "the program", level="warning")
         in_chunks = script.facts is not None and script.facts.chunks
         if one.program == "mpiexec" and in_chunks and nodes > 1 and len(asks) < _MOST:
             ranks = next(option_values(words, ("-n", "-np", "--np")), "")
             placed = re.search(r"mpiprocs|ppn|perhost|ppr:|map-by|--?host|oversubscribe", f"{words}{asks}")
-            each = whole(next(option_values(words, ("--ppn", "-ppn", "-perhost")), ""))
-            if (whole(ranks) or 0) > nodes and starts_training(one) and script.gpus > 1 and not placed:
+            each = whole_number(next(option_values(words, ("--ppn", "-ppn", "-perhost")), ""))
+            if (whole_number(ranks) or 0) > nodes and starts_training(one) and script.gpus > 1 and not placed:
                 yield Found("ranks-unplaced", one.line, ranks, str(nodes))
-            elif each and each > 1 and (whole(ranks) or each + 1) <= each and starts_training(one):
+            elif each and each > 1 and (whole_number(ranks) or each + 1) <= each and starts_training(one):
                 yield Found("idle-nodes", one.line, nodes=str(nodes), program="mpiexec")
         if one.program == "jsrun" and computes:
             options = before_program(words)

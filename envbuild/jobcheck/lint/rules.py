@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Iterator
 
 from envbuild.jobcheck.lint.addresses import sets_elsewhere
+from envbuild.jobcheck.lint.directives import option_values, whole_number
 from envbuild.jobcheck.lint.faults import command_text, of_patterns
 from envbuild.jobcheck.lint.launch import Launch
 from envbuild.jobcheck.lint.script import PER_NODE, Found, ParsedScript
 from envbuild.jobcheck.lint.shell import CONTAINERS, Command
 from envbuild.jobcheck.lint.variables import LOCAL, of_fallbacks, of_variables
-from envbuild.jobs.schedulers.base import option_values, whole
 
 _HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")
 _RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
@@ -68,10 +68,10 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
         yield Found("nodes-missing", line, nodes=several, level="warning")
     nodes = options.get("nnodes", "").rpartition(":")[2]
     known_nodes = script.nodes[1] if script.nodes and not numbered and nodes not in script.choices else 0
-    asked = step if whole(step) is not None else str(script.nodes[1] if script.nodes else "")
-    if known_nodes and step != "1" and whole(nodes) not in (None, whole(asked)):
+    asked = step if whole_number(step) is not None else str(script.nodes[1] if script.nodes else "")
+    if known_nodes and step != "1" and whole_number(nodes) not in (None, whole_number(asked)):
         yield Found("nodes-differ", script.where("nnodes", line), nodes, asked)
-    elif known_nodes and step == "1" and (whole(nodes) or 0) > known_nodes:  # a step for each node
+    elif known_nodes and step == "1" and (whole_number(nodes) or 0) > known_nodes:  # a step for each node
         yield Found("nodes-differ", script.where("nnodes", line), nodes, str(known_nodes))
 
 
@@ -152,7 +152,7 @@ def _doubled(script: ParsedScript, one: Launch) -> Iterator[Found]:
     nodes = one.option("--nodes", "-N") or str(script.nodes[1] if script.nodes else "")
     own = one.option("--nodes", "-N", *PER_NODE)
     every = None if tasks or own or script.directive(*PER_NODE) else script.directive("--ntasks", "-n")
-    most, least = whole(nodes), whole(every[1] if every else tasks)
+    most, least = whole_number(nodes), whole_number(every[1] if every else tasks)
     if most is not None and least is not None and least <= most:
         placed = any(re.match(r"-w|--nodelist|-r$|--relative", word) for word in one.around)
         if least < most and one.waits and not placed:

@@ -10,15 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobcheck.lint.expand import Variables
 from envbuild.jobcheck.lint.launch import Launch, find_launches, starts_training
 from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, commands_of
 from envbuild.jobcheck.lint.words import Reader
-from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.jobs.schedulers.base import ScriptFacts, option_values, whole
 
-_FACTS = {name: one.script for name, one in SCHEDULERS.items() if one.script}
-_DIRECTIVES = {name: re.compile(rf"(?:{one.pattern or one.marker})(?:\s+|(?=--))(.*)") for name, one in _FACTS.items()}
 PER_NODE = ("--ntasks-per-node", "--tasks-per-node")
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
 _OTHER_LANGUAGE = re.compile(r"#!.*\b(?:python|perl|julia|Rscript|R\b|ruby|node|groovy)")
@@ -53,21 +50,24 @@ class Found:
 class ParsedScript:
     """A parsed script.
 
-    `kind` is the scheduler of its directives, "shell" without any. `directives` are (line, words); `values` are
-    the words of all assignments to each variable; `everywhere` means that each node runs the script, and
+    `kind` is the scheduler of its directives, "shell" without any, and `facts` are those about its scripts.
+    `scheduler` is the scheduler that runs it, by its directives or else by the variables that it reads, "" if unknown.
+    `values` are the words of all assignments to each variable; `everywhere` means that each node runs the script, and
     `pod_gpus` are the GPUs of the pod that does. `late` are directives behind the first command, which the
     scheduler does not read. `writes`: its directives are those of a script that it writes,
     and `documents` the lines of the here-documents with them, and whether this shell leaves them as they are.
     """
 
     kind: str
+    facts: ScriptFacts | None
+    scheduler: str
     lines: tuple[str, ...]
-    directives: tuple[tuple[int, tuple[str, ...]], ...]
+    directives: tuple[Directive, ...]
     commands: tuple[Command, ...]
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
     everywhere: bool = False
     pod_gpus: int = 0
-    late: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    late: tuple[Directive, ...] = ()
     writes: bool = False
     documents: tuple[tuple[int, int, bool], ...] = ()
 
@@ -80,22 +80,9 @@ class ParsedScript:
         return last
 
     @property
-    def facts(self) -> ScriptFacts | None:
-        """The known facts about scripts of this kind."""
-        return _FACTS.get(self.kind)
-
-    @property
     def has_steps(self) -> bool:
         """Whether its scheduler starts the steps of a job itself, as Slurm does by srun."""
         return self.facts is not None and self.facts.own_steps
-
-    @property
-    def scheduler(self) -> str:
-        """The scheduler that runs it, by its directives or else by the variables that it reads; "" if unknown."""
-        if self.kind in _FACTS:
-            return self.kind
-        read = [name for name, facts in _FACTS.items() if facts.variables in self.text]
-        return read[0] if read else ""
 
     @functools.cached_property
     def nodes(self) -> tuple[int, int] | None:
@@ -112,8 +99,8 @@ class ParsedScript:
         """The number of tasks that the directives ask for on each node, 0 if they do not tell."""
         each = self.directive(*PER_NODE)
         every = self.directive("--ntasks", "-n") if self.has_steps else None
-        of_all = (whole(every[1]) or 0) // max(1, self.nodes[1] if self.nodes else 1) if every else 0
-        most = (whole(each[1]) or 0) if each else of_all
+        of_all = (whole_number(every[1]) or 0) // max(1, self.nodes[1] if self.nodes else 1) if every else 0
+        most = (whole_number(each[1]) or 0) if each else of_all
         return min(most, of_all or most)  # with --ntasks, --ntasks-per-node is a limit
 
     @functools.cached_property
@@ -123,7 +110,7 @@ class ParsedScript:
         found = [match for word in words for match in _GPUS.finditer(word)]
         most = max((int(one[2]) * (max(1, self.tasks) if one[1] else 1) for one in found), default=self.pod_gpus)
         of_job = next(option_values(words, ("--gpus", "-G")), "").rpartition(":")[2]
-        return max(most, (whole(of_job) or 0) // max(1, self.nodes[1] if self.nodes else 1))
+        return max(most, (whole_number(of_job) or 0) // max(1, self.nodes[1] if self.nodes else 1))
 
     @functools.cached_property
     def is_cray(self) -> bool:
@@ -209,7 +196,7 @@ class ParsedScript:
         """The number of nodes if there are more than one ("several" if unknown), "" for one node."""
         if self.nodes is not None:
             return str(self.nodes[1]) if self.nodes[1] > 1 else ""
-        numbers = [whole(one.options.get("nnodes", "1").partition(":")[0]) for one in self.launches]
+        numbers = [whole_number(one.options.get("nnodes", "1").partition(":")[0]) for one in self.launches]
         known = [number for number in numbers if number is not None]
         if len(known) < len(numbers):
             return "several"
@@ -269,20 +256,24 @@ def option_set(script: ParsedScript, pattern: str) -> bool:
     return any(re.fullmatch(rf"(?:{pattern})\w*", word) for word in words)
 
 
-def read_script(text: str) -> ParsedScript:
-    """Parse a script as far as the rules need it."""
+def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScript:
+    """Parse a script as far as the rules need it; `schedulers` are the facts about the scripts of each scheduler."""
     lines = text.splitlines()
+    markers = {
+        name: re.compile(rf"(?:{facts.pattern or facts.marker})(?:\s+|(?=--))(.*)")
+        for name, facts in schedulers.items()
+    }
     found = []
     reader = Reader(text, 1)
     commands = () if _OTHER_LANGUAGE.match(lines[0] if lines else "") else tuple(commands_of(reader))
     for number, line in enumerate(lines, start=1):
-        for name, pattern in _DIRECTIVES.items():
+        for name, pattern in markers.items():
             if match := pattern.match(line):
                 found.append((name, number, tuple(_split(match[1]))))
     # Those of a script that it writes, in a here-document or a string, count only where it has none of its own.
     own = [row for row in found if row[1] in reader.comments or not commands]
     begun = min((one.line for one in commands), default=len(lines) + 1)
-    late = [row for row in own if row[1] > begun and "".join(row[2])[:1] == "-" and not _FACTS[row[0]].reads_on]
+    late = [row for row in own if row[1] > begun and "".join(row[2])[:1] == "-" and not schedulers[row[0]].reads_on]
     marked = set() if own else {row[1] for row in found}
     written = [one for one in reader.documents if not marked.isdisjoint(range(one[0], one[1] + 1))]
     writes = bool(found) and not own
@@ -296,11 +287,13 @@ def read_script(text: str) -> ParsedScript:
     for command in commands:
         for name, words in command.assignments:
             values.setdefault(name.rstrip("+"), []).extend(words)
-    components = tuple(_of_components(directives))
+    read = (name for name, facts in schedulers.items() if facts.variables in text)
     return ParsedScript(
         kind,
+        schedulers.get(kind),
+        kind if kind in schedulers else next(read, ""),
         tuple(lines),
-        components,
+        tuple(_of_components(directives)),
         commands,
         values,
         writes=writes,
@@ -309,7 +302,7 @@ def read_script(text: str) -> ParsedScript:
     )
 
 
-def _of_components(directives: list[tuple[int, tuple[str, ...]]]) -> list[tuple[int, tuple[str, ...]]]:
+def _of_components(directives: list[Directive]) -> list[Directive]:
     """Return the directives, in a heterogeneous job without what each component asks for on its own.
 
     Source: Slurm, Heterogeneous Job Support: only --output, --error and the like are those of the whole job.

@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from envbuild.data import load_table
 from envbuild.jobcheck.lint.words import ASSIGNMENT, Reader, simple_command
-from envbuild.site.schedulers import LAUNCHER_NAMES
 
-LAUNCHERS = frozenset(LAUNCHER_NAMES) | frozenset(
+# Launchers of `envbuild job`, and others.
+LAUNCHERS = frozenset(name for row in load_table("schedulers").values() for name in row["launchers"]) | frozenset(
     ["mpiexec.hydra", "orterun", "prun", "aprun", "jsrun", "pbs_tmrsh", "pdsh", "clush", "parallel", "kubectl"]
 )
 CONTAINERS = frozenset(["apptainer", "singularity", "enroot", "docker", "podman", "ch-run", "shifter"])

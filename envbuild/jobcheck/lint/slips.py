@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
+from envbuild.jobcheck.lint.directives import option_values, whole_number
 from envbuild.jobcheck.lint.launch import RANK_OPTIONS, starts_training
 from envbuild.jobcheck.lint.script import Found, ParsedScript
-from envbuild.jobs.schedulers.base import option_values, whole
 
 _SPACED = re.compile(r"#\s+(?:SBATCH|PBS)\s+(-\S+)")
 _MARKER = re.compile(r"#([A-Z]{3,7}) +(-\S+)")
@@ -95,7 +95,7 @@ def of_default_ports(script: ParsedScript) -> Iterator[Found]:
             yield Found("fixed-port", one.line, port, level=script.doubtful)
             return
         told = script.gpus < 2 or _PORTS.search(" ".join(words)) or "MASTER_PORT" in script.text
-        if launches and not (one.file or told or whole(ranks) == 1) and starts_training(one):
+        if launches and not (one.file or told or whole_number(ranks) == 1) and starts_training(one):
             yield Found("fixed-port", one.line, f"29500 ({one.program}'s default)", level=script.doubtful)
             return
 

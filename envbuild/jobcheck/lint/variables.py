@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 
-from envbuild.fabrics import load_fabrics
+from envbuild.data import load_table
 from envbuild.jobcheck.lint.script import Found, ParsedScript
 from envbuild.jobcheck.lint.shell import Command
 
@@ -56,7 +56,8 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
     if len(seen) > 1:
         yield Found("interfaces-differ", list(seen.values())[-1].line, " and ".join(seen))
     text = "\n".join(line for line in script.lines if not line.startswith("#!"))
-    others = [f.signs for f in load_fabrics().values() if f.signs and f.provider != "efa"]
+    fabrics = load_table("fabrics")["fabrics"].values()
+    others = [row["signs"] for row in fabrics if "signs" in row and row["provider"] != "efa"]
     signs = re.search("|".join(others), text, re.IGNORECASE)
     for command, value in script.exported("FI_PROVIDER"):
         if value.split(";")[0] == "efa" and signs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from envbuild.jobcheck.lint.directives import ScriptFacts
 from envbuild.jobs.schedulers.base import Scheduler
 from envbuild.jobs.schedulers.flux import FLUX
 from envbuild.jobs.schedulers.kubernetes import KUBERNETES
@@ -12,3 +13,6 @@ from envbuild.jobs.schedulers.pbs import PBS
 from envbuild.jobs.schedulers.slurm import SLURM
 
 SCHEDULERS: Mapping[str, Scheduler] = {"slurm": SLURM, "pbs": PBS, "lsf": LSF, "flux": FLUX, "kubernetes": KUBERNETES}
+
+# Facts about their scripts, for `envbuild lint-job`.
+SCRIPT_FACTS: Mapping[str, ScriptFacts] = {name: known.script for name, known in SCHEDULERS.items() if known.script}

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.base.errors import HostError
+from envbuild.jobcheck.lint.directives import ScriptFacts
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive_line
 
 # At the limit itself, schedulers signal every process of a job, also those that serve a container's files.
 _SAVING_S = 120
-
-# A scheduler directive in a script: its line number and words.
-Directive = tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,44 +83,6 @@ class AllocationFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class ScriptFacts:
-    """Facts about a scheduler's scripts, for `envbuild lint-job`.
-
-    `marker` begins a directive, `variables` is the prefix of the scheduler's variables, and `nodes` finds (line,
-    number of requested nodes) in directives. A script that saves snapshots should have one of `requeue`, unless that
-    is empty. `pattern` matches markers that have several spellings. `output` are the options that name files of the
-    job's output. `folder` are the options that choose the folder in which a script starts, if that is the home folder
-    by default. `own_steps`: steps do not take the CPUs of their tasks from the job. `strict`: a script must begin with
-    an interpreter's line. `expands` matches the variables that directives expand, None if that is unknown. `delivers`:
-    the output comes at the end, unless one of these directives is there. `submitted` is the variable with the folder
-    of the submission, if the scheduler runs a copy of the script elsewhere. `optional` are the variables of a job that
-    only these directives set. `cpus` returns the CPUs that the directives give to one process on each node, None if
-    they do not tell. `whole` are the directives that ask for whole nodes. `shell` is the option that names the
-    interpreter, which a script's first line need not do. `chunks`: resources are asked for in chunks.
-    `reads_on`: it may read directives behind the first command; the documentation does not tell.
-    """
-
-    marker: str
-    variables: str
-    nodes: Callable[[Iterable[Directive]], tuple[int, int] | None]
-    requeue: frozenset[str] = frozenset()
-    pattern: str = ""
-    output: tuple[str, ...] = ()
-    folder: tuple[str, ...] = ()
-    own_steps: bool = False
-    strict: bool = False
-    expands: str | None = None
-    delivers: tuple[str, ...] = ()
-    submitted: str = ""
-    optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    cpus: Callable[[Sequence[Directive]], int | None] = lambda directives: None
-    whole: tuple[str, ...] = ()
-    shell: str = ""
-    chunks: bool = False
-    reads_on: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class HostFacts:
     """Facts about a scheduler's commands, for `envbuild doctor` and `envbuild site`.
 
@@ -182,16 +142,6 @@ def first_number(printed: str) -> str:
     return found[1] if found else printed.strip()
 
 
-def option_values(words: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """Yield the values in `words` of the options with these names: --NAME=VALUE, --NAME VALUE, -N VALUE, -NVALUE."""
-    for number, word in enumerate(words):
-        name, equal, value = word.partition("=")
-        if name in names:
-            yield value if equal else "".join(words[number + 1 : number + 2])
-        elif len(word) > 2 and word[:2] in names and word[1] != "-":
-            yield word[2:]
-
-
 def with_site(
     own: Sequence[str], directives: Sequence[str], keys: Callable[[str], Collection[str]], marker: str
 ) -> list[str]:
@@ -203,11 +153,6 @@ def with_site(
     said = {key for line in directives for key in keys(line)}
     kept = [line for line in own if not said & {*keys(line)}]
     return [f"{marker} {line}" for line in (*kept, *map(directive_line, directives))]
-
-
-def whole(text: str) -> int | None:
-    """Return a number of nodes or tasks, None for any other text, or a number that no cluster has."""
-    return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
 def seconds(time: str) -> int:

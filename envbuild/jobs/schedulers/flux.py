@@ -10,21 +10,18 @@ import posixpath
 import re
 from collections.abc import Iterable
 
+from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobs.containers import work_key
 from envbuild.jobs.launchers import ABOUT, STEP_SIGNAL
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive, fill
 from envbuild.jobs.schedulers.base import (
-    Directive,
     HostFacts,
     Queue,
     Scheduler,
-    ScriptFacts,
     Submission,
     minutes,
-    option_values,
     time_left,
-    whole,
     with_site,
 )
 from envbuild.jobs.script import render_script
@@ -133,7 +130,7 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     found = None
     for line, words in directives:
         for value in option_values(words, ("--nodes", "-N")):
-            number = whole(value)
+            number = whole_number(value)
             found = None if number is None else (line, number)
     return found
 

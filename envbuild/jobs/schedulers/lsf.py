@@ -13,22 +13,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from envbuild.base.errors import UsageError
+from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobs.containers import work_key
 from envbuild.jobs.launchers import SSH, each, mpi
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive
 from envbuild.jobs.schedulers.base import (
     AllocationFacts,
-    Directive,
     HostFacts,
     Queue,
     Scheduler,
-    ScriptFacts,
     Submission,
     minutes,
-    option_values,
     time_left,
-    whole,
     with_site,
 )
 from envbuild.jobs.script import render_script
@@ -139,10 +136,10 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
     slots = each_node = None
     for line, words in directives:
         for value in option_values(words, ("-n",)):
-            number = whole(value)
+            number = whole_number(value)
             slots = None if number is None else (line, number)
         for value in option_values(words, ("-nnodes",)):  # whole nodes, on systems with jsrun
-            if number := whole(value):
+            if number := whole_number(value):
                 return line, number
         if match := re.search(r"\bspan\[(?:ptile=(\d{1,9})|hosts=1)\]", " ".join(words)):
             each_node = int(match[1] or 10**9)
@@ -157,7 +154,7 @@ def _cpus(directives: Sequence[Directive]) -> int | None:
     words = [word for _, line in directives for word in line]
     if nodes is None or nodes[1] > 1 or "affinity[" in "".join(words) or "-x" in words or "-nnodes" in words:
         return None
-    return whole(next(option_values(words, ("-n",)), "1"))
+    return whole_number(next(option_values(words, ("-n",)), "1"))
 
 
 def _queues(printed: str) -> list[Queue]:

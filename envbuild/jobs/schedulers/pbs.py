@@ -11,16 +11,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from envbuild.base.errors import UsageError
+from envbuild.jobcheck.lint.directives import Directive, ScriptFacts
 from envbuild.jobs.launchers import SSH, each, mpi
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive
 from envbuild.jobs.schedulers.base import (
     AllocationFacts,
-    Directive,
     HostFacts,
     Queue,
     Scheduler,
-    ScriptFacts,
     Submission,
     first_number,
     time_left,

@@ -10,22 +10,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from envbuild.base.errors import UsageError
+from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobs.containers import pyxis_options, work_key
 from envbuild.jobs.launchers import ABOUT, STEP_SIGNAL, mpi
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive, fill
 from envbuild.jobs.schedulers.base import (
     AllocationFacts,
-    Directive,
     HostFacts,
     Queue,
     Scheduler,
-    ScriptFacts,
     Submission,
     first_number,
-    option_values,
     saving_s,
-    whole,
     with_site,
 )
 from envbuild.jobs.script import render_script
@@ -213,9 +210,9 @@ def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
         for value in option_values(words, ("--nodes", "-N")):
             found = (line, value)
         for value in option_values(words, ("--ntasks", "-n")):
-            tasks = (line, whole(value) or 0)
+            tasks = (line, whole_number(value) or 0)
         for value in option_values(words, ("--ntasks-per-node", "--tasks-per-node")):
-            each = whole(value) or 0
+            each = whole_number(value) or 0
     if found is None and tasks and each:
         return tasks[0], max(1, -(-tasks[1] // each))
     if found and (match := re.fullmatch(r"(?:\d+-)?(\d{1,9})", found[1])):
@@ -240,7 +237,7 @@ def _cpus(directives: Sequence[Directive]) -> int | None:
     others = ("--exclusive", "--cpus-per-gpu", "--mem=0", "--mincpus")
     if any(word.startswith(others) for word in words) or set(tasks) - {"1"}:
         return None
-    return next((whole(value) for value in option_values(words, _OPTIONAL["SLURM_CPUS_PER_TASK"])), 1)
+    return next((whole_number(value) for value in option_values(words, _OPTIONAL["SLURM_CPUS_PER_TASK"])), 1)
 
 
 def _partitions(printed: str) -> list[Queue]:
