@@ -122,10 +122,9 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --nodes 64 --exclude-slow --submit
     """
     from envbuild.jobs.artifact import check_trust, full_hint, open_artifact
-    from envbuild.jobs.here import no_scheduler_error
-    from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
+    from envbuild.jobs.plan import explained, no_scheduler_error, plan_job, scheduler_of, wanted_kinds
     from envbuild.jobs.plan_checks import check_gpus, possible_faults
-    from envbuild.jobs.render import explained, render
+    from envbuild.jobs.schedulers import render
     from envbuild.verify.receipt import is_quick
 
     check_out(out)

@@ -1,6 +1,7 @@
-"""The parts that pods of every kind of job share: names, variables, volumes, resources, placement and the command.
+"""The parts that pods of every kind of job share: names, variables, volumes, resources, placement, user, and command.
 
-Sources: kubernetes.io/docs/reference/kubernetes-api (Pod v1); limits without requests are requests too.
+Sources: kubernetes.io/docs/reference/kubernetes-api (Pod v1); limits without requests are requests too. PodSecurity
+`restricted`: kubernetes.io/docs/concepts/security/pod-security-standards.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from typing import Any
 
 from envbuild.base.errors import UsageError
 from envbuild.fabrics import adapter_of, preflight_devices
-from envbuild.jobs.kubernetes_log import logged, run
-from envbuild.jobs.kubernetes_security import pod_security
 from envbuild.jobs.kubernetes_yaml import YamlScript, checked, literal
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import word
@@ -416,3 +415,82 @@ def volumes(plan: JobPlan) -> list[dict[str, Any]]:
     if site.shm:
         shm["sizeLimit"] = _shm(plan)
     return [data, {"name": "shm", "emptyDir": shm}, *(volume for volume, _ in _more_volumes(plan))]
+
+
+def logged(plan: JobPlan) -> list[str]:
+    """Return lines of POSIX shell that copy all further output to RUN/pod-NUMBER.log; none without a volume claim.
+
+    The training operator removes the pods of a job that reaches backoffLimit or its deadline, and with them the logs
+    that kubectl shows: up to 1.9.3 all pods, from 1.9.4 on those that run or start again
+    (kubeflow/training-operator, pkg/controller.v1/common/job.go).
+
+    A later pod, also of another job of that name, appends to the file. The first line of each has the pod's UID and
+    the time; diagnose/read.py reads the lines after the last of these.
+
+    The container ends with its shell. The shell waits for tee, so that the last lines are written, but only for
+    a few seconds: processes that outlive torchrun keep the pipe open.
+    """
+    if not plan.site.kubernetes.claim:
+        return []
+    return [
+        # Expanded before tee starts: if this failed in tee's shell, nobody would open the pipe, and this shell
+        # would wait for it.
+        'log="$ENVBUILD_RUN/pod-$ENVBUILD_NODE.log"',
+        'echo "envbuild: pod start: $ENVBUILD_POD_UID at `date -u +%Y-%m-%dT%H:%M:%SZ`" >> "$log" || true',
+        "pipe=`mktemp -d`/log",
+        'mkfifo "$pipe"',
+        'tee -a "$log" < "$pipe" &',
+        "tee=$!",
+        'exec > "$pipe" 2>&1',
+        'rm -r "${pipe%/log}"',
+        "trap 'code=$?; exec > /dev/null 2>&1",
+        '{ sleep 5; kill "$tee"; } & wait "$tee" || true',
+        'exit "$code"\' EXIT',
+    ]
+
+
+def lost_log(plan: JobPlan) -> str | None:
+    """Return a warning if the log of a failed job is lost, because every kind of job controller removes its pods."""
+    if plan.site.kubernetes.claim:
+        return None
+    return (
+        "when this job fails, its log is lost: Kubernetes removes the pod, and no volume keeps a copy."
+        " Set [kubernetes] claim in the site file, or keep `kubectl logs --follow` running"
+    )
+
+
+def run(plan: JobPlan) -> list[str]:
+    """Return lines of POSIX shell that run args, pass on the signal that ends a pod, and exit with the same code."""
+    if not plan.site.kubernetes.claim:
+        return ['exec "$@"']
+    return [
+        '"$@" &',
+        "child=$!",
+        "trap 'kill \"$child\"' TERM",
+        'code=0; wait "$child" || code=$?',
+        # A signal ends wait, not the child.
+        'while kill -0 "$child" 2> /dev/null; do code=0; wait "$child" || code=$?; done',
+        'exit "$code"',
+    ]
+
+
+def pod_security(plan: JobPlan) -> dict[str, Any]:
+    """Return the settings that PodSecurity `restricted` requires of a pod, if the site names its user.
+
+    A group also owns the volumes whose drivers let Kubernetes set an owner.
+    """
+    user, _, group = plan.site.kubernetes.run_as.partition(":")
+    if not user:
+        return {}
+    context: dict[str, Any] = {"runAsNonRoot": True, "runAsUser": int(user)}
+    if group:
+        context |= {"runAsGroup": int(group), "fsGroup": int(group), "fsGroupChangePolicy": "OnRootMismatch"}
+    return {"securityContext": context | {"seccompProfile": {"type": "RuntimeDefault"}}}
+
+
+def container_security(plan: JobPlan) -> dict[str, Any]:
+    """Return the settings that PodSecurity `restricted` requires of a container, if the site names its user."""
+    if not plan.site.kubernetes.run_as:
+        return {}
+    context = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return {"securityContext": context}

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Mapping
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 from envbuild.base import units
 from envbuild.base.errors import UsageError
 from envbuild.base.files import absolute_path
-from envbuild.jobs.job_env import container_mounts, job_env
+from envbuild.base.process import torchrun_word
+from envbuild.fabrics import find_fabric
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.kinds import ARTIFACTS, Artifact, kinds_of
 from envbuild.site.jobs import time_problem
-from envbuild.site.schedulers import LAUNCHERS
+from envbuild.site.schedulers import LAUNCHERS, SCHEDULER_NAMES
 from envbuild.site.settings import Site
 from envbuild.verify.image_file import holds_file
+from envbuild.verify.network import fabric_variables, plugin_variables
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _EPOCHS = 10
@@ -283,3 +288,146 @@ def command_of(
         tuple((option, name) for option, name in files if option.replace("-", "_") not in given),
         origin,
     )
+
+
+def job_env(
+    opened: JobInputs, site: Site, runtime: Runtime, nproc: int, cpus: int, origins: dict[str, str]
+) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+    """Return the variables of every process, in order, and the folders to prepend to LD_LIBRARY_PATH.
+
+    A node has `nproc` ranks and `cpus` CPUs. If `cpus` is 0 (unknown), the node program counts them and sets
+    OMP_NUM_THREADS, and pods get no OMP_NUM_THREADS. The origin of each variable is added to `origins`.
+    """
+    artifact = opened.artifact
+    found: dict[str, str] = {}
+
+    def take(values: Mapping[str, str], origin: str) -> None:
+        for name, value in values.items():
+            found[name] = value
+            origins[f"variables.{name}"] = origin
+
+    # More threads per rank than its share of CPUs would slow each other down.
+    if runtime == "pod":
+        cpus = _limit(site) or cpus
+    if cpus:
+        threads = max(1, cpus // nproc)
+        take({"OMP_NUM_THREADS": str(threads)}, f"{cpus} CPUs for {nproc} ranks")
+    elif runtime != "pod":
+        origins["variables.OMP_NUM_THREADS"] = f"the CPUs that a node has, for {nproc} ranks"
+    library: tuple[str, ...] = ()
+    if artifact.accelerator.gpu:
+        fabric = find_fabric(artifact.fabric)
+        take(fabric_variables(fabric, site.fabric), f"fabric {fabric.name}")
+        for name in site.fabric.variables:
+            origins[f"variables.{name}"] = site.origin("fabric", "variables")
+        root = PurePath(artifact.python).parents[1]
+        plugin = plugin_variables(opened.layers, root, opened.nccl, accelerator=artifact.accelerator)
+        library = tuple(filter(None, plugin.pop("LD_LIBRARY_PATH", "").split(":")))
+        take(plugin, "layer aws-ofi-nccl")
+    own = artifact.of_kind.job_variables(artifact.path)
+    take(own, f"the {artifact.kind} environment")
+    take(_caches(site, runtime), "")
+    for name in _caches(site, runtime):
+        key = "scratch" if name.endswith("TMPDIR") else "cache"
+        origins[f"variables.{name}"] = site.origin("paths", key)
+    take(site.environment, "")
+    for name in site.environment:
+        origins[f"variables.{name}"] = site.origin("environment", name)
+    return tuple(found.items()), library
+
+
+def _limit(site: Site) -> int:
+    """Return the CPU limit of a pod in [kubernetes] resources, 0 if there is none."""
+    amount = re.fullmatch(r"(\d+)(\.\d+)?(m?)", site.kubernetes.resources.get("cpu", ""))
+    if amount is None:
+        return 0
+    return max(1, int(amount[1]) // (1000 if amount[3] else 1))
+
+
+def _caches(site: Site, runtime: Runtime) -> dict[str, str]:
+    """Return variables for caches and temporary files outside of $HOME, as the site sets them.
+
+    The site's paths may not exist in a container, so programs in containers do not get them; Apptainer itself
+    does.
+    """
+    cache, scratch = site.paths.cache, site.paths.scratch
+    found: dict[str, str] = {}
+    if runtime == "folder":
+        found = {"XDG_CACHE_HOME": cache, "TMPDIR": scratch}
+    elif runtime == "apptainer":
+        found = {"APPTAINER_CACHEDIR": cache and f"{cache}/apptainer", "APPTAINER_TMPDIR": scratch}
+    return {name: value for name, value in found.items() if value}
+
+
+def container_mounts(script: str | None, runtime: Runtime, work: str, site: Site) -> tuple[tuple[str, str], ...]:
+    """Return (host, container) folders that a container sees: the site's, the working folder and the script's."""
+    if runtime in ("folder", "pod"):
+        return ()
+    found = []
+    for mount in site.container.mounts:
+        host, _, inside = mount.partition(":")
+        found.append((host, inside or host))
+    # The job's own folders: the working folder and that of the script, which is an absolute path.
+    for folder in (work, *([str(PurePosixPath(script).parent)] if script else ())):
+        if not any(PurePosixPath(folder).is_relative_to(host) and host == inside for host, inside in found):
+            found.append((folder, folder))
+    return tuple(found)
+
+
+def no_scheduler_error(request: JobRequest, opened: JobInputs, site: Site) -> UsageError:
+    """Return the error for a job on a site without a scheduler; its hint shows how to train on this host."""
+    names = "|".join(SCHEDULER_NAMES)
+    hint = f"name a cluster's site (--site SITE, `envbuild site list`) or --scheduler {names}"
+    if opened.artifact.of_kind.form != "registry":
+        hint = f"to train on this host: `{_command(request, opened)}`; for a cluster, {hint}"
+    return UsageError(f"site {site.name} names no scheduler: nothing takes a job", hint)
+
+
+def _command(request: JobRequest, opened: JobInputs) -> str:
+    """Return the command for one node of the job: torchrun, or the strategy's launcher, in the artifact."""
+    artifact = opened.artifact
+    command, _, _ = command_of(request, opened, pods=False)
+    ranks = str(request.nproc_per_node or setting(opened, "nproc_per_node") or 2)
+    # Each launcher but mpirun can start a rank for each GPU.
+    all_gpus = artifact.accelerator.gpu and request.nproc_per_node is None
+    start = [artifact.python]
+    if request.strategy == "ddp":
+        ranks = "gpu" if all_gpus else ranks
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        command = tuple(torchrun_word(word) for word in command)
+    if request.strategy == "accelerate":
+        start += ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1"]
+        start += [] if all_gpus else ["--num_processes", ranks]
+        command = tuple(torchrun_word(word) for word in _with_module_option(command))
+    if request.strategy == "deepspeed":
+        start += ["-m", "deepspeed.launcher.runner", *([] if all_gpus else ["--num_gpus", ranks])]
+        start += ["--no_local_rank"] if command[:2] == ("-m", "ddp_train") else []
+        command = _with_module_option(command)
+    if request.strategy == "horovod":
+        start = ["mpirun", "-np", ranks, *start]
+    if artifact.of_kind.form == "file":
+        see = ["--bind", str(request.current.absolute())]
+        start = [request.envbuild, "run", *see, artifact.path, "--", *start]
+    return shlex.join([*start, *command])
+
+
+def _with_module_option(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `-m MODULE …` in the form of Accelerate's and DeepSpeed's launchers, and a script as it is."""
+    return ("--module", *command[1:]) if command[0] == "-m" else command
+
+
+def explained(plan: JobPlan) -> list[tuple[str, str, str]]:
+    """Return (name, value, who set it) for every value of the job with a known origin."""
+    rows = []
+    variables = dict(plan.variables)
+    for key, origin in plan.origins.items():
+        head, _, rest = key.partition(".")
+        if head == "variables":
+            rows.append((rest, variables.get(rest, "counted on the node"), origin))
+        elif head == "artifact":
+            rows.append((key, f"{plan.artifact.path} ({plan.artifact.target})", origin))
+        elif head == "command":
+            rows.append((key, " ".join(plan.command), origin))
+        else:
+            rows.append((key, str(getattr(plan, head)), origin))
+    return rows

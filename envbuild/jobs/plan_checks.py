@@ -9,7 +9,7 @@ from pathlib import Path
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.masking import looks_secret
 from envbuild.gpus import chips_named, gpu_faults
-from envbuild.jobs.kubernetes_log import lost_log
+from envbuild.jobs.kubernetes_pod import lost_log
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.recipe.targets import Target

@@ -20,8 +20,7 @@ from typing import Literal
 
 from envbuild.base.errors import HostError, UsageError
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.render import render
-from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.schedulers import SCHEDULERS, render
 from envbuild.site.schedulers import listed
 
 NAME = "preflight"

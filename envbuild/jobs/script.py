@@ -13,8 +13,16 @@ import envbuild
 from envbuild.base.errors import UsageError
 from envbuild.jobs.containers import TIDY, tidies, work_key
 from envbuild.jobs.model import JobPlan, Launcher
-from envbuild.jobs.modules import module_lines, purged
-from envbuild.jobs.node import keeps_first_code, launch, node_program, records_exit_codes, runs_shell, settings
+from envbuild.jobs.node import (
+    keeps_first_code,
+    launch,
+    module_lines,
+    node_program,
+    purged,
+    records_exit_codes,
+    runs_shell,
+    settings,
+)
 from envbuild.jobs.quote import fill, heredoc, path_word
 from envbuild.jobs.stage import stage_lines, staged_image
 from envbuild.site.schedulers import LAUNCHERS

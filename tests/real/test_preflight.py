@@ -21,7 +21,7 @@ from lab.slurm import Cluster, missing, slurm_cluster
 from envbuild.artifacts.manifest import FILE, write_manifest
 from envbuild.artifacts.state import State
 from envbuild.jobs.model import JobArtifact, JobPlan
-from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import SchedulerTable
 from envbuild.site.settings import Site
 

@@ -19,7 +19,7 @@ from envbuild.compat.judge import judge
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
-from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import render
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.source_known import source_layers

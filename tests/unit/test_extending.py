@@ -21,8 +21,7 @@ from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, loa
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
-from envbuild.jobs.render import render
-from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.schedulers import SCHEDULERS, render
 from envbuild.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kind_at, kinds_of, plan_of
 from envbuild.kinds.commit import Result, failed_path, open_subject
 from envbuild.kinds.folder import make_environment

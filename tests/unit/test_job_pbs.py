@@ -15,7 +15,7 @@ import pytest
 from unit.job_plans import GH200, MODULES, PLAN, SITE, Stage, executable, recorder
 
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import ModulesTable, NodeTable, SchedulerTable
 
 PBS = replace(PLAN, scheduler="pbs", launcher="ssh")

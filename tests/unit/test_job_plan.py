@@ -18,11 +18,10 @@ from envbuild.cli.commands import cli
 from envbuild.cli.job import job_command
 from envbuild.image.blobs import Blobs
 from envbuild.jobs.artifact import open_artifact
-from envbuild.jobs.here import no_scheduler_error
 from envbuild.jobs.model import JobArtifact, JobInputs, JobRequest
-from envbuild.jobs.plan import plan_job, scheduler_of, wanted_kinds
+from envbuild.jobs.plan import explained, no_scheduler_error, plan_job, scheduler_of, wanted_kinds
 from envbuild.jobs.plan_checks import possible_faults
-from envbuild.jobs.render import explained, render
+from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import LAUNCHERS
 from envbuild.site.settings import Site, load_site
 

@@ -18,7 +18,7 @@ from unit.job_plans import LOADED, MODULES, PLAN, SIF, SITE, Stage, recorder
 from envbuild.base.errors import UsageError
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import array, directive, heredoc, inside, mount, word
-from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import SchedulerTable
 
 # What shells, heredocs and printf stumble over; no control characters but tab and newline, which are refused.

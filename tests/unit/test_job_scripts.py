@@ -36,7 +36,7 @@ from unit.job_plans import (
 
 import envbuild
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import ModulesTable, NodeTable, SchedulerTable
 from envbuild.site.tables import TrustTable
 

@@ -22,7 +22,7 @@ from envbuild.artifacts.manifest import write_manifest
 from envbuild.base.errors import UsageError
 from envbuild.jobs.containers import TIDY
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import ContainerTable, ModulesTable, StageTable
 from envbuild.site.tables import FabricTable, TrustTable
 

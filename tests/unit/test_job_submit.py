@@ -14,7 +14,7 @@ from unit.job_plans import PLAN, executable
 from envbuild.base.errors import EnvbuildError, HostError, UsageError
 from envbuild.cli import folder
 from envbuild.cli.folder import venv_command
-from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import render
 from envbuild.jobs.submit import submit, submit_script, write_script
 
 # As in a step of a job that runs; values do not matter.

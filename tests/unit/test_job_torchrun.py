@@ -22,7 +22,7 @@ from unit.test_job_kubernetes import PLAN as POD
 from unit.test_job_kubernetes import second, with_site
 
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.render import render
+from envbuild.jobs.schedulers import render
 
 HARD = ("a$$b", "$local_rank", "${local_rank}", "$LOCAL_RANK", "$", "$$$", "$5", "${", "$$local_rank", "x", "")
 # Each list is one call of torchrun; torch is imported once for all of them.

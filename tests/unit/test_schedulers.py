@@ -19,8 +19,7 @@ from envbuild.doctor.probe import Host
 from envbuild.doctor.site_rules import contradictions
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.preflight import find_allocation
-from envbuild.jobs.render import render
-from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.schedulers import SCHEDULERS, render
 from envbuild.jobs.schedulers.base import minutes
 from envbuild.jobs.submit import default_script, submit
 from envbuild.site.jobs import NodeTable, PathsTable, SchedulerTable

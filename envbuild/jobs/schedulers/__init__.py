@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from envbuild.jobcheck.lint.directives import ScriptFacts
+from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers.base import Scheduler
 from envbuild.jobs.schedulers.flux import FLUX
 from envbuild.jobs.schedulers.kubernetes import KUBERNETES
@@ -16,3 +17,7 @@ SCHEDULERS: Mapping[str, Scheduler] = {"slurm": SLURM, "pbs": PBS, "lsf": LSF, "
 
 # Facts about their scripts, for `envbuild lint-job`.
 SCRIPT_FACTS: Mapping[str, ScriptFacts] = {name: known.script for name, known in SCHEDULERS.items() if known.script}
+
+def render(plan: JobPlan) -> str:
+    """Return the script or manifest of `plan`. Raises UsageError for values that its scheduler cannot express."""
+    return SCHEDULERS[plan.scheduler].render(plan)

@@ -1,24 +1,41 @@
-"""JobPlan → Kubernetes manifest: PyTorchJob, TrainJob, or a Job with one process."""
+"""Kubernetes: JobPlan → PyTorchJob, TrainJob, or a Job with one process; the job's etcd; and kubectl's errors.
+
+PyTorchJob, training operator 1.7 to 1.9: kubeflow/training-operator v1.9.4,
+pkg/apis/kubeflow.org/v1/{common,pytorch}_types.go and pkg/controller.v1/{common/job,pytorch/elastic,pytorch/envvar}.go.
+TrainJob, Kubeflow Trainer 2.2 and later: kubeflow/trainer v2.3.0, pkg/apis/trainer/v1alpha1/trainjob_types.go and
+pkg/runtime/framework/plugins/{torch/torch.go,jobset/jobset.go}. kubectl's messages are those of 1.37.
+"""
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from envbuild.base.errors import UsageError
+from envbuild.base import process
+from envbuild.base.errors import HostError, UsageError
 from envbuild.jobs import kubernetes_pod as pod
-from envbuild.jobs.kubectl import created_job, refusal, refused_pod, unchecked_pod
-from envbuild.jobs.kubernetes_security import container_security
-from envbuild.jobs.kubernetes_v1 import pytorch_job
-from envbuild.jobs.kubernetes_v2 import train_job
 from envbuild.jobs.kubernetes_yaml import dump, literal
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers.base import Scheduler, Submission, Trial
 from envbuild.site.jobs import runtime_conflicts
 
 # The form of the suffix that Kubernetes adds to the names of a Job's pods.
-_SUFFIX = "-12345"
+_POD_SUFFIX = "-12345"
 # Only the checks of --preflight use this port.
-_PORT = 29500
+_PREFLIGHT_PORT = 29500
+_PYTORCHJOB_PORT = 23456
+_TRAINJOB_PORT = 29500
+_ETCD_PORT = 2379
+_ETCD_SUFFIX = "-etcd"
+_ENDPOINT = re.compile(r"(?P<host>[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?):(?P<port>[0-9]{1,5})")
+# The annotation of a JobSet by which Trainer chooses the queue of Volcano's PodGroup.
+_VOLCANO_QUEUE = "scheduling.volcano.sh/queue-name"
+_MOST_WORDS = 128
+_MOST_VARIABLES = 128
 
 
 def render_kubernetes(plan: JobPlan) -> str:
@@ -75,8 +92,8 @@ def _documents(plan: JobPlan) -> list[dict[str, Any]]:
 
 def _single(plan: JobPlan) -> dict[str, Any]:
     """Return a Job of one pod with one process and no torchrun."""
-    name = pod.job_name(plan.name, _SUFFIX)
-    pods = pod.Pods(name, (name,), None, _PORT)
+    name = pod.job_name(plan.name, _POD_SUFFIX)
+    pods = pod.Pods(name, (name,), None, _PREFLIGHT_PORT)
     again = plan.site.scheduler.requeue
     container: dict[str, Any] = {
         "name": "pytorch",
@@ -102,12 +119,419 @@ def _single(plan: JobPlan) -> dict[str, Any]:
                     **pod.pod_rights(plan),
                     **pod.placement(plan, name),
                     "restartPolicy": "OnFailure" if again else "Never",
-                    "containers": [container | container_security(plan) | {"volumeMounts": pod.mounts(plan)}],
+                    "containers": [container | pod.container_security(plan) | {"volumeMounts": pod.mounts(plan)}],
                     "volumes": pod.volumes(plan),
                 },
             },
         },
     }
+
+
+def pytorch_job(plan: JobPlan) -> list[dict[str, Any]]:
+    """Return the documents of a PyTorchJob: etcd first, if the rendezvous needs it. Raises UsageError.
+
+    The operator sets PYTHONUNBUFFERED, and PET_NNODES, PET_MAX_RESTARTS and PET_RDZV_*, which torchrun reads, and
+    creates a service for each worker's name. For jobs that have only workers, it sets PET_NPROC_PER_NODE since 1.8
+    (#1948); with 1.7, torchrun would start one rank, so the number is an argument.
+    """
+    suffix = max(f"-worker-{plan.nodes - 1}", etcd_suffix(plan), key=len)
+    name = pod.job_name(plan.name, suffix)
+    hosts = tuple(f"{name}-worker-{number}" for number in range(plan.nodes))
+    # The endpoint is the first pod's own name, so torch can tell without DNS which pod hosts the store.
+    pods = pod.Pods(name, hosts, "metadata.labels['training.kubeflow.org/replica-index']", _PYTORCHJOB_PORT)
+    etcd = etcd_of(plan, name)
+    again = plan.site.scheduler.requeue
+    policy: dict[str, Any] = {"activeDeadlineSeconds": pod.seconds(plan.time)}
+    if again:
+        policy["backoffLimit"] = pod.backoff_limit(plan)
+    # None would let a failed job run on and hold its GPUs, from operator 1.9.4 on. One completed pod makes a job with
+    # an elasticPolicy Succeeded: until all ranks have finished, none completes (ddp_train.launch.rank).
+    policy["cleanPodPolicy"] = "Running"
+    if plan.site.kubernetes.ttl is not None:
+        policy["ttlSecondsAfterFinished"] = plan.site.kubernetes.ttl
+    # What the operator gives to the PodGroup, if it uses Volcano; Kueue reads the priority.
+    gang = {"queue": plan.site.scheduler.partition, "priorityClass": plan.site.kubernetes.priority_class}
+    if any(gang.values()):
+        policy["schedulingPolicy"] = {key: value for key, value in gang.items() if value}
+    worker = {
+        "replicas": plan.nodes,
+        "restartPolicy": "OnFailure" if again else "Never",
+        "template": {
+            "metadata": pod.pod_metadata(plan, name),
+            "spec": {
+                # The operator does not wake up at the job's deadline, while kubelet enforces the pod's.
+                "activeDeadlineSeconds": pod.seconds(plan.time),
+                "terminationGracePeriodSeconds": plan.site.kubernetes.grace,
+                **pod.pod_rights(plan),
+                **pod.placement(plan, name),
+                "containers": [_pytorch_container(plan, pods, etcd)],
+                "volumes": pod.volumes(plan),
+            },
+        },
+    }
+    job = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": pod.job_metadata(plan, name),
+        "spec": {
+            "nprocPerNode": str(plan.nproc_per_node),
+            "runPolicy": policy,
+            "elasticPolicy": _elastic(plan, name, etcd),
+            "pytorchReplicaSpecs": {"Worker": worker},
+        },
+    }
+    return [*(etcd.documents if etcd else ()), job]
+
+
+def _elastic(plan: JobPlan, name: str, etcd: Etcd | None) -> dict[str, Any]:
+    """Return the policy that the operator turns into PET_RDZV_*, PET_NNODES and PET_MAX_RESTARTS."""
+    policy: dict[str, Any] = {
+        "rdzvBackend": plan.rendezvous,
+        "rdzvId": name,
+        "minReplicas": plan.nodes,
+        "maxReplicas": plan.nodes,
+        "maxRestarts": plan.max_restarts,
+    }
+    if etcd is not None:
+        policy |= {"rdzvHost": etcd.host, "rdzvPort": etcd.port}
+    policy["rdzvConf"] = [{"key": key, "value": str(value)} for key, value in pod.rendezvous_conf(plan).items()]
+    return policy
+
+
+def _pytorch_container(plan: JobPlan, pods: pod.Pods, etcd: Etcd | None) -> dict[str, Any]:
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(plan.nproc_per_node),
+        "--local-addr",
+        "$(ENVBUILD_ADDRESS)",
+    ]
+    container: dict[str, Any] = {
+        "name": "pytorch",
+        "image": plan.artifact.path,
+        "command": pod.start(plan, *waiting(etcd)),
+        "args": [literal(plan.artifact.python, "python"), *torchrun, *pod.training(plan, pods)],
+        "env": pod.variables(plan, pods, unbuffered=False),
+        "ports": [{"name": "pytorchjob-port", "containerPort": _PYTORCHJOB_PORT}],
+    }
+    if limits := pod.resources(plan):
+        container["resources"] = limits
+    return container | pod.container_security(plan) | {"volumeMounts": pod.mounts(plan)}
+
+
+def train_job(plan: JobPlan) -> list[dict[str, Any]]:
+    """Return the documents of a TrainJob: etcd first, if the rendezvous needs it. Raises UsageError.
+
+    Trainer sets PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT, and refuses a job
+    that sets them. It chooses torchrun's static rendezvous, which does not survive a restart, so c10d is requested on
+    the command line. Volcano's queue: volcano/volcano.go of the same plugins and
+    examples/yaml/04-volcano-integration.yaml; Kueue's: 03-kueue-integration.yaml.
+    """
+    # The name of the last pod; Kubernetes adds a dash and five characters.
+    suffix = max(f"-node-0-{plan.nodes - 1}-12345", etcd_suffix(plan), key=len)
+    name = pod.job_name(plan.name, suffix)
+    hosts = tuple(f"{name}-node-0-{number}.{name}" for number in range(plan.nodes))
+    number = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    pods = pod.Pods(name, hosts, number, _TRAINJOB_PORT)
+    etcd = etcd_of(plan, name)
+    endpoint = literal(f"{etcd.host}:{etcd.port}", "--endpoint") if etcd else "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
+    arguments = [
+        literal(plan.artifact.python, "python"),
+        "-m",
+        "torch.distributed.run",
+        "--rdzv-backend",
+        plan.rendezvous,
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-id",
+        name,
+        "--max-restarts",
+        str(plan.max_restarts),
+        "--local-addr",
+        "$(ENVBUILD_ADDRESS)",
+        *pod.training(plan, pods),
+    ]
+    if len(arguments) > _MOST_WORDS:
+        raise UsageError(
+            f"a TrainJob's container takes {_MOST_WORDS} arguments, this one has {len(arguments)}",
+            'put them into a file that the script reads, or use [kubernetes] api = "v1"',
+        )
+    environment = pod.variables(plan, pods)
+    if len(environment) > _MOST_VARIABLES:
+        raise UsageError(f"a TrainJob takes {_MOST_VARIABLES} variables, not {len(environment)}")
+    trainer: dict[str, Any] = {
+        "image": plan.artifact.path,
+        "numNodes": plan.nodes,
+        "numProcPerNode": plan.nproc_per_node,
+        "command": pod.start(plan, *_meeting(plan, etcd)),
+        "args": arguments,
+        "env": environment,
+    }
+    if limits := pod.resources(plan):
+        trainer["resourcesPerNode"] = limits
+    runtime = plan.site.kubernetes.runtime
+    job = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": pod.job_metadata(plan, name),
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": runtime},
+            "activeDeadlineSeconds": pod.seconds(plan.time),
+            "trainer": trainer,
+            "runtimePatches": [_patch(plan, name)],
+        },
+    }
+    return [*(etcd.documents if etcd else ()), job]
+
+
+def _meeting(plan: JobPlan, etcd: Etcd | None) -> list[str]:
+    """Return the shell lines before torchrun that tell it which pod hosts the store.
+
+    Before DNS knows the pods, torch cannot tell by itself.
+    """
+    conf = ",".join(f"{key}={value}" for key, value in pod.rendezvous_conf(plan).items())
+    if etcd is not None:
+        return [*waiting(etcd), f'export PET_RDZV_CONF="{conf}"']
+    return ['if [ "$PET_NODE_RANK" = 0 ]; then host=1; else host=0; fi', f'export PET_RDZV_CONF="is_host=$host,{conf}"']
+
+
+def _patch(plan: JobPlan, name: str) -> dict[str, Any]:
+    """Return the additions to the runtime's pods: labels, placement and volumes; and to the JobSet's annotations."""
+    spec: dict[str, Any] = {
+        **pod.placement(plan, name),
+        "containers": [{"name": "node"} | pod.container_security(plan) | {"volumeMounts": pod.mounts(plan)}],
+        "volumes": pod.volumes(plan),
+    }
+    if plan.site.kubernetes.grace != pod.GRACE_S:
+        spec["terminationGracePeriodSeconds"] = plan.site.kubernetes.grace  # Trainer 2.3
+    metadata = pod.pod_metadata(plan, name)
+    job = {"name": "node", "template": {"spec": {"template": {"metadata": metadata, "spec": spec}}}}
+    template: dict[str, Any] = {}
+    annotations = dict(metadata.get("annotations", {}))
+    if plan.site.scheduler.partition:
+        annotations.setdefault(_VOLCANO_QUEUE, plan.site.scheduler.partition)
+    if annotations:
+        template["metadata"] = {"annotations": annotations}
+    template["spec"] = {"replicatedJobs": [job]}
+    return {"manager": "envbuild/job", "trainingRuntimeSpec": {"template": template}}
+
+
+@dataclass(frozen=True, slots=True)
+class Etcd:
+    """The address of the rendezvous, and the Kubernetes objects that it needs (none for the site's own server).
+
+    torch's etcd rendezvous uses etcd's v2 API, which 3.6 removed and 3.4 and 3.5 offer with --enable-v2. The server
+    advertises the name of its service: clients reconnect to the advertised address after a lost connection. Only
+    `kubectl delete -f` removes a server that is part of the job's manifest.
+    """
+
+    host: str
+    port: int
+    documents: tuple[dict[str, Any], ...] = ()
+
+
+def etcd_suffix(plan: JobPlan) -> str:
+    """Return the suffix that etcd's objects add to the job's name, "" without etcd."""
+    return _ETCD_SUFFIX if plan.rendezvous == "etcd-v2" else ""
+
+
+def etcd_of(plan: JobPlan, name: str) -> Etcd | None:
+    """Return the etcd server of job `name`: the plan's endpoint or one in the manifest; None if the rendezvous is c10d.
+
+    Raises UsageError for an endpoint that is not HOST:PORT.
+    """
+    if plan.rendezvous != "etcd-v2":
+        return None
+    if plan.rendezvous_endpoint:
+        found = _ENDPOINT.fullmatch(plan.rendezvous_endpoint)
+        if found is None or not 0 < int(found["port"]) < 65536:
+            raise UsageError(
+                f"{plan.rendezvous_endpoint!r} is not the endpoint of an etcd server",
+                "write HOST:PORT, or leave out --endpoint: the job then brings its own",
+            )
+        return Etcd(found["host"], int(found["port"]))
+    own = f"{name}{_ETCD_SUFFIX}"
+    return Etcd(own, _ETCD_PORT, (_etcd_service(plan, own), _etcd_deployment(plan, own)))
+
+
+def waiting(etcd: Etcd | None) -> list[str]:
+    """Return shell lines that fail if the image lacks python-etcd, and then wait until etcd accepts connections.
+
+    Without the wait, torchrun fails at once if etcd is not ready. The job's time limit ends the wait. $1 is the
+    interpreter.
+    """
+    if etcd is None:
+        return []
+    probe = f'import socket; socket.create_connection(("{etcd.host}", {etcd.port}), 5).close()'
+    lacks = "the image lacks python-etcd, which the etcd rendezvous imports: add it to the recipe's requirements"
+    return [
+        f'"$1" -c "import etcd" || {{ echo "{lacks}" >&2; exit 1; }}',
+        f"until \"$1\" -c '{probe}' 2> /dev/null; do",
+        f'  echo "waiting for etcd at {etcd.host}:{etcd.port}" >&2',
+        "  sleep 2",
+        "done",
+    ]
+
+
+def _etcd_service(plan: JobPlan, own: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": pod.metadata(plan, own),
+        "spec": {
+            "selector": pod.metadata(plan, own)["labels"],
+            "ports": [{"name": "client", "port": _ETCD_PORT, "targetPort": _ETCD_PORT}],
+        },
+    }
+
+
+def _etcd_deployment(plan: JobPlan, own: str) -> dict[str, Any]:
+    command = [
+        "etcd",
+        "--enable-v2=true",
+        "--data-dir=/var/lib/etcd",
+        f"--listen-client-urls=http://0.0.0.0:{_ETCD_PORT}",
+        f"--advertise-client-urls=http://{own}:{_ETCD_PORT}",
+    ]
+    container: dict[str, Any] = {
+        "name": "etcd",
+        "image": plan.site.kubernetes.etcd_image,
+        "command": command,
+        "ports": [{"name": "client", "containerPort": _ETCD_PORT}],
+        "readinessProbe": {"tcpSocket": {"port": _ETCD_PORT}, "periodSeconds": 2},
+        "resources": {"limits": {"cpu": "1", "memory": "512Mi"}},
+        **pod.container_security(plan),
+        "volumeMounts": [{"name": "data", "mountPath": "/var/lib/etcd"}],
+    }
+    template: dict[str, Any] = {**pod.pod_rights(plan), **pod.pod_account(plan), "containers": [container]}
+    if tolerated := pod.tolerations(plan):
+        template["tolerations"] = tolerated
+    template["volumes"] = [{"name": "data", "emptyDir": {}}]
+    labels = pod.metadata(plan, own)["labels"]
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": pod.metadata(plan, own),
+        "spec": {
+            "replicas": 1,
+            "selector": {"matchLabels": labels},
+            "strategy": {"type": "Recreate"},
+            "template": {"metadata": pod.pod_metadata(plan, own), "spec": template},
+        },
+    }
+
+
+_CHANGE = "change the site file or the options that it names, then submit again"
+_KUBEFLOW = "https://www.kubeflow.org/docs/components/trainer"
+# (pattern of kubectl's message, hint); the first match wins. The messages are those that users of clusters reported:
+# hmcts/cnp-flux-config#2122 and #13765 (quota), red-hat-storage/ocs-ci#6332 and rancher/k3k#294 (PodSecurity).
+_HINTS = (
+    (
+        r"fail(?:ed|ure) (?:calling|to call) webhook|no endpoints available for service",
+        "kubectl reaches the cluster, and a part of it that must agree does not answer: the webhook that the message"
+        " names. Its pod may be starting: try again in a minute, then tell the cluster's administrator; `kubectl get"
+        " pods --all-namespaces` shows which operator does not run",
+    ),
+    (
+        r"unable to handle the request|unable to return a response in the time allotted|etcdserver:"
+        r"|Too ?Many ?Requests|ServiceUnavailable",
+        "the cluster's API server answers, and cannot do this now: try again in a minute, then tell the cluster's"
+        " administrator; `kubectl get apiservices` shows a part that does not run",
+    ),
+    (
+        r"exceeded quota|failed quota",
+        "see `kubectl describe quota` of the namespace, and change [node] cpus, memory or gpus, or [kubernetes]"
+        " namespace in the site file",
+    ),
+    (
+        r"violates PodSecurity",
+        'set [kubernetes] run_as = "UID:GID" in the site file; host: volumes are refused by all levels but privileged',
+    ),
+    (
+        r"(?:maximum|minimum) \S+ usage per (?:Pod|Container)|max limit to request ratio",
+        "the namespace's LimitRange bounds pods (`kubectl describe limitrange`): change [node] cpus or memory in the"
+        " site file",
+    ),
+    (
+        r'serviceaccount "[^"]*" not found|error looking up service account',
+        "change [kubernetes] service_account in the site file, or have it made",
+    ),
+    (r"no PriorityClass with name", "change [kubernetes] priority_class in the site file, or have it made"),
+    (r"denied the request", "the cluster's policy refuses it: change the site file as the message says"),
+    (
+        r'no matches for kind "PyTorchJob"',
+        "the cluster lacks the training operator; its administrator installs it with `kubectl apply --server-side -k"
+        ' "github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.4"`'
+        f' ({_KUBEFLOW}/legacy-v1/installation). Where Trainer is installed, set [kubernetes] api = "v2"',
+    ),
+    (
+        r'no matches for kind "TrainJob"',
+        "the cluster lacks Kubeflow Trainer; its administrator installs it with `kubectl apply --server-side -k"
+        ' "https://github.com/kubeflow/trainer.git/manifests/overlays/manager?ref=v2.3.0"`, then the same with'
+        f" overlays/runtimes ({_KUBEFLOW}/operator-guides/installation). Where the training operator is installed,"
+        ' set [kubernetes] api = "v1"',
+    ),
+    (
+        r"connection refused|no such host|i/o timeout|no route to host|network is unreachable"
+        r"|tls: failed to verify|Unable to connect to the server",
+        "kubectl does not reach the cluster: point KUBECONFIG to the cluster's file, then see `kubectl cluster-info`",
+    ),
+    (
+        r"loading config file|Error in configuration",
+        "point KUBECONFIG to the cluster's file, and choose one of `kubectl config get-contexts`",
+    ),
+    (r"provide credentials|Unauthorized", "log in to the cluster: KUBECONFIG's user has no valid credentials"),
+    (
+        r"\(Forbidden\)|is forbidden:",
+        "ask the cluster's administrator for this right, or change [kubernetes] namespace in the site file",
+    ),
+    (r'namespaces "[^"]*" not found', "make the namespace, or change [kubernetes] namespace in the site file"),
+)
+
+
+def created_job(printed: str) -> str:
+    """Return kubectl's name of the created job (pytorchjob.kubeflow.org/NAME), without the manifest's other objects."""
+    found = re.findall(r"^((?:pytorchjob|trainjob|job)[^\s/]*/\S+) created", printed, re.IGNORECASE | re.MULTILINE)
+    return found[-1] if found else printed.strip()
+
+
+def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path) -> HostError:
+    """Return the error for the manifest `refused`, which kubectl rejected.
+
+    `earlier` is the manifest of an earlier job, which may not exist. kubectl continues after an object that it
+    could not create: the objects that it did create exist and may run.
+    """
+    files = " ".join(f"-f {shlex.quote(str(one))}" for one in (earlier, refused) if one.exists())
+    delete = f"`kubectl delete --ignore-not-found {files}`"
+    advice = next((hint for words, hint in _HINTS if re.search(words, done.stderr)), None)
+    if made := done.stdout.strip():
+        created = "\n".join(f"  {line}" for line in made.splitlines())
+        hint = f"remove that part, and the etcd or job that an earlier job left, with {delete}, then submit again"
+        return HostError(
+            f"kubectl created only a part of {refused}:\n{created}\nand refused the rest:\n{process.tail(done)}",
+            f"{advice}. First {hint}" if advice else hint,
+        )
+    if "AlreadyExists" in done.stderr:
+        advice = f"choose another --name, or remove what is there, etcd too, with {delete}, then submit again"
+    return HostError(f"kubectl refuses {refused}:\n{process.tail(done)}", advice or _CHANGE)
+
+
+def unchecked_pod(done: subprocess.CompletedProcess[str]) -> str:
+    """Return why the dry run of a pod says nothing about the pods that the job's controller creates, "" if it does."""
+    if found := re.search(r"pods is forbidden: User (\S+) cannot create resource", done.stderr):
+        return f"user {found[1]} may not create pods, as their controller may"
+    if found := re.search(r'admission webhook "([^"]*)" does not support dry run', done.stderr):
+        return f"the cluster's webhook {found[1]} does not support dry runs"
+    return ""
+
+
+def refused_pod(done: subprocess.CompletedProcess[str], name: str) -> HostError:
+    """Return the error for job `name`, of whose pods the server refused one in a dry run."""
+    advice = next((hint for words, hint in _HINTS if re.search(words, done.stderr)), None)
+    return HostError(
+        f"{name} was not submitted: a dry run of one of its pods failed:\n{process.tail(done)}", advice or _CHANGE
+    )
 
 
 KUBERNETES = Scheduler(
