@@ -425,7 +425,7 @@ def logged(plan: JobPlan) -> list[str]:
     (kubeflow/training-operator, pkg/controller.v1/common/job.go).
 
     A later pod, also of another job of that name, appends to the file. The first line of each has the pod's UID and
-    the time; diagnose/read.py reads the lines after the last of these.
+    the time; jobcheck/diagnose/read.py reads the lines after the last of these.
 
     The container ends with its shell. The shell waits for tee, so that the last lines are written, but only for
     a few seconds: processes that outlive torchrun keep the pipe open.

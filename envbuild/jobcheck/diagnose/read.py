@@ -28,7 +28,7 @@ _OF_NODES = re.compile(r"(?:node|host|rank|worker|task|gpu|nid|attempt|ip(?:-\d+
 # The folder of a run of `envbuild job` has other files, too, such as snapshots.
 _OF_RUN = re.compile(r"/settings-\d+\.sh$")
 _OF_POD = re.compile(r"/pod-\d+\.log$")
-# The first line of a pod in the copy of its output (jobs/kubernetes_log.py).
+# The first line of a pod in the copy of its output (jobs/kubernetes_pod.py).
 _POD_START = b"envbuild: pod start: "
 # In a name that is not a scheduler's, a shorter number may have any meaning.
 _LONG = 4
