@@ -108,7 +108,7 @@ class Judge:
         return state, evidence
 
     def _verify(self, subject: Subject, settings: Settings) -> tuple[MixState, dict[str, Any]]:
-        verdict = verify(subject, settings, self.environment.variables, self.log)
+        verdict = verify(subject, settings, self.environment.site, self.environment.variables, self.log)
         failed = {check.name: check.seen for check in verdict.checks if check.status == FAIL}
         return (MixState.GOOD if verdict.passed else MixState.BAD), {**failed}
 

@@ -101,7 +101,7 @@ def _verdict(
     if fit:
         settings = fit_to_gpus(settings, environment.variables, subject.target.family, log)
     logs = path.with_name(f"{path.name}.verify-logs")
-    verdict = verify(subject, settings, environment.variables, log, logs=logs)
+    verdict = verify(subject, settings, environment.site, environment.variables, log, logs=logs)
     if verdict.passed:
         subject.accept()
     return verdict

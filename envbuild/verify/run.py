@@ -18,7 +18,7 @@ from typing import Any
 from envbuild.artifacts.survey import Survey
 from envbuild.base.process import of_caller
 from envbuild.base.progress import Log
-from envbuild.site.settings import load_site
+from envbuild.site.settings import Site
 from envbuild.site.tables import FabricTable
 from envbuild.verify import training_checks as training
 from envbuild.verify import user_code
@@ -71,26 +71,25 @@ _BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.05", "1"
 
 
 def verify(
-    subject: Subject, settings: Settings, env: Mapping[str, str], log: Log, *, logs: Path | None = None
+    subject: Subject, settings: Settings, site: Site, env: Mapping[str, str], log: Log, *, logs: Path | None = None
 ) -> Verdict:
-    """Run every check on `subject`. If one fails, the nodes' logs are kept in `logs`.
+    """Run every check on `subject`, with the network and the GPUs of `site`. After a failure, `logs` keeps the logs.
 
     Of the caller's variables `env`, those that would decide the verification are left out.
     """
     started, env = time.monotonic(), of_caller(env, verifying=True)
     with tempfile.TemporaryDirectory(prefix="verify-", dir=env.get("TMPDIR"), ignore_cleanup_errors=True) as folder:
-        work, where = Path(folder), load_site(env)
-        site = where.fabric
+        work = Path(folder)
         if subject.target.family.gpu and not settings.gpus:
-            settings = replace(settings, gpus=where.node.gpu_types)
+            settings = replace(settings, gpus=site.node.gpu_types)
         if settings.quick:
             settings = _quick(settings)
         with subject.nodes(work, settings.nodes, env) as nodes:
             shape = (settings.nodes, settings.nproc_per_node)
-            network = network_of(subject, nodes, shape, env, site)
+            network = network_of(subject, nodes, shape, env, site.fabric)
             request = make_request(settings.nodes * settings.nproc_per_node, gpu=network.accelerator.gpu)
             nodes.share({**trainer_files(), _REQUEST: json.dumps(request).encode()})
-            bench = Bench(nodes, work, settings, subject, network, request, *_floor(subject, settings, site))
+            bench = Bench(nodes, work, settings, subject, network, request, *_floor(subject, settings, site.fabric))
             checks, figures = _checks(bench, log)
         failed = any(check.status == FAIL for check in checks)
         kept = _keep(work, logs) if failed and logs else None

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from envbuild.base.errors import UsageError
 from envbuild.environment import Environment
-from envbuild.site.settings import load_site
 from envbuild.verify.launch import Bench, Outcome, Running, TrainingJob
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.network import network_of
@@ -57,7 +56,7 @@ def run_program_on_nodes(
             tempfile.TemporaryDirectory(prefix="run-", dir=env.get("TMPDIR")) as logs,
             subject.nodes(folder, nodes, env) as opened,
         ):
-            network = network_of(subject, opened, (nodes, nproc_per_node), env, load_site(env).fabric)
+            network = network_of(subject, opened, (nodes, nproc_per_node), env, environment.site.fabric)
             bench = Bench(opened, Path(logs), settings, subject, network, {})
             extra = {"TMPDIR": str(opened.work / temporary.name), **variables}
             with bench.launch(job, extra) as running:

@@ -13,6 +13,7 @@ from envbuild.artifacts.installed import FileReport
 from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, scan_elf
 from envbuild.recipe.targets import Target
+from envbuild.site.settings import load_site
 from envbuild.verify.host import host_nodes
 from envbuild.verify.model import FAIL, Check, Settings, Subject
 from envbuild.verify.run import verify
@@ -45,7 +46,9 @@ def verify_machine(
     # This table replaces that of any site file of the machine.
     site.write_text("[fabric.variables]\n" + "".join(rows))
     own = clean_environment(ENVBUILD_SITE=str(site), **(env or {}))
-    verdict = verify(_subject(context, fabric, nccl, planted), settings, own, print, logs=folder / "logs")
+    verdict = verify(
+        _subject(context, fabric, nccl, planted), settings, load_site(own), own, print, logs=folder / "logs"
+    )
     return [check for check in verdict.checks if check.name not in _OF_ARTIFACTS]
 
 

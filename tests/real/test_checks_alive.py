@@ -28,6 +28,7 @@ from ddp_train.loaded import interfaces
 from envbuild.artifacts import venv
 from envbuild.base.packages import record_digest
 from envbuild.recipe.verify_table import ExpectTable
+from envbuild.site.settings import load_site
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
 from envbuild.verify.model import Check, Nodes, Settings, Subject
@@ -161,7 +162,7 @@ def run_checks(subject: Subject, tmp_path: Path, code: str = "", settings: Setti
         )
 
     broken = dataclasses.replace(subject, nodes=nodes)
-    return list(verify(broken, settings, os.environ, print, logs=tmp_path / "logs").checks)
+    return list(verify(broken, settings, load_site(os.environ), os.environ, print, logs=tmp_path / "logs").checks)
 
 
 def failed(checks: list[Check]) -> list[str]:

@@ -147,6 +147,7 @@ def test_after_a_small_change_only_changed_layers_are_sent(small: Command) -> No
 def test_an_image_that_was_tampered_with_fails_where_it_was(
     pt_docker: dict[str, Any], docker_daemon: Lab, session_store: Path
 ) -> None:
+    from envbuild.site.settings import load_site
     from envbuild.verify.containers import BuiltImage, image_subject
     from envbuild.verify.model import Settings
     from envbuild.verify.run import verify
@@ -170,7 +171,7 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
         settings = Settings(nodes=1, trainer=False)  # no check of the files needs a launch
         built = BuiltImage(broken, image.state, image.digest, image.file_manifest)
         subject = image_subject(client.raw, built, settings)
-        verdict = verify(subject, settings, environment, print)
+        verdict = verify(subject, settings, load_site(environment), environment, print)
         client.images.remove(broken, force=True)
     failed = {check.name: check for check in verdict.checks if check.status == "fail"}
     assert set(failed) == {"installed", "architecture"} and "tqdm/strange.so is arm" in failed["architecture"].seen

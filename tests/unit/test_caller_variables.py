@@ -17,6 +17,7 @@ from envbuild.base.process import of_caller
 from envbuild.data import load_table
 from envbuild.exec_image import inherited
 from envbuild.recipe.targets import Target
+from envbuild.site.settings import load_site
 from envbuild.verify import run
 from envbuild.verify.model import Settings, Subject
 
@@ -79,10 +80,9 @@ def test_a_verification_gets_none_and_no_settings_of_torch(monkeypatch: pytest.M
     state = State("venv", "r", "", "", "", "cpu-x86_64", "3.11", "3.11.0", sys.executable, ())
     target = Target.parse(state.target)
     subject = Subject(tmp_path, state, target, "", "host", survey=None, nodes=nodes)  # type: ignore[arg-type]
-    given = {"TMPDIR": str(tmp_path), "ENVBUILD_SITE": str(tmp_path / "site.toml")}
-    (tmp_path / "site.toml").write_text("")
+    given = {"TMPDIR": str(tmp_path)}
     with pytest.raises(Opened):
-        run.verify(subject, Settings(), given | DECIDES | SETTINGS, print)
+        run.verify(subject, Settings(), load_site({}), given | DECIDES | SETTINGS, print)
     assert seen == [given]
 
 
