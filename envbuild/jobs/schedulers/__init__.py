@@ -18,6 +18,7 @@ SCHEDULERS: Mapping[str, Scheduler] = {"slurm": SLURM, "pbs": PBS, "lsf": LSF, "
 # Facts about their scripts, for `envbuild lint-job`.
 SCRIPT_FACTS: Mapping[str, ScriptFacts] = {name: known.script for name, known in SCHEDULERS.items() if known.script}
 
+
 def render(plan: JobPlan) -> str:
     """Return the script or manifest of `plan`. Raises UsageError for values that its scheduler cannot express."""
     return SCHEDULERS[plan.scheduler].render(plan)
