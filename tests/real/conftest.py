@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import pytest
+from docker import DockerClient
 from lab import apptainer
 from lab import conda_channel as lab_conda
 from lab import sources as lab_sources
@@ -271,13 +272,22 @@ def lab(tmp_path: Path) -> Command:
 
 
 @pytest.fixture(scope="session")
-def docker_daemon(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Lab]:
-    """A real dockerd for all tests of the session; `environment()` points commands at it."""
+def _dockerd(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Lab]:
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
     with dockerd(session_root(tmp_path_factory) / f"dockerd-{worker_id}", wait=False) as lab:
         yield lab
+
+
+@pytest.fixture(scope="module")
+def docker_daemon(_dockerd: Lab) -> Iterator[Lab]:
+    """A real dockerd, which begins each module without images; `environment()` points commands at it."""
+    yield _dockerd
+    with closing(DockerClient(base_url=_dockerd.environment()["DOCKER_HOST"], timeout=300)) as client:
+        client.containers.prune()
+        client.images.prune(filters={"dangling": False})
+        client.api.prune_builds(all=True)
 
 
 @pytest.fixture(scope="session")
