@@ -206,9 +206,8 @@ def _own_files() -> Iterator[tuple[Path, str]]:
         yield file, f"envbuild/{file.relative_to(package)}"
     if (package / "_bundled").is_dir():
         return
-    for name in ("recipes", "ddp_train", "sites", "Dockerfile.cpu", "Dockerfile.gpu"):
-        whole = package.parent / name
-        for file in recipe_files(whole) if whole.is_dir() else [whole]:
+    for name in ("recipes", "ddp_train", "sites"):
+        for file in recipe_files(package.parent / name):
             yield file, f"envbuild/_bundled/{file.relative_to(package.parent)}"
 
 

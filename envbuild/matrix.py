@@ -26,7 +26,7 @@ from envbuild.recipe.targets import ARCHES, Target, target_problem
 # "A matrix will generate a maximum of 256 jobs per workflow run" (GitHub's workflow syntax, jobs.<id>.strategy.matrix).
 GITHUB_LIMIT = 256
 # Paths at the top of envbuild's own checkout that can change the artifacts of every recipe.
-_DECIDE_ALL = ("envbuild", "ddp_train", "Dockerfile.*", "pyproject.toml")
+_DECIDE_ALL = ("envbuild", "ddp_train", "pyproject.toml")
 # No default: envbuild is on no package index, and whoever registered its name there could run code on the runner.
 _GITLAB_PACKAGE = "${ENVBUILD_PACKAGE:?what pip takes envbuild from, such as git+https://HOST/GROUP/envbuild@VERSION}"
 _GITLAB_DEFAULT = {

@@ -18,14 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from envbuild.base.elf import HEAD, Elf, elf_machine, file_head, read_elf
 from envbuild.base.files import open_regular, read_regular
 from envbuild.base.packages import SLIM_FILE, normalise, record_digest, top_level
-
-if TYPE_CHECKING:
-    from envbuild.gpu_code import Containers
+from envbuild.gpu_code import Containers, read_gpu_code
 
 
 @dataclass(frozen=True)
@@ -107,9 +105,6 @@ class HostFiles:
         return os.path.isdir(path)
 
     def gpu_code(self, path: str) -> Containers:
-        # Imported here: stages of Dockerfiles, which have few modules, use this one.
-        from envbuild.gpu_code import read_gpu_code
-
         with open_regular(path) as stream:
             return read_gpu_code(stream)
 

@@ -1,7 +1,4 @@
-"""Source archives and zip files, unpacked as this user, without members that lead outside.
-
-This module imports only the standard library and errors, so that a stage of a Dockerfile can use it.
-"""
+"""Source archives and zip files, unpacked as this user, without members that lead outside."""
 
 from __future__ import annotations
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import click
 
 from envbuild.base.errors import UsageError
@@ -36,14 +33,6 @@ from envbuild.cli.report import reported
     help="Media types of what --push sends. docker: for `enroot import`, which asks for Docker's alone.",
 )
 @click.option("--out", "output", metavar="FORM:PATH", help="oci:DIR or docker-archive:FILE, in place of a daemon.")
-@click.option(
-    "--builder",
-    type=click.Choice(["native", "dockerfile"]),
-    default="native",
-    show_default=True,
-    help="dockerfile: `docker build` of Dockerfile.cpu or Dockerfile.gpu with the locked requirements.",
-)
-@click.option("--base", metavar="IMAGE", help="For --builder dockerfile: the image to build on, with Python and venv.")
 @build_options("verify", "no-verify", "faults", "no-bytecode", "dry-run", "locked", "offline", "report", "json")
 def docker_command(
     recipe: str | None,
@@ -52,8 +41,6 @@ def docker_command(
     push: bool,
     form: str,
     output: str | None,
-    builder: str,
-    base: str | None,
     options: BuildOptions,
 ) -> None:
     """Build the image of RECIPE from its locks and prove it by training in two containers.
@@ -67,13 +54,10 @@ def docker_command(
       envbuild docker pt_cpu --out oci:image --target cpu-x86_64 --target cpu-aarch64
       envbuild docker pt_cpu --tag registry.example.org/team/pt_cpu:2.13 --push
       envbuild docker pt_cpu --tag registry.example.org/team/pt_cpu:2.13 --push --format docker
-      envbuild docker pt_cpu --builder dockerfile --base registry.example.org/library/python:3.11-slim-bookworm
       docker run --rm pt_cpu:cpu-x86_64 torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
     from envbuild.artifacts.docker import ImageOutput, check_tag
-    from envbuild.artifacts.image import PreparedImage
     from envbuild.cli.summary import summarise
-    from envbuild.kinds.dockerfile import check_dockerfile, make_by_dockerfile, prepare_dockerfile
     from envbuild.kinds.image import ImageOptions, check_options, make_images, prepare_image
 
     place = ImageOutput.parse(output) if output else None
@@ -90,31 +74,26 @@ def docker_command(
     if len({target.arch for target in wanted}) < len(wanted):
         raise UsageError("two targets of one architecture do not fit into one image")
     name = check_tag(tag or f"{loaded.recipe.name}:{wanted[0].name}", push=push)
-    native, verify = builder == "native", not options.no_verify
-    if native and base:
-        raise UsageError("--base is for --builder dockerfile", "otherwise say `base` in the recipe's [image]")
-    prepare: Callable[..., PreparedImage] = prepare_image if native else partial(prepare_dockerfile, base=base)
+    verify = not options.no_verify
     with step(f"planning the image of {loaded.recipe.name}", told=True):
         prepared = [
-            prepare(loaded, target, environment, bytecode=not options.no_bytecode, verify=verify, **options.lock_use)
+            prepare_image(
+                loaded, target, environment, bytecode=not options.no_bytecode, verify=verify, **options.lock_use
+            )
             for target in wanted
         ]
     wish = ImageOptions(name, place, push, verify=verify, asked=options.asked, form=form)
     if not options.dry_run:
-        make = make_images if native else make_by_dockerfile
         what = f"docker of {loaded.recipe.name}"
         with (
             reported(options.report, [wish.beside(one.plan) for one in prepared], environment),
             step(f"building {what}", told=True),
         ):
-            result = make(prepared, wish, environment, offline=options.offline)
+            result = make_images(prepared, wish, environment, offline=options.offline)
         summarise(what, {**result, "target": ", ".join(one.target.name for one in prepared)})
         show(options.as_json, result, result["path"])
         return
-    if native:
-        check_options(wish, len(prepared), environment)
-    else:
-        check_dockerfile(prepared, wish, environment)
+    check_options(wish, len(prepared), environment)
     for one in prepared:
         show(options.as_json, {**one.plan.as_json(), "path": name}, *plan_lines(one.plan))
     if not options.as_json:

@@ -1,7 +1,6 @@
 """Steps from a source archive to installed files: unpack, patch, configure, make, install, tidy, relocate.
 
-This module imports only the standard library, errors and its own neighbours, so that a stage of a Dockerfile can use it
-(see source_standalone.py). Sources: the GNU Coding Standards (configure, DESTDIR, standard targets),
+Sources: the GNU Coding Standards (configure, DESTDIR, standard targets),
 reproducible-builds.org (SOURCE_DATE_EPOCH, -ffile-prefix-map).
 """
 

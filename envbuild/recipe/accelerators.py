@@ -35,7 +35,7 @@ class Accelerator:
 
     Containers: `apptainer` is its option; `docker_request` requests a daemon's GPU runtime, otherwise
     `docker_devices` are passed to a container; `container_variables` select devices for the hooks of container
-    runtimes. `dockerfile` is the file at the top of the repository.
+    runtimes.
 
     Clusters: `kubernetes` is the resource of pods, `backend` torch's backend for collectives, `nccl` the name of
     the library behind it, and `net_plugin` the prefix of the aws-ofi-nccl file that this library opens.
@@ -62,7 +62,6 @@ class Accelerator:
     docker_request: bool = False
     docker_devices: tuple[str, ...] = ()
     container_variables: tuple[tuple[str, str], ...] = ()
-    dockerfile: str = ""
     kubernetes: str = ""
     net_plugin: str = ""
 
@@ -77,7 +76,7 @@ class Accelerator:
         return ".".join(match.groups()) if match and match.groups() else None
 
 
-CPU = Accelerator("cpu", "CPUs", "cpu", "cpu", ("cpu",), backend="gloo", dockerfile="Dockerfile.cpu")
+CPU = Accelerator("cpu", "CPUs", "cpu", "cpu", ("cpu",), backend="gloo")
 CUDA = Accelerator(
     "cuda",
     "CUDA",
@@ -98,7 +97,6 @@ CUDA = Accelerator(
     docker_request=True,
     # enroot's hook 98-nvidia.sh and NVIDIA's container runtime read these.
     container_variables=(("NVIDIA_VISIBLE_DEVICES", "all"), ("NVIDIA_DRIVER_CAPABILITIES", "compute,utility")),
-    dockerfile="Dockerfile.gpu",
     kubernetes="nvidia.com/gpu",
     backend="nccl",
     nccl="libnccl",

@@ -69,7 +69,6 @@ _WORKING = (
     "building",
     "builders/new",
     "conda/linked",
-    "docker",
     "launched",
     "layouts",
     "opened",

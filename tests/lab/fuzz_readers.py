@@ -27,7 +27,7 @@ from lab.fuzz_inputs import Mutate, Seeds, mutated
 from lab.lint import lint_file
 from securesystemslib.signer import CryptoSigner
 
-from envbuild.artifacts import conda, conda_survey, image_manifest, installed, layer_lists, manifest, pip_records, state
+from envbuild.artifacts import conda, conda_survey, image_manifest, installed, layer_lists, manifest, state
 from envbuild.base.elf import elf_machine, file_head, read_elf
 from envbuild.base.errors import EnvbuildError
 from envbuild.base.host import parse_mounts
@@ -61,13 +61,11 @@ from envbuild.jobcheck.diagnose.read import job_number, read_logs
 from envbuild.jobcheck.diagnose.rules import load_rules
 from envbuild.layers import source_files
 from envbuild.layers.conda_package import read_info
-from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.wheel import Scheme, entry_point_scripts, wheel_record, wheel_title, wheel_tree
 from envbuild.lock import conda_format, format, image
 from envbuild.lock.lifecycle import read_lock_file
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.project import ProjectTable, declared_code, declared_requirements
-from envbuild.recipe.sources import Patch, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
@@ -239,8 +237,6 @@ def _record(data: bytes, folder: Path) -> None:
         reader = metadata.interest(f"lib/site-packages/a-1.dist-info/{name}")
         assert reader is not None
         reader(data)
-    if len(data) < _MIB:
-        pip_records.record_differences(data, data[:100])
 
 
 def _notes(data: bytes, folder: Path) -> None:
@@ -734,15 +730,6 @@ READERS: dict[str, FuzzedReader] = {
         given({"format": 1, "name": "a", "version": "1", "glibc": "2.28", "files": [["a", "x", 1]]}),
         _source_manifest,
         300,
-    ),
-    "description": FuzzedReader(
-        lambda _: [
-            describe(
-                [SourceLayer("ucx", "1", "cpu", "make", "x", "0", patches=(Patch("x", "0"),))], {"a": "b"}
-            ).encode()
-        ],
-        text(read_description),
-        400,
     ),
     "note of a layer": FuzzedReader(
         given({"media_type": "x", "seal": "0"}), file("note.json", hashed.read_note), 300, (OSError, ValueError)

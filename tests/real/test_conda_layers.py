@@ -359,10 +359,3 @@ def test_an_existing_base_needs_no_python_and_keeps_its_variables_and_pip_adds_i
     assert found["CONDA_PREFIX"] == "/opt/env" and "VIRTUAL_ENV" not in found
     assert config["config"]["Labels"]["org.envbuild.environment"] == "conda"
     assert "python" not in (place / f"cpu-{os.uname().machine}.image.toml").read_text()
-
-
-def test_the_dockerfile_builder_says_that_it_makes_no_conda_images(at_site: Command, tmp_path: Path) -> None:
-    conda_recipe(tmp_path, ["tqdm"])
-    done = at_site("docker", "tiny", "--builder", "dockerfile")
-    assert done.returncode == 2 and "tiny is made of conda packages" in done.stderr
-    assert "--builder dockerfile" in done.stderr

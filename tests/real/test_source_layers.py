@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -26,7 +27,6 @@ from envbuild.layers.source_build import build_layer
 from envbuild.layers.source_files import read_manifest
 from envbuild.layers.source_job import BuildPython
 from envbuild.layers.source_known import source_layers
-from envbuild.layers.source_standalone import describe
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target, host_arch
@@ -36,15 +36,14 @@ from .conftest import keep_layer
 TESTS = Path(__file__).resolve().parents[1]
 # `python -c BUILD STORE DESCRIPTION`: one process that builds, as a command of envbuild does.
 BUILD = """
-import os, pathlib, sys
+import os, pathlib, pickle, sys
 from envbuild.environment import load_environment
 from envbuild.layers.local_build_host import local_build_host
 from envbuild.layers.source_build import build_layer
-from envbuild.layers.source_standalone import read_description
 environment = load_environment({**os.environ, "ENVBUILD_STORE": sys.argv[1]})
-layers, _ = read_description(pathlib.Path(sys.argv[2]).read_text())
+layer = pickle.loads(pathlib.Path(sys.argv[2]).read_bytes())
 say = lambda line: print(line, flush=True)
-print(build_layer(layers[0], {}, lambda work: local_build_host(work, os.environ), environment, say, offline=False))
+print(build_layer(layer, {}, lambda work: local_build_host(work, os.environ), environment, say, offline=False))
 """
 # configure of a project whose make has nothing to do.
 QUICK = """#!/bin/sh
@@ -344,8 +343,8 @@ def test_programs_and_compilers_that_are_missing_are_named(builder: Builder, tmp
 
 
 def _start(builder: Builder, what: SourceLayer) -> subprocess.Popen[str]:
-    description = builder.folder / "layers.json"
-    description.write_text(describe([what]))
+    description = builder.folder / "layer.pickle"
+    description.write_bytes(pickle.dumps(what))
     return subprocess.Popen(
         [sys.executable, "-c", BUILD, str(builder.store), str(description)],
         stdout=subprocess.PIPE,
@@ -431,35 +430,6 @@ def test_a_replaced_archive_in_the_store_is_fetched_again(builder: Builder) -> N
     (archive,) = (builder.store / "sources").glob("*/*")
     archive.write_bytes(archive.read_bytes()[:-1] + b"!")  # of the same size
     assert _run(builder(one) / "bin/greet") == "hello"
-
-
-def test_a_stage_of_a_dockerfile_builds_the_same_without_a_store(builder: Builder, tmp_path: Path) -> None:
-    greet = builder.layer(builder.pack(), patches=(patch(tmp_path / "w.patch", _WORD),))
-    calling = builder.layer(
-        builder.pack(name="caller"), "caller", system="make", configure=("GREET={greet}",), requires=("greet",)
-    )
-    archives = tmp_path / "archives"
-    archives.mkdir()
-    for path in tmp_path.glob("*.tar.gz"):
-        shutil.copy(path, archives)
-    shutil.copy(tmp_path / "w.patch", archives)
-    (tmp_path / "layers.json").write_text(describe([greet, calling]))
-
-    def stage(prefix: Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "envbuild.artifacts.layers_stage", tmp_path / "layers.json", archives, prefix],
-            capture_output=True,
-            text=True,
-        )
-
-    done = stage(tmp_path / "env")
-    assert done.returncode == 0, done.stderr
-    assert _run(tmp_path / "env/bin/call") == "HELLO!, called"
-    assert (tmp_path / "env/share/licenses/caller/COPYING").is_file()
-    (archives / "w.patch").unlink()
-    done = stage(tmp_path / "other")
-    assert done.returncode == BuildError.exit_code and "w.patch: no file in" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_libfabric_is_built_natively_and_finds_tcp_from_a_moved_tree(

@@ -60,7 +60,7 @@ def values(*words: str) -> list[str]:
         (["ve"], ["venv", "verify"]),
         (["site", "s"], ["show"]),
         (["venv", "--lo"], ["--locked"]),
-        (["docker", "pt_cpu", "--builder", "d"], ["dockerfile"]),
+        (["docker", "pt_cpu", "--format", "d"], ["docker"]),
         (["venv", "pt_m"], ["pt_minimal"]),
         (["venv", "m"], ["mine", "mistaken", "my recipe"]),
         (["lock", "pt_cpu", "pt_m"], ["pt_minimal"]),

@@ -4,18 +4,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping
 from importlib import resources
 from itertools import combinations
-from pathlib import Path
 
 import pytest
-from unit.test_dockerfile import copy_modules
 
-from envbuild.artifacts.layers_stage import MODULES
 from envbuild.jobcheck.diagnose.engine import diagnose, explain
 from envbuild.jobcheck.diagnose.rules import PLACES, Place, load_rules
 
@@ -93,15 +88,3 @@ def test_a_name_is_one_row() -> None:
     assert len(set(names)) == len(names)
     assert all(row["source"] and row["date"] for row in table["rules"])
     assert {place for row in table["rules"] for place in row.get("where", ())} == set(PLACES)
-
-
-def test_the_stage_of_a_dockerfile_explains_failures_without_the_rest_of_envbuild(tmp_path: Path) -> None:
-    copy_modules(MODULES, tmp_path)
-    script = (
-        "import sys; sys.path.insert(0, '.'); from envbuild.jobcheck.diagnose.engine import explain;"
-        "print(explain('NCCL WARN x\\nsh: 1: nvcc: not found', 'source-build'))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-B", "-c", script], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.stdout.startswith("the program nvcc is missing: install it"), done.stderr

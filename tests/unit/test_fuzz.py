@@ -27,7 +27,6 @@ OF_JSON = (
     "conda record",
     "layer list",
     "source manifest",
-    "description",
     "file manifest",
     "bundle",
     "manifest of an image",

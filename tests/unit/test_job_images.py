@@ -51,7 +51,7 @@ def receipt(target: str = "cpu-x86_64", digest: str = MANIFEST, path: str = "pt_
     [
         ("pt_cpu:cpu-x86_64", MANIFEST),
         (f"{NAME}:1", MANIFEST),  # --tag without --push
-        (f"{NAME}:1", ID),  # --builder dockerfile: the daemon's id is no manifest of a registry
+        (f"{NAME}:1", ID),  # docker build: the daemon's id is no manifest of a registry
     ],
 )
 def test_an_image_whose_name_only_looks_pushed_is_refused_with_the_command_that_pushes_it(

@@ -108,7 +108,6 @@ EFA = "pt_efa", "--target", f"cu130-{OTHER}", "--locked"
         (("docker", *CPU), None, 6, "docker"),
         (("docker", *CPU, "--target", f"cpu-{OTHER}"), None, 2, "several targets need --out or --push"),
         (("docker", *CPU, "--out", "oci:taken"), None, 2, "is no OCI layout"),
-        (("docker", *CPU, "--builder", "dockerfile", "--out", "oci:x"), None, 2, "it writes none"),
         (("venv", *CPU, "--out", "taken"), None, 2, "was not made by envbuild"),
         (("enroot", *CPU, "--out", "taken"), None, 2, "is a folder"),
         (("enroot", "--from", "oci:taken", "--out", "taken"), None, 2, "is a folder"),

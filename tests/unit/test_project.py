@@ -22,7 +22,6 @@ from envbuild.artifacts.state import parse_state, state_of
 from envbuild.base.errors import BuildError, EnvbuildError, RecipeError, UsageError
 from envbuild.environment import Environment, load_environment
 from envbuild.kinds import DOCKER, VENV
-from envbuild.kinds.dockerfile import prepare_dockerfile
 from envbuild.kinds.folder import prepare_folder
 from envbuild.kinds.prepare import prepare
 from envbuild.layers import project
@@ -458,8 +457,6 @@ def test_the_name_of_a_locked_package_is_refused_before_a_build(tmp_path: Path, 
 
 def test_what_cannot_hold_a_project_says_so(tmp_path: Path, environment: Environment) -> None:
     use: Any = {"locked": True, "offline": True, "log": print}
-    with pytest.raises(UsageError, match="does not install"):
-        prepare_dockerfile(plain(tmp_path), TARGET, environment, bytecode=True, **use)
     without = load_recipe(make_recipe(tmp_path / "w", "r", ["numpy"]) / "recipe.toml")
     with pytest.raises(UsageError, match=r"--editable: recipe r has no \[project\]"):
         prepare_folder(VENV, without, TARGET, environment, editable=True, here=False, **use)

@@ -145,8 +145,8 @@ def test_the_packages_must_have_the_tracked_files_and_no_others() -> None:
         "pyproject.toml",
     ]
     in_wheel = {release.bundled(name) for name in tracked} - {""}
-    assert in_wheel == {"envbuild/a.py", *(f"envbuild/_bundled/{name}" for name in tracked[1:5])}
-    assert [name for name in tracked if release.packed(name)] == [*tracked[:6], "pyproject.toml"]
+    assert in_wheel == {"envbuild/a.py", *(f"envbuild/_bundled/{name}" for name in tracked[1:4])}
+    assert [name for name in tracked if release.packed(name)] == [*tracked[:4], "LICENSE", "pyproject.toml"]
     release.compare("wheel", in_wheel, in_wheel)
     with pytest.raises(release.ReleaseError, match=r"lacks envbuild/a\.py; has envbuild/__pycache__/a\.pyc"):
         release.compare("wheel", in_wheel - {"envbuild/a.py"} | {"envbuild/__pycache__/a.pyc"}, in_wheel)

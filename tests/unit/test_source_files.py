@@ -39,9 +39,8 @@ from envbuild.layers.source_files import (
     write_manifest,
 )
 from envbuild.layers.source_job import SourceBuild, StepError
-from envbuild.layers.source_standalone import describe, read_description
 from envbuild.layers.source_steps import tidy, unpack_cuda, unpack_wheel
-from envbuild.recipe.sources import LockedPackage, Patch, SourceLayer
+from envbuild.recipe.sources import SourceLayer
 from envbuild.store.store import Store
 
 _LAYER = SourceLayer("foo", "1", "cpu-x86_64", "autotools", "https://example.org/foo-1.tar", "ab" * 32)
@@ -385,35 +384,6 @@ def test_a_failure_shows_the_end_of_its_log_and_what_configure_tried(tmp_path: P
     assert "| #include" not in error.message and "ac_cv" not in error.message
     assert "kept.log" in error.message and "header hwloc.h" in (error.hint or "")
     assert config_error(log) == []
-
-
-def test_a_description_of_layers_comes_back_as_it_was() -> None:
-    layer = SourceLayer(
-        "foo",
-        "1",
-        "cu126-x86_64",
-        "make",
-        "file:///a",
-        "ab" * 32,
-        ("A=1", "--b={bar}"),
-        (Patch("/p", "c" * 64),),
-        ("bar",),
-        (LockedPackage("w", "2", ("d" * 64, "e" * 64)),),
-        ("make",),
-        ("gcc",),
-        ("COPYING",),
-        ("foo", "-v"),
-        "x",
-    )
-    assert read_description(describe([_LAYER, layer], {"h": "/h"})) == ([_LAYER, layer], {"h": "/h"})
-
-
-@given(
-    st.text(max_size=40) | st.sampled_from(["[]", "{}", '{"format": 1}', '{"format": 1, "layers": [1], "hosts": {}}'])
-)
-def test_what_is_no_description_is_refused(text: str) -> None:
-    with pytest.raises(BuildError, match="no description of layers"):
-        read_description(text)
 
 
 def test_a_layer_with_a_file_that_is_cut_or_gone_is_none(tmp_path: Path) -> None:
