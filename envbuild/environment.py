@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from envbuild.base import process
 from envbuild.base.atomic import lock_failure, naming, write_hint
@@ -19,6 +20,9 @@ from envbuild.site.pip_config import PipConfig, load_pip_config
 from envbuild.site.settings import Site, load_site
 from envbuild.site.uv_config import uv_environment, uv_settings
 from envbuild.store.store import Store, working_folder
+
+if TYPE_CHECKING:
+    from envbuild.image.registry import Registry
 
 # What the names of the temporary folders of runs begin with.
 RUN = "envbuild-run-"
@@ -91,6 +95,12 @@ class Environment:
         if remote is not None:
             stack.push(lambda kind, *_: remote.close(wait=kind is None))
         return replace(self.store, remote=remote)
+
+    def registry(self, image: str) -> Registry:
+        """Return the registry of `image`, with this site's mirrors, proxies and certificates."""
+        from envbuild.store.remote_site import registry_of  # with the HTTP client, which most commands do not need
+
+        return registry_of(image, self.site, self.pip, self.variables)
 
     @contextlib.contextmanager
     def temporary_folder(self, prefix: str) -> Iterator[Path]:

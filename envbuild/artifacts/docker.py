@@ -20,7 +20,6 @@ from envbuild.image.daemon import Loaded, connect, load
 from envbuild.image.layout import fill_layout
 from envbuild.image.model import DOCKER_INDEX, DOCKER_MANIFEST, OCI_INDEX, Descriptor, ImageIndex, canonical, parse
 from envbuild.image.reference import parse_reference
-from envbuild.lock.base import registry_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ def check_place(out: ImageOutput, count: int) -> None:
 
 def push(images: Sequence[AssembledImage], tag: str, environment: Environment) -> dict[str, Any]:
     """Push what the registry lacks: manifests by digest first, then the index or manifest by its tag."""
-    registry = registry_of(tag, environment)
+    registry = environment.registry(tag)
     index = index_of(images) if len(images) > 1 else None
     counts = {"uploaded": 0, "uploaded_bytes": 0, "mounted": 0, "present": 0}
     try:

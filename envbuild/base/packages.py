@@ -36,6 +36,10 @@ _INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER
 
 # In a .dist-info folder: what a slim wheel is without (layers/slim_wheel.py).
 SLIM_FILE = "envbuild-slim.json"
+# conda's default `channel_alias`: the server of channels that are given by name. Sites mirror it in site.toml.
+CHANNEL_ALIAS = "https://conda.anaconda.org"
+# conda calls channels on these hosts by the rest of their URL.
+_ALIASES = (f"{CHANNEL_ALIAS}/", "https://repo.anaconda.com/")
 _NO_MODULE = re.compile(r"_|(?:tests?|testing|docs?|examples?|benchmarks?)(?:\.|$)")
 
 
@@ -115,3 +119,14 @@ def pack(entries: Iterable[tuple[str, bytes]], executable: Collection[str] = ())
             info.external_attr = (0o100755 if name in executable else 0o100644) << 16
             archive.writestr(info, data)
     return buffer.getvalue()
+
+
+def channel_url(channel: str) -> str:
+    """Return a channel's canonical URL, whichever mirror serves its packages."""
+    return channel.rstrip("/") if "://" in channel else f"{CHANNEL_ALIAS}/{channel}"
+
+
+def channel_name(url: str) -> str:
+    """Return a channel's name as conda shows it: `conda-forge`, `pkgs/main`, or its URL."""
+    alias = next((alias for alias in _ALIASES if url.startswith(alias)), "")
+    return url.removeprefix(alias)

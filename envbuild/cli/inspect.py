@@ -12,6 +12,7 @@ import click
 
 from envbuild.artifacts.manifest import shown
 from envbuild.base.errors import UsageError
+from envbuild.base.packages import channel_name
 from envbuild.base.units import human_size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import log, print_json
@@ -19,7 +20,6 @@ from envbuild.cli.options import with_options
 from envbuild.describe import bill_of_materials, describe, receipt_of
 from envbuild.environment import Environment, load_environment
 from envbuild.inspect.compare import Change, Comparison, compare
-from envbuild.inspect.conda_meta import channel_name
 from envbuild.inspect.reader import open_artifact, open_artifacts, split
 from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.built import find_built

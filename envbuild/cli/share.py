@@ -18,7 +18,6 @@ from envbuild.image.registry import Pushed, Registry
 from envbuild.jobs.artifact import open_artifact
 from envbuild.kinds import ARTIFACTS, FolderArtifact, kind_at, kinds_of
 from envbuild.kinds.built import find_built
-from envbuild.lock.base import registry_of
 
 
 @click.command("push")
@@ -41,7 +40,7 @@ def push_command(named: str, reference: str, as_json: bool) -> None:
       envbuild push oci:pytorch registry.example.org/team/pytorch:2.13-docker
     """
     environment = run_environment()
-    registry = registry_of(reference, environment)
+    registry = environment.registry(reference)
     if registry.reference.digest:
         raise UsageError(f"{reference}: a digest cannot be chosen", "give a tag: REGISTRY/NAME:TAG")
     content, digest, pushed = _pushed(named, registry, environment)
@@ -73,7 +72,7 @@ def pull_command(reference: str, out: Path, no_verify: bool, as_json: bool) -> N
 
     check_out(out)
     environment = run_environment()
-    registry = registry_of(reference, environment)
+    registry = environment.registry(reference)
     data, blobs = open_pushed(registry, environment.store)
     if is_environment(data):
         made = pull_environment(data, blobs, registry, absolute_path(out), environment, verify=not no_verify)

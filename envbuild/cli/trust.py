@@ -127,10 +127,9 @@ def _attest(
     _, _, digest = opened.artifact.path.partition("@")
     if ARTIFACTS[opened.artifact.kind].form == "registry":
         from envbuild.kinds.attached import push_bundles
-        from envbuild.lock.base import registry_of
 
         environment = run_environment()
-        push_bundles(registry_of(opened.artifact.path, environment), digest, bundles, environment.store)
+        push_bundles(environment.registry(opened.artifact.path), digest, bundles, environment.store)
         log(f"{opened.artifact.path}: {len(bundles)} attached")
     value = {
         "path": str(place.absolute()),

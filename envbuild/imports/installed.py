@@ -7,7 +7,7 @@ from pathlib import Path
 
 from envbuild.artifacts.conda_survey import is_conda
 from envbuild.base.files import parse_json, read_small
-from envbuild.base.packages import normalise
+from envbuild.base.packages import CHANNEL_ALIAS, normalise
 from envbuild.base.toml import table_at
 from envbuild.environment import load_environment
 from envbuild.imports.statement import SOURCE, Statement, lost
@@ -15,7 +15,6 @@ from envbuild.inspect.facts import PythonPackage
 from envbuild.inspect.folder_reader import is_venv
 from envbuild.inspect.reader import open_artifact
 from envbuild.recipe.accelerators import VERSION_FILE, torch_builds
-from envbuild.recipe.model import CHANNEL_ALIAS
 
 
 def is_environment(path: Path) -> bool:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from envbuild.base.masking import masked, masked_words
+from envbuild.base.masking import masked, masked_words, redact
 from envbuild.data import load_table
 from envbuild.inspect.comparable import NO_CONDA, SITE, comparable, view_of
 from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, ArtifactReader, Description, Inventory, completed
-from envbuild.site.pip_config import redact
 
 ADDED, REMOVED, CHANGED = "added", "removed", "changed"
 # Labels that are no settings of their own: about the origin, which may differ between images with the same content, and

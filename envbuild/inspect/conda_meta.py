@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from envbuild.artifacts.conda_survey import conda_packages
+from envbuild.base.masking import redact
 from envbuild.inspect.facts import CondaRecord
-from envbuild.recipe.model import CHANNEL_ALIAS
-from envbuild.site.pip_config import redact
 
 _DIST_INFO = re.compile(r"/site-packages/[^/]+\.(?:dist-info/METADATA|egg-info(?:/PKG-INFO)?)$")
 _META = re.compile(r"(?:^|/)conda-meta/(?:[^/]+\.json|history)$")
-# conda calls channels on these hosts by the rest of their URL.
-_ALIASES = (f"{CHANNEL_ALIAS}/", "https://repo.anaconda.com/")
 # Errors from reading a file that is not a record.
 _SENSELESS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 _ENTRY_POINT = "unix_python_entry_point"
@@ -63,12 +60,6 @@ def recorded_files(notes: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
 def _noted(notes: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the environment's folder and the note of each conda record."""
     return ((path[: meta.start()], note) for path, note in notes.items() if note and (meta := _META.search(path)))
-
-
-def channel_name(url: str) -> str:
-    """Return a channel's name as conda shows it: `conda-forge`, `pkgs/main`, or its URL."""
-    alias = next((alias for alias in _ALIASES if url.startswith(alias)), "")
-    return url.removeprefix(alias)
 
 
 def _read(data: bytes) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from envbuild.environment import Environment
+if TYPE_CHECKING:
+    from envbuild.image.blobs import Blobs
+    from envbuild.image.limits import ImageLimits
+    from envbuild.image.registry import Registry
 
 VENV, CONDA, IMAGE, SQUASHFS, SIF = "venv", "conda", "image", "squashfs", "sif"
 # Kinds of environments in a folder of the host.
@@ -229,6 +232,45 @@ class ArtifactReader:
         return self.read(hashes)
 
 
+class ReadStore(Protocol):
+    """The folders in which a reader keeps listings of layers, and blobs that it fetched or unpacked."""
+
+    @property
+    def root(self) -> Path: ...
+
+    @property
+    def blobs(self) -> Blobs: ...
+
+    def folder(self, *parts: str) -> Path:
+        """Return a folder below `root`, which is created if it is missing. Raises BuildError."""
+
+    def working(self, *parts: str) -> AbstractContextManager[Path]:
+        """Return a new folder below `parts`, which is removed at the end of the context. Raises BuildError."""
+
+
+class ReadSite(Protocol):
+    """The settings of a site that reading depends on."""
+
+    @property
+    def limits(self) -> ImageLimits: ...
+
+
+class ReadAccess(Protocol):
+    """The means of a reader: limits, folders, and the ways to a daemon and to registries. An Environment has them."""
+
+    @property
+    def variables(self) -> Mapping[str, str]: ...
+
+    @property
+    def site(self) -> ReadSite: ...
+
+    @property
+    def store(self) -> ReadStore: ...
+
+    def registry(self, image: str) -> Registry:
+        """Return the registry of `image`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """An artifact to open.
@@ -240,5 +282,5 @@ class Request:
     spelling: str
     rest: str
     arch: str | None
-    environment: Environment
+    access: ReadAccess
     stack: ExitStack

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from envbuild.base.errors import BuildError
-from envbuild.environment import Environment
 from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.limits import Quota
@@ -22,9 +21,8 @@ from envbuild.image.model import Descriptor
 from envbuild.image.tar_stream import Member
 from envbuild.image.tree import MergedTree, Node
 from envbuild.image.untar import tar_items
-from envbuild.inspect.facts import IMAGE, ArtifactReader, Description, Inventory, Item, LayerFact
+from envbuild.inspect.facts import IMAGE, ArtifactReader, Description, Inventory, Item, LayerFact, ReadAccess, ReadStore
 from envbuild.inspect.metadata import MAX_SIZE, Note, digested, extra_of, interest, root_inventory
-from envbuild.store.store import Store
 
 # Fetches layers, by the digests of their tars, to this machine, and returns the file of each.
 Bring = Callable[[Mapping[str, Descriptor]], Mapping[str, Path]]
@@ -107,19 +105,19 @@ def _words(value: Any) -> tuple[str, ...]:
 
 
 def image_artifact(
-    about: Description, layers: Sequence[Descriptor], bring: Bring, environment: Environment
+    about: Description, layers: Sequence[Descriptor], bring: Bring, access: ReadAccess
 ) -> ArtifactReader:
     """Return an image for reading. The store caches the listing of each layer, so that digests cost nothing."""
-    limits = environment.site.limits
+    limits = access.site.limits
 
     def contents(_: bool) -> Inventory:
-        return _contents(about, _listings(about, layers, bring, environment.store, Quota(limits)), Quota(limits))
+        return _contents(about, _listings(about, layers, bring, access.store, Quota(limits)), Quota(limits))
 
     return ArtifactReader(about, contents)
 
 
 def _listings(
-    about: Description, layers: Sequence[Descriptor], bring: Bring, store: Store, quota: Quota
+    about: Description, layers: Sequence[Descriptor], bring: Bring, store: ReadStore, quota: Quota
 ) -> list[LayerListing]:
     ids = [fact.diff_id for fact in about.layers]
     known = {diff_id: remembered(diff_id, store) for diff_id in ids}
@@ -200,7 +198,7 @@ def read_listing(stream: BinaryIO, name: str, diff_id: str, quota: Quota) -> Lay
     return LayerListing(listed, frozenset(scripts), notes)
 
 
-def remembered(diff_id: str, store: Store) -> LayerListing | None:
+def remembered(diff_id: str, store: ReadStore) -> LayerListing | None:
     """Return the cached listing of the layer whose tar has the digest `diff_id`, None if it was never read."""
     try:
         data = read_table(_place(store, diff_id))
@@ -212,5 +210,5 @@ def remembered(diff_id: str, store: Store) -> LayerListing | None:
         return None  # missing or damaged: it is only a cache
 
 
-def _place(store: Store, diff_id: str) -> Path:
+def _place(store: ReadStore, diff_id: str) -> Path:
     return store.root / "listings" / f"{diff_id.rpartition(':')[2]}.members"

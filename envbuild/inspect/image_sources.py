@@ -50,7 +50,7 @@ def open_archive(request: Request) -> ArtifactReader:
     file, tag = folder_and_tag(request.rest)
     if not file.exists():
         raise UsageError(f"{file} does not exist", "give the file of an image archive")
-    folder = request.stack.enter_context(request.environment.store.working("opened"))
+    folder = request.stack.enter_context(request.access.store.working("opened"))
     pulled = _of_any(request.arch, lambda arch: read_archive(file, Blobs(folder), tag, arch))
     return _opened(request, pulled, "", file)
 
@@ -65,8 +65,8 @@ def open_daemon(request: Request) -> ArtifactReader:
     from envbuild.image.archive import read_daemon
     from envbuild.image.daemon import connect
 
-    store, name = request.environment.store, request.rest
-    client = request.stack.enter_context(connect(request.environment.variables))
+    store, name = request.access.store, request.rest
+    client = request.stack.enter_context(connect(request.access.variables))
     try:
         config, identity = _daemon_config(client, name)
     except ImageNotFound:
@@ -90,7 +90,7 @@ def open_daemon(request: Request) -> ArtifactReader:
         return dict(zip(ids, paths, strict=True))
 
     about = about_image(config, identity, "", layers, request.spelling, None)
-    return image_artifact(about, layers, bring, request.environment)
+    return image_artifact(about, layers, bring, request.access)
 
 
 def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
@@ -113,17 +113,16 @@ def _daemon_config(client: Any, name: str) -> tuple[dict[str, Any], str]:
 def open_registry_image(request: Request) -> ArtifactReader:
     """Open an image of a registry; only layers that were never read are fetched, into the store."""
     from envbuild.base.progress import transfer
-    from envbuild.lock.base import registry_of
 
-    store = request.environment.store
-    registry = registry_of(request.rest, request.environment)
+    store = request.access.store
+    registry = request.access.registry(request.rest)
     request.stack.callback(registry.close)
     manifest = _of_any(request.arch, registry.image)
     blobs = store.blobs
     registry.fetch_blob(manifest.config, blobs, lambda _count: None)
     config = parse_config(blobs.read(manifest.config.digest), request.spelling)
     check_image(manifest.layers, config, request.arch, request.spelling)
-    Quota(request.environment.site.limits).content(request.spelling, sum(layer.size for layer in manifest.layers))
+    Quota(request.access.site.limits).content(request.spelling, sum(layer.size for layer in manifest.layers))
 
     def bring(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
         total = sum(layer.size for layer in wanted.values())
@@ -143,7 +142,7 @@ def _opened(
     def here(wanted: Mapping[str, Descriptor]) -> Mapping[str, Path]:
         return {diff_id: pulled.blobs.path(layer.digest) for diff_id, layer in wanted.items()}
 
-    return image_artifact(about, layers, bring or here, request.environment)
+    return image_artifact(about, layers, bring or here, request.access)
 
 
 def _index(folder: Path, tag: str | None) -> bytes:

@@ -13,12 +13,11 @@ from pathlib import Path
 from envbuild.artifacts.conda_survey import is_conda
 from envbuild.base.errors import EnvbuildError, HostError, UsageError
 from envbuild.base.files import MISSING
-from envbuild.environment import Environment
 from envbuild.image.compression import kind_of as compressed_kind
 from envbuild.image.reference import parse_reference
 from envbuild.image.sif import is_sif
 from envbuild.image.squashfs.read import is_squashfs
-from envbuild.inspect.facts import ArtifactReader, Request
+from envbuild.inspect.facts import ArtifactReader, ReadAccess, Request
 from envbuild.inspect.folder_reader import is_venv, open_conda, open_venv
 from envbuild.inspect.image_sources import open_archive, open_daemon, open_layout, open_registry_image
 from envbuild.inspect.squashfs_reader import open_sif, open_sqsh
@@ -60,9 +59,7 @@ _FORMS: dict[str, tuple[Callable[[Request], ArtifactReader], Callable[[Path], bo
 
 
 @contextmanager
-def open_artifacts(
-    texts: Sequence[str], environment: Environment, target: str | None
-) -> Iterator[list[ArtifactReader]]:
+def open_artifacts(texts: Sequence[str], access: ReadAccess, target: str | None) -> Iterator[list[ArtifactReader]]:
     """Open the artifacts that `texts` name.
 
     `target` selects a platform of an image, None the only one or this host's. Raises UsageError when there is no such
@@ -74,7 +71,7 @@ def open_artifacts(
     with ExitStack() as stack:
         found = []
         for text, (form, rest) in zip(texts, places, strict=True):
-            request = Request(text, rest, wanted.arch if wanted else None, environment, stack)
+            request = Request(text, rest, wanted.arch if wanted else None, access, stack)
             try:
                 opened = _FORMS[form or "docker-daemon"][0](request)
             except HostError as error:
@@ -86,9 +83,9 @@ def open_artifacts(
 
 
 @contextmanager
-def open_artifact(text: str, environment: Environment, target: str | None) -> Iterator[ArtifactReader]:
+def open_artifact(text: str, access: ReadAccess, target: str | None) -> Iterator[ArtifactReader]:
     """Open one artifact, see `open_artifacts`."""
-    with open_artifacts([text], environment, target) as (opened,):
+    with open_artifacts([text], access, target) as (opened,):
         yield opened
 
 

@@ -22,7 +22,7 @@ from cyclonedx.schema import OutputFormat, SchemaVersion
 from packageurl import PackageURL
 
 from envbuild import __version__
-from envbuild.inspect.conda_meta import channel_name
+from envbuild.base.packages import channel_name
 from envbuild.inspect.facts import FOLDERS, IMAGE, Description, Inventory, PythonPackage
 from envbuild.layers.compose import FIXED_TIME
 

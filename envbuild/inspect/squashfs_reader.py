@@ -47,7 +47,7 @@ def open_sqsh(request: Request) -> ArtifactReader:
     stream = _file(request)
     if not is_squashfs(stream.read(4)):
         raise UsageError(f"{request.rest} is not a squashfs image")
-    image = SquashfsImage(stream, 0, request.rest, request.environment.site.limits)
+    image = SquashfsImage(stream, 0, request.rest, request.access.site.limits)
     run = {"Env": _env(image), "Labels": _labels(image)}
     return _opened(request, image, run, None)
 
@@ -60,7 +60,7 @@ def open_sif(request: Request) -> ArtifactReader:
     sif = read_sif(stream, request.rest)
     if request.arch and sif.arch not in ("", request.arch):
         raise UsageError(f"{request.spelling} is for {sif.arch}, not for {request.arch}")
-    image = SquashfsImage(stream, sif.partition.offset, request.rest, request.environment.site.limits)
+    image = SquashfsImage(stream, sif.partition.offset, request.rest, request.access.site.limits)
     objects = {
         item.name: state_of(read_object(stream, item, request.rest).decode("utf-8", "replace"))
         for item in sif.objects

@@ -24,14 +24,12 @@ from envbuild.image.blobs import Pulled
 from envbuild.image.layout import read_layout
 from envbuild.image.limits import Quota
 from envbuild.image.model import ImageManifest, check_image, parse, parse_config
-from envbuild.image.registry import Registry
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, write_lock_file
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
-from envbuild.store import remote_site
 
 # Packages that nearly every build needs in addition to those of the image.
 _COMPILERS = ("bzip2", "file", "g++", "gcc", "libc6-dev", "make", "patch", "pkgconf", "xz-utils")
@@ -130,7 +128,7 @@ def _resolve_digest(base: str, target: Target, environment: Environment, folder:
     try:
         if (pulled := _local(base, target.arch, environment, folder)) is not None:
             return pulled.manifest.digest
-        registry = registry_of(base, environment)
+        registry = environment.registry(base)
         manifest = registry.image(target.arch)
         # Without an index, only the image's configuration names its architecture.
         blobs = environment.store.blobs
@@ -161,7 +159,7 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
                 "lock the recipe again, or bring the image back that was locked",
             )
         return pulled
-    registry = registry_of(base, environment)
+    registry = environment.registry(base)
     manifest = registry.image(arch, digest)
     wanted = [manifest.config, *manifest.layers]
     Quota(environment.site.limits).content(base, sum(blob.size for blob in wanted))
@@ -172,11 +170,6 @@ def pull(base: str, digest: str | None, arch: str, environment: Environment, fol
     check_image(manifest.layers, config, arch, base)
     blobs.add(manifest.raw)  # last: a manifest in the store means that its blobs are complete
     return Pulled(manifest, config, blobs)
-
-
-def registry_of(image: str, environment: Environment) -> Registry:
-    """Return the registry of `image`, with this site's mirrors, proxies and certificates."""
-    return remote_site.registry_of(image, environment.site, environment.pip, environment.variables)
 
 
 def _local(base: str, arch: str, environment: Environment, folder: Path) -> Pulled | None:

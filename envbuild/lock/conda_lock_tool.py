@@ -14,12 +14,12 @@ from pathlib import Path
 
 from envbuild.base import process
 from envbuild.base.errors import HostError, LockError
+from envbuild.base.packages import channel_url
 from envbuild.environment import Environment
 from envbuild.lock import conda_solve
 from envbuild.lock.conda import CondaPackage, canonical_depends, conda_platform
 from envbuild.lock.conda_format import parse_packages
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.model import channel_url
 from envbuild.recipe.targets import Target
 from envbuild.store.client import split_credentials
 

@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 
 from envbuild.base import process
 from envbuild.base.errors import HostError, LockError, RecipeError
+from envbuild.base.packages import channel_url
 from envbuild.environment import Environment
 from envbuild.lock.conda import CondaPackage, canonical_depends, conda_platform, file_parts
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.model import channel_url
 from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import ca_bundle, redact
 from envbuild.store.client import split_credentials

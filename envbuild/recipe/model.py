@@ -21,8 +21,6 @@ from envbuild.site.settings import INDEX_NAME
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
-# conda's default `channel_alias`: the server of channels that are given by name. Sites mirror it in site.toml.
-CHANNEL_ALIAS = "https://conda.anaconda.org"
 _PACKAGE = r"^[a-z0-9][a-z0-9+.-]+$"
 # manylinux levels that uv's --python-platform supports.
 GLIBCS = ("2.17", "2.28", *(f"2.{minor}" for minor in range(31, 41)))
@@ -257,11 +255,6 @@ def image_mistakes(document: Document) -> Iterator[Problem]:
             yield ("image", name), f'{name!r} in [image]: only with base = "debian"'
     if not image.get("python") and document.data.get("environment") != "conda":
         yield ("image",), "'python' in [image] is missing: where is the interpreter in the base image?"
-
-
-def channel_url(channel: str) -> str:
-    """Return a channel's canonical URL, whichever mirror serves its packages."""
-    return channel.rstrip("/") if "://" in channel else f"{CHANNEL_ALIAS}/{channel}"
 
 
 def conda_mistakes(document: Document) -> Iterator[Problem]:

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from lab import artifacts as lab
 
 from envbuild.base.errors import UsageError
+from envbuild.base.packages import channel_name
 from envbuild.data import load_table
 from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
 from envbuild.image.blobs import Blobs
 from envbuild.inspect.compare import Comparison, compare
-from envbuild.inspect.conda_meta import channel_name, reader_of
+from envbuild.inspect.conda_meta import reader_of
 from envbuild.inspect.facts import CondaRecord, Inventory
 from envbuild.inspect.reader import open_artifact
 from envbuild.inspect.sbom import cyclonedx
