@@ -15,7 +15,7 @@ from envbuild.jobs.script import opening
 from envbuild.site.schedulers import LAUNCHERS, TITLES, listed
 from envbuild.site.settings import Site
 
-_VERIFIED = "# Verification simulates its nodes on this one; its receipt goes beside the environment."
+_VERIFIED = "# The verification simulates several nodes on this one, and writes its receipt beside the environment."
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def render_build(plan: JobPlan, build: Build) -> str:
     assert directives is not None, "plan_build refuses pods"
     what = f"builds the {build.kind} environment of {build.name} for {build.target} on a node of site {plan.site.name}"
     lines = [
-        opening(plan, directives(plan), what, "Exactly these modules, at run time too."),
+        opening(plan, directives(plan), what, "Load the site's modules for builds. Jobs should load the same ones."),
         f"cd {path_word(plan.work, work_key(plan))}",
         "unset XDG_RUNTIME_DIR",
     ]
@@ -97,7 +97,7 @@ def render_build(plan: JobPlan, build: Build) -> str:
     options = [*build.options, "--locked"]
     store = build.store or (plan.site.paths.cache and f"{plan.site.paths.cache}/envbuild")
     if build.bundle:
-        lines.append("# All that the build reads is in the bundle.")
+        lines.append("# The build reads nothing outside of the bundle and needs no network.")
         lines.append(f"bundle={word(build.bundle, '--bundle')}")
         recipe, store = f"{build.bundle}/recipes/{build.name}", f"{build.bundle}/store"
         options.append("--offline")

@@ -13,24 +13,24 @@ from envbuild.jobs.stage import image_word
 from envbuild.recipe.accelerators import CUDA
 from envbuild.site.schedulers import LAUNCHERS
 
-_ENROOT = r"""# On a node that users share, the folder above is everybody's: one put there by another user is refused.
+_ENROOT = r"""# All users of a node may write to the parent folder: refuse a folder that another user created there.
 private() {
     (umask 077 && mkdir -p "$1") || true
     [ -n "$(find "$1" -prune -type d -user "$(id -u)" ! -perm -020 ! -perm -002)" ] ||
         stop "enroot cannot use $1: it must be a folder of user $(id -u), no link, closed to other writers. Remove it"
 }
-@DATA@@TIDY@# Without a login session there is no XDG_RUNTIME_DIR, where enroot keeps what runs.
+@DATA@@TIDY@# enroot keeps its running containers in XDG_RUNTIME_DIR, which only exists in a login session.
 XDG_RUNTIME_DIR=${TMPDIR:-/tmp}/envbuild-$(id -u)-${ENVBUILD_RUN##*/}-$restarts
 export XDG_RUNTIME_DIR
 private "$XDG_RUNTIME_DIR"
 @IMAGE@created=
-if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or overlayfs: unpack it
+if ! enroot start "$image" /bin/true >/dev/null 2>&1; then # no squashfuse or overlayfs: unpack the image
     created=@CREATED@
     enroot create --force --name "$created" "$image"
     image=$created
 fi
-# The scheduler signals every process of a step, also squashfuse, which holds the image and inherits the ignored signal:
-# it stays until all ranks have saved their state. ddp_train.launch takes SIGTERM again.
+# The scheduler signals every process of a step, including squashfuse, which serves the image. squashfuse inherits the
+# ignored SIGTERM, so the image stays readable while ranks save their state. ddp_train.launch handles SIGTERM again.
 (
     trap '' TERM
     exec enroot start @OPTIONS@ \
@@ -40,18 +40,18 @@ child=$!
 trap 'kill -TERM "$child" 2>/dev/null' TERM INT HUP
 code=0
 wait "$child" || code=$?
-while kill -0 "$child" 2>/dev/null; do # a signal ended the wait, not the child
+while kill -0 "$child" 2>/dev/null; do # a signal ended the wait: wait again
     code=0
     wait "$child" || code=$?
 done
 [ -z "$created" ] || timeout 60 enroot remove --force "$created" || true
-rmdir @FOLDERS@ 2>/dev/null || true # if empty
+rmdir @FOLDERS@ 2>/dev/null || true # only empty folders
 exit "$code"
 """
-_EARLIER = r"""# Beside the training: removes containers that ended jobs of this user left on this node.
+_EARLIER = r"""# During the training, remove containers that ended jobs of this user left on this node.
 [ "$1" != training ] || sh "$ENVBUILD_RUN/tidy-$restarts.sh" earlier >/dev/null 2>&1 &
 """
-_DATA = r"""# Images are unpacked here.
+_DATA = r"""# enroot unpacks images on the node's own disk.
 ENROOT_DATA_PATH=@SCRATCH@/enroot-$(id -u)
 export ENROOT_DATA_PATH
 private "$ENROOT_DATA_PATH"
@@ -62,9 +62,10 @@ _PREFIX = "envbuild-${SLURM_CLUSTER_NAME-}-$(id -u)-"
 # tidy-RESTARTS.sh. Sources: srun(1), --task-epilog, which Slurm 22.05 limits to five seconds; squeue(1), "Job state
 # codes". To remove a container of 970 MB took 75 s.
 TIDY = r"""#!/bin/sh
-# Removes containers from a node, those of this user's jobs alone, by their names: envbuild-CLUSTER-UID-JOB-RESTARTS.
-# own: this job's. earlier: those of its runs before a requeue, and of jobs that have ended. Without an argument, as the
-# epilog of a step: this job's, if it was cancelled or requeued, because no step can start then.
+# Removes enroot containers of this user's jobs from a node. Their names begin with envbuild-CLUSTER-UID-JOB-RESTARTS.
+#   own       removes those of this job
+#   earlier   removes those of jobs that have ended, and of this job before it was requeued
+#   (none)    as the epilog of a step: removes those of this job if it was cancelled or requeued, when no step can start
 prefix="@PREFIX@"
 restarts=${0##*-} restarts=${restarts%.sh} limit=60
 [ "${1-}" = earlier ] || trap '' TERM
@@ -73,12 +74,12 @@ if ! command -v enroot >/dev/null; then
     echo "envbuild: node $SLURMD_NODENAME: cannot remove containers of jobs: there is no enroot; add it to PATH" >&2
     exit 0
 fi
-names=$(enroot list) # before squeue is asked: a job that starts now is in neither list, or in both
+names=$(enroot list) # before squeue: a job that starts in between is then never taken for an ended one
 if [ "${1-}" = earlier ]; then
     limit=3600 ended='^(BOOT_FAIL|CANCELLED|COMPLETED|DEADLINE|FAILED|NODE_FAIL|OUT_OF_MEMORY|PREEMPTED|TIMEOUT)$'
     live=$(squeue --noheader --states=all --user="$(id -u)" --format='%A %T' | awk -v e="$ended" '$2 !~ e { print $1 }')
     live=" $(echo "$live" | tr '\n' ' ')"
-    case $live in *" $SLURM_JOB_ID "*) ;; *) exit 0 ;; esac # else squeue did not answer
+    case $live in *" $SLURM_JOB_ID "*) ;; *) exit 0 ;; esac # squeue failed: remove nothing
 fi
 echo "$names" | while read -r name; do
     rest=${name##*"$prefix"}
@@ -86,7 +87,7 @@ echo "$names" | while read -r name; do
     run=${run%%-*}
     case $job$run in *[!0-9]*) continue ;; esac
     case $rest in [0-9]*-[0-9]*) ;; *) continue ;; esac
-    # pyxis_NAME, or pyxis_JOB_NAME where the site says container_scope=job; enroot alone takes the name as it is.
+    # pyxis names containers pyxis_NAME, or pyxis_JOB_NAME with container_scope=job; enroot alone uses NAME itself.
     case ${name%"$prefix$rest"} in '' | pyxis_ | pyxis_"$job"_) ;; *) continue ;; esac
     if [ "${1-}" != earlier ]; then
         [ "$job" = "$SLURM_JOB_ID" ] || continue

@@ -13,7 +13,7 @@ from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import fill
 
 ABOUT = """\
-# everywhere STEP: runs a step once on every node and becomes its launcher, so call it in a subshell."""
+# everywhere STEP: runs one step on every node. It ends in exec or exit: call it in a subshell."""
 
 # The number of SIGURG on Linux: Slurm does not know its name. ddp_train/launch/end.py tells why this signal.
 STEP_SIGNAL = 23
@@ -32,12 +32,12 @@ esac
 everywhere() {
     local each=1 options=()
 @HOROVOD@    case $mpi in
-    # Without --bind-to none torchrun and all of its workers would have one core.
+    # Without --bind-to none, torchrun and all of its workers would share one core.
     openmpi) options+=(-np $((nodes * each)) --map-by "ppr:$each:node" --bind-to none @HOSTS@) ;;
     pals) options+=(-n $((nodes * each)) --ppn "$each" --cpu-bind none) ;;
     hydra) options+=(-n $((nodes * each)) -ppn "$each") ;;
     esac
-    # All but Open MPI give this environment to every node, where Slurm's name of this node would be wrong.
+    # Launchers other than Open MPI's pass this environment to every node, where this node's name would be wrong.
     [ "$mpi" = openmpi ] || unset SLURMD_NODENAME
     exec "$mpirun" "${options[@]}" "${launch[@]}" "$1" "$settings" </dev/null
 }"""
@@ -50,7 +50,7 @@ _HOROVOD = r"""    if [ "$1" = training ]; then
         each=@EACH@
         [ "$mpi" = openmpi ] || stop 'Horovod is started by Open MPI, and this @LAUNCHER@ is another' 6
         interface=$(cut -d ' ' -f 3 "$ENVBUILD_RUN/at-$restarts".* | sort -u)
-        if [ "$(wc -l <<<"$interface")" -eq 1 ]; then # all nodes have one of this name
+        if [ "$(wc -l <<<"$interface")" -eq 1 ]; then # all nodes use the same interface
             options+=(--mca btl_tcp_if_include "$interface" --mca oob_tcp_if_include "$interface")
         fi
     fi
@@ -63,12 +63,12 @@ everywhere() {
     for number in "${!hosts[@]}"; do
 @START@        pids+=($!)
     done
-    # When one node gives up, the others would only wait for it.
+    # If one node fails, stop the others: they would only wait for it.
     left=${#pids[@]}
     while [ "$left" -gt 0 ]; do
         last=0
         wait -n || last=$?
-        if [ -n "$signalled" ]; then # the trap ended the wait
+        if [ -n "$signalled" ]; then # the trap ended the wait, not a node
             signalled='' code=143
             continue
         fi
@@ -83,7 +83,7 @@ everywhere() {
 
 # ssh's standard input ends with this script, or on SIGTERM: node-RESTARTS.sh then ends its process. An ssh that was
 # killed could not carry what a rank prints while it saves its state, and the rank would end with a broken pipe.
-_SSH_BEFORE = r"""alive=$(mktemp -u -p /tmp) # the scratch folder of nodes need not be here
+_SSH_BEFORE = r"""alive=$(mktemp -u -p /tmp) # TMPDIR may name a folder that exists on other nodes only
 mkfifo -m 600 "$alive"
 trap 'rm -f "$alive"' EXIT
 

@@ -22,7 +22,7 @@ _WIDTH = 110
 _READING_S = "300"
 
 _NODE = r"""#!/bin/sh
-# Starts ddp_train.launch on a node: sh node-RESTARTS.sh STEP SETTINGS [NUMBER].
+# Starts ddp_train.launch on one node: sh node-RESTARTS.sh STEP SETTINGS [NODE-NUMBER].
 set -eu
 ENVBUILD_RUN=${0%/*}
 restarts=${0##*-} restarts=${restarts%.sh}
@@ -35,11 +35,11 @@ stop() {
 @FAILED@
 @LINES@# shellcheck disable=SC1090,SC1091
 . "$ENVBUILD_RUN/settings-$restarts.sh"
-# From the host where the job was submitted; it need not be here.
+# XDG_RUNTIME_DIR belongs to the submit host and may not exist on this node.
 unset XDG_RUNTIME_DIR
 @NUMBER@@MODULES@@START@"""
 
-_FAILED = r"""# The first node that fails leaves its exit code for the job's script.
+_FAILED = r"""# The first node that fails writes its exit code to a file, which the job's script reads.
 trap 'set -- $?; [ "$1" -eq 0 ] || (set -C; echo "$1" >"$ENVBUILD_RUN/failed-$restarts") 2>/dev/null || true' EXIT
 """
 
@@ -81,12 +81,12 @@ def settings(plan: JobPlan, launcher: Launcher) -> str:
         "run_files": dict(plan.run_files),
     }
     pieces = [f"{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}" for name, value in fields.items() if value]
-    lines = ["# What every process is told."]
+    lines = ["# Variables of every process of the job."]
     if plan.preflight and (devices := preflight_devices(artifact.provider)):
         lines.append(f"export ENVBUILD_DEVICES={word(devices)}")
     lines += [f"export {name}={word(value, f'variable {name}')}" for name, value in plan.variables]
     job = "{\n" + ",\n".join(f"  {line}" for line in _filled(pieces)) + "\n}"
-    return "\n".join([*lines, "# What ddp_train.launch is told.", f"ENVBUILD_JOB={word(job, 'the job')}"])
+    return "\n".join([*lines, "# Input of ddp_train.launch, as JSON.", f"ENVBUILD_JOB={word(job, 'the job')}"])
 
 
 def _checks(plan: JobPlan) -> list[str]:

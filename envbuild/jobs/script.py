@@ -29,7 +29,7 @@ from envbuild.site.schedulers import LAUNCHERS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
-_STOP = r"""stop() { # message, exit code
+_STOP = r"""stop() { # stop MESSAGE [EXIT-CODE]: end the job
     printf 'envbuild: %s\n' "$1" >&2
     exit "${2-6}"
 }
@@ -47,7 +47,7 @@ _FIND = r"""
 """
 
 _TRUST = r"""
-# The site takes attested artifacts alone. This one may have changed since the job was submitted.
+# The site accepts only signed artifacts. Check again: the artifact may have changed since the job was submitted.
 @ENVBUILD@ trust --exact @RECIPE@@SITE@@ARTIFACT@ >&2 ||
     stop 'the artifact is not trusted, see above; nothing was trained' 5
 """
@@ -57,8 +57,8 @@ _PREFLIGHT = r"""
 """
 
 _EXCLUDE = r"""
-# Starts the job again without the nodes that the preflight calls slow, three times at most. Slurm ends this script when
-# the job is put back, and takes other nodes for a job only from then on.
+# Requeues the job without the nodes that the preflight reports as slow, three times at most. Slurm ends this script
+# when the job is requeued, and accepts a new list of excluded nodes only after that.
 leave_out_slow() {
     local names
     names=$(cat "$ENVBUILD_RUN"/slow.* | sort -u | paste -sd, -)
@@ -74,7 +74,8 @@ leave_out_slow() {
 }
 """
 
-_TIMER = r"""# Ends the training before the time limit: the scheduler then signals what serves a container's files, too.
+_TIMER = r"""# Stop the training before the time limit: at the limit, the scheduler also stops the processes that serve
+# a container's files, and ranks cannot save their state.
 (
     trap 'kill "$!"; exit' TERM
     sleep $((@LEFT@ > SECONDS ? @LEFT@ - SECONDS : 0)) &
@@ -87,30 +88,30 @@ _NO_TIMER = 'kill "$timer" 2>/dev/null || true\n'
 _TRAINING = r"""
 everywhere training &
 launched=$!
-# Time is up, or the job is cancelled: torchrun ends its workers in order.@NOTE@
+# At the time limit, and when the job is cancelled: torchrun stops its workers, which save their state.@NOTE@
 trap '@END@ 2>/dev/null || true' @SIGNALS@
 @TIMER@while :; do
     code=0
     wait "$launched" || code=$?
-    kill -0 "$launched" 2>/dev/null || break # else a signal ended the wait
+    kill -0 "$launched" 2>/dev/null || break # still running: a signal ended the wait
 done
 @ENDED@[ "$code" -eq 0 ] || stop "the job failed with exit code $code: envbuild diagnose $log $ENVBUILD_RUN" "$code"
 """
 
 _TIDY = r"""chmod +x "$ENVBUILD_RUN/tidy-$restarts.sh"
-# Removes the containers, however this script ends, within a minute: a later job of this user removes the rest. In a job
-# that was cancelled, the epilogs of its steps do that, for five seconds.
+# Remove this job's containers whenever this script ends, within a minute; a later job of this user removes the rest.
+# If the job is cancelled, the epilogs of its steps do that, within five seconds.
 trap '(SLURM_IMMEDIATE=60 everywhere own) >/dev/null 2>&1 || true' EXIT
-# Beside the training: those of a run before a requeue, and of this user's jobs that have ended.
+# Meanwhile, remove containers of this user's ended jobs, and of this job before it was requeued.
 (everywhere earlier) &"""
 
 _END = 'kill -TERM "$launched"'
 # The file informs a node whose container is still starting.
 _TOLD = ': >"$ENVBUILD_RUN/told-$restarts" || true'
-_FAILED = r"""# The launcher's code may be that of a node that it ended. The first node that failed left its own.
+_FAILED = r"""# The launcher may report the code of a node that it killed. The node that failed first wrote its own.
 [ "$code" -eq 0 ] || code=$(cat "$ENVBUILD_RUN/failed-$restarts" 2>/dev/null || echo "$code")
 """
-_ENDED = r"""# Nodes that were asked to stop wrote their codes: an error would have made @LAUNCHER@ kill the others.
+_ENDED = r"""# Nodes that were asked to stop wrote their codes: an error exit would make @LAUNCHER@ kill the others.
 [ "$code" -ne 0 ] || code=$(cat "$ENVBUILD_RUN/ended-$restarts".* 2>/dev/null | sort -n | tail -n 1) || code=0
 """
 
@@ -173,14 +174,14 @@ def _about(plan: JobPlan) -> str:
     )
 
 
-def opening(plan: JobPlan, directives: list[str], what: str, modules: str = "Exactly these modules.") -> str:
+def opening(plan: JobPlan, directives: list[str], what: str, modules: str = "Load the site's modules.") -> str:
     """Return the first lines, up to the loaded modules; `what` and `modules` are texts of comments."""
     wanted = bool(plan.modules) or purged(plan)
     login = " -l" if wanted and not plan.site.modules.init else ""
     comment = _comment(f"# envbuild {envbuild.__version__}: {what}")
     lines = [f"#!/bin/bash{login}", *directives, comment, _STOP]
     if wanted:
-        why = modules if plan.modules else "No modules, as [modules] purge of the site says."
+        why = modules if plan.modules else "Unload all modules, because the site file sets [modules] purge."
         lines += [f"# {why}", module_lines(plan)]
     lines.append("set -euo pipefail")
     return "\n".join(lines)
@@ -212,11 +213,11 @@ def _programs(plan: JobPlan, launcher: Launcher) -> str:
         files.append(heredoc('cat >"$ENVBUILD_RUN/tidy-$restarts.sh"', TIDY, "TIDY"))
     return "\n".join(
         [
-            "# For every node: ddp_train.launch, in the artifact, reads it, finds the others and starts the training.",
+            "# Settings for ddp_train.launch, the program in the artifact that starts the training on each node.",
             *files,
             "# shellcheck disable=SC1090,SC1091\n"
             '. "$ENVBUILD_RUN/settings-$restarts.sh"\n'
-            "# From the host where the job was submitted; it need not be here.\n"
+            "# XDG_RUNTIME_DIR belongs to the submit host and may not exist on this node.\n"
             f"unset XDG_RUNTIME_DIR\n{staged_image(plan)}{launch(plan, launcher)}\n",
             launcher.everywhere(plan),
             *([_TIDY] if plan.runtime == "pyxis" else []),

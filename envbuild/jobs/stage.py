@@ -23,16 +23,16 @@ _WIDTH = 118
 _MAIN = 'import runpy\n\nrunpy.run_module("stage", run_name="__main__")\n'
 
 _PROGRAM = r"""
-# Brings the @WHAT@ to every node's own disk: node 0 reads the shared one, the nodes pass it on to each other, and
-# what is there of an earlier one is copied. The program, for the nodes' own python3, is a zip file in base64. Read it
-# in the folder ddp_train/stage of envbuild @VERSION@, which is in site-packages of the @WHAT@, too.
+# Copies the @WHAT@ to each node's own disk. Node 0 reads it from the shared file system, and the nodes pass it on to
+# each other; a node copies files that it has from an earlier job. The program below is a zip file in base64, run by
+# the nodes' own python3. Its source is ddp_train/stage of envbuild @VERSION@, also in site-packages of the @WHAT@.
 # sha256 of the decoded file: @SHA@
 @PROGRAM@
 """
 
 _STAGE = r"""rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
 (umask 077 && head -c 32 /dev/urandom >"$ENVBUILD_RUN/stage-$restarts.key")
-# shellcheck disable=SC2030,SC2031 # its values are for this step alone
+# shellcheck disable=SC2030,SC2031 # the subshell changes `launch` for this step only
 if ! (
     launch=(
         @PYTHON@ -I -B "$ENVBUILD_RUN/stage-$restarts.zip"

@@ -219,7 +219,7 @@ def test_who_reads_a_script_can_compare_its_packed_program_with_the_readable_one
         assert file.read("__main__.py") == b'import runpy\n\nrunpy.run_module("stage", run_name="__main__")\n'
         for entry in set(file.namelist()) - {"__main__.py"}:
             assert file.read(entry) == (Path(REPOSITORY) / "ddp_train" / entry).read_bytes()
-    assert f"the folder ddp_train/stage of envbuild {envbuild.__version__}" in text
+    assert f"source is ddp_train/stage of envbuild {envbuild.__version__}" in text
     # It starts whatever the caller's variables say of Python, as with those of another Python's module.
     (tmp_path / "stage-0.zip").write_bytes(packed)
     (tmp_path / "stage.py").write_text("raise SystemExit('not this one')")

@@ -51,31 +51,31 @@ _SHORT = {
     "t": "time-limit",
 }
 
-_JOB = r"""# A batch script has no FLUX_JOB_ID. The number in decimal, for names of files.
+_JOB = r"""# Flux sets no FLUX_JOB_ID in batch scripts. Use the job's ID in decimal for names of files.
 job=$(flux job id "$(flux getattr jobid)")
 nodes=@NODES@
-restarts=0 # Flux does not start a job again
+restarts=0 # Flux never restarts a job
 export ENVBUILD_RUN=@RUN@_$job
 log=@LOG@_$job.out
 mkdir -p "$ENVBUILD_RUN"
 cd @WORK@
 """
 
-_HOSTS = r"""# Nodes by their numbers; the second tells by which interface the head reaches it.
+_HOSTS = r"""# The nodes, in order. The address of the second one shows by which interface the first node reaches it.
 mapfile -t hosts < <(flux hostlist --expand --delimiter='\n' instance)
 peer=${hosts[1]-}
 """
 
 _RUN = r"""everywhere() {
-    # This instance of Flux has the nodes of this job alone; a task has all of its node.
+    # This Flux instance manages only this job's nodes; each task gets a whole node.
     local options=(--nodes=@NODES@ --ntasks=@NODES@ --exclusive --setopt=exit-on-error)
     options+=(--setopt=cpu-affinity=off --setopt=gpu-affinity=off --setopt=pmi=off)
     exec flux run "${options[@]}" "${launch[@]}" "$1" "$settings" </dev/null
 }"""
 
 _SIGNAL_NOTE = r"""
-# Flux signals every process of a task, also squashfuse, which holds a container's image: the signal is 23, SIGURG,
-# which only ddp_train.launch heeds."""
+# Flux signals every process of a task, including squashfuse, which serves a container's image. So the signal is 23
+# (SIGURG), on which only ddp_train.launch acts."""
 
 
 def _render(plan: JobPlan) -> str:

@@ -38,18 +38,20 @@ export ENVBUILD_RUN=@RUN@_$job
 log=@LOG@_$job.out
 mkdir -p "$ENVBUILD_RUN" @LOGS@
 cd @WORK@
-# LSF may show its own file of output only when the job has ended.
+# LSF may deliver its own output file only at the end of the job.
 echo "envbuild: the output goes to $log"
 exec >>"$log" 2>&1
-# LSF tells that it starts a job again (LSB_RESTART), not how often: count. Such a job meets under another name.
+# LSF does not count restarts: count them in a file. A restarted job uses a new rendezvous ID.
 restarts=0
 [ ! -s "$ENVBUILD_RUN/starts" ] || read -r restarts <"$ENVBUILD_RUN/starts"
 echo $((restarts + 1)) >"$ENVBUILD_RUN/starts"
-# SIGUSR2 tells all processes of a job that its time is up. By default it ends them: the script alone heeds it, below.
+# At the run limit, LSF sends SIGUSR2 to all processes of the job, which would end them. Ignore it in all programs; this
+# script traps it below.
 trap '' USR2
 """
 
-_HOSTS = r"""# Nodes by their numbers, of a line for each slot; the second tells by which interface the head reaches it.
+_HOSTS = r"""# The nodes, in order; LSF lists each once per slot. The address of the second one shows by which interface
+# the first node reaches it.
 mapfile -t hosts < <(awk 'NF && !seen[$1]++ { print $1 }' "$LSB_DJOB_HOSTFILE")
 peer=${hosts[1]-}
 """

@@ -37,22 +37,22 @@ _OWN = {
     "o": "output",
 }
 
-_JOB = r"""# 123.server, or 123[4].server in an array
+_JOB = r"""# PBS_JOBID is 123.server, or 123[4].server in an array: make a file name of it.
 nodes=@NODES@ job=${PBS_JOBID//[^A-Za-z0-9_.-]/_}
 export ENVBUILD_RUN=@RUN@_$job
 log=@LOG@_$job.out
 mkdir -p "$ENVBUILD_RUN" @LOGS@
 cd @WORK@
-# PBS shows its own file of output only when the job has ended, and writes one job's over another's.
+# PBS delivers its own output file only at the end of the job, and jobs of one name overwrite each other's.
 echo "envbuild: the output goes to $log"
 exec >>"$log" 2>&1
-# PBS does not tell how often it has started this job: count. A job that starts again meets under another name.
+# PBS does not count restarts: count them in a file. A restarted job uses a new rendezvous ID.
 restarts=0
 [ ! -s "$ENVBUILD_RUN/starts" ] || read -r restarts <"$ENVBUILD_RUN/starts"
 echo $((restarts + 1)) >"$ENVBUILD_RUN/starts"
 """
 
-_HOSTS = r"""# Nodes by their numbers; the second tells by which interface the head reaches it.
+_HOSTS = r"""# The nodes, in order. The address of the second one shows by which interface the first node reaches it.
 mapfile -t hosts < <(awk '!seen[$0]++' "$PBS_NODEFILE")
 peer=${hosts[1]-}
 """
@@ -74,7 +74,7 @@ _PBSDSH_END = r"""    for number in "${!hosts[@]}"; do
     done
 """
 
-_PBSDSH_OUTPUT = r"""# pbsdsh does not carry the output.
+_PBSDSH_OUTPUT = r"""# pbsdsh does not forward the output of programs: write it to a file.
 exec >>"$ENVBUILD_RUN/output-$restarts.$3" 2>&1
 
 """

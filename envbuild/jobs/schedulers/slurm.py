@@ -75,7 +75,7 @@ _SHORT = {
 }
 
 _JOB = r"""nodes=@NODES@ job=$SLURM_JOB_ID
-# A job that Slurm starts again goes on from its snapshot, and meets under another name.
+# A requeued job continues from its snapshot and uses a new rendezvous ID.
 restarts=${SLURM_RESTART_COUNT:-0}
 export ENVBUILD_RUN=@RUN@_$job
 log=@LOG@_$job.out
@@ -83,7 +83,7 @@ mkdir -p "$ENVBUILD_RUN"
 cd @WORK@
 """
 
-_HOSTS = r"""# Nodes by their numbers, and an address of the second, to know by which interface the head reaches it.
+_HOSTS = r"""# The nodes, in order, and the second one's address: it shows by which interface the first node reaches it.
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 peer=
 if [ "$nodes" -gt 1 ]; then
@@ -93,7 +93,7 @@ fi
 
 # torchrun restarts workers itself; if it gives up on one node, the others would only wait for it.
 _SRUN = r"""everywhere() {
-    # A step has all CPUs of the job, unless it names a number: that means these alone.
+    # Without --cpus-per-task, a step gets all CPUs of the job.
     local options=(--nodes=@NODES@ --ntasks=@NODES@ --ntasks-per-node=1 --kill-on-bad-exit=1)
     options+=(--cpu-bind=none --mpi=none --export=ALL)
 @MORE@    exec srun "${options[@]}" "${launch[@]}" "$1" "$settings" </dev/null
@@ -102,7 +102,7 @@ _SRUN = r"""everywhere() {
 _RESUME = r"""    if [ "$1" = training ]; then options+=(--auto-resume=1); fi
 """
 
-_PYXIS = r"""    case $1 in own | earlier) # beside any other step
+_PYXIS = r"""    case $1 in own | earlier) # --overlap: runs while another step runs
         exec srun "${options[@]}" --overlap sh "$ENVBUILD_RUN/tidy-$restarts.sh" "$1" </dev/null
         ;;
     esac
@@ -110,8 +110,8 @@ _PYXIS = r"""    case $1 in own | earlier) # beside any other step
 """
 
 _SIGNAL_NOTE = r"""
-# srun would kill them. Slurm signals every process of a step, also squashfuse, which holds a container's image: the
-# signal is 23, SIGURG, which only ddp_train.launch heeds."""
+# SIGTERM to srun would kill them. Slurm signals every process of a step, including squashfuse, which serves a
+# container's image. So the signal is 23 (SIGURG), on which only ddp_train.launch acts."""
 
 
 def render_slurm(plan: JobPlan) -> str:
@@ -149,7 +149,9 @@ def directives(plan: JobPlan) -> list[str]:
     if scheduler.exclusive:
         lines.append("--exclusive")
     lines = with_site(lines, scheduler.directives, _keys, "#SBATCH")
-    lines.append(f"# The folder {plan.logs} must be there: `envbuild job --submit` makes it, sbatch does not.")
+    lines.append(
+        f"# The folder {plan.logs} must exist when the job starts. `envbuild job --submit` creates it, sbatch does not."
+    )
     return lines
 
 
