@@ -55,9 +55,8 @@ from envbuild.inspect import metadata
 from envbuild.inspect.image_reader import about_image
 from envbuild.inspect.reader import open_artifact
 from envbuild.jobcheck.diagnose.engine import diagnose, explain
-from envbuild.jobcheck.diagnose.flight import merged, read_record
 from envbuild.jobcheck.diagnose.nccl_log import parse_nccl_log
-from envbuild.jobcheck.diagnose.read import job_number, read_logs
+from envbuild.jobcheck.diagnose.read import job_number, merged, read_logs, read_record
 from envbuild.jobcheck.diagnose.rules import load_rules
 from envbuild.layers import source_files
 from envbuild.layers.conda_package import read_info

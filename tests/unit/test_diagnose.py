@@ -21,17 +21,16 @@ from hypothesis import strategies as st
 from lab.golden import assert_golden_table
 
 from envbuild.cli.diagnose import diagnose_command
-from envbuild.jobcheck.diagnose import read, shapes
-from envbuild.jobcheck.diagnose.engine import Diagnosis, _Reader, diagnose
+from envbuild.jobcheck.diagnose import engine, read
+from envbuild.jobcheck.diagnose.engine import Diagnosis, LineShapes, _Reader, diagnose
 from envbuild.jobcheck.diagnose.read import job_number, read_logs
 from envbuild.jobcheck.diagnose.rules import PLACES, DiagnosisRule, load_rules, needles
-from envbuild.jobcheck.diagnose.shapes import LineShapes
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/reference/diagnoses.md"
 RULES = {rule.id: rule for rule in load_rules()}
 EVERYWHERE = [rule for place in PLACES for rule in load_rules(place)]
-# NCCL's own logs are kept with the tests of diagnose/nccl_log.py.
+# NCCL's own logs are kept with the tests of jobcheck/diagnose/nccl_log.py.
 NCCL = {
     "efa-absent": "efa_no_device",
     "cxi-domain": "cxi_no_domain",
@@ -2138,7 +2137,7 @@ def test_lines_that_differ_in_numbers_are_searched_once_and_few_are_read(
 
 
 def test_the_shapes_of_lines_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shapes, "_MOST", 100)
+    monkeypatch.setattr(engine, "_MOST", 100)
     some: LineShapes[str] = LineShapes({"a": ["needle 1"], "b": []})
     for number in range(20):
         block = "\n".join(f"{chr(97 + number)}{chr(0x4E00 + n)}" for n in range(50))

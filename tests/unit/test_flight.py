@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from ddp_train.flight import PREFIX, flight_variables
 from envbuild.jobcheck.diagnose.engine import diagnose
-from envbuild.jobcheck.diagnose.flight import is_record, merged, read_record
-from envbuild.jobcheck.diagnose.read import read_logs
+from envbuild.jobcheck.diagnose.read import is_record, merged, read_logs, read_record
 from envbuild.jobcheck.diagnose.rules import load_rules
 
 DATA = Path(__file__).parent / "data"

@@ -8,7 +8,7 @@ ID`) is skipped.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -17,14 +17,111 @@ from typing import Any
 from envbuild.base.errors import UsageError
 from envbuild.base.masking import redact
 from envbuild.jobcheck.lint.directives import ScriptFacts
-from envbuild.jobcheck.lint.faults import LEVELS, LintRule, load_faults
-from envbuild.jobcheck.lint.jobs import JOB_RULES
+from envbuild.jobcheck.lint.environment import (
+    of_commands,
+    of_folder,
+    of_gpu_containers,
+    of_output,
+    of_own_path,
+    of_secrets,
+)
+from envbuild.jobcheck.lint.faults import LEVELS, LintRule, load_faults, of_patterns
+from envbuild.jobcheck.lint.hosts import (
+    of_archives,
+    of_early_expansion,
+    of_fixed_hosts,
+    of_mpi_environment,
+    of_other_nodes,
+    of_remote_shells,
+    of_terminals,
+)
 from envbuild.jobcheck.lint.kubernetes import lint_manifest
-from envbuild.jobcheck.lint.rules import RULES
-from envbuild.jobcheck.lint.script import Found, read_script
+from envbuild.jobcheck.lint.rendezvous import (
+    of_addresses,
+    of_default_ports,
+    of_endpoints,
+    of_fallbacks,
+    of_launches,
+    of_literal_hosts,
+    of_numbers,
+    of_order,
+    of_variables,
+)
+from envbuild.jobcheck.lint.resources import (
+    of_cpus,
+    of_idle_nodes,
+    of_optional_variables,
+    of_placement,
+    of_ranks,
+    of_requests,
+    of_single_nodes,
+    of_steps,
+    of_typed_counts,
+)
+from envbuild.jobcheck.lint.script import Found, ParsedScript, read_script
+from envbuild.jobcheck.lint.slips import (
+    of_assignments,
+    of_comments,
+    of_conflicts,
+    of_directives,
+    of_lines,
+    of_names,
+    of_operators,
+    of_placeholders,
+    of_shell,
+    of_signals,
+)
+from envbuild.jobcheck.lint.status import of_checks, of_status
 
 _LARGEST = 2 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
+# In this order, the first fault of a kind in a line counts.
+RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
+    of_launches,
+    of_variables,
+    of_fallbacks,
+    of_lines,
+    of_commands,
+    of_patterns,
+    of_output,
+    of_folder,
+    of_own_path,
+    of_directives,
+    of_status,
+    of_checks,
+    of_shell,
+    of_secrets,
+    of_gpu_containers,
+    of_steps,
+    of_cpus,
+    of_ranks,
+    of_requests,
+    of_placement,
+    of_optional_variables,
+    of_typed_counts,
+    of_idle_nodes,
+    of_single_nodes,
+    of_addresses,
+    of_endpoints,
+    of_numbers,
+    of_order,
+    of_signals,
+    of_names,
+    of_other_nodes,
+    of_mpi_environment,
+    of_fixed_hosts,
+    of_terminals,
+    of_early_expansion,
+    of_archives,
+    of_comments,
+    of_placeholders,
+    of_default_ports,
+    of_literal_hosts,
+    of_assignments,
+    of_remote_shells,
+    of_conflicts,
+    of_operators,
+)
 # Faults of jobs with more than one node.
 _OF_NODES = frozenset(
     [
@@ -101,10 +198,7 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
     lines = text.splitlines()
     # Carriage returns are reported once, as dos-lines, and not by each rule that meets them.
     script = None if is_manifest(text, name) else read_script(text.replace("\r\n", "\n"), schedulers)
-    if script is None:
-        found = lint_manifest(text, name)
-    else:
-        found = (finding for rule in (*RULES, *JOB_RULES) for finding in rule(script))
+    found = lint_manifest(text, name) if script is None else (finding for rule in RULES for finding in rule(script))
     if script is not None and "\r\n" in text:
         found = chain([Found("dos-lines", 1)], found)
     scheduler = script.scheduler if script is not None else ""

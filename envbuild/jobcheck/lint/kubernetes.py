@@ -15,12 +15,26 @@ from envbuild.base.errors import UsageError
 from envbuild.base.yaml_reader import parse_yaml
 from envbuild.data import load_table
 from envbuild.jobcheck.lint.directives import whole_number
-from envbuild.jobcheck.lint.jobs import of_secrets
+from envbuild.jobcheck.lint.environment import judged_image, of_commands, of_secrets
+from envbuild.jobcheck.lint.faults import of_patterns
+from envbuild.jobcheck.lint.rendezvous import of_fallbacks, of_launches, of_variables
 from envbuild.jobcheck.lint.resources import of_ranks
-from envbuild.jobcheck.lint.rules import RULES, judged_image
 from envbuild.jobcheck.lint.script import Found, read_script
+from envbuild.jobcheck.lint.slips import of_lines
 from envbuild.jobcheck.lint.status import of_status
 
+# The rules for the command of a container.
+_RULES = (
+    of_launches,
+    of_variables,
+    of_fallbacks,
+    of_lines,
+    of_commands,
+    of_patterns,
+    of_secrets,
+    of_ranks,
+    of_status,
+)
 # Faults that do not apply to a pod's command: each pod has its own network, and the operator sets the endpoint
 # and the number of nodes.
 _OF_HOSTS = frozenset(["fixed-port", "error-ignored", "threads", "local-address", "run-id", "requeue"])
@@ -249,7 +263,7 @@ def _container(container: Mapping[str, Any], nodes: int, ranks: str) -> Iterator
     gpus = _gpus(container) or 0
     script = replace(read_script("\n".join([*exports, body]), {}), everywhere=True, pod_gpus=gpus)
     lines = [line for _, (value, line) in variables.items() if value is not None]
-    for rule in (*RULES, of_secrets, of_ranks, of_status):
+    for rule in _RULES:
         for found in rule(script):
             if found.id in _OF_HOSTS:
                 continue

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from envbuild.jobcheck.lint.directives import option_values, whole_number
-from envbuild.jobcheck.lint.expand import Variables
-from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, starters
+from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, Variables, starters
 
 STARTS = re.compile(
     r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|lightning|bash|sh|[\w./${}-]+\.(?:sh|py)"

@@ -11,10 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
-from envbuild.jobcheck.lint.expand import Variables
 from envbuild.jobcheck.lint.launch import Launch, find_launches, starts_training
-from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, commands_of
-from envbuild.jobcheck.lint.words import Reader
+from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, Reader, Variables, commands_of
 
 PER_NODE = ("--ntasks-per-node", "--tasks-per-node")
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred

@@ -1,19 +1,34 @@
-"""The rules of `envbuild lint-job` for what an author overlooked.
+"""The rules for what an author overlooked.
 
-Directives that are comments, placeholders, default ports, and endpoints that are not the head node.
+Directives and lines that the scheduler or the shell reads otherwise, names, placeholders, missing settings.
 """
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Literal
 
-from envbuild.jobcheck.lint.directives import option_values, whole_number
-from envbuild.jobcheck.lint.launch import RANK_OPTIONS, starts_training
-from envbuild.jobcheck.lint.script import Found, ParsedScript
+from envbuild.jobcheck.lint.directives import option_values
+from envbuild.jobcheck.lint.launch import TRAINS
+from envbuild.jobcheck.lint.rendezvous import (
+    GIVEN,
+    sets_elsewhere,
+)
+from envbuild.jobcheck.lint.script import NOUNSET, Found, ParsedScript, option_set
 
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+_INTERPRETER = re.compile(r"#! ?/[ -~]+")
+# Directives without which a job trains the same.
+_LABELS = re.compile(r"--(?:job-name|comment|mail-\w+)\b")
+_FETCHES = frozenset(["curl", "wget"])
+_SHELLS = frozenset(["bash", "sh", "zsh", "source", "."])
+_BARE = re.compile(r"\$(?:(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\b|\{(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\})")
+_OPTION = re.compile(r"--?[A-Za-z][\w-]*")
+_SETTING = re.compile(r"[a-z]\w*(?:\.\w+)+=|[\w-]+(?:/[\w-]+)+:/")
+_TORCHRUNS = re.compile(r"--(?:nproc[-_]per[-_]node|rdzv[-_](?:endpoint|backend|id)|standalone)(?:=.*)?", re.DOTALL)
 _SPACED = re.compile(r"#\s+(?:SBATCH|PBS)\s+(-\S+)")
 _MARKER = re.compile(r"#([A-Z]{3,7}) +(-\S+)")
 _MARKERS = frozenset(["SBATCH", "PBS", "BSUB"])
@@ -31,16 +46,141 @@ _PATH = re.compile(
 )
 _LAST_ANGLES = re.compile(r"^[^#'\"]*\s(<[A-Za-z][\w -]{1,60}>)\s*$|^\s*(?:export )?\w+=(<[A-Za-z][\w -]{1,60}>)")
 _PRINTS = frozenset(["echo", "printf", ":", "cat"])
-_PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
 _MOST = 50  # values of a variable that are looked at
-_PORT_OPTIONS = ("--main_process_port", "--main-process-port", "--master_port")
 _DOLLAR = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 _PREFIX = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _HELD = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
 _OPERATOR = re.compile(r"(?<=[\w\"'/.-]) (\|&?|&&|2>&1|&?>>?) (?=[\w\"'/$.|])")
 _CSH = re.compile(r"\s*set\s+([A-Z][A-Z_]*=\S+)\s*$")
-_ADDRESS = re.compile(r"(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}")
-_LITERAL_HOST = re.compile(r"[a-z][\w.-]+(?::.*)?", re.DOTALL)
+_WARNINGS = frozenset(["USR1", "USR2", "10", "12"])
+_LOOPS = re.compile(r"\b(?:for|select|(?:read|mapfile|readarray)(?: -\w{1,9}){0,3}|getopts \S{1,99}) (\w+)")
+_COMMENTED = re.compile(r"^[ \t]*#+[ \t]*(?:export[ \t]+)?([A-Z][A-Z0-9_]{3,})=", re.MULTILINE)
+# What users' environments, modules and activated environments set.
+_FROM_OUTSIDE = re.compile(
+    r"CUDA|CONDA|NCCL|OMP|MPI|LD_|PATH$|.*(?:PATH|HOME|ROOT|DIR|SCRATCH|TMP|KEY|TOKEN)$|ROCR|HIP"
+)
+_IGNORES = re.compile(r"(?:-|:|true)?$|echo\b[^;&|]*$")
+_OFTEN = {
+    "".join(sorted(name)): name
+    for name in (
+        "source",
+        "export",
+        "module",
+        "srun",
+        "torchrun",
+        "mpirun",
+        "conda",
+        "python",
+        "mkdir",
+        "accelerate",
+        "unset",
+    )
+}
+_UNSEEN = re.compile("[\u00a0\u200b-\u200d\u2060\ufeff]")
+_HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal")
+# Variables that are read. Those in upper case may come from the environment: they are compared only with names that
+# differ in underscores.
+_READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\b|\{([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\})")
+_TOLD = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
+_QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst", "xargs", "find", "trap", "python"])
+
+
+def of_directives(script: ParsedScript) -> Iterator[Found]:
+    """Find directives that the scheduler does not read, and an environment that srun does not get."""
+    if script.writes:  # with the values of this one, by a shell that has no first line here
+        return
+    lines = [line for line, words in script.directives if words[:1] and words[0].startswith("-")]
+    strict = script.facts is not None and script.facts.strict
+    if strict and lines and not _INTERPRETER.fullmatch(script.lines[0].rstrip()):
+        yield Found("no-interpreter", lines[0])
+    bash = re.search(r"\[\[ |\(\(|<<<|<\(|\w=\(|\$\{\w+\[", script.text)
+    shell = script.facts.shell if script.facts else ""
+    if shell and lines[:1] == [1] and bash and not script.directive(shell):
+        yield Found("no-interpreter", 1, level="warning")
+    expands = script.facts.expands if script.facts else None
+    for line, words in script.directives if expands is not None else ():
+        names = [name for name in _VARIABLE.findall(" ".join(words)) if not re.fullmatch(expands or "-", name)]
+        for name in names[:1]:
+            file = words[:1] and re.match(r"--(?:output|error)\b|-[oe]$", words[0])
+            named = file and "$" not in posixpath.dirname(" ".join(words).partition("=")[2] or words[-1])
+            harms = strict and not (_LABELS.match("".join(words[:1])) or named)
+            yield Found("directive-variable", line, name, level="" if harms else "warning")
+    last = max((one.line for one in script.commands), default=0)
+    for line, words in script.late:  # some keep directives for later at the end
+        doubtful = line > last or _LABELS.match(words[0]) is not None
+        yield Found("directive-ignored", line, level="warning" if doubtful else "")
+    none = script.directive("--export")
+    if none and none[1].upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
+        steps = [one for one in script.commands if one.program == "srun"]
+        if steps and not any(word.startswith("--export") for one in steps for word in one.words):
+            yield Found("export-none", none[0])
+
+
+def of_shell(script: ParsedScript) -> Iterator[Found]:
+    """Find lines that are not continued, options behind the program, and unset variables under set -u."""
+    for before, one in pairwise(script.commands):
+        option = "".join(one.words[:1]).partition("=")[0]
+        begins = _OPTION.fullmatch(option) and script.lines[one.line - 1].lstrip().startswith(option)
+        # Behind an operator it is a condition of [[ … ]], before a parenthesis a pattern of `case`.
+        if begins and not (one.file or one.started_by) and one.end not in (")", "|") and len(before.end) < 2:
+            yield Found("line-not-continued", one.line, option)
+            break
+        alone = before.program == "srun" and all(re.match(r"--?[a-z]", word) for word in before.words[1:])
+        split = alone and before.end == "\n" and before.words[1:] and TRAINS.fullmatch(one.program)
+        if split and not (before.file or before.started_by):
+            yield Found("line-not-continued", one.line, one.program)
+            break
+        # A setting of Hydra, or the rest of a list of folders: no program has such a name.
+        rest = _SETTING.match("".join(one.words[:1])) if not (one.file or one.started_by) else None
+        if rest and len(before.end) < 2 and script.lines[one.line - 1].lstrip().startswith(rest[0]):
+            yield Found("line-not-continued", one.line, rest[0])
+            break
+    for one, two in pairwise(script.commands):
+        shell = two.program in _SHELLS or (two.program.startswith("python") and two.words[1:] in ((), ("-",)))
+        piped = one.program in _FETCHES and one.end == "|" and shell
+        read = two.program in _FETCHES and one.end == "(" and one.program in _SHELLS
+        text = one.words[-1] if one.program in _SHELLS and "-c" in one.words else ""
+        if piped or read or re.match(r"\$\((?:curl|wget) ", text):
+            yield Found("remote-code", one.line, (two if read else one).program)
+    for launch in script.launches:
+        late = [word for word in launch.rest[1:] if _TORCHRUNS.fullmatch(word)]
+        if late and launch.rest[0].endswith(".py") and launch.program == "torchrun":
+            yield Found("options-late", script.where(late[0], launch.command.line), late[0])
+        module = {"no-python", "m", "module"} & launch.options.keys()
+        # A variable may hold torchrun in one branch of an `if`, and python in the other.
+        plain = launch.program == "torchrun" and re.search(r"torchrun|torch\.dist", " ".join(launch.command.words))
+        if re.fullmatch(r"python[\d.]*", "".join(launch.rest[:1])) and plain and not module:
+            yield Found("python-twice", launch.command.line, launch.rest[0])
+    if not option_set(script, NOUNSET):
+        return
+    known = set()
+    for one in script.commands:
+        if one.program in ("module", "ml", "source", "."):
+            known.add("LD_LIBRARY_PATH")
+        for match in () if one.file else _BARE.finditer(" ".join(one.texts)):
+            name = match[1] or match[2]
+            if name not in known:
+                known.add(name)
+                yield Found("unset-variable", one.line, name)
+        known |= {name.rstrip("+") for name, _ in one.assignments}
+
+
+def of_lines(script: ParsedScript) -> Iterator[Found]:
+    """Find settings that a script lacks."""
+    if script.kind != "shell" or script.launches:
+        options = [word for c in script.commands if c.words[:1] == ("set",) for word in c.words[1:]]
+        options += script.lines[0].split()[1:] if script.lines[0].startswith("#!") else []
+        if not any(re.match(r"-[a-z]*e", word) or word == "errexit" for word in options):
+            yield Found("error-ignored", 1)
+    real = [one for one in script.launches if not one.command.file]
+    if real and "OMP_NUM_THREADS" not in script.text:
+        yield Found("threads", real[0].command.line)
+    text = "\n".join(line for line in script.lines if not line.startswith("#"))
+    requeue = script.facts.requeue if script.facts else frozenset()
+    saves = requeue and real and re.search("snapshot|checkpoint|resume", text, re.I)
+    said = {word for _, words in script.directives for word in words}
+    if saves and not said & requeue:
+        yield Found("requeue", script.directives[0][0])
 
 
 def of_comments(script: ParsedScript) -> Iterator[Found]:
@@ -78,25 +218,6 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
             paths = [one.words[1]]
         if paths and not one.file and one.program not in _PRINTS:
             yield Found("placeholder", one.line, paths[0])
-            return
-
-
-def of_default_ports(script: ParsedScript) -> Iterator[Found]:
-    """Find launchers that take the same port in each job, in jobs that may share their node."""
-    if script.kind == "shell" or script.several or script.whole_nodes or script.gpus < 1 or script.sets_options:
-        return
-    known = {id(one.command) for one in script.launches}
-    for one in script.commands:
-        launches = one.program == "deepspeed" or (one.program == "accelerate" and one.words[1:2] == ("launch",))
-        words = script.variables.expanded(one.words)
-        ranks = next(option_values(words, RANK_OPTIONS), "")
-        port = next(option_values(words, _PORT_OPTIONS), "")
-        if launches and port.isdecimal() and port != "0" and not (one.file or id(one) in known):
-            yield Found("fixed-port", one.line, port, level=script.doubtful)
-            return
-        told = script.gpus < 2 or _PORTS.search(" ".join(words)) or "MASTER_PORT" in script.text
-        if launches and not (one.file or told or whole_number(ranks) == 1) and starts_training(one):
-            yield Found("fixed-port", one.line, f"29500 ({one.program}'s default)", level=script.doubtful)
             return
 
 
@@ -155,15 +276,62 @@ def of_operators(script: ParsedScript) -> Iterator[Found]:
                 return
 
 
-def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:
-    """Find endpoints at a fixed host in jobs that look the head up and do not use it."""
-    for one in script.launches if script.several and "scontrol show hostname" in script.text else ():
-        for name in ("rdzv-endpoint", "master-addr"):
-            host = one.options.get(name, "")
-            if _LITERAL_HOST.fullmatch(host) and not host.startswith("localhost"):
-                yield Found("endpoint-fixed", script.where(host[:20], one.command.line), host.partition(":")[0])
-    # Where the directives name the nodes, their addresses are known.
-    pinned = script.directive("--nodelist", "-w") or "host=" in script.text
-    for command, value in script.exported("MASTER_ADDR") if script.several and script.facts and not pinned else ():
-        if _ADDRESS.fullmatch(value) and not command.file:
-            yield Found("endpoint-fixed", command.line, value)
+def of_signals(script: ParsedScript) -> Iterator[Found]:
+    """Find traps for the warning before the time limit that bash never or too late runs."""
+    signal = script.directive("--signal")
+    waits = any(one.program == "wait" or one.end == "&" for one in script.commands)
+    for one in script.commands if script.facts else ():
+        names = {word.removeprefix("SIG") for word in one.words[2:]}
+        handles = one.words[:1] == ("trap",) and names & _WARNINGS and not _IGNORES.match(one.words[1])
+        if not handles or one.file or one.started_by:
+            continue
+        steps = signal is not None and not re.match(r"R?B", signal[1])
+        if steps or not waits:
+            yield Found("signal-late", signal[0] if signal and steps else one.line)
+            return
+
+
+def of_names(script: ParsedScript) -> Iterator[Found]:
+    """Find commands that are misspelt or that nothing defines, and variables that only exist in other letters."""
+    if not script.facts:
+        return
+    defined = {one.function for one in script.commands}
+    elsewhere = sets_elsewhere(script)
+    told = set(_TOLD.findall("\n".join(line for line in script.lines if not line.lstrip().startswith("#"))))
+    others = {name.lower() for name in script.values} - script.values.keys() - told
+    squeezed = {name.replace("_", "").rstrip("S"): name for name in script.values if name.isupper()}
+    commented = set(_COMMENTED.findall(script.text)) - set(script.values)
+    commented = {name for name in commented if not (GIVEN.fullmatch(name) or _FROM_OUTSIDE.match(name))}
+    seen = set(_LOOPS.findall(script.text))
+    for one in script.commands:
+        if one.file or one.per_node:
+            continue
+        name = one.program
+        meant = _OFTEN.get("".join(sorted(one.words[0])) if one.words else "", name)
+        unknown = meant != name or _UNSEEN.search(name) or (_HELPERS.fullmatch(name) and not elsewhere)
+        if unknown and name not in defined and name not in seen and one.end not in (")", "|"):  # a pattern of `case`
+            seen.add(name)
+            yield Found("command-unknown", one.line, name)
+        texts = [("", one.words if name not in _QUOTES else ()), *one.assignments]  # LR=$lr takes a parameter of sbatch
+        for own, match in ((own, match) for own, row in texts for match in _READ.finditer(" ".join(row))):
+            read = match[1] or match[2]
+            if not script.where(match[0], 0):  # $NAME\_x or "$NAME""_x": quotes end the name
+                continue
+            if read in commented and read not in seen and not elsewhere and _in_word(read, one.texts):
+                seen.add(read)
+                yield Found("variable-commented", script.where(match[0], one.line), read)
+                continue
+            similar = squeezed.get(read.replace("_", "").rstrip("S"), read)
+            unset = not (elsewhere or read in script.values or read in seen or GIVEN.fullmatch(read))
+            if unset and read.isupper() and read not in (own, similar) and len(read) > 3:
+                seen.add(read)
+                yield Found("variable-case", script.where(match[0], one.line), read)
+            elif read in others and own.lower() != read and not read.endswith("_proxy"):
+                others.remove(read)
+                yield Found("variable-case", script.where(match[0], one.line), read)
+
+
+def _in_word(name: str, texts: tuple[str, ...]) -> bool:
+    """Return whether a variable is a part of a word: a word of its own may be meant to be empty."""
+    part = rf"[\w:/-]\$\{{?{name}\b|\${name}[:/-]|\$\{{{name}\}}[\w:/-]"
+    return re.search(part, " ".join(texts)) is not None

@@ -1,8 +1,12 @@
-"""The program's own words on its failure, in a log that may mix the lines of many ranks.
+"""Blocks of lines: the program's own words on its failure, and messages of Open MPI.
 
-They are the first exception of the program or, in a log without tracebacks, the line that decides. A traceback has
-the format of Python (traceback.c), of rich (a box) or of IPython; its begin or its indentation may be missing. Each
-line may have a prefix that names its process (`[rank0]: `, `0: `, `[pod/ddp-worker-0/pytorch] `).
+A log may mix the lines of many ranks. The program's own words are its first exception or, in a log without tracebacks,
+the line that decides. A traceback has the format of Python (traceback.c), of rich (a box) or of IPython; its begin or
+its indentation may be missing. Each line may have a prefix that names its process (`[rank0]: `, `0: `,
+`[pod/ddp-worker-0/pytorch] `).
+
+A message of Open MPI or PRRTE begins and ends with a line of 74 dashes (opal/util/show_help.c, "dash_line"); it is
+read as one line of text.
 """
 
 from __future__ import annotations
@@ -54,7 +58,6 @@ _MESSAGE = 4
 _GIVEN_UP = 50_000
 # Lines between an exception and the one that it led to.
 _BETWEEN = 3
-
 NAMED_EXCEPTION = re.compile(
     r"\b(?<!raise )[A-Z]\w{0,80}(?:Error|Exception|NotFound|Refused|Expired|Failure)\b(?::(?: \S|\s*$)|\([\"'])"
 )
@@ -79,7 +82,6 @@ _OF_LAUNCHERS = re.compile(
     r"|\bframe #\d|MPI_ABORT was invoked|Failed to invoke spank plugin stack|Job step aborted|Unable to register cu\w+"
     r"|Exception ignored in"
 )
-
 # Each line that decides contains one of these.
 SIGNS = (
     *("Error", "Exception", "what():", "Assertion", "panicked at ", "error: ", "fatal", "FATAL", "ERROR", "panic"),
@@ -88,6 +90,10 @@ SIGNS = (
     *("NCCL WARN", "Memory access fault", "not permitted", "denied", "Denied", "efused", "No such", "nreachable"),
     *("current state is", "has no attribute '", BOXED, "FAILED", "failed", "Failed", "crashed", "Crashed"),
 )
+RULE = "-" * 74
+# Longer ones are no message, but lines between two tables.
+_LONGEST_HELP = 60
+_SHOWN_HELP = 1000
 
 
 class Line(NamedTuple):
@@ -365,3 +371,31 @@ def _in_frame_of_others(one: _Open, line: Line, text: str, before: str) -> tuple
         one.last.append(line)
     found = None if one.boxed or not text.startswith(one.name) else _EXCEPTION.match(text)
     return found, found is not None or one.boxed or text[:1] in (" ", "-", "\t", "~", "/", "<", "[", "F")
+
+
+@dataclass(slots=True)
+class HelpBlock:
+    """The block that is read; `open` while its end is missing, and each line counts."""
+
+    open: bool = False
+    _prefix: str = ""
+    _lines: list[Line] = field(default_factory=list)
+
+    def read(self, line: Line) -> tuple[Line, str] | None:
+        """Read a line; return the first line of a block and its text if this line ends it."""
+        prefix, ruled, rest = line.text.partition(RULE)
+        if not ruled or rest.strip("- "):
+            self._go_on(line)
+            return None
+        found = self._lines
+        # Two rules without text between them: the second one begins a block.
+        self.open, self._prefix, self._lines = not self.open or not found, prefix, []
+        texts = (one.text.removeprefix(prefix) for one in found)
+        text = " ".join(" ".join(texts).split())
+        return (found[0], text[:_SHOWN_HELP]) if text else None
+
+    def _go_on(self, line: Line) -> None:
+        if self.open and line.text.removeprefix(self._prefix).strip():
+            self._lines.append(line)
+            if len(self._lines) > _LONGEST_HELP:
+                self.open, self._lines = False, []

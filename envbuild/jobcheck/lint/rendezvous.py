@@ -1,0 +1,456 @@
+"""The rules for torchruns: the nodes that start them, their numbers, and the endpoint at which they meet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Literal
+
+from envbuild.data import load_table
+from envbuild.jobcheck.lint.directives import option_values, whole_number
+from envbuild.jobcheck.lint.launch import RANK_OPTIONS, Launch, starts_training
+from envbuild.jobcheck.lint.script import PER_NODE, Found, ParsedScript
+from envbuild.jobcheck.lint.shell import LAUNCHERS, Command
+
+LOCAL = re.compile(r"^\[?(localhost|127(\.\d+){3}|::1)\]?(:|$)")
+_FALLBACK = re.compile(
+    r"\$\{(?P<name>\w+)(?:\[[^]]{0,80}\])?:?[=-]\"?(?:localhost|127\.)|\|\|\s*echo\s+['\"]?(?:localhost\b|127\.)"
+)
+_POINTS = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(\S+)", re.IGNORECASE)
+_POINTED = re.compile(r"(?:rdzv[-_]endpoint|master[-_]addr)[= ]['\"]?(?:\$\([^)]*|\S*)$")
+_BEFORE = 500  # characters before a fallback in which the option stands
+_NAMES = re.compile(r"\$\{?(\w+)")
+OF_RENDEZVOUS = re.compile(
+    r"(?:PET_)?(?:MASTER_(?:ADDR|HOST|IP|NODE)|RDZV_\w+)|HEAD_?(?:NODE|ADDR|IP|HOST)\w*", re.IGNORECASE
+)
+_RANK = re.compile(
+    r"\$\{?(?:SLURM_(?:NODEID|PROCID|LOCALID)|PMI_RANK|PMIX_RANK|OMPI_COMM_WORLD_(?:LOCAL_)?RANK|PALS_(?:LOCAL_)?RANKID)\b"
+)
+_RANK_OPTION = re.compile(r"--(?:node|machine)[-_]rank(?:=(.*))?", re.DOTALL)
+_RANK_NAMES = frozenset(["RANK", "LOCAL_RANK", "NODE_RANK", "MACHINE_RANK", "GROUP_RANK"])
+_NAME = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+_READS = frozenset(["read", "mapfile", "readarray", "source", ".", "eval"])
+_ENVIRONMENT = re.compile(r"bin/activate$|^activate$|conda\.sh$|etc/profile|bashrc$|modules\.sh$")
+_MOST_LINES = 100  # of one command
+# Variables of schedulers and of users' environments.
+GIVEN = re.compile(r"(?:SLURM|SALLOC)\w*|PBS\w*|LSB\w*|PMI\w*|OMPI\w*|HOSTNAME|HOME|USER|PWD|RANDOM|PET_\w+")
+# A list of nodes, whole or in Slurm's short form, and what takes one name out of it.
+_LIST = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b|\bPBS_NODEFILE\b|scontrol show hostnames?\b")
+_SHORT = re.compile(r"\bSLURM_(?:JOB_)?NODELIST\b")
+_EXPANDS = re.compile(r"scontrol|hostlist|nodeset|python|sed|perl|expand|\btr\b|\\?\[")
+_MOST_ARRAYS = 20
+_HOSTS = re.compile(r"^\$\(\s*scontrol show hostnames?\b[^|]*\)$")
+_QUOTED = re.compile(r"\s*(?:declare -a )?(\w+)=\(\s*\"(\$[^\"]*(?:\"[^\"]*\"[^\"]*)?)\"\s*\)\s*(?:#.*)?$")
+_FIRST = re.compile(r"head|tail|sed|perl|awk|cut|grep|read|\[0\]|python|-m ?1")
+_HOSTNAME = re.compile(r"\$\(\s*(?:hostname(?:\s+-[fs])?|uname -n)\s*\)|\$\{?HOSTNAME\b")
+_RANDOM = re.compile(r"\$\{?RANDOM\b|\$\(\s*(?:date|uuidgen|openssl|od|mktemp)\b")
+_LITERAL_PORT = re.compile(r":(\d{2,5})$")
+_FUNCTION = re.compile(r"[a-z]+(?:_[a-z]+)+")
+_PORTS = re.compile(r"--(?:main_process_port|main-process-port|master_port|config)|MASTER_PORT")
+_PORT_OPTIONS = ("--main_process_port", "--main-process-port", "--master_port")
+_LITERAL_HOST = re.compile(r"[a-z][\w.-]+(?::.*)?", re.DOTALL)
+_ADDRESS = re.compile(r"(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}")
+
+
+def of_variables(script: ParsedScript) -> Iterator[Found]:
+    """Find faults in the values of MASTER_ADDR, and of variables for interfaces and providers."""
+    for variable in ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT"):
+        for command, value in script.exported(variable):
+            if LOCAL.match(value) and script.several:
+                yield Found("localhost-endpoint", command.line, value, script.several)
+            elif command.per_node and script.several and re.search(r"\$\(hostname\b|\$\{?HOSTNAME\b", value):
+                yield Found("endpoint-per-node", command.line, value)
+    read = {
+        name: re.search(rf"\$\{{?{name}\b|\b(?:export|declare)\b[^\n]{{0,99}}\b{name}\b", script.text)
+        for name in ("MASTER_PORT", "PET_MASTER_PORT")
+    }
+    given = any("master-port" in one.options for one in script.launches)
+    for variable in read:
+        for command, value in script.exported(variable):
+            default = re.fullmatch(r"\$\{MASTER_PORT:?-(\d+)\}", value)
+            value = default[1] if default and len(script.values.get(variable, ())) == 1 else value
+            alike = "SLURM_ARRAY_JOB_ID" in value and "TASK_ID" not in value  # one number for all tasks of an array
+            if alike and not script.whole_nodes:
+                yield Found("fixed-port", command.line, value)
+            if value.isdecimal() and not (given or script.whole_nodes) and (command.words or read[variable]):
+                own = script.kind == "shell" and not script.several  # on a host of one's own
+                yield Found("fixed-port", command.line, value, level="hint" if own else script.doubtful)
+    seen: dict[str, Command] = {}
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for command, value in script.exported(variable):
+            if re.fullmatch(r"=?(?:lo|docker\d*|virbr\d*)", value) and script.several:
+                yield Found("loopback-interface", command.line, f"{variable}={value}")
+            elif "$" not in value and not value.startswith("^"):
+                seen.setdefault(value.lstrip("="), command)
+    if len(seen) > 1:
+        yield Found("interfaces-differ", list(seen.values())[-1].line, " and ".join(seen))
+    text = "\n".join(line for line in script.lines if not line.startswith("#!"))
+    fabrics = load_table("fabrics")["fabrics"].values()
+    others = [row["signs"] for row in fabrics if "signs" in row and row["provider"] != "efa"]
+    signs = re.search("|".join(others), text, re.IGNORECASE)
+    for command, value in script.exported("FI_PROVIDER"):
+        if value.split(";")[0] == "efa" and signs:
+            yield Found("efa-elsewhere", command.line, signs[0])
+
+
+def of_fallbacks(script: ParsedScript) -> Iterator[Found]:
+    """Find fallbacks to localhost in values that become the endpoint of the rendezvous."""
+    names = _rendezvous_names(script) if script.several else frozenset()
+    for command in script.commands if script.several else ():
+        texts = [(name.rstrip("+"), word) for name, words in command.assignments for word in words]
+        texts += [("", " ".join(pair)) for pair in pairwise(("", *command.words))]
+        for name, text in texts:
+            for match in _FALLBACK.finditer(text):
+                told = any(one in names or OF_RENDEZVOUS.fullmatch(one) for one in (name, match["name"]) if one)
+                if told or _POINTED.search(text, max(0, match.start() - _BEFORE), match.start()):
+                    first = match[0].splitlines()[0]
+                    yield Found("localhost-fallback", script.where(first, command.line))
+
+
+def _rendezvous_names(script: ParsedScript) -> frozenset[str]:
+    """Return the variables from which an endpoint is made."""
+    text = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
+    names: set[str] = set()
+    found = {name for value in _POINTS.findall(text) for name in _NAMES.findall(value)}
+    found |= {name for name in script.values if OF_RENDEZVOUS.fullmatch(name)}
+    while found:
+        names |= found
+        values = " ".join(" ".join(script.values.get(name, ())) for name in found)
+        found = set(_NAMES.findall(values)) - names
+    return frozenset(names)
+
+
+def of_addresses(script: ParsedScript) -> Iterator[Found]:
+    """Find endpoints of names and of several addresses, and endpoints that are never set."""
+    for one in script.commands if script.several else ():
+        if one.program == "srun" and "hostname" in one.words:
+            after = one.words[one.words.index("hostname") :]
+            if asked := set(after) & {"-i", "-I", "--ip-address", "--all-ip-addresses"}:
+                own = asked <= {"-i", "--ip-address"}
+                yield Found("own-address" if own else "first-address", one.line, " ".join(after))
+    # enroot's hook 50-slurm-pytorch.sh sets MASTER_ADDR and MASTER_PORT in containers of pyxis.
+    elsewhere = "--container-" in script.text or sets_elsewhere(script)
+    loops = set(re.findall(r"\bfor (\w+) in\b|\$\{(\w+):?=", script.text))
+    set_here = {name for found in loops for name in found} | script.values.keys()
+    for launch in script.launches if not elsewhere and script.kind != "shell" else ():
+        if "standalone" in launch.options:
+            continue
+        for name in ("rdzv-endpoint", "master-addr"):
+            for variable in _NAME.findall(launch.options.get(name, "")):
+                told = variable in set_here or GIVEN.fullmatch(variable)
+                if variable.isupper() and not told:  # others are of a script that is left out here
+                    yield Found("endpoint-unset", launch.command.line, variable)
+
+
+def sets_elsewhere(script: ParsedScript) -> bool:
+    """Return whether the script reads variables from elsewhere: not from the environment of Python or conda."""
+    return any(
+        one.program in _READS and not any(_ENVIRONMENT.search(word) for word in one.words[1:])
+        for one in script.commands
+    )
+
+
+def of_endpoints(script: ParsedScript) -> Iterator[Found]:
+    """Find torchruns without an endpoint, endpoints that are lists of nodes, and those that only a comment sets."""
+    by_hand: Literal["", "warning"] = "warning" if script.kind == "shell" and not script.everywhere else ""
+    for one in script.launches if script.several and not (script.sets_options or script.everywhere) else ():
+        number = whole_number(one.options.get("nnodes", "").partition(":")[0]) or (script.nodes or (0, 0))[1]
+        given = one.options.keys() & {"rdzv-endpoint", "master-addr", "standalone", "config-file", "rdzv-conf"}
+        if one.waits and number > 1 and not given and one.complete:
+            at = one.command.line
+            yield Found("endpoint-missing", at, nodes=script.several, program=one.program, level=by_hand)
+        numbered = one.options.keys() & {"node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"}
+        static = "master-addr" in one.options and one.program == "torchrun" and one.launcher and not by_hand
+        if one.waits and number > 1 and static and one.complete and not numbered:
+            yield Found("node-rank-missing", script.where("nnodes", one.command.line), nodes=script.several)
+    for command in script.commands if script.several else ():
+        for name, words in command.assignments:
+            value = words[0] if len(words) == 1 else ""
+            listed = OF_RENDEZVOUS.fullmatch(name) and not name.lower().endswith(("s", "list")) and _LIST.search(value)
+            plain = f"{name}=(" not in "".join(script.lines[command.line - 1 : command.line]).replace(" ", "")
+            wrong = not _EXPANDS.search(value) if _SHORT.search(value) else False
+            parts = len(_SHORT.findall(value)) > 1  # of names that the author knows
+            if listed and plain and not parts and (wrong or not (_FIRST.search(value) or "|" in value or "%" in value)):
+                yield Found("endpoint-list", command.line, name)
+    yield from _quoted_lists(script)
+    commented = any(re.match(r"\s*#.*\bMASTER_ADDR=", line) for line in script.lines)
+    code = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
+    named = re.search(r"MASTER_ADDR|://|\b(?:COMM|INIT|DIST|SYNC)_\w*=", code)
+    told = script.launches or named or sets_elsewhere(script)
+    if script.several and commented and not told:
+        steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one)]
+        # Some programs ask Slurm themselves.
+        yield from (Found("endpoint-unset", one.line, "MASTER_ADDR", level="hint") for one in steps[-1:])
+
+
+def _quoted_lists(script: ParsedScript) -> Iterator[Found]:
+    """Find arrays with one element, all hosts, from which the first is taken."""
+    lists = {name for name, words in script.values.items() if any(_HOSTS.search(word) for word in words)}
+    looked = 0
+    for number, line in enumerate(script.lines if script.several else (), 1):
+        match = _QUOTED.match(line)
+        if not match or not (_HOSTS.search(match[2]) or ((name := _NAME.fullmatch(match[2])) and name[1] in lists)):
+            continue
+        looked += 1
+        if looked > _MOST_ARRAYS:
+            return
+        if re.search(rf"\$(?:\{{{match[1]}(?:\[0\])?\}}|{match[1]}\b)", "\n".join(script.lines[number:])):
+            yield Found("endpoint-list", number, match[1])
+
+
+def of_numbers(script: ParsedScript) -> Iterator[Found]:
+    """Find numbers of ranks and nodes that the batch host expands, and a world size that is not that of the tasks."""
+    # A script without a number of nodes gets it on sbatch's command line.
+    if script.kind == "shell":
+        return
+    if script.nodes is None or script.nodes[1] > 1:
+        yield from _node_ranks(script)
+    nodes = script.nodes[1] if script.nodes else 1
+    total = script.tasks * nodes
+    steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one) and not one.file]
+    if script.launches or not steps or total < 2:
+        return
+    for one in script.commands:
+        for name, words in one.assignments:
+            here = not (one.per_node or one.file or one.function) and one.line < steps[-1].line
+            match = _RANK.match(" ".join(words)) if here and name in _RANK_NAMES else None
+            if match and (name in ("RANK", "LOCAL_RANK") or script.several):
+                # Most programs ask the scheduler's own variables.
+                level: Literal["warning", "hint"] = "warning" if name in ("RANK", "LOCAL_RANK") else "hint"
+                yield Found("node-rank", one.line, match[0].strip("${"), level=level)
+            size = whole_number(" ".join(words)) if here and name == "WORLD_SIZE" else None
+            if size is not None and size not in (total, nodes * script.gpus):  # a task can start more ranks
+                yield Found("world-size", one.line, f"WORLD_SIZE={size}, {total} tasks", level="warning")
+
+
+def of_order(script: ParsedScript) -> Iterator[Found]:
+    """Find torchruns that are started one after the other, although each waits for all."""
+    begun = False
+    for one in script.launches:
+        begun |= one.command.background
+        if script.several and one.waits and not begun and not one.command.file and _blocks(one):
+            yield Found("one-after-another", one.command.line, nodes=script.several)
+            return
+
+
+def _blocks(one: Launch) -> bool:
+    return (one.launcher == "ssh" and "-f" not in one.around) or (
+        one.launcher == "srun" and bool(one.option("--nodelist", "-w")) and one.option("--nodes", "-N") in ("", "1")
+    )
+
+
+def _node_ranks(script: ParsedScript) -> Iterator[Found]:
+    seen: set[int] = set()
+    for one in script.commands:
+        if one.per_node or one.file or script.everywhere:
+            continue
+        words = script.variables.expanded(one.words)
+        for number, word in enumerate(words):
+            found = _RANK_OPTION.fullmatch(word)
+            value = (found[1] or "".join(words[number + 1 : number + 2])) if found else ""
+            match = _RANK.search(value)
+            line = script.where(word.partition("=")[0], one.line) if found else 0
+            if match and line not in seen and not (script.escapes(match[0]) or _kept(script, one.line, line, match[0])):
+                seen.add(line)
+                kind = "node-rank-unused" if "c10d" in " ".join(words) else "node-rank"
+                yield Found(kind, line, match[0].strip("${"))
+
+
+def _kept(script: ParsedScript, begun: int, line: int, text: str) -> bool:
+    """Return whether `text` in line `line` of a command that began in line `begun` stands in single quotes."""
+    first = min(begun, line)
+    while first > max(1, line - _MOST_LINES) and script.lines[first - 2].endswith("\\"):
+        first -= 1
+    at = script.lines[line - 1].find(text)
+    before = "\n".join([*script.lines[first - 1 : line - 1], script.lines[line - 1][: max(at, 0)]])
+    quote = ""
+    for one in re.sub(r"\\.", "", before, flags=re.DOTALL) if at >= 0 else "":
+        if one == quote:
+            quote = ""
+        elif one in "'\"" and not quote:
+            quote = one
+    return quote == "'"
+
+
+def of_launches(script: ParsedScript) -> Iterator[Found]:
+    """Find a torchrun that starts on the head only or twice per node, and faults of its endpoint, run ID and port."""
+    # A step on one node in a job of several, or an evaluation after the training, is intentional.
+    covered = any(one.waits and _on_nodes(script, one) for one in script.launches)
+    elsewhere = sets_elsewhere(script)
+    for one in script.launches:
+        # A function of a file that the script reads may start its words on each node.
+        if not (elsewhere and _FUNCTION.fullmatch(one.command.program) and not _on_nodes(script, one)):
+            yield from _nodes(script, one, covered)
+        yield from _endpoint(script, one)
+        if script.several and "standalone" not in one.options:
+            yield from _identity(script, one)
+        if one.launcher == "srun":
+            yield from _doubled(script, one)
+        if one.launcher in ("mpirun", "orterun") and not _words_have(script, one, "bind-to", "none"):
+            yield Found("mpi-binding", one.command.line)
+
+
+def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
+    """Find nodes without a torchrun, and torchruns that do not form one job."""
+    several, line, options = script.several, one.command.line, one.options
+    # An explicit node rank means that it is started by hand on each node.
+    by_hand = script.kind == "shell" and "node-rank" in options
+    numbered = re.fullmatch(r"\$\{?\d\}?", options.get("node-rank", ""))  # submitted once for each node
+    alone = not (one.command.file or by_hand or _on_nodes(script, one))
+    if several and alone and one.waits:
+        fault = "head-only" if script.kind != "shell" or script.launchers_work else "started-here"
+        yield Found(fault, line, nodes=several)
+    elif script.nodes and several and alone and not (covered or line < script.last_on_nodes):
+        yield Found("idle-nodes", line, nodes=several)
+    step = one.option("--nodes", "-N")
+    if not one.waits and (alone or covered or step == "1"):
+        return
+    if several and "standalone" in options:
+        yield Found("standalone", script.where("--standalone", line), nodes=several)
+    meets = options.keys() & {"rdzv-endpoint", "master-addr"} and not {"nnodes", "standalone"} & options.keys()
+    if several and meets and one.program == "torchrun" and not script.sets_options:
+        yield Found("nodes-missing", line, nodes=several)
+    own = {"nnodes", "standalone", "rdzv-endpoint", "master-addr", "rdzv-conf", "config-file"} & options.keys()
+    by = one.launcher == "srun" and one.program == "torchrun" and script.has_steps and one.complete
+    if script.nodes and several and by and not (own or step or script.sets_options):
+        yield Found("nodes-missing", line, nodes=several, level="warning")
+    nodes = options.get("nnodes", "").rpartition(":")[2]
+    known_nodes = script.nodes[1] if script.nodes and not numbered and nodes not in script.choices else 0
+    asked = step if whole_number(step) is not None else str(script.nodes[1] if script.nodes else "")
+    if known_nodes and step != "1" and whole_number(nodes) not in (None, whole_number(asked)):
+        yield Found("nodes-differ", script.where("nnodes", line), nodes, asked)
+    elif known_nodes and step == "1" and (whole_number(nodes) or 0) > known_nodes:  # a step for each node
+        yield Found("nodes-differ", script.where("nnodes", line), nodes, str(known_nodes))
+
+
+def _on_nodes(script: ParsedScript, one: Launch) -> bool:
+    return script.everywhere or one.launcher != "" or _carried(script, one)
+
+
+def _carried(script: ParsedScript, one: Launch) -> bool:
+    """Return whether a launcher starts the function or the file that contains this torchrun."""
+    return bool(one.command.function) and one.command.function in script.passed
+
+
+def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
+    given = [(n, one.options[n]) for n in ("rdzv-endpoint", "master-addr") if n in one.options]
+    ports: dict[str, int] = {}
+    for name, value in given:
+        raw = script.where(name.replace("-", "_"), one.command.line)
+        at = script.where(name, one.command.line) if raw == one.command.line else raw
+        fewest, _, most = one.options.get("nnodes", "").partition(":")
+        if LOCAL.match(value) and fewest == "1" and most in ("", "1"):
+            pass  # told to be a job of one node
+        elif LOCAL.match(value) and script.several:
+            yield Found("localhost-endpoint", at, value, script.several)
+        elif LOCAL.match(value) and most not in ("", fewest):
+            yield Found("localhost-endpoint", at, value, most, level="warning")
+        elif script.several and (name_of_host := _HOSTNAME.search(value)):
+            per_node = _there(script, one, name_of_host[0])
+            yield Found("endpoint-per-node" if per_node else "hostname-endpoint", at, name_of_host[0])
+        if match := _LITERAL_PORT.search(_default(script, value)):
+            ports.setdefault(match[1], at)
+    if not (ports or {"rdzv-endpoint", "standalone"} & one.options.keys()):
+        ports = {_default(script, one.options.get("master-port", "")): one.command.line}
+    for port, at in ports.items() if not (script.whole_nodes or one.command.file) else ():
+        if port.isdecimal() and port != "0":
+            alone = script.kind == "shell" and not script.several  # on a host of one's own
+            yield Found("fixed-port", script.where(port, at), port, level="hint" if alone else script.doubtful)
+    own = one.options.keys() & {"rdzv-endpoint", "master-addr", "master-port", "standalone", "rdzv-conf", "config-file"}
+    alone = script.kind != "shell" and one.program != "tune run" and not (script.several or script.whole_nodes)
+    if alone and script.gpus and not own and one.complete and not script.sets_options:
+        yield Found("fixed-port", one.command.line, "29500 (older torchruns' default)", level=script.doubtful)
+
+
+def _default(script: ParsedScript, value: str) -> str:
+    """Return `value` with the default of a variable in its place that only the user's environment sets."""
+
+    def filled(match: re.Match[str]) -> str:
+        own = " ".join(script.values.get(match[1], ()))
+        told = re.fullmatch(rf"\$\{{{match[1]}:?[-=](\d+)\}}", own) or re.fullmatch(r"\$\{\w+:?[-=](\d+)\}", match[0])
+        return told[1] if told else match[0]
+
+    return re.sub(r"\$\{?(\w+)(?::?[-=]\d+)?\}?$", filled, value)
+
+
+def _identity(script: ParsedScript, one: Launch) -> Iterator[Found]:
+    value = one.options.get("rdzv-id", "")
+    name = "rdzv_id" if script.where("rdzv_id", 0) else "rdzv-id"
+    at = script.where(name, one.command.line)
+    random = _RANDOM.search(value)
+    if random and _there(script, one, random[0]):
+        yield Found("run-id-per-node", at, value)
+    elif random or (value and "$" not in value):
+        yield Found("run-id", at, value)
+    if "rdzv-endpoint" in one.options and not one.command.file:
+        told = "local-addr" in one.options or "is_host" in one.options.get("rdzv-conf", "")
+        if not told and not script.launches[0].options.get("rdzv-backend", "").startswith("etcd"):
+            yield Found("local-address", one.command.line)
+
+
+def _there(script: ParsedScript, one: Launch, text: str) -> bool:
+    """Return whether `text`, an expansion in a torchrun's words, is expanded on each node."""
+    # The value of a variable that the batch script sets is the same on each node.
+    own = any(text in word for word in one.command.words) or text in script.set_on_nodes
+    return one.launcher != "" and ((one.command.per_node and own) or script.escapes(text))
+
+
+def _doubled(script: ParsedScript, one: Launch) -> Iterator[Found]:
+    tasks = one.option("--ntasks", "-n")
+    nodes = one.option("--nodes", "-N") or str(script.nodes[1] if script.nodes else "")
+    own = one.option("--nodes", "-N", *PER_NODE)
+    every = None if tasks or own or script.directive(*PER_NODE) else script.directive("--ntasks", "-n")
+    most, least = whole_number(nodes), whole_number(every[1] if every else tasks)
+    if most is not None and least is not None and least <= most:
+        placed = any(re.match(r"-w|--nodelist|-r$|--relative", word) for word in one.around)
+        if least < most and one.waits and not placed:
+            yield Found("tasks-missing", one.command.line, str(least), nodes)
+        return
+    # The value of another variable is unknown; variables with the number of tasks match the directive.
+    if "$" in tasks and not re.search(r"SLURM_(?:NTASKS|NPROCS)", tasks):
+        return
+    if one.option(*PER_NODE) == "1":
+        return
+    given = script.directive(*PER_NODE, "--ntasks", "-n")
+    if given and script.tasks > 1:
+        yield Found("tasks-per-node", given[0], str(script.tasks))
+
+
+def _words_have(script: ParsedScript, one: Launch, option: str, value: str) -> bool:
+    words = [*one.around, *script.variables.expanded(one.command.words)]
+    text = " ".join(words)
+    return re.search(rf"--?{option}[= ]{value}\b", text) is not None
+
+
+def of_default_ports(script: ParsedScript) -> Iterator[Found]:
+    """Find launchers that take the same port in each job, in jobs that may share their node."""
+    if script.kind == "shell" or script.several or script.whole_nodes or script.gpus < 1 or script.sets_options:
+        return
+    known = {id(one.command) for one in script.launches}
+    for one in script.commands:
+        launches = one.program == "deepspeed" or (one.program == "accelerate" and one.words[1:2] == ("launch",))
+        words = script.variables.expanded(one.words)
+        ranks = next(option_values(words, RANK_OPTIONS), "")
+        port = next(option_values(words, _PORT_OPTIONS), "")
+        if launches and port.isdecimal() and port != "0" and not (one.file or id(one) in known):
+            yield Found("fixed-port", one.line, port, level=script.doubtful)
+            return
+        told = script.gpus < 2 or _PORTS.search(" ".join(words)) or "MASTER_PORT" in script.text
+        if launches and not (one.file or told or whole_number(ranks) == 1) and starts_training(one):
+            yield Found("fixed-port", one.line, f"29500 ({one.program}'s default)", level=script.doubtful)
+            return
+
+
+def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:
+    """Find endpoints at a fixed host in jobs that look the head up and do not use it."""
+    for one in script.launches if script.several and "scontrol show hostname" in script.text else ():
+        for name in ("rdzv-endpoint", "master-addr"):
+            host = one.options.get(name, "")
+            if _LITERAL_HOST.fullmatch(host) and not host.startswith("localhost"):
+                yield Found("endpoint-fixed", script.where(host[:20], one.command.line), host.partition(":")[0])
+    # Where the directives name the nodes, their addresses are known.
+    pinned = script.directive("--nodelist", "-w") or "host=" in script.text
+    for command, value in script.exported("MASTER_ADDR") if script.several and script.facts and not pinned else ():
+        if _ADDRESS.fullmatch(value) and not command.file:
+            yield Found("endpoint-fixed", command.line, value)
