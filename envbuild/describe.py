@@ -10,10 +10,11 @@ from typing import Any
 
 from envbuild.base.files import MISSING
 from envbuild.base.masking import masked, masked_text, masked_words
+from envbuild.contract.kinds import ARTIFACTS, DOCKER
+from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.environment import Environment
 from envbuild.inspect.facts import ArtifactReader, Description, Inventory, completed
-from envbuild.kinds import ARTIFACTS, DOCKER
-from envbuild.verify.receipt import read_receipt, receipt_path
+from envbuild.kinds import changed_files
 
 FORMAT = 1
 
@@ -82,7 +83,7 @@ def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | N
         matches = digest == about.digest if about.digest else plan == about.plan_digest
         kind, changed = ARTIFACTS.get(about.kind), list[str]()
         if matches and kind is not None and about.place is not None:
-            changed = kind.changed(about.place, receipt["artifact"].get("manifest", ""), exact=exact)
+            changed = changed_files(about.place, kind, receipt["artifact"].get("manifest", ""), exact=exact)
         return {
             "path": str(path),
             "passed": bool(receipt["passed"]),

@@ -1,7 +1,7 @@
 """Facts of this node, which a preflight compares with those of other nodes. Nothing here imports torch.
 
 Sources: getifaddrs(3), hosts(5), the kernel's Documentation/ABI/testing/sysfs-class-net, PEP 376 and 566
-(installed packages), conda-meta, and envbuild.json of envbuild/artifacts/state.py.
+(installed packages), conda-meta, and envbuild.json of envbuild/contract/state.py.
 """
 
 from __future__ import annotations

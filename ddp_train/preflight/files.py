@@ -1,7 +1,7 @@
 """The files of this node's environment, compared with its manifest, envbuild.manifest.
 
 The manifest is a line of JSON for each file, [path, mode, size, sha256], and for each link, [path, target], of
-envbuild/artifacts/manifest.py. It does not list the bytecode that Python writes later; bytecode that it lists may be
+envbuild/contract/manifest.py. It does not list the bytecode that Python writes later; bytecode that it lists may be
 written again by Python, as after a change of the source's time: it is then compared with its source.
 """
 

@@ -1,7 +1,7 @@
 """An environment as one stream, which nodes pass on as they do an image, and as a folder again.
 
 The stream is a line of JSON, [size of the manifest, times of its files, rows of bytecode]; the manifest of
-envbuild/artifacts/manifest.py, which has the SHA-256 of every file; the contents of its files in its order; and
+envbuild/contract/manifest.py, which has the SHA-256 of every file; the contents of its files in its order; and
 those of the bytecode, which it does not list. Bytecode names the time of its source in seconds, so times are kept.
 """
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from envbuild.artifacts.image_run import NAME, Addition, ProgramConfig, file, folder, link, quoted, run_of
+from envbuild.base.masking import redact
 from envbuild.data import load_table
 from envbuild.image.model import canonical
-from envbuild.site.pip_config import redact
 
 _HOME = ".singularity.d"
 _DOCKER_ENV, _OWN_ENV = "env/10-docker2singularity.sh", "env/90-environment.sh"

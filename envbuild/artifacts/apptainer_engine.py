@@ -21,11 +21,11 @@ from envbuild.artifacts.image_run import quoted
 from envbuild.base import process
 from envbuild.base.atomic import remove_tree, staged, writing
 from envbuild.base.errors import BuildError, HostError
+from envbuild.base.masking import redact
 from envbuild.base.progress import log
 from envbuild.environment import Environment
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import read_sif
-from envbuild.site.pip_config import redact
 
 PROGRAMS = ("apptainer", "singularity")
 # The compression level of envbuild's own squashfs; gzip, the tool's default, takes four times as long.

@@ -16,12 +16,13 @@ from envbuild.base.atomic import file_lock
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.progress import log, transfer
 from envbuild.cache.hashed import read_note, write_note
+from envbuild.contract.state import FIXED_TIME
 from envbuild.debian.defaults import rules_digest
 from envbuild.environment import Environment
 from envbuild.image.model import GOARCH
 from envbuild.image.squashfs.codec import codec_of
 from envbuild.layers.base import image_layers, locked_files
-from envbuild.layers.compose import FIXED_TIME, LayerRequest, key_of
+from envbuild.layers.compose import LayerRequest, key_of
 from envbuild.layers.segment_cache import segment_cache
 from envbuild.lock.base import pull
 from envbuild.lock.image import ImageLock, OciLock

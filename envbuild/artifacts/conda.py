@@ -36,11 +36,12 @@ from envbuild.artifacts.folder import (
     program_file,
     site_packages,
 )
-from envbuild.artifacts.installed import names_and_versions
-from envbuild.artifacts.state import State, has_packages
 from envbuild.base import atomic, host, process
 from envbuild.base.errors import BuildError, HostError
-from envbuild.base.files import absolute_path, parse_json
+from envbuild.base.files import absolute_path
+from envbuild.contract.installed import names_and_versions
+from envbuild.contract.kinds import set_variables
+from envbuild.contract.state import State, has_packages
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.wheel import Scheme, wheel_paths
@@ -246,21 +247,6 @@ def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
     result |= set_variables(root)
     scripts = sorted((root / "etc" / "conda" / "activate.d").glob("*.sh"))
     return _sourced(scripts, result) if scripts else result
-
-
-def set_variables(root: Path) -> dict[str, str]:
-    """Return the variables that packages and users (`conda env config vars set`) set; damaged files are skipped."""
-    found: dict[str, str] = {}
-    files = sorted((root / "etc" / "conda" / "env_vars.d").glob("*.json"))
-    for file in [*files, root / "conda-meta" / "state"]:
-        try:
-            data = parse_json(file.read_bytes())
-        except (OSError, ValueError):
-            continue
-        values = data.get("env_vars") if file.name == "state" and isinstance(data, dict) else data
-        if isinstance(values, dict):
-            found |= {str(name): str(value) for name, value in values.items()}
-    return found
 
 
 def _sourced(scripts: list[Path], env: dict[str, str]) -> dict[str, str]:

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.installed import file_digest
-from envbuild.artifacts.manifest import Stat, stat_of
 from envbuild.base.atomic import file_lock, remove_tree
 from envbuild.base.errors import BuildError
 from envbuild.base.files import walk_stats
 from envbuild.base.progress import log
 from envbuild.base.workers import each
 from envbuild.cache.hashed import read_note, write_note
+from envbuild.contract.installed import file_digest
+from envbuild.contract.manifest import Stat, stat_of
 from envbuild.layers.conda_package import read_info
 from envbuild.lock.conda import CondaPackage
 from envbuild.store.store import Store

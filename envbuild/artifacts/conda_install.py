@@ -16,13 +16,13 @@ from envbuild.artifacts import conda_cache
 from envbuild.artifacts.conda_cache import Locate, Metadata
 from envbuild.artifacts.conda_link import run_job
 from envbuild.artifacts.conda_survey import META
-from envbuild.artifacts.manifest import Stat
 from envbuild.base import atomic, process
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import BuildError
 from envbuild.base.host import link_mode
 from envbuild.base.progress import OnProgress, log, reuse, transfer
 from envbuild.base.workers import Answer, Workers
+from envbuild.contract.manifest import Stat
 from envbuild.lock.conda import CondaPackage
 from envbuild.store.store import Store
 

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
 from envbuild.base.files import parse_json
 from envbuild.base.packages import conda_digest, normalise, top_level
+from envbuild.contract.installed import HOST, Distribution, FileReport, Files, check_files, distributions
 
 META = "conda-meta"
 # The .dist-info folders in a record, found by a text search: parsing takes 50 times as long.

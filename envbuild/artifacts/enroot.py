@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from envbuild.artifacts.image_run import NAME, Addition, ProgramConfig, file, folder, quoted, run_of
-from envbuild.image.entry import BLOCK, CHAR, DIR, SYMLINK, Entry
-from envbuild.site.pip_config import redact
+from envbuild.base.masking import redact
+from envbuild.contract.image_manifest import converted_mode
+from envbuild.image.entry import Entry
 
 # In etc/environment, enroot replaces this by a variable of the user who starts the container; it has no escape.
 _REFERENCE = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
@@ -28,22 +29,13 @@ _RC_LOCAL = """\
 def normalised(entry: Entry) -> Entry | None:
     """Return `entry` as `enroot import` puts it into an image, None if that leaves it out.
 
-    Files in dev, device nodes anywhere and .dockerenv are left out: creating a node needs root, and the
-    runtimes mount the host's dev. Everything belongs to 0:0, because images are unpacked and mounted by users
-    who own nothing else. The owner may read everything, and enter and write folders; setuid, setgid and sticky
-    bits stay, and so do fifos. Extended attributes outside user.* (capabilities, SELinux, ACLs) are dropped,
-    because they cannot be set without root. The caller must leave out hard links to files that are left out.
+    Everything belongs to 0:0, because images are unpacked and mounted by users who own nothing else. Extended
+    attributes outside user.* (capabilities, SELinux, ACLs) are dropped, because they cannot be set without root. The
+    caller must leave out hard links to files that are left out.
     """
-    path = entry.path
-    if path.startswith("dev/") or path == ".dockerenv" or entry.kind in (CHAR, BLOCK):
+    mode = converted_mode(entry.path, entry.kind, entry.mode)
+    if mode is None:
         return None
-    mode = entry.mode
-    if path == "":
-        mode = 0o755
-    elif entry.kind == DIR:
-        mode |= 0o700
-    elif entry.kind != SYMLINK:
-        mode |= 0o400 | (0o100 if mode & 0o111 else 0)
     kept = entry.xattrs and tuple(item for item in entry.xattrs if item[0].startswith("user."))
     if (mode, 0, 0, kept) == (entry.mode, entry.uid, entry.gid, entry.xattrs):
         return entry

@@ -11,23 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from envbuild.artifacts.compiled import is_bytecode, other_code
-from envbuild.artifacts.installed import Distribution, distributions, record_rows
 from envbuild.artifacts.layers_in import LayerFolder, install_layers
-from envbuild.artifacts.manifest import Manifest, Stat, seal, shown, write_manifest
-from envbuild.artifacts.state import FILE, State, state_of
 from envbuild.base import atomic, host, process
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.files import walk_stats
 from envbuild.base.host import link_mode
 from envbuild.base.packages import normalise_version
 from envbuild.base.progress import step
+from envbuild.contract.installed import Distribution, distributions, record_rows
+from envbuild.contract.manifest import Manifest, Stat, is_bytecode, other_code, seal, shown, write_manifest
+from envbuild.contract.state import FILE, State
 from envbuild.environment import Environment, uv_hint
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_programs, wheel_record
 from envbuild.layers.wheels import pinned
-from envbuild.plan.plan import Plan
+from envbuild.plan.plan import Plan, state_of
 from envbuild.recipe.targets import Target, host_arch
 
 

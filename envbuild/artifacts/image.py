@@ -14,20 +14,22 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, Generic
 
 from envbuild import __version__
-from envbuild.artifacts.image_manifest import FILE_NAME, FORMAT, OCI, of_layers, render
 from envbuild.artifacts.layers_in import LayerFolder, check_paths, layer_part
-from envbuild.artifacts.state import State, state_of
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import normalise_version, record_digest
 from envbuild.base.progress import log
+from envbuild.contract.image_manifest import FILE_NAME, FORMAT, OCI, PathRow, render, row_of
+from envbuild.contract.state import PREFIX, State
 from envbuild.environment import Environment
 from envbuild.image.blobs import Blobs
-from envbuild.image.entry import FILE, Entry, Tree
+from envbuild.image.entry import DIR, FILE, Entry, Tree
+from envbuild.image.limits import Quota
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
 from envbuild.image.tar_stream import Member
+from envbuild.image.tree import MergedTree
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler
-from envbuild.layers.compose import PREFIX, LayerRequest, WheelFile, alone, environment_part, key_of, wheel_parts
+from envbuild.layers.compose import LayerRequest, WheelFile, alone, environment_part, key_of, wheel_parts
 from envbuild.layers.layer_cache import CachedLayer, LayerCache, M, TarCache
 from envbuild.layers.recorded import hashed
 from envbuild.layers.requested import RequestedLayers
@@ -36,8 +38,9 @@ from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.layers.wheels import known_wheels, own_wheels
 from envbuild.layers.workdir import missing_folder
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.plan.plan import Plan
+from envbuild.plan.plan import Plan, state_of
 from envbuild.recipe.targets import Target
+from envbuild.site.tables import LimitsTable
 
 if TYPE_CHECKING:
     from envbuild.artifacts.conda_layers import LinkedPackages
@@ -66,7 +69,7 @@ class PreparedImage:
 class AssembledImage:
     """An assembled image: its manifest, configuration, layers from the lowest up, and the store of their blobs.
 
-    `file_manifest` is the digest of the manifest of all its files (artifacts/image_manifest.py).
+    `file_manifest` is the digest of the manifest of all its files (contract/image_manifest.py).
     """
 
     plan: Plan
@@ -203,6 +206,15 @@ def _with_place(part: LayerRequest, mtime: int) -> LayerRequest:
     return LayerRequest(part.title, key_of("place", [part.key]), tree)
 
 
+def rows_of_layers(layers: Sequence[Sequence[Member]], limits: LimitsTable | None) -> dict[str, PathRow]:
+    """Return the rows of merged layers, lowest first. Raises BuildError when they cannot be merged."""
+    tree = MergedTree(Quota(limits))
+    for number, members in enumerate(layers, 1):
+        tree.add(f"layer {number}", members)
+    nodes = ((path, node.member) for path, node in tree.walk() if path)
+    return {path: row_of(node, node.sha256, node.link) if node else PathRow(DIR) for path, node in nodes}
+
+
 def _with_manifest(
     part: LayerRequest, made: Sequence[M], maker: LayerCache[M], mtime: int, environment: Environment
 ) -> LayerRequest:
@@ -211,7 +223,7 @@ def _with_manifest(
     def tree() -> Tree:
         own: list[Member] = []
         yield from hashed(part.tree(), own)
-        rows = of_layers([*map(maker.members, made), own], environment.site.limits)
+        rows = rows_of_layers([*map(maker.members, made), own], environment.site.limits)
         text = render(OCI, rows)
         yield Entry(FILE_NAME, FILE, 0o644, len(text), mtime=mtime), BytesIO(text)
 

@@ -14,11 +14,11 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.artifacts.layer_lists import LAYER_LISTS, LayerList, list_files, list_path, parse_list
-from envbuild.artifacts.state import BuiltLayer
 from envbuild.base.atomic import write_atomically
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import normalise
+from envbuild.contract.layer_lists import LAYER_LISTS, LayerList, list_files, list_path, parse_list
+from envbuild.contract.state import BuiltLayer
 from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from envbuild.artifacts.conda_survey import is_conda
-from envbuild.artifacts.installed import Files, HostFiles
 from envbuild.base.elf import Elf, machine_name
+from envbuild.contract.installed import Files, HostFiles
 from envbuild.data import load_table
 
 # What torch loads before anything else: its own libraries and those of NVIDIA's wheels.

@@ -10,7 +10,7 @@ import hashlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,16 +18,16 @@ from typing import Any, BinaryIO
 
 from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.artifacts.enroot import enroot_files, normalised
-from envbuild.artifacts.image_manifest import FILE_NAME, SQUASHFS, render, rows_of
 from envbuild.artifacts.image_run import Addition
 from envbuild.base.atomic import new_file
 from envbuild.base.disk_space import reserve
+from envbuild.base.packages import digest_of
 from envbuild.base.progress import OnProgress
 from envbuild.base.workers import Behind
+from envbuild.contract.image_manifest import FILE_NAME, SQUASHFS, PathRow, render, row_of
 from envbuild.image.blobs import file_digest
 from envbuild.image.entry import FILE, HARDLINK, Entry
 from envbuild.image.limits import Quota
-from envbuild.image.model import digest_of
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.choosing import Choice, choose
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
@@ -97,7 +97,7 @@ def composed(
         entries, digest = list(_normalised(merging.entries())), ""
         if merging.has(FILE_NAME):
             # The one in the last layer is of the layers, and not of this tree.
-            text = render(SQUASHFS, rows_of((one.entry, _sha256(one, segments)) for one in entries))
+            text = render(SQUASHFS, _rows_of((one.entry, _sha256(one, segments)) for one in entries))
             digest, made = digest_of(text), Entry(FILE_NAME, FILE, 0o644, len(text), mtime=mtime)
             add("the manifest", [(made, text)])
             # All other entries stay as they are, so the tree is not walked again.
@@ -112,6 +112,17 @@ def composed(
 
 def _temporary(maker: SegmentCache, stack: ExitStack) -> Path:
     return stack.enter_context(new_file(maker.store.folder("segments"), ".new-"))[1]
+
+
+def _rows_of(entries: Iterable[tuple[Entry, str]]) -> dict[str, PathRow]:
+    """Return the rows of a tree, whose hard links come after their files; the sha256 of each file is given."""
+    rows: dict[str, PathRow] = {}
+    for entry, sha256 in entries:
+        if entry.kind == HARDLINK and (first := rows.get(entry.target)):
+            rows[entry.path] = first
+        elif entry.path:
+            rows[entry.path] = row_of(entry, sha256, entry.target)
+    return rows
 
 
 def _sha256(one: MergedEntry, segments: Sequence[Segment]) -> str:

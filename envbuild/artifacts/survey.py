@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.artifacts.conda_survey import is_conda, survey_conda
-from envbuild.artifacts.installed import HOST, Distribution, FileReport, Files, check_files, distributions
-from envbuild.artifacts.layer_lists import check_layers
 from envbuild.artifacts.linkage import Linkage, link
 from envbuild.base.elf import Elf, elf_machine, machine_name
+from envbuild.contract.installed import HOST, Distribution, FileReport, Files, check_files, distributions
+from envbuild.contract.layer_lists import check_layers
 from envbuild.gpu_code import Containers
 from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from envbuild.artifacts import folder
 from envbuild.artifacts.folder import FolderBuild, interpreter
-from envbuild.artifacts.installed import names_and_versions
-from envbuild.artifacts.state import State, has_packages
 from envbuild.base import atomic, process
 from envbuild.base.errors import BuildError
+from envbuild.contract.installed import names_and_versions
+from envbuild.contract.state import State, has_packages
 from envbuild.environment import uv_hint
 from envbuild.layers.wheels import locate
 from envbuild.pythons import keep_python, provide_python

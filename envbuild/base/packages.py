@@ -43,6 +43,11 @@ _ALIASES = (f"{CHANNEL_ALIAS}/", "https://repo.anaconda.com/")
 _NO_MODULE = re.compile(r"_|(?:tests?|testing|docs?|examples?|benchmarks?)(?:\.|$)")
 
 
+def digest_of(data: bytes) -> str:
+    """Return `sha256:` and the hexadecimal digest of `data`."""
+    return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
 def json_digest(value: object) -> str:
     """Return `sha256:…` of `value` as JSON."""
     return "sha256:" + hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -25,10 +25,11 @@ from envbuild.base.errors import UsageError
 from envbuild.base.progress import Log
 from envbuild.base.terminal import clean
 from envbuild.bisect.search import MixState
+from envbuild.contract.receipt import FAIL
 from envbuild.environment import Environment
 from envbuild.kinds.commit import open_subject, settings_of
 from envbuild.plan.plan import Plan
-from envbuild.verify.model import FAIL, Settings, Subject
+from envbuild.verify.model import Settings, Subject
 from envbuild.verify.performance import measure_step
 from envbuild.verify.run import verify
 

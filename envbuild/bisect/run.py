@@ -27,16 +27,17 @@ from envbuild.bisect.search import (
     mixed,
     search,
 )
+from envbuild.contract.kinds import VENV
 from envbuild.environment import Environment
-from envbuild.kinds import VENV
 from envbuild.kinds.folder import make_environment
 from envbuild.kinds.prepare import prepare
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import required_by
 from envbuild.layers.wheels import fetch_wheels
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 
 # Measurements of each environment, at most.

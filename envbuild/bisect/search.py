@@ -22,7 +22,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from envbuild.base.packages import normalise
-from envbuild.lock.format import BuiltPackage, Lock, LockedPackage
+from envbuild.lock.format import BuiltPackage, Lock
+from envbuild.recipe.sources import LockedPackage
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -10,8 +10,9 @@ from typing import Any
 import click
 
 from envbuild.base.errors import LockError, VerificationError
+from envbuild.base.progress import log
 from envbuild.cli import complete, layout
-from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
+from envbuild.cli.common import open_recipe, open_target, run_environment, show
 from envbuild.cli.options import PATH, Names, with_options
 from envbuild.lock.advisories import audit
 from envbuild.locks import needed_locks

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from envbuild.base.errors import LockError, UsageError, VerificationError
+from envbuild.base.progress import log
 from envbuild.cli import complete
-from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
+from envbuild.cli.common import open_recipe, open_target, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.environment import Environment
 from envbuild.lock.wheels import wheel_lock

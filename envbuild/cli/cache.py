@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from envbuild.base.errors import BuildError, UsageError
+from envbuild.base.progress import log
 from envbuild.base.units import human_size
 from envbuild.cli import complete, layout
-from envbuild.cli.common import log, open_recipe, open_target, run_environment, show
+from envbuild.cli.common import open_recipe, open_target, run_environment, show
 from envbuild.cli.options import with_options
 from envbuild.environment import Environment
 from envbuild.store.remote import RemoteCache

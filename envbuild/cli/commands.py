@@ -13,7 +13,7 @@ from envbuild.base.errors import EnvbuildError, system_error
 from envbuild.base.masking import redact
 from envbuild.base.terminal import clean
 from envbuild.cli.verbosity import verbosity
-from envbuild.kinds import ARTIFACTS
+from envbuild.contract.kinds import ARTIFACTS
 
 _BUILDERS = {"folder": "folder", "file": "image_file", "registry": "docker"}
 _KINDS = {name: (_BUILDERS[kind.form], kind.help) for name, kind in ARTIFACTS.items()}

@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem, ShellComplete, split_arg_string
 
 from envbuild.base.files import build_folder
-from envbuild.kinds import ARTIFACTS, kinds_of
+from envbuild.contract.kinds import ARTIFACTS, kinds_of
 
 SHELLS = ("bash", "zsh", "fish")
 # Set by the scripts, to the name of the shell; cli/__init__.py looks for it.

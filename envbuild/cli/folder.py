@@ -10,12 +10,11 @@ import click
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import absolute_path, build_folder
-from envbuild.base.progress import step
+from envbuild.base.progress import log, step
 from envbuild.cli import complete
 from envbuild.cli.common import (
     check_out,
     hand_over,
-    log,
     open_recipe,
     open_target,
     run_environment,
@@ -26,8 +25,9 @@ from envbuild.cli.common import (
 )
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.cli.report import reported
+from envbuild.contract.kinds import ARTIFACTS, FolderArtifact
 from envbuild.environment import Environment, own_command
-from envbuild.kinds import ARTIFACTS, FolderArtifact, plan_of
+from envbuild.kinds import plan_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
@@ -176,8 +176,8 @@ def _build(
     kind_name: str, recipe: str | None, sources: Sequence[Path], options: BuildOptions, conda_name: str | None = None
 ) -> None:
     """Build the environment, on this host or in a job, and print its path."""
-    from envbuild.artifacts.state import check_place
     from envbuild.cli.summary import summarise
+    from envbuild.contract.state import check_place
     from envbuild.kinds.folder import make_environment, prepare_folder
     from envbuild.site.conda_envs import named_prefix
 

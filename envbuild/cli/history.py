@@ -12,11 +12,11 @@ from envbuild.base.errors import UsageError
 from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, print_json
 from envbuild.cli.options import PATH, with_options
+from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.environment import load_environment
 from envbuild.recipe.find import command_word
 from envbuild.recipe.targets import Target
 from envbuild.store.history import METRICS, merged, recorded, row_of, sparkline
-from envbuild.verify.receipt import read_receipt, receipt_path
 
 _SHORT = len("sha256:") + 8
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import click
 
 from envbuild.base.errors import UsageError
-from envbuild.base.progress import step
+from envbuild.base.progress import log, step
 from envbuild.cli import complete
-from envbuild.cli.common import check_out, log, open_recipe, open_target, print_json, run_environment, show, show_plan
+from envbuild.cli.common import check_out, open_recipe, open_target, print_json, run_environment, show, show_plan
 from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.cli.report import reported
-from envbuild.kinds import ARTIFACTS, kinds_of
+from envbuild.contract.kinds import ARTIFACTS, kinds_of
 from envbuild.recipe.targets import Target, host_arch
 
 

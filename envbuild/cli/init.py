@@ -12,13 +12,14 @@ from pathlib import Path
 import click
 
 from envbuild.base.errors import UsageError
-from envbuild.cli.common import log, open_own_recipe, run_environment, show
+from envbuild.base.progress import log
+from envbuild.cli.common import open_own_recipe, run_environment, show
 from envbuild.cli.options import PATH, with_options
+from envbuild.contract.kinds import ARTIFACTS
 from envbuild.debian.defaults import suites_by_python
 from envbuild.imports.draft import recipe_name
 from envbuild.imports.origin import ImportedRecipe, Origin, new_recipe, read_sources, updated_recipe
 from envbuild.imports.statement import Statement
-from envbuild.kinds import ARTIFACTS
 from envbuild.recipe.accelerators import CUDA, ROCM
 from envbuild.recipe.find import command_word
 from envbuild.recipe.targets import Target, host_arch

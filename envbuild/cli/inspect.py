@@ -10,18 +10,19 @@ from typing import Any
 
 import click
 
-from envbuild.artifacts.manifest import shown
 from envbuild.base.errors import UsageError
 from envbuild.base.packages import channel_name
+from envbuild.base.progress import log
 from envbuild.base.units import human_size
 from envbuild.cli import complete, layout
-from envbuild.cli.common import log, print_json
+from envbuild.cli.common import print_json
 from envbuild.cli.options import with_options
+from envbuild.contract.kinds import ARTIFACTS
+from envbuild.contract.manifest import shown
 from envbuild.describe import bill_of_materials, describe, receipt_of
 from envbuild.environment import Environment, load_environment
 from envbuild.inspect.compare import Change, Comparison, compare
 from envbuild.inspect.reader import open_artifact, open_artifacts, split
-from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.built import find_built
 
 _SIGNS = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}

@@ -11,12 +11,13 @@ from typing import Any, get_args
 import click
 
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.progress import log
 from envbuild.cli import complete, layout
-from envbuild.cli.common import attested_images, check_out, hand_over, log, show_job
+from envbuild.cli.common import attested_images, check_out, hand_over, show_job
 from envbuild.cli.options import PATH, next_word, with_options
+from envbuild.contract.kinds import kinds_of
 from envbuild.environment import own_command
 from envbuild.jobs.model import JobRequest, Strategy
-from envbuild.kinds import kinds_of
 from envbuild.recipe.targets import host_arch
 from envbuild.site.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
 from envbuild.site.settings import load_site
@@ -121,11 +122,11 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --explain --preflight 50 10
       envbuild job pt_cpu --site slurm-modules --nodes 64 --exclude-slow --submit
     """
+    from envbuild.contract.receipt import is_quick
     from envbuild.jobs.artifact import check_trust, full_hint, open_artifact
     from envbuild.jobs.plan import explained, no_scheduler_error, plan_job, scheduler_of, wanted_kinds
     from envbuild.jobs.plan_checks import check_gpus, possible_faults
     from envbuild.jobs.schedulers import render
-    from envbuild.verify.receipt import is_quick
 
     check_out(out)
     where = load_site(os.environ, site)

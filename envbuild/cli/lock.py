@@ -13,8 +13,9 @@ import click
 from envbuild.base.atomic import write_beside, writing
 from envbuild.base.errors import LockError, UsageError, VerificationError, joined
 from envbuild.base.packages import normalise
+from envbuild.base.progress import log
 from envbuild.cli import complete
-from envbuild.cli.common import log, open_recipe, open_target, run_environment
+from envbuild.cli.common import open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options
 from envbuild.environment import Environment
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries

@@ -10,13 +10,14 @@ import click
 
 from envbuild import matrix
 from envbuild.base.errors import EnvbuildError, LockError, RecipeError, UsageError, joined
+from envbuild.base.progress import log
 from envbuild.base.toml import nearest
 from envbuild.cli import complete, layout
-from envbuild.cli.common import log, open_recipe
+from envbuild.cli.common import open_recipe
 from envbuild.cli.options import Names
+from envbuild.contract.kinds import ARTIFACTS
 from envbuild.data import load_table
 from envbuild.environment import Environment, load_environment
-from envbuild.kinds import ARTIFACTS
 from envbuild.recipe.find import list_recipes, search_folders
 
 

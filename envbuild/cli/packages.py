@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from envbuild.base.progress import log
 from envbuild.cli import complete
-from envbuild.cli.common import log, open_own_recipe, run_environment, show
+from envbuild.cli.common import open_own_recipe, run_environment, show
 from envbuild.cli.options import Decorator, Names, with_options
 
 if TYPE_CHECKING:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import click
 
 from envbuild.base.files import build_folder
+from envbuild.base.progress import log
 from envbuild.bundle import make_bundle
 from envbuild.cli import complete
-from envbuild.cli.common import check_out, log, open_build, show, show_plan
+from envbuild.cli.common import check_out, open_build, show, show_plan
 from envbuild.cli.options import PATH, BuildOptions, build_options
-from envbuild.kinds import ARTIFACTS, kinds_of, plan_of
+from envbuild.contract.kinds import ARTIFACTS, kinds_of
+from envbuild.kinds import plan_of
 from envbuild.kinds.image import image_layers, prepare_image
 from envbuild.kinds.prepare import build_layers
 from envbuild.layers.requested import before_environment, for_host

@@ -18,6 +18,7 @@ from envbuild.cli.options import with_options
 from envbuild.compat.gpus import gpu_findings
 from envbuild.compat.judge import judge
 from envbuild.compat.rows import CompatFinding
+from envbuild.contract.receipt import read_receipt, recorded_gpu_code
 from envbuild.environment import load_environment
 from envbuild.gpu_code import Containers
 from envbuild.lock.conda import CondaLock
@@ -27,7 +28,6 @@ from envbuild.recipe.find import list_recipes, search_folders
 from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.receipt import read_receipt, recorded_gpu_code
 
 _COLOURS = {"good": "green", "bad": "red", "unknown": "yellow", "note": "cyan"}
 _WIDTH = 100

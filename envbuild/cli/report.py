@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.progress import log
 from envbuild.cli import complete
-from envbuild.cli.common import check_out, log
+from envbuild.cli.common import check_out
 from envbuild.cli.options import BESIDE, PATH, Names
+from envbuild.contract.kinds import ARTIFACTS
 from envbuild.environment import Environment, load_environment
-from envbuild.kinds import ARTIFACTS
 
 if TYPE_CHECKING:
     from envbuild.report.data import ReportEntry
@@ -83,9 +84,9 @@ def reported(file: str | None, places: Sequence[Path], environment: Environment 
     if file is None or not places:
         yield
         return
+    from envbuild.contract.receipt import receipt_path
     from envbuild.kinds.commit import failed_path
     from envbuild.report.gather import page_path, read_entry
-    from envbuild.verify.receipt import receipt_path
 
     usual = page_path(places[0]) if len(places) == 1 else places[0].with_name("report.html")
     page = usual if file == BESIDE else Path(file)

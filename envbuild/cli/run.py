@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from envbuild.base.errors import UsageError
+from envbuild.base.progress import log
 from envbuild.base.terminal import clean
 from envbuild.cli import complete
-from envbuild.cli.common import log, run_environment
+from envbuild.cli.common import run_environment
 from envbuild.cli.options import Names, next_word, with_options
+from envbuild.contract.kinds import ARTIFACTS, FolderArtifact, kinds_of
 from envbuild.environment import load_environment
-from envbuild.kinds import ARTIFACTS, FolderArtifact, kinds_of
+from envbuild.kinds import folder_module
 from envbuild.site.settings import load_site
 
 if TYPE_CHECKING:
@@ -276,7 +278,7 @@ def _run_in_folder(
         raise UsageError(f"--bind and --runtime are for images, and {artifact.path} is none", "leave them out")
     kind, path = ARTIFACTS[artifact.kind], Path(artifact.path)
     assert isinstance(kind, FolderArtifact)
-    module = kind.module()
+    module = folder_module(kind)
     environment = module.launch_environment(path, os.environ) | variables
     command = module.command(path, *program)
     try:

@@ -8,15 +8,16 @@ import click
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import absolute_path, named_path
-from envbuild.base.progress import transfer
+from envbuild.base.progress import log, transfer
 from envbuild.base.units import human_size
 from envbuild.cli import complete
-from envbuild.cli.common import check_out, log, open_recipe, run_environment, show
+from envbuild.cli.common import check_out, open_recipe, run_environment, show
 from envbuild.cli.options import PATH, with_options
+from envbuild.contract.kinds import ARTIFACTS, FolderArtifact, kinds_of
 from envbuild.environment import Environment
 from envbuild.image.registry import Pushed, Registry
 from envbuild.jobs.artifact import open_artifact
-from envbuild.kinds import ARTIFACTS, FolderArtifact, kind_at, kinds_of
+from envbuild.kinds import kind_at, read_artifact
 from envbuild.kinds.built import find_built
 
 
@@ -106,7 +107,7 @@ def _pushed(named: str, registry: Registry, environment: Environment) -> tuple[s
         from envbuild.kinds.share_environment import push_environment
 
         loaded = open_recipe(artifact.recipe, environment)
-        done = push_environment(path, kind, kind.read(path).state, loaded, registry, environment)
+        done = push_environment(path, kind, read_artifact(path).state, loaded, registry, environment)
     else:
         from envbuild.kinds.share import push_file
 

@@ -9,9 +9,10 @@ import click
 
 from envbuild.base.atomic import write_beside
 from envbuild.base.errors import HostError, RecipeError, UsageError
+from envbuild.base.progress import log
 from envbuild.base.toml import toml_key, toml_pairs
 from envbuild.cli import complete, layout
-from envbuild.cli.common import check_out, log, print_json, show
+from envbuild.cli.common import check_out, print_json, show
 from envbuild.cli.options import with_options
 from envbuild.site.effective import EffectiveSetting, effective_settings
 

@@ -11,9 +11,10 @@ import click
 
 from envbuild.base import host, units
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.progress import log
 from envbuild.base.units import human_size
 from envbuild.cli import complete, layout
-from envbuild.cli.common import log, print_json, show
+from envbuild.cli.common import print_json, show
 from envbuild.cli.options import with_options
 from envbuild.environment import load_environment
 from envbuild.layers.store_check import check_store

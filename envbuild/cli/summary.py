@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.manifest import read_manifest
 from envbuild.base.errors import BuildError
 from envbuild.base.progress import display, log
 from envbuild.base.units import human_size, human_time
-from envbuild.verify.receipt import passed_line, read_receipt
+from envbuild.contract.manifest import read_manifest
+from envbuild.contract.receipt import passed_line, read_receipt
 
 
 def summarise(what: str, made: Mapping[str, Any], size: int | None = None) -> None:

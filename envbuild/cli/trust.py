@@ -16,13 +16,14 @@ import click
 from envbuild.base import host
 from envbuild.base.atomic import replacing_beside, write_beside, writing
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.progress import log
 from envbuild.bundle import ATTESTATION, attest_bundle, judge_bundle, read_bundle
 from envbuild.cli import complete
-from envbuild.cli.common import attested_images, log, run_environment, show
+from envbuild.cli.common import attested_images, run_environment, show
 from envbuild.cli.options import PATH, with_options
+from envbuild.contract.kinds import ARTIFACTS
 from envbuild.jobs.artifact import FetchAttested, open_artifact
 from envbuild.jobs.model import JobInputs
-from envbuild.kinds import ARTIFACTS
 from envbuild.site.settings import load_site
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def trust_command(
 
 def _judge_tag(registry: Registry, site: Site, target: str | None, recipe: str) -> tuple[str, str, TrustVerdict | None]:
     """Return NAME@sha256:… of what a tag names now, and its digest and verdict; no verdict for an image."""
-    from envbuild.image.model import digest_of
+    from envbuild.base.packages import digest_of
     from envbuild.kinds.share import judge_pushed
     from envbuild.recipe.targets import Target
     from envbuild.store.pieces import is_pushed

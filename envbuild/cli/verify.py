@@ -9,13 +9,13 @@ import click
 
 from envbuild.base.errors import VerificationError
 from envbuild.base.files import named_path
-from envbuild.base.progress import step
+from envbuild.base.progress import log, step
 from envbuild.cli import complete
-from envbuild.cli.common import attested_images, log, print_json, run_environment
+from envbuild.cli.common import attested_images, print_json, run_environment
 from envbuild.cli.options import with_options
 from envbuild.cli.report import reported
 from envbuild.cli.verbosity import verbosity
-from envbuild.kinds import ARTIFACTS, kinds_of
+from envbuild.contract.kinds import ARTIFACTS, kinds_of
 from envbuild.kinds.built import find_built, unknown
 from envbuild.recipe.find import search_folders
 
@@ -48,9 +48,9 @@ def verify_command(
       envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
+    from envbuild.contract.receipt import check_lines, failures, receipt_path
     from envbuild.jobs.artifact import check_trust, open_artifact
     from envbuild.kinds.commit import verify_artifact
-    from envbuild.verify.receipt import check_lines, failures, receipt_path
 
     environment = run_environment()
     built = find_built(named, kinds_of("folder", "file"), site_folders=environment.site.recipe_folders)

@@ -12,8 +12,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 from envbuild.base.errors import LockError
+from envbuild.base.masking import redact
 from envbuild.debian.control import paragraphs, parse_control
-from envbuild.site.pip_config import PipConfig, redact
+from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client
 
 _SNAPSHOT = "https://snapshot.debian.org/archive"

@@ -14,9 +14,10 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from envbuild.base.errors import HostError
+from envbuild.base.masking import redact
 from envbuild.doctor.probe import PATIENCE_S, Host, HostFinding, Status, first_line, run_parallel, run_probe
 from envbuild.environment import Environment
-from envbuild.site.pip_config import PipConfig, ca_bundle, redact
+from envbuild.site.pip_config import PipConfig, ca_bundle
 from envbuild.site.uv_config import uv_environment
 
 _WAIT_S = 3.5

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envbuild.base.errors import EnvbuildError
+from envbuild.base.masking import redact
 from envbuild.environment import Environment
-from envbuild.site.pip_config import redact
 
 Status = Literal["ok", "info", "warn", "fail"]
 # Enough time for a healthy batch system or driver to answer.

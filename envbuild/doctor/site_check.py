@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.base.errors import EnvbuildError
+from envbuild.base.masking import redact
 from envbuild.doctor import batch, connectivity, storage
 from envbuild.doctor.batch import elsewhere, judge_scheduler, missing, on_site
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, find, first_line, run_checks, run_probe
@@ -17,7 +18,6 @@ from envbuild.doctor.site_rules import contradictions
 from envbuild.doctor.tools import has_module
 from envbuild.environment import Environment
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.site.pip_config import redact
 from envbuild.site.settings import Site, load_site
 from envbuild.store.remote_site import cache_of, open_remote
 from envbuild.verify.model import check_texts

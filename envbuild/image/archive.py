@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import digest_of
 from envbuild.image.blobs import Blobs, ImageAt, Pulled
 from envbuild.image.compression import decompressed, kind_of, open_layer
 from envbuild.image.contents import FileRange, listed_image, placed_files, stored_files
@@ -30,7 +31,6 @@ from envbuild.image.model import (
     Descriptor,
     canonical,
     check_image,
-    digest_of,
     new_manifest,
     parse_config,
 )

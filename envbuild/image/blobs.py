@@ -13,8 +13,9 @@ from typing import Any, BinaryIO
 
 from envbuild.base.atomic import naming, new_file
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import digest_of
 from envbuild.cache.hashed import Digests
-from envbuild.image.model import Descriptor, ImageManifest, digest_of
+from envbuild.image.model import Descriptor, ImageManifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import digest_of
 from envbuild.image.blobs import Blobs
 from envbuild.image.compression import kind_of
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK
 from envbuild.image.layout import no_single_image, same_tag
 from envbuild.image.limits import ImageLimits, Quota
-from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_LAYERS, Descriptor, digest_of, is_digest, parse_config
+from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_LAYERS, Descriptor, is_digest, parse_config
 from envbuild.image.tar_stream import Member, PositionedStream
 from envbuild.image.untar import members
 

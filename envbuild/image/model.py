@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import digest_of
 
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -105,11 +106,6 @@ class ImageIndex(_Published):
     """The index of a multi-platform image."""
 
     manifests: tuple[Descriptor, ...]
-
-
-def digest_of(data: bytes) -> str:
-    """Return `sha256:` and the hexadecimal digest of `data`."""
-    return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
 def is_digest(text: str) -> bool:

@@ -11,18 +11,10 @@ from typing import Any
 from urllib.parse import quote
 
 from envbuild.base.files import parse_json
+from envbuild.base.packages import digest_of
 from envbuild.cache.retry import NotFound, RequestFailed
 from envbuild.image.blobs import Blobs
-from envbuild.image.model import (
-    EMPTY,
-    MAX_MANIFEST,
-    OCI_INDEX,
-    OCI_MANIFEST,
-    Descriptor,
-    canonical,
-    digest_of,
-    is_digest,
-)
+from envbuild.image.model import EMPTY, MAX_MANIFEST, OCI_INDEX, OCI_MANIFEST, Descriptor, canonical, is_digest
 from envbuild.image.registry import Registry, manifest_of, pages
 from envbuild.image.registry_endpoint import complain
 

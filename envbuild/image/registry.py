@@ -17,6 +17,7 @@ from urllib.parse import unquote, urlsplit
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.files import parse_json
+from envbuild.base.packages import digest_of
 from envbuild.base.progress import OnProgress
 from envbuild.base.workers import each
 from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
@@ -33,7 +34,6 @@ from envbuild.image.model import (
     ImageIndex,
     ImageManifest,
     choose,
-    digest_of,
     is_digest,
     parse,
 )

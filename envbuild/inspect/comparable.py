@@ -11,8 +11,8 @@ import posixpath
 import re
 from dataclasses import replace
 
-from envbuild.artifacts import image_manifest, manifest, state
 from envbuild.artifacts.enroot import normalised
+from envbuild.contract import image_manifest, manifest, state
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 from envbuild.inspect.facts import CONDA, FOLDERS, IMAGE, SQUASHED, VENV, Inventory, Item
 

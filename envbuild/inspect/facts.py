@@ -18,7 +18,7 @@ VENV, CONDA, IMAGE, SQUASHFS, SIF = "venv", "conda", "image", "squashfs", "sif"
 FOLDERS = (VENV, CONDA)
 # Kinds of files that contain a whole file system.
 SQUASHED = (SQUASHFS, SIF)
-# Fields that envbuild.json (artifacts/state.py) and `Description` have in common.
+# Fields that envbuild.json (contract/state.py) and `Description` have in common.
 IN_STATE = (
     "recipe",
     "recipe_digest",

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.conda_survey import is_conda
-from envbuild.artifacts.state import read_state
 from envbuild.base.errors import BuildError, UsageError
+from envbuild.contract.state import read_state
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
 from envbuild.inspect.facts import CONDA, IN_STATE, VENV, ArtifactReader, Description, Inventory, Item, Request
 from envbuild.inspect.metadata import digested, interest, inventory

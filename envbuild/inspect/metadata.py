@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from email.parser import HeaderParser
 from typing import Any
 
-from envbuild.artifacts import layer_lists
-from envbuild.artifacts.installed import record_rows
 from envbuild.base.files import parse_json
 from envbuild.base.packages import json_digest, normalise, record_digest
+from envbuild.contract import layer_lists
+from envbuild.contract.installed import record_rows
+from envbuild.contract.state import PREFIX
 from envbuild.inspect.conda_meta import environments, reader_of, recorded_files, records
 from envbuild.inspect.facts import CONDA, VENV, DebianPackage, Inventory, Item, PythonPackage, SourceBuilt
-from envbuild.layers.compose import PREFIX
 
 # Larger files are not what their names say, and are treated like any other file.
 MAX_SIZE = 16 << 20

@@ -23,8 +23,8 @@ from packageurl import PackageURL
 
 from envbuild import __version__
 from envbuild.base.packages import channel_name
+from envbuild.contract.state import FIXED_TIME
 from envbuild.inspect.facts import FOLDERS, IMAGE, Description, Inventory, PythonPackage
-from envbuild.layers.compose import FIXED_TIME
 
 # The namespace of envbuild's serial numbers (RFC 9562, version 5).
 _SPACE = uuid.uuid5(uuid.NAMESPACE_DNS, "org.envbuild")

@@ -15,9 +15,10 @@ from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO
 
-from envbuild.artifacts.state import FILE as STATE
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.workers import each
+from envbuild.contract.state import FILE as STATE
+from envbuild.contract.state import PREFIX
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
 from envbuild.image.sif import JSON, Object, Sif, is_sif, read_object, read_sif
@@ -27,7 +28,6 @@ from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
 from envbuild.inspect.facts import SIF, SQUASHFS, ArtifactReader, Inventory, Item, Request, completed
 from envbuild.inspect.image_reader import about_image
 from envbuild.inspect.metadata import MAX_SIZE, Note, Reader, digested, extra_of, interest, root_inventory, state_of
-from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
 
 _CHUNK = 1 << 20

@@ -8,19 +8,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.manifest import shown
-from envbuild.artifacts.state import BuiltLayer
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.files import build_folder, named_path
+from envbuild.contract.kinds import ARTIFACTS, DOCKER
+from envbuild.contract.manifest import shown
+from envbuild.contract.receipt import is_quick, passing_receipt, read_receipt, receipt_path
+from envbuild.contract.state import PREFIX, BuiltLayer
 from envbuild.fabrics import find_fabric
 from envbuild.jobs.model import JobArtifact, JobInputs
-from envbuild.kinds import ARTIFACTS, DOCKER, kind_at
+from envbuild.kinds import changed_files, kind_at, read_artifact
 from envbuild.kinds.built import check_lock, find_built, unknown
-from envbuild.layers.compose import PREFIX
 from envbuild.recipe.find import search_folders
 from envbuild.site.tables import TrustTable
 from envbuild.verify.network import nccl_version
-from envbuild.verify.receipt import is_quick, passing_receipt, read_receipt, receipt_path
 
 # Name or path of an image, and its digest → the place beside which its attested receipt lies, None without one.
 FetchAttested = Callable[[str, str], Path | None]
@@ -101,7 +101,7 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch:
         raise UsageError(
             f"{path} is not an artifact of envbuild", "pass the path that the build printed as its last line"
         )
-    found = kind.read(path)
+    found = read_artifact(path)
     state, digest = found.state, found.digest
     _check_target(path, state.target, target)
     place = path
@@ -111,7 +111,7 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch:
     if receipt is None and not unverified:
         raise _refusal(str(path), receipt_path(path), f"envbuild verify {path}")
     manifest = receipt["artifact"].get("manifest", "") if receipt else ""
-    changed = kind.changed(path, manifest, exact=exact) if receipt else []
+    changed = changed_files(path, kind, manifest, exact=exact) if receipt else []
     if changed and not unverified:
         raise VerificationError(
             f"{path}: {shown(changed)} changed since it was verified",

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from envbuild.base.process import torchrun_word
-from envbuild.kinds import ARTIFACTS, Artifact
+from envbuild.contract.kinds import ARTIFACTS, Artifact
 from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
 from envbuild.site.settings import Site
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.state import BuiltLayer
+    from envbuild.contract.state import BuiltLayer
 
 Strategy = Literal["ddp", "accelerate", "deepspeed", "horovod", "single"]
 # The way to start an artifact's program on a node: in the folder of an environment, with pyxis (through srun),

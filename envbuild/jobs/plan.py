@@ -12,11 +12,11 @@ from envbuild.base import units
 from envbuild.base.errors import UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.process import torchrun_word
+from envbuild.contract.kinds import ARTIFACTS, Artifact, kinds_of
 from envbuild.fabrics import find_fabric
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.kinds import ARTIFACTS, Artifact, kinds_of
 from envbuild.site.jobs import time_problem
 from envbuild.site.schedulers import LAUNCHERS, SCHEDULER_NAMES
 from envbuild.site.settings import Site

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.masking import looks_secret
+from envbuild.contract.receipt import recorded_gpu_code
 from envbuild.gpus import chips_named, gpu_faults
 from envbuild.jobs.kubernetes_pod import lost_log
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest
@@ -15,7 +16,6 @@ from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.recipe.targets import Target
 from envbuild.site.jobs import DEFAULT_RUNTIME, UNLIMITED, unlimited
 from envbuild.site.settings import Site
-from envbuild.verify.receipt import recorded_gpu_code
 from envbuild.verify.static_checks import listed, read_gpu_files
 
 # Who set the command of a job: --script with a path inside the image.

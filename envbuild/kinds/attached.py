@@ -20,6 +20,7 @@ from envbuild.base.atomic import write_beside
 from envbuild.base.errors import BuildError
 from envbuild.base.progress import log
 from envbuild.base.workers import each
+from envbuild.contract.receipt import receipt_path
 from envbuild.image.model import Descriptor
 from envbuild.image.referrers import attach, referrer_layer, referrers
 from envbuild.image.registry import Registry
@@ -27,7 +28,6 @@ from envbuild.image.registry_endpoint import MissingContent
 from envbuild.store.store import Store
 from envbuild.trust.bundle import BUNDLE, MOST, PREDICATES, bundle_path
 from envbuild.trust.policy import CLOCK_S, Signers
-from envbuild.verify.receipt import receipt_path
 
 _CREATED, _KIND = "org.opencontainers.image.created", "dev.sigstore.bundle.predicateType"
 _NAMES = {kind: name for name, kind in PREDICATES.items()}

@@ -8,16 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from envbuild.artifacts.state import read_state
 from envbuild.base.errors import EnvbuildError, LockError, UsageError
 from envbuild.base.files import build_folder, named_path
 from envbuild.base.progress import log
 from envbuild.base.toml import closest
-from envbuild.kinds import ARTIFACTS, CONDA, VENV, Artifact
+from envbuild.contract.kinds import ARTIFACTS, CONDA, VENV, Artifact
+from envbuild.contract.receipt import read_receipt, receipt_path
+from envbuild.contract.state import read_state
 from envbuild.recipe.find import FILE_NAME, command_word, default_recipe, recipe_files, search_folders
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.receipt import read_receipt, receipt_path
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild.artifacts.state import State
 from envbuild.base import atomic
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.progress import log
+from envbuild.contract.receipt import failures, passed_line, passing_receipt, receipt_path, write_receipt
+from envbuild.contract.state import State
 from envbuild.environment import Environment, load_environment
-from envbuild.kinds import kind_at
+from envbuild.kinds import kind_at, subject_at
 from envbuild.recipe.verify_table import expect_of
 from envbuild.store.history import record
 from envbuild.verify.model import Settings, Subject, Thoroughness, Verdict
 from envbuild.verify.network import fit_to_gpus
-from envbuild.verify.receipt import failures, make_receipt, passed_line, passing_receipt, receipt_path, write_receipt
+from envbuild.verify.receipt import make_receipt
 
 if TYPE_CHECKING:
     from envbuild.plan.plan import Plan
@@ -115,7 +116,7 @@ def open_subject(path: Path, environment: Environment | None = None, runtime: st
             raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
         what = "is not an artifact of envbuild" if path.exists() else "does not exist"
         raise UsageError(f"{path} {what}", "give the folder or file that envbuild printed as its last line")
-    return kind.subject(path, environment or load_environment(), runtime)
+    return subject_at(path, kind, environment or load_environment(), runtime)
 
 
 def verify_artifact(

@@ -11,15 +11,17 @@ from typing import Any, Unpack
 
 from envbuild.artifacts.folder import FolderBuild, InstalledFilesDiffer, check_host
 from envbuild.artifacts.layers_in import LayerFolder
-from envbuild.artifacts.manifest import changes, move_seal, read_manifest, shown
-from envbuild.artifacts.state import State, check_place
 from envbuild.base import atomic, host
 from envbuild.base.errors import BuildError, HostError, LockError, UsageError, VerificationError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log
+from envbuild.contract.kinds import CONDA, VENV, FolderArtifact
+from envbuild.contract.manifest import changes, move_seal, read_manifest, shown
+from envbuild.contract.receipt import manifest_of, read_receipt, receipt_path
+from envbuild.contract.state import State, check_place
 from envbuild.environment import Environment, own_command
 from envbuild.interpreter import HostPython
-from envbuild.kinds import CONDA, VENV, FolderArtifact
+from envbuild.kinds import folder_module
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, keep_receipt, settings_of, verify_staged
 from envbuild.kinds.prepare import build_layers, prepare
 from envbuild.layers.requested import RequestedLayers, before_environment, check_here, for_host, requested_layers
@@ -33,7 +35,6 @@ from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.model import FULL, Thoroughness
-from envbuild.verify.receipt import manifest_of, read_receipt, receipt_path
 from envbuild.verify.static_checks import check_unverified_gpus
 
 
@@ -56,7 +57,7 @@ def prepare_folder(
     lock is written, nothing is downloaded either.
     """
     if here:
-        check_host(kind.module().TITLE, target)
+        check_host(folder_module(kind).TITLE, target)
     if editable and loaded.code is None:
         raise UsageError(f"--editable: recipe {loaded.recipe.name} has no [project]", 'add one: [project] path = ".."')
     if not kind.of_conda and not has_wheels(loaded, target):
@@ -137,7 +138,7 @@ def make_environment(
     kept as NAME.failed with its receipt, and VerificationError is raised.
     """
     started = time.monotonic()
-    module, workers = kind.module(), host.workers(environment.variables)
+    module, workers = folder_module(kind), host.workers(environment.variables)
 
     def proven(where: Path, state: State) -> dict[str, Any]:
         from envbuild.verify.host import folder_subject

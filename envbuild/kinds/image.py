@@ -11,15 +11,16 @@ from typing import Any, Unpack
 from envbuild.artifacts import docker
 from envbuild.artifacts.image import AssembledImage, PreparedImage, assemble
 from envbuild.artifacts.layers_in import LayerFolder
-from envbuild.artifacts.state import IMAGE
 from envbuild.base import atomic
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log
+from envbuild.contract.kinds import DOCKER
+from envbuild.contract.receipt import pushed_as, receipt_path, record_push
+from envbuild.contract.state import IMAGE
 from envbuild.environment import Environment
 from envbuild.image.daemon import connect
 from envbuild.image.model import docker_manifest
-from envbuild.kinds import DOCKER
 from envbuild.kinds.commit import has_receipt, keep_receipt, settings_of, verify_staged
 from envbuild.kinds.prepare import build_layers, image_python, prepare
 from envbuild.layers.compose import source_date
@@ -32,7 +33,6 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.containers import BuiltImage, image_subject
 from envbuild.verify.model import FULL, Thoroughness
-from envbuild.verify.receipt import pushed_as, receipt_path, record_push
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ from envbuild.base import atomic
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.files import absolute_path, parse_json
+from envbuild.base.packages import digest_of
 from envbuild.base.progress import log, transfer
 from envbuild.base.units import human_size
+from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.environment import Environment
 from envbuild.image.blobs import BlobFiles, file_digest
 from envbuild.image.limits import Quota
-from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
+from envbuild.image.model import OCI_MANIFEST, Descriptor
 from envbuild.image.reference import Reference
 from envbuild.image.registry import Pushed, Registry
 from envbuild.image.sif_signed import content_digest
@@ -44,7 +46,6 @@ from envbuild.store.store import Store
 from envbuild.trust.bundle import bundle_path
 from envbuild.trust.policy import TrustVerdict, judge
 from envbuild.verify.image_file import check_image_place
-from envbuild.verify.receipt import read_receipt, receipt_path
 
 MOST = 16 << 20  # bytes of a configuration, a receipt and an attestation
 

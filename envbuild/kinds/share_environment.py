@@ -12,18 +12,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from envbuild.artifacts.state import State
 from envbuild.base import atomic
 from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.files import is_file_name, link_or_copy, parse_json
 from envbuild.base.progress import log, transfer
 from envbuild.base.toml import read
+from envbuild.contract.kinds import ARTIFACTS, FolderArtifact
+from envbuild.contract.state import State
 from envbuild.environment import Environment
 from envbuild.image.blobs import file_digest
 from envbuild.image.limits import Quota
 from envbuild.image.model import Descriptor, is_digest
 from envbuild.image.registry import Pushed, Registry
-from envbuild.kinds import ARTIFACTS, FolderArtifact
 from envbuild.kinds.folder import make_environment, prepare_folder
 from envbuild.kinds.inputs import BY_DIGEST, build_inputs, check_portable, count_files, read_by, recipe_files
 from envbuild.kinds.prepare import prepare

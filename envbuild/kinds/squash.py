@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from envbuild.artifacts.apptainer import definition, recipe_definition
 from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
 from envbuild.artifacts.squash import composed, spans_of, write_sif, write_sqsh
-from envbuild.artifacts.state import State
 from envbuild.base import atomic
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log, transfer
 from envbuild.base.units import human_size
+from envbuild.contract.kinds import ARTIFACTS
+from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
+from envbuild.contract.state import State
 from envbuild.environment import Environment
 from envbuild.image.archive import archive_at
 from envbuild.image.blobs import Blobs, ImageAt, Pulled, of_pulled
@@ -31,7 +33,6 @@ from envbuild.image.model import GOARCH, Descriptor
 from envbuild.image.reference import ImageSource, folder_and_tag
 from envbuild.image.sif_signed import content_digest
 from envbuild.image.squashfs.codec import Codec
-from envbuild.kinds import ARTIFACTS
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
 from envbuild.layers.compose import source_date
 from envbuild.layers.layer_cache import CachedSegment
@@ -40,7 +41,6 @@ from envbuild.recipe.targets import Target, host_arch
 from envbuild.store.pieces import Span, note_spans
 from envbuild.verify.image_file import ENROOT, check_image_place, image_state, open_image_file
 from envbuild.verify.model import FULL, Thoroughness
-from envbuild.verify.receipt import is_quick, passing_receipt, receipt_path
 
 if TYPE_CHECKING:  # a conversion needs nothing of recipes
     from envbuild.artifacts.image import PreparedImage

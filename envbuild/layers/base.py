@@ -11,6 +11,7 @@ from typing import Any, Generic
 from envbuild.base.atomic import write_atomically
 from envbuild.base.errors import BuildError
 from envbuild.base.files import parse_json
+from envbuild.contract.state import PREFIX
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import Environment
 from envbuild.image.blobs import Pulled
@@ -23,7 +24,7 @@ from envbuild.image.tar_stream import PositionedStream
 from envbuild.image.tree import MergedTree
 from envbuild.image.untar import members
 from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.compose import PREFIX, LayerRequest, key_of
+from envbuild.layers.compose import LayerRequest, key_of
 from envbuild.layers.layer_cache import LayerCache, M
 from envbuild.lock.base import pull, site_archives
 from envbuild.lock.image import OciLock

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from envbuild.base.errors import UsageError
+from envbuild.contract.state import FIXED_TIME
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree, closing
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
@@ -19,9 +20,6 @@ from envbuild.layers.wheel import Scheme, wheel_paths, wheel_tree
 
 # Increase it when the bytes of layers change although their inputs do not.
 FORMAT = 1
-PREFIX = "opt/env"
-# 2020-01-01, as in the trainer's wheel; zipfile inside an image refuses times before 1980.
-FIXED_TIME = 1577836800
 # A directory in a layer overrides the mode that it has in the base; these directories keep the modes that every
 # distribution gives them.
 _MODES = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}

@@ -23,8 +23,8 @@ from envbuild.base.git import run_git
 from envbuild.base.packages import described, normalise, pack, with_record
 from envbuild.base.progress import log
 from envbuild.cache.hashed import read_note, write_note
+from envbuild.contract.state import FIXED_TIME
 from envbuild.environment import Environment
-from envbuild.layers.compose import FIXED_TIME
 from envbuild.layers.contents import reading
 from envbuild.layers.trainer import NAME
 from envbuild.layers.wheel import required_by

@@ -12,8 +12,9 @@ import os
 from pathlib import Path
 
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import record_row
 from envbuild.layers.source_job import PREFIX, TOOLS, BuildHost, BuildPython, SourceBuild
-from envbuild.layers.wheel import INSTALLER, entry_point_scripts, record_row, render_record
+from envbuild.layers.wheel import INSTALLER, entry_point_scripts, render_record
 
 _WITH_PATH = 'PATH="$1:$PATH"; export PATH; shift; exec "$@"'
 _VERSION = "import sys; print('%d.%d' % sys.version_info[:2], file=open(sys.argv[1], 'w'))"

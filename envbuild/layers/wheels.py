@@ -23,9 +23,9 @@ from envbuild.layers.compose import WheelFile, key_of
 from envbuild.layers.project import project_wheel
 from envbuild.layers.slim_wheel import slim_wheel
 from envbuild.layers.trainer import NAME, Trainer
-from envbuild.lock.format import LockedPackage
 from envbuild.plan.plan import Plan
 from envbuild.recipe import accelerators
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import ARCHES, Target
 from envbuild.store.entry import CacheEntry, fetched
 from envbuild.store.store import Store

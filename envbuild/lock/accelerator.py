@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from envbuild.base.errors import LockError
 from envbuild.data import load_table
 from envbuild.lock.conda import CondaPackage
-from envbuild.lock.format import LockedPackage
 from envbuild.recipe.accelerators import CUDA, accelerator_of, gpu_families, torch_index
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 
 

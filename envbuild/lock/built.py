@@ -19,11 +19,12 @@ from envbuild.base.errors import EnvbuildError, LockError
 from envbuild.base.packages import normalise
 from envbuild.cache.retry import RequestFailed
 from envbuild.environment import Environment
-from envbuild.lock.format import BuiltPackage, Lock, LockedPackage
+from envbuild.lock.format import BuiltPackage, Lock
 from envbuild.lock.offers import applicable, tag_set
 from envbuild.recipe.build import BuildTable
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.reference import DirectReference, references
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 from envbuild.store.archives import WantedArchive, adopt_commit, locate_archive
 from envbuild.store.fetch import WantedWheel, locate_wheels

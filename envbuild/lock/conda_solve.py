@@ -16,12 +16,13 @@ from urllib.parse import urlsplit
 
 from envbuild.base import process
 from envbuild.base.errors import HostError, LockError, RecipeError
+from envbuild.base.masking import redact
 from envbuild.base.packages import channel_url
 from envbuild.environment import Environment
 from envbuild.lock.conda import CondaPackage, canonical_depends, conda_platform, file_parts
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
-from envbuild.site.pip_config import ca_bundle, redact
+from envbuild.site.pip_config import ca_bundle
 from envbuild.store.client import split_credentials
 
 _TOKEN = re.compile(r"/t/[^/\s]+")

@@ -12,9 +12,10 @@ from envbuild.base.errors import LockError
 from envbuild.base.packages import normalise
 from envbuild.base.toml import nearest
 from envbuild.environment import Environment
-from envbuild.lock.format import BuiltPackage, LockedPackage
+from envbuild.lock.format import BuiltPackage
 from envbuild.lock.offers import Offers
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.sources import LockedPackage
 
 
 def reachable(indexes: Sequence[str], environment: Environment, offline: bool) -> tuple[list[str], list[str]]:

@@ -12,11 +12,11 @@ from pathlib import Path
 from envbuild.base import process
 from envbuild.base.packages import normalise
 from envbuild.base.toml import toml_key, toml_pairs
-from envbuild.lock.format import LockedPackage
 from envbuild.lock.offers import Offers, ProjectRelease, allowed_releases
 from envbuild.recipe.build import BuildTable
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.model import PYTHONS
+from envbuild.recipe.sources import LockedPackage
 from envbuild.site.uv_config import bound_project
 
 _NAME = r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?"

@@ -20,12 +20,13 @@ from envbuild.environment import Environment
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.build_requirements import lock_built
 from envbuild.lock.built import check_used, locked_wheels, sources_of
-from envbuild.lock.format import BuiltPackage, Lock, LockedPackage, changes, lock_file_name, read, render
+from envbuild.lock.format import BuiltPackage, Lock, changes, lock_file_name, read, render
 from envbuild.lock.indexes import ambiguous_names, bound_indexes, check_bound, check_pages, reachable
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, lock_folders, write_lock_file
 from envbuild.lock.offers import Offers, applicable, skipped_warnings
 from envbuild.lock.uv_compile import UvCompile, explanation, without_wheel
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from envbuild import __version__
 from envbuild.base.packages import json_digest
+from envbuild.contract.state import BuiltLayer, State
 from envbuild.lock.conda import CondaLock, CondaPackage
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import ImageTable
 from envbuild.recipe.project import OwnCode
 from envbuild.recipe.reference import references
-from envbuild.recipe.sources import HostLayer, SourceLayer
+from envbuild.recipe.sources import HostLayer, LockedPackage, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
 from envbuild.slim import SlimRules, slim_rules
@@ -203,6 +205,55 @@ def make_plan(
         script_text=loaded.script[1] if loaded.script else "",
         gpus=table.gpus,
         slim=slim,
+    )
+
+
+class Named(Protocol):
+    """A package with its name and version."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+
+
+def state_of(
+    plan: Plan,
+    python_version: str,
+    interpreter: str,
+    packages: Iterable[tuple[str, str, str]],
+    layers: Sequence[BuiltLayer] = (),
+    own: Sequence[Named] = (),
+    python_build: str = "",
+) -> State:
+    """Return the state of an environment built from `plan`; `layers` are its source layers as installed.
+
+    `own` are the wheels of own code, that of the project last. `python_build` is as in State.
+    """
+    code, project = plan.project, dict[str, Any]()
+    if code is not None:
+        project = {"name": own[-1].name, "version": own[-1].version, "commit": code.commit}
+        project |= {"digest": code.digest, "editable": code.editable}
+    hosts = (BuiltLayer(layer.name, layer.version, "", layer.path) for layer in plan.host_layers)
+    return State(
+        artifact=plan.artifact,
+        recipe=plan.recipe,
+        recipe_digest=plan.recipe_digest,
+        lock_digest=plan.lock_digest,
+        plan_digest=plan.digest,
+        target=plan.target,
+        python=plan.python,
+        python_version=python_version,
+        interpreter=interpreter,
+        packages=tuple(sorted(packages)),
+        verify=plan.verify_settings(),
+        envbuild=__version__,
+        environment="conda" if plan.conda else "venv",
+        layers=(*layers, *hosts),
+        fabric=plan.fabric,
+        project=project,
+        slim=plan.slim.as_json() if plan.slim else {},
+        python_build=python_build,
     )
 
 

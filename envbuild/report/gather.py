@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.manifest import shown
 from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.base.files import parse_json, read_small
 from envbuild.compat.gpus import gpu_findings
 from envbuild.compat.judge import judge
+from envbuild.contract.manifest import shown
+from envbuild.contract.receipt import receipt_path, recorded_gpu_code
 from envbuild.describe import bill_of_materials, receipt_of
 from envbuild.environment import Environment
 from envbuild.inspect.compare import Change, compare
@@ -36,7 +37,6 @@ from envbuild.report.data import (
     step_seconds,
     text_of,
 )
-from envbuild.verify.receipt import receipt_path, recorded_gpu_code
 
 _SUFFIX = ".receipt.json"
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from envbuild.site.pip_config import redact
+from envbuild.base.masking import redact
 from envbuild.site.settings import Site, SiteTables, load_site
 
 _DEFAULT = "default"

@@ -10,9 +10,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from envbuild.base.errors import BuildError
 from envbuild.base.files import is_file_name
+from envbuild.base.masking import redact
 from envbuild.base.progress import transfer
 from envbuild.cache.retry import Mismatch, RequestFailed
-from envbuild.site.pip_config import PipConfig, redact
+from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client
 from envbuild.store.fetch_file import download

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from envbuild.base.errors import BuildError
+from envbuild.base.masking import redact
 from envbuild.base.progress import OnProgress, reuse
 from envbuild.cache.retry import Mismatch, RequestFailed
-from envbuild.site.pip_config import PipConfig, redact
+from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of
 from envbuild.store.fetch_file import download, fetch_each

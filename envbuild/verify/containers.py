@@ -20,14 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from envbuild.artifacts.image_manifest import OCI, PathRow
-from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
 from envbuild.base.errors import HostError, VerificationError
 from envbuild.base.workers import Workers
+from envbuild.contract.image_manifest import OCI, PathRow
+from envbuild.contract.state import PREFIX, State
 from envbuild.image.limits import ImageLimits
 from envbuild.image.tar_stream import Chunks
-from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator
 from envbuild.recipe.targets import Target
 from envbuild.verify import processes

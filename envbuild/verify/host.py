@@ -14,19 +14,19 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from envbuild.artifacts.folder import FolderModule, check_host, site_packages
-from envbuild.artifacts.installed import FileReport, ReadFiles
-from envbuild.artifacts.manifest import FILE as MANIFEST
-from envbuild.artifacts.manifest import Stat, check, read_manifest, scan, seal, sealed
-from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.base import host, process
 from envbuild.base.errors import HostError
+from envbuild.contract.installed import FileReport, ReadFiles
+from envbuild.contract.manifest import FILE as MANIFEST
+from envbuild.contract.manifest import Stat, check, read_manifest, scan, seal, sealed
+from envbuild.contract.receipt import manifest_of
+from envbuild.contract.state import State
 from envbuild.environment import Environment
 from envbuild.pythons import keep_python
 from envbuild.recipe.targets import Target
 from envbuild.verify.model import Subject, out_of_time
 from envbuild.verify.processes import find_rank
-from envbuild.verify.receipt import manifest_of
 
 _ADDRESS = "127.0.0.1"
 # Below Linux's default ip_local_port_range.

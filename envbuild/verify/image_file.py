@@ -10,15 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.artifacts.image_manifest import FILE_NAME
-from envbuild.artifacts.state import FILE, State, parse_state
 from envbuild.base.errors import UsageError
 from envbuild.base.files import MISSING
-from envbuild.image.model import digest_of
+from envbuild.base.packages import digest_of
+from envbuild.contract.image_manifest import FILE_NAME
+from envbuild.contract.state import FILE, PREFIX, State, parse_state
 from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.codec import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
-from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
 from envbuild.verify.namespace import WORK
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
-from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
 from envbuild.base.errors import VerificationError
+from envbuild.contract.receipt import BLOCKED, FAIL, NOT_TRIED, PASS
+from envbuild.contract.state import State
 from envbuild.data import load_table
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
 
-PASS, FAIL, BLOCKED, NOT_TRIED = "pass", "fail", "blocked", "not tried"
 # Why a check was not tried.
 OF_QUICK = "--verify quick leaves it out"
 # A report of the trainer, as it wrote it (ddp_train/report.py).

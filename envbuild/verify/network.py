@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
-from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.base.progress import Log
+from envbuild.contract.state import BuiltLayer, State
 from envbuild.fabrics import Fabric, find_fabric
 from envbuild.recipe.accelerators import CUDA, Accelerator
 from envbuild.site.tables import FabricTable

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.state import BuiltLayer
+from envbuild.contract.state import BuiltLayer
 from envbuild.fabrics import Fabric
 from envbuild.jobcheck.diagnose.nccl_log import Kind, NcclLog, parse_nccl_log
 from envbuild.recipe.accelerators import gpu_families

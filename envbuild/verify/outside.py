@@ -16,19 +16,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from envbuild.artifacts.image_manifest import FILE_NAME, PathRow, compare, parse, row_of
-from envbuild.artifacts.installed import FileReport
-from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.base.elf import Elf
 from envbuild.base.errors import BuildError, HostError, VerificationError
+from envbuild.contract.image_manifest import FILE_NAME, PathRow, compare, parse, row_of
+from envbuild.contract.installed import FileReport
+from envbuild.contract.state import PREFIX, State
 from envbuild.gpu_code import Containers
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.tar_stream import Chunks
 from envbuild.image.untar import tar_items
-from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target
 from envbuild.verify.read_once import VARIABLES, Clock, ReadFile, read_once
 
@@ -196,7 +195,7 @@ def read_squashfs(
             found.link(entry.path, entry.target)
         else:
             content = contents.get(entry.path)
-            found.add(entry.path, row_of(entry, content.sha256 if content else ""), content)
+            found.add(entry.path, row_of(entry, content.sha256 if content else "", entry.target), content)
     return found
 
 
@@ -227,7 +226,7 @@ def read_container(
                 # An empty file has no content.
                 pieces = iter(partial(content.read, _CHUNK), b"") if content else ()
                 seen = read_once(path, pieces, member.size, clock, gpu) if member.kind == FILE else None
-                found.add(path, row_of(member, seen.sha256 if seen else ""), seen)
+                found.add(path, row_of(member, seen.sha256 if seen else "", member.link), seen)
         return found
     except (docker.errors.DockerException, requests.RequestException) as error:
         raise HostError(f"the docker daemon could not export the image: {error}", "verify it again") from error

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from envbuild.artifacts.image_manifest import FILE_NAME
 from envbuild.base.elf import HEAD, Elf, ElfParts, elf_machine, parse_elf
 from envbuild.base.packages import SLIM_FILE
+from envbuild.contract.image_manifest import FILE_NAME
+from envbuild.contract.state import PREFIX
 from envbuild.gpu_code import Containers, GpuCodeScanner
-from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import VERSION_FILE
 from envbuild.verify.model import out_of_time
 

@@ -18,24 +18,14 @@ from typing import Any
 from envbuild.artifacts.survey import Survey
 from envbuild.base.process import of_caller
 from envbuild.base.progress import Log
+from envbuild.contract.receipt import FAIL, PASS
 from envbuild.site.settings import Site
 from envbuild.site.tables import FabricTable
 from envbuild.verify import training_checks as training
 from envbuild.verify import user_code
 from envbuild.verify.launch import TRAINER, Bench, Outcome, Running
 from envbuild.verify.linkage import check_linkage
-from envbuild.verify.model import (
-    FAIL,
-    OF_QUICK,
-    PASS,
-    Check,
-    Settings,
-    Subject,
-    Verdict,
-    blocked,
-    check_texts,
-    not_tried,
-)
+from envbuild.verify.model import OF_QUICK, Check, Settings, Subject, Verdict, blocked, check_texts, not_tried
 from envbuild.verify.model import judge as judged
 from envbuild.verify.network import network_of
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs

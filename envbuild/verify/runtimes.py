@@ -23,14 +23,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from envbuild.artifacts.image_manifest import SQUASHFS
-from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey
 from envbuild.base import process
 from envbuild.base.errors import HostError, UsageError
+from envbuild.contract.image_manifest import SQUASHFS
+from envbuild.contract.receipt import manifest_of
+from envbuild.contract.state import PREFIX, State
 from envbuild.environment import Environment
 from envbuild.image.sif_signed import content_digest
-from envbuild.layers.compose import PREFIX
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.host import HostNodes, Launch
 from envbuild.verify.image_file import (
@@ -47,7 +47,6 @@ from envbuild.verify.model import Settings, Subject
 from envbuild.verify.namespace import WORK
 from envbuild.verify.outside import read_squashfs, survey_image
 from envbuild.verify.own_runtime import WAYS, own_runtime
-from envbuild.verify.receipt import manifest_of
 
 OWN = "own"
 # The programs that start an image of each kind, best first; without any of them, envbuild uses its own runtime.

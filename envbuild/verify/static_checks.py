@@ -7,15 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from envbuild.artifacts.installed import HOST, Files
-from envbuild.artifacts.state import IMAGE, BuiltLayer, State
 from envbuild.artifacts.survey import Survey, scan_elf
 from envbuild.base import process
 from envbuild.base.errors import EnvbuildError, UsageError, VerificationError
+from envbuild.contract.installed import HOST, Files
+from envbuild.contract.state import IMAGE, PREFIX, BuiltLayer, State
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import all_chips, gpu_faults, is_judged, library_runs
 from envbuild.image.limits import ImageLimits
-from envbuild.layers.compose import PREFIX
 from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site

@@ -12,10 +12,11 @@ from pathlib import PurePath
 from envbuild.artifacts.survey import Survey
 from envbuild.base.masking import masked_forms
 from envbuild.base.progress import step
+from envbuild.contract.receipt import FAIL
 from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.recipe.verify_table import BOUND, ExpectTable
 from envbuild.verify.launch import TRAINER, Bench, Outcome, TrainingJob, run_program
-from envbuild.verify.model import FAIL, OF_QUICK, Check, Report, Settings, blocked, judge, not_tried
+from envbuild.verify.model import OF_QUICK, Check, Report, Settings, blocked, judge, not_tried
 from envbuild.verify.training_checks import log_tail
 
 # Read by the trainer (ddp_train/imports.py).

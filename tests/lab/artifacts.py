@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.state import State
+from envbuild.base.packages import digest_of
+from envbuild.contract.state import State
 from envbuild.image.archive import archive_pieces
 from envbuild.image.blobs import Blobs
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.layout import fill_layout
-from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageIndex, canonical, digest_of, parse
+from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageIndex, canonical, parse
 
 SITE = "lib/python3.11/site-packages"
 # What stands for the place of a conda environment in files of a conda package, as long as conda-build's.

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from envbuild.lock.format import Lock, LockedPackage, lock_file_name, render
+from envbuild.lock.format import Lock, lock_file_name, render
 from envbuild.lock.image import ImageLock, OciLock, image_lock_name, render_image
 from envbuild.recipe.load import load_recipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 
 

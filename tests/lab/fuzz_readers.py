@@ -27,7 +27,7 @@ from lab.fuzz_inputs import Mutate, Seeds, mutated
 from lab.lint import lint_file
 from securesystemslib.signer import CryptoSigner
 
-from envbuild.artifacts import conda, conda_survey, image_manifest, installed, layer_lists, manifest, state
+from envbuild.artifacts import conda, conda_survey
 from envbuild.base.elf import elf_machine, file_head, read_elf
 from envbuild.base.errors import EnvbuildError
 from envbuild.base.host import parse_mounts
@@ -37,6 +37,7 @@ from envbuild.bundle import read_bundle
 from envbuild.cache import hashed
 from envbuild.cache.http import split
 from envbuild.cache.retry import RequestFailed, retry_after
+from envbuild.contract import image_manifest, installed, layer_lists, manifest, receipt, state
 from envbuild.debian import control, deb, release, resolve, sources
 from envbuild.doctor.batch import pyxis_scope
 from envbuild.environment import Environment
@@ -71,7 +72,6 @@ from envbuild.site.settings import Site, load_site
 from envbuild.store.sources import matches, read_page
 from envbuild.store.store import Store
 from envbuild.trust.bundle import opened, sign, statement
-from envbuild.verify import receipt
 
 TOP = Path(__file__).parents[2]
 DATA = TOP / "tests/unit/data"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from envbuild.base.packages import digest_of
 from envbuild.base.progress import log
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import load_environment
@@ -23,7 +24,6 @@ from envbuild.image.model import (
     Descriptor,
     ImageManifest,
     canonical,
-    digest_of,
     parse,
 )
 from envbuild.interpreter import read_python

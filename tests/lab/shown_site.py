@@ -20,14 +20,14 @@ from click.testing import CliRunner
 from lab import artifacts
 from lab.commands import TOP
 
-from envbuild.artifacts.state import State
 from envbuild.cli.commands import cli
+from envbuild.contract.receipt import receipt_path
+from envbuild.contract.state import State
 from envbuild.image.blobs import Blobs, file_digest
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import recipe_files, shipped_folder
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.verify.receipt import receipt_path
 
 # What `./site.toml` is: the guides adjust one of these.
 SITE_OF_PAGE = {"docs/seeds/pytorch-ddp-cpu.md": "aws-eks", "docs/seeds/ddp-dlc-enroot.md": "aws-parallelcluster"}

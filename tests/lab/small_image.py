@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from envbuild.artifacts.state import State
+from envbuild.contract.state import State
 
 PROGRAMS = ("/bin/sh", "/bin/cat", "/bin/sleep", "/bin/ls", "/bin/grep", "/usr/bin/env")
 LEFT_OUT = ("test", "idlelib", "ensurepip", "lib2to3", "distutils", "__pycache__", "dist-packages")

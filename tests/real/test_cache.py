@@ -17,9 +17,10 @@ import pytest
 from lab import registry as lab_registry
 from lab.fake_registry import Call, fake_registry
 
+from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
 from envbuild.image.blobs import Blobs
-from envbuild.image.model import OCI_MANIFEST, Descriptor, digest_of
+from envbuild.image.model import OCI_MANIFEST, Descriptor
 from envbuild.image.registry import Registry, open_registry
 
 from .conftest import QUICK, Command, link_store, link_tree, own_copy

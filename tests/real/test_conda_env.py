@@ -24,16 +24,17 @@ from lab.wheels import make_wheel
 from envbuild.artifacts import conda, conda_cache
 from envbuild.artifacts.conda_survey import read_records
 from envbuild.artifacts.folder import FolderBuild
-from envbuild.artifacts.state import State
 from envbuild.artifacts.survey import Survey, survey
 from envbuild.base.errors import BuildError
+from envbuild.contract.state import State
 from envbuild.environment import Environment
 from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.trainer import load_trainer
 from envbuild.lock.conda import CondaLock, CondaPackage
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site

@@ -19,6 +19,7 @@ from lab.registry import Lab as RegistryLab
 from lab.registry import missing, registry
 from lab.wheels import make_recipe, make_wheel
 
+from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import (
@@ -29,7 +30,6 @@ from envbuild.image.model import (
     OCI_INDEX,
     Descriptor,
     canonical,
-    digest_of,
 )
 from envbuild.image.registry import open_registry
 

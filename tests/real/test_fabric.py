@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from envbuild.artifacts.state import BuiltLayer
+from envbuild.contract.state import BuiltLayer
 from envbuild.environment import load_environment
 from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.jobcheck.diagnose.nccl_log import NcclLog, parse_nccl_log

@@ -18,9 +18,9 @@ from lab import slurm
 from lab.jobs import Jobs
 from lab.slurm import slurm_cluster
 
+from envbuild.contract.receipt import passing_receipt
 from envbuild.environment import load_environment
 from envbuild.verify.image_file import open_image_file
-from envbuild.verify.receipt import passing_receipt
 from envbuild.verify.runtimes import runtime_for
 
 from .conftest import Command, keep_layer, own_copy

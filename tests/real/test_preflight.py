@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from lab.slurm import Cluster, missing, slurm_cluster
 
-from envbuild.artifacts.manifest import FILE, write_manifest
-from envbuild.artifacts.state import State
+from envbuild.contract.manifest import FILE, write_manifest
+from envbuild.contract.state import State
 from envbuild.jobs.model import JobArtifact, JobPlan
 from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import SchedulerTable

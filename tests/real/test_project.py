@@ -14,8 +14,8 @@ import pytest
 from lab.conda_channel import Channel
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.artifacts.manifest import read_manifest
-from envbuild.artifacts.state import read_state
+from envbuild.contract.manifest import read_manifest
+from envbuild.contract.state import read_state
 from envbuild.verify.image_file import image_state, open_image_file
 
 ENVBUILD = Path(sys.executable).with_name("envbuild")

@@ -25,18 +25,10 @@ from lab.forwarder import forwarder
 from lab.registry import Lab, missing, registry
 
 from envbuild.base.errors import BuildError, HostError
+from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
 from envbuild.image.blobs import Blobs
-from envbuild.image.model import (
-    OCI_CONFIG,
-    OCI_LAYER_GZIP,
-    OCI_MANIFEST,
-    Descriptor,
-    ImageManifest,
-    canonical,
-    digest_of,
-    parse,
-)
+from envbuild.image.model import OCI_CONFIG, OCI_LAYER_GZIP, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
 from envbuild.image.registry import Registry, open_registry
 from envbuild.image.registry_upload import has_blob, mount
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from chromium import Tab, chromium, missing
 
-from envbuild.verify.receipt import receipt_path
+from envbuild.contract.receipt import receipt_path
 
 # The rules of axe, and those that it cannot decide. It finds no background for text on an element that scrolls or lies
 # over another, and reads one digit as no text; contrast of all colours is judged where it finds it.

@@ -12,11 +12,11 @@ from unit.job_plans import AWS, GPU_SIF, MOUNTS, PLAN, SIF
 from unit.test_job_kubernetes import GPUS, ON_GPUS
 
 from ddp_train.preflight.host import amd_gpus
-from envbuild.artifacts.state import BuiltLayer
 from envbuild.artifacts.survey import scan_elf
 from envbuild.base.errors import BuildError, LockError, RecipeError, UsageError
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import Stack, stack_of
+from envbuild.contract.state import BuiltLayer
 from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
 from envbuild.jobs.schedulers import render
@@ -26,10 +26,11 @@ from envbuild.layers.source_known import source_layers
 from envbuild.layers.wheels import check_wheels
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.conda import CondaPackage
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.plan.plan import make_plan
 from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_of, torch_builds, torch_index
 from envbuild.recipe.load import load_recipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target, target_problem
 from envbuild.verify.network import plugin_variables, visible_gpus
 from envbuild.verify.training_checks import _wrong_build

@@ -20,9 +20,10 @@ from envbuild.cli.lock import LockRun
 from envbuild.debian.control import compare_versions
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.lock.advisories import AuditedPackage, advisories, audit, audited, read_database
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
 from envbuild.lock.upgrade_report import LockChange, UpgradeReport, VerifiedUpgrade
+from envbuild.recipe.sources import LockedPackage
 from envbuild.site.tables import AuditTable
 from envbuild.store.store import Store
 

@@ -19,11 +19,12 @@ from lab.tar_blocks import END, pax, plain, special
 from lab.wheels import make_wheel
 
 from envbuild.base.errors import BuildError, EnvbuildError, LockError, RecipeError, UsageError
+from envbuild.base.packages import digest_of
 from envbuild.debian.control import parse_control
 from envbuild.environment import load_environment
 from envbuild.image.entry import DIR
 from envbuild.image.limits import ImageLimits, Quota
-from envbuild.image.model import OCI_CONFIG, OCI_LAYER_GZIP, OCI_MANIFEST, Descriptor, digest_of, new_manifest
+from envbuild.image.model import OCI_CONFIG, OCI_LAYER_GZIP, OCI_MANIFEST, Descriptor, new_manifest
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.tar_stream import Chunks, Member
 from envbuild.image.tree import MergedTree

@@ -13,18 +13,19 @@ from lab.commands import TOP
 
 from envbuild.base.errors import EnvbuildError, LockError, UsageError
 from envbuild.cli.commands import cli
+from envbuild.contract.receipt import receipt_path
 from envbuild.jobs.artifact import open_artifact
 from envbuild.kinds.built import check_lock, find_built
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.conda_format import part_of
 from envbuild.lock.conda_format import render as render_conda
 from envbuild.lock.conda_kind import conda_lock
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import default_recipe
 from envbuild.recipe.load import load_recipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
-from envbuild.verify.receipt import receipt_path
 
 FOLDERS, ALL = ("venv", "conda"), ("venv", "conda", "docker", "enroot", "apptainer")
 HERE = "cpu-x86_64"

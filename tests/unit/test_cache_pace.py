@@ -12,12 +12,13 @@ import pytest
 from lab.fake_registry import Call, fake_registry, upload
 
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import digest_of
 from envbuild.cache import pace
 from envbuild.cache.http import Transport
 from envbuild.cache.pace import Pace, TooSlow
 from envbuild.cache.retry import RequestFailed
 from envbuild.image.blobs import Blobs
-from envbuild.image.model import Descriptor, canonical, digest_of
+from envbuild.image.model import Descriptor, canonical
 from envbuild.image.registry import Registry, open_registry
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client

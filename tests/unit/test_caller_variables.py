@@ -12,8 +12,8 @@ import pytest
 
 from ddp_train.launch.__main__ import PYTHON_KEPT
 from envbuild.artifacts import conda, venv
-from envbuild.artifacts.state import State
 from envbuild.base.process import of_caller
+from envbuild.contract.state import State
 from envbuild.data import load_table
 from envbuild.exec_image import inherited
 from envbuild.recipe.targets import Target

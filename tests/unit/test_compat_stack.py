@@ -13,10 +13,11 @@ from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.environment import load_environment
 from envbuild.layers.source_known import source_layers
-from envbuild.lock.format import Lock, LockedPackage, lock_file_name, render
+from envbuild.lock.format import Lock, lock_file_name, render
 from envbuild.lock.lifecycle import ensure, update
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 
 X86, ARM = Target.parse("cu126-x86_64"), Target.parse("cu126-aarch64")

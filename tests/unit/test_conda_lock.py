@@ -19,8 +19,9 @@ from envbuild.lock.conda import CondaLock, CondaPackage, environment_text, expli
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import conda_changes, conda_lock, provided, without_conda
 from envbuild.lock.conda_solve import canonical_url, hide, recipe_specs, virtual_packages
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.recipe.load import LoadedRecipe, load_recipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 
 X86 = Target.parse("cpu-x86_64")

@@ -21,9 +21,10 @@ from envbuild.artifacts.conda import command, launch_environment
 from envbuild.artifacts.conda_install import _clean_records
 from envbuild.artifacts.conda_survey import META, conda_packages, owned_dist_infos, quick_names, survey_conda
 from envbuild.base.errors import BuildError, HostError
+from envbuild.base.masking import redact
 from envbuild.base.packages import conda_digest
 from envbuild.lock.conda import CondaPackage
-from envbuild.site.pip_config import PipConfig, redact
+from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.fetch import CondaArchive, fetch_archives
 from envbuild.store.store import Store

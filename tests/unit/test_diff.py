@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner
 from lab import artifacts as lab
 
-from envbuild.artifacts.manifest import read_manifest, scan, seal, write_manifest
 from envbuild.cli.inspect import diff_command, inspect_command
+from envbuild.contract.manifest import read_manifest, scan, seal, write_manifest
 from envbuild.environment import Environment, load_environment
 from envbuild.image.blobs import Blobs
 from envbuild.inspect.compare import Comparison, compare

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from envbuild.base.errors import HostError
+from envbuild.contract.kinds import ARTIFACTS
 from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storage
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status, facts_of, run_checks, run_probe
 from envbuild.doctor.registry import CHECKS, judge, this_host
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.jobs.schedulers.base import Queue
-from envbuild.kinds import ARTIFACTS
 
 PLAIN = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
 

@@ -13,8 +13,10 @@ import pytest
 
 from envbuild.artifacts import venv
 from envbuild.artifacts.folder import FolderBuild
-from envbuild.artifacts.state import FILE, State, read_state, state_of
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.contract.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kinds_of
+from envbuild.contract.receipt import PASS, passing_receipt, receipt_path
+from envbuild.contract.state import FILE, State, read_state
 from envbuild.doctor.registry import judge
 from envbuild.environment import Environment, load_environment
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
@@ -22,18 +24,18 @@ from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
 from envbuild.jobs.schedulers import SCHEDULERS, render
-from envbuild.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kind_at, kinds_of, plan_of
+from envbuild.kinds import kind_at, plan_of
 from envbuild.kinds.commit import Result, failed_path, open_subject
 from envbuild.kinds.folder import make_environment
 from envbuild.kinds.prepare import prepare
 from envbuild.matrix import SelectedRecipe, make_jobs
+from envbuild.plan.plan import state_of
 from envbuild.recipe.accelerators import ACCELERATORS, CUDA, gpu_families
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.schedulers import LAUNCHERS, TITLES
 from envbuild.site.settings import Site, load_site
-from envbuild.verify.model import PASS, Check, Settings, Verdict
-from envbuild.verify.receipt import passing_receipt, receipt_path
+from envbuild.verify.model import Check, Settings, Verdict
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = f"cpu-{host_arch()}"

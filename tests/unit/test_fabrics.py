@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from ddp_train.preflight.host import missing_provider
-from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.toml import json_schema
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
+from envbuild.contract.state import BuiltLayer, State
 from envbuild.doctor.fabric import adapters
 from envbuild.doctor.probe import Host
 from envbuild.fabrics import find_fabric, load_fabrics, preflight_devices
@@ -25,8 +25,9 @@ from envbuild.kinds import commit
 from envbuild.layers.source_known import source_layers
 from envbuild.recipe.accelerators import CPU, CUDA
 from envbuild.recipe.load import load_recipe
-from envbuild.recipe.model import Recipe, VerifyTable
+from envbuild.recipe.model import Recipe
 from envbuild.recipe.targets import Target
+from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import load_site
 from envbuild.site.tables import FabricTable
 from envbuild.verify.model import Settings, Subject

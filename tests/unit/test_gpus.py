@@ -17,6 +17,7 @@ from envbuild.base.errors import RecipeError, VerificationError
 from envbuild.base.toml import Document
 from envbuild.compat.gpus import gpu_findings
 from envbuild.compat.stack import Stack
+from envbuild.contract.receipt import recorded_gpu_code
 from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
 from envbuild.gpu_code import UNREADABLE, Containers
@@ -29,7 +30,6 @@ from envbuild.recipe.load import decode_recipe
 from envbuild.recipe.targets import Target
 from envbuild.site.jobs import NodeTable
 from envbuild.site.settings import Site
-from envbuild.verify.receipt import recorded_gpu_code
 from envbuild.verify.static_checks import check_gpus, check_unverified_gpus
 
 ELF = b"\x7fELF\x02\x01" + bytes(12) + (62).to_bytes(2, "little") + bytes(40)

@@ -13,11 +13,12 @@ import pytest
 from lab.fake_registry import Call, fake_registry, upload
 
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import digest_of
 from envbuild.cache.http import HttpClient, Transport, split
 from envbuild.cache.retry import RequestFailed
 from envbuild.image.blobs import Blobs
 from envbuild.image.credentials import Credentials
-from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical, digest_of
+from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical
 from envbuild.image.registry import Registry, open_registry
 from envbuild.image.registry_auth import Login
 from envbuild.kinds.share import open_pushed

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import digest_of
 from envbuild.image.archive import archive_at, archive_pieces, read_archive, read_stream
 from envbuild.image.blobs import Blobs, Pulled
 from envbuild.image.compression import kind_of
@@ -28,7 +29,6 @@ from envbuild.image.model import (
     OCI_LAYERS,
     Descriptor,
     canonical,
-    digest_of,
 )
 
 LAYERS = [b"lower " * 3000, b"upper " * 200]

@@ -12,18 +12,10 @@ from typing import Any
 import pytest
 
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import digest_of
 from envbuild.image.blobs import Blobs
 from envbuild.image.layout import fill_layout, read_layout, same_tag
-from envbuild.image.model import (
-    DOCKER_INDEX,
-    OCI_CONFIG,
-    OCI_INDEX,
-    OCI_LAYER,
-    OCI_MANIFEST,
-    Descriptor,
-    canonical,
-    digest_of,
-)
+from envbuild.image.model import DOCKER_INDEX, OCI_CONFIG, OCI_INDEX, OCI_LAYER, OCI_MANIFEST, Descriptor, canonical
 
 
 def image(blobs: Blobs, note: str, arch: str = "amd64", **manifest: Any) -> Descriptor:

@@ -13,21 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.gpu_files import fatbin
 
-from envbuild.artifacts.image_manifest import (
+from envbuild.artifacts.image import rows_of_layers
+from envbuild.artifacts.squash import composed, write_sqsh
+from envbuild.artifacts.survey import survey
+from envbuild.base.errors import BuildError, VerificationError
+from envbuild.base.packages import digest_of
+from envbuild.contract.image_manifest import (
     FILE_NAME,
     OCI,
     SQUASHFS,
     FileManifest,
     PathRow,
     compare,
-    digest_of,
-    of_layers,
     parse,
     render,
 )
-from envbuild.artifacts.squash import composed, write_sqsh
-from envbuild.artifacts.survey import survey
-from envbuild.base.errors import BuildError, VerificationError
 from envbuild.image.entry import CHAR, DIR, FILE, HARDLINK, SYMLINK, Entry, Tree
 from envbuild.image.limits import ImageLimits
 from envbuild.image.squashfs.codec import codec_of
@@ -76,7 +76,7 @@ def members(files: Mapping[str, bytes], *others: Entry) -> list[Member]:
 
 
 LINK = Entry("bin", SYMLINK, target="usr/bin")
-ROWS = of_layers([members(BASE, LINK), members(ENVIRONMENT)], None)
+ROWS = rows_of_layers([members(BASE, LINK), members(ENVIRONMENT)], None)
 MANIFEST = parse(render(OCI, ROWS), "manifest")
 
 
@@ -85,7 +85,7 @@ def test_rows_are_those_of_the_merged_layers() -> None:
     assert ROWS["usr"] == PathRow(DIR) and "" not in ROWS
     upper = members({"usr/bin/.wh.su": b"", "usr/lib/python3.11/os.py": b"other"}, Entry("dev", DIR, 0o700, uid=3))
     upper.append(of_entry(Entry("usr/bin/again", HARDLINK, target="usr/bin/python3.11")))
-    now = of_layers([members(BASE), upper], None)
+    now = rows_of_layers([members(BASE), upper], None)
     assert "usr/bin/su" not in now and now["usr/lib/python3.11/os.py"] == row(b"other")
     assert now["usr/bin/again"] == now["usr/bin/python3.11"] and now["dev"] == PathRow(DIR, 0o700, 3)
 

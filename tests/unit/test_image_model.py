@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import digest_of
 from envbuild.image.model import (
     DOCKER_INDEX,
     DOCKER_LAYER_GZIP,
@@ -24,7 +25,6 @@ from envbuild.image.model import (
     ImageManifest,
     canonical,
     choose,
-    digest_of,
     docker_manifest,
     parse,
     parse_config,

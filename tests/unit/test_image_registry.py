@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from lab.fake_registry import Call, Fake, fake_registry, upload
 
 from envbuild.base.errors import BuildError, UsageError
+from envbuild.base.packages import digest_of
 from envbuild.base.workers import each
 from envbuild.cache.http import HttpClient, Transport
 from envbuild.cache.retry import RequestFailed, retry_after
 from envbuild.image.blobs import Blobs
-from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_MANIFEST, Descriptor, digest_of, parse
+from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_MANIFEST, Descriptor, parse
 from envbuild.image.registry import Registry, open_registry
 from envbuild.image.registry_auth import parse_challenges
 from envbuild.image.registry_upload import has_blob, mount

@@ -13,7 +13,7 @@ import pytest
 from lab.ci import valid
 from ruamel.yaml import YAML
 
-from envbuild.kinds import ARTIFACTS
+from envbuild.contract.kinds import ARTIFACTS
 from envbuild.matrix import MatrixJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]

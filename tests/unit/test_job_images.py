@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.contract.receipt import passing_receipt, pushed_as, receipt_path, record_push
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job
 from envbuild.kinds import image as image_kind
 from envbuild.site.jobs import SchedulerTable
 from envbuild.site.settings import Site
-from envbuild.verify.receipt import passing_receipt, pushed_as, receipt_path, record_push
 
 ID, MANIFEST, OTHER = (f"sha256:{two * 32}" for two in ("1d", "ab", "cd"))
 NAME = "registry.lab:5000/team/pt_cpu"

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 from lab import artifacts
 
-from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.cli.commands import cli
 from envbuild.cli.job import job_command
+from envbuild.contract.state import BuiltLayer, State
 from envbuild.image.blobs import Blobs
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobArtifact, JobInputs, JobRequest

@@ -18,8 +18,8 @@ from unit.job_plans import AWS, EFA_SQSH, MODULES, MOUNTS, PLAN, SITE, SQSH, Sta
 
 from ddp_train.launch.address import source_of
 from ddp_train.preflight.__main__ import parse
-from envbuild.artifacts.manifest import write_manifest
 from envbuild.base.errors import UsageError
+from envbuild.contract.manifest import write_manifest
 from envbuild.jobs.containers import TIDY
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers import render

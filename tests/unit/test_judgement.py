@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from envbuild.artifacts.state import State
+from envbuild.contract.state import State
 from envbuild.fabrics import find_fabric
 from envbuild.recipe.accelerators import CPU
 from envbuild.recipe.targets import Target

@@ -20,23 +20,15 @@ from typing import Any
 import pytest
 from lab.wheels import make_wheel
 
-from envbuild.artifacts.installed import check_files
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import record_digest
 from envbuild.cache.hashed import read_note, write_note
+from envbuild.contract.installed import check_files
+from envbuild.contract.state import FIXED_TIME, PREFIX
 from envbuild.image.entry import DIR, FILE, Entry, Tree
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
-from envbuild.layers.compose import (
-    FIXED_TIME,
-    LARGE,
-    PREFIX,
-    LayerRequest,
-    WheelFile,
-    environment_part,
-    key_of,
-    wheel_parts,
-)
+from envbuild.layers.compose import LARGE, LayerRequest, WheelFile, environment_part, key_of, wheel_parts
 from envbuild.layers.compose import alone as dedicated
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.wheel import Scheme

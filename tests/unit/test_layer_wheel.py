@@ -24,9 +24,9 @@ from installer.destinations import SchemeDictionaryDestination
 from installer.sources import WheelFile
 from lab.wheels import make_wheel
 
-from envbuild.artifacts.installed import check_files
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import record_digest
+from envbuild.contract.installed import check_files
 from envbuild.image.blobs import Blobs
 from envbuild.image.layer import with_parents, write_layer
 from envbuild.layers.wheel import Scheme, wheel_paths, wheel_record, wheel_tree

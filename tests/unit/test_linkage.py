@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from lab.patchelf import set_rpath
 
-from envbuild.artifacts.image_manifest import PathRow
-from envbuild.artifacts.installed import HOST, Distribution, FileReport, HostFiles
 from envbuild.artifacts.linkage import Linkage, link, symbol_families
 from envbuild.artifacts.survey import ElfReport, Survey, scan_elf, survey
 from envbuild.base import elf
 from envbuild.base.elf import MACHINES, parse_elf, read_elf
+from envbuild.contract.image_manifest import PathRow
+from envbuild.contract.installed import HOST, Distribution, FileReport, HostFiles
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.recipe.targets import Target
 from envbuild.verify import outside

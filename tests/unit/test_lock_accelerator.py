@@ -16,10 +16,11 @@ from envbuild.base.errors import BuildError, LockError
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.wheels import check_wheels, wheel_arch
 from envbuild.lock.accelerator import check_accelerator
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.lock.wheels import check_override, nccl_override
 from envbuild.recipe.accelerators import torch_builds
 from envbuild.recipe.load import load_recipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import ARCHES, Target
 from envbuild.verify.static_checks import check_accelerator as check_artifact
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from envbuild.base.errors import LockError
 from envbuild.base.packages import normalise
-from envbuild.lock.format import BuiltPackage, Lock, LockedPackage, changes, parse, parse_built, render
+from envbuild.lock.format import BuiltPackage, Lock, changes, parse, parse_built, render
+from envbuild.recipe.sources import LockedPackage
 
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)
 NAMES = st.from_regex(r"[a-z0-9]([a-z0-9-]{0,12}[a-z0-9])?", fullmatch=True).map(normalise)

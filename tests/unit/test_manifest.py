@@ -19,17 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_train.preflight.files import FileCheck, changed_files
-from envbuild.artifacts import manifest, venv
-from envbuild.artifacts.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
-from envbuild.artifacts.state import State
+from envbuild.artifacts import venv
 from envbuild.artifacts.survey import survey
 from envbuild.base import process
 from envbuild.base.errors import BuildError, VerificationError
+from envbuild.contract import manifest
+from envbuild.contract.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
+from envbuild.contract.receipt import manifest_of, passing_receipt, receipt_path
+from envbuild.contract.state import State
 from envbuild.environment import load_environment
 from envbuild.recipe.targets import host_arch
 from envbuild.store.store import Store
 from envbuild.verify.host import folder_subject
-from envbuild.verify.receipt import manifest_of, passing_receipt, receipt_path
 
 STATE = State("venv", "r", "", "", "", "cpu-x86_64", "3.11", "3.11.0", sys.executable, ())
 SITE = "lib/python3.11/site-packages"
@@ -145,7 +146,7 @@ def test_reading_ends_when_its_time_is_over(root: Path, tmp_path: Path, monkeypa
     known, hanging = read_manifest(root), threading.Event()
     assert known is not None
     monkeypatch.setattr(
-        "envbuild.artifacts.manifest.file_digest", lambda _, heads=None: hanging.wait(60)
+        "envbuild.contract.manifest.file_digest", lambda _, heads=None: hanging.wait(60)
     )  # a dead file server
     with pytest.raises(TimeoutError):
         check(root, known, scan(root), {}, sys.executable, 2, Store(tmp_path / "store"), 0.1)

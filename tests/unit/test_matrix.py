@@ -11,8 +11,8 @@ import pytest
 from lab.ci import matrix, write_locks, write_recipe
 
 from envbuild.base.errors import UsageError
+from envbuild.contract.kinds import ARTIFACTS
 from envbuild.environment import load_environment
-from envbuild.kinds import ARTIFACTS
 from envbuild.matrix import GITHUB_LIMIT, MatrixJob, SelectedRecipe, as_github, as_gitlab, parse_runners
 from envbuild.matrix import make_jobs as jobs_and_omissions
 from envbuild.recipe.load import load_recipe

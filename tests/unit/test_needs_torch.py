@@ -12,17 +12,17 @@ import pytest
 from click.testing import CliRunner, Result
 from lab.wheels import make_recipe
 
-from envbuild.artifacts.state import state_of
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.cli.commands import cli
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.conda_format import part_of
 from envbuild.lock.conda_format import render as render_conda
-from envbuild.lock.format import Lock, LockedPackage, render
-from envbuild.plan.plan import Plan
+from envbuild.lock.format import Lock, render
+from envbuild.plan.plan import Plan, state_of
 from envbuild.recipe.find import shipped_folder
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import ImageTable
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
 from envbuild.verify.static_checks import check_built_torch

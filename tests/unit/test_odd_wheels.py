@@ -15,10 +15,10 @@ from lab.wheels import make_wheel
 
 from envbuild.artifacts.folder import _apply_umask, _check_installed, locked_files
 from envbuild.artifacts.image import _environment_layer
-from envbuild.artifacts.installed import check_files
 from envbuild.base.errors import BuildError
+from envbuild.contract.installed import check_files
+from envbuild.contract.kinds import VENV
 from envbuild.environment import load_environment
-from envbuild.kinds import VENV
 from envbuild.kinds.folder import make_environment
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.wheel import Scheme, wheel_record

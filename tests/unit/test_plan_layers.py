@@ -14,29 +14,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.artifacts import layer_lists, layers_in
-from envbuild.artifacts.installed import FileReport
-from envbuild.artifacts.layer_lists import LayerFile, LayerList
+from envbuild.artifacts import layers_in
 from envbuild.artifacts.layers_in import LayerFolder, layer_folder
-from envbuild.artifacts.state import BuiltLayer, State, has_packages, parse_state, state_of
 from envbuild.artifacts.survey import ElfReport, Survey
 from envbuild.base.errors import BuildError, HostError, LockError, UsageError
+from envbuild.contract import layer_lists
+from envbuild.contract.installed import FileReport
+from envbuild.contract.layer_lists import LayerFile, LayerList
+from envbuild.contract.state import PREFIX, BuiltLayer, State, has_packages, parse_state
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.environment import load_environment
 from envbuild.image.entry import DIR, SYMLINK, Entry
 from envbuild.inspect.metadata import interest, source_built
 from envbuild.kinds import prepare
 from envbuild.layers import requested
-from envbuild.layers.compose import PREFIX, WheelFile
+from envbuild.layers.compose import WheelFile
 from envbuild.layers.requested import RequestedLayers
 from envbuild.layers.wheel import Scheme
 from envbuild.lock import lifecycle
 from envbuild.lock.base import builder_lock
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock, render_image
-from envbuild.plan.plan import Plan, make_plan
+from envbuild.plan.plan import Plan, make_plan, state_of
 from envbuild.recipe.load import LoadedRecipe, load_recipe
-from envbuild.recipe.sources import HostLayer, SourceLayer
+from envbuild.recipe.sources import HostLayer, LockedPackage, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.store.store import Store
 from envbuild.verify.static_checks import check_installed

@@ -16,10 +16,10 @@ from lab.wheels import make_recipe, make_wheel
 
 from envbuild.base.errors import EnvbuildError
 from envbuild.cli.commands import cli
+from envbuild.contract.kinds import ARTIFACTS
 from envbuild.environment import load_environment
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import GOARCH
-from envbuild.kinds import ARTIFACTS
 from envbuild.lock.lifecycle import lock_folders
 from envbuild.matrix import SelectedRecipe, make_jobs
 from envbuild.recipe.find import command_word

@@ -26,8 +26,8 @@ from ddp_train.preflight.place import ALL_PAIRS, NodeInfo, find_node_info
 from ddp_train.preflight.rules_network import any_interface
 from ddp_train.preflight.speed import figures, slow
 from ddp_train.preflight.wire import WireError, decode, encode, plain
-from envbuild.artifacts.state import BuiltLayer, State
 from envbuild.base.errors import UsageError
+from envbuild.contract.state import BuiltLayer, State
 from envbuild.jobs.preflight import find_allocation
 
 REPOSITORY = Path(__file__).resolve().parents[2]

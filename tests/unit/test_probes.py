@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from envbuild.artifacts.installed import Distribution, FileReport
 from envbuild.artifacts.survey import ElfReport, Survey
 from envbuild.base.packages import record_digest
+from envbuild.contract.installed import Distribution, FileReport
+from envbuild.contract.receipt import failures
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.verify import own_trainer, probe_checks
 from envbuild.verify.model import Check, Settings, Verdict, not_tried
 from envbuild.verify.probes import cases_of, expected_digest, expected_parameters, make_request
-from envbuild.verify.receipt import failures
 
 from .test_judgement import subject_of
 

@@ -18,22 +18,23 @@ from hypothesis import strategies as st
 from jsonschema import validate
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.artifacts.state import parse_state, state_of
 from envbuild.base.errors import BuildError, EnvbuildError, RecipeError, UsageError
+from envbuild.contract.kinds import DOCKER, VENV
+from envbuild.contract.state import parse_state
 from envbuild.environment import Environment, load_environment
-from envbuild.kinds import DOCKER, VENV
 from envbuild.kinds.folder import prepare_folder
 from envbuild.kinds.prepare import prepare
 from envbuild.layers import project
 from envbuild.layers.compose import WheelFile
 from envbuild.layers.project import collect, project_wheel
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.lock.format import render as render_lock
 from envbuild.lock.lifecycle import write_lock_file
-from envbuild.plan.plan import Plan, make_plan
+from envbuild.plan.plan import Plan, make_plan, state_of
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.model import ImageTable
 from envbuild.recipe.project import ProjectTable
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 
 TOP = Path(__file__).resolve().parents[2]

@@ -9,16 +9,18 @@ from typing import Any
 import jsonschema
 import pytest
 
-from envbuild.artifacts.state import State, read_state
 from envbuild.base.errors import BuildError
+from envbuild.contract.receipt import passing_receipt, receipt_path
+from envbuild.contract.state import State, read_state
 from envbuild.kinds import commit
-from envbuild.lock.format import Lock, LockedPackage
+from envbuild.lock.format import Lock
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 from envbuild.verify.model import FULL, Settings, Subject, Thoroughness, Verdict
 from envbuild.verify.processes import find_rank, find_with
-from envbuild.verify.receipt import make_receipt, passing_receipt, receipt_path
+from envbuild.verify.receipt import make_receipt
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pt_minimal"
 

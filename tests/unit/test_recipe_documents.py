@@ -16,8 +16,9 @@ import pytest
 from envbuild.base.errors import RecipeError
 from envbuild.recipe.find import list_recipes, shipped_folder
 from envbuild.recipe.load import load_recipe
-from envbuild.recipe.model import Recipe, TargetTable, VerifyTable
+from envbuild.recipe.model import Recipe, TargetTable
 from envbuild.recipe.project import ProjectTable
+from envbuild.recipe.verify_table import VerifyTable
 
 TOP = Path(__file__).parents[2]
 SCHEMA_FILE = TOP / "docs" / "recipe.schema.json"

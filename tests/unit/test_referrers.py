@@ -22,8 +22,10 @@ from lab.fake_registry import Call, fake_registry
 from securesystemslib.signer import CryptoSigner
 
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
-from envbuild.image.model import OCI_INDEX, OCI_MANIFEST, Descriptor, canonical, digest_of
+from envbuild.contract.receipt import receipt_path
+from envbuild.image.model import OCI_INDEX, OCI_MANIFEST, Descriptor, canonical
 from envbuild.image.referrers import attach, referrers
 from envbuild.image.registry import Registry, open_registry
 from envbuild.kinds import attached
@@ -31,7 +33,6 @@ from envbuild.kinds.attached import SignedBundles, add_attached, push_bundles
 from envbuild.store.store import Store
 from envbuild.trust.bundle import BUNDLE, PREDICATES, bundle_path, sign, statement
 from envbuild.trust.policy import Signers
-from envbuild.verify.receipt import receipt_path
 
 IMAGE = canonical({"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": {}, "layers": []})
 DIGEST = digest_of(IMAGE)

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.cli.report import reported
 from envbuild.compat.rows import CompatFinding
+from envbuild.contract.receipt import receipt_path
 from envbuild.environment import load_environment
 from envbuild.inspect.metadata import interest
 from envbuild.kinds.commit import failed_path
@@ -30,7 +31,6 @@ from envbuild.report.data import ReportEntry, SizedPackage
 from envbuild.report.gather import gather, page_path, read_receipt_of, receipt_changes
 from envbuild.report.markup import evidence_html, h, prose, visible
 from envbuild.report.page import report_page
-from envbuild.verify.receipt import receipt_path
 
 # Of a real run of `envbuild verify --faults`; its paths and host are renamed.
 REAL: dict[str, Any] = json.loads((Path(__file__).parent / "data/report/pt_minimal.receipt.json").read_text())

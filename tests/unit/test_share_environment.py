@@ -22,19 +22,20 @@ from lab.wheels import make_recipe, make_wheel
 from securesystemslib.signer import CryptoSigner
 
 from envbuild.base.errors import BuildError, UsageError, VerificationError
+from envbuild.contract.kinds import VENV
 from envbuild.environment import load_environment
 from envbuild.image.blobs import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry
-from envbuild.kinds import VENV
 from envbuild.kinds.folder import make_environment, prepare_folder
 from envbuild.kinds.share_environment import _read, is_environment, pull_environment
-from envbuild.lock.format import BuiltPackage, Lock, LockedPackage
+from envbuild.lock.format import BuiltPackage, Lock
 from envbuild.lock.format import render as render_lock
 from envbuild.lock.lifecycle import write_lock_file
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import load_recipe
+from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 from envbuild.store.fetch import WantedWheel, stored_wheel
 from envbuild.store.pieces import ATTESTATIONS, INPUT, RECEIPT

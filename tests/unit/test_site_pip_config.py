@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import RecipeError
-from envbuild.site.pip_config import PipConfig, ca_bundle, load_pip_config, redact
+from envbuild.base.masking import redact
+from envbuild.site.pip_config import PipConfig, ca_bundle, load_pip_config
 
 
 def load(root: Path, files: Mapping[str, str], **env: str) -> PipConfig:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from lab.wheels import make_wheel
 from unit.gpu_files import fatbin
 
-from envbuild.artifacts.installed import check_files, distributions
 from envbuild.base.errors import RecipeError
 from envbuild.base.toml import Document
+from envbuild.contract.installed import check_files, distributions
 from envbuild.gpu_code import read_gpu_code
 from envbuild.gpus import all_chips, runs
 from envbuild.layers.slim_wheel import blank_ranges, slim_wheel

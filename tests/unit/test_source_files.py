@@ -21,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lab.patchelf import patchelf
 
-from envbuild.artifacts.installed import check_files
 from envbuild.base.elf import MACHINES, read_elf
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.unpack import unpack
+from envbuild.contract.installed import check_files
 from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.layers import source_wheel
 from envbuild.layers.local_build_host import build_variables, local_build_host

@@ -30,7 +30,7 @@ import ddp_train.stage.node as node
 from ddp_train.stage.disk import LEAST, MOST, Folder, Lost, piece_of, split
 from ddp_train.stage.node import Node
 from ddp_train.stage.tree import Packed, unpack
-from envbuild.artifacts.manifest import write_manifest
+from envbuild.contract.manifest import write_manifest
 
 TORCH = "lib/python3.11/site-packages/torch"
 TRAINER = Path(disk.__file__).parents[1]

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from securesystemslib.signer import CryptoSigner
 
 from envbuild.base.errors import UsageError
+from envbuild.base.packages import digest_of
 from envbuild.cache.hashed import write_note
 from envbuild.image.limits import ImageLimits
-from envbuild.image.model import digest_of
 from envbuild.layers.source_build import _fetched, pack_built
 from envbuild.layers.source_files import SourceManifest, list_files, write_manifest
 from envbuild.site.pip_config import PipConfig

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from lab.fake_registry import Call, Fake, fake_registry
 
+from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
-from envbuild.image.model import digest_of
 from envbuild.image.registry import open_registry
 from envbuild.store import transfer
 from envbuild.store.entry import CacheEntry, EntryFile, render_entry, shared

@@ -32,10 +32,11 @@ from in_toto_attestation.v1.statement import Statement
 from lab import artifacts
 from sigstore_models.bundle.v1 import Bundle
 
-from envbuild.artifacts.manifest import write_manifest
-from envbuild.artifacts.state import State
 from envbuild.base.errors import EnvbuildError, UsageError, VerificationError
 from envbuild.cli.commands import cli
+from envbuild.contract.manifest import write_manifest
+from envbuild.contract.receipt import read_receipt, receipt_path, write_receipt
+from envbuild.contract.state import State
 from envbuild.doctor.site_check import check_site
 from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.site.settings import load_site
@@ -43,7 +44,6 @@ from envbuild.site.tables import TrustTable
 from envbuild.trust.bundle import PREDICATES, bundle_path, opened, sign, statement
 from envbuild.trust.keys import AgentSigner, load_public, load_signer
 from envbuild.trust.policy import RECEIPT, attested, judge
-from envbuild.verify.receipt import read_receipt, receipt_path, write_receipt
 
 NOW = datetime.now(UTC)
 KEYS: dict[str, Callable[[], Any]] = {

@@ -17,16 +17,17 @@ from lab.fake_registry import Call, Fake, fake_registry
 from securesystemslib.signer import CryptoSigner
 
 from envbuild.base.errors import EnvbuildError, RecipeError, UsageError, VerificationError
+from envbuild.base.packages import digest_of
 from envbuild.bundle import FILE, FORMAT, attest_bundle
 from envbuild.cli.commands import cli
-from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical, digest_of, new_manifest
+from envbuild.contract.receipt import write_receipt
+from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical, new_manifest
 from envbuild.image.reference import parse_reference
 from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.site.settings import load_site
 from envbuild.store.pieces import ATTESTATIONS, CONFIG, PIECE, RECEIPT, FilePieces, render
 from envbuild.trust.bundle import BUNDLE, bundle_path, sign
 from envbuild.trust.policy import attested
-from envbuild.verify.receipt import write_receipt
 
 CONTENT = b"hsqs" + bytes(100)
 MEDIA = next(media for media, name in ATTESTATIONS.items() if not name)

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe
 
-from envbuild.artifacts.installed import Distribution, FileReport
 from envbuild.artifacts.survey import ElfReport, Survey
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.packages import top_level
 from envbuild.bundle import make_bundle
+from envbuild.contract.installed import Distribution, FileReport
 from envbuild.environment import load_environment
 from envbuild.kinds.commit import settings_of
 from envbuild.recipe.load import LoadedRecipe, load_recipe

@@ -11,19 +11,15 @@ Neither the root itself nor the manifest is listed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from io import BytesIO
+from typing import Protocol
 
-from envbuild.artifacts.enroot import normalised
-from envbuild.artifacts.installed import FileReport
 from envbuild.base.errors import BuildError
-from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.limits import ImageLimits, Quota
-from envbuild.image.model import digest_of
-from envbuild.image.tar_stream import Member
-from envbuild.image.tree import MergedTree
-from envbuild.layers.compose import PREFIX
+from envbuild.base.packages import digest_of
+from envbuild.contract.installed import FileReport
+from envbuild.contract.state import PREFIX
 
 FILE_NAME = f"{PREFIX}/envbuild-image.manifest"
 OCI, SQUASHFS = "oci", "squashfs"
@@ -53,6 +49,8 @@ _RUNTIMES = frozenset(
         "etc/resolv.conf",
     }
 )
+# Types of paths, as image/entry.py names them.
+_FILE, _DIR, _LINK, _CHAR, _BLOCK = "file", "dir", "symlink", "char", "block"
 _SPECIAL = 0o6000  # setuid and setgid
 _string = json.encoder.encode_basestring_ascii
 
@@ -79,36 +77,35 @@ class FileManifest:
     digest: str
 
 
-def row_of(entry: Entry | Member, sha256: str) -> PathRow:
-    """Return the row of a path that is no hard link; `sha256` is that of a file."""
-    mode, size, value = entry.mode, 0, ""
-    if entry.kind == FILE:
-        size, value = entry.size, sha256
-    elif entry.kind == SYMLINK:
-        mode, value = 0o777, entry.target if isinstance(entry, Entry) else entry.link
-    elif entry.device != (0, 0):
-        value = "{},{}".format(*entry.device)
-    return PathRow(entry.kind, mode, entry.uid, entry.gid, size, value, tuple(sorted(entry.xattrs)))
+class Described(Protocol):
+    """A path with its metadata, as layers and squashfs images have it (image/)."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def mode(self) -> int: ...
+    @property
+    def uid(self) -> int: ...
+    @property
+    def gid(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def device(self) -> tuple[int, int]: ...
+    @property
+    def xattrs(self) -> tuple[tuple[str, bytes], ...]: ...
 
 
-def rows_of(entries: Iterable[tuple[Entry, str]]) -> dict[str, PathRow]:
-    """Return the rows of a tree, whose hard links come after their files; the sha256 of each file is given."""
-    rows: dict[str, PathRow] = {}
-    for entry, sha256 in entries:
-        if entry.kind == HARDLINK and (first := rows.get(entry.target)):
-            rows[entry.path] = first
-        elif entry.path:
-            rows[entry.path] = row_of(entry, sha256)
-    return rows
-
-
-def of_layers(layers: Sequence[Sequence[Member]], limits: ImageLimits | None) -> dict[str, PathRow]:
-    """Return the rows of merged layers, lowest first. Raises BuildError when they cannot be merged."""
-    tree = MergedTree(Quota(limits))
-    for number, members in enumerate(layers, 1):
-        tree.add(f"layer {number}", members)
-    nodes = ((path, node.member) for path, node in tree.walk() if path)
-    return {path: row_of(member, member.sha256) if member else PathRow(DIR) for path, member in nodes}
+def row_of(path: Described, sha256: str, target: str) -> PathRow:
+    """Return the row of a path that is no hard link; `sha256` is that of a file, `target` the text of a link."""
+    mode, size, value = path.mode, 0, ""
+    if path.kind == _FILE:
+        size, value = path.size, sha256
+    elif path.kind == _LINK:
+        mode, value = 0o777, target
+    elif path.device != (0, 0):
+        value = "{},{}".format(*path.device)
+    return PathRow(path.kind, mode, path.uid, path.gid, size, value, tuple(sorted(path.xattrs)))
 
 
 def render(form: str, rows: Mapping[str, PathRow]) -> bytes:
@@ -165,7 +162,7 @@ def compare(manifest: FileManifest, found: Mapping[str, PathRow], form: str) -> 
     wanted = dict(_judged(manifest.rows, ignored, judged))
     now = dict(_judged(found, ignored, judged))
     report = FileReport()
-    files = [row for row in found.values() if row.kind == FILE]
+    files = [row for row in found.values() if row.kind == _FILE]
     report.files, report.bytes = len(files), sum(row.size for row in files)
     report.missing = [f"/{path}" for path in sorted(wanted.keys() - now.keys())]
     report.unowned = [f"/{path}" for path in sorted(now.keys() - wanted.keys())]
@@ -192,9 +189,24 @@ def _exported(_: str, row: PathRow) -> PathRow:
     return replace(row, xattrs=kept) if kept != row.xattrs else row
 
 
-def _converted(path: str, row: PathRow) -> PathRow | None:
-    entry = normalised(Entry(path, row.kind, row.mode))
-    if entry is None:
+def converted_mode(path: str, kind: str, mode: int) -> int | None:
+    """Return the mode of a path in a squashfs that `enroot import` makes from layers, None if it leaves the path out.
+
+    Files in dev, device nodes anywhere and .dockerenv are left out: creating a node needs root, and the runtimes mount
+    the host's dev. The owner may read everything, and enter and write folders; setuid, setgid and sticky bits stay.
+    """
+    if path.startswith("dev/") or path == ".dockerenv" or kind in (_CHAR, _BLOCK):
         return None
-    execute = 0o111 if row.kind == FILE and row.mode & 0o111 else 0
-    return PathRow(row.kind, row.mode & _SPECIAL | execute, 0, 0, row.size, row.value)
+    if path == "":
+        return 0o755
+    if kind == _DIR:
+        return mode | 0o700
+    return mode if kind == _LINK else mode | 0o400 | (0o100 if mode & 0o111 else 0)
+
+
+def _converted(path: str, row: PathRow) -> PathRow | None:
+    mode = converted_mode(path, row.kind, row.mode)
+    if mode is None:
+        return None
+    execute = 0o111 if row.kind == _FILE and mode & 0o111 else 0
+    return PathRow(row.kind, mode & _SPECIAL | execute, 0, 0, row.size, row.value)

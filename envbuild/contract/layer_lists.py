@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.installed import HOST, FileReport, Files, file_digest, walk_files
 from envbuild.base.files import parse_json
 from envbuild.base.packages import json_digest
+from envbuild.contract.installed import HOST, FileReport, Files, file_digest, walk_files
 
 LAYER_LISTS = "share/envbuild/layers"
 _FORMAT = 1

@@ -14,28 +14,30 @@ import hashlib
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from envbuild.artifacts.compiled import is_bytecode, other_code, source_of
-from envbuild.artifacts.installed import FileReport, file_digest
-from envbuild.artifacts.state import State
+from envbuild.base import process
 from envbuild.base.atomic import write_atomically
 from envbuild.base.errors import BuildError
-from envbuild.base.files import MISSING, parse_json, read_regular, walk_stats
+from envbuild.base.files import MISSING, parse_json, read_regular, shipped, walk_stats
+from envbuild.base.packages import digest_of
 from envbuild.base.progress import log
 from envbuild.base.workers import each
-from envbuild.image.model import digest_of
-from envbuild.store.store import Store
+from envbuild.contract.installed import FileReport, file_digest
+from envbuild.contract.state import State
 
 FILE = "envbuild.manifest"
 # Variables that the user sets for the environment (`conda env config vars set`).
 _USERS = frozenset({FILE, "conda-meta/state"})
 _SHARE, _SHOWN, _MANY = 400, 5, 400
+# Python looks for bytecode in `__pycache__` (PEP 3147, PEP 488) and loads it by its header (PEP 552), whatever follows.
+_BYTECODE = re.compile(r"(?P<folder>.*/)__pycache__/(?P<name>[^/]+?)\.(?P<tag>[^./]+)(?:\.opt-[^./]+)?\.pyc", re.DOTALL)
 # (mode, size, mtime_ns, ctime_ns, inode)
 Stat = tuple[int, int, int, int, int]
 T = TypeVar("T")
@@ -49,6 +51,16 @@ class Listed:
     size: int = 0
     sha256: str = ""
     target: str = ""
+
+
+class SealStore(Protocol):
+    """The store, in whose folder `seals` the results of comparisons are recorded."""
+
+    @property
+    def root(self) -> Path: ...
+
+    def folder(self, *parts: str) -> Path:
+        """Return a folder of the store; create it if missing. Raises BuildError when it cannot be created."""
 
 
 _NO_FILE = Listed(mode=-1)
@@ -142,7 +154,7 @@ def check(
     known: Mapping[str, Stat],
     interpreter: str,
     workers: int,
-    store: Store | None,
+    store: SealStore | None,
     timeout_s: float = math.inf,
     heads: dict[str, bytes] | None = None,
 ) -> tuple[FileReport, dict[str, Stat]]:
@@ -208,7 +220,7 @@ def _read(path: str, info: Stat, sha256: str = "", heads: dict[str, bytes] | Non
         return _NO_FILE
 
 
-def sealed(root: Path, manifest: Manifest, store: Store) -> dict[str, Stat] | None:
+def sealed(root: Path, manifest: Manifest, store: SealStore) -> dict[str, Stat] | None:
     """Return the stat of the files that were found to be those of `manifest`, None if they were never compared."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         data = parse_json(_note(root, store).read_bytes())
@@ -217,7 +229,7 @@ def sealed(root: Path, manifest: Manifest, store: Store) -> dict[str, Stat] | No
     return None
 
 
-def seal(root: Path, manifest: Manifest, files: Mapping[str, Stat], store: Store) -> None:
+def seal(root: Path, manifest: Manifest, files: Mapping[str, Stat], store: SealStore) -> None:
     """Record in the store that `files`, by path and stat, were compared with `manifest`, if the store can be written.
 
     The bytecode among them is recorded by its content too, for copies of the environment. Only files whose stat was
@@ -240,7 +252,7 @@ def seal(root: Path, manifest: Manifest, files: Mapping[str, Stat], store: Store
             write_atomically(_known_code(manifest, store), json.dumps(all_known))
 
 
-def _compiled(manifest: Manifest, store: Store) -> dict[str, list[str]]:
+def _compiled(manifest: Manifest, store: SealStore) -> dict[str, list[str]]:
     """Return the sha256 that bytecode of the environments of `manifest` was found to have, by path."""
     with suppress(OSError, ValueError):
         found = parse_json(_known_code(manifest, store).read_bytes())
@@ -248,17 +260,19 @@ def _compiled(manifest: Manifest, store: Store) -> dict[str, list[str]]:
     return {}
 
 
-def _known_code(manifest: Manifest, store: Store) -> Path:
+def _known_code(manifest: Manifest, store: SealStore) -> Path:
     return store.root / "seals" / f"{manifest.digest.partition(':')[2]}.compiled.json"
 
 
-def move_seal(root: Path, final: Path, store: Store) -> None:
+def move_seal(root: Path, final: Path, store: SealStore) -> None:
     """Let the environment that was moved from `root` to `final` keep what is recorded of it."""
     with suppress(OSError):
         _note(root, store).replace(_note(final, store))
 
 
-def changes(root: Path, state: State, expected: str, store: Store, workers: int, *, exact: bool = False) -> list[str]:
+def changes(
+    root: Path, state: State, expected: str, store: SealStore, workers: int, *, exact: bool = False
+) -> list[str]:
     """Return the files of the environment at `root` that are not those of its manifest, [] if it has none.
 
     `expected` is the manifest's sha256 in the receipt, "" if it names none. Files are read only if their stat changed
@@ -281,11 +295,44 @@ def changes(root: Path, state: State, expected: str, store: Store, workers: int,
     return wrong
 
 
+def is_bytecode(path: str) -> bool:
+    """Return whether `path` is a file that Python writes when it imports a module."""
+    return _BYTECODE.fullmatch(path) is not None
+
+
+def source_of(path: str) -> str:
+    """Return the source of the bytecode at `path`, "" for another file."""
+    match = _BYTECODE.fullmatch(path)
+    return f"{match['folder']}{match['name']}.py" if match else ""
+
+
+def other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int) -> list[str]:
+    """Return those of the bytecode files `paths` that are not the compiled form of their source."""
+
+    def compare(share: Sequence[str], _: object) -> list[str]:
+        asked = [(os.path.join(root, path), os.path.join(root, source_of(path))) for path in share]
+        pairs = [pair for pair in asked if os.path.isfile(pair[1])]  # without a source never loaded
+        with os.fdopen(os.memfd_create("bytecode"), "w", encoding="ascii") as stream:  # a killed run leaves no file
+            json.dump(pairs, stream)
+            stream.flush()
+            job = f"/proc/{os.getpid()}/fd/{stream.fileno()}"
+            # Nothing in the environment's own __pycache__ is run.
+            options = ["-I", "-S", "-B", "-X", f"pycache_prefix={os.devnull}/none"]
+            program = shipped("ddp_train") / "preflight/bytecode.py"
+            done = process.run([interpreter, *options, program, job], check=False)
+        if done.returncode != 0:  # marshal may crash on what is no bytecode
+            return list(share) if len(share) == 1 else [path for one in share for path in compare([one], None)]
+        return [os.path.relpath(json.loads(line), root) for line in done.stdout.splitlines()]
+
+    shares = [paths[start : start + _SHARE] for start in range(0, len(paths), _SHARE)]
+    return [path for some in each(shares, compare, workers) for path in some]
+
+
 def shown(changed: Sequence[str]) -> str:
     """Return the first of the `changed` files and their number, for a message."""
     more = f" and {len(changed) - _SHOWN} more files" if len(changed) > _SHOWN else ""
     return ", ".join(changed[:_SHOWN]) + more
 
 
-def _note(root: Path, store: Store) -> Path:
+def _note(root: Path, store: SealStore) -> Path:
     return store.root / "seals" / f"{hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()}.json"

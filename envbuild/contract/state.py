@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from envbuild import __version__
-from envbuild.artifacts.layer_lists import list_path
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.packages import json_digest
-from envbuild.layers.compose import WheelFile
-
-if TYPE_CHECKING:
-    from envbuild.plan.plan import Plan
+from envbuild.contract.layer_lists import list_path
 
 FILE = "envbuild.json"
+# The folder of the environment in every image.
+PREFIX = "opt/env"
+# The time of the files of images and of the trainer: 2020-01-01. zipfile inside an image refuses times before 1980.
+FIXED_TIME = 1577836800
 # The name of an image in a state; every kind of image artifact is made from one.
 IMAGE = "image"
 FORMAT = 1
@@ -93,46 +92,6 @@ class State:
             if not data[name]:
                 del data[name]
         return json.dumps(data, indent=1) + "\n"
-
-
-def state_of(
-    plan: Plan,
-    python_version: str,
-    interpreter: str,
-    packages: Iterable[tuple[str, str, str]],
-    layers: Sequence[BuiltLayer] = (),
-    own: Sequence[WheelFile] = (),
-    python_build: str = "",
-) -> State:
-    """Return the state of an environment built from `plan`; `layers` are its source layers as installed.
-
-    `own` are the wheels of own code, that of the project last. `python_build` is as in State.
-    """
-    code, project = plan.project, dict[str, Any]()
-    if code is not None:
-        project = {"name": own[-1].name, "version": own[-1].version, "commit": code.commit}
-        project |= {"digest": code.digest, "editable": code.editable}
-    hosts = (BuiltLayer(one.name, one.version, "", one.path) for one in plan.host_layers)
-    return State(
-        artifact=plan.artifact,
-        recipe=plan.recipe,
-        recipe_digest=plan.recipe_digest,
-        lock_digest=plan.lock_digest,
-        plan_digest=plan.digest,
-        target=plan.target,
-        python=plan.python,
-        python_version=python_version,
-        interpreter=interpreter,
-        packages=tuple(sorted(packages)),
-        verify=plan.verify_settings(),
-        envbuild=__version__,
-        environment="conda" if plan.conda else "venv",
-        layers=(*layers, *hosts),
-        fabric=plan.fabric,
-        project=project,
-        slim=plan.slim.as_json() if plan.slim else {},
-        python_build=python_build,
-    )
 
 
 def has_packages(root: Path, state: State, found: Iterable[tuple[str, str]]) -> bool:
