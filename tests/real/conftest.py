@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 from docker import DockerClient
-from lab import apptainer
+from lab import apptainer, recipe_python
 from lab import conda_channel as lab_conda
 from lab import sources as lab_sources
 from lab.conda_channel import Channel
@@ -37,8 +37,6 @@ from envbuild.verify.model import Subject
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Of recipes whose tests ask for a verification, and not what it does by default.
 QUICK = "\n[verify]\nnodes = 1\nnproc_per_node = 1\nepochs = 2\n"
-# A host without the Python of most recipes (Debian 13), where uv reaches none: no fault of the host or of its set-up.
-NO_PYTHON = "this host has no Python 3.11"
 NO_DAEMON = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
 
@@ -54,8 +52,8 @@ class Command:
             self.line(*arguments), capture_output=True, text=True, cwd=self.folder, env=self.variables(env)
         )
         assert "Traceback (most recent call last)" not in done.stderr.split("    seen:")[0], done.stderr
-        if done.returncode == 6 and NO_PYTHON in done.stderr and shutil.which("python3.11") is None:
-            pytest.skip(f"{NO_PYTHON}, and uv cannot download one")
+        if done.returncode == 6 and recipe_python.is_missing(done.stderr):
+            pytest.skip(recipe_python.MISSING)
         return done
 
     def start(self, *arguments: str | Path, **env: str) -> subprocess.Popen[str]:
@@ -426,6 +424,6 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if (
         os.environ.get("FAIL_ON_SKIP")
         and exitstatus == 0
-        and any(NO_PYTHON not in str(one.longrepr) for one in skipped)
+        and any(recipe_python.MISSING not in str(one.longrepr) for one in skipped)
     ):
         session.exitstatus = 1

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import pytest
 
 from .conftest import REPOSITORY, Command, link_tree
 
@@ -164,7 +163,6 @@ def test_what_changed_since_its_verification_is_not_run(pt_cpu: dict[str, Any], 
     assert receipt["passed"] and not receipt["matches"] and receipt["changed"] == [str(added.relative_to(venv))]
 
 
-@pytest.mark.usefixtures("recipes_python")
 def test_an_installed_envbuild_works_from_any_folder(tmp_path: Path, session_store: Path) -> None:
     """The release's wheel has what it needs, is tried by the release's own script, and builds; nothing of the checkout
     is used."""

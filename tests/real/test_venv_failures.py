@@ -100,7 +100,6 @@ def test_a_file_that_changed_in_uvs_cache_is_unpacked_again(small: Command, name
     assert json.loads(done.stdout)["digest"] == small.json("venv", "small", "--no-verify")["digest"]
 
 
-@pytest.mark.usefixtures("recipes_python")
 def test_ctrl_c_exits_130_and_leaves_nothing(small: Command) -> None:
     codes = []
     for number in range(4):
@@ -299,7 +298,6 @@ def test_offline_and_locked_need_nothing_but_the_store_and_find_links(small: Com
     assert build(small, "--offline", "--locked").returncode == 0
 
 
-@pytest.mark.usefixtures("recipes_python")
 def test_two_builds_at_once(small: Command) -> None:
     children = [small.start("venv", "small", "--no-verify", "--out", "v") for _ in range(3)]
     results = [(child.communicate()[1], child.returncode) for child in children]

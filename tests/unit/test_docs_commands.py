@@ -59,7 +59,6 @@ def test_commands_are_found_in_help_and_on_every_kind_of_page() -> None:
 
 
 @pytest.mark.parametrize("one", LINES, ids=name)
-@pytest.mark.usefixtures("recipes_python")
 def test_each_command_is_run_as_far_as_it_can_be(one: Shown, place: ShownSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place.here)
     found = one.arguments("envbuild")

@@ -115,7 +115,6 @@ EFA = "pt_efa", "--target", f"cu130-{OTHER}", "--locked"
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
-@pytest.mark.usefixtures("recipes_python")
 def test_a_build_its_dry_run_and_its_plan_refuse_alike(
     build: tuple[str, ...], planned: str | None, code: int, said: str, nowhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +139,6 @@ def test_a_plan_for_another_host_leaves_out_what_only_this_one_lacks(
     assert refused.code == 2 and "images are built without it" in refused.said
 
 
-@pytest.mark.usefixtures("recipes_python")
 def test_a_host_without_a_compiler_is_refused_by_plan_and_build(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(nowhere))
     monkeypatch.delenv("CC", raising=False)
@@ -150,7 +148,6 @@ def test_a_host_without_a_compiler_is_refused_by_plan_and_build(nowhere: Path, m
 
 
 @pytest.mark.parametrize("name", ["my store", "a,b", "a#b", "a\\b", "$a"])
-@pytest.mark.usefixtures("recipes_python")
 def test_a_store_in_which_nothing_can_be_compiled_is_refused_by_plan_and_build(
     nowhere: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

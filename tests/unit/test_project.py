@@ -437,7 +437,6 @@ def test_a_wheel_of_another_processor_is_not_taken(
         assert path.name == f"own-1.0-cp311-cp311-linux_{machine}.whl"
 
 
-@pytest.mark.usefixtures("recipes_python")
 def test_a_failing_back_end_is_an_error_with_a_position(tmp_path: Path, environment: Environment) -> None:
     text = '[build-system]\nrequires = []\nbuild-backend = "no_such"\nbackend-path = ["."]\n'
     loaded = recipe_of(put(tmp_path / "top", {"pyproject.toml": text, "p.py": ""}))
