@@ -376,6 +376,59 @@ _QUOTED = "[rank0]: Last error:"
         (["=>> PBS: job killed: mem 1048576kb exceeded limit 1024kb"], "slurm-memory"),
         (["TERM_RUNLIMIT: job killed after reaching LSF run time limit."], "time-limit"),
         (["RuntimeError: can't start new thread"], "process-limit"),
+        (
+            ["libfabric:7:1::efa:mr:efa_mr_regattr():632<warn> Unable to register MR: Cannot allocate memory"],
+            "locked-memory",
+        ),
+        (
+            [
+                "Libfabric error: (-12) Cannot allocate memory",
+                "EFA internal error: (4112) Failure to post internal receive buffers",
+            ],
+            "locked-memory",
+        ),
+        (
+            [
+                "[proxy:0:1@n2] HYDU_sock_connect (utils/sock/sock.c:113): unable to get host address for n1",
+                "unable to connect to server n1 at port 41849 (check for firewalls!)",
+            ],
+            "name-unknown",
+        ),
+        (["salloc: error: Node failure on n7"], "node-failure"),
+        (["MOAB_INFO:  job exceeded wallclock limit"], "time-limit"),
+        (["Job exceeded its walltime limit. Job was aborted"], "time-limit"),
+        (["Job exceeded its memory limit. Job was aborted"], "slurm-memory"),
+        (
+            [
+                "OpenBLAS blas_thread_init: pthread_create: Resource temporarily unavailable",
+                "Segmentation fault (core dumped)",
+            ],
+            "process-limit",
+        ),
+        (
+            [
+                "n1: Test CUDA failure common.cu:892 'invalid device ordinal'",
+                "a non-zero exit code. Per user-direction, the job has been aborted.",
+            ],
+            "gpu-ordinal",
+        ),
+        (["n1 [0] include/socket.h:185 WARN Call to connect failed : Connection refused"], "nccl-refused"),
+        (
+            [
+                "sbatch: error: No partition specified, defaulting to: p1",
+                "sbatch: error: Batch job submission failed: Invalid qos specification",
+            ],
+            "submission-refused",
+        ),
+        (["salloc: error: Job submit/allocate failed: Slurm backup controller in standby mode"], "slurm-unreachable"),
+        (["n1:7:9 [0] NCCL WARN NET/OFI Creating new endpoint for domain 0x7f failed: Invalid argument"], "ofi-error"),
+        (["WARN: Function: main Line: 66: NET/OFI OFI NCCL failure: 2"], "ofi-error"),
+        (
+            [
+                "Warning  FailedCreatePodSandBox  3s  kubelet, n1  Failed create pod sandbox: rpc error: dial tcp 10.0.0.1:443: i/o timeout"
+            ],
+            "pod-sandbox",
+        ),
         (["MemoryError"], "cpu-memory"),
         (["terminate called after throwing an instance of 'std::bad_alloc'"], "cpu-memory"),
         (["found NaN in local forward loss calculation"], "loss-nan"),
@@ -1814,6 +1867,48 @@ def test_what_a_program_says_in_general_is_no_cause_beside_a_known_one() -> None
     assert "docker-report" not in told(general, "No CUDA GPUs are available")
     # A killed process explains less than a container that did not start.
     assert told("command terminated with exit code 137", general)[0] == "docker-report"
+
+
+@pytest.mark.parametrize(
+    "hedged",
+    [
+        "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "RuntimeError: Error building extension 'fused_adam'",
+        "error: command 'gcc' failed with exit status 1",
+        "NameError: name 'widget' is not defined",
+    ],
+)
+@pytest.mark.parametrize(
+    ("named", "cause"),
+    [
+        (
+            "Tensors: The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0",
+            "shapes-differ",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", "gpu-memory"),
+    ],
+)
+@pytest.mark.parametrize("later", [False, True])
+def test_a_cause_that_may_have_many_reasons_gives_way_to_a_named_one(
+    hedged: str, named: str, cause: str, later: bool
+) -> None:
+    lines = [hedged, named] if later else [named, hedged]
+    assert told(hedged) != told(named) and told(*lines)[0] == cause
+
+
+def test_a_folder_that_slurm_does_without_is_no_cause() -> None:
+    warning = "slurmstepd: error: couldn't chdir to `/root/job': No such file or directory: going to /tmp instead"
+    assert (
+        told(warning, "pyxis: importing docker image: nvcr.io/x", "n1:1:1 [0] NCCL INFO Bootstrap : Using eth0") == []
+    )
+
+
+def test_an_illegal_access_after_the_network_failed_is_no_cause() -> None:
+    network = "n1:1:2 [0] transport/net_ib.cc:788 NCCL WARN NET/IB : Got completion with error 12, opcode 1, len 0"
+    access = "n1:1:1 [1] init.cc:194 NCCL WARN Cuda failure 'an illegal memory access was encountered'"
+    assert told(network, access)[0] == "ib-no-answer"
+    assert told(access, network)[0] == "illegal-access"
 
 
 # ---- the program's own failure

@@ -80,7 +80,7 @@ _MENTION = re.compile(r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:\w*Error|\w*Exception|ERRO
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|^\S+ FAILED$|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: |: ?None$"
     r"|\bframe #\d|MPI_ABORT was invoked|Failed to invoke spank plugin stack|Job step aborted|Unable to register cu\w+"
-    r"|Exception ignored in"
+    r"|Exception ignored in|non-zero exit code\. Per user-direction"
 )
 # Each line that decides contains one of these.
 SIGNS = (
