@@ -404,10 +404,19 @@ _LONG = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the files; tests of a file keep their order."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", help="Run every N-th file of the real tests, from the K-th one on.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the files, and leave out those of other parts; tests of a file keep their order."""
     order = {f"test_{name}": place for place, name in enumerate(_LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if part := config.getoption("--part"):
+        number, parts = map(int, part.split("/"))
+        files = list(dict.fromkeys(item.path for item in items))[number - 1 :: parts]
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
+        items[:] = [item for item in items if item.path in files]
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:

@@ -89,3 +89,10 @@ def test_the_first_page_of_a_folder_links_to_all_of_its_pages(folder: str) -> No
     first = TOP / "docs" / folder / "README.md"
     linked = set(re.findall(r"\]\(([\w-]+\.md)[#)]", first.read_text(encoding="utf-8")))
     assert linked >= {page.name for page in first.parent.glob("*.md")} - {first.name}
+
+
+def test_the_drawing_of_the_rooms_has_all_of_them() -> None:
+    page = (TOP / "docs/contributing.md").read_text(encoding="utf-8")
+    drawing = page.partition("## The rooms")[2].partition("```text")[2].partition("```")[0]
+    rooms = {path.parent.name for path in TOP.glob("envbuild/*/__init__.py")}
+    assert set(re.findall(r"(\w+)/", drawing)) == rooms
