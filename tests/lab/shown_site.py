@@ -19,6 +19,7 @@ from pathlib import Path
 from click.testing import CliRunner
 from lab import artifacts
 from lab.commands import TOP
+from lab.golden import read_golden_cases
 
 from envbuild.cli.commands import cli
 from envbuild.contract.receipt import receipt_path
@@ -109,11 +110,13 @@ class ShownSite:
         ):
             (here / name).write_bytes(log)
         (here / "node2.log.gz").write_bytes(gzip.compress(log))
-        jobs = _DATA / "jobs"
-        shutil.copy(jobs / "slurm-venv-srun.sh", here / "train.sbatch")
+        for table, case, name in (
+            ("slurm", "venv-srun", "train.sbatch"),
+            ("pbs", "gh200", "ddp.pbs"),
+            ("kubernetes", "pytorchjob", "pytorchjob.yaml"),
+        ):
+            (here / name).write_text(read_golden_cases(_DATA / f"jobs/{table}.txt")[case])
         shutil.copytree(TOP / "tests/unit/data/init", here / "imported")  # of a project: files for `envbuild init`
-        shutil.copy(jobs / "pbs-gh200.sh", here / "ddp.pbs")
-        shutil.copy(jobs / "k8s-pytorchjob.yaml", here / "pytorchjob.yaml")
 
     def _horovod_of_the_guide(self) -> None:
         """The recipe that docs/seeds/slurm-modules.md has its readers make."""
