@@ -26,7 +26,7 @@ from envbuild.base.errors import BuildError, HostError
 from envbuild.base.files import parse_json
 from envbuild.base.masking import redact
 from envbuild.base.progress import log, step
-from envbuild.cache.retry import RequestFailed
+from envbuild.cache.http import RequestFailed
 from envbuild.environment import Environment, uv_hint
 from envbuild.interpreter import HostPython, ask_program, minor_of, read_python
 from envbuild.recipe.model import PYTHONS

@@ -20,7 +20,7 @@ from envbuild.contract.state import FIXED_TIME
 from envbuild.debian.defaults import rules_digest
 from envbuild.environment import Environment
 from envbuild.image.model import GOARCH
-from envbuild.image.squashfs.codec import codec_of
+from envbuild.image.squashfs.model import codec_of
 from envbuild.layers.base import image_layers, locked_files
 from envbuild.layers.compose import LayerRequest, key_of
 from envbuild.layers.segment_cache import segment_cache

@@ -21,11 +21,11 @@ from envbuild.base.progress import log
 from envbuild.contract.image_manifest import FILE_NAME, FORMAT, OCI, PathRow, render, row_of
 from envbuild.contract.state import PREFIX, State
 from envbuild.environment import Environment
-from envbuild.image.blobs import Blobs
 from envbuild.image.entry import DIR, FILE, Entry, Tree
+from envbuild.image.layout import Blobs
 from envbuild.image.limits import Quota
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
-from envbuild.image.tar_stream import Member
+from envbuild.image.tar import Member
 from envbuild.image.tree import MergedTree
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler

@@ -25,14 +25,13 @@ from envbuild.base.packages import digest_of
 from envbuild.base.progress import OnProgress
 from envbuild.base.workers import Behind
 from envbuild.contract.image_manifest import FILE_NAME, SQUASHFS, PathRow, render, row_of
-from envbuild.image.blobs import file_digest
 from envbuild.image.entry import FILE, HARDLINK, Entry
+from envbuild.image.layout import file_digest
 from envbuild.image.limits import Quota
 from envbuild.image.sif import finish_sif, write_sif_front
-from envbuild.image.squashfs.choosing import Choice, choose
 from envbuild.image.squashfs.segment import Segment, of_entry, write_segment
 from envbuild.image.squashfs.tables import data_start
-from envbuild.image.squashfs.write import estimate, write_image
+from envbuild.image.squashfs.write import Choice, choose, estimate, write_image
 from envbuild.image.tree import MergedEntry, MergedTree
 from envbuild.layers.layer_cache import CachedSegment
 from envbuild.layers.segment_cache import SegmentCache

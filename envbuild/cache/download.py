@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from envbuild.base.atomic import file_lock
 from envbuild.base.files import open_known
 from envbuild.base.progress import OnProgress
-from envbuild.cache.http import BLOCK, blocks
-from envbuild.cache.pace import TooSlow
-from envbuild.cache.retry import Mismatch, RequestFailed, Stopped, pause
+from envbuild.cache.http import BLOCK, Mismatch, RequestFailed, Stopped, TooSlow, blocks, pause
 
 if TYPE_CHECKING:
     import requests

@@ -1,25 +1,190 @@
-"""HTTP client for indexes, archives, channels and registries: settings, single requests, and readable errors.
+"""HTTP client for indexes, archives, channels and registries: settings, requests, retries, and readable errors.
 
 No message holds credentials. The client uses requests, which reads netrc, proxies and certificates as pip does.
-Retries (`retry`) and resumed downloads (`download`) are separate: urllib3's retries cannot resume a download.
+Retries and resumed downloads (`download`) are its own: urllib3's retries cannot resume a download.
+
+Transfers have a lower bound on their speed: a server that sends a byte now and then never times out. Only time in which
+a connection is waited for counts: a slow disk is no fault of a server.
 """
 
 from __future__ import annotations
 
 import io
+import random
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from envbuild.base.files import parse_json
 from envbuild.base.masking import redact
-from envbuild.cache.pace import Body, Pace, PacedBody, PacedReader
-from envbuild.cache.retry import TRANSIENT, NotFound, PlainRedirect, RequestFailed, Stopped, retry_after
 
 if TYPE_CHECKING:
     import requests
+
+T = TypeVar("T")
+# Statuses after which a retry may help.
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+_FIRST_WAIT_S = 0.25
+_LONGEST_WAIT_S = 60.0
+
+
+class RequestFailed(Exception):
+    """A failed request; the text states the reason, without credentials.
+
+    `status` is None without a response. A retry of a `transient` failure may help, after `wait_s` seconds if the server
+    requested a delay. `is_down` means that no request to this server can succeed: it cannot be connected to (and has
+    not `answered` before another failure), or it does not accept the credentials.
+    """
+
+    wait_s: float | None = None
+
+    def __init__(
+        self, reason: str, *, status: int | None = None, transient: bool = False, answered: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.status, self.transient = status, transient
+        self.is_down = not answered and status in (None, 401, 407)
+
+
+class PlainRedirect(RequestFailed):
+    """A redirect from HTTPS to plain HTTP, which was not followed."""
+
+    def __init__(self, host: str) -> None:
+        text = f"it redirects from HTTPS to plain HTTP at {host}; pip's trusted-host can allow this host"
+        super().__init__(text, answered=True)
+
+
+class NotFound(RequestFailed):
+    """The server answers, and does not have the resource."""
+
+
+class Mismatch(RequestFailed):
+    """Content with an unexpected digest, `sha256`. The server answered, so it is not down."""
+
+    def __init__(self, sha256: str, what: str = "content") -> None:
+        super().__init__(f"it sent {what} with digest sha256:{sha256}", status=200)
+        self.sha256 = sha256
+
+
+class Stopped(Exception):
+    """Another thread failed, or the user pressed Ctrl-C; this thread stops."""
+
+
+def with_retries(action: Callable[[], T], retries: int, stop: threading.Event) -> T:
+    """Return `action()`; retry it up to `retries` times while its failures are passing."""
+    attempt = 0
+    while True:
+        try:
+            return action()
+        except RequestFailed as error:
+            if not error.transient or attempt >= retries:
+                raise
+            pause(attempt, error, stop)
+            attempt += 1
+
+
+def pause(attempt: int, error: RequestFailed, stop: threading.Event) -> None:
+    """Wait before a retry: as long as the server requested, else with exponential backoff and jitter."""
+    backoff = _FIRST_WAIT_S * 2**attempt * random.uniform(0.5, 1.0)
+    if stop.wait(min(backoff if error.wait_s is None else error.wait_s, _LONGEST_WAIT_S)):
+        raise Stopped
+
+
+def retry_after(value: str | None) -> float | None:
+    """Return the seconds of a Retry-After header (RFC 9110 §10.2.3), which is a number of seconds or a date."""
+    from email.utils import parsedate_to_datetime
+
+    text = (value or "").strip()
+    if text.isascii() and text.isdecimal():
+        return float(text)
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None
+
+
+# Bytes per second below which a transfer is given up.
+SLOWEST = 10_000
+
+
+class Body(Protocol):
+    """Body of a request: its length is known, and it is read once, in blocks."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[bytes]: ...
+
+
+class TooSlow(RequestFailed):
+    """A transfer that was given up, because it moves fewer bytes than SLOWEST."""
+
+    def __init__(self, seconds: float) -> None:
+        text = f"fewer than {SLOWEST / 1000:g} kB a second for {seconds:g} s; a larger `timeout` of pip waits longer"
+        super().__init__(text, transient=True, answered=True)
+
+
+@dataclass(slots=True)
+class Pace:
+    """The speed of one transfer, in each `period_s` seconds of waiting for it."""
+
+    period_s: float
+    waited_s: float = 0.0
+    moved: int = 0
+
+    def note(self, moved: int, waited_s: float) -> None:
+        """Count bytes that were moved in so many seconds. Raises TooSlow."""
+        self.moved += moved
+        self.waited_s += waited_s
+        if self.waited_s >= self.period_s:
+            if self.moved < self.waited_s * SLOWEST:
+                raise TooSlow(self.period_s)
+            self.moved, self.waited_s = 0, 0.0
+
+
+class PacedReader(io.RawIOBase):
+    """The bytes of a response, from its first line on. The wait for the first ones is not counted.
+
+    `readinto` raises TooSlow.
+    """
+
+    def __init__(self, raw: io.RawIOBase, pace: Pace) -> None:
+        self._raw, self._pace, self._begun = raw, pace, False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview, /) -> int | None:  # type: ignore[override]
+        begun = time.monotonic()
+        count = self._raw.readinto(buffer)
+        if self._begun and count:
+            self._pace.note(count, time.monotonic() - begun)
+        self._begun = True
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+@dataclass(frozen=True, slots=True)
+class PacedBody:
+    """The body of a request; iterating raises TooSlow when the server takes it too slowly."""
+
+    body: Body
+    period_s: float
+
+    def __len__(self) -> int:
+        return len(self.body)
+
+    def __iter__(self) -> Iterator[bytes]:
+        pace = Pace(self.period_s)
+        for block in self.body:
+            begun = time.monotonic()
+            yield block
+            pace.note(len(block), time.monotonic() - begun)
+
 
 BLOCK = 1 << 18
 # Bodies up to this size are read at once, so that the connection can serve the next request.

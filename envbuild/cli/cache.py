@@ -118,7 +118,7 @@ def warm_command(recipes: tuple[str, ...], target: str | None, locked: bool, as_
       envbuild cache warm pt_cpu --target cpu-x86_64
     """
     from envbuild.artifacts.image import fill
-    from envbuild.image.squashfs.codec import codec_of
+    from envbuild.image.squashfs.model import codec_of
     from envbuild.kinds.image import image_layers, prepare_image
     from envbuild.layers.layer_cache import TarCache
     from envbuild.layers.segment_cache import segment_cache

@@ -147,7 +147,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
     from envbuild.artifacts.apptainer_engine import find_engine
     from envbuild.cli.summary import summarise
     from envbuild.image.reference import parse_source
-    from envbuild.image.squashfs.codec import codec_of
+    from envbuild.image.squashfs.model import codec_of
     from envbuild.kinds.squash import (
         ImageFileOptions,
         OutputFile,

@@ -240,7 +240,7 @@ def _by_tag(named: str, site: Site) -> Registry | None:
 
 def _embed(path: Path, bundles: Mapping[str, bytes], signer: Signer | None) -> None:
     """Write `bundles` and, with a `signer` that Apptainer knows, a signature into the .sif at `path`."""
-    from envbuild.image.sif_signed import METADATA, embed
+    from envbuild.image.sif import METADATA, embed
     from envbuild.trust.bundle import bundle_path, envelope
 
     # Apptainer computes SHA-256 for every curve, where DSSE's others take the one of the curve's size.

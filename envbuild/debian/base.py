@@ -11,12 +11,12 @@ from urllib.parse import quote
 from envbuild.base.errors import BuildError, LockError, file_error
 from envbuild.base.progress import OnProgress, log, transfer
 from envbuild.cache.download import locked_partial
-from envbuild.cache.retry import Mismatch, NotFound, RequestFailed
+from envbuild.cache.http import Mismatch, NotFound, RequestFailed
 from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, LockedDeb, from_table
 from envbuild.debian.release import fetch_packages, fetch_release, load_keys
 from envbuild.debian.resolve import Package, PackageIndex, resolve
 from envbuild.debian.sources import DebianSuite, suites
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.store.client import Client
 from envbuild.store.fetch_file import fetch_each

@@ -11,10 +11,9 @@ from typing import BinaryIO, cast
 
 from envbuild.base.errors import BuildError, LockError
 from envbuild.debian.control import parse_control
-from envbuild.image.compression import decompressed
 from envbuild.image.entry import HARDLINK, Entry, Tree
-from envbuild.image.tar_stream import Member, PositionedStream, Slice
-from envbuild.image.untar import tar_items
+from envbuild.image.layer import decompressed
+from envbuild.image.tar import Member, PositionedStream, Slice, tar_items
 
 _MAGIC = b"!<arch>\n"
 _HEADER = 60

@@ -18,10 +18,10 @@ from urllib.parse import unquote, urlsplit
 from envbuild.base.errors import LockError
 from envbuild.base.progress import OnProgress
 from envbuild.cache.download import locked_partial
-from envbuild.cache.retry import Mismatch, NotFound
+from envbuild.cache.http import Mismatch, NotFound
 from envbuild.debian.control import parse_control
 from envbuild.debian.sources import DebianSuite
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.store.client import Client
 

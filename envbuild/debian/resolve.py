@@ -15,7 +15,7 @@ from pathlib import Path
 
 from envbuild.base.errors import BuildError, LockError
 from envbuild.debian.control import Relation, compare_versions, parse_control, parse_relations
-from envbuild.image.compression import open_layer
+from envbuild.image.layer import open_layer
 
 _CHUNK = 1 << 20
 _NAME = re.compile(rb"^Package:[ \t]*(\S+)", re.MULTILINE | re.IGNORECASE)

@@ -53,7 +53,7 @@ def ask_all(probes: Sequence[Probe], environment: Environment) -> list[str | Non
 
 def _reach(probe: Probe, environment: Environment) -> str | None:
     """Return None when the URL answers, else the reason. Reads only headers."""
-    from envbuild.cache.retry import NotFound, RequestFailed
+    from envbuild.cache.http import NotFound, RequestFailed
     from envbuild.debian.sources import debian_client
 
     if probe.url.startswith("file:"):

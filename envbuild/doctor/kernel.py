@@ -24,7 +24,7 @@ from pathlib import Path
 from envbuild.base.errors import EnvbuildError
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, read_text, run_probe
 from envbuild.environment import Environment
-from envbuild.image.squashfs.codec import NAMES, codec_of
+from envbuild.image.squashfs.model import NAMES, codec_of
 from envbuild.image.squashfs.tables import data_start, write_tables
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site

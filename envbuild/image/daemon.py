@@ -17,8 +17,8 @@ from envbuild.base.errors import BuildError, HostError
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import OnProgress
 from envbuild.image.archive import archive_pieces
-from envbuild.image.blobs import Blobs
 from envbuild.image.layer import Layer
+from envbuild.image.layout import Blobs
 
 
 @dataclass(frozen=True, slots=True)

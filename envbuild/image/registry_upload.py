@@ -20,9 +20,7 @@ from urllib.parse import quote
 from envbuild.base.errors import BuildError
 from envbuild.base.progress import OnProgress
 from envbuild.cache.download import PROGRESS
-from envbuild.cache.http import BLOCK
-from envbuild.cache.pace import TooSlow
-from envbuild.cache.retry import RequestFailed, Stopped, pause
+from envbuild.cache.http import BLOCK, RequestFailed, Stopped, TooSlow, pause
 from envbuild.image.model import Descriptor
 from envbuild.image.registry_endpoint import Endpoint
 

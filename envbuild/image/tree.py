@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from envbuild.base.errors import BuildError
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, path_parts
 from envbuild.image.limits import Quota
-from envbuild.image.tar_stream import Member
+from envbuild.image.tar import Member
 
 _WHITEOUT = ".wh."
 _OPAQUE = ".wh..wh..opq"

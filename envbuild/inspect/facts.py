@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from envbuild.image.blobs import Blobs
+    from envbuild.image.layout import Blobs
     from envbuild.image.limits import ImageLimits
     from envbuild.image.registry import Registry
 

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from envbuild.base.errors import BuildError
-from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import DIR, FILE, SYMLINK
+from envbuild.image.layer import Hashed, decompressed
 from envbuild.image.limits import Quota
-from envbuild.image.member_table import packed, read_table, unpacked, write_table
 from envbuild.image.model import Descriptor
-from envbuild.image.tar_stream import Member
+from envbuild.image.tar import Member, packed, read_table, tar_items, unpacked, write_table
 from envbuild.image.tree import MergedTree, Node
-from envbuild.image.untar import tar_items
 from envbuild.inspect.facts import IMAGE, ArtifactReader, Description, Inventory, Item, LayerFact, ReadAccess, ReadStore
 from envbuild.inspect.metadata import MAX_SIZE, Note, digested, extra_of, interest, root_inventory
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from envbuild.base.errors import BuildError, UsageError
-from envbuild.image.blobs import Blobs, Pulled
-from envbuild.image.layout import REF_NAME, from_index
+from envbuild.image.layout import REF_NAME, Blobs, Pulled, from_index
 from envbuild.image.limits import Quota
 from envbuild.image.model import (
     GOARCH,

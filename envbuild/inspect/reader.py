@@ -13,7 +13,7 @@ from pathlib import Path
 from envbuild.artifacts.conda_survey import is_conda
 from envbuild.base.errors import EnvbuildError, HostError, UsageError
 from envbuild.base.files import MISSING
-from envbuild.image.compression import kind_of as compressed_kind
+from envbuild.image.layer import kind_of as compressed_kind
 from envbuild.image.reference import parse_reference
 from envbuild.image.sif import is_sif
 from envbuild.image.squashfs.read import is_squashfs

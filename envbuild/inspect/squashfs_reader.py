@@ -21,9 +21,8 @@ from envbuild.contract.state import FILE as STATE
 from envbuild.contract.state import PREFIX
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.model import GOARCH
-from envbuild.image.sif import JSON, Object, Sif, is_sif, read_object, read_sif
-from envbuild.image.sif_signed import content_digest
-from envbuild.image.squashfs.codec import NAMES
+from envbuild.image.sif import JSON, Object, Sif, content_digest, is_sif, read_object, read_sif
+from envbuild.image.squashfs.model import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
 from envbuild.inspect.facts import SIF, SQUASHFS, ArtifactReader, Inventory, Item, Request, completed
 from envbuild.inspect.image_reader import about_image

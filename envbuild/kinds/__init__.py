@@ -51,7 +51,7 @@ def read_artifact(path: Path) -> BuiltArtifact:
     if (environment := read_folder(path)) is not None:
         return environment
     from envbuild.contract.state import PREFIX
-    from envbuild.image.sif_signed import content_digest
+    from envbuild.image.sif import content_digest
     from envbuild.verify.image_file import image_state, open_image_file
 
     state = image_state(open_image_file(path))

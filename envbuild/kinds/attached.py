@@ -22,8 +22,7 @@ from envbuild.base.progress import log
 from envbuild.base.workers import each
 from envbuild.contract.receipt import receipt_path
 from envbuild.image.model import Descriptor
-from envbuild.image.referrers import attach, referrer_layer, referrers
-from envbuild.image.registry import Registry
+from envbuild.image.registry import Registry, attach, referrer_layer, referrers
 from envbuild.image.registry_endpoint import MissingContent
 from envbuild.store.store import Store
 from envbuild.trust.bundle import BUNDLE, MOST, PREDICATES, bundle_path

@@ -19,12 +19,12 @@ from envbuild.base.progress import log, transfer
 from envbuild.base.units import human_size
 from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.environment import Environment
-from envbuild.image.blobs import BlobFiles, file_digest
+from envbuild.image.layout import BlobFiles, file_digest
 from envbuild.image.limits import Quota
 from envbuild.image.model import OCI_MANIFEST, Descriptor
 from envbuild.image.reference import Reference
 from envbuild.image.registry import Pushed, Registry
-from envbuild.image.sif_signed import content_digest
+from envbuild.image.sif import content_digest
 from envbuild.kinds.commit import commit
 from envbuild.site.tables import TrustTable
 from envbuild.store.pieces import (

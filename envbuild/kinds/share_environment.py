@@ -20,7 +20,7 @@ from envbuild.base.toml import read
 from envbuild.contract.kinds import ARTIFACTS, FolderArtifact
 from envbuild.contract.state import State
 from envbuild.environment import Environment
-from envbuild.image.blobs import file_digest
+from envbuild.image.layout import file_digest
 from envbuild.image.limits import Quota
 from envbuild.image.model import Descriptor, is_digest
 from envbuild.image.registry import Pushed, Registry

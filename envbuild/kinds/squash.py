@@ -26,13 +26,12 @@ from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
 from envbuild.contract.state import State
 from envbuild.environment import Environment
 from envbuild.image.archive import archive_at
-from envbuild.image.blobs import Blobs, ImageAt, Pulled, of_pulled
 from envbuild.image.credentials import check_user
-from envbuild.image.layout import fill_layout, layout_at
+from envbuild.image.layout import Blobs, ImageAt, Pulled, fill_layout, layout_at, of_pulled
 from envbuild.image.model import GOARCH, Descriptor
 from envbuild.image.reference import ImageSource, folder_and_tag
-from envbuild.image.sif_signed import content_digest
-from envbuild.image.squashfs.codec import Codec
+from envbuild.image.sif import content_digest
+from envbuild.image.squashfs.model import Codec
 from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
 from envbuild.layers.compose import source_date
 from envbuild.layers.layer_cache import CachedSegment

@@ -14,15 +14,13 @@ from envbuild.base.files import parse_json
 from envbuild.contract.state import PREFIX
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import Environment
-from envbuild.image.blobs import Pulled
-from envbuild.image.compression import open_layer
 from envbuild.image.entry import Tree
-from envbuild.image.layer import Layer
+from envbuild.image.layer import Layer, open_layer
+from envbuild.image.layout import Pulled
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAYER_ZSTD, Descriptor
-from envbuild.image.tar_stream import PositionedStream
+from envbuild.image.tar import PositionedStream, members
 from envbuild.image.tree import MergedTree
-from envbuild.image.untar import members
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import LayerRequest, key_of
 from envbuild.layers.layer_cache import LayerCache, M

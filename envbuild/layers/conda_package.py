@@ -18,10 +18,9 @@ from typing import Any, BinaryIO, cast
 
 from envbuild.base.errors import BuildError
 from envbuild.environment import Environment
-from envbuild.image.compression import decompressed
 from envbuild.image.entry import Readable
-from envbuild.image.tar_stream import Member
-from envbuild.image.untar import tar_items
+from envbuild.image.layer import decompressed
+from envbuild.image.tar import Member, tar_items
 from envbuild.layers.contents import Guarded, reading
 from envbuild.lock.conda import CondaPackage
 

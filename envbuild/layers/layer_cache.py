@@ -18,16 +18,13 @@ from envbuild.base.atomic import file_lock
 from envbuild.base.errors import BuildError
 from envbuild.base.progress import Log, detail, reuse, step
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.image.blobs import opened
-from envbuild.image.compression import Hashed, decompressed
 from envbuild.image.entry import Readable
-from envbuild.image.layer import Layer, write_layer
+from envbuild.image.layer import Hashed, Layer, decompressed, write_layer
+from envbuild.image.layout import opened
 from envbuild.image.limits import ImageLimits, Quota
-from envbuild.image.member_table import packed, read_table, unpacked, write_table
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
 from envbuild.image.squashfs.segment import Segment
-from envbuild.image.tar_stream import Member
-from envbuild.image.untar import tar_items
+from envbuild.image.tar import Member, packed, read_table, tar_items, unpacked, write_table
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.recorded import hashed, recorded

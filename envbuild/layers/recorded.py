@@ -12,7 +12,7 @@ from envbuild.base.packages import conda_digest, normalise, record_digest
 from envbuild.contract.state import PREFIX
 from envbuild.image.entry import FILE, Tree, closing
 from envbuild.image.squashfs.segment import of_entry
-from envbuild.image.tar_stream import Member
+from envbuild.image.tar import Member
 from envbuild.layers.contents import HashedContent
 
 # Only in a site-packages folder itself, not in one that a package vendors.

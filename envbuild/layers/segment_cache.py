@@ -17,15 +17,13 @@ from envbuild.base.process import forked
 from envbuild.base.progress import Log, log, reuse
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.environment import Environment
-from envbuild.image.blobs import opened
-from envbuild.image.compression import open_layer
 from envbuild.image.entry import closing
-from envbuild.image.layer import Layer
+from envbuild.image.layer import Layer, open_layer
+from envbuild.image.layout import opened
 from envbuild.image.limits import ImageLimits
-from envbuild.image.squashfs.codec import Codec
+from envbuild.image.squashfs.model import Codec
 from envbuild.image.squashfs.segment import FORMAT, Segment, load, of_entry, save, write_segment
-from envbuild.image.tar_stream import Member
-from envbuild.image.untar import tar_items
+from envbuild.image.tar import Member, tar_items
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import CachedSegment, Items, cached, checked_tar, known_part, read_distributions
 from envbuild.layers.recorded import recorded

@@ -13,8 +13,8 @@ from envbuild.base.packages import normalise
 from envbuild.base.progress import log, transfer
 from envbuild.base.workers import each
 from envbuild.cache.hashed import read_note
-from envbuild.image.member_table import read_table
 from envbuild.image.squashfs.segment import stored_digest
+from envbuild.image.tar import read_table
 from envbuild.layers.source_files import stored_manifest
 from envbuild.layers.wheel import wheel_title
 from envbuild.store.sources import matches

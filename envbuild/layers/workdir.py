@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from envbuild.image.entry import DIR, Entry, path_parts
 from envbuild.image.limits import ImageLimits, Quota
-from envbuild.image.tar_stream import Member
+from envbuild.image.tar import Member
 from envbuild.image.tree import MergedTree
 
 

@@ -20,8 +20,7 @@ from envbuild.debian.lock import DebianLock
 from envbuild.debian.sources import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
 from envbuild.image.archive import read_archive, read_daemon
-from envbuild.image.blobs import Pulled
-from envbuild.image.layout import read_layout
+from envbuild.image.layout import Pulled, read_layout
 from envbuild.image.limits import Quota
 from envbuild.image.model import ImageManifest, check_image, parse, parse_config
 from envbuild.lock.image import ImageLock, OciLock, image_changes, image_lock_name, read_image, render_image

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from envbuild.base.errors import EnvbuildError, LockError
 from envbuild.base.packages import normalise
-from envbuild.cache.retry import RequestFailed
+from envbuild.cache.http import RequestFailed
 from envbuild.environment import Environment
 from envbuild.lock.format import BuiltPackage, Lock
 from envbuild.lock.offers import applicable, tag_set

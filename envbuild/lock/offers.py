@@ -119,7 +119,7 @@ class Offers:
     def _pages(self, names: Iterable[str]) -> list[tuple[str, PackageSource, list[Link]]]:
         """Return (name, source, its links) of each name and each source that may serve it."""
         from envbuild.base.workers import each
-        from envbuild.cache.retry import PlainRedirect, RequestFailed
+        from envbuild.cache.http import PlainRedirect, RequestFailed
         from envbuild.store.client import Client
 
         client = Client(self.environment.pip, self.environment.variables)

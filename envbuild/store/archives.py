@@ -12,7 +12,7 @@ from envbuild.base.errors import BuildError
 from envbuild.base.files import is_file_name
 from envbuild.base.masking import redact
 from envbuild.base.progress import transfer
-from envbuild.cache.retry import Mismatch, RequestFailed
+from envbuild.cache.http import Mismatch, RequestFailed
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client

@@ -12,8 +12,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from envbuild.base.progress import OnProgress
 from envbuild.cache.download import open_download
-from envbuild.cache.http import BLOCK, HttpClient, Transport, failure, read_all
-from envbuild.cache.retry import Mismatch, NotFound, with_retries
+from envbuild.cache.http import BLOCK, HttpClient, Mismatch, NotFound, Transport, failure, read_all, with_retries
 from envbuild.site.pip_config import PipConfig, ca_bundle
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from envbuild.base.errors import BuildError
 from envbuild.base.masking import redact
 from envbuild.base.progress import OnProgress, reuse
-from envbuild.cache.retry import Mismatch, RequestFailed
+from envbuild.cache.http import Mismatch, RequestFailed
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of

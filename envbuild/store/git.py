@@ -17,7 +17,7 @@ from envbuild.base import process
 from envbuild.base.errors import HostError
 from envbuild.base.git import run_git
 from envbuild.base.masking import redact
-from envbuild.cache.retry import RequestFailed
+from envbuild.cache.http import RequestFailed
 
 # 1980-01-01, the earliest time in zip files, which builds make of the archive's files.
 _TIME = 315532800

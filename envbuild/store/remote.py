@@ -20,8 +20,8 @@ from envbuild.base.packages import digest_of
 from envbuild.base.progress import log
 from envbuild.base.units import human_size
 from envbuild.base.workers import Answer, Workers
-from envbuild.cache.retry import NotFound, RequestFailed, Stopped
-from envbuild.image.blobs import BlobFiles
+from envbuild.cache.http import NotFound, RequestFailed, Stopped
+from envbuild.image.layout import BlobFiles
 from envbuild.image.model import EMPTY, OCI_MANIFEST, Descriptor
 from envbuild.image.registry import Registry, manifest_of
 from envbuild.store.entry import FILE_TYPE, CacheEntry, EntryFile, read_entry, render_entry

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urljoin
 
 from envbuild.base.masking import redact
 from envbuild.base.packages import normalise
-from envbuild.cache.retry import NotFound, RequestFailed
+from envbuild.cache.http import NotFound, RequestFailed
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of, with_credentials_of

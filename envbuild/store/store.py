@@ -7,7 +7,7 @@ conda/archives/<sha256>/<file name>   published conda packages
 conda/pkgs/ conda/stamps/      unpacked conda packages, to link from, and their state when unpacked
 conda/images/                  records of the conda packages in images
 partial/                       unfinished downloads, which a later run resumes
-blobs/                         layers and manifests of images, Debian packages (image/blobs.py)
+blobs/                         layers and manifests of images, Debian packages (image/layout.py)
 layers/ bases/ listings/       metadata of blobs: the inputs of layers, checks of bases, the contents of layers
 segments/                      layers compressed as parts of a squashfs
 built/ builders/ pythons/      built source layers, builder images, notes on the host's Pythons
@@ -39,7 +39,7 @@ from envbuild.base.host import this_boot
 from envbuild.cache.hashed import Digests
 
 if TYPE_CHECKING:
-    from envbuild.image.blobs import Blobs
+    from envbuild.image.layout import Blobs
     from envbuild.store.entry import ResultCache
 
 _STALE_S = 7 * 86400
@@ -129,7 +129,7 @@ class Store:
     @property
     def blobs(self) -> Blobs:
         """Layers and manifests of images, and Debian packages. Raises BuildError if their folder cannot be created."""
-        from envbuild.image.blobs import Blobs
+        from envbuild.image.layout import Blobs
 
         return Blobs(self.folder("blobs"), self.digests)
 

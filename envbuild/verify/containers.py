@@ -26,7 +26,7 @@ from envbuild.base.workers import Workers
 from envbuild.contract.image_manifest import OCI, PathRow
 from envbuild.contract.state import PREFIX, State
 from envbuild.image.limits import ImageLimits
-from envbuild.image.tar_stream import Chunks
+from envbuild.image.tar import Chunks
 from envbuild.recipe.accelerators import CPU, Accelerator
 from envbuild.recipe.targets import Target
 from envbuild.verify import processes

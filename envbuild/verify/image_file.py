@@ -16,7 +16,7 @@ from envbuild.base.packages import digest_of
 from envbuild.contract.image_manifest import FILE_NAME
 from envbuild.contract.state import FILE, PREFIX, State, parse_state
 from envbuild.image.sif import is_sif, read_sif
-from envbuild.image.squashfs.codec import NAMES
+from envbuild.image.squashfs.model import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
 from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
 from envbuild.verify.namespace import WORK

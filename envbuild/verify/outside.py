@@ -26,8 +26,7 @@ from envbuild.gpu_code import Containers
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.squashfs.read import SquashfsImage
-from envbuild.image.tar_stream import Chunks
-from envbuild.image.untar import tar_items
+from envbuild.image.tar import Chunks, tar_items
 from envbuild.recipe.targets import Target
 from envbuild.verify.read_once import VARIABLES, Clock, ReadFile, read_once
 

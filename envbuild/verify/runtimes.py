@@ -30,7 +30,7 @@ from envbuild.contract.image_manifest import SQUASHFS
 from envbuild.contract.receipt import manifest_of
 from envbuild.contract.state import PREFIX, State
 from envbuild.environment import Environment
-from envbuild.image.sif_signed import content_digest
+from envbuild.image.sif import content_digest
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.host import HostNodes, Launch
 from envbuild.verify.image_file import (

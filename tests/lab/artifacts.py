@@ -15,10 +15,9 @@ from typing import Any
 from envbuild.base.packages import digest_of
 from envbuild.contract.state import State
 from envbuild.image.archive import archive_pieces
-from envbuild.image.blobs import Blobs
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
 from envbuild.image.layer import Layer, write_layer
-from envbuild.image.layout import fill_layout
+from envbuild.image.layout import Blobs, fill_layout
 from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageIndex, canonical, parse
 
 SITE = "lib/python3.11/site-packages"

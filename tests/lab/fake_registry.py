@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from envbuild.cache.retry import RequestFailed
+from envbuild.cache.http import RequestFailed
 from envbuild.image.model import Descriptor
 from envbuild.image.registry import Registry
 from envbuild.image.registry_endpoint import complain

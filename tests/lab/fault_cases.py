@@ -29,12 +29,12 @@ from lab.wheels import make_recipe, make_wheel
 from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
 from envbuild.contract.receipt import receipt_path
-from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE, Entry
 from envbuild.image.layer import with_parents, write_layer
+from envbuild.image.layout import Blobs
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical
 from envbuild.image.registry import open_registry
-from envbuild.image.sif_signed import content_digest
+from envbuild.image.sif import content_digest
 from envbuild.layers.store_check import check_store
 from envbuild.store.store import Store
 

@@ -35,22 +35,21 @@ from envbuild.base.masking import masked_text, redact
 from envbuild.base.toml import Document
 from envbuild.bundle import read_bundle
 from envbuild.cache import hashed
-from envbuild.cache.http import split
-from envbuild.cache.retry import RequestFailed, retry_after
+from envbuild.cache.http import RequestFailed, retry_after, split
 from envbuild.contract import image_manifest, installed, layer_lists, manifest, receipt, state
 from envbuild.debian import control, deb, release, resolve, sources
 from envbuild.doctor.batch import pyxis_scope
 from envbuild.environment import Environment
-from envbuild.image import archive, credentials, layout, model, referrers, registry_auth, sif
-from envbuild.image.blobs import Blobs
-from envbuild.image.compression import open_layer
+from envbuild.image import archive, credentials, layout, model, registry, registry_endpoint, sif
+from envbuild.image.layer import open_layer
+from envbuild.image.layout import Blobs
 from envbuild.image.limits import Quota
 from envbuild.image.reference import parse_reference, parse_source
-from envbuild.image.squashfs.codec import codec_of
+from envbuild.image.squashfs.model import codec_of
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.segment import load, save, write_segment
+from envbuild.image.tar import tar_items
 from envbuild.image.tree import MergedTree
-from envbuild.image.untar import tar_items
 from envbuild.imports import FORMATS
 from envbuild.inspect import metadata
 from envbuild.inspect.image_reader import about_image
@@ -609,8 +608,8 @@ def _netrc(data: bytes, folder: Path) -> None:
 def _docker_config(data: bytes, folder: Path) -> None:
     (folder / ".docker").mkdir(exist_ok=True)
     (folder / ".docker/config.json").write_bytes(data)
-    for registry in ("x.example.org", "docker.io"):
-        credentials.find_credentials(registry, {"HOME": str(folder), "PATH": str(folder)})
+    for host in ("x.example.org", "docker.io"):
+        credentials.find_credentials(host, {"HOME": str(folder), "PATH": str(folder)})
 
 
 def _page(kind: str) -> Callable[[bytes, Path], object]:
@@ -823,18 +822,18 @@ READERS: dict[str, FuzzedReader] = {
     ),
     "token": FuzzedReader(
         given({"token": "abc", "expires_in": 300}),
-        lambda data, _: registry_auth._token(data, "lab"),
+        lambda data, _: registry_endpoint._token(data, "lab"),
         500,
         (RequestFailed,),
     ),
     "challenge": FuzzedReader(
         given('Bearer realm="https://x/t",service="x", scope="a:b", Basic realm="\\"x"'),
-        text(registry_auth.parse_challenges),
+        text(registry_endpoint.parse_challenges),
         600,
     ),
     "list of referrers": FuzzedReader(
         given({"manifests": [{"digest": "sha256:" + "0" * 64, "size": 9, "artifactType": "a", "annotations": {}}]}),
-        lambda data, _: referrers._of_kind(referrers._index(data)["manifests"], "a"),
+        lambda data, _: registry._of_kind(registry._index(data)["manifests"], "a"),
         300,
         (RequestFailed,),
     ),

@@ -14,9 +14,9 @@ from envbuild.base.packages import digest_of
 from envbuild.base.progress import log
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import load_environment
-from envbuild.image.blobs import Blobs
 from envbuild.image.entry import DIR, SYMLINK, Entry, Readable, Tree
 from envbuild.image.layer import Layer, with_parents, write_layer
+from envbuild.image.layout import Blobs
 from envbuild.image.model import (
     DOCKER_CONFIG,
     DOCKER_LAYER_GZIP,

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from envbuild.image.tar_stream import PositionedStream
+from envbuild.image.tar import PositionedStream, members, tar_items
 from envbuild.image.tree import MergedEntry, MergedTree
-from envbuild.image.untar import members, tar_items
 
 # A layer's name for messages, and a function that opens its uncompressed tar at the start.
 Layer = tuple[str, Callable[[], BinaryIO]]

@@ -24,7 +24,7 @@ from lab.golden import read_golden_cases
 from envbuild.cli.commands import cli
 from envbuild.contract.receipt import receipt_path
 from envbuild.contract.state import State
-from envbuild.image.blobs import Blobs, file_digest
+from envbuild.image.layout import Blobs, file_digest
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import recipe_files, shipped_folder
 from envbuild.recipe.load import load_recipe

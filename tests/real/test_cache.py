@@ -19,7 +19,7 @@ from lab.fake_registry import Call, fake_registry
 
 from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.model import OCI_MANIFEST, Descriptor
 from envbuild.image.registry import Registry, open_registry
 

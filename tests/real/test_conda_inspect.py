@@ -17,8 +17,8 @@ from rattler.index import index_fs
 
 from envbuild.artifacts.conda_layers import conda_parts
 from envbuild.environment import Environment, load_environment
-from envbuild.image.blobs import Blobs
 from envbuild.image.layer import write_layer
+from envbuild.image.layout import Blobs
 from envbuild.inspect.compare import Comparison, compare
 from envbuild.inspect.reader import open_artifact
 from envbuild.layers.wheel import Scheme

@@ -37,9 +37,9 @@ from envbuild.artifacts.conda_layers import conda_parts
 from envbuild.artifacts.conda_survey import conda_packages
 from envbuild.artifacts.layers_in import check_paths
 from envbuild.base.errors import BuildError
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.limits import ImageLimits
-from envbuild.image.squashfs.codec import codec_of
+from envbuild.image.squashfs.model import codec_of
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
 from envbuild.layers.compose import WheelFile

@@ -16,7 +16,7 @@ from lab.conda_package import Metadata, conda_package
 from lab.conda_server import Server, serve
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 
 from .conftest import REPOSITORY, Command
 

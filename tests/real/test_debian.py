@@ -22,7 +22,7 @@ from envbuild.debian.defaults import default_packages, default_without, load_rul
 from envbuild.debian.lock import DEBIAN_ARCH, DebianLock, from_table
 from envbuild.debian.rootfs import debian_tree, merged
 from envbuild.debian.sources import archives, debian_client, host_archives
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.site.pip_config import load_pip_config
 
 MTIME = 1_700_000_000

@@ -21,7 +21,7 @@ from lab.wheels import make_recipe, make_wheel
 
 from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.model import (
     DOCKER_CONFIG,
     DOCKER_INDEX,

@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from envbuild.base.errors import BuildError
 from envbuild.cache.download import locked_partial
-from envbuild.cache.retry import RequestFailed
+from envbuild.cache.http import RequestFailed
 from envbuild.environment import load_environment
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
@@ -193,7 +193,7 @@ def test_a_certificate_file_that_is_not_there(tmp_path: Path, setting: str) -> N
 
 def test_a_name_with_a_telling_word_is_retried(site: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the kind of an error says whether a retry helps, never a word of the URL."""
-    monkeypatch.setattr("envbuild.cache.retry.pause", lambda *_: site["asked"].append("pause"))
+    monkeypatch.setattr("envbuild.cache.http.pause", lambda *_: site["asked"].append("pause"))
     client = Client(PipConfig(retries=1, timeout_s=0.3), {})
     hung = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # accepts, never answers
     with pytest.raises(RequestFailed):

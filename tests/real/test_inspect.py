@@ -18,7 +18,7 @@ from lab.dockerd import Lab
 from lab.registry import Lab as RegistryLab
 from lab.registry import missing, registry
 
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 
 from .conftest import REPOSITORY, Command
 

@@ -20,8 +20,8 @@ import pytest
 from lab import artifacts as made
 
 from envbuild.base.errors import BuildError
-from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE, HARDLINK
+from envbuild.image.layout import Blobs
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.unpack import unpack

@@ -27,7 +27,7 @@ from lab.registry import Lab, missing, registry
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.model import OCI_CONFIG, OCI_LAYER_GZIP, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
 from envbuild.image.registry import Registry, open_registry
 from envbuild.image.registry_upload import has_blob, mount
@@ -435,7 +435,7 @@ def test_ctrl_c_stops_a_pull_at_once_and_keeps_what_came(lab: Lab, tmp_path: Pat
     script = f"""
 import sys, time
 from pathlib import Path
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.registry import open_registry
 from envbuild.cache.http import Transport

@@ -26,12 +26,10 @@ from envbuild.base.errors import BuildError
 from envbuild.cache.hashed import Digests
 from envbuild.image.entry import DIR, FILE, HARDLINK, Entry
 from envbuild.image.layer import header
-from envbuild.image.squashfs.choosing import choose
-from envbuild.image.squashfs.codec import codec_of
-from envbuild.image.squashfs.model import BLOCK_SIZE
+from envbuild.image.squashfs.model import BLOCK_SIZE, codec_of
 from envbuild.image.squashfs.segment import Segment, load, save, write_segment
-from envbuild.image.squashfs.write import estimate, write_image
-from envbuild.image.untar import tar_items
+from envbuild.image.squashfs.write import choose, estimate, write_image
+from envbuild.image.tar import tar_items
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("unsquashfs"), reason="unsquashfs is not installed"),
@@ -351,7 +349,7 @@ from pathlib import Path
 from real.test_squashfs_segments import ZSTD, Many, mostly_zeros, small_files
 from envbuild.image.tree import MergedTree
 from envbuild.image.squashfs.segment import write_segment
-from envbuild.image.untar import tar_items
+from envbuild.image.tar import tar_items
 from envbuild.image.squashfs.write import write_image
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 which = {"zeros": mostly_zeros, "files": small_files}[sys.argv[1]]

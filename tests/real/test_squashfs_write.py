@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from lab.merged import merge
 
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.squashfs.codec import Codec, codec_of
-from envbuild.image.squashfs.model import BLOCK_SIZE, UNCOMPRESSED, Data, Fragment
+from envbuild.image.squashfs.model import BLOCK_SIZE, UNCOMPRESSED, Codec, Data, Fragment, codec_of
 from envbuild.image.squashfs.tables import Placed, data_start, write_tables
 
 TOOLS = {

@@ -28,11 +28,9 @@ from lab.merged import Merged, merge
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import digest_of
 from envbuild.image.archive import archive_pieces, read_archive, read_daemon
-from envbuild.image.blobs import Blobs
-from envbuild.image.compression import open_layer
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.layer import header
-from envbuild.image.layout import fill_layout, read_layout
+from envbuild.image.layer import header, open_layer
+from envbuild.image.layout import Blobs, fill_layout, read_layout
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_LAYER, OCI_MANIFEST, Descriptor, canonical
 
 pytestmark = [

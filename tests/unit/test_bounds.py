@@ -26,9 +26,8 @@ from envbuild.image.entry import DIR
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import OCI_CONFIG, OCI_LAYER_GZIP, OCI_MANIFEST, Descriptor, new_manifest
 from envbuild.image.squashfs.read import SquashfsImage
-from envbuild.image.tar_stream import Chunks, Member
+from envbuild.image.tar import Chunks, Member, tar_items
 from envbuild.image.tree import MergedTree
-from envbuild.image.untar import tar_items
 from envbuild.imports import read_source
 from envbuild.inspect.metadata import interest
 from envbuild.layers import wheel
@@ -154,7 +153,7 @@ def test_the_layers_of_an_image_share_its_limits() -> None:
 
 
 def test_what_follows_a_tar_is_a_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envbuild.image.tar_stream._MOST_PADDING", 4 * MIB)
+    monkeypatch.setattr("envbuild.image.tar._MOST_PADDING", 4 * MIB)
 
     def padded(count: int) -> Iterator[bytes]:
         yield from (plain(), END)

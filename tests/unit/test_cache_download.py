@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from lab.fake_registry import Call, fake_registry
 
-from envbuild.cache.retry import Mismatch, NotFound, RequestFailed
+from envbuild.cache.http import Mismatch, NotFound, RequestFailed
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client
 
@@ -22,7 +22,7 @@ HASHES = frozenset({hashlib.sha256(CONTENT).hexdigest()})
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envbuild.cache.retry._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("envbuild.cache.http._FIRST_WAIT_S", 0.01)
 
 
 def client(retries: int = 2) -> Client:
@@ -144,7 +144,7 @@ def test_a_page_that_is_cut_or_too_large_leaves_the_server_up(monkeypatch: pytes
 _BESIDE_AN_IMPORT = """
 import sys, threading, time
 from envbuild.cache.http import HttpClient, Transport
-from envbuild.cache.retry import RequestFailed
+from envbuild.cache.http import RequestFailed
 
 begun = threading.Event()
 

@@ -13,11 +13,9 @@ from lab.fake_registry import Call, fake_registry, upload
 
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import digest_of
-from envbuild.cache import pace
-from envbuild.cache.http import Transport
-from envbuild.cache.pace import Pace, TooSlow
-from envbuild.cache.retry import RequestFailed
-from envbuild.image.blobs import Blobs
+from envbuild.cache import http
+from envbuild.cache.http import Pace, RequestFailed, TooSlow, Transport
+from envbuild.image.layout import Blobs
 from envbuild.image.model import Descriptor, canonical
 from envbuild.image.registry import Registry, open_registry
 from envbuild.site.pip_config import PipConfig
@@ -31,7 +29,7 @@ TIMEOUT_S = 0.3  # a byte comes three times in it
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envbuild.cache.retry._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("envbuild.cache.http._FIRST_WAIT_S", 0.01)
 
 
 def dribble(call: Call, data: bytes) -> None:
@@ -152,7 +150,7 @@ def test_a_token_server_is_given_up_too(quick: None) -> None:
 def test_an_upload_that_is_taken_slowly_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick: None
 ) -> None:
-    monkeypatch.setattr(pace, "SLOWEST", 1 << 30)
+    monkeypatch.setattr(http, "SLOWEST", 1 << 30)
     data = bytes(64 << 20)
 
     def script(call: Call) -> None:

@@ -19,7 +19,7 @@ from envbuild.base.packages import channel_name
 from envbuild.data import load_table
 from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.inspect.compare import Comparison, compare
 from envbuild.inspect.conda_meta import reader_of
 from envbuild.inspect.facts import CondaRecord, Inventory

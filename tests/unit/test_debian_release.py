@@ -15,7 +15,7 @@ from envbuild.debian.base import resolve_base
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.release import fetch_release, load_keys, read_release, verified
 from envbuild.debian.sources import DebianSuite, suites
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client
 

@@ -17,7 +17,7 @@ from lab import artifacts as lab
 from envbuild.cli.inspect import diff_command, inspect_command
 from envbuild.contract.manifest import read_manifest, scan, seal, write_manifest
 from envbuild.environment import Environment, load_environment
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.inspect.compare import Comparison, compare
 from envbuild.inspect.reader import open_artifact
 

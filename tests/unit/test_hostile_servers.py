@@ -14,13 +14,12 @@ from lab.fake_registry import Call, fake_registry, upload
 
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import digest_of
-from envbuild.cache.http import HttpClient, Transport, split
-from envbuild.cache.retry import RequestFailed
-from envbuild.image.blobs import Blobs
+from envbuild.cache.http import HttpClient, RequestFailed, Transport, split
 from envbuild.image.credentials import Credentials
+from envbuild.image.layout import Blobs
 from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical
 from envbuild.image.registry import Registry, open_registry
-from envbuild.image.registry_auth import Login
+from envbuild.image.registry_endpoint import Login
 from envbuild.kinds.share import open_pushed
 from envbuild.store.pieces import ARTIFACT, ATTESTATIONS, CONFIG, RECEIPT, render
 from envbuild.store.store import Store
@@ -173,7 +172,7 @@ def test_what_was_pushed_has_one_receipt(tmp_path: Path) -> None:
 
 
 def test_a_mirror_that_is_too_slow_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("envbuild.cache.pace.SLOWEST", 1 << 40)
+    monkeypatch.setattr("envbuild.cache.http.SLOWEST", 1 << 40)
     monkeypatch.setattr("envbuild.cache.http._PERIOD", 0)
     body = canonical({"text": "x" * 200_000})
 

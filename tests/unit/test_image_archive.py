@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import digest_of
 from envbuild.image.archive import archive_at, archive_pieces, read_archive, read_stream
-from envbuild.image.blobs import Blobs, Pulled
-from envbuild.image.compression import kind_of
+from envbuild.image.layer import kind_of
+from envbuild.image.layout import Blobs, Pulled
 from envbuild.image.model import (
     COMPRESSION,
     OCI_LAYER,

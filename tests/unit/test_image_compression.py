@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
-from envbuild.image.compression import Hashed, decompressed, kind_of, open_layer
+from envbuild.image.layer import Hashed, decompressed, kind_of, open_layer
 
 
 def zstd(data: bytes) -> bytes:

@@ -13,8 +13,7 @@ import pytest
 
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import digest_of
-from envbuild.image.blobs import Blobs
-from envbuild.image.layout import fill_layout, read_layout, same_tag
+from envbuild.image.layout import Blobs, fill_layout, read_layout, same_tag
 from envbuild.image.model import DOCKER_INDEX, OCI_CONFIG, OCI_INDEX, OCI_LAYER, OCI_MANIFEST, Descriptor, canonical
 
 

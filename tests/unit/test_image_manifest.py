@@ -30,11 +30,11 @@ from envbuild.contract.image_manifest import (
 )
 from envbuild.image.entry import CHAR, DIR, FILE, HARDLINK, SYMLINK, Entry, Tree
 from envbuild.image.limits import ImageLimits
-from envbuild.image.squashfs.codec import codec_of
+from envbuild.image.squashfs.model import codec_of
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.segment import of_entry
 from envbuild.image.squashfs.unpack import unpack
-from envbuild.image.tar_stream import Member
+from envbuild.image.tar import Member
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.segment_cache import SegmentCache

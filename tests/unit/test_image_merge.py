@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 from lab.merged import Merged, merge
 
 from envbuild.base.errors import BuildError
-from envbuild.image.compression import decompressed
 from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.layer import header
+from envbuild.image.layer import decompressed, header
 from envbuild.image.squashfs.segment import of_entry
-from envbuild.image.tar_stream import Member
+from envbuild.image.tar import Member, tar_items
 from envbuild.image.tree import MergedTree
-from envbuild.image.untar import tar_items
 
 Layer = list[Entry]
 

@@ -19,12 +19,11 @@ from lab.fake_registry import Call, Fake, fake_registry, upload
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.packages import digest_of
 from envbuild.base.workers import each
-from envbuild.cache.http import HttpClient, Transport
-from envbuild.cache.retry import RequestFailed, retry_after
-from envbuild.image.blobs import Blobs
+from envbuild.cache.http import HttpClient, RequestFailed, Transport, retry_after
+from envbuild.image.layout import Blobs
 from envbuild.image.model import MAX_MANIFEST, OCI_LAYER, OCI_MANIFEST, Descriptor, parse
 from envbuild.image.registry import Registry, open_registry
-from envbuild.image.registry_auth import parse_challenges
+from envbuild.image.registry_endpoint import parse_challenges
 from envbuild.image.registry_upload import has_blob, mount
 
 MANIFEST = json.dumps({"schemaVersion": 2, "mediaType": OCI_MANIFEST}).encode()
@@ -36,7 +35,7 @@ Script = Callable[[Call], None]
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits between tries that nobody asked for are short."""
-    monkeypatch.setattr("envbuild.cache.retry._FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("envbuild.cache.http._FIRST_WAIT_S", 0.01)
 
 
 def nothing(_count: int) -> None:

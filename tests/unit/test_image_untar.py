@@ -17,10 +17,9 @@ from lab.merged import merge
 from lab.tar_blocks import END, pax, plain, special
 
 from envbuild.base.errors import BuildError
-from envbuild.image.compression import decompressed
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK
-from envbuild.image.tar_stream import Member, PositionedStream
-from envbuild.image.untar import members, tar_items
+from envbuild.image.layer import decompressed
+from envbuild.image.tar import Member, PositionedStream, members, tar_items
 
 TYPES = {
     FILE: tarfile.REGTYPE,

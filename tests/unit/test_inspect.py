@@ -22,7 +22,7 @@ from envbuild.base.errors import BuildError, EnvbuildError, HostError, UsageErro
 from envbuild.base.masking import masked, masked_text, masked_words
 from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.limits import Quota
 from envbuild.inspect.facts import Description, Inventory, PythonPackage
 from envbuild.inspect.image_reader import read_listing, remembered

@@ -16,7 +16,7 @@ from envbuild.base.errors import UsageError, VerificationError
 from envbuild.cli.commands import cli
 from envbuild.cli.job import job_command
 from envbuild.contract.state import BuiltLayer, State
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobArtifact, JobInputs, JobRequest
 from envbuild.jobs.plan import explained, no_scheduler_error, plan_job, scheduler_of, wanted_kinds

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from envbuild.base.errors import BuildError, HostError
-from envbuild.image.blobs import Blobs
 from envbuild.image.entry import FILE, Entry, Readable, Tree
 from envbuild.image.layer import with_parents, write_layer
+from envbuild.image.layout import Blobs
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of, with_bytecode
 
@@ -307,7 +307,7 @@ def test_an_abandoned_tree_ends_its_processes_at_once(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import io, pathlib, sys
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.entry import Entry
 from envbuild.image.layer import with_parents, write_layer
 from envbuild.layers.bytecode import Compiler, with_bytecode

@@ -27,8 +27,8 @@ from lab.wheels import make_wheel
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import record_digest
 from envbuild.contract.installed import check_files
-from envbuild.image.blobs import Blobs
 from envbuild.image.layer import with_parents, write_layer
+from envbuild.image.layout import Blobs
 from envbuild.layers.wheel import Scheme, wheel_paths, wheel_record, wheel_tree
 
 SCHEME = Scheme("opt/env", "3.11")

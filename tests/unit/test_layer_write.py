@@ -19,10 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
-from envbuild.image.blobs import Blobs
-from envbuild.image.compression import open_layer
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry, Readable, Tree
-from envbuild.image.layer import Layer, header, with_parents, write_layer
+from envbuild.image.layer import Layer, header, open_layer, with_parents, write_layer
+from envbuild.image.layout import Blobs
 
 KINDS = {
     tarfile.REGTYPE: FILE,
@@ -215,7 +214,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
 sys.path.insert(0, {repository!r})
 import io, random
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.entry import Entry
 from envbuild.image.layer import write_layer
 data = random.Random(1).randbytes({size})
@@ -255,7 +254,7 @@ def test_a_layer_that_failed_leaves_no_thread_and_closes_what_it_read(tmp_path: 
 MEMORY = """
 import pathlib, sys
 sys.path.insert(0, {repository!r})
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.entry import Entry
 from envbuild.image.layer import write_layer
 import os

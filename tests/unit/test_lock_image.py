@@ -17,9 +17,8 @@ from lab.wheels import make_recipe
 from envbuild.base.errors import LockError
 from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.environment import Environment, load_environment
-from envbuild.image.blobs import Blobs
 from envbuild.image.layer import write_layer
-from envbuild.image.layout import fill_layout
+from envbuild.image.layout import Blobs, fill_layout
 from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
 from envbuild.lock import lifecycle
 from envbuild.lock.base import image_lock

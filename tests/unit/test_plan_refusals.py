@@ -18,7 +18,7 @@ from envbuild.base.errors import EnvbuildError
 from envbuild.cli.commands import cli
 from envbuild.contract.kinds import ARTIFACTS
 from envbuild.environment import load_environment
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.model import GOARCH
 from envbuild.lock.lifecycle import lock_folders
 from envbuild.matrix import SelectedRecipe, make_jobs

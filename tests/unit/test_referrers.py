@@ -26,8 +26,7 @@ from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
 from envbuild.contract.receipt import receipt_path
 from envbuild.image.model import OCI_INDEX, OCI_MANIFEST, Descriptor, canonical
-from envbuild.image.referrers import attach, referrers
-from envbuild.image.registry import Registry, open_registry
+from envbuild.image.registry import Registry, attach, open_registry, referrers
 from envbuild.kinds import attached
 from envbuild.kinds.attached import SignedBundles, add_attached, push_bundles
 from envbuild.store.store import Store

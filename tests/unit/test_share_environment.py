@@ -24,7 +24,7 @@ from securesystemslib.signer import CryptoSigner
 from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.contract.kinds import VENV
 from envbuild.environment import load_environment
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry

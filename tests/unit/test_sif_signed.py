@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
-from envbuild.image.sif import JSON, read_object, read_sif
-from envbuild.image.sif_signed import METADATA, content_digest, embed, embedded
+from envbuild.image.sif import JSON, METADATA, content_digest, embed, embedded, read_object, read_sif
 
 from .test_sif import IMAGE, made
 

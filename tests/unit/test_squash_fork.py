@@ -14,7 +14,7 @@ from lab import artifacts
 
 from envbuild.base import process
 from envbuild.cli.commands import cli
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 
 
 def working(folder: Path) -> Callable[[], None]:

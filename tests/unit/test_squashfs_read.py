@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
 from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.squashfs.codec import NAMES
+from envbuild.image.squashfs.model import NAMES
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.unpack import unpack
 

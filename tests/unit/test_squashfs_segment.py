@@ -23,13 +23,10 @@ from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry, Readable
 from envbuild.image.layer import header
 from envbuild.image.limits import Quota
 from envbuild.image.squashfs import write
-from envbuild.image.squashfs.codec import codec_of, decompressor
-from envbuild.image.squashfs.model import BLOCK_SIZE, NO_FRAGMENT, SIZE_MASK, UNCOMPRESSED
-from envbuild.image.squashfs.packing import CHUNK, unpack
-from envbuild.image.squashfs.segment import Segment, load, of_entry, save, write_segment
-from envbuild.image.tar_stream import Member
+from envbuild.image.squashfs.model import BLOCK_SIZE, NO_FRAGMENT, SIZE_MASK, UNCOMPRESSED, codec_of, decompressor
+from envbuild.image.squashfs.segment import CHUNK, Segment, load, of_entry, save, unpack, write_segment
+from envbuild.image.tar import Member, tar_items
 from envbuild.image.tree import MergedTree
-from envbuild.image.untar import tar_items
 
 ZSTD = codec_of("zstd:1")
 EDGES = (0, 1, 511, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, CHUNK + 5)

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
-from envbuild.image.squashfs.codec import Codec, codec_of
-from envbuild.image.squashfs.metadata import MetadataWriter, indexed, write_listing
-from envbuild.image.squashfs.model import BLOCK_SIZE, METADATA_SIZE, UNCOMPRESSED, Data, Fragment
-from envbuild.image.squashfs.tables import Placed, data_start, write_tables
+from envbuild.image.squashfs.model import BLOCK_SIZE, METADATA_SIZE, UNCOMPRESSED, Codec, Data, Fragment, codec_of
+from envbuild.image.squashfs.tables import MetadataWriter, Placed, data_start, indexed, write_listing, write_tables
 
 # Nothing becomes smaller, so that metadata is stored as it is and can be found by offset.
 AS_IT_IS = Codec(1, "none", b"", lambda data: data)

@@ -12,7 +12,7 @@ import pytest
 from sdists import commit, git, sha256
 
 from envbuild.base.errors import BuildError
-from envbuild.cache.retry import RequestFailed
+from envbuild.cache.http import RequestFailed
 from envbuild.environment import load_environment
 from envbuild.store.archives import WantedArchive, locate_archive
 from envbuild.store.git import git_archive

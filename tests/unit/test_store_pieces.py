@@ -19,7 +19,7 @@ from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
 from envbuild.environment import load_environment
-from envbuild.image.blobs import Blobs
+from envbuild.image.layout import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.registry import Registry, open_registry
 from envbuild.kinds.share import pull_file

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.cache.retry import NotFound
+from envbuild.cache.http import NotFound
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client, split_credentials, with_credentials_of

@@ -18,9 +18,9 @@ from lab.wheels import make_wheel
 from envbuild.base.errors import BuildError
 from envbuild.cache.hashed import write_note
 from envbuild.environment import load_environment
-from envbuild.image.member_table import read_table, write_table
 from envbuild.image.model import Descriptor
 from envbuild.image.squashfs.segment import Segment, save
+from envbuild.image.tar import read_table, write_table
 from envbuild.layers.source_files import SourceManifest, list_files, write_manifest
 from envbuild.layers.store_check import check_store
 from envbuild.store.store import _WORKING, Store

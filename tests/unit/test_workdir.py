@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from envbuild.image.entry import DIR, FILE, SYMLINK
-from envbuild.image.tar_stream import Member
+from envbuild.image.tar import Member
 from envbuild.layers.workdir import missing_folder
 
 

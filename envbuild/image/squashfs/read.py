@@ -15,8 +15,15 @@ from envbuild.base.workers import each
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.squashfs.model import FRAGMENT, MAGIC, NO_FRAGMENT, NO_TABLE, SIZE_MASK, UNCOMPRESSED
-from envbuild.image.squashfs.read_records import Attributes, Inode, listed, read_inode
-from envbuild.image.squashfs.read_tables import ImageBytes, Lookup, MetadataReader
+from envbuild.image.squashfs.read_tables import (
+    Attributes,
+    ImageBytes,
+    Inode,
+    Lookup,
+    MetadataReader,
+    listed,
+    read_inode,
+)
 
 # In bytes. Linux cannot open longer paths.
 _MAX_PATH = 4095
