@@ -27,7 +27,7 @@ def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = 
     Without a current one, a build resolves first, or fails if it runs with --locked.
     """
     found: list[LockKind[Any]] = []
-    if has_wheels(loaded, target):
+    if loaded.has_wheels(target):
         found += wheel_locks(loaded, target)
     found.append(image_lock(loaded, target))
     image = loaded.recipe.image
@@ -37,7 +37,7 @@ def needed_locks(loaded: LoadedRecipe, target: Target, parts: Collection[str] = 
         from envbuild.lock.base import builder_lock
 
         found.append(builder_lock(loaded, target, sources))
-    if has_conda(loaded):
+    if loaded.has_conda:
         from envbuild.lock.conda_kind import conda_lock
 
         found.append(conda_lock(loaded, target))
@@ -48,18 +48,6 @@ def wheel_locks(loaded: LoadedRecipe, target: Target) -> list[LockKind[Lock]]:
     """Return the wheel lock of `target` for the recipe's Python, then those for the target's other `pythons`."""
     others = (loaded.for_python(target, python) for python in loaded.recipe.targets[target.name].pythons)
     return [wheel_lock(one, target) for one in (loaded, *others) if one]
-
-
-def has_conda(loaded: LoadedRecipe) -> bool:
-    """Return whether the recipe has conda packages."""
-    return bool(loaded.recipe.conda.dependencies)
-
-
-def has_wheels(loaded: LoadedRecipe, target: Target) -> bool:
-    """Return whether the recipe needs a wheel lock: an image recipe with only conda packages does not."""
-    recipe = loaded.recipe
-    asked = recipe.requirements or recipe.targets[target.name].requirements
-    return recipe.environment != "conda" or bool(asked)
 
 
 def check_locks(work: Iterable[tuple[LoadedRecipe, Target]], parts: Collection[str], log: Log) -> None:

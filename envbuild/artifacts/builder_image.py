@@ -22,12 +22,12 @@ from envbuild.environment import Environment
 from envbuild.image.model import GOARCH
 from envbuild.image.squashfs.model import codec_of
 from envbuild.layers.base import image_layers, locked_files
-from envbuild.layers.compose import LayerRequest, key_of
+from envbuild.layers.compose import LayerRequest
 from envbuild.layers.segment_cache import segment_cache
 from envbuild.lock.base import pull
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.recipe.targets import Target
-from envbuild.store.entry import CacheEntry, shared
+from envbuild.store.entry import CacheEntry, key_of, shared
 from envbuild.store.store import Store
 
 # Increase it when builder images change although their locks do not.

@@ -42,9 +42,8 @@ from envbuild.base.files import absolute_path
 from envbuild.contract.installed import names_and_versions
 from envbuild.contract.kinds import set_variables
 from envbuild.contract.state import State, has_packages
-from envbuild.layers.compose import WheelFile
 from envbuild.layers.conda_package import locate_conda
-from envbuild.layers.wheel import Scheme, wheel_paths
+from envbuild.layers.wheel import Scheme, WheelFile, wheel_paths
 from envbuild.layers.wheels import locate
 from envbuild.plan.plan import Plan
 

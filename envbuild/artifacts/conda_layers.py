@@ -31,11 +31,11 @@ from envbuild.cache.hashed import read_note, write_note
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Readable, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.compose import LayerRequest, groups, key_of, title_of
+from envbuild.layers.compose import LayerRequest, groups, title_of
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
-from envbuild.store.entry import CacheEntry, shared
+from envbuild.store.entry import CacheEntry, key_of, shared
 from envbuild.store.store import Store
 
 _ACTIVATION = re.compile(r"etc/conda/activate\.d/.*", re.DOTALL)

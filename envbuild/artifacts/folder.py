@@ -22,9 +22,8 @@ from envbuild.contract.installed import Distribution, distributions, record_rows
 from envbuild.contract.manifest import Manifest, Stat, is_bytecode, other_code, seal, shown, write_manifest
 from envbuild.contract.state import FILE, State
 from envbuild.environment import Environment, uv_hint
-from envbuild.layers.compose import WheelFile
 from envbuild.layers.trainer import Trainer
-from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, wheel_programs, wheel_record
+from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, WheelFile, wheel_programs, wheel_record
 from envbuild.layers.wheels import pinned
 from envbuild.plan.plan import Plan, state_of
 from envbuild.recipe.targets import Target, host_arch

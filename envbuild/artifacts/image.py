@@ -14,36 +14,41 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, Generic
 
 from envbuild import __version__
-from envbuild.artifacts.layers_in import LayerFolder, check_paths, layer_part
+from envbuild.artifacts.layers_in import LayerFolder, check_free
+from envbuild.base.atomic import write_atomically
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import normalise_version, record_digest
 from envbuild.base.progress import log
 from envbuild.contract.image_manifest import FILE_NAME, FORMAT, OCI, PathRow, render, row_of
+from envbuild.contract.layer_lists import list_path
 from envbuild.contract.state import PREFIX, State
 from envbuild.environment import Environment
-from envbuild.image.entry import DIR, FILE, Entry, Tree
+from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree
+from envbuild.image.layer import with_parents
 from envbuild.image.layout import Blobs
 from envbuild.image.limits import Quota
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
 from envbuild.image.tar import Member
 from envbuild.image.tree import MergedTree
 from envbuild.layers.base import BaseImage, base_image
-from envbuild.layers.bytecode import Compiler
-from envbuild.layers.compose import LayerRequest, WheelFile, alone, environment_part, key_of, wheel_parts
+from envbuild.layers.bytecode import Compiler, with_bytecode
+from envbuild.layers.compose import LayerRequest, alone, environment_part, wheel_parts
 from envbuild.layers.layer_cache import CachedLayer, LayerCache, M, TarCache
 from envbuild.layers.recorded import hashed
 from envbuild.layers.requested import RequestedLayers
 from envbuild.layers.trainer import Trainer
-from envbuild.layers.wheel import Scheme, wheel_record
+from envbuild.layers.wheel import Scheme, WheelFile, wheel_paths, wheel_record
 from envbuild.layers.wheels import known_wheels, own_wheels
 from envbuild.layers.workdir import missing_folder
 from envbuild.lock.image import ImageLock, OciLock
 from envbuild.plan.plan import Plan, state_of
 from envbuild.recipe.targets import Target
 from envbuild.site.tables import LimitsTable
+from envbuild.store.entry import key_of
+from envbuild.store.store import Store
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.conda_layers import LinkedPackages
+    from envbuild.artifacts.conda_layers import LinkedPackage, LinkedPackages
 
 # PATH of images whose base sets none.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -204,6 +209,65 @@ def _with_place(part: LayerRequest, mtime: int) -> LayerRequest:
         yield Entry(FILE_NAME, FILE, 0o644, mtime=mtime), None
 
     return LayerRequest(part.title, key_of("place", [part.key]), tree)
+
+
+def check_paths(
+    layers: Sequence[LayerFolder],
+    wheels: Sequence[WheelFile],
+    conda: Sequence[LinkedPackage],
+    scheme: Scheme,
+    store: Store,
+) -> None:
+    """Raise BuildError when a source layer and a package, or a wheel and a conda package, have the same path.
+
+    The store remembers a success.
+    """
+    if not layers and not (wheels and conda):
+        return
+    inputs: list[object] = [scheme.prefix, scheme.python, [one.listed.digest for one in layers]]
+    inputs += [[one.name, one.sha256] for one in wheels]
+    inputs += [[one.name, one.record] for one in conda]
+    note = store.folder("layers") / f"{key_of('free', inputs)}.free"
+    if note.exists():
+        return
+    owners = {path: one.name for one in conda for path in one.paths}
+    packages = [(f"conda package {one.name} {one.package.version}", list(one.paths)) for one in conda]
+    for wheel in wheels:
+        paths = [path.removeprefix(f"{scheme.prefix}/") for path in wheel_paths(wheel.path, scheme)]
+        packages.append((f"{wheel.name} {wheel.version}", paths))
+        if both := min((path for path in paths if path in owners), default=None):
+            raise BuildError(
+                f"{wheel.name} {wheel.version}, which pip adds, has a file of the conda package {owners[both]}: "
+                f"/{scheme.prefix}/{both}",
+                f"leave {wheel.name} out of `requirements` in [conda], or take it from a channel",
+            )
+    check_free(layers, packages)
+    write_atomically(note, "")
+
+
+def layer_part(layer: LayerFolder, scheme: Scheme, compiler: Compiler | None, mtime: int) -> LayerRequest:
+    """Return the image layer of `layer`: files below the prefix, owned by root, with the time `mtime`, and bytecode."""
+    prefix, modules = scheme.prefix, bool(layer.distributions)
+    text = layer.listed.render()
+
+    def files() -> Tree:
+        for one in layer.listed.files:
+            path = f"{prefix}/{one.path}"
+            if one.target:
+                yield Entry(path, SYMLINK, 0o777, target=one.target, mtime=mtime), None
+                continue
+            with (layer.folder / one.path).open("rb") as stream:
+                yield Entry(path, FILE, one.mode, one.size, mtime=mtime), stream
+        place = f"{prefix}/{list_path(layer.source.name)}"
+        yield Entry(place, FILE, 0o644, len(text), mtime=mtime), BytesIO(text)
+
+    def tree() -> Tree:
+        made = with_bytecode(files(), compiler if modules else None, [scheme.site_packages], mtime)
+        return with_parents(made, mtime)
+
+    key: list[object] = [prefix, mtime, layer.listed.name, layer.listed.version, text.decode()]
+    key += [scheme.python, compiler and compiler.identity] if modules else []
+    return LayerRequest(layer.title, key_of("source", key), tree)
 
 
 def rows_of_layers(layers: Sequence[Sequence[Member]], limits: LimitsTable | None) -> dict[str, PathRow]:

@@ -1,4 +1,4 @@
-"""Source layers in an environment: copied into a folder, or as layers of an image."""
+"""Source layers that were built, and their installation into an environment in a folder."""
 
 from __future__ import annotations
 
@@ -10,26 +10,18 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envbuild.base.atomic import write_atomically
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import normalise
 from envbuild.contract.layer_lists import LAYER_LISTS, LayerList, list_files, list_path, parse_list
 from envbuild.contract.state import BuiltLayer
-from envbuild.image.entry import FILE, SYMLINK, Entry, Tree
-from envbuild.image.layer import with_parents
-from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.compose import LayerRequest, WheelFile, key_of
 from envbuild.layers.source_files import read_manifest, sha256_of
-from envbuild.layers.wheel import Scheme, wheel_paths
 from envbuild.recipe.sources import SourceLayer
-from envbuild.store.store import Store
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.conda_layers import LinkedPackage
+    pass
 
 # ioctl_ficlone(2) makes two files share their blocks; file systems that cannot do it fail.
 _FICLONE = 0x40049409
@@ -109,65 +101,6 @@ def check_free(layers: Sequence[LayerFolder], owners: Iterable[tuple[str, Iterab
         for path in paths:
             if path in taken:
                 raise _clash(taken[path], path, owner)
-
-
-def check_paths(
-    layers: Sequence[LayerFolder],
-    wheels: Sequence[WheelFile],
-    conda: Sequence[LinkedPackage],
-    scheme: Scheme,
-    store: Store,
-) -> None:
-    """Raise BuildError when a source layer and a package, or a wheel and a conda package, have the same path.
-
-    The store remembers a success.
-    """
-    if not layers and not (wheels and conda):
-        return
-    inputs: list[object] = [scheme.prefix, scheme.python, [one.listed.digest for one in layers]]
-    inputs += [[one.name, one.sha256] for one in wheels]
-    inputs += [[one.name, one.record] for one in conda]
-    note = store.folder("layers") / f"{key_of('free', inputs)}.free"
-    if note.exists():
-        return
-    owners = {path: one.name for one in conda for path in one.paths}
-    packages = [(f"conda package {one.name} {one.package.version}", list(one.paths)) for one in conda]
-    for wheel in wheels:
-        paths = [path.removeprefix(f"{scheme.prefix}/") for path in wheel_paths(wheel.path, scheme)]
-        packages.append((f"{wheel.name} {wheel.version}", paths))
-        if both := min((path for path in paths if path in owners), default=None):
-            raise BuildError(
-                f"{wheel.name} {wheel.version}, which pip adds, has a file of the conda package {owners[both]}: "
-                f"/{scheme.prefix}/{both}",
-                f"leave {wheel.name} out of `requirements` in [conda], or take it from a channel",
-            )
-    check_free(layers, packages)
-    write_atomically(note, "")
-
-
-def layer_part(layer: LayerFolder, scheme: Scheme, compiler: Compiler | None, mtime: int) -> LayerRequest:
-    """Return the image layer of `layer`: files below the prefix, owned by root, with the time `mtime`, and bytecode."""
-    prefix, modules = scheme.prefix, bool(layer.distributions)
-    text = layer.listed.render()
-
-    def files() -> Tree:
-        for one in layer.listed.files:
-            path = f"{prefix}/{one.path}"
-            if one.target:
-                yield Entry(path, SYMLINK, 0o777, target=one.target, mtime=mtime), None
-                continue
-            with (layer.folder / one.path).open("rb") as stream:
-                yield Entry(path, FILE, one.mode, one.size, mtime=mtime), stream
-        place = f"{prefix}/{list_path(layer.source.name)}"
-        yield Entry(place, FILE, 0o644, len(text), mtime=mtime), BytesIO(text)
-
-    def tree() -> Tree:
-        made = with_bytecode(files(), compiler if modules else None, [scheme.site_packages], mtime)
-        return with_parents(made, mtime)
-
-    key: list[object] = [prefix, mtime, layer.listed.name, layer.listed.version, text.decode()]
-    key += [scheme.python, compiler and compiler.identity] if modules else []
-    return LayerRequest(layer.title, key_of("source", key), tree)
 
 
 def _copy(source: Path, place: Path) -> None:

@@ -16,6 +16,7 @@ from envbuild.contract.installed import HOST, Distribution, FileReport, Files, c
 from envbuild.contract.layer_lists import check_layers
 from envbuild.gpu_code import Containers
 from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
+from envbuild.recipe.targets import Target
 
 # Code for GPUs is in ELF files too (NVIDIA's cubin, AMD's code objects); it is not for the processor.
 _ACCELERATORS = frozenset({190, 224})
@@ -108,6 +109,12 @@ def scan_elf(folder: Path, wanted: int, files: Files = HOST, *, gpu: bool = Fals
     if version is not None:
         report.torch = sorted(libraries) + [f"{name}={found}" for name, found in torch_builds(version).items()]
     return report
+
+
+def folder_gpu_code(root: Path, target: Target) -> dict[str, Containers]:
+    """Return the containers of each library in the environment at `root`, by its path there. Raises OSError."""
+    found = scan_elf(root, target.elf_machine, gpu=True).gpu_code
+    return {os.path.relpath(path, root): containers for path, containers in found.items()}
 
 
 def _requires(site_packages: Path, torch: Distribution | None, files: Files) -> tuple[str, ...]:

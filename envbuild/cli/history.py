@@ -61,10 +61,8 @@ def history_command(
         print_json({"recipe": name, "verifications": rows})
         return
     if not rows:
-        from envbuild.locks import has_wheels
-
         of = f" for {target}" if target else ""
-        has_venv = any(has_wheels(loaded, Target.parse(one)) for one in loaded.recipe.targets)
+        has_venv = any(loaded.has_wheels(Target.parse(one)) for one in loaded.recipe.targets)
         kind = "venv" if has_venv else "conda"
         raise UsageError(
             f"no verification of {name}{of} is recorded in {environment.store.root}",

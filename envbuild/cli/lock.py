@@ -25,7 +25,7 @@ from envbuild.lock.conda_lock_tool import solve_by_conda_lock
 from envbuild.lock.format import Lock, without_credentials
 from envbuild.lock.lifecycle import L, LockKind, Resolved, update
 from envbuild.lock.upgrade_report import LockChange, UpgradeReport, VerifiedUpgrade
-from envbuild.locks import PARTS, check_locks, has_conda, has_wheels, needed_locks, wheel_locks
+from envbuild.locks import PARTS, check_locks, needed_locks, wheel_locks
 from envbuild.recipe.find import recipe_files, search_folders
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
@@ -238,7 +238,7 @@ class LockRun:
 
     def lock_wheels(self, loaded: LoadedRecipe, target: Target) -> None:
         """Update the wheel lock of `target`, and export it."""
-        if not has_wheels(loaded, target):
+        if not loaded.has_wheels(target):
             return
         for kind in wheel_locks(loaded, target):
             with self.kept():
@@ -249,7 +249,7 @@ class LockRun:
         if upgrade:
             old = kind.inspect().lock
             wheels = {package.name for package in old.packages} if old else set()
-            conda = conda_lock(loaded, target).inspect().lock if has_conda(loaded) else None
+            conda = conda_lock(loaded, target).inspect().lock if loaded.has_conda else None
             # The conda lock takes the names that only it contains.
             upgrade = [n for n in upgrade if normalise(n) in wheels or conda is None or not conda.knows(n)]
         of_python = kind.label.removeprefix(kind.name)
@@ -278,12 +278,12 @@ class LockRun:
 
     def lock_conda(self, loaded: LoadedRecipe, target: Target) -> None:
         """Update the conda lock of `target` if it is missing, stale or to be upgraded; collect what to export."""
-        if not has_conda(loaded):
+        if not loaded.has_conda:
             return
         kind = conda_lock(loaded, target, solve_by_conda_lock if self.by_conda_lock else None)
         state = kind.inspect()
         upgrade = self.upgrade
-        if upgrade and state.lock is not None and "wheels" in self.parts and has_wheels(loaded, target):
+        if upgrade and state.lock is not None and "wheels" in self.parts and loaded.has_wheels(target):
             # The wheel lock takes the other names.
             upgrade = [name for name in upgrade if state.lock.knows(name)]
         lock = state.lock if state.fault is None else None

@@ -16,7 +16,8 @@ from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.recipe.targets import Target
 from envbuild.site.jobs import DEFAULT_RUNTIME, UNLIMITED, unlimited
 from envbuild.site.settings import Site
-from envbuild.verify.static_checks import listed, read_gpu_files
+from envbuild.verify.model import listed
+from envbuild.verify.static_checks import read_gpu_files
 
 # Who set the command of a job: --script with a path inside the image.
 IN_IMAGE = "--script, in the image"

@@ -138,11 +138,10 @@ def _commands(recipe: str, file: Path | None, kinds: Sequence[str]) -> list[str]
     """Return the commands that build artifacts of `kinds`, without those for which the recipe has no packages."""
     if file is None:
         return [f"`envbuild {kind} {recipe}`" for kind in kinds]
-    from envbuild.locks import has_conda, has_wheels  # as in check_lock
 
     loaded = load_recipe(file)
-    wheels = any(has_wheels(loaded, Target.parse(name)) for name in loaded.recipe.targets)
-    packed = {CONDA.name: has_conda(loaded), VENV.name: wheels}
+    wheels = any(loaded.has_wheels(Target.parse(name)) for name in loaded.recipe.targets)
+    packed = {CONDA.name: loaded.has_conda, VENV.name: wheels}
     return [f"`envbuild {kind} {command_word(loaded)}`" for kind in kinds if packed.get(kind, True)]
 
 
@@ -164,7 +163,7 @@ def check_lock(built: BuiltArtifactPath, lock_digest: str) -> None:
     Raises LockError with the command that builds it again.
     """
     from envbuild.lock.conda_kind import conda_lock  # commands that only look at artifacts need no locks
-    from envbuild.locks import has_conda, wheel_locks
+    from envbuild.locks import wheel_locks
 
     if built.recipe_file is None:
         log(f"{built.path}: no recipe {built.recipe} is here to compare its lock with")
@@ -176,7 +175,7 @@ def check_lock(built: BuiltArtifactPath, lock_digest: str) -> None:
         raise LockError(f"{built.path} is for {built.target}, which its recipe has no more", command)
     target = Target.parse(built.target)
     conda = built.kind.of_conda or (built.kind.form != "folder" and loaded.recipe.environment == "conda")
-    if conda and not has_conda(loaded):
+    if conda and not loaded.has_conda:
         raise LockError(f"{built.path} has conda packages, and its recipe has none any more", "remove it")
     locks = [conda_lock(loaded, target)] if conda else wheel_locks(loaded, target)  # one for each Python
     states = [one.inspect() for one in locks]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +13,14 @@ from envbuild.base.progress import log
 from envbuild.contract.receipt import failures, passed_line, passing_receipt, receipt_path, write_receipt
 from envbuild.contract.state import State
 from envbuild.environment import Environment, load_environment
+from envbuild.gpu_code import Containers
+from envbuild.gpus import gpu_faults
 from envbuild.kinds import kind_at, subject_at
+from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import expect_of
+from envbuild.site.settings import Site
 from envbuild.store.history import record
-from envbuild.verify.model import Settings, Subject, Thoroughness, Verdict
+from envbuild.verify.model import Settings, Subject, Thoroughness, Verdict, check_texts, listed
 from envbuild.verify.network import fit_to_gpus
 from envbuild.verify.receipt import make_receipt
 
@@ -142,6 +146,19 @@ def verify_artifact(
     if beside == path and (attestation := bundle_path(path)).exists():
         log(f"{attestation} attests the receipt before this one; `envbuild attest {path} --key KEY` attests this one")
     return subject.state, receipt
+
+
+def check_unverified_gpus(state: State, site: Site, read: Callable[[Target], Mapping[str, Containers]]) -> None:
+    """Raise VerificationError for an artifact, built without verification, that lacks code for the GPUs named.
+
+    `read` returns the containers of each of its libraries; it is called only if GPUs are named.
+    """
+    target, words = Target.parse(state.target), state.verify.get("gpus") or site.node.gpu_types
+    if words and target.family.gpu and (faults := gpu_faults(read(target), words)):
+        raise VerificationError(
+            f"the {state.artifact} of {state.recipe} does not run on {', '.join(words)}: {listed(faults)}",
+            check_texts()["gpus"]["cause"],
+        )
 
 
 def failed_path(path: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any, Unpack
 
 from envbuild.artifacts.folder import FolderBuild, InstalledFilesDiffer, check_host
 from envbuild.artifacts.layers_in import LayerFolder
+from envbuild.artifacts.survey import folder_gpu_code
 from envbuild.base import atomic, host
 from envbuild.base.errors import BuildError, HostError, LockError, UsageError, VerificationError
 from envbuild.base.files import absolute_path
@@ -22,20 +23,27 @@ from envbuild.contract.state import State, check_place
 from envbuild.environment import Environment, own_command
 from envbuild.interpreter import HostPython
 from envbuild.kinds import folder_module
-from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, keep_receipt, settings_of, verify_staged
+from envbuild.kinds.commit import (
+    Result,
+    check_unverified_gpus,
+    commit,
+    failed_path,
+    has_receipt,
+    keep_receipt,
+    settings_of,
+    verify_staged,
+)
 from envbuild.kinds.prepare import build_layers, prepare
 from envbuild.layers.requested import RequestedLayers, before_environment, check_here, for_host, requested_layers
 from envbuild.layers.source_job import BuildPython
 from envbuild.layers.trainer import Trainer
 from envbuild.lock.lifecycle import LockUse
-from envbuild.locks import has_wheels
 from envbuild.plan.plan import Plan
 from envbuild.pythons import OfferedPython, choose_python, keep_python, provide_python
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.model import FULL, Thoroughness
-from envbuild.verify.static_checks import check_unverified_gpus
 
 
 def prepare_folder(
@@ -60,7 +68,7 @@ def prepare_folder(
         check_host(folder_module(kind).TITLE, target)
     if editable and loaded.code is None:
         raise UsageError(f"--editable: recipe {loaded.recipe.name} has no [project]", 'add one: [project] path = ".."')
-    if not kind.of_conda and not has_wheels(loaded, target):
+    if not kind.of_conda and not loaded.has_wheels(target):
         raise UsageError(
             f"recipe {loaded.recipe.name} has conda packages and no requirements, so there is no {kind.name} of it",
             f"build it with `envbuild conda {command_word(loaded)}`",
@@ -195,7 +203,7 @@ def make_environment(
                 state = module.build(wanted)
             check(state)
             if not verify:
-                check_unverified_gpus(staged, state, environment.site)
+                check_unverified_gpus(state, environment.site, lambda target: folder_gpu_code(staged, target))
             commit(staged, path, proven(staged, state) if verify else None)
             move_seal(staged, path, environment.store)
     return result(state, built=True, verified=verify)
@@ -229,7 +237,7 @@ def verified_here(
     """
     if target.arch != host_arch():
         return None
-    kind = VENV if has_wheels(loaded, target) else CONDA
+    kind = VENV if loaded.has_wheels(target) else CONDA
     path = kind.default_path(loaded.recipe.name, target.name)
     try:
         plan, trainer = prepare_folder(kind, loaded, target, environment, locked=True, offline=offline, log=log)

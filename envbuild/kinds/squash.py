@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from envbuild.contract.kinds import ARTIFACTS
 from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
 from envbuild.contract.state import State
 from envbuild.environment import Environment
+from envbuild.gpu_code import Containers
 from envbuild.image.archive import archive_at
 from envbuild.image.credentials import check_user
 from envbuild.image.layout import Blobs, ImageAt, Pulled, fill_layout, layout_at, of_pulled
@@ -32,11 +34,20 @@ from envbuild.image.model import GOARCH, Descriptor
 from envbuild.image.reference import ImageSource, folder_and_tag
 from envbuild.image.sif import content_digest
 from envbuild.image.squashfs.model import Codec
-from envbuild.kinds.commit import Result, commit, failed_path, has_receipt, settings_of, verify_staged
+from envbuild.kinds.commit import (
+    Result,
+    check_unverified_gpus,
+    commit,
+    failed_path,
+    has_receipt,
+    settings_of,
+    verify_staged,
+)
 from envbuild.layers.compose import source_date
 from envbuild.layers.layer_cache import CachedSegment
 from envbuild.layers.segment_cache import MissingData, SegmentCache, segment_cache
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.site.settings import Site
 from envbuild.store.pieces import Span, note_spans
 from envbuild.verify.image_file import ENROOT, check_image_place, image_state, open_image_file
 from envbuild.verify.model import FULL, Thoroughness
@@ -254,7 +265,7 @@ def _accept(
 
     `spans` are the parts of each file from segments. Raises VerificationError after keeping a file as FILE.failed.
     """
-    results = []
+    results, site = [], build.environment.site
     for number, (file, (path, digest)) in enumerate(zip(build.options.files, staged, strict=True)):
         if spans:
             note_spans(build.environment.store, digest, spans[number])
@@ -272,9 +283,7 @@ def _accept(
         if receipt is not None:
             failed_path(file.path).unlink(missing_ok=True)
         elif state is not None and not known:
-            from envbuild.verify.static_checks import check_unverified_gpus
-
-            check_unverified_gpus(path, state, build.environment.site)
+            check_unverified_gpus(state, site, partial(_gpu_code, path, site))
         commit(path, file.path, receipt, known=known)
         seconds = time.monotonic() - build.started
         target = state.target if state else build.arch
@@ -282,6 +291,12 @@ def _accept(
         warnings = build.plan.warnings if build.plan else ()
         results.append(Result(file.path, digest, target, at, seconds, True, receipt is not None, warnings))
     return results
+
+
+def _gpu_code(path: Path, site: Site, target: Target) -> Mapping[str, Containers]:
+    from envbuild.verify.static_checks import read_gpu_files
+
+    return read_gpu_files(path, target, site.limits)
 
 
 def _verified(

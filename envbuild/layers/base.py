@@ -22,12 +22,13 @@ from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAY
 from envbuild.image.tar import PositionedStream, members
 from envbuild.image.tree import MergedTree
 from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.compose import LayerRequest, key_of
+from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import LayerCache, M
 from envbuild.lock.base import pull, site_archives
 from envbuild.lock.image import OciLock
 from envbuild.plan.plan import Plan
 from envbuild.recipe.targets import Target
+from envbuild.store.entry import key_of
 
 # The OCI media type for a compression; a Docker layer of the same compression has the same bytes.
 _OCI_TYPES = {"none": OCI_LAYER, "gzip": OCI_LAYER_GZIP, "zstd": OCI_LAYER_ZSTD}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import posixpath
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from envbuild.base.errors import UsageError
@@ -16,10 +13,9 @@ from envbuild.contract.state import FIXED_TIME
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree, closing
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.wheel import Scheme, wheel_paths, wheel_tree
+from envbuild.layers.wheel import Scheme, WheelFile, wheel_paths, wheel_tree
+from envbuild.store.entry import key_of
 
-# Increase it when the bytes of layers change although their inputs do not.
-FORMAT = 1
 # A directory in a layer overrides the mode that it has in the base; these directories keep the modes that every
 # distribution gives them.
 _MODES = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
@@ -28,28 +24,6 @@ _MODES = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
 LARGE = 100_000
 MOST_LARGE = 60
 Frame = list[tuple[Entry, BytesIO | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class WheelFile:
-    """A wheel: its distribution, its file, and the file's sha256 and size in bytes.
-
-    `place` is the file, or what finds it: one whose layer exists already is not fetched. `file_name` and `torch` are
-    what facts about such a wheel say, see layers/wheels.py.
-    """
-
-    name: str
-    version: str
-    place: Path | Callable[[], Path]
-    sha256: str
-    size: int
-    file_name: str = ""
-    torch: tuple[dict[str, str], list[str]] | None = None
-
-    @property
-    def path(self) -> Path:
-        """The file, fetched if it is not here. Raises BuildError if no source has it."""
-        return self.place if isinstance(self.place, Path) else self.place()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,11 +178,6 @@ def _frame(scheme: Scheme, interpreter: str, python_version: str, system_package
 def _file(path: str, text: str, mtime: int, mode: int = 0o644) -> tuple[Entry, BytesIO]:
     data = text.encode()
     return Entry(path, FILE, mode, len(data), mtime=mtime), BytesIO(data)
-
-
-def key_of(kind: str, inputs: object) -> str:
-    """Return the digest of a layer's inputs (hexadecimal)."""
-    return hashlib.sha256(json.dumps([FORMAT, kind, inputs]).encode()).hexdigest()
 
 
 def source_date(variables: Mapping[str, str]) -> int:

@@ -28,10 +28,10 @@ from envbuild.base.units import human_size
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.gpu_code import CudaEntry, read_gpu_code
 from envbuild.gpus import all_chips
-from envbuild.layers.compose import key_of
 from envbuild.layers.contents import open_member, reading
 from envbuild.layers.wheel import recorded_rows, render_record
 from envbuild.slim import SlimRules, unused
+from envbuild.store.entry import key_of
 from envbuild.store.store import Store
 
 _STEP = 1 << 20

@@ -13,7 +13,7 @@ import io
 import re
 import stat
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from pathlib import Path
@@ -46,6 +46,28 @@ _PYTHON = b"#!python"
 _SHA256 = re.compile(r"sha256=[A-Za-z0-9_-]{43}")
 # Line ends in a name would break RECORD; the other characters cannot be typed.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
+
+
+@dataclass(frozen=True, slots=True)
+class WheelFile:
+    """A wheel: its distribution, its file, and the file's sha256 and size in bytes.
+
+    `place` is the file, or what finds it: one whose layer exists already is not fetched. `file_name` and `torch` are
+    what facts about such a wheel say, see layers/wheels.py.
+    """
+
+    name: str
+    version: str
+    place: Path | Callable[[], Path]
+    sha256: str
+    size: int
+    file_name: str = ""
+    torch: tuple[dict[str, str], list[str]] | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file, fetched if it is not here. Raises BuildError if no source has it."""
+        return self.place if isinstance(self.place, Path) else self.place()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,15 @@ from pathlib import Path
 from envbuild.base.errors import BuildError
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.environment import Environment
-from envbuild.layers.compose import WheelFile, key_of
 from envbuild.layers.project import project_wheel
 from envbuild.layers.slim_wheel import slim_wheel
 from envbuild.layers.trainer import NAME, Trainer
+from envbuild.layers.wheel import WheelFile
 from envbuild.plan.plan import Plan
 from envbuild.recipe import accelerators
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import ARCHES, Target
-from envbuild.store.entry import CacheEntry, fetched
+from envbuild.store.entry import CacheEntry, fetched, key_of
 from envbuild.store.store import Store
 
 # sha256, size in bytes, file name, and for torch its accelerators and their libraries, as WheelFile has them.

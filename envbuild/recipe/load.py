@@ -101,6 +101,16 @@ class LoadedRecipe:
         recipe = self.recipe
         return recipe.conda.requirements if conda else recipe.requirements + recipe.targets[target.name].requirements
 
+    @property
+    def has_conda(self) -> bool:
+        """Whether the recipe has conda packages."""
+        return bool(self.recipe.conda.dependencies)
+
+    def has_wheels(self, target: Target) -> bool:
+        """Return whether `target` needs a wheel lock: an image recipe with only conda packages does not."""
+        recipe = self.recipe
+        return recipe.environment != "conda" or bool(recipe.requirements or recipe.targets[target.name].requirements)
+
     def direct(self, target: Target, conda: bool) -> tuple[str, ...]:
         """Return the normalised names of the packages that `target` itself requires, with `conda` those of [conda]."""
         recipe, (_, table) = self.recipe, self.target(target.name)

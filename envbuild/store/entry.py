@@ -10,6 +10,7 @@ mixed up.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,13 @@ KINDS = {
 FILE_TYPE = "application/vnd.envbuild.file.v1"
 _PREDICATE = "urn:envbuild:cache-entry:1"
 _TITLE, _SIGNATURE, _SECONDS = "org.opencontainers.image.title", "org.envbuild.signature", "org.envbuild.seconds"
+# Increase it when the bytes of layers change although their inputs do not.
+_KEY_FORMAT = 1
+
+
+def key_of(kind: str, inputs: object) -> str:
+    """Return the digest of a layer's inputs (hexadecimal)."""
+    return hashlib.sha256(json.dumps([_KEY_FORMAT, kind, inputs]).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

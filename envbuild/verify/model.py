@@ -18,6 +18,7 @@ from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
 
 # Why a check was not tried.
+_SHOWN = 5
 OF_QUICK = "--verify quick leaves it out"
 # A report of the trainer, as it wrote it (ddp_train/report.py).
 Report = Mapping[str, Any]
@@ -144,6 +145,11 @@ def judge(
     if good:
         return Check(name, title or texts["title"], PASS, seen, expected, evidence=evidence)
     return Check(name, title or texts["title"], FAIL, seen, expected, cause or texts["cause"], evidence)
+
+
+def listed(faults: list[str]) -> str:
+    """Return the first of `faults`, and the number of the others."""
+    return "; ".join(faults[:_SHOWN]) + (f"; {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else "")
 
 
 def blocked(name: str, by: str) -> Check:

@@ -7,20 +7,18 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from envbuild.artifacts.survey import Survey, scan_elf
+from envbuild.artifacts.survey import Survey, folder_gpu_code, scan_elf
 from envbuild.base import process
-from envbuild.base.errors import EnvbuildError, UsageError, VerificationError
-from envbuild.contract.installed import HOST, Files
+from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.contract.state import IMAGE, PREFIX, BuiltLayer, State
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import all_chips, gpu_faults, is_judged, library_runs
 from envbuild.image.limits import ImageLimits
 from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
 from envbuild.recipe.targets import Target
-from envbuild.site.settings import Site
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
-from envbuild.verify.model import Check, Nodes, Subject, check_texts, judge
+from envbuild.verify.model import Check, Nodes, Subject, judge, listed
 from envbuild.verify.outside import read_squashfs
 
 _SHOWN = 5
@@ -146,29 +144,15 @@ def check_gpus(subject: Subject, survey: Survey, words: tuple[str, ...]) -> Chec
     )
 
 
-def listed(faults: list[str]) -> str:
-    """Return the first of `faults`, and the number of the others."""
-    return "; ".join(faults[:_SHOWN]) + (f"; {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else "")
-
-
 def read_gpu_files(path: Path, target: Target, limits: ImageLimits) -> dict[str, Containers]:
     """Return the containers of each library in the folder or image file at `path`. Raises BuildError (damaged)."""
-    root = path
-    files: Files = HOST
-    if not path.is_dir():
-        root, offset = Path("/", PREFIX), open_image_file(path).offset
-        with path.open("rb") as stream:
-            files = read_squashfs(stream, offset, str(path), limits, _READING_S, gpu=True)
+    if path.is_dir():
+        return folder_gpu_code(path, target)
+    root, offset = Path("/", PREFIX), open_image_file(path).offset
+    with path.open("rb") as stream:
+        files = read_squashfs(stream, offset, str(path), limits, _READING_S, gpu=True)
     found = scan_elf(root, target.elf_machine, files, gpu=True).gpu_code
     return {os.path.relpath(name, root): containers for name, containers in found.items()}
-
-
-def check_unverified_gpus(path: Path, state: State, site: Site) -> None:
-    """Raise VerificationError for an artifact, built without verification, that lacks code for the GPUs named."""
-    target, words = Target.parse(state.target), state.verify.get("gpus") or site.node.gpu_types
-    if words and target.family.gpu and (faults := gpu_faults(read_gpu_files(path, target, site.limits), words)):
-        what = f"the {state.artifact} of {state.recipe} does not run on {', '.join(words)}: {listed(faults)}"
-        raise VerificationError(what, check_texts()["gpus"]["cause"])
 
 
 def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:

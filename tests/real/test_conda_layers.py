@@ -35,17 +35,17 @@ from lab.wheels import make_wheel
 from envbuild.artifacts import conda_install
 from envbuild.artifacts.conda_layers import conda_parts
 from envbuild.artifacts.conda_survey import conda_packages
-from envbuild.artifacts.layers_in import check_paths
+from envbuild.artifacts.image import check_paths
 from envbuild.base.errors import BuildError
 from envbuild.image.layout import Blobs
 from envbuild.image.limits import ImageLimits
 from envbuild.image.squashfs.model import codec_of
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
-from envbuild.layers.compose import WheelFile
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.recorded import recorded
 from envbuild.layers.segment_cache import SegmentCache
+from envbuild.layers.wheel import WheelFile
 from envbuild.store.store import Store
 
 from .conftest import NO_DAEMON, Command

@@ -21,8 +21,8 @@ from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
 from envbuild.jobs.schedulers import render
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
-from envbuild.layers.compose import WheelFile
 from envbuild.layers.source_known import source_layers
+from envbuild.layers.wheel import WheelFile
 from envbuild.layers.wheels import check_wheels
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.conda import CondaPackage

@@ -14,8 +14,8 @@ from envbuild.artifacts.conda_layers import LinkedPackage, LinkedPackages, conda
 from envbuild.debian.defaults import default_packages
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
-from envbuild.layers.compose import LARGE, MOST_LARGE, LayerRequest, WheelFile, alone, environment_part
-from envbuild.layers.wheel import Scheme
+from envbuild.layers.compose import LARGE, MOST_LARGE, LayerRequest, alone, environment_part
+from envbuild.layers.wheel import Scheme, WheelFile
 from envbuild.lock.conda import CondaPackage
 from envbuild.store.store import Store
 

@@ -12,7 +12,7 @@ import pytest
 from lab.artifacts import frame, make_venv
 from unit.gpu_files import bundle, fatbin
 
-from envbuild.artifacts.survey import scan_elf
+from envbuild.artifacts.survey import folder_gpu_code, scan_elf
 from envbuild.base.errors import RecipeError, VerificationError
 from envbuild.base.toml import Document
 from envbuild.compat.gpus import gpu_findings
@@ -25,12 +25,13 @@ from envbuild.gpus import NATIVE, PTX, chips_named, gpu_faults, gpu_of, gpu_prob
 from envbuild.jobs.model import JobArtifact, JobInputs
 from envbuild.jobs.plan_checks import check_gpus as check_site
 from envbuild.jobs.schedulers.slurm import _partitions
+from envbuild.kinds.commit import check_unverified_gpus
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import decode_recipe
 from envbuild.recipe.targets import Target
 from envbuild.site.jobs import NodeTable
 from envbuild.site.settings import Site
-from envbuild.verify.static_checks import check_gpus, check_unverified_gpus
+from envbuild.verify.static_checks import check_gpus
 
 ELF = b"\x7fELF\x02\x01" + bytes(12) + (62).to_bytes(2, "little") + bytes(40)
 GPUS = Path(__file__).parents[2] / "docs/reference/gpus.md"
@@ -271,9 +272,13 @@ def test_a_build_without_verification_is_refused_too(tmp_path: Path, where: str)
     state: Any = SimpleNamespace(
         target="cu126-x86_64", artifact="venv", recipe="lab", verify={"gpus": ["h100"]} if where == "recipe" else {}
     )
+
+    def read(target: Target) -> dict[str, Containers]:
+        return folder_gpu_code(root, target)
+
     with pytest.raises(VerificationError, match=r"the venv of lab does not run on h100: .*no code for sm_90"):
-        check_unverified_gpus(root, state, site("a100" if where == "recipe" else "h100"))
-    check_unverified_gpus(root, state, site("a100")) if where == "site" else None
+        check_unverified_gpus(state, site("a100" if where == "recipe" else "h100"), read)
+    check_unverified_gpus(state, site("a100"), read) if where == "site" else None
 
 
 @pytest.mark.parametrize(

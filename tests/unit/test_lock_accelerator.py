@@ -13,7 +13,7 @@ from lab.wheels import make_recipe, make_wheel
 
 from envbuild.artifacts.survey import ElfReport, scan_elf
 from envbuild.base.errors import BuildError, LockError
-from envbuild.layers.compose import WheelFile
+from envbuild.layers.wheel import WheelFile
 from envbuild.layers.wheels import check_wheels, wheel_arch
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock

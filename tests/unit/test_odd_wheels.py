@@ -20,8 +20,7 @@ from envbuild.contract.installed import check_files
 from envbuild.contract.kinds import VENV
 from envbuild.environment import load_environment
 from envbuild.kinds.folder import make_environment
-from envbuild.layers.compose import WheelFile
-from envbuild.layers.wheel import Scheme, wheel_record
+from envbuild.layers.wheel import Scheme, WheelFile, wheel_record
 
 SITE = "lib/python3.11/site-packages"
 

@@ -28,9 +28,8 @@ from envbuild.image.entry import DIR, SYMLINK, Entry
 from envbuild.inspect.metadata import interest, source_built
 from envbuild.kinds import prepare
 from envbuild.layers import requested
-from envbuild.layers.compose import WheelFile
 from envbuild.layers.requested import RequestedLayers
-from envbuild.layers.wheel import Scheme
+from envbuild.layers.wheel import Scheme, WheelFile
 from envbuild.lock import lifecycle
 from envbuild.lock.base import builder_lock
 from envbuild.lock.format import Lock

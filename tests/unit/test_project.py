@@ -25,8 +25,8 @@ from envbuild.environment import Environment, load_environment
 from envbuild.kinds.folder import prepare_folder
 from envbuild.kinds.prepare import prepare
 from envbuild.layers import project
-from envbuild.layers.compose import WheelFile
 from envbuild.layers.project import collect, project_wheel
+from envbuild.layers.wheel import WheelFile
 from envbuild.lock.format import Lock
 from envbuild.lock.format import render as render_lock
 from envbuild.lock.lifecycle import write_lock_file
