@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.files import parse_json
-from envbuild.base.packages import conda_digest, normalise, top_level
+from envbuild.base.packages import conda_digest, top_level
+from envbuild.base.text import normalise
 from envbuild.contract.installed import HOST, Distribution, FileReport, Files, check_files, distributions
 
 META = "conda-meta"

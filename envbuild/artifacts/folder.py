@@ -16,8 +16,8 @@ from envbuild.base import atomic, host, process
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.files import walk_stats
 from envbuild.base.host import link_mode
-from envbuild.base.packages import normalise_version
 from envbuild.base.progress import step
+from envbuild.base.text import normalise_version
 from envbuild.contract.installed import Distribution, distributions, record_rows
 from envbuild.contract.manifest import Manifest, Stat, is_bytecode, other_code, seal, shown, write_manifest
 from envbuild.contract.state import FILE, State

@@ -17,8 +17,9 @@ from envbuild import __version__
 from envbuild.artifacts.layers_in import LayerFolder, check_free
 from envbuild.base.atomic import write_atomically
 from envbuild.base.errors import BuildError
-from envbuild.base.packages import normalise_version, record_digest
+from envbuild.base.packages import record_digest
 from envbuild.base.progress import log
+from envbuild.base.text import normalise_version
 from envbuild.contract.image_manifest import FILE_NAME, FORMAT, OCI, PathRow, render, row_of
 from envbuild.contract.layer_lists import list_path
 from envbuild.contract.state import PREFIX, State

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envbuild.base.errors import BuildError
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.contract.layer_lists import LAYER_LISTS, LayerList, list_files, list_path, parse_list
 from envbuild.contract.state import BuiltLayer
 from envbuild.layers.source_files import read_manifest, sha256_of

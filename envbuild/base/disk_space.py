@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from envbuild.base.errors import BuildError
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 
 _KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,4 +1,4 @@
-"""Python and conda packages as files: names, versions, RECORD, fingerprints, and wheels of pure Python.
+"""Python and conda packages as files: RECORD, fingerprints, and wheels of pure Python.
 
 A distribution's fingerprint covers its RECORD (PyPA "Recording installed projects", PEP 376 and 627), a conda package's
 its list of files.
@@ -14,22 +14,6 @@ import json
 import re
 import zipfile
 from collections.abc import Collection, Iterable, Sequence
-
-
-def normalise(name: str) -> str:
-    """Return a project name in its normalized form (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def normalise_version(version: str) -> str:
-    """Return a version in its normalized form (PEP 440), as locks have it; any other text unchanged."""
-    from packaging.version import InvalidVersion, Version
-
-    try:
-        return str(Version(version))
-    except InvalidVersion:
-        return version
-
 
 # Files that an installer adds: they describe the installation, not the distribution.
 _INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER|REQUESTED|direct_url\.json)\"?(?:,|$)")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from envbuild.base.terminal import ClosedPipe, clean
-from envbuild.base.units import human_size, human_time
+from envbuild.base.text import human_size, human_time
 
 _LIVE_S, _SIGN_S = 0.25, 15.0
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.lock.format import BuiltPackage, Lock
 from envbuild.recipe.sources import LockedPackage
 

@@ -8,7 +8,7 @@ import click
 
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.progress import log
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, run_environment, show
 from envbuild.cli.options import with_options

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from envbuild.environment import Environment, own_command
 from envbuild.kinds import plan_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.site.pip_config import home_folder
 
 _out_option = click.option(
     "--out",
@@ -179,7 +182,6 @@ def _build(
     from envbuild.cli.summary import summarise
     from envbuild.contract.state import check_place
     from envbuild.kinds.folder import make_environment, prepare_folder
-    from envbuild.site.conda_envs import named_prefix
 
     environment, loaded = _open(recipe, sources, options)
     target = open_target(loaded, options.target, environment)
@@ -189,7 +191,7 @@ def _build(
         options = replace(options, prefix=options.prefix or options.out)
         check_out(options.prefix)
     if conda_name is not None:
-        options = replace(options, prefix=named_prefix(conda_name, environment.variables))
+        options = replace(options, prefix=_named_prefix(conda_name, environment.variables))
     kind = ARTIFACTS[kind_name]
     assert isinstance(kind, FolderArtifact)
     if options.job:
@@ -298,3 +300,26 @@ def _build_by_job(
         "text": text,
     }
     show_job(options.as_json, about, text, script, number)
+
+
+def _named_prefix(name: str, env: Mapping[str, str]) -> Path:
+    """Return the folder of the environment called `name`, in the first envs folder that the variables name.
+
+    The candidates are CONDA_ENVS_DIRS or CONDA_ENVS_PATH, the envs folder of the installation of CONDA_EXE (if
+    it is writable) or of MAMBA_ROOT_PREFIX, and ~/.conda/envs. Raises UsageError for an invalid name.
+    """
+    if not re.fullmatch(r"[^\s/#:.][^\s/#:]*", name) or name in ("base", "root"):
+        raise UsageError(
+            f"--name {name!r} is not the name of a conda environment",
+            "no blanks, '/', ':' or '#', and not conda's own base; or give a folder with --prefix",
+        )
+    for variable in ("CONDA_ENVS_DIRS", "CONDA_ENVS_PATH"):
+        if first := env.get(variable, "").split(os.pathsep)[0]:
+            return Path(first, name)
+    if program := env.get("CONDA_EXE"):  # ROOT/bin/conda
+        envs = Path(program).parent.parent / "envs"
+        if os.access(envs, os.W_OK):  # the conda of a site is often read-only
+            return envs / name
+    if root := env.get("MAMBA_ROOT_PREFIX"):
+        return Path(root, "envs", name)
+    return home_folder(env) / ".conda" / "envs" / name

@@ -13,7 +13,7 @@ import click
 from envbuild.base.errors import UsageError
 from envbuild.base.packages import channel_name
 from envbuild.base.progress import log
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import print_json
 from envbuild.cli.options import with_options

@@ -16,10 +16,10 @@ from envbuild.cli import complete, layout
 from envbuild.cli.common import attested_images, check_out, hand_over, show_job
 from envbuild.cli.options import PATH, next_word, with_options
 from envbuild.contract.kinds import kinds_of
+from envbuild.data.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
 from envbuild.environment import own_command
 from envbuild.jobs.model import JobRequest, Strategy
 from envbuild.recipe.targets import host_arch
-from envbuild.site.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
 from envbuild.site.settings import load_site
 
 _COUNT = click.IntRange(1, 100_000)

@@ -12,8 +12,8 @@ import click
 
 from envbuild.base.atomic import write_beside, writing
 from envbuild.base.errors import LockError, UsageError, VerificationError, joined
-from envbuild.base.packages import normalise
 from envbuild.base.progress import log
+from envbuild.base.text import normalise
 from envbuild.cli import complete
 from envbuild.cli.common import open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options

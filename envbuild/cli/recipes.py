@@ -25,8 +25,8 @@ from envbuild.lock.conda import CondaLock
 from envbuild.lock.lifecycle import LockState
 from envbuild.locks import locked_stack, needed_locks
 from envbuild.recipe.find import list_recipes, search_folders
-from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.model import LayerTable, layer_kind
 from envbuild.recipe.targets import Target
 
 _COLOURS = {"good": "green", "bad": "red", "unknown": "yellow", "note": "cyan"}
@@ -161,7 +161,7 @@ def show_command(recipe: str | None, as_json: bool) -> None:
 
 def _layer(name: str, layer: LayerTable) -> str:
     kinds = {"source": "built from source", "wheel": "the wheel in place of torch's"}
-    text = kinds.get(kind_of(name, layer)) or f"the nodes' {layer.path}"
+    text = kinds.get(layer_kind(name, layer)) or f"the nodes' {layer.path}"
     return f"{text}, for {', '.join(layer.targets)}" if layer.targets else text
 
 

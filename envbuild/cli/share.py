@@ -9,7 +9,7 @@ import click
 from envbuild.base.errors import UsageError
 from envbuild.base.files import absolute_path, named_path
 from envbuild.base.progress import log, transfer
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.cli import complete
 from envbuild.cli.common import check_out, open_recipe, run_environment, show
 from envbuild.cli.options import PATH, with_options

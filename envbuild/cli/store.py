@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from envbuild.base import host, units
+from envbuild.base import host
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.progress import log
-from envbuild.base.units import human_size
+from envbuild.base.text import AGES, SIZES, human_size, seconds, size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import print_json, show
 from envbuild.cli.options import with_options
@@ -126,8 +126,8 @@ def prune_command(older_than: str | None, keep: str | None, recipe: str | None, 
     """
     if not (older_than or keep or recipe):
         raise UsageError("nothing says what to remove", "give --older-than, --keep or --recipe")
-    older_s = _given("--older-than", older_than, units.seconds, units.AGES)
-    most = _given("--keep", keep, units.size, units.SIZES)
+    older_s = _given("--older-than", older_than, seconds, AGES)
+    most = _given("--keep", keep, size, SIZES)
     store = load_environment().store
     only = own_items(store, recipe) if recipe else lambda _: True
     if recipe and recipe not in recipes(store):

@@ -10,7 +10,7 @@ from typing import Any
 
 from envbuild.base.errors import BuildError
 from envbuild.base.progress import display, log
-from envbuild.base.units import human_size, human_time
+from envbuild.base.text import human_size, human_time
 from envbuild.contract.manifest import read_manifest
 from envbuild.contract.receipt import passed_line, read_receipt
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.compat.rows import load_rows
 from envbuild.fabrics import load_fabrics
 from envbuild.recipe.accelerators import CUDA, ROCM
 from envbuild.recipe.checks import requirement_parts
-from envbuild.recipe.layers import kind_of
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.model import layer_kind
 from envbuild.recipe.targets import Target
 
 # The `;` is excluded because a pin under a marker may not apply here.
@@ -141,7 +141,7 @@ def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str]) -> Stack:
 def _with_layers(stack: Stack, loaded: LoadedRecipe, target: Target) -> Stack:
     wanted = ((name, table) for name, table in loaded.recipe.layers.items() if table.for_target(target.name))
     for name, table in wanted:
-        kind = kind_of(name, table)
+        kind = layer_kind(name, table)
         if name == "nccl" and (stack.cuda or kind != "wheel"):
             stack = replace(stack, nccl=table.version, nccl_origin=kind)
         elif name == "libfabric":

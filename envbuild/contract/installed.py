@@ -22,7 +22,8 @@ from typing import Any, Protocol
 
 from envbuild.base.elf import HEAD, Elf, elf_machine, file_head, read_elf
 from envbuild.base.files import open_regular, read_regular
-from envbuild.base.packages import SLIM_FILE, normalise, record_digest, top_level
+from envbuild.base.packages import SLIM_FILE, record_digest, top_level
+from envbuild.base.text import normalise
 from envbuild.gpu_code import Containers, read_gpu_code
 
 

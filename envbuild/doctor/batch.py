@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from envbuild.base.toml import closest
+from envbuild.data.schedulers import SCHEDULER_NAMES, TITLES, listed
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, run_probe
 from envbuild.doctor.site_rules import duration
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Queue
-from envbuild.site.schedulers import SCHEDULER_NAMES, TITLES, listed
 from envbuild.site.settings import Site
 
 _DOCKER_S = 3.0

@@ -14,7 +14,7 @@ from typing import Any
 
 import envbuild
 from envbuild.base import host as granted
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, read_text, run_probe
 
 _ENOUGH_MEMORY = 3 << 30

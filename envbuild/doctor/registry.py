@@ -11,11 +11,11 @@ from typing import Any
 from envbuild.base.errors import EnvbuildError
 from envbuild.base.masking import redact
 from envbuild.contract.kinds import ARTIFACTS, Artifact
+from envbuild.data.schedulers import TITLES
 from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storage, tools
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status
 from envbuild.environment import Environment, load_environment
 from envbuild.site.pip_config import PipConfig
-from envbuild.site.schedulers import TITLES
 from envbuild.site.settings import Site
 from envbuild.store.store import Store
 

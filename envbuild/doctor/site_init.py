@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.base.toml import toml_value
+from envbuild.data.schedulers import TITLES, listed
 from envbuild.doctor import batch, fabric, machine, storage
 from envbuild.doctor.probe import Host, find, run_parallel
 from envbuild.doctor.tools import module_init
@@ -17,7 +18,6 @@ from envbuild.gpus import gpu_of
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
 from envbuild.site.jobs import value_problem
-from envbuild.site.schedulers import TITLES, listed
 
 _WAIT_S = 8.0
 # The caller's variables that nodes need for network access.

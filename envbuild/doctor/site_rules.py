@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from envbuild.data.schedulers import LAUNCHERS, listed
 from envbuild.doctor.probe import HostFinding
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.recipe.accelerators import gpu_families
 from envbuild.site.jobs import UNLIMITED, KubernetesTable, huge_pages_problem, runtime_conflicts, unlimited
-from envbuild.site.schedulers import LAUNCHERS, listed
 from envbuild.site.settings import Site
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.host import Mount, mount_of, read_mounts
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.doctor.probe import Host, HostFinding, Status, find, run_probe
 
 _MEMORY = frozenset({"tmpfs", "ramfs"})

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from envbuild.base.masking import is_secret, masked_text
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.base.toml import nearest
 from envbuild.data import load_table
 from envbuild.imports.draft import Draft
@@ -20,8 +20,8 @@ from envbuild.imports.gpu_signs import gpu_note, gpu_signs, group_note, tags_of
 from envbuild.imports.statement import LINUX, OTHER_SYSTEM, OWN_NAME, Statement, for_linux, linux_places
 from envbuild.recipe import checks
 from envbuild.recipe.accelerators import accelerator_of, torch_index
+from envbuild.recipe.checks import reference_of
 from envbuild.recipe.model import PYTHONS
-from envbuild.recipe.reference import reference_of
 from envbuild.recipe.targets import ARCHES, Target, host_arch
 
 Lose = Callable[[Statement, str], None]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from envbuild.artifacts.conda_survey import is_conda
 from envbuild.base.files import parse_json, read_small
-from envbuild.base.packages import CHANNEL_ALIAS, normalise
+from envbuild.base.packages import CHANNEL_ALIAS
+from envbuild.base.text import normalise
 from envbuild.base.toml import table_at
 from envbuild.environment import load_environment
 from envbuild.imports.statement import SOURCE, Statement, lost

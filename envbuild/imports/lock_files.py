@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import parse_json
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.base.toml import list_at, read, table_at, value_at
 from envbuild.imports.pip_files import HASHES
 from envbuild.imports.poetry import poetry_specifier

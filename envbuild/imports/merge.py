@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.base.toml import Keys, parse_toml
 from envbuild.base.toml.edit import delete_value, set_value
 

@@ -11,8 +11,8 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from envbuild.base.errors import RecipeError, UsageError
-from envbuild.base.packages import normalise
 from envbuild.base.progress import log
+from envbuild.base.text import normalise
 from envbuild.base.toml import Document, Keys, closest, list_at, parse_toml, table_at
 from envbuild.base.toml.edit import delete_value, rewrite, set_value
 from envbuild.environment import Environment
@@ -21,8 +21,8 @@ from envbuild.lock.lifecycle import keep_lock, resolve_again
 from envbuild.locks import changed_locks
 from envbuild.recipe import checks
 from envbuild.recipe.accelerators import torch_index
+from envbuild.recipe.checks import DIRECT
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
-from envbuild.recipe.reference import DIRECT
 from envbuild.recipe.targets import Target
 
 # Files and folders as a shell has them, and versions as uv, npm and conda write them.

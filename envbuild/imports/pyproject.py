@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import UsageError
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.imports.conda_files import KINDS, conda_entries, pixi_entries
 from envbuild.imports.pip_files import beside, pip_line

@@ -13,7 +13,7 @@ from packaging.markers import InvalidMarker, Marker, UndefinedComparison, Undefi
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import read_small
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, table_at, value_at
 from envbuild.recipe.model import PYTHONS
 from envbuild.recipe.targets import ARCHES

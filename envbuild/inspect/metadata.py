@@ -13,7 +13,8 @@ from email.parser import HeaderParser
 from typing import Any
 
 from envbuild.base.files import parse_json
-from envbuild.base.packages import json_digest, normalise, record_digest
+from envbuild.base.packages import json_digest, record_digest
+from envbuild.base.text import normalise
 from envbuild.contract import layer_lists
 from envbuild.contract.installed import record_rows
 from envbuild.contract.state import PREFIX

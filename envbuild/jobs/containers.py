@@ -7,11 +7,11 @@ apptainer-exec(1). Tests with real runtimes: docs/howto/jobs.md.
 from __future__ import annotations
 
 from envbuild.base.errors import UsageError
+from envbuild.data.schedulers import LAUNCHERS
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import fill, mount, path_word, word, words
 from envbuild.jobs.stage import image_word
 from envbuild.recipe.accelerators import CUDA
-from envbuild.site.schedulers import LAUNCHERS
 
 _ENROOT = r"""# All users of a node may write to the parent folder: refuse a folder that another user created there.
 private() {

@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from pathlib import PurePath, PurePosixPath
 from typing import Any
 
-from envbuild.base import units
 from envbuild.base.errors import UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.process import torchrun_word
+from envbuild.base.text import size
 from envbuild.contract.kinds import ARTIFACTS, Artifact, kinds_of
+from envbuild.data.schedulers import LAUNCHERS, SCHEDULER_NAMES
 from envbuild.fabrics import find_fabric
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.jobs import time_problem
-from envbuild.site.schedulers import LAUNCHERS, SCHEDULER_NAMES
 from envbuild.site.settings import Site
 from envbuild.verify.image_file import holds_file
 from envbuild.verify.network import fabric_variables, plugin_variables
@@ -137,7 +137,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         exclude_slow=request.exclude_slow,
         exact=request.exact,
         stage=stage,
-        stage_bytes=units.size(site.stage.keep) or 0,
+        stage_bytes=size(site.stage.keep) or 0,
         envbuild=request.envbuild,
         origins=origins,
     )

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Literal
 
 from envbuild.base.errors import HostError, UsageError
+from envbuild.data.schedulers import listed
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers import SCHEDULERS, render
-from envbuild.site.schedulers import listed
 
 NAME = "preflight"
 

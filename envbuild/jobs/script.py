@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import envbuild
 from envbuild.base.errors import UsageError
+from envbuild.data.schedulers import LAUNCHERS
 from envbuild.jobs.containers import TIDY, tidies, work_key
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.node import (
@@ -25,7 +26,6 @@ from envbuild.jobs.node import (
 )
 from envbuild.jobs.quote import fill, heredoc, path_word
 from envbuild.jobs.stage import stage_lines, staged_image
-from envbuild.site.schedulers import LAUNCHERS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

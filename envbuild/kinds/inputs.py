@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.base.errors import BuildError, UsageError
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.environment import Environment
 from envbuild.image.limits import Quota
 from envbuild.layers.contents import reading

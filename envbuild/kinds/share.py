@@ -16,7 +16,7 @@ from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.files import absolute_path, parse_json
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import log, transfer
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.environment import Environment
 from envbuild.image.layout import BlobFiles, file_digest

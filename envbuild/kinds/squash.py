@@ -21,7 +21,7 @@ from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log, transfer
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.contract.kinds import ARTIFACTS
 from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
 from envbuild.contract.state import State

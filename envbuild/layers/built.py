@@ -8,9 +8,9 @@ from envbuild.layers.source_known import compilers, front_end, patches_of
 from envbuild.lock.build_requirements import build_variables
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
-from envbuild.recipe.build import BuildTable
+from envbuild.recipe.checks import references
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.reference import references
+from envbuild.recipe.model import BuildTable
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target
 

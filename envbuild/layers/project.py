@@ -20,8 +20,9 @@ from pathlib import Path
 from envbuild.base import process
 from envbuild.base.errors import BuildError, HostError, RecipeError
 from envbuild.base.git import run_git
-from envbuild.base.packages import described, normalise, pack, with_record
+from envbuild.base.packages import described, pack, with_record
 from envbuild.base.progress import log
+from envbuild.base.text import normalise
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.contract.state import FIXED_TIME
 from envbuild.environment import Environment

@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from envbuild.base.packages import conda_digest, normalise, record_digest
+from envbuild.base.packages import conda_digest, record_digest
+from envbuild.base.text import normalise
 from envbuild.contract.state import PREFIX
 from envbuild.image.entry import FILE, Tree, closing
 from envbuild.image.squashfs.segment import of_entry

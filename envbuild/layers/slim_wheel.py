@@ -24,7 +24,7 @@ from typing import IO, Any
 from envbuild.base.atomic import file_lock, new_file
 from envbuild.base.packages import SLIM_FILE, record_row
 from envbuild.base.progress import log
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.gpu_code import CudaEntry, read_gpu_code
 from envbuild.gpus import all_chips

@@ -13,8 +13,8 @@ from envbuild.data import load_table
 from envbuild.fabrics import load_fabrics
 from envbuild.layers.source_job import PLACE
 from envbuild.recipe.accelerators import CUDA
-from envbuild.recipe.layers import LayerTable, kind_of
 from envbuild.recipe.load import LoadedRecipe
+from envbuild.recipe.model import LayerTable, layer_kind
 from envbuild.recipe.sources import HostLayer, LockedPackage, Patch, SourceLayer
 from envbuild.recipe.targets import Target
 
@@ -43,7 +43,7 @@ class Known:
 def source_layers(loaded: LoadedRecipe, target: Target) -> tuple[tuple[SourceLayer, ...], tuple[HostLayer, ...]]:
     """Return the source layers of `target`, each after those it requires, and its host layers. Raises RecipeError."""
     tables = {name: table for name, table in loaded.recipe.layers.items() if table.for_target(target.name)}
-    kinds = {name: kind_of(name, table) for name, table in tables.items()}
+    kinds = {name: layer_kind(name, table) for name, table in tables.items()}
     wanted = {name: table for name, table in tables.items() if kinds[name] == "source"}
     known = {name: _known(name, loaded.recipe.fabric, target) for name in wanted}
     # A required layer with a default version is added; it may require others.

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.base.errors import BuildError
-from envbuild.base.packages import normalise
 from envbuild.base.progress import log, transfer
+from envbuild.base.text import normalise
 from envbuild.base.workers import each
 from envbuild.cache.hashed import read_note
 from envbuild.image.squashfs.segment import stored_digest

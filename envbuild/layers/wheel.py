@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from envbuild.base.errors import BuildError
-from envbuild.base.packages import normalise
 from envbuild.base.packages import record_row as record_row
+from envbuild.base.text import normalise
 from envbuild.image.entry import FILE, Entry, Readable, Tree
 from envbuild.layers.contents import Guarded, HashedContent, Joined, open_member, reading
 

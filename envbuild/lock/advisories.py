@@ -20,8 +20,7 @@ from packaging.version import InvalidVersion, Version
 
 from envbuild.base.errors import LockError, UsageError, VerificationError
 from envbuild.base.files import parse_json
-from envbuild.base.packages import normalise
-from envbuild.base.units import seconds
+from envbuild.base.text import normalise, seconds
 from envbuild.debian.control import compare_versions
 from envbuild.debian.lock import DebianLock
 from envbuild.lock.conda import CondaLock

@@ -18,7 +18,7 @@ from envbuild.environment import Environment
 from envbuild.lock.built import Sources, locked_wheels
 from envbuild.lock.format import BuiltPackage, Lock
 from envbuild.lock.uv_compile import UvCompile, explanation
-from envbuild.recipe.build import BuildTable
+from envbuild.recipe.model import BuildTable
 from envbuild.recipe.sources import LockedPackage
 
 # A build of a git repository's files has no history to read the version from: PyPA's setuptools-scm (hatch-vcs and

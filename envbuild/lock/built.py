@@ -16,14 +16,14 @@ from typing import Any
 from urllib.parse import unquote
 
 from envbuild.base.errors import EnvbuildError, LockError
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.cache.http import RequestFailed
 from envbuild.environment import Environment
 from envbuild.lock.format import BuiltPackage, Lock
 from envbuild.lock.offers import applicable, tag_set
-from envbuild.recipe.build import BuildTable
+from envbuild.recipe.checks import DirectReference, references
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.reference import DirectReference, references
+from envbuild.recipe.model import BuildTable
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 from envbuild.store.archives import WantedArchive, adopt_commit, locate_archive

@@ -13,7 +13,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from envbuild.base.errors import LockError
-from envbuild.base.packages import json_digest, normalise
+from envbuild.base.packages import json_digest
+from envbuild.base.text import normalise
 from envbuild.lock.built import wheel_files
 from envbuild.lock.format import Lock, without_credentials
 from envbuild.recipe.targets import Target

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from envbuild.base.atomic import folder_lock
 from envbuild.base.errors import LockError, UsageError
-from envbuild.base.packages import described, normalise, pack
+from envbuild.base.packages import described, pack
 from envbuild.base.progress import Log
+from envbuild.base.text import normalise
 from envbuild.compat.check import check_stack
 from envbuild.data import load_table
 from envbuild.environment import Environment

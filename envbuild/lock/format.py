@@ -15,7 +15,8 @@ from pathlib import Path
 
 from envbuild.base.errors import LockError
 from envbuild.base.files import parse_json
-from envbuild.base.packages import json_digest, normalise
+from envbuild.base.packages import json_digest
+from envbuild.base.text import normalise
 from envbuild.lock.lifecycle import package_changes, read_lock_file
 from envbuild.recipe.sources import LockedPackage as LockedPackage
 

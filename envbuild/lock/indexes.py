@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from envbuild.base.errors import LockError
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.base.toml import nearest
 from envbuild.environment import Environment
 from envbuild.lock.format import BuiltPackage

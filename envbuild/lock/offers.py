@@ -12,7 +12,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from envbuild.base.errors import LockError
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.environment import Environment
 from envbuild.recipe.checks import requirement_parts
 from envbuild.store.sources import Link, PackageSource, local_files, remote_sources

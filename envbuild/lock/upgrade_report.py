@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from envbuild.base.errors import VerificationError
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.debian.lock import DebianLock
 from envbuild.lock.advisories import Advisory, judge_locks, open_database
 from envbuild.lock.conda import CondaLock

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from envbuild.base import process
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.base.toml import toml_key, toml_pairs
 from envbuild.lock.offers import Offers, ProjectRelease, allowed_releases
-from envbuild.recipe.build import BuildTable
 from envbuild.recipe.checks import requirement_parts
-from envbuild.recipe.model import PYTHONS
+from envbuild.recipe.model import PYTHONS, BuildTable
 from envbuild.recipe.sources import LockedPackage
 from envbuild.site.uv_config import bound_project
 

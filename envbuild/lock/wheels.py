@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from envbuild.base.errors import LockError
-from envbuild.base.packages import normalise
 from envbuild.base.progress import Log
+from envbuild.base.text import normalise
 from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.environment import Environment
 from envbuild.lock.accelerator import check_accelerator

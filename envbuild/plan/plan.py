@@ -14,10 +14,10 @@ from envbuild.contract.state import BuiltLayer, State
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock, OciLock
+from envbuild.recipe.checks import references
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import ImageTable
 from envbuild.recipe.project import OwnCode
-from envbuild.recipe.reference import references
 from envbuild.recipe.sources import HostLayer, LockedPackage, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable

@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import UsageError
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.base.toml import Document, Problem, decode, nearest, read
 from envbuild.recipe import model
-from envbuild.recipe.build import BuildTable, build_mistakes, requirement_entries
 from envbuild.recipe.checks import requirement_parts
-from envbuild.recipe.layers import kind_of, layer_mistakes
+from envbuild.recipe.model import (
+    BuildTable,
+    SlimTable,
+    build_mistakes,
+    layer_kind,
+    layer_mistakes,
+    requirement_entries,
+    slim_mistakes,
+)
 from envbuild.recipe.project import OwnCode, declared_code, declared_requirements
-from envbuild.recipe.slim_table import SlimTable, slim_mistakes
 from envbuild.recipe.targets import Target, host_arch, target_problem
 from envbuild.recipe.verify_table import LATER, VerifyTable, script_of, verify_mistakes
 
@@ -214,7 +220,7 @@ class LoadedRecipe:
         table = self.recipe.layers.get("nccl")
         if table is None or not target.family.nccl_wheel or not table.for_target(target.name):
             return None
-        return table.version.removesuffix("-1") if kind_of("nccl", table) == "wheel" else None
+        return table.version.removesuffix("-1") if layer_kind("nccl", table) == "wheel" else None
 
 
 def load_recipe(path: Path) -> LoadedRecipe:

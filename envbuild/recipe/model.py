@@ -6,18 +6,239 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from envbuild.base.packages import normalise
-from envbuild.base.toml import Document, Keys, Problem, key, nearest, required, table_at
+from envbuild.base.text import normalise
+from envbuild.base.toml import Document, Keys, Problem, form, json_schema, key, list_at, nearest, required, table_at
 from envbuild.fabrics import fabric_names
 from envbuild.gpus import GPU_PATTERN, chips_named, gpu_problem
 from envbuild.recipe import checks
-from envbuild.recipe.build import BuildTable, requirement_entries
-from envbuild.recipe.layers import LayerTable, layer_name_problem
+from envbuild.recipe.checks import reference_of
 from envbuild.recipe.project import ProjectTable
-from envbuild.recipe.slim_table import SlimTable
 from envbuild.recipe.targets import Target, target_problem
 from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import INDEX_NAME
+from envbuild.slim import file_rules
+
+layer_name_problem = form(r"[a-z0-9][a-z0-9_.+-]*", "is not a layer's name: lower-case letters, digits and . _ + -")
+option_problem = form(r"\S[^\n\x00]*", "is not one option on one line")
+
+
+def patch_problem(text: str) -> str | None:
+    """Return why `text` is not a file below the recipe's folder, or None."""
+    bad = not text or text.startswith("/") or ".." in text.split("/") or not text.isprintable()
+    return f"{text!r} is not a file below the recipe's folder" if bad else None
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """`[layers.NAME]`: one layer that is built from source, replaced by a wheel, or provided by the host."""
+
+    version: str = required(
+        "The version, as its project writes it.", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$", example="2.1.0"
+    )
+    kind: Literal["default", "source", "wheel", "host"] = key(
+        "default",
+        "`source`: built from source; `wheel`: PyPI's, in place of the one that torch pins (nccl);"
+        " `host`: what the nodes have at `path`. Default: wheel for nccl, else source.",
+        example="source",
+    )
+    url: str = key(
+        "",
+        "Where the source's archive is: http(s) or file. Default: where its project releases it."
+        " A site may have a mirror of it ([mirrors] in site.toml).",
+        pattern=r"^(https?://\S+|file:///\S+)?$",
+        example="https://example.org/libfoo-1.0.tar.gz",
+    )
+    sha256: str = key(
+        "", "The archive's sha256, in hexadecimal. Default: as known for this version.", pattern=r"^([0-9a-f]{64})?$"
+    )
+    system: Literal["default", "autotools", "make", "wheel"] = key(
+        "default",
+        "How it is built: `./configure && make install`, `make` alone, or a wheel from its"
+        " pyproject.toml or setup.py. Default: as known for this name, else autotools.",
+        example="autotools",
+    )
+    configure: tuple[str, ...] = key(
+        (),
+        "Options after those that are known to be needed: of configure, or variables of make."
+        " {prefix} is the artifact's environment, {libfabric} where that layer is.",
+        check=option_problem,
+        example=["--enable-efa=no"],
+    )
+    patches: tuple[str, ...] = key(
+        (),
+        "Patch files below the recipe's folder, applied in this order with -p1.",
+        check=patch_problem,
+        example=["patches/fix.patch"],
+    )
+    requires: tuple[str, ...] = key(
+        (),
+        "Layers that must be there before, besides those known to be needed.",
+        check=layer_name_problem,
+        example=["libfabric"],
+    )
+    path: str = key(
+        "",
+        'Where the nodes have it (kind = "host"): the folder with lib/ and include/.',
+        pattern=r"^(/\S*)?$",
+        example="/opt/cray/libfabric/1.22.0",
+    )
+    targets: tuple[str, ...] = key(
+        (), "The targets that get this layer. Default: all.", check=target_problem, example=["cu126-aarch64"]
+    )
+
+    def for_target(self, target: str) -> bool:
+        """Return whether `target` gets this layer."""
+        return not self.targets or target in self.targets
+
+
+def layer_kind(name: str, table: LayerTable) -> str:
+    """Return the kind of the layer `name`: "source", "wheel" or "host"."""
+    if table.kind != "default":
+        return table.kind
+    return "wheel" if name == "nccl" else "source"
+
+
+def layer_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield keys of [layers.NAME] that conflict, and names of layers and targets that do not exist."""
+    layers, targets = table_at(document.data, "layers"), table_at(document.data, "targets")
+    for name, table in ((name, table) for name, table in layers.items() if isinstance(table, dict)):
+        kind = table.get("kind", "default")
+        if kind == "host" and not table.get("path"):
+            yield ("layers", name), f"'path' in [layers.{name}] is missing: where do the nodes have it?"
+        if kind != "host" and table.get("path"):
+            yield ("layers", name, "path"), "'path': only with kind = \"host\""
+        if kind == "wheel" and name != "nccl":
+            yield ("layers", name, "kind"), "'wheel' is for nccl; other packages belong into requirements"
+        if kind in ("wheel", "host"):
+            for option in ("url", "sha256", "system", "configure", "patches", "requires"):
+                if table.get(option):
+                    yield ("layers", name, option), f"{option!r}: only for a layer that is built from source"
+        for number, one in enumerate(list_at(table, "requires")):
+            if one not in layers or one == name:
+                yield ("layers", name, "requires", number), f"{one!r} is not another layer of this recipe"
+        for number, one in enumerate(list_at(table, "targets")):
+            if targets and one not in targets:
+                yield ("layers", name, "targets", number), f"the recipe has no target {one!r}"
+
+
+@dataclass(frozen=True)
+class BuildTable:
+    """`[build.NAME]`: a package whose wheel envbuild builds from its source archive."""
+
+    requires: tuple[str, ...] = key(
+        (),
+        "Build requirements that the package does not declare.",
+        check=checks.constraint_problem,
+        example=["setuptools<81"],
+    )
+    dependencies: tuple[str, ...] | None = key(
+        None,
+        "Its requirements, for a package whose build back end cannot tell them without the environment's"
+        " packages. Default: as it says itself.",
+        check=checks.constraint_problem,
+        example=["torch", "einops"],
+    )
+    environment: dict[str, str] = key(
+        {}, "Environment variables of its build. Never secrets.", key_check=checks.variable_problem
+    )
+    packages: tuple[str, ...] = key(
+        (),
+        "Debian packages that its build in the builder image needs besides compilers.",
+        pattern=r"^[a-z0-9][a-z0-9+.-]+$",
+        example=["libaio-dev"],
+    )
+    patches: tuple[str, ...] = key(
+        (),
+        "Patch files below the recipe's folder, applied in this order with -p1 before the build.",
+        check=patch_problem,
+        example=["patches/fix.patch"],
+    )
+    isolation: bool = key(
+        True,
+        "Whether the build sees only its build requirements. `false`: it also imports the environment's"
+        " packages, such as torch, and is built again when one of them changes.",
+    )
+    targets: tuple[str, ...] = key(
+        (), "The targets for which it is built. Default: all.", check=target_problem, example=["cu126-x86_64"]
+    )
+
+    def for_target(self, target: str) -> bool:
+        """Return whether the package is built for `target`."""
+        return not self.targets or target in self.targets
+
+
+def requirement_entries(document: Document) -> Iterator[tuple[Keys, str]]:
+    """Yield each valid requirement of the recipe, of its targets and of [conda], with its keys."""
+    tables: list[tuple[str, ...]] = [
+        (),
+        ("conda",),
+        *(("targets", name) for name in table_at(document.data, "targets")),
+    ]
+    for keys in tables:
+        for index, text in enumerate(list_at(document.data, *keys, "requirements")):
+            if isinstance(text, str) and checks.requirement_problem(text) is None:
+                yield (*keys, "requirements", index), text
+
+
+def build_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield direct references to files that do not exist, and tables of [build] that conflict with others."""
+    direct: dict[str, str] = {}
+    for keys, text in requirement_entries(document):
+        reference = reference_of(text)
+        if reference is None:
+            continue
+        direct[reference.name] = "a wheel" if reference.is_wheel else ""
+        if reference.kind == "path" and not (document.path.parent / reference.url).is_file():
+            yield keys, f"{reference.name!r}: there is no file {document.path.parent / reference.url}"
+    tables = table_at(document.data, "build")
+    for name in tables:
+        if "dependencies" in table_at(tables, name) and normalise(name) in direct:
+            yield ("build", name, "dependencies"), "'dependencies': only for a package of an index"
+    for table, why in (("indexes", "it is a direct reference"), ("build", "its requirement names a wheel")):
+        for name in _names(document, table):
+            if normalise(name) in direct and (table == "indexes" or direct[normalise(name)]):
+                yield (table, name), f"{name!r} in [{table}]: {why}"
+    layers, targets = _names(document, "layers"), table_at(document.data, "targets")
+    for name in _names(document, "build"):
+        if normalise(name) in layers:
+            yield ("build", name), f"{name!r} is built as [layers.{normalise(name)}]; take one of both out"
+        for number, one in enumerate(list_at(tables, name, "targets")):
+            if targets and one not in targets:
+                yield ("build", name, "targets", number), f"the recipe has no target {one!r}"
+
+
+def _names(document: Document, table: str) -> list[str]:
+    found = document.data.get(table)
+    return [name for name in found if isinstance(name, str)] if isinstance(found, dict | list) else []
+
+
+@dataclass(frozen=True)
+class SlimTable:
+    """`[slim]`: what artifacts leave out of wheels."""
+
+    gpus: bool = key(
+        False,
+        "Leave out code for other GPUs than the target's `gpus`, in libraries whose licence allows it.",
+        example=True,
+    )
+    debug: bool = key(False, "Leave out debug sections of the same libraries.", example=True)
+    files: tuple[str, ...] = key(
+        (),
+        "Leave out files that running never reads: `include`, `static`, `tests`.",
+        choices=file_rules,
+        example=["static", "tests"],
+    )
+
+
+def slim_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield `gpus` of [slim] where a target for CUDA does not say which GPUs it is for."""
+    if table_at(document.data, "slim").get("gpus") is not True:
+        return
+    for name in table_at(document.data, "targets"):
+        cuda = target_problem(name) is None and Target.parse(name).family.name == "cuda"
+        if cuda and not table_at(document.data, "targets", name).get("gpus"):
+            yield ("slim", "gpus"), f"'gpus' in [slim] needs `gpus` in [targets.{name}]: which GPUs is it for?"
+
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_.-]*$"
 PYTHONS = ("3.9", "3.10", "3.11", "3.12", "3.13", "3.14")
@@ -282,3 +503,9 @@ def gpu_mistakes(document: Document) -> Iterator[Problem]:
             family = Target.parse(name).family.name
             if isinstance(word, str) and any(chip.accelerator != family for chip in chips_named(word)):
                 yield ("targets", name, "gpus", number), f"{word!r} is no GPU of target {name!r}"
+
+
+if __name__ == "__main__":  # the JSON schema for editors
+    import json
+
+    print(json.dumps(json_schema(Recipe, id="urn:envbuild:recipe", title="envbuild recipe"), indent=2))

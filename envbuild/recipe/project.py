@@ -14,7 +14,7 @@ from typing import Any
 
 from envbuild.base.errors import RecipeError
 from envbuild.base.files import read_small
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.base.toml import Document, form, key, nearest, read, required, table_at, value_at
 from envbuild.recipe.checks import requirement_problem
 

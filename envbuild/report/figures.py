@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.report.data import (
     ReportEntry,
     SizedPackage,

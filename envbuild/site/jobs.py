@@ -13,10 +13,10 @@ from decimal import Decimal
 from typing import Literal
 
 from envbuild.base.masking import looks_secret, redact, sounds_secret
+from envbuild.base.text import SIZES
 from envbuild.base.toml import form, key
-from envbuild.base.units import SIZES
+from envbuild.data.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.gpus import GPU_PATTERN, gpu_problem
-from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 
 _DEFAULT_LAUNCHERS = ", ".join(f"{known[0]} on {TITLES[name]}" for name, known in LAUNCHERS.items() if known)
 # A time limit: [D-]HH:MM:SS.

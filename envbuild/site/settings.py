@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import shipped
-from envbuild.base.toml import decode, form, key, nearest, read
+from envbuild.base.toml import decode, form, json_schema, key, nearest, read
 from envbuild.site import jobs, tables
 from envbuild.site.pip_config import home_folder
 
@@ -233,3 +233,9 @@ def _with_user(text: str, env: Mapping[str, str]) -> str:
         return text.replace("{user}", env.get("USER") or getpass.getuser())
     except (KeyError, OSError):  # for example a container's user without a name
         return text.replace("{user}", str(os.getuid()))
+
+
+if __name__ == "__main__":  # the JSON schema for editors
+    import json
+
+    print(json.dumps(json_schema(SiteFile, id="urn:envbuild:site", title="envbuild site file"), indent=2))

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from envbuild.base import units
+from envbuild.base.text import AGES, seconds
 from envbuild.base.toml import form, key
 from envbuild.fabrics import fabric_name_problem
 from envbuild.image.limits import ImageLimits
@@ -124,7 +124,7 @@ class TrustTable:
     max_age: str = key(
         "",
         "The greatest age of a verification, such as 90d.",
-        check=lambda text: None if units.seconds(text) else f"expected {units.AGES}",
+        check=lambda text: None if seconds(text) else f"expected {AGES}",
     )
     attestations: tuple[Literal["sbom", "provenance"], ...] = key(
         (), "What must be attested besides; what is there is checked in any case."
@@ -151,6 +151,6 @@ class AuditTable:
     max_age: str = key(
         "14d",
         "The greatest age of its newest record.",
-        check=lambda text: None if units.seconds(text) else f"expected {units.AGES}",
+        check=lambda text: None if seconds(text) else f"expected {AGES}",
     )
     ignore: tuple[str, ...] = key((), "Identifiers of vulnerabilities that do not concern this site.")

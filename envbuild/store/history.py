@@ -14,7 +14,7 @@ from typing import Any
 
 from envbuild.base.atomic import folder_lock
 from envbuild.base.errors import BuildError
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.store.store import Store
 

@@ -18,7 +18,7 @@ from envbuild.base.atomic import replacing
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import log
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.base.workers import Answer, Workers
 from envbuild.cache.http import NotFound, RequestFailed, Stopped
 from envbuild.image.layout import BlobFiles

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from envbuild.base.masking import redact
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.cache.http import NotFound, RequestFailed
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site

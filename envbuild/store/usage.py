@@ -20,7 +20,7 @@ from envbuild.base.atomic import file_lock, folder_lock
 from envbuild.base.errors import BuildError
 from envbuild.base.files import walk_stats
 from envbuild.base.progress import log
-from envbuild.base.units import human_size
+from envbuild.base.text import human_size
 from envbuild.cache.hashed import read_note, write_note
 from envbuild.store.store import Store, clean_folders
 

@@ -11,7 +11,7 @@ from typing import Any
 from securesystemslib.signer import Key
 
 from envbuild.base.errors import VerificationError
-from envbuild.base.units import seconds
+from envbuild.base.text import seconds
 from envbuild.site.tables import TrustTable
 from envbuild.trust.bundle import PREDICATES, bundle_path, opened, read_bundle, statement
 from envbuild.trust.keyless import signed_by

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from envbuild.artifacts.survey import Survey
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.verify.model import Check, Subject, judge
 
 _SHOWN, _KEPT = 5, 50

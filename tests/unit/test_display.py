@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lab.terminal import Recording, record
 
 from envbuild.base.progress import Display, Task, _wrapped, display, reuse
-from envbuild.base.units import human_time
+from envbuild.base.text import human_time
 from envbuild.cli import summary
 from envbuild.verify.launch import Running, TrainingJob
 

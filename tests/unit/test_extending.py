@@ -17,6 +17,7 @@ from envbuild.base.errors import UsageError, VerificationError
 from envbuild.contract.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kinds_of
 from envbuild.contract.receipt import PASS, passing_receipt, receipt_path
 from envbuild.contract.state import FILE, State, read_state
+from envbuild.data.schedulers import LAUNCHERS, TITLES
 from envbuild.doctor.registry import judge
 from envbuild.environment import Environment, load_environment
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
@@ -33,7 +34,6 @@ from envbuild.plan.plan import state_of
 from envbuild.recipe.accelerators import ACCELERATORS, CUDA, gpu_families
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
-from envbuild.site.schedulers import LAUNCHERS, TITLES
 from envbuild.site.settings import Site, load_site
 from envbuild.verify.model import Check, Settings, Verdict
 

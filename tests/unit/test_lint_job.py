@@ -15,10 +15,10 @@ from lab.golden import assert_golden_table
 from lab.lint import lint, lint_file
 
 from envbuild.cli.diagnose import lint_job_command
+from envbuild.data.schedulers import TITLES
 from envbuild.jobcheck.lint.engine import Problem
 from envbuild.jobcheck.lint.faults import load_faults
 from envbuild.jobcheck.lint.shell import parse
-from envbuild.site.schedulers import TITLES
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/reference/job-faults.md"

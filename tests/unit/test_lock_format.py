@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import LockError
-from envbuild.base.packages import normalise
+from envbuild.base.text import normalise
 from envbuild.lock.format import BuiltPackage, Lock, changes, parse, parse_built, render
 from envbuild.recipe.sources import LockedPackage
 

@@ -13,11 +13,10 @@ from lab.wheels import make_recipe
 from packaging.requirements import Requirement
 
 from envbuild.base.errors import RecipeError
-from envbuild.recipe.build import BuildTable
-from envbuild.recipe.checks import constraint_problem, requirement_problem
+from envbuild.recipe.checks import DirectReference as Direct
+from envbuild.recipe.checks import constraint_problem, reference_of, requirement_problem
 from envbuild.recipe.load import LoadedRecipe, load_recipe
-from envbuild.recipe.reference import DirectReference as Direct
-from envbuild.recipe.reference import reference_of
+from envbuild.recipe.model import BuildTable
 from envbuild.recipe.targets import Target
 
 HEX = "0123456789abcdef" * 4

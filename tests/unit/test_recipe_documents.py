@@ -28,7 +28,7 @@ SHIPPED = sorted((TOP / "recipes").glob("*/recipe.toml"))
 
 
 def test_schema_file_is_current() -> None:
-    done = subprocess.run([sys.executable, "-m", "envbuild.recipe.schema"], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", "envbuild.recipe.model"], capture_output=True, text=True, check=True)
     assert SCHEMA_FILE.read_text() == done.stdout
 
 

@@ -14,6 +14,7 @@ from lab.lint import lint, read_script
 from unit.job_plans import PLAN, Stage, executable, recorder
 
 from envbuild.cli.job import job_command
+from envbuild.data.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.doctor import batch
 from envbuild.doctor.probe import Host
 from envbuild.doctor.site_rules import contradictions
@@ -23,7 +24,6 @@ from envbuild.jobs.schedulers import SCHEDULERS, render
 from envbuild.jobs.schedulers.base import minutes
 from envbuild.jobs.submit import default_script, submit
 from envbuild.site.jobs import NodeTable, PathsTable, SchedulerTable
-from envbuild.site.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.site.settings import Site
 
 TOP = Path(__file__).parents[2]

@@ -28,7 +28,7 @@ ENV = {"HOME": "/home/ada", "USER": "ada"}
 
 
 def test_the_schema_file_is_current_and_refuses_what_the_loader_refuses() -> None:
-    command = [sys.executable, "-m", "envbuild.site.schema"]
+    command = [sys.executable, "-m", "envbuild.site.settings"]
     assert SCHEMA.read_text() == subprocess.run(command, capture_output=True, text=True, check=True).stdout
     schema = json.loads(SCHEMA.read_text())
     jsonschema.Draft202012Validator.check_schema(schema)

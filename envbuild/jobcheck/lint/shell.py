@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from envbuild.data import load_table
+from envbuild.data.schedulers import LAUNCHER_NAMES
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"\\]?)([A-Za-z_]\w*)['\"]?")
@@ -25,7 +25,7 @@ _DEEPEST_EXPANSION = 16
 _BEFORE_COMMAND = frozenset(["for", "if", "elif", "while", "until", "then", "else", "do", "!", "{", "time"])
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>&|<&|<<<|<>|>|<)(?:&?\d+-?)?")
 # Launchers of `envbuild job`, and others.
-LAUNCHERS = frozenset(name for row in load_table("schedulers").values() for name in row["launchers"]) | frozenset(
+LAUNCHERS = frozenset(LAUNCHER_NAMES) | frozenset(
     ["mpiexec.hydra", "orterun", "prun", "aprun", "jsrun", "pbs_tmrsh", "pdsh", "clush", "parallel", "kubectl"]
 )
 CONTAINERS = frozenset(["apptainer", "singularity", "enroot", "docker", "podman", "ch-run", "shifter"])

@@ -1,4 +1,4 @@
-"""Times and sizes as people write them: 30d, 50G."""
+"""Values as people write them: ages (30d), sizes (50G), durations, names and versions of packages."""
 
 from __future__ import annotations
 
@@ -38,3 +38,18 @@ def human_time(seconds: float) -> str:
     """Return a duration: "12 s", "3 min 20 s"."""
     whole = int(seconds)
     return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60} s"
+
+
+def normalise(name: str) -> str:
+    """Return a project name in its normalized form (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def normalise_version(version: str) -> str:
+    """Return a version in its normalized form (PEP 440), as locks have it; any other text unchanged."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return str(Version(version))
+    except InvalidVersion:
+        return version
