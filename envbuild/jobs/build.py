@@ -43,7 +43,7 @@ def plan_build(build: Build, request: JobRequest, site: Site) -> JobPlan:
     """Plan the job of `build`, on one whole node. Raises UsageError for a scheduler that cannot run it."""
     scheduler = scheduler_of(request, site)
     if SCHEDULERS[scheduler].pods:
-        others = listed(tuple(TITLES[name] for name, one in SCHEDULERS.items() if not one.pods))
+        others = listed(tuple(TITLES[name] for name, known in SCHEDULERS.items() if not known.pods))
         raise UsageError(
             f"environments are built on nodes by {others}; pods have theirs in an image",
             "use `envbuild docker`, or --site of a cluster with a scheduler",
@@ -83,9 +83,9 @@ def render_build(plan: JobPlan, build: Build) -> str:
     """Return the script for the scheduler. Raises UsageError for values that it cannot express."""
     directives = SCHEDULERS[plan.scheduler].directives
     assert directives is not None, "plan_build refuses pods"
-    what = f"builds the {build.kind} environment of {build.name} for {build.target} on a node of site {plan.site.name}"
+    about = f"builds the {build.kind} environment of {build.name} for {build.target} on a node of site {plan.site.name}"
     lines = [
-        opening(plan, directives(plan), what, "Load the site's modules for builds. Jobs should load the same ones."),
+        opening(plan, directives(plan), about, "Load the site's modules for builds. Jobs should load the same ones."),
         f"cd {path_word(plan.work, work_key(plan))}",
         "unset XDG_RUNTIME_DIR",
     ]

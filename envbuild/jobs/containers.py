@@ -144,7 +144,7 @@ def _visible(plan: JobPlan) -> str:
 
 def _mount_key(plan: JobPlan, host: str) -> str:
     """Return the name of the setting that requests the mount of `host`, for error messages."""
-    if any(one.partition(":")[0] == host for one in plan.site.container.mounts):
+    if any(bind.partition(":")[0] == host for bind in plan.site.container.mounts):
         return plan.site.origin("container", "mounts")
     return work_key(plan) if host == plan.work else "the folder of --script"
 

@@ -59,17 +59,17 @@ class Pods:
     port: int
 
 
-def job_name(wanted: str, suffix: str) -> str:
-    """Return `wanted` as a DNS label (RFC 1035) that is still valid with the operator's `suffix`.
+def job_name(title: str, suffix: str) -> str:
+    """Return `title` as a DNS label (RFC 1035) that is still valid with the operator's `suffix`.
 
     A name that is too long is cut and gets a digest of the whole, so that two long names stay distinct.
     """
-    name = re.sub(r"[^a-z0-9]+", "-", wanted.lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     if not re.match(r"[a-z]", name):
         name = f"job-{name}".rstrip("-")
     longest = _LONGEST_LABEL - len(suffix)
     if len(name) > longest:
-        digest = hashlib.sha256(wanted.encode()).hexdigest()[:8]
+        digest = hashlib.sha256(title.encode()).hexdigest()[:8]
         name = f"{name[: longest - 9].rstrip('-')}-{digest}"
     return name
 
@@ -106,11 +106,11 @@ def pod_metadata(plan: JobPlan, name: str) -> dict[str, Any]:
 
 
 def _annotations(plan: JobPlan) -> dict[str, Any]:
-    found = {
+    annotations = {
         key: checked(value, f"[kubernetes] annotations, {key}")
         for key, value in plan.site.kubernetes.annotations.items()
     }
-    return {"annotations": found} if found else {}
+    return {"annotations": annotations} if annotations else {}
 
 
 def seconds(time: str) -> int:
@@ -181,7 +181,7 @@ def variables(plan: JobPlan, pods: Pods, *, unbuffered: bool = True) -> list[dic
         {"name": name, "value": literal(_fitting(name, value), f"variable {name}")}
         for name, value in ({**fixed, **given} | node).items()
     ]
-    listed += _secret_variables(plan, {one["name"] for one in listed})
+    listed += _secret_variables(plan, {variable["name"] for variable in listed})
     listed.append(_field("ENVBUILD_ADDRESS", "status.podIP"))
     if plan.site.kubernetes.claim:
         listed.append(_field("ENVBUILD_POD_UID", "metadata.uid"))
@@ -206,7 +206,7 @@ def _fitting(name: str, value: str) -> str:
 
 def _secret_variables(plan: JobPlan, taken: Collection[str]) -> list[dict[str, Any]]:
     """Return the variables that kubelet takes from secrets. Raises UsageError for one that is set in another way."""
-    found = []
+    secrets = []
     for name, reference in plan.site.kubernetes.secrets.items():
         secret = secret_reference(reference)
         if name.startswith("/") or secret is None:
@@ -214,8 +214,8 @@ def _secret_variables(plan: JobPlan, taken: Collection[str]) -> list[dict[str, A
         if name in taken or _RESERVED.fullmatch(name):
             where = plan.site.origin("kubernetes", "secrets")
             raise UsageError(f"{where}: {name} is set by the job, or in [environment]", "keep one of them")
-        found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret[0], "key": secret[1]}}})
-    return found
+        secrets.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret[0], "key": secret[1]}}})
+    return secrets
 
 
 def _field(name: str, path: str) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def resources(plan: JobPlan) -> dict[str, Any]:
     if plan.gpus_per_node:
         limits[plan.artifact.accelerator.kubernetes] = str(plan.gpus_per_node)
     for key, amount in site.resources.items():
-        if key in {one.kubernetes for one in gpu_families()}:
+        if key in {family.kubernetes for family in gpu_families()}:
             raise UsageError(
                 f"{plan.site.origin('kubernetes', 'resources')}: {key} is asked for by [node] gpus",
                 "take it out of [kubernetes] resources",
@@ -317,15 +317,15 @@ def placement(plan: JobPlan, name: str) -> dict[str, Any]:
     Raises UsageError when the site selects nodes of another architecture.
     """
     arch = _ARCHES[plan.artifact.arch]
-    wanted: Mapping[str, str] = plan.site.kubernetes.node_selector
-    if wanted.get(_ARCH, arch) != arch:
+    labels: Mapping[str, str] = plan.site.kubernetes.node_selector
+    if labels.get(_ARCH, arch) != arch:
         raise UsageError(
-            f"site {plan.site.name} chooses {wanted[_ARCH]} nodes, the artifact is for {arch}",
+            f"site {plan.site.name} chooses {labels[_ARCH]} nodes, the artifact is for {arch}",
             f"take {_ARCH} out of [kubernetes.node_selector]: the artifact's target decides it",
         )
     selector = {_ARCH: arch} | {
         checked(key, "[kubernetes] node_selector"): checked(value, f"node_selector {key}")
-        for key, value in wanted.items()
+        for key, value in labels.items()
     }
     placed: dict[str, Any] = {"nodeSelector": selector}
     tolerated = tolerations(plan)
@@ -343,7 +343,7 @@ def placement(plan: JobPlan, name: str) -> dict[str, Any]:
 
 def tolerations(plan: JobPlan) -> list[dict[str, str]]:
     """Return the site's tolerations."""
-    return [found for one in plan.site.kubernetes.tolerations if (found := toleration(one))]
+    return [parsed for taint in plan.site.kubernetes.tolerations if (parsed := toleration(taint))]
 
 
 def pod_account(plan: JobPlan) -> dict[str, Any]:
@@ -365,19 +365,23 @@ def pod_rights(plan: JobPlan) -> dict[str, Any]:
 def _more_volumes(plan: JobPlan) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return (volume, mount) of each volume and secret of the site. Raises UsageError for two at one path."""
     site = plan.site.kubernetes
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    more: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for number, (path, text) in enumerate(site.volumes.items()):
         if source := volume_source(text):
-            found.append(_volume(f"volume-{number}", source[0], path, read_only=source[1]))
+            more.append(_volume(f"volume-{number}", source[0], path, read_only=source[1]))
     files = [
-        (path, secret) for path, one in site.secrets.items() if path[0] == "/" and (secret := secret_reference(one))
+        (path, secret)
+        for path, reference in site.secrets.items()
+        if path[0] == "/" and (secret := secret_reference(reference))
     ]
     for number, (path, (name, _)) in enumerate(files):
-        found.append(_volume(f"secret-{number}", {"secret": {"secretName": name}}, path, read_only=True))
-    paths = [site.mount, *(mount["mountPath"] for _, mount in found)]
-    if twice := next((one for one in paths if [other.rstrip("/") for other in paths].count(one.rstrip("/")) > 1), ""):
+        more.append(_volume(f"secret-{number}", {"secret": {"secretName": name}}, path, read_only=True))
+    paths = [site.mount, *(mount["mountPath"] for _, mount in more)]
+    if twice := next(
+        (path for path in paths if [other.rstrip("/") for other in paths].count(path.rstrip("/")) > 1), ""
+    ):
         raise UsageError(f"two volumes of site {plan.site.name} are at {twice}", "change a path in [kubernetes]")
-    return found
+    return more
 
 
 def _volume(name: str, source: Any, path: str, *, read_only: bool) -> tuple[dict[str, Any], dict[str, Any]]:

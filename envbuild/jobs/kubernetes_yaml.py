@@ -24,19 +24,19 @@ _FOREIGN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uf
 _WIDE = 1_000_000
 
 
-def literal(text: str, what: str) -> str:
+def literal(text: str, name: str) -> str:
     """Return `text` for a container's command, args or variable, escaped so that kubelet passes on exactly `text`.
 
-    Raises UsageError, naming `what`, for characters that a manifest cannot contain.
+    Raises UsageError for characters that a manifest cannot contain; `name` names the text in it.
     """
-    return checked(text, what).replace("$", "$$")
+    return checked(text, name).replace("$", "$$")
 
 
-def checked(text: str, what: str) -> str:
-    """Return `text` if every YAML reader reads it alike. Raises UsageError, naming `what`, if not."""
-    if found := _FOREIGN.search(text):
+def checked(text: str, name: str) -> str:
+    """Return `text` if every YAML reader reads it alike. Raises UsageError if not; `name` names it there."""
+    if foreign := _FOREIGN.search(text):
         raise UsageError(
-            f"{what}: a Kubernetes manifest cannot carry the character {found[0]!r} of {text!r}",
+            f"{name}: a Kubernetes manifest cannot carry the character {foreign[0]!r} of {text!r}",
             "put such text into a file that pods see, and name the file",
         )
     return text
@@ -64,11 +64,11 @@ def _quoted(value: Any) -> Any:
     from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
     if isinstance(value, Mapping):
-        return {_quoted(key): _quoted(one) for key, one in value.items()}
+        return {_quoted(key): _quoted(item) for key, item in value.items()}
     if isinstance(value, YamlScript):
         return LiteralScalarString(value.text)
     if isinstance(value, list | tuple):
-        return [_quoted(one) for one in value]
+        return [_quoted(item) for item in value]
     if isinstance(value, str) and (not _PLAIN.fullmatch(value) or value.lower() in _WORDS):
         return DoubleQuotedScalarString(value)
     return value

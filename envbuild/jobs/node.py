@@ -140,7 +140,7 @@ def launch(plan: JobPlan, launcher: Launcher) -> str:
         words = [*container_words(plan), _program(plan)]
     line = f"launch=({' '.join(words)})"
     if len(line) > _WIDTH:
-        line = "\n".join(["launch=(", *(f"    {one}" for one in words), ")"])
+        line = "\n".join(["launch=(", *(f"    {part}" for part in words), ")"])
     return f"{line}\nsettings={run}/settings-$restarts.sh"
 
 

@@ -45,7 +45,7 @@ def wanted_kinds(scheduler: str, site: Site) -> tuple[str, ...]:
     if SCHEDULERS[scheduler].pods:
         return kinds_of("registry")
     runtime = site.container.runtime
-    files = [(one.containers.index(runtime), name) for name, one in ARTIFACTS.items() if runtime in one.containers]
+    files = [(kind.containers.index(runtime), name) for name, kind in ARTIFACTS.items() if runtime in kind.containers]
     return (*(name for _, name in sorted(files)), *kinds_of("folder"))
 
 
@@ -280,7 +280,7 @@ def command_of(
     else:
         arguments = (str(setting(opened, "epochs") or _EPOCHS), "1")
         origin = "the bundled trainer, [verify] epochs of the recipe"
-    given = {one.partition("=")[0].replace("-", "_") for one in arguments}
+    given = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
     files = (("--checkpoint_path", "snapshot.pt"), ("--report", "report.json"))
     extra = ("--strategy", "horovod") if request.strategy == "horovod" else ()
     return (
@@ -299,11 +299,11 @@ def job_env(
     OMP_NUM_THREADS, and pods get no OMP_NUM_THREADS. The origin of each variable is added to `origins`.
     """
     artifact = opened.artifact
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
 
     def take(values: Mapping[str, str], origin: str) -> None:
         for name, value in values.items():
-            found[name] = value
+            variables[name] = value
             origins[f"variables.{name}"] = origin
 
     # More threads per rank than its share of CPUs would slow each other down.
@@ -333,7 +333,7 @@ def job_env(
     take(site.environment, "")
     for name in site.environment:
         origins[f"variables.{name}"] = site.origin("environment", name)
-    return tuple(found.items()), library
+    return tuple(variables.items()), library
 
 
 def _limit(site: Site) -> int:
@@ -351,27 +351,27 @@ def _caches(site: Site, runtime: Runtime) -> dict[str, str]:
     does.
     """
     cache, scratch = site.paths.cache, site.paths.scratch
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if runtime == "folder":
-        found = {"XDG_CACHE_HOME": cache, "TMPDIR": scratch}
+        variables = {"XDG_CACHE_HOME": cache, "TMPDIR": scratch}
     elif runtime == "apptainer":
-        found = {"APPTAINER_CACHEDIR": cache and f"{cache}/apptainer", "APPTAINER_TMPDIR": scratch}
-    return {name: value for name, value in found.items() if value}
+        variables = {"APPTAINER_CACHEDIR": cache and f"{cache}/apptainer", "APPTAINER_TMPDIR": scratch}
+    return {name: value for name, value in variables.items() if value}
 
 
 def container_mounts(script: str | None, runtime: Runtime, work: str, site: Site) -> tuple[tuple[str, str], ...]:
     """Return (host, container) folders that a container sees: the site's, the working folder and the script's."""
     if runtime in ("folder", "pod"):
         return ()
-    found = []
+    mounts = []
     for mount in site.container.mounts:
         host, _, inside = mount.partition(":")
-        found.append((host, inside or host))
+        mounts.append((host, inside or host))
     # The job's own folders: the working folder and that of the script, which is an absolute path.
     for folder in (work, *([str(PurePosixPath(script).parent)] if script else ())):
-        if not any(PurePosixPath(folder).is_relative_to(host) and host == inside for host, inside in found):
-            found.append((folder, folder))
-    return tuple(found)
+        if not any(PurePosixPath(folder).is_relative_to(host) and host == inside for host, inside in mounts):
+            mounts.append((folder, folder))
+    return tuple(mounts)
 
 
 def no_scheduler_error(request: JobRequest, opened: JobInputs, site: Site) -> UsageError:

@@ -134,7 +134,7 @@ def check_gpus(opened: JobInputs, site: Site) -> None:
 def possible_faults(plan: JobPlan, host: str) -> Iterator[str]:
     """Yield a sentence for each possible fault that cannot be checked on this host; `host` is its architecture."""
     artifact, site = plan.artifact, plan.site
-    if any(looks_secret(one) for one in plan.command):
+    if any(looks_secret(argument) for argument in plan.command):
         yield (
             "an argument of the training looks like a secret: others can read job scripts and the command lines of "
             "processes; let the program read it from a file that only you may read"
@@ -151,7 +151,7 @@ def possible_faults(plan: JobPlan, host: str) -> Iterator[str]:
     if script and not Path(script).is_file():
         yield f"there is no {script} on this host: the job fails where nodes do not see it"
     for path in filter(None, (artifact.path, script)):
-        if any(_below(path, one) for one in _seen(site)):
+        if any(_below(path, folder) for folder in _seen(site)):
             continue
         if site.paths.shared:
             yield f"{path} is outside of {site.paths.shared} ([paths] shared): the job fails where nodes do not see it"
@@ -181,19 +181,19 @@ def _pod_faults(plan: JobPlan) -> Iterator[str]:
 def _seen(site: Site) -> list[str]:
     """Return the folders that all nodes see, as far as the site tells: a mounted /tmp is still local to each node."""
     hosts = (mount.partition(":")[0] for mount in site.container.mounts)
-    more = [one for one in (site.paths.cache, *hosts) if one and not _around(one, site)]
-    return [one for one in (site.paths.shared, *more) if one]
+    more = [folder for folder in (site.paths.cache, *hosts) if folder and not _around(folder, site)]
+    return [folder for folder in (site.paths.shared, *more) if folder]
 
 
 def _own_of_a_node(path: str, site: Site) -> str:
     """Return the folder around `path` that is local to each node, "" for none or if the site shares files in it."""
     own = _around(path, site)
     shares = own and site.paths.shared and _below(site.paths.shared, own)
-    return "" if shares or any(_below(path, one) for one in _seen(site)) else own
+    return "" if shares or any(_below(path, folder) for folder in _seen(site)) else own
 
 
 def _around(path: str, site: Site) -> str:
-    return next((one for one in (*_OWN, site.paths.scratch) if one and _below(path, one)), "")
+    return next((folder for folder in (*_OWN, site.paths.scratch) if folder and _below(path, folder)), "")
 
 
 def _below(path: str, folder: str) -> bool:
@@ -204,7 +204,7 @@ def _below(path: str, folder: str) -> bool:
 def check_exclusion(scheduler: str, site: Site) -> None:
     """Raise UsageError where a job cannot leave out slow nodes and start again."""
     if not SCHEDULERS[scheduler].leaves_out_nodes:
-        names = " or ".join(name for name, one in SCHEDULERS.items() if one.leaves_out_nodes)
+        names = " or ".join(name for name, known in SCHEDULERS.items() if known.leaves_out_nodes)
         raise UsageError(
             f"--exclude-slow needs {names}, which starts a job again on other nodes, and this is {scheduler}",
             "leave it out; inside of an allocation, `envbuild preflight --speed` names slow nodes",

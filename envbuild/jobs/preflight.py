@@ -52,15 +52,15 @@ def find_allocation(hosts: Sequence[str], env: Mapping[str, str]) -> Allocation:
         if twice:
             raise UsageError(f"{', '.join(twice)} is named twice", "name every node once")
         for host in hosts:
-            if not host or host.startswith("-") or any(one.isspace() for one in host):
+            if not host or host.startswith("-") or any(character.isspace() for character in host):
                 raise UsageError(f"{host!r} is not the name of a host", "--host n1,n2")
         return Allocation("pbs", len(hosts), f"{os.getpid()}.ssh", "ssh", tuple(hosts))
-    known = {name: one.allocation for name, one in SCHEDULERS.items() if one.allocation}
+    known = {name: scheduler.allocation for name, scheduler in SCHEDULERS.items() if scheduler.allocation}
     for name, facts in known.items():
-        if found := facts.find(env):
-            return Allocation(name, *found)
-    variables = tuple(one.variable for one in known.values())
-    commands = tuple(f"`{one.command}`" for one in known.values())
+        if allocation := facts.find(env):
+            return Allocation(name, *allocation)
+    variables = tuple(facts.variable for facts in known.values())
+    commands = tuple(f"`{facts.command}`" for facts in known.values())
     raise UsageError(
         f"this is not inside of an allocation: neither {listed(variables, 'nor')} is set",
         f"use {listed(commands)}, name nodes that ssh reaches by --host H1,H2, or let a job begin with it:"
@@ -93,7 +93,7 @@ def run_now(plan: JobPlan, allocation: Allocation, env: Mapping[str, str]) -> in
     variables = dict(env)
     if allocation.hosts:
         variables |= {"PBS_JOBID": allocation.job, "PBS_NODEFILE": str(folder / "nodes"), "PBS_O_WORKDIR": plan.work}
-    cleaned = "".join(one if one.isalnum() or one in "_.-" else "_" for one in allocation.job)
+    cleaned = "".join(character if character.isalnum() or character in "_.-" else "_" for character in allocation.job)
     run = work / f"{plan.name}_{cleaned}"
     log = work / plan.logs / f"{plan.name}_{cleaned}.out"
     begun = log.stat().st_size if log.exists() else 0

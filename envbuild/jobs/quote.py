@@ -16,45 +16,46 @@ _OPTIONS = re.compile(r"[a-z-]+(,[a-z-]+)*")
 _MOUNT = re.compile(r"/[^\s:,\"'\\\x00-\x1f\x7f]*")
 
 
-def word(value: str, what: str = "a value") -> str:
-    """Return `value` as one word for POSIX shells. `what` names it in errors.
+def word(value: str, name: str = "a value") -> str:
+    """Return `value` as one word for POSIX shells. `name` names it in errors.
 
     Raises UsageError for text that no script can contain: control characters except tab and newline, and text
     that is not Unicode.
     """
-    if found := _CONTROL.search(value):
+    if control := _CONTROL.search(value):
         raise UsageError(
-            f"{what} has the control character {found.group()!r}: {value!r}", "job scripts hold text, tabs and newlines"
+            f"{name} has the control character {control.group()!r}: {value!r}",
+            "job scripts hold text, tabs and newlines",
         )
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{what} is not Unicode: {value!r}", "rename it") from error
+        raise UsageError(f"{name} is not Unicode: {value!r}", "rename it") from error
     return shlex.quote(value)
 
 
-def path_word(value: str, what: str) -> str:
+def path_word(value: str, name: str) -> str:
     """Return `value`, a path or a name, like `word`. Raises UsageError also for newlines and tabs."""
     if not value or not value.isprintable():
-        raise UsageError(f"{what} is not one line of text: {value!r}", "rename it")
-    return word(value, what)
+        raise UsageError(f"{name} is not one line of text: {value!r}", "rename it")
+    return word(value, name)
 
 
-def words(values: Iterable[str], what: str = "a value") -> str:
+def words(values: Iterable[str], name: str = "a value") -> str:
     """Return `values` as words, separated by spaces."""
-    return " ".join(word(value, what) for value in values)
+    return " ".join(word(value, name) for value in values)
 
 
-def array(name: str, values: Sequence[str], what: str) -> str:
+def array(name: str, values: Sequence[str], title: str) -> str:
     """Return the assignment of a bash array, with one value per line if there are several."""
     if len(values) < 2:
-        return f"{name}=({words(values, what)})"
-    return "\n".join([f"{name}=(", *(f"    {word(value, what)}" for value in values), ")"])
+        return f"{name}=({words(values, title)})"
+    return "\n".join([f"{name}=(", *(f"    {word(value, title)}" for value in values), ")"])
 
 
 def fill(template: str, **values: str | int) -> str:
     """Return `template` with each @NAME@ replaced. Inserted values are not searched again."""
-    return re.sub(r"@([A-Z]+)@", lambda found: str(values[found[1].lower()]), template)
+    return re.sub(r"@([A-Z]+)@", lambda match: str(values[match[1].lower()]), template)
 
 
 def heredoc(command: str, text: str, end: str) -> str:
@@ -65,14 +66,14 @@ def heredoc(command: str, text: str, end: str) -> str:
     return f"{command} <<'{end}'\n{text.rstrip()}\n{end}"
 
 
-def directive(option: str, value: str, what: str) -> str:
-    """Return `option` and `value` for a directive; `what` names the value's setting.
+def directive(option: str, value: str, name: str) -> str:
+    """Return `option` and `value` for a directive; `name` names the value's setting.
 
     Raises UsageError for a value that schedulers would cut or expand.
     """
     if not _DIRECTIVE.fullmatch(value):
         raise UsageError(
-            f"{what} cannot be written in a directive: {value!r}", "no spaces, quotes, backslashes, # or % there"
+            f"{name} cannot be written in a directive: {value!r}", "no spaces, quotes, backslashes, # or % there"
         )
     return f"{option}{value}"
 

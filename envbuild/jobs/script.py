@@ -174,13 +174,13 @@ def _about(plan: JobPlan) -> str:
     )
 
 
-def opening(plan: JobPlan, directives: list[str], what: str, modules: str = "Load the site's modules.") -> str:
-    """Return the first lines, up to the loaded modules; `what` and `modules` are texts of comments."""
-    wanted = bool(plan.modules) or purged(plan)
-    login = " -l" if wanted and not plan.site.modules.init else ""
-    comment = _comment(f"# envbuild {envbuild.__version__}: {what}")
+def opening(plan: JobPlan, directives: list[str], about: str, modules: str = "Load the site's modules.") -> str:
+    """Return the first lines, up to the loaded modules; `about` and `modules` are texts of comments."""
+    shown = bool(plan.modules) or purged(plan)
+    login = " -l" if shown and not plan.site.modules.init else ""
+    comment = _comment(f"# envbuild {envbuild.__version__}: {about}")
     lines = [f"#!/bin/bash{login}", *directives, comment, _STOP]
-    if wanted:
+    if shown:
         why = modules if plan.modules else "Unload all modules, because the site file sets [modules] purge."
         lines += [f"# {why}", module_lines(plan)]
     lines.append("set -euo pipefail")
@@ -188,7 +188,7 @@ def opening(plan: JobPlan, directives: list[str], what: str, modules: str = "Loa
 
 
 def _comment(line: str) -> str:
-    return "".join(one if one.isprintable() else "?" for one in line)
+    return "".join(character if character.isprintable() else "?" for character in line)
 
 
 def _known(plan: JobPlan, template: str) -> str:

@@ -23,9 +23,9 @@ _WIDTH = 118
 _MAIN = 'import runpy\n\nrunpy.run_module("stage", run_name="__main__")\n'
 
 _PROGRAM = r"""
-# Copies the @WHAT@ to each node's own disk. Node 0 reads it from the shared file system, and the nodes pass it on to
+# Copies the @KIND@ to each node's own disk. Node 0 reads it from the shared file system, and the nodes pass it on to
 # each other; a node copies files that it has from an earlier job. The program below is a zip file in base64, run by
-# the nodes' own python3. Its source is ddp_train/stage of envbuild @VERSION@, also in site-packages of the @WHAT@.
+# the nodes' own python3. Its source is ddp_train/stage of envbuild @VERSION@, also in site-packages of the @KIND@.
 # sha256 of the decoded file: @SHA@
 @PROGRAM@
 """
@@ -41,7 +41,7 @@ if ! (
     @CONTAINER@settings=$ENVBUILD_RUN/settings-$restarts.sh
     everywhere stage
 ); then
-    printf 'envbuild: %s\n' 'the @WHAT@ is not on every node, see above: all read the shared one' >&2
+    printf 'envbuild: %s\n' 'the @KIND@ is not on every node, see above: all read the shared one' >&2
     rm -f "$ENVBUILD_RUN/stage-$restarts".[0-9]*
     @INSTEAD@
 fi
@@ -99,7 +99,7 @@ def stage_lines(plan: JobPlan, launcher: Launcher) -> str:
     if not plan.stage:
         return ""
     folder = plan.runtime == "folder"
-    what = "environment" if folder else "image"
+    kind = "environment" if folder else "image"
     interface = plan.site.fabric.interface.split(",")[0]
     about = {
         "source": plan.artifact.path,
@@ -113,9 +113,9 @@ def stage_lines(plan: JobPlan, launcher: Launcher) -> str:
     array = "container" if pyxis else "launch"
     packed, digest = _packed()
     program = heredoc('base64 -d >"$ENVBUILD_RUN/stage-$restarts.zip"', packed, "STAGE")
-    return fill(_PROGRAM, what=what, program=program, version=envbuild.__version__, sha=digest) + fill(
+    return fill(_PROGRAM, kind=kind, program=program, version=envbuild.__version__, sha=digest) + fill(
         _STAGE,
-        what=what,
+        kind=kind,
         python=path_word(plan.site.stage.python, "[stage] python"),
         about=word(json.dumps(about, ensure_ascii=False), "[stage]"),
         container="container=()\n    " if pyxis else "",

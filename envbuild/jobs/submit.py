@@ -23,7 +23,7 @@ _SCRIPT, _MANIFEST = 0o755, 0o644
 # Variables that describe a running job, and are wrong for a job that is submitted from within it. The
 # launchers' variables are the process numbers in jobs/launchers.py.
 _OF_A_JOB = re.compile(
-    "|".join(one.job_variables for one in SCHEDULERS.values())
+    "|".join(scheduler.job_variables for scheduler in SCHEDULERS.values())
     + r"|OMPI_COMM_WORLD_.*|PMIX_RANK|PMI_(RANK|SIZE|FD)|PALS_RANKID"
 )
 
@@ -75,7 +75,7 @@ def submit_script(
     """
     _check_command(plan, variables)
     logs = Path(plan.work) / plan.logs
-    missing = [one for one in (logs, *logs.parents) if not one.exists()]
+    missing = [folder for folder in (logs, *logs.parents) if not folder.exists()]
     before = script.read_text(encoding="utf-8", errors="replace") if script.is_file() else None
     if before is not None and not named and not _OWN.search(before):
         raise UsageError(
@@ -137,8 +137,8 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
         sys.stderr.write("".join(line for line in done.stderr.splitlines(keepends=True) if line not in warned))
         written.replace(script)
         return submission.job(done.stdout)
-    said = f"{done.stdout}{done.stderr}"
-    if done.returncode != 0 and re.search(submission.no_server, said):
+    output = f"{done.stdout}{done.stderr}"
+    if done.returncode != 0 and re.search(submission.no_server, output):
         raise HostError(
             f"{plan.name} was not submitted: {plan.scheduler} does not answer:\n{process.tail(done)}",
             f"run this on a login node of the cluster; `{submission.ping}` tells whether its server is up",

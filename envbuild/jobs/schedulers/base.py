@@ -138,8 +138,8 @@ class Scheduler:
 
 def first_number(printed: str) -> str:
     """Return the job's number from a line of `printed` that begins with it: NUMBER[.SERVER], NUMBER;CLUSTER."""
-    found = re.search(r"^\s*(\d[^\s;]*)", printed, re.MULTILINE)
-    return found[1] if found else printed.strip()
+    number = re.search(r"^\s*(\d[^\s;]*)", printed, re.MULTILINE)
+    return number[1] if number else printed.strip()
 
 
 def with_site(
@@ -150,8 +150,8 @@ def with_site(
     `keys` returns the names of what a directive, without its `marker`, sets; a line of `own` that sets one of the
     site's is left out, because schedulers differ in which of two lines wins. Raises UsageError for what is no line.
     """
-    said = {key for line in directives for key in keys(line)}
-    kept = [line for line in own if not said & {*keys(line)}]
+    replaced = {key for line in directives for key in keys(line)}
+    kept = [line for line in own if not replaced & {*keys(line)}]
     return [f"{marker} {line}" for line in (*kept, *map(directive_line, directives))]
 
 

@@ -87,7 +87,7 @@ def _render(plan: JobPlan) -> str:
 def _directives(plan: JobPlan) -> list[str]:
     scheduler = plan.site.scheduler
     bank = f"bank={scheduler.account}" if scheduler.account else ""
-    said = [
+    options = [
         ("--job-name=", plan.name, "--name"),
         ("--nodes=", str(plan.nodes), "--nodes"),
         ("--nslots=", str(plan.nodes), "--nodes"),
@@ -101,7 +101,7 @@ def _directives(plan: JobPlan) -> list[str]:
         ("--output=", posixpath.join(plan.work, plan.logs, f"{plan.name}_{{{{id.dec}}}}.out"), "[paths] logs"),
     ]
     # All have one form, and only comment lines stand between them: RFC 36.
-    lines = [directive(option, value, key) for option, value, key in said if value]
+    lines = [directive(option, value, key) for option, value, key in options if value]
     if scheduler.exclusive:
         lines.append("--exclusive")
     return with_site(lines, scheduler.directives, _keys, "#flux:")
@@ -113,10 +113,10 @@ def _run(plan: JobPlan) -> str:
 
 def _keys(text: str) -> set[str]:
     """Return what a directive sets: its options, with the name of an attribute."""
-    found = re.findall(r"(?:^|\s)-(?:-([a-z-]+)(?:[= ]([a-z._]+)=)?|([A-Za-z]))", text)
+    options = re.findall(r"(?:^|\s)-(?:-([a-z-]+)(?:[= ]([a-z._]+)=)?|([A-Za-z]))", text)
     return {
         f"{long} {name}" if name and long == "setattr" else long or _SHORT.get(short, short)
-        for long, name, short in found
+        for long, name, short in options
     }
 
 
@@ -127,12 +127,12 @@ def _own_option(text: str) -> str | None:
 
 
 def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
-    found = None
+    nodes = None
     for line, words in directives:
         for value in option_values(words, ("--nodes", "-N")):
             number = whole_number(value)
-            found = None if number is None else (line, number)
-    return found
+            nodes = None if number is None else (line, number)
+    return nodes
 
 
 def _queues(printed: str) -> list[Queue]:

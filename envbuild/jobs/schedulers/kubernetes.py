@@ -63,8 +63,8 @@ def render_pod(plan: JobPlan) -> str:
         template = spec["pytorchReplicaSpecs"]["Worker"]["template"]
     else:
         template = spec["template"]
-    found = job["metadata"]
-    metadata = {"generateName": f"{found['name']}-", "namespace": found["namespace"], **template["metadata"]}
+    about = job["metadata"]
+    metadata = {"generateName": f"{about['name']}-", "namespace": about["namespace"], **template["metadata"]}
     pod_spec = {**template["spec"], "restartPolicy": "OnFailure"}
     document = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
     return dump("envbuild job: a pod for kubectl create --dry-run=server", [document])
@@ -344,13 +344,13 @@ def etcd_of(plan: JobPlan, name: str) -> Etcd | None:
     if plan.rendezvous != "etcd-v2":
         return None
     if plan.rendezvous_endpoint:
-        found = _ENDPOINT.fullmatch(plan.rendezvous_endpoint)
-        if found is None or not 0 < int(found["port"]) < 65536:
+        endpoint = _ENDPOINT.fullmatch(plan.rendezvous_endpoint)
+        if endpoint is None or not 0 < int(endpoint["port"]) < 65536:
             raise UsageError(
                 f"{plan.rendezvous_endpoint!r} is not the endpoint of an etcd server",
                 "write HOST:PORT, or leave out --endpoint: the job then brings its own",
             )
-        return Etcd(found["host"], int(found["port"]))
+        return Etcd(endpoint["host"], int(endpoint["port"]))
     own = f"{name}{_ETCD_SUFFIX}"
     return Etcd(own, _ETCD_PORT, (_etcd_service(plan, own), _etcd_deployment(plan, own)))
 
@@ -492,8 +492,8 @@ _HINTS = (
 
 def created_job(printed: str) -> str:
     """Return kubectl's name of the created job (pytorchjob.kubeflow.org/NAME), without the manifest's other objects."""
-    found = re.findall(r"^((?:pytorchjob|trainjob|job)[^\s/]*/\S+) created", printed, re.IGNORECASE | re.MULTILINE)
-    return found[-1] if found else printed.strip()
+    names = re.findall(r"^((?:pytorchjob|trainjob|job)[^\s/]*/\S+) created", printed, re.IGNORECASE | re.MULTILINE)
+    return names[-1] if names else printed.strip()
 
 
 def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path) -> HostError:
@@ -502,7 +502,7 @@ def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path
     `earlier` is the manifest of an earlier job, which may not exist. kubectl continues after an object that it
     could not create: the objects that it did create exist and may run.
     """
-    files = " ".join(f"-f {shlex.quote(str(one))}" for one in (earlier, refused) if one.exists())
+    files = " ".join(f"-f {shlex.quote(str(file))}" for file in (earlier, refused) if file.exists())
     delete = f"`kubectl delete --ignore-not-found {files}`"
     advice = next((hint for words, hint in _HINTS if re.search(words, done.stderr)), None)
     if made := done.stdout.strip():
@@ -519,10 +519,10 @@ def refusal(done: subprocess.CompletedProcess[str], refused: Path, earlier: Path
 
 def unchecked_pod(done: subprocess.CompletedProcess[str]) -> str:
     """Return why the dry run of a pod says nothing about the pods that the job's controller creates, "" if it does."""
-    if found := re.search(r"pods is forbidden: User (\S+) cannot create resource", done.stderr):
-        return f"user {found[1]} may not create pods, as their controller may"
-    if found := re.search(r'admission webhook "([^"]*)" does not support dry run', done.stderr):
-        return f"the cluster's webhook {found[1]} does not support dry runs"
+    if user := re.search(r"pods is forbidden: User (\S+) cannot create resource", done.stderr):
+        return f"user {user[1]} may not create pods, as their controller may"
+    if webhook := re.search(r'admission webhook "([^"]*)" does not support dry run', done.stderr):
+        return f"the cluster's webhook {webhook[1]} does not support dry runs"
     return ""
 
 

@@ -81,7 +81,7 @@ def _directives(plan: JobPlan) -> list[str]:
     if node.memory:
         unit = "" if node.memory[-1] in "KMGT" else "M"
         needs.append(f"rusage[mem={node.memory}{unit}/host]")
-    said = [
+    options = [
         ("-J ", plan.name, "--name"),
         ("-n ", str(plan.nodes * slots), "--nodes"),
         ("-W ", str(minutes(plan.time)), "--time"),
@@ -90,7 +90,7 @@ def _directives(plan: JobPlan) -> list[str]:
         ("-cwd ", plan.work, work_key(plan)),
         ("-o ", posixpath.join(plan.work, plan.logs, f"{plan.name}.lsf"), "[paths] logs"),
     ]
-    lines = [directive(option, value, key) for option, value, key in said if value]
+    lines = [directive(option, value, key) for option, value, key in options if value]
     lines += [f'-R "{need}"' for need in needs]
     if plan.gpus_per_node:
         lines.append(f'-gpu "num={plan.gpus_per_node}/host"')
@@ -102,9 +102,9 @@ def _directives(plan: JobPlan) -> list[str]:
 
 def _keys(text: str) -> set[str]:
     """Return what a directive sets: its options; of -R the sections, which LSF joins to one requirement."""
-    found = re.findall(r"(?:^|\s)-([A-Za-z_]+)", text)
-    sections = {f"R {one}" for one in re.findall(r"\b([a-z]+)\[", text)}
-    return {{"oo": "o", "eo": "e", "rn": "r"}.get(one, one) for one in found if one != "R"} | sections
+    options = re.findall(r"(?:^|\s)-([A-Za-z_]+)", text)
+    sections = {f"R {section}" for section in re.findall(r"\b([a-z]+)\[", text)}
+    return {{"oo": "o", "eo": "e", "rn": "r"}.get(option, option) for option in options if option != "R"} | sections
 
 
 def _blaunch(_: JobPlan) -> str:
@@ -112,8 +112,8 @@ def _blaunch(_: JobPlan) -> str:
 
 
 def _job(printed: str) -> str:
-    found = re.search(r"Job <(\d+)>", printed)
-    return found[1] if found else printed.strip()
+    number = re.search(r"Job <(\d+)>", printed)
+    return number[1] if number else printed.strip()
 
 
 def _own_option(text: str) -> str | None:

@@ -101,7 +101,7 @@ def directives(plan: JobPlan) -> list[str]:
         chunk.append(f"mem={_memory(node.memory)}")
     if scheduler.constraint:
         chunk.append(scheduler.constraint)
-    said = [
+    options = [
         ("-N ", plan.name, "--name"),
         ("-l ", ":".join(chunk), "[scheduler] constraint"),
         # On a line of its own: some versions take it for a part of the chunk.
@@ -113,17 +113,17 @@ def directives(plan: JobPlan) -> list[str]:
         ("-j ", "oe", ""),
         ("-o ", f"{plan.logs}/{plan.name}.pbs", "[paths] logs"),
     ]
-    lines = [directive(option, value, key) for option, value, key in said if value]
+    lines = [directive(option, value, key) for option, value, key in options if value]
     return with_site(lines, scheduler.directives, _keys, "#PBS")
 
 
 def _keys(text: str) -> set[str]:
     """Return what a directive sets: its options; of -l and -W the names of their values."""
-    found = set()
+    keys = set()
     for option, value in re.findall(r"(?:^|\s)-([A-Za-z])\s*(\S*)", text):
-        names = [one.partition("=")[0] for one in value.split(",")] if option in "lW" else [""]
-        found |= {f"{option} {'select' if name == 'nodes' else name}".strip() for name in names}
-    return found
+        names = [item.partition("=")[0] for item in value.split(",")] if option in "lW" else [""]
+        keys |= {f"{option} {'select' if name == 'nodes' else name}".strip() for name in names}
+    return keys
 
 
 def _walltime(time: str) -> str:

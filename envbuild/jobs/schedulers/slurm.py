@@ -125,7 +125,7 @@ def directives(plan: JobPlan) -> list[str]:
     horovod = plan.strategy == "horovod"
     tasks = plan.nproc_per_node if horovod else 1
     cpus = plan.cpus_per_node // tasks
-    said = [
+    options = [
         ("--job-name=", plan.name, "--name"),
         ("--nodes=", str(plan.nodes), "--nodes"),
         ("--ntasks-per-node=", str(tasks), "--nproc-per-node"),
@@ -142,7 +142,7 @@ def directives(plan: JobPlan) -> list[str]:
         # sbatch does not create this folder; without it the job ends at once and leaves no log.
         ("--output=", f"{plan.logs}/", "[paths] logs"),
     ]
-    lines = [directive(option, value, key) for option, value, key in said if value]
+    lines = [directive(option, value, key) for option, value, key in options if value]
     lines[-1] += "%x_%j.out"
     lines.append("--open-mode=append")
     lines.append(f"--{'' if scheduler.requeue else 'no-'}requeue")
@@ -187,7 +187,10 @@ def _options(text: str) -> Iterator[str]:
 
 def _keys(text: str) -> set[str]:
     """Return what a directive sets: its options, and `gpus-per-node` for each that asks for GPUs."""
-    return {"gpus-per-node" if one == "gres" and "gpu" in text else _SAME.get(one, one) for one in _options(text)}
+    return {
+        "gpus-per-node" if option == "gres" and "gpu" in text else _SAME.get(option, option)
+        for option in _options(text)
+    }
 
 
 def _own_option(text: str) -> str | None:
@@ -206,19 +209,19 @@ def _find_allocation(env: Mapping[str, str]) -> tuple[int, str] | None:
 
 
 def _nodes(directives: Iterable[Directive]) -> tuple[int, int] | None:
-    found = tasks = None
+    nodes = tasks = None
     each = 0
     for line, words in directives:
         for value in option_values(words, ("--nodes", "-N")):
-            found = (line, value)
+            nodes = (line, value)
         for value in option_values(words, ("--ntasks", "-n")):
             tasks = (line, whole_number(value) or 0)
         for value in option_values(words, ("--ntasks-per-node", "--tasks-per-node")):
             each = whole_number(value) or 0
-    if found is None and tasks and each:
+    if nodes is None and tasks and each:
         return tasks[0], max(1, -(-tasks[1] // each))
-    if found and (match := re.fullmatch(r"(?:\d+-)?(\d{1,9})", found[1])):
-        return found[0], int(match[1])
+    if nodes and (match := re.fullmatch(r"(?:\d+-)?(\d{1,9})", nodes[1])):
+        return nodes[0], int(match[1])
     return None
 
 
@@ -243,7 +246,7 @@ def _cpus(directives: Sequence[Directive]) -> int | None:
 
 
 def _partitions(printed: str) -> list[Queue]:
-    found: dict[str, Queue] = {}
+    queues: dict[str, Queue] = {}
     for line in printed.splitlines():
         row = line.strip().split("|")
         if len(row) != 6:
@@ -253,11 +256,11 @@ def _partitions(printed: str) -> list[Queue]:
         cpus, memory, nodes = (int((re.match(r"\d+", row[at]) or "0")[0]) for at in (2, 3, 5))
         name = row[0].rstrip("*")
         # Nodes of different kinds are listed separately: each value is the best among them.
-        if old := found.get(name):
+        if old := queues.get(name):
             cpus, memory = max(old.cpus or 0, cpus), max(old.memory or 0, memory)
             gpus, nodes, types = max(old.gpus or 0, gpus), old.nodes + nodes, types.union(old.gpu_types)
-        found[name] = Queue(name, row[0].endswith("*"), row[1], cpus, memory, gpus, nodes, tuple(sorted(types)))
-    return list(found.values())
+        queues[name] = Queue(name, row[0].endswith("*"), row[1], cpus, memory, gpus, nodes, tuple(sorted(types)))
+    return list(queues.values())
 
 
 SLURM = Scheduler(
