@@ -1,14 +1,27 @@
-"""The networks between nodes that recipes may name, from data/fabrics.toml, which documents each field."""
+"""The networks between nodes that recipes may name, and the variables that make NCCL in an artifact use them.
+
+data/fabrics.toml has the networks and documents each field.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any, Protocol
 
 from envbuild.base.errors import UsageError
 from envbuild.data import load_table
+
+if TYPE_CHECKING:
+    from envbuild.contract.state import BuiltLayer, State
+
+PLUGIN = "aws-ofi-nccl"
+# NCCL stores a plugin's name in 255 bytes, including the NUL.
+_LONGEST_NAME = 254
+_NCCL_WHEEL = re.compile(r"nvidia-nccl-cu\d+|nccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +106,16 @@ class Fabric:
         return tuple(one for one in self.options if one.layer == layer and family in (one.accelerator or (family,)))
 
 
+class SiteNetwork(Protocol):
+    """A site's network between nodes with GPUs: its interface, "" if unknown, and variables of every job."""
+
+    @property
+    def interface(self) -> str: ...
+
+    @property
+    def variables(self) -> Mapping[str, str]: ...
+
+
 @functools.cache
 def load_fabrics() -> Mapping[str, Fabric]:
     """Return all fabrics by name."""
@@ -144,3 +167,60 @@ def preflight_devices(provider: str) -> str:
     """
     adapter = adapter_of(provider)
     return "=".join(filter(None, (adapter.devices, adapter.driver))) if adapter and adapter.devices else ""
+
+
+def fabric_variables(fabric: Fabric, site: SiteNetwork) -> dict[str, str]:
+    """Return the variables of a GPU job: NCCL_NET, the site's interface, the fabric's variables, then the site's."""
+    variables = {"NCCL_NET": fabric.nccl_net} if fabric.nccl_net else {}
+    if site.interface:
+        variables["NCCL_SOCKET_IFNAME"] = site.interface
+    for name, value in fabric.variables.items():
+        if site.interface or "{interface}" not in value:
+            variables[name] = value.replace("{interface}", site.interface)
+    return {**variables, **site.variables}
+
+
+def nccl_version(state: State) -> str:
+    """Return the version of NCCL that the artifact was built with; "" if torch contains its own NCCL."""
+    built = next((layer.version for layer in state.layers if layer.name == "nccl"), "")
+    return built.split("-")[0] or next((v for name, v, _ in state.packages if _NCCL_WHEEL.fullmatch(name)), "")
+
+
+def plugin_variables(
+    layers: Sequence[BuiltLayer], root: PurePath, nccl: str, path: str = "", *, net_plugin: str
+) -> dict[str, str]:
+    """Return the variables by which NCCL finds its plugin, and the plugin the host's libfabric.
+
+    `root` is the folder of the environment, `nccl` the version of NCCL or RCCL ("" if unknown), `path` the value
+    that LD_LIBRARY_PATH has otherwise, `net_plugin` the prefix of the plugin's file that the library opens.
+
+    Since 2.21, NCCL_NET_PLUGIN may be a path for dlopen (up to 254 characters since 2.26); before, it is only the
+    suffix of a name that is searched along LD_LIBRARY_PATH. Source: NVIDIA/nccl, src/net.cc of v2.18.5-1 and
+    v2.21.5-1, src/plugin/plugin_open.cc and src/plugin/net.cc of v2.26.2-1 to v2.29.7-1. The plugin is libnccl-net.so
+    before aws-ofi-nccl 1.15 and libnccl-net-ofi.so since; NCCL_NET="AWS Libfabric" selects it in every version
+    (src/nccl_ofi_interface_nvidia.c* of v1.9.2-aws to v1.21.1).
+    """
+    by_name = {layer.name: layer for layer in layers}
+    folders: list[str] = []
+    variables: dict[str, str] = {}
+    if plugin := by_name.get(PLUGIN):
+        folder = PurePath(plugin.path or root) / "lib"
+        end = "-ofi" if _at_least(plugin.version, (1, 15)) else ""
+        whole = str(folder / f"{net_plugin}{end}.so")
+        if _at_least(nccl, (2, 21)) and len(whole.encode()) <= _LONGEST_NAME:
+            variables["NCCL_NET_PLUGIN"] = whole
+        else:
+            folders.append(str(folder))
+            if end:
+                variables["NCCL_NET_PLUGIN"] = "ofi"
+    if (host := by_name.get("libfabric")) and host.path:
+        folders += [f"{host.path}/lib64", f"{host.path}/lib"]
+    if folders:
+        variables["LD_LIBRARY_PATH"] = ":".join(filter(None, (*folders, path)))
+    return variables
+
+
+def _at_least(version: str, least: tuple[int, ...]) -> bool:
+    """Return whether `version` is `least` or newer; an unknown version counts as newer."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[: len(least)])
+    return not numbers or numbers >= least

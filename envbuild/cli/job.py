@@ -123,9 +123,9 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --nodes 64 --exclude-slow --submit
     """
     from envbuild.contract.receipt import is_quick
-    from envbuild.jobs.artifact import check_trust, full_hint, open_artifact
+    from envbuild.jobs.artifact import check_gpus, check_trust, full_hint, open_artifact
     from envbuild.jobs.plan import explained, no_scheduler_error, plan_job, scheduler_of, wanted_kinds
-    from envbuild.jobs.plan_checks import check_gpus, possible_faults
+    from envbuild.jobs.plan_checks import possible_faults
     from envbuild.jobs.schedulers import render
 
     check_out(out)
@@ -210,9 +210,8 @@ def preflight_command(
       envbuild preflight /fsx/pt.sqsh --site aws-parallelcluster --speed
       envbuild preflight build/pt_cpu/cpu-x86_64/venv --host n1,n2
     """
-    from envbuild.jobs.artifact import check_trust, open_artifact
+    from envbuild.jobs.artifact import check_gpus, check_trust, open_artifact
     from envbuild.jobs.plan import plan_job, wanted_kinds
-    from envbuild.jobs.plan_checks import check_gpus
     from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
 
     where = load_site(os.environ, site)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,20 @@ from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.files import build_folder, named_path
 from envbuild.contract.kinds import ARTIFACTS, DOCKER
 from envbuild.contract.manifest import shown
-from envbuild.contract.receipt import is_quick, passing_receipt, read_receipt, receipt_path
+from envbuild.contract.receipt import is_quick, passing_receipt, read_receipt, receipt_path, recorded_gpu_code
 from envbuild.contract.state import PREFIX, BuiltLayer
-from envbuild.fabrics import find_fabric
+from envbuild.fabrics import find_fabric, nccl_version
+from envbuild.gpus import chips_named, gpu_faults
 from envbuild.jobs.model import JobArtifact, JobInputs
 from envbuild.kinds import changed_files, kind_at, read_artifact
 from envbuild.kinds.built import check_lock, find_built, unknown
 from envbuild.recipe.find import search_folders
+from envbuild.recipe.targets import Target
+from envbuild.site.settings import Site
 from envbuild.site.tables import TrustTable
-from envbuild.verify.network import nccl_version
+from envbuild.verify.image_file import holds_file
+from envbuild.verify.model import listed
+from envbuild.verify.static_checks import read_gpu_files
 
 # Name or path of an image, and its digest → the place beside which its attested receipt lies, None without one.
 FetchAttested = Callable[[str, str], Path | None]
@@ -101,8 +107,8 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch:
         raise UsageError(
             f"{path} is not an artifact of envbuild", "pass the path that the build printed as its last line"
         )
-    found = read_artifact(path)
-    state, digest = found.state, found.digest
+    built = read_artifact(path)
+    state, digest = built.state, built.digest
     _check_target(path, state.target, target)
     place = path
     if fetch is not None and kind.form == "file" and not _has_bundle(path):
@@ -123,7 +129,7 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch:
         digest=digest,
         recipe=state.recipe,
         target=state.target,
-        python=found.python,
+        python=built.python,
         fabric=state.fabric,
         provider=find_fabric(state.fabric).provider,
         verified_at=receipt.get("verified_at", "") if receipt and not changed else "",
@@ -133,7 +139,17 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch:
     packages = frozenset(name for name, _, _ in state.packages)
     passed = receipt if not changed else None
     nccl = nccl_version(state)
-    return JobInputs(artifact, state.layers, nccl, state.verify, packages, passed, place, state.lock_digest)
+    return JobInputs(
+        artifact,
+        state.layers,
+        nccl,
+        state.verify,
+        packages,
+        passed,
+        place,
+        state.lock_digest,
+        holds_file=partial(holds_file, kind.form, str(path)),
+    )
 
 
 def _pushed(place: Path, target: str, unverified: bool) -> JobInputs:
@@ -198,11 +214,11 @@ def _image(
     )
     _check_target(named, artifact.target, target)
     layers = tuple(
-        BuiltLayer(one["name"], one["version"], "", one.get("path", "")) for one in (receipt or {}).get("layers", ())
+        BuiltLayer(row["name"], row["version"], "", row.get("path", "")) for row in (receipt or {}).get("layers", ())
     )
     nccl = (receipt or {}).get("versions", {}).get("nccl") or ""
-    told = (receipt or {}).get("packages")
-    packages = frozenset(told) if isinstance(told, list) else None
+    names = (receipt or {}).get("packages")
+    packages = frozenset(names) if isinstance(names, list) else None
     settings = (receipt or {}).get("settings")
     lock = str((receipt or {}).get("lock", {}).get("digest", ""))
     return JobInputs(artifact, layers, nccl, settings, packages, receipt if passed else None, place, lock)
@@ -210,7 +226,7 @@ def _image(
 
 def _receipt_of(digest: str | None, target: str | None) -> tuple[Path, dict[str, Any]] | None:
     """Return the receipt of the image `digest`, and its place, of local builds; unreadable ones are skipped."""
-    for place in sorted(one / "docker" for one in build_folder().glob(f"*/{target or '*'}")):
+    for place in sorted(folder / "docker" for folder in build_folder().glob(f"*/{target or '*'}")):
         path = receipt_path(place)
         try:
             receipt = _receipt(path)
@@ -230,11 +246,11 @@ def _has_bundle(place: Path) -> bool:
 
 def _receipt(path: Path) -> dict[str, Any]:
     try:
-        found = read_receipt(path)
-        found["target"], found["recipe"]["name"], found["artifact"]["path"]
+        receipt = read_receipt(path)
+        receipt["target"], receipt["recipe"]["name"], receipt["artifact"]["path"]
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{path}: cannot be understood: {error}", "build the image again") from error
-    return found
+    return receipt
 
 
 def check_trust(opened: JobInputs, trust: TrustTable) -> None:
@@ -258,12 +274,34 @@ def check_trust(opened: JobInputs, trust: TrustTable) -> None:
         )
 
 
-def _check_target(what: object, found: str, wanted: str | None) -> None:
-    if wanted is not None and found != wanted:
-        raise UsageError(f"{what} is for {found}, not for {wanted}", "leave out --target")
+def check_gpus(opened: JobInputs, site: Site) -> None:
+    """Raise VerificationError for an artifact without code for the GPUs of the site.
+
+    What its libraries have is in its receipt; without a passing one, the files of a local artifact are read.
+    """
+    artifact, words = opened.artifact, site.node.gpu_types
+    if not words or not artifact.accelerator.gpu:
+        return
+    hint = f"build it for {', '.join(words)}, or correct {site.origin('node', 'gpu_types')}"
+    if foreign := [word for word in words if chips_named(word)[0].accelerator != artifact.accelerator.name]:
+        raise VerificationError(
+            f"{artifact.path} is for {artifact.target}, and the GPUs of site {site.name} are {', '.join(foreign)}", hint
+        )
+    if opened.receipt is not None:
+        libraries = recorded_gpu_code(opened.receipt)
+    else:
+        path = Path(artifact.path)
+        libraries = read_gpu_files(path, Target.parse(artifact.target), site.limits) if path.exists() else {}
+    if faults := gpu_faults(libraries, words):
+        raise VerificationError(f"{artifact.path} does not run on the GPUs of site {site.name}: {listed(faults)}", hint)
 
 
-def _refusal(what: str, receipt: Path, command: str) -> VerificationError:
+def _check_target(named: object, target: str, requested: str | None) -> None:
+    if requested is not None and target != requested:
+        raise UsageError(f"{named} is for {target}, not for {requested}", "leave out --target")
+
+
+def _refusal(named: str, receipt: Path, command: str) -> VerificationError:
     return VerificationError(
-        f"{what} has no receipt that says that it passed ({receipt})", f"verify it (`{command}`), or say --unverified"
+        f"{named} has no receipt that says that it passed ({receipt})", f"verify it (`{command}`), or say --unverified"
     )

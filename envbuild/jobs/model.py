@@ -66,7 +66,8 @@ class JobInputs:
     `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify` is
     the recipe's [verify] table, and `packages` is None if unknown. `receipt` is its passing receipt if there is one,
     which lies beside `place`. `lock` is the digest of the lock from which it was built, "" if unknown.
-    `named_recipe` is the recipe by whose name it was found, "" if it was found otherwise.
+    `named_recipe` is the recipe by whose name it was found, "" if it was found otherwise. `holds_file` returns whether
+    the artifact is an image file with a regular file at an absolute path.
     """
 
     artifact: JobArtifact
@@ -78,6 +79,7 @@ class JobInputs:
     place: Path = Path()
     lock: str = ""
     named_recipe: str = ""
+    holds_file: Callable[[str], bool] = lambda path: False
 
     @property
     def names(self) -> tuple[str, ...]:

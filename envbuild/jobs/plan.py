@@ -14,14 +14,12 @@ from envbuild.base.process import torchrun_word
 from envbuild.base.text import size
 from envbuild.contract.kinds import ARTIFACTS, Artifact, kinds_of
 from envbuild.data.schedulers import LAUNCHERS, SCHEDULER_NAMES
-from envbuild.fabrics import find_fabric
+from envbuild.fabrics import fabric_variables, find_fabric, plugin_variables
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, Runtime
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.jobs import time_problem
 from envbuild.site.settings import Site
-from envbuild.verify.image_file import holds_file
-from envbuild.verify.network import fabric_variables, plugin_variables
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _EPOCHS = 10
@@ -271,7 +269,7 @@ def command_of(
             if not (request.current / path).is_file():
                 if not path.startswith("/"):
                     raise UsageError(f"there is no script {path}", "give the path of a file that nodes see too")
-                if holds_file(opened.artifact.of_kind.form, opened.artifact.path, path):
+                if opened.holds_file(path):
                     origin = IN_IMAGE
             path = str(absolute_path(request.current / path))
         return (path, *request.arguments), (), origin
@@ -321,7 +319,7 @@ def job_env(
         for name in site.fabric.variables:
             origins[f"variables.{name}"] = site.origin("fabric", "variables")
         root = PurePath(artifact.python).parents[1]
-        plugin = plugin_variables(opened.layers, root, opened.nccl, accelerator=artifact.accelerator)
+        plugin = plugin_variables(opened.layers, root, opened.nccl, net_plugin=artifact.accelerator.net_plugin)
         library = tuple(filter(None, plugin.pop("LD_LIBRARY_PATH", "").split(":")))
         take(plugin, "layer aws-ofi-nccl")
     own = artifact.of_kind.job_variables(artifact.path)

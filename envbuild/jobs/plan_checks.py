@@ -6,18 +6,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.errors import UsageError
 from envbuild.base.masking import looks_secret
-from envbuild.contract.receipt import recorded_gpu_code
-from envbuild.gpus import chips_named, gpu_faults
 from envbuild.jobs.kubernetes_pod import lost_log
 from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest
 from envbuild.jobs.schedulers import SCHEDULERS
-from envbuild.recipe.targets import Target
 from envbuild.site.jobs import DEFAULT_RUNTIME, UNLIMITED, unlimited
 from envbuild.site.settings import Site
-from envbuild.verify.model import listed
-from envbuild.verify.static_checks import read_gpu_files
 
 # Who set the command of a job: --script with a path inside the image.
 IN_IMAGE = "--script, in the image"
@@ -108,27 +103,6 @@ def check_nodes(artifact: JobArtifact, script: str, scheduler: str, site: Site) 
                 f"copy it to {site.paths.shared}, or build it there (--out); where nodes do see it, say so in "
                 "[paths] shared of the site file, and where runs go with --work",
             )
-
-
-def check_gpus(opened: JobInputs, site: Site) -> None:
-    """Raise VerificationError for an artifact without code for the GPUs of the site.
-
-    What its libraries have is in its receipt; without a passing one, the files of a local artifact are read.
-    """
-    artifact, words = opened.artifact, site.node.gpu_types
-    if not words or not artifact.accelerator.gpu:
-        return
-    hint = f"build it for {', '.join(words)}, or correct {site.origin('node', 'gpu_types')}"
-    if foreign := [word for word in words if chips_named(word)[0].accelerator != artifact.accelerator.name]:
-        what = f"{artifact.path} is for {artifact.target}, and the GPUs of site {site.name} are {', '.join(foreign)}"
-        raise VerificationError(what, hint)
-    if opened.receipt is not None:
-        libraries = recorded_gpu_code(opened.receipt)
-    else:
-        path = Path(artifact.path)
-        libraries = read_gpu_files(path, Target.parse(artifact.target), site.limits) if path.exists() else {}
-    if faults := gpu_faults(libraries, words):
-        raise VerificationError(f"{artifact.path} does not run on the GPUs of site {site.name}: {listed(faults)}", hint)
 
 
 def possible_faults(plan: JobPlan, host: str) -> Iterator[str]:

@@ -46,13 +46,6 @@ def words(values: Iterable[str], name: str = "a value") -> str:
     return " ".join(word(value, name) for value in values)
 
 
-def array(name: str, values: Sequence[str], title: str) -> str:
-    """Return the assignment of a bash array, with one value per line if there are several."""
-    if len(values) < 2:
-        return f"{name}=({words(values, title)})"
-    return "\n".join([f"{name}=(", *(f"    {word(value, title)}" for value in values), ")"])
-
-
 def fill(template: str, **values: str | int) -> str:
     """Return `template` with each @NAME@ replaced. Inserted values are not searched again."""
     return re.sub(r"@([A-Z]+)@", lambda match: str(values[match[1].lower()]), template)

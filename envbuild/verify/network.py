@@ -1,10 +1,4 @@
-"""The network of a job: the variables that make programs in an artifact use its fabric.
-
-How NCCL finds its plugin: since 2.21, NCCL_NET_PLUGIN may be a path for dlopen (up to 254 characters since
-2.26); before, it is only the suffix of a name that is searched along LD_LIBRARY_PATH. Source: NVIDIA/nccl,
-src/net.cc of v2.18.5-1 and v2.21.5-1, src/plugin/plugin_open.cc and src/plugin/net.cc of v2.26.2-1 to
-v2.29.7-1. The plugin is libnccl-net.so before aws-ofi-nccl 1.15 and libnccl-net-ofi.so since; NCCL_NET="AWS
-Libfabric" selects it in every version (src/nccl_ofi_interface_nvidia.c* of v1.9.2-aws to v1.21.1).
+"""The network of a verification: its variables, and the GPUs that each simulated node may use.
 
 NCCL_HOSTID makes NCCL treat simulated nodes on one host as separate hosts (src/misc/utils.cc), so that their
 traffic uses the network and not shared memory; ranks of different nodes may then share a GPU.
@@ -12,22 +6,16 @@ traffic uses the network and not shared memory; ranks of different nodes may the
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from envbuild.base.progress import Log
-from envbuild.contract.state import BuiltLayer, State
-from envbuild.fabrics import Fabric, find_fabric
-from envbuild.recipe.accelerators import CUDA, Accelerator
+from envbuild.fabrics import Fabric, fabric_variables, find_fabric, nccl_version, plugin_variables
+from envbuild.recipe.accelerators import Accelerator
 from envbuild.site.tables import FabricTable
 from envbuild.verify.model import Nodes, Settings, Subject
 
-PLUGIN = "aws-ofi-nccl"
-# NCCL stores a plugin's name in 255 bytes, including the NUL.
-_LONGEST_NAME = 254
-_NCCL_WHEEL = re.compile(r"nvidia-nccl-cu\d+|nccl")
 # Read by the trainer (ddp_train/chips.py).
 _CHIPS = "DDP_TRAIN_CHIPS"
 _DEBUG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,BOOTSTRAP,ENV,NET"}
@@ -71,7 +59,7 @@ def network_of(
     root, nccl = PurePath(subject.roots[0]), nccl_version(state)
     if chips := state.slim.get("gpus"):
         variables[_CHIPS] = ",".join(chips)
-    variables |= plugin_variables(state.layers, root, nccl, path, accelerator=accelerator)
+    variables |= plugin_variables(state.layers, root, nccl, path, net_plugin=accelerator.net_plugin)
     gpus, (count, each) = visible_gpus(env, accelerator), shape
     split = tuple(tuple(gpus[node * each : (node + 1) * each]) for node in range(count))
     enough = shared and count > 1 and len(gpus) >= count * each
@@ -99,54 +87,3 @@ def fit_to_gpus(settings: Settings, env: Mapping[str, str], accelerator: Acceler
         return settings
     log(f"{wanted} ranks per node were asked for, and this host has fewer GPUs: training with {gpus} per node")
     return replace(settings, nproc_per_node=gpus, wanted_nproc_per_node=wanted)
-
-
-def fabric_variables(fabric: Fabric, site: FabricTable) -> dict[str, str]:
-    """Return the variables of a GPU job: NCCL_NET, the site's interface, the fabric's variables, then the site's."""
-    found = {"NCCL_NET": fabric.nccl_net} if fabric.nccl_net else {}
-    if site.interface:
-        found["NCCL_SOCKET_IFNAME"] = site.interface
-    for name, value in fabric.variables.items():
-        if site.interface or "{interface}" not in value:
-            found[name] = value.replace("{interface}", site.interface)
-    return {**found, **site.variables}
-
-
-def nccl_version(state: State) -> str:
-    """Return the version of NCCL that the artifact was built with; "" if torch contains its own NCCL."""
-    built = next((layer.version for layer in state.layers if layer.name == "nccl"), "")
-    return built.split("-")[0] or next((v for name, v, _ in state.packages if _NCCL_WHEEL.fullmatch(name)), "")
-
-
-def plugin_variables(
-    layers: Sequence[BuiltLayer], root: PurePath, nccl: str, path: str = "", *, accelerator: Accelerator = CUDA
-) -> dict[str, str]:
-    """Return the variables by which NCCL finds its plugin, and the plugin the host's libfabric.
-
-    `root` is the folder of the environment, `nccl` the version of NCCL or RCCL ("" if unknown), `path` the value
-    that LD_LIBRARY_PATH has otherwise.
-    """
-    by_name = {layer.name: layer for layer in layers}
-    folders: list[str] = []
-    found: dict[str, str] = {}
-    if plugin := by_name.get(PLUGIN):
-        folder = PurePath(plugin.path or root) / "lib"
-        end = "-ofi" if _at_least(plugin.version, (1, 15)) else ""
-        whole = str(folder / f"{accelerator.net_plugin}{end}.so")
-        if _at_least(nccl, (2, 21)) and len(whole.encode()) <= _LONGEST_NAME:
-            found["NCCL_NET_PLUGIN"] = whole
-        else:
-            folders.append(str(folder))
-            if end:
-                found["NCCL_NET_PLUGIN"] = "ofi"
-    if (host := by_name.get("libfabric")) and host.path:
-        folders += [f"{host.path}/lib64", f"{host.path}/lib"]
-    if folders:
-        found["LD_LIBRARY_PATH"] = ":".join(filter(None, (*folders, path)))
-    return found
-
-
-def _at_least(version: str, least: tuple[int, ...]) -> bool:
-    """Return whether `version` is `least` or newer; an unknown version counts as newer."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[: len(least)])
-    return not numbers or numbers >= least

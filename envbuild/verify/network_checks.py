@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.contract.state import BuiltLayer
-from envbuild.fabrics import Fabric
+from envbuild.fabrics import PLUGIN, Fabric, nccl_version
 from envbuild.jobcheck.diagnose.nccl_log import Kind, NcclLog, parse_nccl_log
 from envbuild.recipe.accelerators import gpu_families
 from envbuild.verify.model import Check, Report, Subject, check_texts, judge
-from envbuild.verify.network import PLUGIN, nccl_version
 
 _MAX_LOG = 16 << 20
 

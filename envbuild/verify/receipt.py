@@ -12,8 +12,8 @@ from typing import Any
 
 from envbuild import __version__
 from envbuild.contract.receipt import FORMAT
+from envbuild.fabrics import nccl_version
 from envbuild.verify.model import Subject, Verdict
-from envbuild.verify.network import nccl_version
 
 
 def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[str, Any]:

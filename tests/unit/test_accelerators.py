@@ -19,6 +19,7 @@ from envbuild.compat.stack import Stack, stack_of
 from envbuild.contract.state import BuiltLayer
 from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
+from envbuild.fabrics import plugin_variables
 from envbuild.jobs.schedulers import render
 from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.layers.source_known import source_layers
@@ -32,7 +33,7 @@ from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_o
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target, target_problem
-from envbuild.verify.network import plugin_variables, visible_gpus
+from envbuild.verify.network import visible_gpus
 from envbuild.verify.training_checks import _wrong_build
 
 TARGET = Target.parse("rocm6.4-x86_64")
@@ -217,8 +218,8 @@ def test_the_plugin_s_file_is_the_one_that_rccl_opens() -> None:
         "LD_LIBRARY_PATH": "/x/libnccl-net/lib64:/x/libnccl-net/lib",
     }
     root = PurePath("/env")
-    assert plugin_variables(layers, root, "2.22.3", accelerator=CUDA) == found
-    rocm = plugin_variables(layers, root, "2.22.3", accelerator=ROCM)
+    assert plugin_variables(layers, root, "2.22.3", net_plugin=CUDA.net_plugin) == found
+    rocm = plugin_variables(layers, root, "2.22.3", net_plugin=ROCM.net_plugin)
     assert rocm == {**found, "NCCL_NET_PLUGIN": "/env/lib/librccl-net-ofi.so"}
 
 

@@ -19,7 +19,14 @@ from envbuild.compat.stack import stack_of
 from envbuild.contract.state import BuiltLayer, State
 from envbuild.doctor.fabric import adapters
 from envbuild.doctor.probe import Host
-from envbuild.fabrics import find_fabric, load_fabrics, preflight_devices
+from envbuild.fabrics import (
+    fabric_variables,
+    find_fabric,
+    load_fabrics,
+    nccl_version,
+    plugin_variables,
+    preflight_devices,
+)
 from envbuild.jobcheck.lint.kubernetes import lint_manifest
 from envbuild.kinds import commit
 from envbuild.layers.source_known import source_layers
@@ -31,14 +38,7 @@ from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import load_site
 from envbuild.site.tables import FabricTable
 from envbuild.verify.model import Settings, Subject
-from envbuild.verify.network import (
-    fabric_variables,
-    fit_to_gpus,
-    nccl_version,
-    network_of,
-    plugin_variables,
-    visible_gpus,
-)
+from envbuild.verify.network import fit_to_gpus, network_of, visible_gpus
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries
 
 TREE = Path(__file__).resolve().parents[2]
@@ -114,7 +114,7 @@ def test_a_missing_network_is_made_fatal_and_the_site_has_the_last_word() -> Non
 def test_nccl_is_told_where_its_plugin_is(
     layers: tuple[BuiltLayer, ...], root: Path, nccl: str, expected: dict[str, str]
 ) -> None:
-    assert plugin_variables(layers, root, nccl, "/host") == expected
+    assert plugin_variables(layers, root, nccl, "/host", net_plugin="libnccl-net") == expected
 
 
 def test_what_the_environment_has_otherwise_is_named() -> None:

@@ -253,7 +253,7 @@ def cuda_context(out: Path, **python: Any) -> Context:
 def test_the_machine_s_python_is_a_subject_with_its_nccl_and_the_planted_one(tmp_path: Path) -> None:
     from gpu.subject import _subject
 
-    from envbuild.verify.network import nccl_version
+    from envbuild.fabrics import nccl_version
 
     context = cuda_context(tmp_path)
     subject = _subject(context, "socket", "")

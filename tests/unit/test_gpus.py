@@ -22,8 +22,8 @@ from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import NATIVE, PTX, chips_named, gpu_faults, gpu_of, gpu_problem, library_runs, load_chips, runs
+from envbuild.jobs.artifact import check_gpus as check_site
 from envbuild.jobs.model import JobArtifact, JobInputs
-from envbuild.jobs.plan_checks import check_gpus as check_site
 from envbuild.jobs.schedulers.slurm import _partitions
 from envbuild.kinds.commit import check_unverified_gpus
 from envbuild.plan.plan import Plan

@@ -17,7 +17,7 @@ from unit.job_plans import LOADED, MODULES, PLAN, SIF, SITE, Stage, recorder
 
 from envbuild.base.errors import UsageError
 from envbuild.jobs.model import JobPlan
-from envbuild.jobs.quote import array, directive, heredoc, inside, mount, word
+from envbuild.jobs.quote import directive, heredoc, inside, mount, word, words
 from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import SchedulerTable
 
@@ -95,7 +95,7 @@ def _python(recorded: list[Any]) -> Any:
 @example(values=list(NASTY))
 def test_any_words_come_through_bash_and_sh(values: list[str]) -> None:
     printed = "".join(f"{value}\0" for value in values)
-    text = array("values", values, "a value") + "\n" + 'printf "%s\\0" ${values[@]+"${values[@]}"}'
+    text = f"values=({words(values)})\n" + 'printf "%s\\0" ${values[@]+"${values[@]}"}'
     if values:
         assert subprocess.run(["bash", "-c", text], stdout=subprocess.PIPE).stdout.decode() == printed
         plain = f'printf "%s\\0" {" ".join(word(value) for value in values)}'
