@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from envbuild.base.errors import BuildError
 from envbuild.base.text import normalise
-from envbuild.contract.layer_lists import LAYER_LISTS, LayerList, list_files, list_path, parse_list
-from envbuild.contract.state import BuiltLayer
+from envbuild.contract.layer_lists import LayerList, list_files, parse_list
+from envbuild.contract.state import LAYER_LISTS, BuiltLayer, list_path
 from envbuild.layers.source_files import read_manifest, sha256_of
 from envbuild.recipe.sources import SourceLayer
 

@@ -18,8 +18,8 @@ from typing import Any
 from envbuild.base.files import parse_json
 from envbuild.base.packages import json_digest
 from envbuild.contract.installed import HOST, FileReport, Files, file_digest, walk_files
+from envbuild.contract.state import LAYER_LISTS, list_path
 
-LAYER_LISTS = "share/envbuild/layers"
 _FORMAT = 1
 
 
@@ -90,11 +90,6 @@ class LayerList:
         path = root / list_path(self.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(self.render())
-
-
-def list_path(name: str) -> str:
-    """Return the path of the list of the layer `name`, below the environment's root."""
-    return f"{LAYER_LISTS}/{name}.json"
 
 
 def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, ...]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.packages import json_digest
-from envbuild.contract.layer_lists import list_path
 
 FILE = "envbuild.json"
+LAYER_LISTS = "share/envbuild/layers"
 # The folder of the environment in every image.
 PREFIX = "opt/env"
 # The time of the files of images and of the trainer: 2020-01-01. zipfile inside an image refuses times before 1980.
@@ -92,6 +92,11 @@ class State:
             if not data[name]:
                 del data[name]
         return json.dumps(data, indent=1) + "\n"
+
+
+def list_path(name: str) -> str:
+    """Return the path of the list of the layer `name`, below the environment's root."""
+    return f"{LAYER_LISTS}/{name}.json"
 
 
 def has_packages(root: Path, state: State, found: Iterable[tuple[str, str]]) -> bool:

@@ -17,7 +17,7 @@ from envbuild.base.packages import json_digest, record_digest
 from envbuild.base.text import normalise
 from envbuild.contract import layer_lists
 from envbuild.contract.installed import record_rows
-from envbuild.contract.state import PREFIX
+from envbuild.contract.state import LAYER_LISTS, PREFIX
 from envbuild.inspect.conda_meta import environments, reader_of, recorded_files, records
 from envbuild.inspect.facts import CONDA, VENV, DebianPackage, Inventory, Item, PythonPackage, SourceBuilt
 
@@ -26,7 +26,7 @@ MAX_SIZE = 16 << 20
 # Limits that keep memory below 500 MB; torch has 20,000 rows, and no METADATA comes near.
 _MOST_ROWS, _MAX_HEAD = 500_000, 1 << 20
 _INFO = re.compile(r"(?:^|/)(?:site|dist)-packages/([^/]+)\.(?:dist-info/(METADATA|RECORD)|egg-info(?:/(PKG-INFO))?)$")
-_LAYER = re.compile(rf"(?:^|/){layer_lists.LAYER_LISTS}/[^/]+\.json$")
+_LAYER = re.compile(rf"(?:^|/){LAYER_LISTS}/[^/]+\.json$")
 _STATUS = re.compile(r"^var/lib/dpkg/(?:status$|status\.d/[^/]+$)")
 _FIELD = re.compile(r"^([A-Za-z-]+):(.*)$", re.MULTILINE)
 # Rows about the installer and the location, not about the distribution.

@@ -79,7 +79,7 @@ class JobInputs:
     place: Path = Path()
     lock: str = ""
     named_recipe: str = ""
-    holds_file: Callable[[str], bool] = lambda path: False
+    holds_file: Callable[[str], bool] = field(default=lambda path: False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -267,7 +267,7 @@ def _conda_meta(data: bytes, folder: Path) -> None:
 
 
 def _layer_list(data: bytes, folder: Path) -> None:
-    path = folder / layer_lists.list_path("ucx")
+    path = folder / state.list_path("ucx")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     layer_lists.check_layers(folder, installed.FileReport())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from envbuild.jobs.plan_checks import possible_faults
 from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import LAUNCHERS
 from envbuild.site.settings import Site, load_site
+from envbuild.verify.image_file import holds_file
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -176,10 +178,11 @@ def test_a_script_that_only_nodes_have_is_doubted_and_one_in_the_image_is_not(tm
     line = ["enroot", "--from", f"docker-archive:{tmp_path}/i.tar", "--out", str(image), "--no-verify"]
     CliRunner().invoke(cli, line, env={"ENVBUILD_STORE": str(tmp_path / "store")}, catch_exceptions=False)
     shared = _site(tmp_path, f'{SLURM}[paths]\nshared = "{tmp_path}"\n[container]\nruntime = "pyxis"\n')
-    plan = plan_job(JobRequest(script="/opt/env/t.py", current=tmp_path), _at(str(image)), shared)
+    opened = replace(_at(str(image)), holds_file=partial(holds_file, "file", str(image)))
+    plan = plan_job(JobRequest(script="/opt/env/t.py", current=tmp_path), opened, shared)
     assert list(possible_faults(plan, "x86_64")) == []
     assert (plan.origins["command"], plan.mounts) == ("--script, in the image", ((str(tmp_path), str(tmp_path)),))
-    plan = plan_job(JobRequest(script="/opt/env/none.py", current=tmp_path), _at(str(image)), shared)
+    plan = plan_job(JobRequest(script="/opt/env/none.py", current=tmp_path), opened, shared)
     assert "there is no /opt/env/none.py" in next(possible_faults(plan, "x86_64"))
 
 
@@ -272,7 +275,7 @@ def test_an_artifact_on_a_disk_that_each_node_has_for_itself_is_refused(tmp_path
 
 def test_so_is_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
-    site = _site(tmp_path, FSX)
+    site = _site(tmp_path, FSX.replace('"/local"', f'"{tmp_path}"'))
     with pytest.raises(UsageError, match=f"nodes do not see {tmp_path}/train.py"):
         plan_job(JobRequest(script="train.py", current=tmp_path), _at("/fsx/ada/x.sqsh"), site)
 
