@@ -21,8 +21,7 @@ from envbuild.base.packages import record_digest
 from envbuild.base.progress import log
 from envbuild.base.text import normalise_version
 from envbuild.contract.image_manifest import FILE_NAME, FORMAT, OCI, PathRow, render, row_of
-from envbuild.contract.layer_lists import list_path
-from envbuild.contract.state import PREFIX, State
+from envbuild.contract.state import PREFIX, State, list_path
 from envbuild.environment import Environment
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree
 from envbuild.image.layer import with_parents
