@@ -27,7 +27,7 @@ from envbuild.store.store import working_folder
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
 from envbuild.verify.own_runtime import EXTRACT, START, WAYS, WayUnavailable, extract, forbidden, spec_of
-from envbuild.verify.runtimes import NAMES, OWN
+from envbuild.verify.runtimes import OWN, names
 
 RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
 # Variables that a job sets for its programs; of Python's settings, those of data/caller.toml are passed, too. PATH,
@@ -150,13 +150,15 @@ def exec_image(
     host cannot start it.
     """
     if runtime not in RUNTIMES:
-        fault = f"{runtime} starts ranks, not one program" if runtime in NAMES else f"no runtime is called {runtime!r}"
+        fault = (
+            f"{runtime} starts ranks, not one program" if runtime in names() else f"no runtime is called {runtime!r}"
+        )
         raise UsageError(fault, f"one of {', '.join(RUNTIMES)}")
     accelerator = next((one for one in gpu_families() if any(Path("/dev").glob(one.probe))), CPU)
     image = open_image_file(path, accelerator=accelerator)
     home = environment.variables.get("HOME")
     told = {
-        "kind": image.kind,
+        "format": image.format,
         "program": command[0],
         "arguments": list(command[1:]),
         "variables": {

@@ -147,10 +147,12 @@ def _normalised(entries: Mapping[str, MergedEntry]) -> Iterator[MergedEntry]:
             yield MergedEntry(kept, merged.layer, merged.member)
 
 
-def write_sqsh(root: SquashTree, out: BinaryIO, on_progress: OnProgress) -> str:
-    """Write the squashfs to `out`, a new file, and return its digest. Raises BuildError (too little disk space)."""
+def write_sqsh(
+    root: SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None
+) -> tuple[int, str]:
+    """Write the squashfs to `out`, a new file; returns as `write_sif`. Raises BuildError (too little disk space)."""
     reserve(out, root.size)
-    return _write(root, out, 0, on_progress, out.truncate)
+    return 0, _write(root, out, 0, on_progress, out.truncate)
 
 
 def spans_of(root: SquashTree, base: int) -> list[Span]:
@@ -191,6 +193,10 @@ def write_sif(
     finish(out.tell())
     out.flush()
     return start, file_digest(Path(out.name))
+
+
+# The writer of each format of image files.
+WRITERS = {"squashfs": write_sqsh, "sif": write_sif}
 
 
 def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress, finish: Callable[[int], object]) -> str:

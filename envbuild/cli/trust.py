@@ -21,7 +21,7 @@ from envbuild.bundle import ATTESTATION, attest_bundle, judge_bundle, read_bundl
 from envbuild.cli import complete
 from envbuild.cli.common import attested_images, run_environment, show
 from envbuild.cli.options import PATH, with_options
-from envbuild.contract.kinds import ARTIFACTS
+from envbuild.contract.kinds import ARTIFACTS, FileArtifact
 from envbuild.jobs.artifact import FetchAttested, open_artifact
 from envbuild.jobs.model import JobInputs
 from envbuild.site.settings import load_site
@@ -123,10 +123,11 @@ def _attest(
     with writing(place.parent):
         for name, bundle in bundles.items():
             write_beside(bundle_path(opened.place, name), bundle.decode())
-    if opened.artifact.kind == "apptainer":
+    kind = ARTIFACTS[opened.artifact.kind]
+    if isinstance(kind, FileArtifact) and kind.format == "sif":
         _embed(opened.place, bundles, signer)
     _, _, digest = opened.artifact.path.partition("@")
-    if ARTIFACTS[opened.artifact.kind].form == "registry":
+    if kind.form == "registry":
         from envbuild.kinds.attached import push_bundles
 
         environment = run_environment()

@@ -70,8 +70,16 @@ class FolderArtifact(Artifact):
 
 @dataclass(frozen=True, slots=True)
 class FileArtifact(Artifact):
-    """An image in one file."""
+    """An image in one file.
 
+    `format` is its format, a key of FORMATS in verify/image_file.py; `mode` are its permissions. The file of an image
+    that envbuild did not build has the words of the image's name, joined by `joint`: the last `last_words`, 0 for all.
+    """
+
+    format: str = "squashfs"
+    mode: int = 0o644
+    joint: str = "+"
+    last_words: int = 0
     form: ClassVar[Form] = "file"
 
 
@@ -126,6 +134,10 @@ APPTAINER = FileArtifact(
     imports=_FILE_IMPORTS,
     starters=("apptainer", "singularity"),
     containers=("apptainer",),
+    format="sif",
+    mode=0o755,  # as Apptainer's own are
+    joint="_",
+    last_words=2,
 )
 ARTIFACTS: Mapping[str, Artifact] = {kind.name: kind for kind in (VENV, CONDA, DOCKER, ENROOT, APPTAINER)}
 
@@ -133,6 +145,13 @@ ARTIFACTS: Mapping[str, Artifact] = {kind.name: kind for kind in (VENV, CONDA, D
 def kinds_of(*forms: str) -> tuple[str, ...]:
     """Return the names of the kinds whose form is one of `forms`, in the order of ARTIFACTS."""
     return tuple(name for name, kind in ARTIFACTS.items() if kind.form in forms)
+
+
+def file_kind(name: str) -> FileArtifact:
+    """Return the kind `name` of image files."""
+    kind = ARTIFACTS[name]
+    assert isinstance(kind, FileArtifact), name
+    return kind
 
 
 def folder_kind(path: Path) -> FolderArtifact | None:

@@ -121,7 +121,8 @@ def main() -> None:
 
 def _attempt(folder: Path, way: str, compressor: str) -> tuple[bool, str, str]:
     """Return (success, reason of a failure, hint) of a launch of a tiny image by the method `way`."""
-    from envbuild.verify.image_file import ENROOT, ImageFile
+    from envbuild.contract.kinds import ENROOT
+    from envbuild.verify.image_file import ImageFile
     from envbuild.verify.own_runtime import own_runtime
 
     image = folder / f"{compressor}.sqsh"
@@ -129,7 +130,7 @@ def _attempt(folder: Path, way: str, compressor: str) -> tuple[bool, str, str]:
     store = folder / "store"
     environment = Environment(dict(os.environ), Site(store=store), PipConfig(), Store(store))
     try:
-        own_runtime(ImageFile(image, ENROOT, 0, compressor), way, environment)
+        own_runtime(ImageFile(image, ENROOT.name, 0, compressor), way, environment)
     except EnvbuildError as error:
         return False, error.message.splitlines()[0], error.hint or ""
     return True, "", ""

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from envbuild.artifacts.apptainer import definition, recipe_definition
 from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
-from envbuild.artifacts.squash import composed, spans_of, write_sif, write_sqsh
+from envbuild.artifacts.squash import WRITERS, composed, spans_of
 from envbuild.base import atomic
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size
-from envbuild.contract.kinds import ARTIFACTS
+from envbuild.contract.kinds import file_kind
 from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
 from envbuild.contract.state import State
 from envbuild.environment import Environment
@@ -49,7 +49,7 @@ from envbuild.layers.segment_cache import MissingData, SegmentCache, segment_cac
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.settings import Site
 from envbuild.store.pieces import Span, note_spans
-from envbuild.verify.image_file import ENROOT, check_image_place, image_state, open_image_file
+from envbuild.verify.image_file import check_image_place, image_state, open_image_file
 from envbuild.verify.model import FULL, Thoroughness
 
 if TYPE_CHECKING:  # a conversion needs nothing of recipes
@@ -96,9 +96,8 @@ class _Build:
 
 def imported_file(kind: str, source: ImageSource) -> OutputFile:
     """Return the file that `enroot import` or `apptainer pull` would write for an image."""
-    joint = "+" if kind == ENROOT else "_"
-    words = source.words if kind == ENROOT else source.words[-2:]
-    return OutputFile(kind, Path(joint.join(words) + Path(ARTIFACTS[kind].default_name).suffix))
+    row = file_kind(kind)
+    return OutputFile(kind, Path(row.joint.join(source.words[-row.last_words :]) + Path(row.default_name).suffix))
 
 
 def check_files(options: ImageFileOptions) -> None:
@@ -228,12 +227,9 @@ def _natively(
             check_disk_space(path.parent, squashfs.stat().st_size if squashfs else root.size)
             with atomic.writing(file.path.parent), path.open("x+b") as out:
                 with transfer(f"writing {file.path.name}", None) as on_progress:
-                    if file.kind == ENROOT:
-                        digest, squashfs, base = write_sqsh(root, out, on_progress), path, 0
-                    else:
-                        base, digest = write_sif(root, out, on_progress, squashfs)
-                # A SIF is executable, as Apptainer's own are.
-                path.chmod(0o644 if file.kind == ENROOT else 0o755)
+                    base, digest = WRITERS[file_kind(file.kind).format](root, out, on_progress, squashfs)
+                path.chmod(file_kind(file.kind).mode)
+            squashfs = squashfs if base else path
             log(f"  {file.path.name}: {human_size(path.stat().st_size)}")
             staged.append((path, digest))
             spans.append(spans_of(root, base))

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import MISSING
 from envbuild.base.packages import digest_of
 from envbuild.contract.image_manifest import FILE_NAME
+from envbuild.contract.kinds import ARTIFACTS, FileArtifact, file_kind
 from envbuild.contract.state import FILE, PREFIX, State, parse_state
 from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.model import NAMES
@@ -24,7 +25,6 @@ from envbuild.verify.namespace import WORK
 if TYPE_CHECKING:
     from envbuild.verify.host import Launch
 
-ENROOT, APPTAINER = "enroot", "apptainer"
 _HEAD = 64
 # A site's GPU and network variables, which a job's programs need; no other variable of the caller enters an image.
 _PASSED = ("NCCL_", "FI_", "OFI_NCCL_", "UCX_", "TERM")
@@ -32,10 +32,28 @@ _MOST_STATE, _MOST_MANIFEST = 16 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFile:
-    """A file that holds a squashfs from `offset` on: ENROOT is the `kind` of a bare one, APPTAINER that of a SIF.
+class ImageFormat:
+    """A format of image files; `title` is its name in messages.
 
-    `path` is absolute; `accelerator` is the one that the image's programs run on.
+    `matches` tells whether a file with these first bytes has the format; `offset` returns where its squashfs begins.
+    """
+
+    title: str
+    matches: Callable[[bytes], bool]
+    offset: Callable[[BinaryIO, str], int]
+
+
+FORMATS = {
+    "squashfs": ImageFormat("squashfs", is_squashfs, lambda _, __: 0),
+    "sif": ImageFormat("SIF", is_sif, lambda stream, where: read_sif(stream, where).partition.offset),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageFile:
+    """A file that holds a squashfs from `offset` on.
+
+    `path` is absolute; `kind` is the artifact's; `accelerator` is the one that the image's programs run on.
     """
 
     path: Path
@@ -43,6 +61,11 @@ class ImageFile:
     offset: int
     compressor: str
     accelerator: Accelerator = CPU
+
+    @property
+    def format(self) -> str:
+        """The format of the file, a key of FORMATS."""
+        return file_kind(self.kind).format
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +81,7 @@ class Runtime:
 
 
 def image_kind(path: Path) -> str | None:
-    """Return ENROOT for a squashfs and APPTAINER for a SIF, by the first bytes of `path`; None for any other file.
+    """Return the kind of the image file `path`, by its first bytes; None for any other file.
 
     Raises OSError for a file that cannot be read.
     """
@@ -69,9 +92,13 @@ def image_kind(path: Path) -> str | None:
             head = stream.read(_HEAD)
     except MISSING:
         return None
-    if is_sif(head):
-        return APPTAINER
-    return ENROOT if is_squashfs(head) else None
+    kind = _kind_of(head)
+    return kind.name if kind else None
+
+
+def _kind_of(head: bytes) -> FileArtifact | None:
+    kinds = (kind for kind in ARTIFACTS.values() if isinstance(kind, FileArtifact))
+    return next((kind for kind in kinds if FORMATS[kind.format].matches(head)), None)
 
 
 def check_image_place(path: Path) -> None:
@@ -90,17 +117,18 @@ def open_image_file(path: Path, kind: str | None = None, *, accelerator: Acceler
     try:
         with path.open("rb") as stream:
             head = stream.read(_HEAD)
-            found = APPTAINER if is_sif(head) else ENROOT
-            offset = read_sif(stream, str(path)).partition.offset if found == APPTAINER else 0
+            actual = _kind_of(head)
+            offset = FORMATS[actual.format].offset(stream, str(path)) if actual else 0
             stream.seek(offset)
             block = stream.read(22)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", "give a .sqsh or .sif file") from error
-    if not is_squashfs(block) or len(block) < 22 or (kind or found) != found:
-        raise UsageError(f"{path} is no {'SIF' if kind == APPTAINER else 'squashfs'} image")
+    if actual is None or not is_squashfs(block) or len(block) < 22 or kind not in (None, actual.name):
+        expected = file_kind(kind).format if kind else "squashfs"
+        raise UsageError(f"{path} is no {FORMATS[expected].title} image")
     number = struct.unpack_from("<H", block, 20)[0]
     compressor = NAMES.get(number, f"number {number}")
-    return ImageFile(path.absolute(), found, offset, compressor, accelerator)
+    return ImageFile(path.absolute(), actual.name, offset, compressor, accelerator)
 
 
 def image_state(image: ImageFile) -> State:

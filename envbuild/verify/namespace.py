@@ -91,7 +91,7 @@ def run(launcher: socket.socket) -> NoReturn:
         sys.exit(1)
 
     def become() -> NoReturn:
-        error = _become(spec["kind"], spec["program"], tuple(spec["arguments"]), spec["variables"])
+        error = _become(spec["format"], spec["program"], tuple(spec["arguments"]), spec["variables"])
         print(f"{spec['program']}: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(127 if error.errno == errno.ENOENT else 126)
 
@@ -131,7 +131,7 @@ def _make(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict
     return {}
 
 
-def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
+def enter(keeper: str, image_format: str, program: str, *arguments: str) -> NoReturn:
     """Become `program` of the image that process `keeper` holds; this process's variables override the image's."""
     parent = os.getppid()
     try:
@@ -145,14 +145,14 @@ def enter(keeper: str, kind: str, program: str, *arguments: str) -> NoReturn:
     die_with(parent, signal.SIGTERM)
     os.chdir(WORK)
     os.environ.pop("LC_CTYPE", None)  # set by Python itself when there is no locale (PEP 538)
-    error = _become(kind, program, arguments, {"HOME": "/tmp", **os.environ})
+    error = _become(image_format, program, arguments, {"HOME": "/tmp", **os.environ})
     sys.exit(f"{program}: {error.strerror}")
 
 
-def _become(kind: str, program: str, arguments: tuple[str, ...], variables: dict[str, str]) -> OSError:
-    """Become `program`, with `variables` over those of an image of `kind`. Return the error if that fails."""
+def _become(image_format: str, program: str, arguments: tuple[str, ...], variables: dict[str, str]) -> OSError:
+    """Become `program`, with `variables` over those of the image. Return the error if that fails."""
     driver = DRIVER if os.path.isdir(DRIVER) else ""
-    if kind == "apptainer" and os.path.exists(_OCI_VARIABLES):
+    if image_format == "sif" and os.path.exists(_OCI_VARIABLES):
         extend = f"export LD_LIBRARY_PATH={driver}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}; "
         script = f'. {_OCI_VARIABLES}; {extend if driver else ""}exec "$0" "$@"'
         program, arguments = "/bin/sh", ("-c", script, program, *arguments)

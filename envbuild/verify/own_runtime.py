@@ -105,7 +105,7 @@ def _open(image: ImageFile, way: str, environment: Environment, work: Path) -> I
             keeper = stack.enter_context(_keeper(spec_of(image, way, folder, work, environment), environment))
         except WayUnavailable as error:
             raise HostError(f"{image.path} cannot be launched any longer: {error}") from None
-        enter, variables = [*START, "enter", str(keeper), image.kind], passed(environment.variables)
+        enter, variables = [*START, "enter", str(keeper), image.format], passed(environment.variables)
         yield lambda program, arguments, extra: ([*enter, program, *arguments], {**variables, **extra})
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -27,6 +27,7 @@ from envbuild.artifacts.survey import Survey
 from envbuild.base import process
 from envbuild.base.errors import HostError, UsageError
 from envbuild.contract.image_manifest import SQUASHFS
+from envbuild.contract.kinds import file_kind
 from envbuild.contract.receipt import manifest_of
 from envbuild.contract.state import PREFIX, State
 from envbuild.environment import Environment
@@ -34,8 +35,6 @@ from envbuild.image.sif import content_digest
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.host import HostNodes, Launch
 from envbuild.verify.image_file import (
-    APPTAINER,
-    ENROOT,
     ImageFile,
     Runtime,
     image_state,
@@ -49,16 +48,7 @@ from envbuild.verify.outside import read_squashfs, survey_image
 from envbuild.verify.own_runtime import WAYS, own_runtime
 
 OWN = "own"
-# The programs that start an image of each kind, best first; without any of them, envbuild uses its own runtime.
-_PROGRAMS = {ENROOT: ("enroot",), APPTAINER: ("apptainer", "singularity")}
-NAMES = (ENROOT, APPTAINER, OWN, *(f"{OWN}:{way}" for way in WAYS))
-# Variables that programs on this host need, and prefixes of those that configure each runtime and its hooks.
-# APPTAINERENV_… are left out: the user sets them for their own runs.
-_NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LANG", "TERM")
-_CONFIGURE = {
-    ENROOT: ("ENROOT_", "XDG_", "NVIDIA_", "MELLANOX_"),
-    APPTAINER: ("APPTAINER_", "SINGULARITY_", "XDG_", "SQUASHFUSE", "FUSE"),
-}
+_NEEDED = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "LANG", "TERM")  # variables of every program on this host
 _NAME = "envbuild"  # of an unpacked image, to enroot
 _PROBE = """
 import os, sys
@@ -67,6 +57,27 @@ if "ENVBUILD_PROBE" not in os.environ:
 """
 # Apptainer's options: the site's default; user namespace.
 _MODES: tuple[tuple[str, ...], ...] = ((), ("--userns",))
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRuntime:
+    """A program of this host that starts image files of some `kinds`; a row of RUNTIMES.
+
+    `programs` are its names, best first. `variables` are prefixes of the caller's variables that configure it and its
+    hooks; with `selects_devices`, it also gets the accelerator's container variables. `start` gets the image, the
+    program, and the program's variables; it raises HostError if the program cannot start the image.
+    """
+
+    kinds: tuple[str, ...]
+    programs: tuple[str, ...]
+    variables: tuple[str, ...]
+    start: Callable[[ImageFile, Path, dict[str, str], Environment], Runtime]
+    selects_devices: bool = False
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that `--runtime` accepts."""
+    return (*RUNTIMES, OWN, *(f"{OWN}:{way}" for way in WAYS))
 
 
 def file_subject(
@@ -82,7 +93,7 @@ def file_subject(
     """Return the subject for the image file `path` of `kind` (`enroot` or `apptainer`).
 
     `manifest` is the digest of the manifest of its files, "" for that of the manifest inside. `runtime` is one of
-    runtimes.NAMES, or None for the best available one. Raises UsageError for a file or a runtime of another kind,
+    `names()`, or None for the best available one. Raises UsageError for a file or a runtime of another kind,
     HostError when no runtime on this host can start the image.
     """
     target = Target.parse(state.target)
@@ -131,24 +142,26 @@ def _nodes(runtime: Runtime, work: Path) -> Iterator[HostNodes]:
 def choose(kind: str, wanted: str | None, variables: Mapping[str, str]) -> tuple[str, Path | None, str | None]:
     """Return the runtime for an image of `kind`, its program, and the requested way of the own runtime, if any.
 
-    `wanted` is one of NAMES, None for the best. Raises UsageError for an unsuitable one, HostError without it.
+    `wanted` is one of `names()`, None for the best. Raises UsageError for an unsuitable one, HostError without it.
     """
-    if wanted is not None and wanted not in NAMES:
-        raise UsageError(f"no runtime is called {wanted!r}", f"one of {', '.join(NAMES)}")
-    if wanted in _PROGRAMS and wanted != kind:
+    if wanted is not None and wanted not in names():
+        raise UsageError(f"no runtime is called {wanted!r}", f"one of {', '.join(names())}")
+    suitable = {name: row for name, row in RUNTIMES.items() if kind in row.kinds}
+    if wanted in RUNTIMES and wanted not in suitable:
         raise UsageError(
-            f"{wanted} does not start {'.sif' if kind == APPTAINER else '.sqsh'} images", f"choose {kind} or {OWN}"
+            f"{wanted} does not start {Path(file_kind(kind).default_name).suffix} images",
+            f"choose {' or '.join([*suitable, OWN])}",
         )
-    if wanted in (None, kind):
-        search = variables.get("PATH", os.defpath)
-        for name in _PROGRAMS[kind]:
-            if found := shutil.which(name, path=search):
-                return kind, Path(found), None
-        if wanted:
-            raise HostError(
-                f"{' or '.join(_PROGRAMS[kind])} is not on PATH",
-                f"install it, or choose {OWN}, which needs nothing installed",
-            )
+    search = variables.get("PATH", os.defpath)
+    for name, row in suitable.items():
+        for program in row.programs if wanted in (None, name) else ():
+            if found := shutil.which(program, path=search):
+                return name, Path(found), None
+    if wanted in suitable:
+        raise HostError(
+            f"{' or '.join(suitable[wanted].programs)} is not on PATH",
+            f"install it, or choose {OWN}, which needs nothing installed",
+        )
     return OWN, None, (wanted or OWN).partition(":")[2] or None
 
 
@@ -162,7 +175,8 @@ def runtime_for(image: ImageFile, wanted: str | None, environment: Environment) 
     if program is None:
         return own_runtime(image, way, environment)
     try:
-        return (_enroot if name == ENROOT else _apptainer)(image, program, environment)
+        row = RUNTIMES[name]
+        return row.start(image, program, _host(row, image, environment.variables), environment)
     except HostError as failed:
         if wanted is not None:
             raise
@@ -173,32 +187,30 @@ def runtime_for(image: ImageFile, wanted: str | None, environment: Environment) 
         return replace(own, name=f"{own.name}, {name} could not start it")
 
 
-def _host(image: ImageFile, variables: Mapping[str, str]) -> dict[str, str]:
+def _host(row: ImageRuntime, image: ImageFile, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of the process that starts `image`."""
-    own = _CONFIGURE[image.kind]
-    kept = {name: value for name, value in variables.items() if name in _NEEDED or name.startswith(own)}
-    return {**dict(image.accelerator.container_variables), **kept} if image.kind == ENROOT else kept
+    kept = {name: value for name, value in variables.items() if name in _NEEDED or name.startswith(row.variables)}
+    return {**dict(image.accelerator.container_variables), **kept} if row.selects_devices else kept
 
 
-def _enroot(image: ImageFile, program: Path, environment: Environment) -> Runtime:
-    host = _host(image, environment.variables)
+def _enroot(image: ImageFile, program: Path, host: dict[str, str], environment: Environment) -> Runtime:
     version = process.run([program, "version"], env=host, failure=HostError).stdout.strip()
     probe = [str(program), "start", str(image.path), "python", "-I", "-c", "pass"]
     in_place = process.run(probe, env=host, check=False).returncode == 0
     name = f"enroot {version}" + ("" if in_place else " (unpacked)")
-    return Runtime(name, partial(_open_enroot, program, image, environment, in_place))
+    return Runtime(name, partial(_open_enroot, program, image, host, environment, in_place))
 
 
 @contextmanager
 def _open_enroot(
-    program: Path, image: ImageFile, environment: Environment, in_place: bool, work: Path
+    program: Path, image: ImageFile, host: Mapping[str, str], environment: Environment, in_place: bool, work: Path
 ) -> Iterator[Launch]:
     if set(str(work)) & set(":\\") or len(str(work).split()) != 1:  # fstab(5) escapes by backslash
         raise HostError(
             f"enroot cannot mount the folder {work}: its name has a colon, a backslash or a space",
             "set TMPDIR to a folder without them in its path",
         )
-    host, inside = _host(image, environment.variables), passed(environment.variables)
+    host, inside = dict(host), passed(environment.variables)
     mount = f"{work}:{WORK}:none:x-create=dir,bind,rw"
     with ExitStack() as stack:
         if not in_place:
@@ -214,9 +226,8 @@ def _open_enroot(
         yield launch
 
 
-def _apptainer(image: ImageFile, program: Path, environment: Environment) -> Runtime:
+def _apptainer(image: ImageFile, program: Path, host: dict[str, str], environment: Environment) -> Runtime:
     """Return the runtime of the Apptainer or Singularity at `program`, in the first mode that starts `image`."""
-    host = _host(image, environment.variables)
     code, version = _run([str(program), "--version"], host)
     if code != 0:
         raise HostError(f"{program} --version failed (exit {code}): {version}")
@@ -227,7 +238,7 @@ def _apptainer(image: ImageFile, program: Path, environment: Environment) -> Run
         code, text = _run(probe, host | _given({"ENVBUILD_PROBE": "1"}))
         if code == 0:
             name = " ".join([*version.replace(" version ", " ").split("\n")[0].split(), *mode])
-            return Runtime(name, partial(_open_apptainer, program, image, environment, mode))
+            return Runtime(name, partial(_open_apptainer, program, image, host, environment, mode))
         failed.append(f"{' '.join(['exec', *mode])} (exit {code}): {text}")
     raise HostError(
         f"{version} cannot start {image.path}:\n  " + "\n  ".join(failed),
@@ -237,16 +248,21 @@ def _apptainer(image: ImageFile, program: Path, environment: Environment) -> Run
 
 @contextmanager
 def _open_apptainer(
-    program: Path, image: ImageFile, environment: Environment, mode: Sequence[str], work: Path
+    program: Path,
+    image: ImageFile,
+    host: Mapping[str, str],
+    environment: Environment,
+    mode: Sequence[str],
+    work: Path,
 ) -> Iterator[Launch]:
     if set(str(work)) & set(':,"\\'):
         raise HostError(
             f"Apptainer cannot bind the folder {work}: its name has a character with a meaning",
             'set TMPDIR to a folder without : , " and \\ in its path',
         )
-    host, inside = _host(image, environment.variables), passed(environment.variables)
+    inside = passed(environment.variables)
     command = [*_exec(program, image, mode), "--bind", f"{work}:{WORK}", "--pwd", WORK, str(image.path)]
-    yield lambda name, arguments, extra: ([*command, name, *arguments], host | _given({**inside, **extra}))
+    yield lambda name, arguments, extra: ([*command, name, *arguments], {**host} | _given({**inside, **extra}))
 
 
 def _exec(program: Path, image: ImageFile, mode: Sequence[str]) -> list[str]:
@@ -270,3 +286,18 @@ def _run(command: list[str], variables: Mapping[str, str]) -> tuple[int, str]:
     except OSError as error:
         raise HostError(f"{command[0]} cannot be run: {error.strerror}") from error
     return done["return_code"], "".join(done["message"]).strip()[-2000:]
+
+
+# The best first; without any of them, envbuild uses its own runtime. APPTAINERENV_… are not passed on: users set them
+# for their own runs.
+RUNTIMES: Mapping[str, ImageRuntime] = {
+    "enroot": ImageRuntime(
+        ("enroot",), ("enroot",), ("ENROOT_", "XDG_", "NVIDIA_", "MELLANOX_"), _enroot, selects_devices=True
+    ),
+    "apptainer": ImageRuntime(
+        ("apptainer",),
+        ("apptainer", "singularity"),
+        ("APPTAINER_", "SINGULARITY_", "XDG_", "SQUASHFUSE", "FUSE"),
+        _apptainer,
+    ),
+}

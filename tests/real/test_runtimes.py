@@ -21,7 +21,7 @@ from lab.small_image import PATH, write_tree
 from envbuild.base.errors import HostError
 from envbuild.environment import Environment, load_environment
 from envbuild.image.sif import finish_sif, write_sif_front
-from envbuild.verify.image_file import APPTAINER, ImageFile, Runtime, open_image_file
+from envbuild.verify.image_file import ImageFile, Runtime, open_image_file
 from envbuild.verify.own_runtime import WAYS, own_runtime
 from envbuild.verify.runtimes import runtime_for
 
@@ -283,7 +283,7 @@ def test_apptainer_starts_a_sif_with_the_jobs_variables_and_the_work_folder(
 ) -> None:
     store = {"ENVBUILD_STORE": str(tmp_path / "store"), "HOST": "x", "NCCL_DEBUG": "INFO"}
     known = load_environment(real_apptainer.environment(**store))
-    runtime = runtime_for(open_image_file(images["sif"], APPTAINER), None, known)
+    runtime = runtime_for(open_image_file(images["sif"], "apptainer"), None, known)
     assert runtime.name.startswith("apptainer 1.4."), runtime.name
     (tmp_path / "input").write_text("of host")
     given = 'it\'s "given", a=b'  # a `$` in it Apptainer takes for a variable

@@ -16,10 +16,11 @@ from envbuild.base.errors import HostError, UsageError
 from envbuild.environment import Environment, load_environment
 from envbuild.kinds.commit import open_subject
 from envbuild.verify import own_runtime, runtimes
-from envbuild.verify.image_file import APPTAINER, ENROOT, ImageFile, image_kind, open_image_file, passed
+from envbuild.verify.image_file import ImageFile, image_kind, open_image_file, passed
 from envbuild.verify.namespace import image_variables
 from envbuild.verify.own_runtime import cached, named
 
+ENROOT, APPTAINER = "enroot", "apptainer"
 SUPERBLOCK = b"hsqs" + bytes(16) + struct.pack("<H", 6) + bytes(74)
 
 
@@ -244,7 +245,7 @@ def test_a_keeper_that_was_killed_is_named_without_a_traceback(reaped: bool) -> 
         os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
         if reaped:
             keeper.wait()
-        line = [*own_runtime.START, "enter", str(keeper.pid), "enroot", "true"]
+        line = [*own_runtime.START, "enter", str(keeper.pid), "squashfs", "true"]
         done = subprocess.run(line, capture_output=True, text=True)
     said = (
         f"process {keeper.pid}, which holds the image, was killed (No such file or directory): verify the image again\n"
