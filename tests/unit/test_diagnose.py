@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import json
 import lzma
@@ -22,9 +23,9 @@ from lab.golden import assert_golden_table
 
 from envbuild.cli.diagnose import diagnose_command
 from envbuild.jobcheck.diagnose import engine, read
-from envbuild.jobcheck.diagnose.engine import Diagnosis, LineShapes, _Reader, diagnose
+from envbuild.jobcheck.diagnose.engine import Diagnosis, LineShapes, TextIndex, _Reader, diagnose
 from envbuild.jobcheck.diagnose.read import job_number, read_logs
-from envbuild.jobcheck.diagnose.rules import PLACES, DiagnosisRule, load_rules, needles
+from envbuild.jobcheck.diagnose.rules import PLACES, DiagnosisRule, LinePattern, load_rules, needles
 
 DATA = Path(__file__).parent / "data"
 DOCS = Path(__file__).parents[2] / "docs/reference/diagnoses.md"
@@ -42,12 +43,23 @@ NCCL = {
 GOOD_NCCL = ["cxi", "efa", "ib", "efa_no_channels"]
 
 
+# The logs by their names, which those of several nodes of a job share.
+LOGS: dict[str, list[Path]] = {}
+for _path in sorted((DATA / "logs").glob("*.log")):
+    LOGS.setdefault(re.sub(r"-n\d$", "", _path.stem), []).append(_path)
+
+
 def logs_of(name: str) -> list[Path]:
     """The log, or the logs of the nodes, called `name`."""
-    if name in NCCL:
-        return [DATA / "nccl" / f"{NCCL[name]}.log"]
-    found = sorted((DATA / "logs").glob("*.log"))
-    return [path for path in found if re.fullmatch(rf"{name}(-n\d)?", path.stem)]
+    return [DATA / "nccl" / f"{NCCL[name]}.log"] if name in NCCL else LOGS.get(name, [])
+
+
+@functools.cache
+def matches() -> dict[str, frozenset[LinePattern]]:
+    """Each line of the logs, and the patterns that match it."""
+    patterns = {pattern for rule in EVERYWHERE for pattern in rule.patterns}
+    lines = dict.fromkeys(line for path in sorted(DATA.glob("*/*.log")) for line in path.read_text().splitlines())
+    return {line: frozenset(pattern for pattern in patterns if pattern.regex.search(line)) for line in lines}
 
 
 def of(*paths: Path) -> Diagnosis:
@@ -2218,8 +2230,8 @@ def test_lines_that_differ_in_numbers_are_searched_once_and_few_are_read(
 ) -> None:
     """The work for a large log, counted: 100,000 lines, of which one is a cause."""
     searched, read = [], []
-    marks_of, line = LineShapes._marks_of, _Reader._line
-    monkeypatch.setattr(LineShapes, "_marks_of", lambda self, shape: searched.append(shape) or marks_of(self, shape))
+    marks_of, line = TextIndex._marks_of, _Reader._line
+    monkeypatch.setattr(TextIndex, "_marks_of", lambda self, shape: searched.append(shape) or marks_of(self, shape))
     monkeypatch.setattr(_Reader, "_line", lambda self, one, *more: read.append(one) or line(self, one, *more))
     path = tmp_path / "big.log"
     lines = [f"[RANK {n % 8}] Step {n} of 100000 | lr {n / 7:.3e}" for n in range(100_000)]
@@ -2233,7 +2245,7 @@ def test_lines_that_differ_in_numbers_are_searched_once_and_few_are_read(
 
 def test_the_shapes_of_lines_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_MOST", 100)
-    some: LineShapes[str] = LineShapes({"a": ["needle 1"], "b": []})
+    some: LineShapes[str] = LineShapes(TextIndex({"a": ["needle 1"], "b": []}))
     for number in range(20):
         block = "\n".join(f"{chr(97 + number)}{chr(0x4E00 + n)}" for n in range(50))
         assert some.of(f"{block}\nthe needle 12")[-2:] == [("b",), ("a", "b")]
@@ -2242,10 +2254,10 @@ def test_the_shapes_of_lines_do_not_fill_memory(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_line_has_the_marks_of_all_patterns_that_match_it() -> None:
     patterns = {pattern for rule in EVERYWHERE for pattern in rule.patterns}
-    some = LineShapes({pattern: pattern.needles for pattern in patterns})
-    lines = [line for path in sorted(DATA.glob("*/*.log")) for line in path.read_text().splitlines()]
-    for line, marks in zip(lines, some.of("\n".join(lines)), strict=True):
-        assert {pattern for pattern in patterns if pattern.regex.search(line)} <= set(marks)
+    some = LineShapes(TextIndex({pattern: pattern.needles for pattern in patterns}))
+    assert sum(map(len, matches().values())) > 1000
+    for (line, matched), marks in zip(matches().items(), some.of("\n".join(matches())), strict=True):
+        assert matched <= set(marks), line
 
 
 def test_each_pattern_has_a_text_that_few_lines_contain() -> None:
@@ -2289,12 +2301,9 @@ def test_every_rule_survives_lines_in_any_order(rng: random.Random) -> None:
 
 
 def test_the_constant_text_of_a_pattern_is_in_all_that_it_matches() -> None:
-    lines = [line for path in sorted(DATA.glob("logs/*.log")) for line in path.read_text().splitlines()]
-    patterns = {pattern for rule in EVERYWHERE for pattern in rule.patterns}
-    for pattern in patterns:
-        for line in lines:
-            if pattern.regex.search(line):
-                assert any(text in line for text in pattern.needles), pattern
+    for line, matched in matches().items():
+        for pattern in matched:
+            assert any(text in line for text in pattern.needles), pattern
 
 
 @pytest.mark.parametrize(

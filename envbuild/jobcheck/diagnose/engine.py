@@ -70,8 +70,8 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass").translate(None, _DIGIT_BYTES)
 
 
-class LineShapes(Generic[Mark]):
-    """The marks of shapes: those of `texts` of which a shape contains one text; a mark without texts is on each."""
+class TextIndex(Generic[Mark]):
+    """The marks of lines: those of `texts` of which a line contains one text; a mark without texts is on each."""
 
     def __init__(self, texts: Mapping[Mark, Collection[str]]) -> None:
         encoded = {mark: set(map(_encoded, some)) for mark, some in texts.items()}
@@ -86,20 +86,10 @@ class LineShapes(Generic[Mark]):
         self._ends = _ends([text for text in self._marks if len(text) >= _SHORTEST])
         self._search_short = re.compile(b"|".join(map(re.escape, self._short)) or rb"(?!)").search
         self._search = _alternatives({end for some in self._ends.values() for end, _ in some}).search
-        self._known: dict[bytes, tuple[Mark, ...]] = {}
-        self._characters = 0
 
-    def of(self, lines: str) -> list[tuple[Mark, ...]]:
-        """Return the marks of each of the `lines`, which newlines separate, in the order of `texts`."""
-        shapes = _encoded(lines).split(b"\n")
-        if len(self._known) > _MOST or self._characters > _MOST_CHARACTERS:
-            self._known.clear()
-            self._characters = 0
-        for shape in set(shapes) - self._known.keys():
-            marked = self._search(shape) or self._search_short(shape)
-            self._known[shape] = self._marks_of(shape) if marked else self._always
-            self._characters += len(shape)
-        return [self._known[shape] for shape in shapes]
+    def of(self, shape: bytes) -> tuple[Mark, ...]:
+        """Return the marks of a line without its digits, in the order of `texts`."""
+        return self._marks_of(shape) if self._search(shape) or self._search_short(shape) else self._always
 
     def _marks_of(self, shape: bytes) -> tuple[Mark, ...]:
         marks = {*self._always, *(mark for text in self._short if text in shape for mark in self._marks[text])}
@@ -110,6 +100,26 @@ class LineShapes(Generic[Mark]):
                 if shape.startswith(end, begin) and text in shape:
                     marks.update(self._marks[text])
         return tuple(sorted(marks, key=self._order.__getitem__))
+
+
+class LineShapes(Generic[Mark]):
+    """The shapes of a log's lines, each searched once: most lines differ in their digits alone, which a shape lacks."""
+
+    def __init__(self, index: TextIndex[Mark]) -> None:
+        self._index = index
+        self._known: dict[bytes, tuple[Mark, ...]] = {}
+        self._characters = 0
+
+    def of(self, lines: str) -> list[tuple[Mark, ...]]:
+        """Return the marks of each of the `lines`, which newlines separate."""
+        shapes = _encoded(lines).split(b"\n")
+        if len(self._known) > _MOST or self._characters > _MOST_CHARACTERS:
+            self._known.clear()
+            self._characters = 0
+        for shape in set(shapes) - self._known.keys():
+            self._known[shape] = self._index.of(shape)
+            self._characters += len(shape)
+        return [self._known[shape] for shape in shapes]
 
 
 def _ends(texts: Collection[bytes]) -> dict[bytes, list[tuple[bytes, bytes]]]:
@@ -250,28 +260,33 @@ class _Mark:
         return any(one.search(line) for one in self.regex)
 
 
+@functools.lru_cache(maxsize=16)
+def _index_of(rules: tuple[DiagnosisRule, ...]) -> TextIndex[_Mark | LinePattern]:
+    """Return the index of the constant texts of `rules`, and of the lines that tell the course of the job."""
+    texts: dict[_Mark | LinePattern, Sequence[str]] = {}
+    # Progress comes before failures, and attempts before the patterns of the same line.
+    for name in ("progress", "failures", "attempts", "pods"):
+        patterns = course_patterns(name)
+        needles = [pattern.needles for pattern in patterns]
+        texts[_Mark(name, tuple(pattern.regex for pattern in patterns))] = (
+            [text for some in needles for text in some] if all(needles) else ()
+        )
+    texts[_Mark("words")] = (BEGIN, FRAME, *SIGNS)
+    texts[_Mark("nccl")] = needles_of_forms()
+    texts[_Mark("last")] = (_LAST_ERROR,)
+    texts[_Mark("help")] = (RULE,)
+    texts |= {pattern: pattern.needles for rule in rules for pattern in rule.patterns}
+    texts[_Mark("error", (_FAILURE,))] = _FAILURES
+    return TextIndex(texts)
+
+
 class _Reader:
     """What the lines of logs show so far."""
 
-    def __init__(self, rules: Sequence[DiagnosisRule]) -> None:
-        patterns = list(dict.fromkeys(pattern for rule in rules for pattern in rule.patterns))
+    def __init__(self, rules: tuple[DiagnosisRule, ...]) -> None:
         self._counted = {count.line for rule in rules for count in rule.counts}
         self._counted |= {pattern for rule in rules if rule.every for pattern in (*rule.any, *rule.all)}
-        texts: dict[_Mark | LinePattern, Sequence[str]] = {}
-        # Progress comes before failures, and attempts before the patterns of the same line.
-        for name in ("progress", "failures", "attempts", "pods"):
-            some = course_patterns(name)
-            every = [one.needles for one in some]
-            texts[_Mark(name, tuple(one.regex for one in some))] = (
-                [text for needles in every for text in needles] if all(every) else ()
-            )
-        texts[_Mark("words")] = (BEGIN, FRAME, *SIGNS)
-        texts[_Mark("nccl")] = needles_of_forms()
-        texts[_Mark("last")] = (_LAST_ERROR,)
-        texts[_Mark("help")] = (RULE,)
-        texts |= {pattern: pattern.needles for pattern in patterns}
-        texts[_Mark("error", (_FAILURE,))] = _FAILURES
-        self._shapes = LineShapes(texts)
+        self._shapes = LineShapes(_index_of(rules))
         self.seen: dict[LinePattern, _Seen] = {}
         self.last: deque[Line] = deque(maxlen=6)
         self.course, self.exceptions = _Course(), Exceptions()
@@ -368,7 +383,7 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
 
     A block is one line or several, without the newline at its end.
     """
-    reader = _Reader(rules)
+    reader = _Reader(tuple(rules))
     for name, blocks in logs:
         reader.read(name, blocks)
     seen, course, exceptions = reader.seen, reader.course, reader.exceptions
