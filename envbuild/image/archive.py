@@ -24,7 +24,7 @@ from envbuild.base.errors import BuildError
 from envbuild.base.packages import digest_of
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import decompressed, header, kind_of, open_layer
-from envbuild.image.layout import Blobs, ImageAt, Pulled, from_index, no_single_image, same_tag
+from envbuild.image.layout import Blobs, ImageAt, Pulled, from_index, layout_at, no_single_image, same_tag
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import (
     COMPRESSION,
@@ -194,6 +194,20 @@ def read_archive(path: Path, blobs: Blobs, tag: str | None, arch: str | None) ->
         raise BuildError(f"{path}: {error.strerror}") from error
     with stream:
         return read_stream(stream, str(path), blobs, tag, arch)
+
+
+def open_image(path: Path, arch: str, tag: str | None = None) -> ImageAt:
+    """Open the image `tag` of an OCI layout, or the only image of an archive of `docker save`; nothing is copied.
+
+    `arch` is x86_64 or aarch64; without `tag`, a layout must have one image. Raises BuildError.
+    """
+    image = layout_at(path, tag, arch) if path.is_dir() else archive_at(path, arch)
+    if image is None:
+        raise BuildError(
+            f"{path}: its layers cannot be read in place: it is compressed, a pipe, or an OCI layout in a tar",
+            "unpack it, or copy the image into Blobs with read_archive",
+        )
+    return image
 
 
 def archive_at(path: Path, arch: str) -> ImageAt | None:

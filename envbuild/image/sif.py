@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from envbuild.base.atomic import replacing_beside
 from envbuild.base.errors import BuildError
 from envbuild.base.files import copy_span, parse_json
 from envbuild.image.model import canonical
@@ -175,6 +176,28 @@ def finish_sif(
     out.seek(0)
     out.write(header.ljust(_PAGE, b"\0") + descriptors)
     out.seek(end)
+
+
+def write_sif(
+    squashfs: Path,
+    path: Path,
+    *,
+    arch: str,
+    definition: str = "",
+    objects: Sequence[tuple[str, bytes]] = (),
+    mtime: int = 0,
+) -> None:
+    """Write a SIF around the file `squashfs` to `path`, atomically.
+
+    `arch` is x86_64 or aarch64, `definition` the text of the definition file, `objects` JSON objects by their names.
+    The bytes depend on the arguments and the squashfs alone. Raises BuildError and OSError.
+    """
+    size, text = squashfs.stat().st_size, definition.encode()
+    with replacing_beside(path, 0o755) as image, squashfs.open("rb") as source, image.open("r+b") as out:
+        start = write_sif_front(out, text, objects, arch)
+        out.flush()
+        copy_span(source.fileno(), out.fileno(), 0, start, size, lambda _: None)
+        finish_sif(out, text, objects, arch, partition_size=size, mtime=mtime)
 
 
 def read_sif(stream: BinaryIO, where: str) -> Sif:

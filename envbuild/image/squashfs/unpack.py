@@ -1,20 +1,31 @@
-"""Unpacker of squashfs images, for hosts that cannot mount them."""
+"""Files with a squashfs, bare or in a SIF: opening them, and unpacking for hosts that cannot mount them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from envbuild.base.errors import BuildError
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
+from envbuild.image.limits import ImageLimits
+from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.model import SOCKET
 from envbuild.image.squashfs.read import SquashfsImage
 
 _CAPABILITIES = "security.capability"
 _NODES = {CHAR: stat.S_IFCHR, BLOCK: stat.S_IFBLK, FIFO: stat.S_IFIFO, SOCKET: stat.S_IFSOCK}
+
+
+@contextlib.contextmanager
+def read_squashfs(path: Path, limits: ImageLimits | None = None) -> Iterator[SquashfsImage]:
+    """Open the squashfs in the file `path`, which may be a SIF, until the block ends. Raises OSError and BuildError."""
+    with path.open("rb") as stream:
+        start = read_sif(stream, str(path)).partition.offset if is_sif(stream.read(64)) else 0
+        yield SquashfsImage(stream, start, str(path), limits)
 
 
 def unpack(image: SquashfsImage, into: Path) -> None:

@@ -16,10 +16,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
+from envbuild.base.atomic import new_file, replacing_beside
 from envbuild.base.errors import BuildError, file_error
 from envbuild.base.files import copy_span
 from envbuild.base.progress import OnProgress
-from envbuild.image.entry import FILE
+from envbuild.image.entry import FILE, Tree
+from envbuild.image.entry import closing as closing_tree
 from envbuild.image.squashfs.model import (
     BLOCK_SIZE,
     NO_FRAGMENT,
@@ -28,11 +30,12 @@ from envbuild.image.squashfs.model import (
     Data,
     Decompress,
     Fragment,
+    codec_of,
     decompressor,
 )
-from envbuild.image.squashfs.segment import Packer, Segment, Tails, unpack
+from envbuild.image.squashfs.segment import Packer, Segment, Tails, of_entry, unpack, write_segment
 from envbuild.image.squashfs.tables import Placed, data_start, write_tables
-from envbuild.image.tree import MergedEntry
+from envbuild.image.tree import MergedEntry, MergedTree
 
 # A fragment block of a layer of which the image needs only some files: their digests and sizes by offset.
 Repack = tuple[int, Fragment, dict[int, tuple[str, int]]]
@@ -240,6 +243,27 @@ def write_image(
             file_error(error, out.name),
             "free disk space, write elsewhere with --out, or set ENVBUILD_STORE to a folder on another file system",
         ) from error
+
+
+def write_squashfs(
+    tree: Tree, path: Path, *, compression: str = "zstd", mtime: int = 0, workers: int = 1, name: str = "the tree"
+) -> int:
+    """Write the files of `tree` as a squashfs to `path`, atomically, and return its length in bytes.
+
+    `compression` is NAME or NAME:LEVEL; `mtime` is the image's own time. The number of `workers`, which compress, does
+    not change the bytes. Missing parent folders are added. Raises UsageError, OSError, and BuildError, which calls the
+    tree `name`.
+    """
+    codec = codec_of(compression)
+    with replacing_beside(path) as image, new_file(path.parent, ".new-") as (_, data):
+        with closing_tree(tree):
+            segment = write_segment(((of_entry(entry), content) for entry, content in tree), data, codec, workers)
+        merged = MergedTree()
+        merged.add(name, segment.members)
+        with image.open("r+b") as out:
+            length = write_image(merged.entries().values(), [segment], out, 0, codec, mtime, workers)
+            out.truncate(length)
+    return length
 
 
 def estimate(entries: Iterable[MergedEntry], choice: Choice) -> int:
