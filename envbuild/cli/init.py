@@ -17,9 +17,8 @@ from envbuild.cli.common import open_own_recipe, run_environment, show
 from envbuild.cli.options import PATH, with_options
 from envbuild.contract.kinds import ARTIFACTS
 from envbuild.debian.defaults import suites_by_python
-from envbuild.imports.draft import recipe_name
 from envbuild.imports.origin import ImportedRecipe, Origin, new_recipe, read_sources, updated_recipe
-from envbuild.imports.statement import Statement
+from envbuild.imports.statement import Statement, recipe_name
 from envbuild.recipe.accelerators import CUDA, ROCM
 from envbuild.recipe.find import command_word
 from envbuild.recipe.targets import Target, host_arch
@@ -159,8 +158,8 @@ def _changes(made: ImportedRecipe) -> Iterator[str]:
 
 def _dialogue(name: str | None, target: str | None) -> tuple[str, str, str, list[Statement]]:
     """Ask for name, packages, target, fabric and artifact of a recipe; the defaults come from site and host."""
-    from envbuild.doctor.fabric import adapters
     from envbuild.doctor.machine import gpus
+    from envbuild.doctor.network import adapters
     from envbuild.doctor.probe import Host
     from envbuild.fabrics import fabric_names
     from envbuild.site.settings import load_site

@@ -53,7 +53,7 @@ def init_command(out: Path | None, origin: str | None, force: bool) -> None:
       envbuild site init --from hyperpod --out ~/.config/envbuild/site.toml
       envbuild site init --out -
     """
-    from envbuild.doctor.site_init import site_file
+    from envbuild.doctor.sites import site_file
 
     path = out or Path("site.toml")
     if ".config" not in path.parts:  # the user's own folder, which may not exist yet
@@ -142,7 +142,7 @@ def check_command(site: str | None, offline: bool, as_json: bool) -> None:
     """
     from envbuild.cli.doctor import show_areas
     from envbuild.doctor.registry import this_host
-    from envbuild.doctor.site_check import check_site
+    from envbuild.doctor.sites import check_site
 
     variables = dict(os.environ)
     # The site file is judged below; this is only the way in which this host reaches mirrors.

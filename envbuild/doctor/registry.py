@@ -12,7 +12,11 @@ from envbuild.base.errors import EnvbuildError
 from envbuild.base.masking import redact
 from envbuild.contract.kinds import ARTIFACTS, Artifact
 from envbuild.data.schedulers import TITLES
-from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storage, tools
+from envbuild.doctor import batch, machine, tools
+from envbuild.doctor import machine as kernel
+from envbuild.doctor import machine as storage
+from envbuild.doctor import network as connectivity
+from envbuild.doctor import network as fabric
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status
 from envbuild.environment import Environment, load_environment
 from envbuild.site.pip_config import PipConfig

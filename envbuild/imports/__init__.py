@@ -21,8 +21,7 @@ from envbuild.imports.conda_files import (
     read_pixi_lock,
 )
 from envbuild.imports.dockerfile import read_dockerfile
-from envbuild.imports.installed import is_environment, read_installed
-from envbuild.imports.lock_files import read_pipfile_lock, read_toml_lock
+from envbuild.imports.lock_files import is_environment, read_installed, read_pipfile_lock, read_toml_lock
 from envbuild.imports.pip_files import read_requirements
 from envbuild.imports.pyproject import builds_package, read_pyproject
 from envbuild.imports.statement import Statement, lost, text_of

@@ -17,8 +17,7 @@ from envbuild.base.errors import UsageError
 from envbuild.base.packages import CHANNEL_ALIAS
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.base.yaml_reader import parse_yaml
-from envbuild.imports.pip_files import beside, pip_line
-from envbuild.imports.poetry import poetry_requirement
+from envbuild.imports.pip_files import beside, pip_line, poetry_requirement
 from envbuild.imports.statement import INDEX, OTHER_SYSTEM, SOURCE, TOOL, Statement, check_version, lost, text_of, texts
 
 _SELECTOR = re.compile(r"\s#\s*\[([a-z0-9]+)\]\s*$")

@@ -14,9 +14,9 @@ from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.progress import log
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, Keys, closest, list_at, parse_toml, table_at
-from envbuild.base.toml.edit import delete_value, rewrite, set_value
 from envbuild.environment import Environment
 from envbuild.imports.compose import built_for, differs, needs_index
+from envbuild.imports.toml_edit import delete_value, rewrite, set_value
 from envbuild.lock.lifecycle import keep_lock, resolve_again
 from envbuild.locks import changed_locks
 from envbuild.recipe import checks

@@ -17,8 +17,7 @@ from envbuild.base.errors import UsageError
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, read, table_at, value_at
 from envbuild.imports.conda_files import KINDS, conda_entries, pixi_entries
-from envbuild.imports.pip_files import beside, pip_line
-from envbuild.imports.poetry import poetry_requirement, poetry_specifier
+from envbuild.imports.pip_files import beside, pip_line, poetry_requirement, poetry_specifier
 from envbuild.imports.statement import (
     OTHER_SYSTEM,
     OWN,

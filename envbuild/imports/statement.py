@@ -1,9 +1,10 @@
-"""Entries of imported files, and the parts of their readers that several formats share."""
+"""Statements of a source file (packages, Python, index, GPU …), and the draft of a recipe that they fill."""
 
 from __future__ import annotations
 
 import functools
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,12 @@ from typing import Any
 
 from packaging.markers import InvalidMarker, Marker, UndefinedComparison, UndefinedEnvironmentName
 
-from envbuild.base.errors import UsageError
+from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.files import read_small
 from envbuild.base.text import normalise
-from envbuild.base.toml import Document, list_at, table_at, value_at
-from envbuild.recipe.model import PYTHONS
+from envbuild.base.toml import Document, list_at, parse_toml, table_at, table_text, value_at
+from envbuild.recipe.load import LoadedRecipe, decode_recipe
+from envbuild.recipe.model import NAME_PATTERN, PYTHONS
 from envbuild.recipe.targets import ARCHES
 
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
@@ -141,3 +143,37 @@ def texts(
             yield Statement(kind, one, place, group)
         else:
             yield lost(one, place, "not a string" if inner is None else "no other group has this name", group)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A recipe before it is written: its `data`, the statements that it has, and those that were not carried.
+
+    `warning` is what the user has to decide: GPUs that the sources name and the targets do not carry. It is in the
+    recipe's text, too.
+    """
+
+    name: str
+    data: Mapping[str, Any]
+    carried: tuple[Statement, ...]
+    lost: tuple[Statement, ...]
+    warning: str = ""
+
+    @property
+    def text(self) -> str:
+        """The recipe file."""
+        comment = textwrap.fill(self.warning, 100, initial_indent="# ", subsequent_indent="# ")
+        return (f"{comment}\n" if comment else "") + table_text(self.data)
+
+    def loaded(self, path: Path) -> LoadedRecipe:
+        """Return the recipe as it will be read from `path`. Raises RecipeError when it cannot be read."""
+        try:
+            return decode_recipe(Document(path, self.text, parse_toml(self.text)))
+        except ValueError as error:
+            raise RecipeError(f"{path}: {error}") from None
+
+
+def recipe_name(text: str) -> str:
+    """Return `text` as the name of a recipe."""
+    name = re.sub(r"[^a-z0-9_.-]+", "_", text.lower()).strip("_.-")
+    return name if re.fullmatch(NAME_PATTERN, name) else "environment"

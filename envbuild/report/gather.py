@@ -10,8 +10,7 @@ from typing import Any
 
 from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.base.files import parse_json, read_small
-from envbuild.compat.gpus import gpu_findings
-from envbuild.compat.judge import judge
+from envbuild.compat.judge import gpu_findings, judge
 from envbuild.contract.manifest import shown
 from envbuild.contract.receipt import receipt_path, recorded_gpu_code
 from envbuild.describe import bill_of_materials, receipt_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from envbuild.imports import read_source
 from envbuild.imports.compose import compose
-from envbuild.imports.draft import Draft
+from envbuild.imports.statement import Draft
 from envbuild.recipe.model import Recipe
 
 

@@ -26,11 +26,13 @@ from envbuild.compat.rows import (
     Release,
     TorchBuild,
     TorchRocm,
+    key,
     load_rows,
+    matches,
+    older,
     row_of,
 )
 from envbuild.compat.stack import _FIELDS, EXACT, Stack
-from envbuild.compat.versions import key, matches, older
 from envbuild.fabrics import Fabric, load_fabrics
 
 ROWS = load_rows()

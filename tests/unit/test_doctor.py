@@ -13,7 +13,11 @@ import pytest
 
 from envbuild.base.errors import HostError
 from envbuild.contract.kinds import ARTIFACTS
-from envbuild.doctor import batch, connectivity, fabric, kernel, machine, storage
+from envbuild.doctor import batch, machine
+from envbuild.doctor import machine as kernel
+from envbuild.doctor import machine as storage
+from envbuild.doctor import network as connectivity
+from envbuild.doctor import network as fabric
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status, facts_of, run_checks, run_probe
 from envbuild.doctor.registry import CHECKS, judge, this_host
 from envbuild.image.squashfs.read import SquashfsImage

@@ -17,7 +17,7 @@ from envbuild.base.toml import json_schema
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
 from envbuild.contract.state import BuiltLayer, State
-from envbuild.doctor.fabric import adapters
+from envbuild.doctor.network import adapters
 from envbuild.doctor.probe import Host
 from envbuild.fabrics import (
     fabric_variables,

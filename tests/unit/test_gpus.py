@@ -15,7 +15,7 @@ from unit.gpu_files import bundle, fatbin
 from envbuild.artifacts.survey import folder_gpu_code, scan_elf
 from envbuild.base.errors import RecipeError, VerificationError
 from envbuild.base.toml import Document
-from envbuild.compat.gpus import gpu_findings
+from envbuild.compat.judge import gpu_findings
 from envbuild.compat.stack import Stack
 from envbuild.contract.receipt import recorded_gpu_code
 from envbuild.doctor import machine

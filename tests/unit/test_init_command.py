@@ -117,7 +117,7 @@ def test_the_fabric_that_it_proposes(
         monkeypatch.setenv("ENVBUILD_SITE", str(folder / "site.toml"))
     kinds = [{"InfiniBand": "ib", "Ethernet": "roce"}[adapter]] if adapter else []
     found = HostFinding("adapters", "ok", "", facts={"kinds": kinds})
-    monkeypatch.setattr("envbuild.doctor.fabric.adapters", lambda _: [found])
+    monkeypatch.setattr("envbuild.doctor.network.adapters", lambda _: [found])
     answers = {"Packages, separated by blanks": "torch", "Target": "cu126-x86_64"}
     monkeypatch.setattr(init.click, "prompt", lambda text, **given: answers.get(text, given["default"]))
     _, _, _, statements = init._dialogue("lab", None)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lab.drafts import draft_of
 
-from envbuild.imports.draft import Draft
+from envbuild.imports.statement import Draft
 from envbuild.recipe.model import Recipe
 
 

@@ -11,8 +11,8 @@ from lab.drafts import draft_of
 from envbuild.base.errors import UsageError
 from envbuild.base.masking import masked_text
 from envbuild.imports import read_source
-from envbuild.imports.draft import Draft, recipe_name
-from envbuild.imports.poetry import poetry_specifier
+from envbuild.imports.pip_files import poetry_specifier
+from envbuild.imports.statement import Draft, recipe_name
 from envbuild.recipe.model import Recipe
 
 DATA = Path(__file__).parent / "data/init"

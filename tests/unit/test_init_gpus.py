@@ -10,9 +10,8 @@ from click.testing import CliRunner
 from lab.drafts import draft_of
 
 from envbuild.cli.commands import cli
-from envbuild.imports.draft import Draft
-from envbuild.imports.gpu_signs import gpu_signs
-from envbuild.imports.statement import Statement
+from envbuild.imports.compose import gpu_signs
+from envbuild.imports.statement import Draft, Statement
 from envbuild.recipe.model import Recipe
 
 _CONDA = "channels: [conda-forge]\nplatforms: [linux-64]\ndependencies:\n- python=3.11\n"

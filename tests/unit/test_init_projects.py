@@ -18,7 +18,7 @@ import pytest
 from lab.drafts import draft_of
 from lab.golden import assert_golden_table
 
-from envbuild.imports.draft import Draft
+from envbuild.imports.statement import Draft
 
 TOP = Path(__file__).parents[2]
 PLACES = [Path(os.environ.get("ENVBUILD_PROJECTS", "/nonexistent")), *(one / "shared/projects" for one in TOP.parents)]

@@ -9,7 +9,7 @@ from lab.drafts import draft_of
 
 from envbuild.base.errors import UsageError
 from envbuild.imports import read_source
-from envbuild.imports.draft import Draft
+from envbuild.imports.statement import Draft
 from envbuild.recipe.model import Recipe
 
 _INDEXES = "".join(

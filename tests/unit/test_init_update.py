@@ -16,7 +16,7 @@ from lab.drafts import draft_of
 
 from envbuild.base.errors import EnvbuildError
 from envbuild.cli.commands import cli
-from envbuild.imports.merge import merge
+from envbuild.imports.origin import merge
 
 FILE = Path("recipes/lab/recipe.toml")
 SEEDS = sorted((Path(__file__).parent / "data" / "init").iterdir())

@@ -16,10 +16,9 @@ from unit.job_plans import executable
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.toml import Document, decode
 from envbuild.cli.site import EffectiveSetting, effective_settings, site_command
+from envbuild.doctor.batch import contradictions, duration
 from envbuild.doctor.probe import HostFinding
-from envbuild.doctor.site_check import check_site
-from envbuild.doctor.site_init import site_file
-from envbuild.doctor.site_rules import contradictions, duration
+from envbuild.doctor.sites import check_site, site_file
 from envbuild.site.settings import Site, SiteFile, find_site, load_site
 
 

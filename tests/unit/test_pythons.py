@@ -16,7 +16,7 @@ from envbuild import pythons
 from envbuild.base.errors import HostError, LockError
 from envbuild.contract.kinds import VENV
 from envbuild.environment import Environment, load_environment
-from envbuild.imports.host_python import compose_here
+from envbuild.imports.origin import compose_here
 from envbuild.imports.statement import Statement
 from envbuild.interpreter import HostPython
 from envbuild.kinds.folder import prepare_folder

@@ -16,8 +16,8 @@ from unit.job_plans import PLAN, Stage, executable, recorder
 from envbuild.cli.job import job_command
 from envbuild.data.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.doctor import batch
+from envbuild.doctor.batch import contradictions
 from envbuild.doctor.probe import Host
-from envbuild.doctor.site_rules import contradictions
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.preflight import find_allocation
 from envbuild.jobs.schedulers import SCHEDULERS, render

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from envbuild.base.errors import EnvbuildError
 from envbuild.base.files import shipped
 from envbuild.cli.site import site_command
-from envbuild.doctor.site_rules import contradictions
+from envbuild.doctor.batch import contradictions
 from envbuild.site.settings import SiteFile, load_site
 
 TOP = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from envbuild.base.toml.edit import delete_value, set_value
+from envbuild.imports.toml_edit import delete_value, set_value
 
 TEXT = """\
 # mine
