@@ -18,13 +18,13 @@ from envbuild.cli import complete
 from envbuild.cli.common import open_recipe, open_target, run_environment
 from envbuild.cli.options import Names, with_options
 from envbuild.environment import Environment
+from envbuild.lock.advisories import LockChange, UpgradeReport, VerifiedUpgrade
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import check_has_conda, conda_lock, resolve_pip
-from envbuild.lock.conda_lock_tool import solve_by_conda_lock
+from envbuild.lock.conda_solve import solve_by_conda_lock
 from envbuild.lock.format import Lock, without_credentials
 from envbuild.lock.lifecycle import L, LockKind, Resolved, update
-from envbuild.lock.upgrade_report import LockChange, UpgradeReport, VerifiedUpgrade
 from envbuild.locks import PARTS, check_locks, needed_locks, wheel_locks
 from envbuild.recipe.find import recipe_files, search_folders
 from envbuild.recipe.load import LoadedRecipe

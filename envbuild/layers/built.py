@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from envbuild.layers.source_known import compilers, front_end, patches_of
-from envbuild.lock.build_requirements import build_variables
+from envbuild.lock.built import build_variables
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.recipe.checks import references

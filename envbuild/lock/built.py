@@ -1,33 +1,251 @@
-"""Packages whose wheels envbuild builds: their lines for uv's resolution, and what a lock holds of them.
+"""Resolution of wheels by `uv pip compile`, and packages whose wheels envbuild builds.
 
 uv chooses the version, reads the metadata of the source archive or asks its build back end (PEP 517) for it, and names
-the commit or the sha256. envbuild adds the archive's sha256, and locks the wheels that the build runs.
+the commit or the sha256. envbuild adds the archive's sha256, and locks the build requirements: those of [build-system],
+and those that the build back end adds (PEP 517, 518).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from envbuild.base.errors import EnvbuildError, LockError
+from envbuild.base import process
+from envbuild.base.errors import BuildError, EnvbuildError, LockError
 from envbuild.base.text import normalise
+from envbuild.base.toml import toml_key, toml_pairs
+from envbuild.base.unpack import unpack
 from envbuild.cache.http import RequestFailed
 from envbuild.environment import Environment
 from envbuild.lock.format import BuiltPackage, Lock
-from envbuild.lock.offers import applicable, tag_set
-from envbuild.recipe.checks import DirectReference, references
+from envbuild.lock.offers import Offers, ProjectRelease, allowed_releases, applicable, tag_set
+from envbuild.recipe.checks import DirectReference, references, requirement_parts
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.model import BuildTable
+from envbuild.recipe.model import PYTHONS, BuildTable
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
+from envbuild.site.uv_config import bound_project
 from envbuild.store.archives import WantedArchive, adopt_commit, locate_archive
 from envbuild.store.fetch import WantedWheel, locate_wheels
+
+_NAME = r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^]]*\])?"
+_SPECIFIER = r"((?:[<>=!~]=|[<>])\S+)?"
+# Wording of uv 0.13, after runs of whitespace are collapsed to one space.
+_CAUSES = {
+    "unknown": re.compile(_NAME + r"() was not found in the (?!cache)"),
+    "version": re.compile(r"there (?:is no version|are no versions) of " + _NAME + _SPECIFIER),
+    "wheel": re.compile(_NAME + _SPECIFIER + r" (?:has|have) no (?:usable )?wheels"),
+    "python": re.compile(r"does not satisfy Python\S+ and " + _NAME + _SPECIFIER + " depends on Python"),
+    "range": re.compile(r"only (?:the following versions of )?" + _NAME + _SPECIFIER + " (?:is|are) available"),
+}
+_NETWORK = re.compile(r"dns error|Connect|timed out|certificate|invalid peer", re.IGNORECASE)
+_BUILD = re.compile(r"Failed to (?:download and )?build `([A-Za-z0-9._-]+)")
+# uv names the page of one package, and the chain of causes; the last one is the system's.
+_UNREACHED = re.compile(r"Failed to fetch: [`']?(\w+://\S+/)[^/\s`']+/?[`']?$")
+_CAUSE = re.compile(r"\s*(?:cause|Caused by): (\S.*)")
+_OWN_ADVICE = re.compile(r"\nhint: This error likely indicates .*", re.DOTALL)
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class UvCompile:
+    """Runs of uv that share `offers`' sources, platform and constraints; their files are in the folder `work`.
+
+    Packages in `builds` (by normalised name) are resolved from their source archives, all others from wheels.
+    """
+
+    work: Path
+    offers: Offers
+    python: str
+    platform: str
+    constraints: Sequence[str] = ()
+    overrides: Sequence[str] = ()
+    stubs: Path | None = None
+    builds: Mapping[str, BuildTable] = field(default_factory=dict)
+
+    @property
+    def pylock(self) -> Path:
+        """PEP 751 file of the last successful run."""
+        return self.work / "pylock.toml"
+
+    def run(
+        self, requirements: Iterable[str], pins: Iterable[str] = (), preferred: Iterable[LockedPackage] = ()
+    ) -> subprocess.CompletedProcess[str]:
+        """Resolve `requirements` with `pins` as additional constraints; `preferred` versions win if they fit."""
+        work, environment = self.work, self.offers.environment
+        environment.write_uv_settings(work / "uv.toml", self.offers.indexes)
+        with (work / "uv.toml").open("a", encoding="utf-8") as stream:
+            stream.write(_build_settings(self.builds))
+        lines, bound = list(requirements), self.offers.bound
+        own = [line for line in lines if requirement_parts(line)[0] in bound]
+        (work / "requirements.in").write_text("\n".join(line for line in lines if line not in own) + "\n")
+        (work / "constraints.txt").write_text("\n".join([*self.constraints, *pins]) + "\n")
+        # uv prefers the versions in its existing output file.
+        rows = [f'[[packages]]\nname = "{one.name}"\nversion = "{one.version}"\n' for one in preferred]
+        head = 'lock-version = "1.0"\ncreated-by = "envbuild"\n'
+        self.pylock.write_text(head + ("\n".join(rows) or "packages = []\n"))
+        command: list[str | Path] = [
+            environment.uv,
+            "pip",
+            "compile",
+            work / "requirements.in",
+            "--config-file",
+            work / "uv.toml",
+            "--constraints",
+            work / "constraints.txt",
+            # No wheel is built, so any interpreter will do; otherwise uv searches the host for one of --python-version.
+            "--python",
+            sys.executable,
+            "--python-version",
+            self.python,
+            "--python-platform",
+            self.platform,
+            "--only-binary",
+            ":all:",
+            "--format",
+            "pylock.toml",
+            "--output-file",
+            self.pylock,
+            "--no-header",
+            "--no-annotate",
+            "--quiet",
+            *(word for name in self.builds for word in ("--no-binary", name)),
+        ]
+        if own:
+            (work / "pyproject.toml").write_text(bound_project(own, bound))
+            command.append(work / "pyproject.toml")
+        if self.stubs is not None:
+            command += ["--find-links", self.stubs.absolute().as_uri()]
+            # Builds, which uv isolates from the environment, need the packages themselves.
+            named = [stub.name.split("-")[:2] for stub in sorted(self.stubs.glob("*.whl"))]
+            (work / "builds.txt").write_text("".join(f"{name}!={version}\n" for name, version in named))
+            command += ["--build-constraints", work / "builds.txt"]
+        if self.overrides:
+            (work / "overrides.txt").write_text("\n".join(self.overrides) + "\n")
+            command += ["--overrides", work / "overrides.txt"]
+        if self.offers.offline:
+            command.append("--offline")
+        return process.run(command, env=environment.uv_environment(), cwd=work, check=False)
+
+    def hint(
+        self, stderr: str, requirements: Sequence[str], of_target: Sequence[str], command: str, *, unreached: bool
+    ) -> str:
+        """Return the advice that usually cures the failure that uv explains in `stderr`.
+
+        `of_target` are those of `requirements` that the target itself has, `command` are the recipe and target for
+        `envbuild lock`, and `unreached` is whether an index of the recipe was left out.
+        """
+        if self.offers.offline:
+            return "resolving needs an index: run it once without --offline, or give pip a find-links folder"
+        if failed := _BUILD.search(stderr):
+            return (
+                f"name missing build requirements in `requires` of [build.{failed[1]}] of the recipe; if its build "
+                "needs the environment's packages, name its requirements in `dependencies` there"
+            )
+        if _NETWORK.search(stderr):
+            return (
+                "check the network, pip's index-url, proxy and cert (envbuild reads pip's configuration and "
+                "SSL_CERT_FILE), or name a mirror in site.toml"
+            )
+        cause = _cause(stderr, _names(requirements))
+        if cause is None:
+            return "loosen or correct the requirement that uv names above"
+        kind, name, specifier = cause
+        elsewhere = unreached and (name in _names(of_target) or "+" in specifier)
+        if elsewhere and (kind == "unknown" or (kind == "version" and "+" in specifier)):
+            return (
+                f"run `envbuild lock {command}` where the index in the note is reached, or name a mirror of it in "
+                "site.toml, and commit the lock: it holds everywhere. Wheels that only that index has may also lie in "
+                "pip's find-links"
+            )
+        advice = (
+            f"check the spelling of {name}; if it is on another index, name that in pip's extra-index-url or in "
+            "`indexes` of the target"
+        )
+        if kind != "unknown":
+            advice = self._advice(kind, name, [*requirements, name + specifier])
+        return f"{advice}; the index in the note may have more" if elsewhere else advice
+
+    def _advice(self, kind: str, name: str, requirements: Sequence[str]) -> str:
+        releases = self.offers.releases([name])[name]
+        usable = [str(one.version) for one in releases if one.fits(self.python, self.platform)]
+        newest = ", ".join(usable[: -_SHOWN - 1 : -1]) or "none"
+        more = f" (the newest of {len(usable)})" if len(usable) > _SHOWN else ""
+        change = f"change the requirement of {name}"
+        advice = change if kind in ("version", "range") else self._other_python(name, requirements, releases) or change
+        return f"{advice}; releases of {name} with a wheel for Python {self.python} on {self.platform}: {newest}{more}"
+
+    def _other_python(self, name: str, requirements: Sequence[str], releases: Sequence[ProjectRelease]) -> str | None:
+        """Return advice on the Pythons for which the newest requested release has wheels, None without a release."""
+        from packaging.requirements import Requirement
+
+        lines = [line for line in map(Requirement, requirements) if normalise(line.name) == name]
+        asked = [one for python in (self.python, *PYTHONS) for one in allowed_releases(releases, lines, python)]
+        if not asked:
+            return None
+        newest = max(asked, key=lambda one: one.version)
+        pythons = [python for python in PYTHONS if newest.fits(python, self.platform)]
+        title = f"{name} {newest.version}"
+        if pythons:
+            return f"{title} has wheels for Python {', '.join(pythons)}: set `python` in the recipe"
+        if any(file.tags for file in newest.files):
+            return f"{title} has no wheel for {self.platform}: set `glibc` in the target, or take another release"
+        return f'{title} has no wheel: let envbuild build it, with `build = ["{name}"]` in the recipe'
+
+
+def _build_settings(builds: Mapping[str, BuildTable]) -> str:
+    """Return lines of a uv.toml for the metadata of `builds`."""
+    if not builds:
+        return ""
+    lines = ["[extra-build-dependencies]"]
+    lines += toml_pairs({name: table.requires for name, table in builds.items()})
+    for name, table in builds.items():
+        if table.environment:
+            lines += [f"[extra-build-variables.{toml_key(name)}]", *toml_pairs(table.environment)]
+        if table.dependencies is not None:
+            lines += ["[[dependency-metadata]]", *toml_pairs({"name": name, "requires-dist": table.dependencies})]
+    return "\n".join(["", *lines, ""])
+
+
+def explanation(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the end of uv's explanation of a failure, without its advice on projects of its own.
+
+    Of an index that cannot be reached, it is one line: its URL without the package, and the last cause.
+    """
+    done.stderr = _OWN_ADVICE.sub("", done.stderr)
+    lines = done.stderr.splitlines()
+    index = next((found[1] for line in lines if (found := _UNREACHED.search(line))), "")
+    causes = [found[1] for line in lines if (found := _CAUSE.match(line))]
+    if index and any("error sending request" in line for line in lines):
+        return f"  {index} cannot be reached: {causes[-1]}"
+    return process.tail(done)
+
+
+def without_wheel(stderr: str) -> str | None:
+    """Return the requirement (name and versions) that has no wheel according to uv, or None for any other cause."""
+    match = _CAUSES["wheel"].search(" ".join(stderr.split()))
+    return f"{match[1]}{match[2] or ''}" if match else None
+
+
+def _cause(stderr: str, direct: set[str]) -> tuple[str, str, str] | None:
+    """Return (kind, normalised name, specifier) of the first cause, if possible one of a direct requirement."""
+    text = " ".join(stderr.split())
+    found = [(kind, normalise(m[1]), m[2] or "") for kind, pattern in _CAUSES.items() for m in pattern.finditer(text)]
+    return min(found, key=lambda cause: cause[1] not in direct, default=None)
+
+
+def _names(requirements: Sequence[str]) -> set[str]:
+    return {requirement_parts(text)[0] for text in requirements}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,3 +415,116 @@ def locked_wheels(row: Mapping[str, Any], python: str, platform: str, source: st
             "pin a version that publishes such a wheel, or serve one from your index or find-links",
         )
     return LockedPackage(normalise(row["name"]), str(row["version"]), tuple(sorted(hashes)))
+
+
+# A build of a git repository's files has no history to read the version from: PyPA's setuptools-scm (hatch-vcs and
+# others use it), PDM, and OpenStack's pbr read it from these variables.
+_VERSION = ("SETUPTOOLS_SCM_PRETEND_VERSION", "PDM_BUILD_SCM_VERSION", "PBR_VERSION")
+
+
+def build_variables(table: BuildTable, version: str, *, git: bool) -> dict[str, str]:
+    """Return the environment variables of the build of a package: of the recipe, and with its version if from `git`."""
+    return {**(dict.fromkeys(_VERSION, version) if git else {}), **table.environment}
+
+
+def declared_requirements(
+    archive: Path,
+    title: str,
+    table: BuildTable,
+    variables: Mapping[str, str],
+    folder: Path,
+    indexes: Sequence[str],
+    environment: Environment,
+    *,
+    offline: bool,
+) -> list[str]:
+    """Return the build requirements of the project in `archive`; `folder` is an empty folder for its files.
+
+    An isolated build's back end is asked for more of them, in a virtual environment with those of [build-system].
+    Raises LockError when the back end fails.
+    """
+    from build import BuildException, ProjectBuilder
+
+    source, said = folder / "source", list[subprocess.CompletedProcess[str]]()
+    python = folder / "venv" / "bin" / "python"
+
+    def run(cmd: Sequence[str], cwd: str | None = None, extra_environ: Mapping[str, str] | None = None) -> None:
+        env = {**environment.uv_environment(), **variables, **(extra_environ or {})}
+        said.append(process.run(cmd, env=env, cwd=Path(cwd) if cwd else None, check=False))
+        said[-1].check_returncode()
+
+    try:
+        unpack(archive, source)
+        builder = ProjectBuilder(source, python_executable=os.fspath(python), runner=run)
+        static = sorted({*builder.build_system_requires, *table.requires})
+        if not table.isolation:  # the back end needs the environment's packages
+            return static
+        environment.write_uv_settings(folder / "uv.toml", indexes)
+        uv = [environment.uv, "--quiet", "--config-file", os.fspath(folder / "uv.toml"), "--no-progress"]
+        run([*uv, "venv", "--python", sys.executable, os.fspath(folder / "venv")])
+        more = ["--offline"] if offline else []
+        if static:
+            run([*uv, "pip", "install", "--python", os.fspath(python), "--only-binary", ":all:", *more, *static])
+        return sorted({*static, *builder.get_requires_for_build("wheel")})
+    except BuildError as error:
+        raise LockError(f"{title}: {error.message}", error.hint) from None
+    except (BuildException, subprocess.CalledProcessError) as error:
+        text = process.tail(said[-1]) if said and said[-1].returncode else f"  {error}"
+        raise LockError(
+            f"{title}: its build requirements cannot be found:\n{text}",
+            f"name the missing ones in `requires` of [build.{title.partition(' ')[0]}] of the recipe",
+        ) from None
+
+
+def lock_built(
+    sources: Sources,
+    rows: Iterable[Mapping[str, Any]],
+    uv: UvCompile,
+    packages: Sequence[LockedPackage],
+    provided: Mapping[str, str],
+    keep: Lock | None,
+) -> tuple[BuiltPackage, ...]:
+    """Return the packages of PEP 751 `rows` whose wheels are built, with the wheels that their builds run.
+
+    Builds use the versions of `keep` and of the environment's `packages` while they fit. Wheels that a build without
+    isolation finds in the environment, from its `packages` or `provided`, are left out. Raises LockError.
+    """
+    found, before = [], {one.name: one.build for one in keep.built} if keep else {}
+    there = {one.name for one in packages} | provided.keys()
+    for number, row in enumerate(rows):
+        one, archive = sources.locate(row, keep)
+        table, title = sources.builds[one.name], f"{one.name} {one.version}"
+        folder = uv.work / f"build-{number}"
+        folder.mkdir()
+        lines = declared_requirements(
+            archive,
+            title,
+            table,
+            build_variables(table, one.version, git=bool(one.commit)),
+            folder,
+            uv.offers.indexes,
+            sources.environment,
+            offline=sources.offline,
+        )
+        known = {wheel.name: wheel for wheel in (*packages, *before.get(one.name, ()))}
+        wheels = _resolved(lines, tuple(known.values()), uv, title, str(sources.recipe.path))
+        own = tuple(wheel for wheel in wheels if table.isolation or wheel.name not in there)
+        found.append(replace(one, build=own))
+    return tuple(found)
+
+
+def _resolved(
+    lines: Sequence[str], known: tuple[LockedPackage, ...], uv: UvCompile, title: str, source: str
+) -> list[LockedPackage]:
+    for pins, preferred in (([f"{one.name}=={one.version}" for one in known], ()), ([], known), ([], ())):
+        done = uv.run(lines, pins, preferred)
+        if done.returncode == 0:
+            break
+    else:
+        raise LockError(
+            f"{source}: the build requirements of {title} cannot be resolved:\n{explanation(done)}",
+            uv.hint(done.stderr, lines, (), "RECIPE", unreached=False),
+        )
+    rows = tomllib.loads(uv.pylock.read_text(encoding="utf-8")).get("packages", [])
+    wheels = [locked_wheels(row, uv.python, uv.platform, f"{source}: {title} needs for its build") for row in rows]
+    return sorted(wheels, key=lambda one: one.name)

@@ -18,13 +18,19 @@ from envbuild.base.text import normalise
 from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.environment import Environment
 from envbuild.lock.accelerator import check_accelerator
-from envbuild.lock.build_requirements import lock_built
-from envbuild.lock.built import check_used, locked_wheels, sources_of
+from envbuild.lock.built import UvCompile, check_used, explanation, lock_built, locked_wheels, sources_of, without_wheel
 from envbuild.lock.format import BuiltPackage, Lock, changes, lock_file_name, read, render
-from envbuild.lock.indexes import ambiguous_names, bound_indexes, check_bound, check_pages, reachable
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, lock_folders, write_lock_file
-from envbuild.lock.offers import Offers, applicable, skipped_warnings
-from envbuild.lock.uv_compile import UvCompile, explanation, without_wheel
+from envbuild.lock.offers import (
+    Offers,
+    ambiguous_names,
+    applicable,
+    bound_indexes,
+    check_bound,
+    check_pages,
+    reachable,
+    skipped_warnings,
+)
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target

@@ -19,10 +19,18 @@ from envbuild.cli.commands import cli
 from envbuild.cli.lock import LockRun
 from envbuild.debian.control import compare_versions
 from envbuild.debian.lock import DebianLock, LockedDeb
-from envbuild.lock.advisories import AuditedPackage, advisories, audit, audited, read_database
+from envbuild.lock.advisories import (
+    AuditedPackage,
+    LockChange,
+    UpgradeReport,
+    VerifiedUpgrade,
+    advisories,
+    audit,
+    audited,
+    read_database,
+)
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock
-from envbuild.lock.upgrade_report import LockChange, UpgradeReport, VerifiedUpgrade
 from envbuild.recipe.sources import LockedPackage
 from envbuild.site.tables import AuditTable
 from envbuild.store.store import Store
@@ -218,7 +226,7 @@ def test_a_report_says_what_changed_and_what_that_mends(
         def now(cls, tz: Any = None) -> datetime:
             return NOW
 
-    monkeypatch.setattr("envbuild.lock.upgrade_report.datetime", Clock)
+    monkeypatch.setattr("envbuild.lock.advisories.datetime", Clock)
     store = Store(tmp_path / "store")
     new = wheels(jinja2="3.1.3")
     (sha256,) = new.packages[0].hashes

@@ -16,10 +16,9 @@ from urllib3.exceptions import MaxRetryError, NewConnectionError, ProxyError
 from envbuild.base.errors import LockError, joined
 from envbuild.cache.http import reason_of
 from envbuild.environment import Environment, load_environment
+from envbuild.lock.built import UvCompile, explanation, without_wheel
 from envbuild.lock.format import Lock, parse, render
-from envbuild.lock.indexes import reachable
-from envbuild.lock.offers import Offers, releases_of, skipped_warnings
-from envbuild.lock.uv_compile import UvCompile, explanation, without_wheel
+from envbuild.lock.offers import Offers, reachable, releases_of, skipped_warnings
 from envbuild.recipe.sources import LockedPackage
 from envbuild.store.client import Client
 from envbuild.store.sources import Link, read_page
