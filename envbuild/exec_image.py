@@ -1,6 +1,6 @@
 """`envbuild run` of one program in a .sqsh or .sif file, without a container runtime, root or daemon.
 
-The image is opened as for a verification (verify/own_runtime.py): mounted by the kernel, mounted by squashfuse, or
+The image is opened as for a verification (verify/runtimes.py): mounted by the kernel, mounted by squashfuse, or
 unpacked. Unlike there, no way is tried out first, the namespace is for one program, and nothing is kept in the store,
 which the nodes of a cluster may share.
 """
@@ -26,8 +26,7 @@ from envbuild.recipe.accelerators import CPU, gpu_families
 from envbuild.store.store import working_folder
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file
-from envbuild.verify.own_runtime import EXTRACT, START, WAYS, WayUnavailable, extract, forbidden, spec_of
-from envbuild.verify.runtimes import OWN, names
+from envbuild.verify.runtimes import EXTRACT, OWN, START, WAYS, WayUnavailable, extract, forbidden, names, spec_of
 
 RUNTIMES = (OWN, *(f"{OWN}:{way}" for way in WAYS))
 # Variables that a job sets for its programs; of Python's settings, those of data/caller.toml are passed, too. PATH,

@@ -30,8 +30,7 @@ from envbuild.environment import Environment
 from envbuild.kinds.commit import open_subject, settings_of
 from envbuild.plan.plan import Plan
 from envbuild.verify.model import Settings, Subject
-from envbuild.verify.performance import measure_step
-from envbuild.verify.run import verify
+from envbuild.verify.run import measure_step, verify
 
 # The smallest slow-down to look for, and the probability of a wrong decision if the noise is normal.
 LEAST = 0.10

@@ -217,7 +217,7 @@ def _run_ranks(
 ) -> NoReturn:
     """Run `program` as every rank of simulated nodes, and exit as it does."""
     from envbuild.kinds.commit import open_subject
-    from envbuild.verify.user_run import exit_code, run_program_on_nodes
+    from envbuild.verify.user_code import exit_code, run_program_on_nodes
 
     environment = run_environment()
     subject = open_subject(Path(artifact.path), environment, runtime)

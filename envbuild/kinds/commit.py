@@ -20,9 +20,7 @@ from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import expect_of
 from envbuild.site.settings import Site
 from envbuild.store.history import record
-from envbuild.verify.model import Settings, Subject, Thoroughness, Verdict, check_texts, listed
-from envbuild.verify.network import fit_to_gpus
-from envbuild.verify.receipt import make_receipt
+from envbuild.verify.model import Settings, Subject, Thoroughness, Verdict, check_texts, listed, make_receipt
 
 if TYPE_CHECKING:
     from envbuild.plan.plan import Plan
@@ -103,10 +101,8 @@ def _verdict(
     """Verify `subject`, and accept it if it passed. `fit`: with no more ranks per node than this host has GPUs."""
     from envbuild.verify.run import verify
 
-    if fit:
-        settings = fit_to_gpus(settings, environment.variables, subject.target.family, log)
     logs = path.with_name(f"{path.name}.verify-logs")
-    verdict = verify(subject, settings, environment.site, environment.variables, log, logs=logs)
+    verdict = verify(subject, settings, environment.site, environment.variables, log, logs=logs, fit=fit)
     if verdict.passed:
         subject.accept()
     return verdict

@@ -1,19 +1,23 @@
-"""The model of a verification: the artifact with its nodes, the settings, the results of checks, and the verdict."""
+"""The model of a verification: the artifact with its nodes, the settings, the results of checks, and the receipt."""
 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
+from envbuild import __version__
 from envbuild.artifacts.survey import Survey
 from envbuild.base.errors import VerificationError
-from envbuild.contract.receipt import BLOCKED, FAIL, NOT_TRIED, PASS
+from envbuild.contract.receipt import BLOCKED, FAIL, FORMAT, NOT_TRIED, PASS
 from envbuild.contract.state import State
 from envbuild.data import load_table
+from envbuild.fabrics import nccl_version
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
 
@@ -212,3 +216,58 @@ class Verdict:
     @property
     def passed(self) -> bool:
         return all(check.status in (PASS, NOT_TRIED) for check in self.checks)
+
+
+def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[str, Any]:
+    """Return the receipt of `subject`, whose final path (or name, in a daemon) is `path`.
+
+    It contains no environment variables except those that a fabric needs.
+    """
+    state, uname = subject.state, os.uname()
+    versions = next((c.evidence for c in verdict.checks if c.name == "versions"), {})
+    return {
+        "format": FORMAT,
+        "passed": verdict.passed,
+        "artifact": {
+            "kind": subject.kind or state.artifact,
+            "path": os.fspath(path.absolute()) if isinstance(path, Path) else path,
+            "digest": subject.digest,
+            **({"manifest": subject.manifest} if subject.manifest else {}),
+        },
+        "recipe": {"name": state.recipe, "digest": state.recipe_digest},
+        "lock": {"digest": state.lock_digest},
+        "plan": {"digest": state.plan_digest},
+        "target": state.target,
+        "fabric": state.fabric,
+        "packages": sorted(name for name, _, _ in state.packages),
+        **({"project": state.project} if state.project else {}),
+        **({"slim": state.slim} if state.slim else {}),
+        "layers": [{"name": one.name, "version": one.version, "path": one.path} for one in state.layers],
+        "runtime": subject.runtime,
+        "settings": asdict(verdict.settings),
+        "versions": {
+            "envbuild": __version__,
+            **{name: versions.get(name) for name in ("python", "torch", "torch_cuda")},
+            **({"python_build": state.python_build} if state.python_build else {}),
+            "nccl": nccl_version(state) or None,
+        },
+        "host": {
+            "name": uname.nodename,
+            "kernel": uname.release,
+            "arch": uname.machine,
+            "libc": " ".join(platform.libc_ver()).strip(),
+            "cpus": len(os.sched_getaffinity(0)),
+            **({"processor": processor} if (processor := _processor()) else {}),
+        },
+        **({"performance": dict(verdict.performance)} if verdict.performance else {}),
+        "verified_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(verdict.seconds, 3),
+        "checks": [asdict(check) for check in verdict.checks],
+    }
+
+
+def _processor(path: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the model of the host's processor; "" if the kernel does not name it, as on most ARM machines."""
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as stream:
+        return next((line.partition(":")[2].strip() for line in stream if line.startswith("model name")), "")
+    return ""

@@ -1,21 +1,23 @@
-"""Verify an artifact: train in it on several simulated nodes and judge the results."""
+"""Verify an artifact: train in it on several simulated nodes and judge the results; measure the time of a step."""
 
 from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from envbuild.artifacts.survey import Survey
+from envbuild.base.errors import VerificationError
 from envbuild.base.process import of_caller
 from envbuild.base.progress import Log
 from envbuild.contract.receipt import FAIL, PASS
@@ -23,21 +25,10 @@ from envbuild.site.settings import Site
 from envbuild.site.tables import FabricTable
 from envbuild.verify import training_checks as training
 from envbuild.verify import user_code
-from envbuild.verify.launch import TRAINER, Bench, Outcome, Running
-from envbuild.verify.linkage import check_linkage
-from envbuild.verify.model import OF_QUICK, Check, Settings, Subject, Verdict, blocked, check_texts, not_tried
+from envbuild.verify.launch import TRAINER, Bench, Outcome, Running, fit_to_gpus, network_of, trainer_files
+from envbuild.verify.model import OF_QUICK, Check, Report, Settings, Subject, Verdict, blocked, check_texts, not_tried
 from envbuild.verify.model import judge as judged
-from envbuild.verify.network import network_of
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs
-from envbuild.verify.own_trainer import check_trainer, trainer_files
-from envbuild.verify.performance import performance_of
-from envbuild.verify.probe_checks import (
-    check_allreduce,
-    check_collectives,
-    check_operations,
-    check_optimizer,
-    check_sampler,
-)
 from envbuild.verify.probes import make_request
 from envbuild.verify.static_checks import (
     check_accelerator,
@@ -45,8 +36,20 @@ from envbuild.verify.static_checks import (
     check_gpus,
     check_installed,
     check_layer,
+    check_linkage,
+    check_trainer,
+)
+from envbuild.verify.training_checks import (
+    check_allreduce,
+    check_collectives,
+    check_operations,
+    check_optimizer,
+    check_sampler,
+    log_tail,
 )
 
+# Epochs of a launch for the step time alone, of which the fastest counts.
+_EPOCHS = 40
 # Long enough to kill a rank in the middle of training, even on a fast machine: after this many snapshots.
 _FAULT_EPOCHS, _KILLED_AFTER = 40, 2
 _SAVED = re.compile(r"Epoch (\d+) \| Training snapshot saved")
@@ -60,13 +63,83 @@ _OF_FILES = (check_installed, check_trainer, check_architecture, check_accelerat
 _BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.05", "1"
 
 
+def step_seconds(report: Report) -> float:
+    """Return the mean time of a step in the fastest epoch: other programs make an epoch slower, and never faster."""
+    return min(map(float, report["epoch_seconds"])) / int(report["steps_per_epoch"])
+
+
+def _startup(outcome: Outcome) -> float:
+    """Return the seconds until the artifact's interpreter ran the trainer; 0 if a daemon elsewhere has another clock.
+
+    Both clocks are CLOCK_MONOTONIC.
+    """
+    seconds = float(outcome.reports[0]["started"]) - outcome.started
+    return seconds if seconds <= outcome.seconds else 0.0
+
+
+def _largest(report: Report, name: str) -> float:
+    return max(float(rank[name]) for rank in report["ranks"])
+
+
+_READERS: dict[str, Callable[[Report, Outcome], float]] = {
+    "step_s": lambda report, _: step_seconds(report),
+    "import_s": lambda report, _: report["seconds"]["import_torch"],
+    "startup_s": lambda _, reference: _startup(reference),
+    "peak_memory_bytes": lambda report, _: _largest(report, "peak_memory"),
+    "peak_gpu_memory_bytes": lambda report, _: _largest(report, "peak_gpu_memory"),
+    "busbw_gbs": lambda report, _: report["bandwidth"][-1]["busbw"],
+}
+
+
+def performance_of(first: Outcome, reference: Outcome) -> dict[str, Any]:
+    """Return the figures of the first launch, and of the single process; those that were not measured are left out."""
+    found: dict[str, Any] = {}
+    if not first.finished or not first.reports:
+        return found
+    for name, read in _READERS.items():
+        # A malformed report is a finding of the checks.
+        with suppress(ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            value = float(read(first.reports[0], reference))
+            if math.isfinite(value) and value > 0:
+                found[name] = int(value) if name.endswith("_bytes") else round(value, 6)
+    with suppress(AttributeError, LookupError, TypeError):
+        found |= {"gpu": str(first.reports[0]["ranks"][0]["gpu"])}
+    return found
+
+
+def measure_step(subject: Subject, settings: Settings, env: Mapping[str, str], site: FabricTable) -> float:
+    """Run a short training on one node and return its step time in seconds. Raises VerificationError if it fails."""
+    settings = replace(settings, nodes=1)
+    with ExitStack() as stack:
+        made = tempfile.TemporaryDirectory(prefix="step-", dir=env.get("TMPDIR"), ignore_cleanup_errors=True)
+        work = Path(stack.enter_context(made))
+        nodes = stack.enter_context(subject.nodes(work, 1, env))
+        nodes.share(trainer_files())
+        network = network_of(subject, nodes, (1, settings.nproc_per_node), env, site)
+        running = stack.enter_context(Bench(nodes, work, settings, subject, network, {}).start("step", _EPOCHS))
+        outcome = running.wait()
+    if not outcome.finished or not outcome.reports:
+        raise VerificationError(f"the training failed, exit codes {outcome.returncodes}\n{log_tail(outcome.log)}")
+    return step_seconds(outcome.reports[0])
+
+
 def verify(
-    subject: Subject, settings: Settings, site: Site, env: Mapping[str, str], log: Log, *, logs: Path | None = None
+    subject: Subject,
+    settings: Settings,
+    site: Site,
+    env: Mapping[str, str],
+    log: Log,
+    *,
+    logs: Path | None = None,
+    fit: bool = False,
 ) -> Verdict:
     """Run every check on `subject`, with the network and the GPUs of `site`. After a failure, `logs` keeps the logs.
 
-    Of the caller's variables `env`, those that would decide the verification are left out.
+    Of the caller's variables `env`, those that would decide the verification are left out. With `fit`, a node has no
+    more ranks than this host has GPUs.
     """
+    if fit:
+        settings = fit_to_gpus(settings, env, subject.target.family, log)
     started, env = time.monotonic(), of_caller(env, verifying=True)
     with tempfile.TemporaryDirectory(prefix="verify-", dir=env.get("TMPDIR"), ignore_cleanup_errors=True) as folder:
         work = Path(folder)

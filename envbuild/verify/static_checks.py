@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,22 +11,25 @@ from pathlib import Path
 from envbuild.artifacts.survey import Survey, folder_gpu_code, scan_elf
 from envbuild.base import process
 from envbuild.base.errors import EnvbuildError, UsageError
+from envbuild.base.packages import record_digest
+from envbuild.base.text import normalise
 from envbuild.contract.state import IMAGE, PREFIX, BuiltLayer, State
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import all_chips, gpu_faults, is_judged, library_runs
 from envbuild.image.limits import ImageLimits
+from envbuild.layers.trainer import NAME, load_trainer
 from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
 from envbuild.recipe.targets import Target
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
-from envbuild.verify.model import Check, Nodes, Subject, judge, listed
+from envbuild.verify.model import Check, Nodes, Subject, judge, listed, not_tried
 from envbuild.verify.outside import read_squashfs
 
-_SHOWN = 5
 _WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000
 _LAYER_TIMEOUT_S = 60.0
 _READING_S = 3600.0
+_SHOWN, _KEPT = 5, 50
 
 
 def check_built_torch(state: State, path: Path) -> None:
@@ -78,6 +82,20 @@ def _installed_problems(state: State, survey: Survey) -> Iterator[str]:
         yield from (f"{what} file {path}" for path in paths[:_SHOWN])
         if len(paths) > _SHOWN:
             yield f"{len(paths) - _SHOWN} more {what} files"
+
+
+def check_trainer(subject: Subject, survey: Survey) -> Check:
+    """Check that the artifact's trainer is envbuild's; not tried for the trainer of another version of envbuild.
+
+    This check compares the artifact's RECORD, `installed` compares the files with it.
+    """
+    own, found = load_trainer(), survey.distributions.get(NAME)
+    if found and found.version != own.version:
+        return not_tried("trainer", f"the artifact has {NAME} {found.version}, not {own.version}, which trained here")
+    evidence = {"record": found.record if found else "", "expected": record_digest(own.entries()[-1][1])}
+    same = evidence["record"] == evidence["expected"]
+    seen, expected = f"{NAME} {'is' if same else 'differs from'} envbuild's", f"{NAME} {own.version} of envbuild"
+    return judge("trainer", same, seen=seen, expected=expected, evidence=evidence)
 
 
 def check_architecture(subject: Subject, survey: Survey) -> Check:
@@ -185,3 +203,46 @@ def check_layer(layer: BuiltLayer, nodes: Nodes, work: Path) -> Check:
         expected="exit 0" + (f" and a line `provider: {wanted}`" if wanted else ""),
         evidence={"command": list(layer.check), "returncode": code, "output": "\n".join(lines)},
     )
+
+
+def check_linkage(subject: Subject, survey: Survey) -> Check:
+    """Check symbols, versions, copies and stubs of libraries, and torch's pins of the libraries that it loads."""
+    found = survey.linkage
+    wrong = [*found.faults, *_broken_pins(subject, survey)]
+    more = f"; {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    base = ", ".join(f"{name} {version}" for name, version in found.base.items())
+    return judge(
+        "linkage",
+        not wrong,
+        seen="; ".join(wrong[:_SHOWN]) + more
+        or f"{found.symbols} symbols of {found.libraries} libraries are defined; they need {base or 'no C library'}",
+        expected="every symbol and version defined where the loader looks, one NCCL and cuDNN, no stub of the driver",
+        evidence={"base": found.base, "absent": dict(list(found.absent.items())[:_KEPT]), "faults": wrong[:_KEPT]},
+    )
+
+
+def _broken_pins(subject: Subject, survey: Survey) -> Iterator[str]:
+    """Yield the requirements of torch that other versions than the installed ones fulfil; a newer NCCL is accepted."""
+    if not survey.requires:  # as of a machine's own torch, which is tried by a Python without packages
+        return
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.version import InvalidVersion, Version
+
+    target = subject.target
+    system = {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": target.arch, "extra": ""}
+    for text in survey.requires:
+        try:
+            wanted = Requirement(text)
+            name, python = normalise(wanted.name), {"python_version": subject.state.python}
+            now = survey.distributions.get(name)
+            if now is None or not re.fullmatch(target.family.wheels, name):
+                continue
+            if wanted.marker is not None and not wanted.marker.evaluate(system | python):
+                continue
+            newer = name.startswith(target.family.nccl_wheel or "\0") and any(
+                one.operator == "==" and Version(now.version) > Version(one.version) for one in wanted.specifier
+            )
+        except (InvalidRequirement, InvalidVersion):
+            continue
+        if not newer and not wanted.specifier.contains(now.version, prereleases=True):
+            yield f"torch requires {name}{wanted.specifier}, installed is {now.version}"

@@ -13,15 +13,16 @@ Needs only the standard library. Source: signal(7), prctl(2), proc(5).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
 from collections.abc import Callable, Set
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from envbuild.verify.mounting import SET_SUBREAPER, call, die_with
-
+_PDEATHSIG, _SET_SUBREAPER = 1, 36
+_libc = ctypes.CDLL(None, use_errno=True)
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # Signal → the real-time signal by which the launcher reports it to the keeper.
 _TOLD = {number: signal.SIGRTMIN + place for place, number in enumerate(PASSED_ON, start=2)}
@@ -50,7 +51,7 @@ def hold_signals() -> set[int]:
 
 def inherit_orphans() -> None:
     """Become the subreaper: the new parent of every descendant whose parent ends."""
-    call("prctl", SET_SUBREAPER, 1, 0, 0, 0)
+    call("prctl", _SET_SUBREAPER, 1, 0, 0, 0)
 
 
 def launcher_waits(keeper: int, held: set[int]) -> None:
@@ -167,3 +168,17 @@ def descendants() -> set[int]:
         above = {pid for pid, parent in parents.items() if parent in above}
         found |= above
     return found - ended
+
+
+def die_with(parent: int, sig: signal.Signals) -> None:
+    """Let the kernel send this process `sig` when process `parent` ends; exit if it has ended already (prctl(2))."""
+    call("prctl", _PDEATHSIG, int(sig), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the C library that returns 0 on success. Raises OSError when it does not."""
+    if getattr(_libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

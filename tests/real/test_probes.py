@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from envbuild.verify import probe_checks
+from envbuild.verify import training_checks
 from envbuild.verify.probes import make_request
 
 from .conftest import shared
 from .test_trainer import LIMIT, TORCHRUN, environment
 
 CHECKS = {
-    "allreduce": probe_checks.check_allreduce,
-    "collectives": probe_checks.check_collectives,
-    "sampler": probe_checks.check_sampler,
-    "optimizer": probe_checks.check_optimizer,
+    "allreduce": training_checks.check_allreduce,
+    "collectives": training_checks.check_collectives,
+    "sampler": training_checks.check_sampler,
+    "optimizer": training_checks.check_optimizer,
 }
 # By check, code that breaks `torch`; `all_reduce`, `broadcast`, `gather` and `scatter` are the whole functions.
 BREAKS: Mapping[str, tuple[str | None, str]] = {

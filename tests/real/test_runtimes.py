@@ -22,8 +22,7 @@ from envbuild.base.errors import HostError
 from envbuild.environment import Environment, load_environment
 from envbuild.image.sif import finish_sif, write_sif_front
 from envbuild.verify.image_file import ImageFile, Runtime, open_image_file
-from envbuild.verify.own_runtime import WAYS, own_runtime
-from envbuild.verify.runtimes import runtime_for
+from envbuild.verify.runtimes import WAYS, own_runtime, runtime_for
 
 from .conftest import REPOSITORY
 

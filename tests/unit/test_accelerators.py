@@ -33,7 +33,7 @@ from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_o
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target, target_problem
-from envbuild.verify.network import visible_gpus
+from envbuild.verify.launch import visible_gpus
 from envbuild.verify.training_checks import _wrong_build
 
 TARGET = Target.parse("rocm6.4-x86_64")

@@ -38,7 +38,7 @@ from envbuild.lock.image import parse_image
 from envbuild.recipe.load import load_recipe
 from envbuild.site.tables import LimitsTable
 from envbuild.verify.image_file import ImageFile
-from envbuild.verify.own_runtime import extract
+from envbuild.verify.runtimes import extract
 
 MIB = 1 << 20
 # Below the defaults, so that the tests are quick.

@@ -37,8 +37,8 @@ from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import load_site
 from envbuild.site.tables import FabricTable
+from envbuild.verify.launch import fit_to_gpus, network_of, visible_gpus
 from envbuild.verify.model import Settings, Subject
-from envbuild.verify.network import fit_to_gpus, network_of, visible_gpus
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries
 
 TREE = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from envbuild.store import history
 from envbuild.store.history import merged, record, recorded, sparkline
 from envbuild.store.store import Store
 from envbuild.verify.launch import Outcome, TrainingJob
-from envbuild.verify.performance import performance_of
+from envbuild.verify.run import performance_of
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "docs" / "receipt.schema.json").read_text())
 REPORT: dict[str, Any] = {

@@ -20,11 +20,9 @@ from envbuild.fabrics import find_fabric
 from envbuild.recipe.accelerators import CPU
 from envbuild.recipe.targets import Target
 from envbuild.site.tables import FabricTable
-from envbuild.verify.launch import Bench, Outcome, TrainingJob
+from envbuild.verify.launch import Bench, Network, Outcome, TrainingJob
 from envbuild.verify.model import Check, Settings, Subject
-from envbuild.verify.network import Network
-from envbuild.verify.operations import expected_parts, make_operations
-from envbuild.verify.probes import cases_of
+from envbuild.verify.probes import cases_of, expected_parts, make_operations
 from envbuild.verify.run import _floor, judge_launches
 
 RECORDED = Path(__file__).parent / "data/verification/launches.json"

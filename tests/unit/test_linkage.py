@@ -23,9 +23,9 @@ from envbuild.contract.installed import HOST, Distribution, FileReport, HostFile
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.recipe.targets import Target
 from envbuild.verify import outside
-from envbuild.verify.linkage import check_linkage
 from envbuild.verify.model import Check
-from envbuild.verify.read_once import Clock, read_once
+from envbuild.verify.outside import Clock, read_once
+from envbuild.verify.static_checks import check_linkage
 
 MACHINE = MACHINES[os.uname().machine]
 SITE = "lib/python3.11/site-packages"

@@ -16,9 +16,8 @@ import torch.utils.data.distributed
 from ddp_train.operations import run_operations
 from ddp_train.probes import _steps
 from envbuild.verify.model import Check
-from envbuild.verify.operations import operation_cases
-from envbuild.verify.probe_checks import check_operations, check_optimizer
-from envbuild.verify.probes import make_request
+from envbuild.verify.probes import make_request, operation_cases
+from envbuild.verify.training_checks import check_operations, check_optimizer
 
 functional, optim, data = torch.nn.functional, torch.optim, torch.utils.data
 Patch = pytest.MonkeyPatch

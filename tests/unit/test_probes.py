@@ -19,7 +19,7 @@ from envbuild.contract.installed import Distribution, FileReport
 from envbuild.contract.receipt import failures
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_record
-from envbuild.verify import own_trainer, probe_checks
+from envbuild.verify import launch, static_checks, training_checks
 from envbuild.verify.model import Check, Settings, Verdict, not_tried
 from envbuild.verify.probes import cases_of, expected_digest, expected_parameters, make_request
 
@@ -97,7 +97,7 @@ def test_gpus_probe_64_mib_too() -> None:
         "ranks": [{"rank": 0, "device": "cuda:0", "torch_version": "2.13.0", "probes": {"allreduce": {}}}],
     }
     assert f"{large[0]} {large[1]} × {large[2]}" in " ".join(
-        probe_checks.check_allreduce(request, report).evidence["wrong"]
+        training_checks.check_allreduce(request, report).evidence["wrong"]
     )
 
 
@@ -113,15 +113,15 @@ def test_gpus_probe_64_mib_too() -> None:
 )
 def test_only_known_gaps_of_older_torches_pass(facts: dict[str, str], torch: str, may: bool) -> None:
     rank = {"device": "cuda:0", "torch_version": torch}
-    assert probe_checks._may_lack({"backend": "gloo", **facts}, rank) is may
-    assert not probe_checks._may_lack({"backend": "nccl", **facts}, rank)
+    assert training_checks._may_lack({"backend": "gloo", **facts}, rank) is may
+    assert not training_checks._may_lack({"backend": "nccl", **facts}, rank)
 
 
 # ---- the trainer
 def check_trainer(*found: Distribution) -> Check:
     subject = subject_of({"state": {"python_version": "3.11.7", "packages": []}})
     survey = Survey({one.name: one for one in found}, FileReport(), ElfReport())
-    return own_trainer.check_trainer(subject, survey)
+    return static_checks.check_trainer(subject, survey)
 
 
 def test_a_trainer_with_other_files_fails_and_another_envbuilds_is_not_compared(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_trainer_with_other_files_fails_and_another_envbuilds_is_not_compared(
 
 @pytest.mark.parametrize("safe", ["", "1"])
 def test_the_script_starts_envbuilds_own_trainer(tmp_path: Path, safe: str) -> None:
-    for name, content in own_trainer.trainer_files().items():
+    for name, content in launch.trainer_files().items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     theirs = tmp_path / "theirs/ddp_train"
@@ -146,7 +146,7 @@ def test_the_script_starts_envbuilds_own_trainer(tmp_path: Path, safe: str) -> N
     (theirs / "__init__.py").touch()
     (theirs / "__main__.py").write_text("raise SystemExit(7)\n")
     done = subprocess.run(
-        [sys.executable, tmp_path / own_trainer.TRAINER, "--help"],
+        [sys.executable, tmp_path / launch.TRAINER, "--help"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(theirs.parent), "PYTHONSAFEPATH": safe},

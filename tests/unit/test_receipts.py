@@ -18,9 +18,8 @@ from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
-from envbuild.verify.model import FULL, Settings, Subject, Thoroughness, Verdict
+from envbuild.verify.model import FULL, Settings, Subject, Thoroughness, Verdict, make_receipt
 from envbuild.verify.processes import find_rank, find_with
-from envbuild.verify.receipt import make_receipt
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "pt_minimal"
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from envbuild.base.errors import HostError, UsageError
 from envbuild.environment import Environment, load_environment
 from envbuild.kinds.commit import open_subject
-from envbuild.verify import own_runtime, runtimes
+from envbuild.verify import runtimes
 from envbuild.verify.image_file import ImageFile, image_kind, open_image_file, passed
 from envbuild.verify.namespace import image_variables
-from envbuild.verify.own_runtime import cached, named
+from envbuild.verify.runtimes import cached, named
 
 ENROOT, APPTAINER = "enroot", "apptainer"
 SUPERBLOCK = b"hsqs" + bytes(16) + struct.pack("<H", 6) + bytes(74)
@@ -134,7 +134,7 @@ def test_a_host_that_forbids_namespaces_is_told_which_setting_does(
     for name, value in settings.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(value + "\n")
-    error = own_runtime.forbidden("unshare: Operation not permitted", tmp_path)
+    error = runtimes.forbidden("unshare: Operation not permitted", tmp_path)
     assert error.exit_code == 6 and says in str(error.hint)
     assert "Operation not permitted" in error.message
 
@@ -143,7 +143,7 @@ def test_a_missing_squashfuse_is_said_with_the_other_ways(tmp_path: Path) -> Non
     image = ImageFile(tmp_path / "x.sqsh", ENROOT, 0, "zstd")
     with pytest.raises(HostError, match="squashfuse is not installed") as caught:
         bare = load_environment({"PATH": "/nowhere", "ENVBUILD_STORE": str(tmp_path)})
-        own_runtime.own_runtime(image, "squashfuse", bare)
+        runtimes.own_runtime(image, "squashfuse", bare)
     assert "own:extract" in str(caught.value.hint)
 
 
@@ -245,7 +245,7 @@ def test_a_keeper_that_was_killed_is_named_without_a_traceback(reaped: bool) -> 
         os.waitid(os.P_PID, keeper.pid, os.WEXITED | os.WNOWAIT)
         if reaped:
             keeper.wait()
-        line = [*own_runtime.START, "enter", str(keeper.pid), "squashfs", "true"]
+        line = [*runtimes.START, "enter", str(keeper.pid), "squashfs", "true"]
         done = subprocess.run(line, capture_output=True, text=True)
     said = (
         f"process {keeper.pid}, which holds the image, was killed (No such file or directory): verify the image again\n"

@@ -13,7 +13,7 @@ import pytest
 
 from envbuild.base.errors import UsageError
 from envbuild.cli.commands import cli
-from envbuild.verify.user_run import _Follower
+from envbuild.verify.user_code import _Follower
 
 
 def shown(folder: Path, log: bytes, code: int | None = 0, *, bare: bool = False) -> list[str]:
