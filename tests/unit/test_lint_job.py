@@ -2200,6 +2200,18 @@ def test_sbatch_reads_a_directive_without_a_blank() -> None:
         (EIGHT + "export NODE_RANK=$SLURM_NODEID\nsrun python train.py", "node-rank", "hint"),
         (EIGHT + "export WORLD_SIZE=4\nsrun python train.py", "world-size", "warning"),
         ("#!/bin/bash\nexport A=1\n#SBATCH --nodes=2\nsrun python train.py", "directive-ignored", "error"),
+        (SLURM + 'ROOT="${ROOT:-$(cd "$(dirname "$0")" && pwd)}"\nsrun python $ROOT/x.py', "script-folder", "warning"),
+        (SLURM + 'ROOT="$(cd "$(dirname "$0")" && pwd)"\nsrun python $ROOT/x.py', "script-folder", "error"),
+        (
+            "#!/bin/bash\n#SBATCH -N 2\nmodule load openmpi\nmpirun --map-by core -np 32 python x.py",
+            "slots-missing",
+            "warning",
+        ),
+        (
+            "#!/bin/bash\nA=true\n#SBATCH --time=1:00\n$A\n#SBATCH --nodes=2\nsrun python t.py",
+            "directive-ignored",
+            "error",
+        ),
         ("#!/bin/bash\ntorchrun --nnodes=$1 --master-addr localhost t.py", "localhost-endpoint", "hint"),
         (
             "#!/bin/bash\n#SBATCH --gres=gpu:4\ntorchrun --nnodes=$COUNT --node_rank=$SLURM_NODEID --master_addr=$h t.py",
@@ -2247,6 +2259,25 @@ def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level
         ("#!/usr/bin/env julia\n#SBATCH --nodes=2\nhosts = gethostname()", "assignment-malformed"),
         (SLURM + "if (( $tasks==1 )); then\n srun python train.py\nfi", "assignment-malformed"),
         (SLURM + 'while read -r k v; do export "$k"="$v"; done < .env\nsrun python train.py', "assignment-malformed"),
+        (SLURM + 'case $1 in --*) k=${1#--}; declare $k="$2";; esac\nsrun python train.py', "assignment-malformed"),
+        (SLURM + "f() { local $1=2; }\nsrun python train.py", "assignment-malformed"),
+        # A program fills the template in.
+        ("#!/bin/bash\n${ACCOUNT_OPTION}\n#SBATCH --nodes=2\nsrun python train.py", "directive-ignored"),
+        ("#!/bin/bash\n#SBATCH --time=1:00\n{{ node_line }}\n#SBATCH --nodes=2\nsrun python t.py", "directive-ignored"),
+        (
+            "#!/bin/bash\n{% if nodes > 1 %}\n#PBS -l select=2\n{% endif %}\n@SETUP@\nmpiexec python t.py",
+            "directive-ignored",
+        ),
+        (SLURM + 'cp "$(dirname "$0")/$(basename "$0")" /results/\nsrun python train.py', "script-folder"),
+        (SLURM + 'ME=$(cd "$(dirname "$0")" && pwd)/$(basename "$0")\nsrun python /x.py "$ME"', "script-folder"),
+        (
+            SLURM
+            + 'D="$(cd "$(dirname "$0")" && pwd)"\n[ -z "$SLURM_JOB_ID" ] || D="${X:-$SLURM_SUBMIT_DIR}"\nsrun python $D/x.py',
+            "script-folder",
+        ),
+        # Notes of several scripts.
+        ("#!/bin/bash\nsudo docker run -it x\n\n#!/bin/bash -l\n#SBATCH -N 1\nsrun python t.py", "directive-ignored"),
+        ("#!/bin/bash\nsudo docker run -it x\n\n#!/bin/bash -l\n#SBATCH -N 1\nsrun python t.py", "terminal-missing"),
         (
             SLURM.replace("set -e", '#SBATCH --job-name=" two words"\nset -e') + "srun python train.py",
             "directive-malformed",

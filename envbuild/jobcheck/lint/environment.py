@@ -19,6 +19,8 @@ _HERE = re.compile(r"\$\{?PWD\b|\$\(pwd\)|^\./")
 _OWN_PATH = re.compile(
     r"(?:dirname|realpath|readlink)\b[^|;)]{0,40}\$\{?(?:0|BASH_SOURCE)\b|\$\{(?:0|BASH_SOURCE(?:\[0\])?)%/"
 )
+_ITSELF = re.compile(r"\bbasename\b[^|;)]{0,20}\$\{?(?:0|BASH_SOURCE)\b")  # the copy is there, too
+_DEFAULT = re.compile(r"\W?\$\{\w+:?-")
 _USES = frozenset(["bash", "sh", "zsh", "source", ".", "cd", "pushd"])
 _MOST_FOLDERS = 50  # folders that are looked for
 _GPUS_IN_DOCKER = re.compile(r"--gpus|--runtime|--device|--privileged|nvidia|rocm")
@@ -86,18 +88,26 @@ def of_own_path(script: ParsedScript) -> Iterator[Found]:
     if not submitted or any(one.program in SUBMITS for one in script.commands):
         return  # the script submits itself
     told: dict[str, bool] = {}
+    whole: dict[int, str] = {}
     for one in script.commands:
         if one.file or one.per_node:
             continue
         texts = [(name, word) for name, words in one.assignments for word in words]
+        whole[one.line] = whole.get(one.line, "") + " ".join(word for _, word in texts)
+        inside = any(word in whole[one.line] for word in one.words if _OWN_PATH.search(word))
+        if inside and not texts:
+            continue  # a command of the substitution: the variable's own text tells more
         moves = one.program in _USES or one.program in LAUNCHERS or TRAINS.fullmatch(one.program)
         texts += [("", word) for flag, word in pairwise(("", *one.words)) if moves and flag not in ("-c", "-lc")]
-        for name in (name for name, text in texts if _OWN_PATH.search(text)):
+        for name, text in ((name, text) for name, text in texts if _OWN_PATH.search(text)):
+            if _ITSELF.search(text):
+                continue
             if name not in told:
                 others = " ".join(script.values.get(name, ()))
                 told[name] = submitted in others or "scontrol show job" in others
             if not told[name] and submitted not in script.lines[one.line - 1]:
-                yield Found("script-folder", one.line)
+                # ${ROOT:-$(dirname …)}: users set ROOT.
+                yield Found("script-folder", one.line, level="warning" if _DEFAULT.match(text) else "")
                 return
 
 

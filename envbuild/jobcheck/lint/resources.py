@@ -224,13 +224,15 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
     if script.has_steps and limited:
         every = whole_number(total[1]) if total and not script.nodes else None
         slots = every or max(script.tasks, 1) * nodes
+        # Without a number of tasks, sites that give out whole nodes let each core be a slot.
+        certain = every is not None or script.tasks > 0
         open_mpi = _OPEN_MPI.search(script.text)  # other launchers put several ranks on a core
         for one in script.commands:
             options = script.variables.expanded(one.words)
             asked = next(option_values(options, ("-n", "-np", "--np", "-c")), "") if one.program in _MPIRUN else ""
             if (whole_number(asked) or 0) > slots and not _SLOTS.search(" ".join(options)):
                 value = f"{asked} ranks, {slots} slot{'s' * (slots != 1)}"
-                yield Found("slots-missing", one.line, value, level="" if open_mpi else "warning")
+                yield Found("slots-missing", one.line, value, level="" if open_mpi and certain else "warning")
 
 
 def of_placement(script: ParsedScript) -> Iterator[Found]:

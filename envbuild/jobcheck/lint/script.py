@@ -6,7 +6,7 @@ import functools
 import re
 import shlex
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,6 +16,8 @@ from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, Reader, Variables, 
 
 PER_NODE = ("--ntasks-per-node", "--tasks-per-node")
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
+# A line of a template: ${NODES_OPTION}, {{ nodes }}, {% if nodes %}, @NODES@.
+_PLACEHOLDER = re.compile(r"\s*(?:\$\{?(?P<name>[A-Za-z_]\w*)\}?|\{\{.*\}\}|\{%.*%\}|@[A-Za-z_]\w*@)\s*")
 _OTHER_LANGUAGE = re.compile(r"#!.*\b(?:python|perl|julia|Rscript|R\b|ruby|node|groovy)")
 # Variables that the scheduler sets: another value in a branch of an `if` is for a run outside of a job.
 _OF_SCHEDULER = re.compile(r"(?:SLURM|PBS|LSB)_")
@@ -254,6 +256,12 @@ def option_set(script: ParsedScript, pattern: str) -> bool:
     return any(re.fullmatch(rf"(?:{pattern})\w*", word) for word in words)
 
 
+def _filled_in(line: str, assigned: Collection[str]) -> bool:
+    """Return whether `line` is a placeholder alone, which becomes a directive when a program fills the template in."""
+    match = _PLACEHOLDER.fullmatch(line)
+    return match is not None and match["name"] not in assigned
+
+
 def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScript:
     """Parse a script as far as the rules need it; `schedulers` are the facts about the scripts of each scheduler."""
     lines = text.splitlines()
@@ -270,7 +278,12 @@ def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScrip
                 found.append((name, number, tuple(_split(match[1]))))
     # Those of a script that it writes, in a here-document or a string, count only where it has none of its own.
     own = [row for row in found if row[1] in reader.comments or not commands]
-    begun = min((one.line for one in commands), default=len(lines) + 1)
+    assigned = {name for one in commands for name, _ in one.assignments}
+    begun = min((one.line for one in commands if not _filled_in(lines[one.line - 1], assigned)), default=len(lines) + 1)
+    # A file of notes, which holds other scripts, is no job.
+    second = next((n for n, line in enumerate(lines, 1) if n > begun and n in reader.comments and line[:3] == "#!/"), 0)
+    own = [row for row in own if not 0 < second < row[1]]
+    found = [row for row in found if not 0 < second < row[1]]
     late = [row for row in own if row[1] > begun and "".join(row[2])[:1] == "-" and not schedulers[row[0]].reads_on]
     marked = set() if own else {row[1] for row in found}
     written = [one for one in reader.documents if not marked.isdisjoint(range(one[0], one[1] + 1))]

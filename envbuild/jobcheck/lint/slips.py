@@ -47,6 +47,7 @@ _PATH = re.compile(
 _LAST_ANGLES = re.compile(r"^[^#'\"]*\s(<[A-Za-z][\w -]{1,60}>)\s*$|^\s*(?:export )?\w+=(<[A-Za-z][\w -]{1,60}>)")
 _PRINTS = frozenset(["echo", "printf", ":", "cat"])
 _MOST = 50  # values of a variable that are looked at
+_DECLARES = re.compile(r"\b(?:declare|typeset|local|readonly)\s")
 _DOLLAR = re.compile(r"\$(?:[A-Za-z_]\w*|\{[A-Za-z_]\w*\})")
 _PREFIX = re.compile(r"[A-Z_][A-Z0-9_]*=")
 _HELD = re.compile(r"\$\{?(\w+)(?:\[[@*]\])?\}?")
@@ -226,7 +227,9 @@ def of_assignments(script: ParsedScript) -> Iterator[Found]:
     for one in script.commands:
         words = one.words[1:] if one.words[:1] in (("export",), ("env",)) else one.words[:1]
         for word in words:
-            named = f'"{word[:2]}' in script.lines[one.line - 1]  # export "$NAME"="$VALUE" of a loop over names
+            line = script.lines[one.line - 1]
+            # export "$NAME"="$VALUE" of a loop over names; declare takes the name of its variable from another one.
+            named = f'"{word[:2]}' in line or _DECLARES.search(line) is not None
             if not one.file and not named and _DOLLAR.fullmatch(word.partition("=")[0]) and "=" in word:
                 yield Found("assignment-malformed", one.line, word.partition("=")[0] + "=")
                 break
