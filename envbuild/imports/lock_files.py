@@ -36,8 +36,7 @@ from envbuild.imports.statement import (
     text_of,
 )
 from envbuild.inspect.facts import PythonPackage
-from envbuild.inspect.folder_reader import is_venv
-from envbuild.inspect.reader import open_artifact
+from envbuild.inspect.reader import is_venv, open_artifact
 from envbuild.recipe.accelerators import VERSION_FILE, torch_builds
 from envbuild.recipe.model import PYTHONS
 

@@ -1,0 +1,1 @@
+"""Reading and comparing of artifacts of any kind."""

@@ -25,7 +25,7 @@ from envbuild.image.sif import JSON, Object, Sif, content_digest, is_sif, read_o
 from envbuild.image.squashfs.model import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
 from envbuild.inspect.facts import SIF, SQUASHFS, ArtifactReader, Inventory, Item, Request, completed
-from envbuild.inspect.image_reader import about_image
+from envbuild.inspect.images import about_image
 from envbuild.inspect.metadata import MAX_SIZE, Note, Reader, digested, extra_of, interest, root_inventory, state_of
 from envbuild.recipe.targets import Target
 

@@ -1,0 +1,1 @@
+"""Attestations: statements about an artifact, their signatures, and whose signatures a site trusts."""

@@ -52,7 +52,7 @@ from envbuild.image.tar import tar_items
 from envbuild.image.tree import MergedTree
 from envbuild.imports import FORMATS
 from envbuild.inspect import metadata
-from envbuild.inspect.image_reader import about_image
+from envbuild.inspect.images import about_image
 from envbuild.inspect.reader import open_artifact
 from envbuild.jobcheck.diagnose.engine import diagnose, explain
 from envbuild.jobcheck.diagnose.nccl_log import parse_nccl_log

@@ -21,8 +21,8 @@ from envbuild.describe import describe
 from envbuild.environment import Environment, load_environment
 from envbuild.image.layout import Blobs
 from envbuild.inspect.compare import Comparison, compare
-from envbuild.inspect.conda_meta import reader_of
 from envbuild.inspect.facts import CondaRecord, Inventory
+from envbuild.inspect.metadata import reader_of
 from envbuild.inspect.reader import open_artifact
 from envbuild.inspect.sbom import cyclonedx
 from envbuild.report.gather import sized_packages

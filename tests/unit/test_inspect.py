@@ -25,7 +25,7 @@ from envbuild.environment import Environment, load_environment
 from envbuild.image.layout import Blobs
 from envbuild.image.limits import Quota
 from envbuild.inspect.facts import Description, Inventory, PythonPackage
-from envbuild.inspect.image_reader import read_listing, remembered
+from envbuild.inspect.images import read_listing, remembered
 from envbuild.inspect.metadata import interest, portable_digest
 from envbuild.inspect.reader import open_artifact, open_artifacts, split
 from envbuild.inspect.sbom import cyclonedx
