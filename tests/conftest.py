@@ -5,6 +5,7 @@ import shutil
 import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -64,3 +65,12 @@ def openssh() -> None:
     """Skip the test where OpenSSH's programs are missing; tests/run without arguments installs them."""
     _need("ssh-keygen", "openssh-client")
     _need("ssh-agent", "openssh-client")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the files that each toy of tests/unit/test_extending.py had to change."""
+    for report in terminalreporter.stats.get("", []):  # of set-ups and teardowns
+        for name, files in report.user_properties:
+            if name == "files of an addition" and report.when == "teardown":
+                test = report.nodeid.rpartition("::")[2]
+                terminalreporter.write_line(f"{test}: {len(files)} files: {', '.join(files)}")

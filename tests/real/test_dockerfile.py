@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from lab import sources
@@ -28,7 +29,10 @@ from .conftest import QUICK, REPOSITORY, Command
 
 BASE = "lab-base:1"
 # What Dockerfile.gpu installs where it is missing, here by hand: there is no index of Debian in the builds.
-PACKAGES = ("apt", "autoconf", "automake", "g++", "gcc", "libtool", "make", "patch", "pkg-config", "python3.11-venv")
+PACKAGES = (
+    *("apt", "autoconf", "automake", "dpkg", "g++", "gcc", "libc6-dev", "libtool", "make", "patch", "pkg-config"),
+    "python3.11-venv",
+)
 PASSWORD, MARKER = "hunter2-of-the-index", "marker-in-the-authority"
 VERSIONS = """
 import importlib.metadata, json
@@ -83,10 +87,10 @@ def base(
     )
     command = Command(folder, {"ENVBUILD_STORE": str(session_store), **docker_daemon.environment()})
     command.json("docker", "base", "--no-verify", "--target", "cpu-x86_64")
-    container = docker("create", "base:cpu-x86_64", "true").strip()
+    docker("build", "-t", "cleared:1", "-", input="FROM base:cpu-x86_64\nRUN rm -r /opt/env\n")
+    container = docker("create", "cleared:1", "true").strip()
     docker("export", "-o", folder / "all.tar", container)
     docker("rm", container)
-    subprocess.run(["tar", "--delete", "-f", folder / "all.tar", "opt/env"], check=True)
     docker("import", "--change", "CMD bash", folder / "all.tar", BASE)
     return BASE
 
@@ -106,7 +110,7 @@ class Index(http.server.SimpleHTTPRequestHandler):
             super().do_GET()
 
     def translate_path(self, path: str) -> str:
-        name = path.rstrip("/").rpartition("/")[2]
+        name = unquote(path.rstrip("/").rpartition("/")[2])
         return str(self.files / name if name.endswith((".whl", ".tar.gz")) else self.files)  # every page lists all
 
     def log_message(self, format: str, *args: Any) -> None:

@@ -46,8 +46,8 @@ def test_help_lists_every_command_with_examples() -> None:
         below = overview.partition(f"\n{heading}:\n")[2].partition("\n\n")[0]
         assert re.findall("^  ([a-z-]+)", below, re.MULTILINE) == list(group), heading
     for name in COMMANDS:
-        done = run(name, "--help")
-        assert done.returncode == 0 and "Examples:" in done.stdout, name
+        done = CliRunner().invoke(cli, [name, "--help"])
+        assert done.exit_code == 0 and "Examples:" in done.output, name
 
 
 def test_a_former_name_of_a_command_works_and_is_shown_nowhere() -> None:

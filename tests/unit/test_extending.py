@@ -3,47 +3,87 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from envbuild.artifacts import venv
+from envbuild.artifacts import squash as squash_files
 from envbuild.artifacts.folder import FolderBuild
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.contract import kinds
 from envbuild.contract.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kinds_of
 from envbuild.contract.receipt import PASS, passing_receipt, receipt_path
 from envbuild.contract.state import FILE, State, read_state
-from envbuild.data.schedulers import LAUNCHERS, TITLES
+from envbuild.data import schedulers as scheduler_rows
+from envbuild.doctor.kernel import tiny_image
 from envbuild.doctor.registry import judge
 from envbuild.environment import Environment, load_environment
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
+from envbuild.image.reference import parse_source
+from envbuild.jobs import schedulers
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
-from envbuild.jobs.schedulers import SCHEDULERS, render
+from envbuild.jobs.schedulers import render
 from envbuild.kinds import kind_at, plan_of
 from envbuild.kinds.commit import Result, failed_path, open_subject
 from envbuild.kinds.folder import make_environment
 from envbuild.kinds.prepare import prepare
+from envbuild.kinds.squash import imported_file
 from envbuild.matrix import SelectedRecipe, make_jobs
 from envbuild.plan.plan import state_of
-from envbuild.recipe.accelerators import ACCELERATORS, CUDA, gpu_families
+from envbuild.recipe import accelerators
+from envbuild.recipe.accelerators import Accelerator, gpu_families
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.settings import Site, load_site
+from envbuild.verify import image_file, runtimes
+from envbuild.verify.host import Launch
+from envbuild.verify.image_file import ImageFile, Runtime
 from envbuild.verify.model import Check, Settings, Verdict
+from envbuild.verify.runtimes import ImageRuntime
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = f"cpu-{host_arch()}"
 TOY = FolderArtifact("toy", "Build a toy.", "toy", sources=("package index",), imports=("rattler",))
 
 
+class Addition:
+    """What an addition of a thing changes: rows of tables, and new modules. The files are counted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+        self.files: set[str] = set()
+
+    def row(self, module: ModuleType, table: str, name: str, value: object) -> None:
+        """Put a row into a table of `module`."""
+        self.monkeypatch.setitem(getattr(module, table), name, value)
+        assert module.__file__ is not None
+        self.files.add(str(Path(module.__file__).relative_to(REPOSITORY)))
+
+    def module(self, name: str, content: object) -> None:
+        """Add a module."""
+        self.monkeypatch.setitem(sys.modules, name, content)  # type: ignore[arg-type]
+        self.files.add(f"{name.replace('.', '/')}.py")
+
+
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FolderArtifact:
+def addition(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]) -> Iterator[Addition]:
+    """An addition; the summary of the tests shows the number of its files."""
+    added = Addition(monkeypatch)
+    yield added
+    record_property("files of an addition", sorted(added.files))
+
+
+@pytest.fixture
+def toy(addition: Addition, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FolderArtifact:
     """A kind of environments that hold a state and nothing else: `artifacts/toy.py` and one entry."""
 
     def build(wanted: FolderBuild) -> State:
@@ -55,11 +95,11 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FolderArtifact:
         TITLE="toy",
         build=build,
         is_current=lambda *_: True,
-        command=venv.command,
+        command=lambda path, program, *arguments: [str(path / "bin" / program), *arguments],
         launch_environment=lambda _, env: {**env, "TOY": "1"},
     )
-    monkeypatch.setitem(sys.modules, "envbuild.artifacts.toy", module)
-    monkeypatch.setitem(ARTIFACTS, "toy", TOY)
+    addition.module("envbuild.artifacts.toy", module)
+    addition.row(kinds, "ARTIFACTS", "toy", TOY)
     monkeypatch.chdir(tmp_path)
     return TOY
 
@@ -155,37 +195,94 @@ def test_an_artifact_kind_runs_in_jobs(
     assert plan.runtime == "folder" and opened.artifact.path in render(plan)
 
 
-def test_a_kind_of_image_file_is_started_by_its_container_runtime(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_kind_of_image_file_is_started_by_its_container_runtime(addition: Addition, tmp_path: Path) -> None:
     toy = FileArtifact("toy", "", "{recipe}.toy", (), (), starters=("toyrun",), containers=("apptainer",))
-    monkeypatch.setitem(ARTIFACTS, "toy", toy)
+    addition.row(kinds, "ARTIFACTS", "toy", toy)
     site = site_of(tmp_path, '[scheduler]\nkind = "pbs"\n[container]\nruntime = "apptainer"\n')
     assert kinds_of("file") == ("enroot", "apptainer", "toy")
     assert wanted_kinds("pbs", site) == ("apptainer", "toy", "enroot", "venv", "conda")
     assert toy.default_path("r", HERE) == Path("build/r", HERE, "r.toy")
 
 
+def test_a_format_of_image_files_is_read_and_written(addition: Addition, tmp_path: Path) -> None:
+    """A page of its own before the squashfs."""
+    toy = FileArtifact("toy", "", "{recipe}.toy", (), (), format="paged", mode=0o640, joint="-", last_words=1)
+    addition.row(kinds, "ARTIFACTS", "toy", toy)
+    paged = image_file.ImageFormat("paged", lambda head: head.startswith(b"PAGED"), lambda _, __: 4096)
+    addition.row(image_file, "FORMATS", "paged", paged)
+    addition.row(squash_files, "WRITERS", "paged", squash_files.write_sqsh)
+    path = tmp_path / "x.toy"
+    path.write_bytes(b"PAGED".ljust(4096) + tiny_image("gzip"))
+    assert image_file.image_kind(path) == "toy" and kind_at(path) is toy
+    image = image_file.open_image_file(path)
+    assert (image.kind, image.offset, image.format, image.compressor) == ("toy", 4096, "paged", "gzip")
+    with pytest.raises(UsageError, match="is no SIF image"):
+        image_file.open_image_file(path, "apptainer")
+    assert imported_file("toy", parse_source("docker://r.example.org/team/pytorch:2.7")).path == Path("2.7.toy")
+
+
+def test_a_container_runtime_starts_image_files(addition: Addition, environment: Environment, tmp_path: Path) -> None:
+    def start(image: ImageFile, program: Path, host: dict[str, str], _: Environment) -> Runtime:
+        @contextmanager
+        def opened(work: Path) -> Iterator[Launch]:
+            yield lambda name, arguments, extra: ([str(program), str(image.path), name, *arguments], {**host, **extra})
+
+        return Runtime("toyrun 1", opened)
+
+    addition.row(runtimes, "RUNTIMES", "toyrun", ImageRuntime(("enroot",), ("toyrun",), ("TOY_",), start))
+    (tmp_path / "toyrun").write_text('#!/bin/sh\necho "$TOY_HOST-$TOY_RANK" "$@"\n')
+    (tmp_path / "toyrun").chmod(0o755)
+    (tmp_path / "x.sqsh").write_bytes(tiny_image("gzip"))
+    environment = replace(
+        environment, variables={"PATH": f"{tmp_path}:/usr/bin:/bin", "TOY_HOST": "here", "OTHER": "1"}
+    )
+    image = image_file.open_image_file(tmp_path / "x.sqsh")
+    started = runtimes.runtime_for(image, "toyrun", environment)
+    with started.open(tmp_path) as launch:
+        command, given = launch("python", ["-V"], {"TOY_RANK": "0"})
+        done = subprocess.run(command, env=dict(given), capture_output=True, text=True)
+    assert started.name == "toyrun 1" and done.stdout == f"here-0 {tmp_path}/x.sqsh python -V\n"
+    assert "OTHER" not in given and "toyrun" in runtimes.names()
+    with pytest.raises(UsageError, match=r"toyrun does not start \.sif images"):
+        runtimes.choose("apptainer", "toyrun", environment.variables)
+
+
 def test_a_scheduler_takes_jobs(
-    toy: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    addition: Addition,
+    toy: FolderArtifact,
+    environment: Environment,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     built(toy, environment, monkeypatch)
-    monkeypatch.setitem(SCHEDULERS, "toy", replace(SCHEDULERS["flux"], suffix=".toy"))
-    monkeypatch.setitem(LAUNCHERS, "toy", LAUNCHERS["flux"])
-    monkeypatch.setitem(TITLES, "toy", "Toy")
+    addition.files.clear()  # those of the artifact
+    addition.row(schedulers, "SCHEDULERS", "toy", replace(schedulers.SCHEDULERS["flux"], suffix=".toy"))
+    addition.row(scheduler_rows, "LAUNCHERS", "toy", scheduler_rows.LAUNCHERS["flux"])
+    addition.row(scheduler_rows, "TITLES", "toy", "Toy")
     site = site_of(tmp_path, "")
     opened = open_artifact("pt_cpu", wanted_kinds("toy", site), HERE)
     plan = plan_job(JobRequest(scheduler="toy", current=tmp_path), opened, site)
     assert (plan.scheduler, plan.launcher) == ("toy", "flux") and "#flux:" in render(plan)
 
 
-def test_an_accelerator_has_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    toy = replace(CUDA, name="toy", title="Toys", tag="toy([0-9])", form="toyN (toy1)", usual=("toy1",))
+def test_an_accelerator_has_targets(addition: Addition) -> None:
+    toy = Accelerator(
+        "toy",
+        "Toys",
+        "toy([0-9])",
+        "toyN (toy1)",
+        ("toy1",),
+        backend="toyccl",
+        torch_library="libtorch_toy.so",
+        visible="TOY_VISIBLE_DEVICES",
+        kubernetes="example.org/toy",
+    )
     with pytest.raises(UsageError, match="toy1"):
         Target.parse("toy1-x86_64")
-    monkeypatch.setitem(ACCELERATORS, "toy", toy)
+    addition.row(accelerators, "ACCELERATORS", "toy", toy)
     target = Target.parse("toy1-x86_64")
     assert target.family is toy and target.version == "1" and toy in gpu_families()
+    assert image_file.passed({"TOY_VISIBLE_DEVICES": "1", "TOY": "2"}) == {"TOY_VISIBLE_DEVICES": "1"}
 
 
 def test_a_fabric_may_be_named_by_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
