@@ -22,7 +22,7 @@ from envbuild.contract.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kin
 from envbuild.contract.receipt import PASS, passing_receipt, receipt_path
 from envbuild.contract.state import FILE, State, read_state
 from envbuild.data import schedulers as scheduler_rows
-from envbuild.doctor.kernel import tiny_image
+from envbuild.doctor.machine import tiny_image
 from envbuild.doctor.registry import judge
 from envbuild.environment import Environment, load_environment
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
