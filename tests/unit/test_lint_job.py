@@ -2200,6 +2200,8 @@ def test_sbatch_reads_a_directive_without_a_blank() -> None:
         (EIGHT + "export NODE_RANK=$SLURM_NODEID\nsrun python train.py", "node-rank", "hint"),
         (EIGHT + "export WORLD_SIZE=4\nsrun python train.py", "world-size", "warning"),
         ("#!/bin/bash\nexport A=1\n#SBATCH --nodes=2\nsrun python train.py", "directive-ignored", "error"),
+        ("#!/bin/bash\nexport A=1\n#SBATCH --nodes={{ nodes }}\nsrun python train.py", "directive-ignored", "warning"),
+        ("#!/bin/bash\nexport A=1\n#SBATCH --account=<your account>\nsrun python t.py", "directive-ignored", "warning"),
         (SLURM + 'ROOT="${ROOT:-$(cd "$(dirname "$0")" && pwd)}"\nsrun python $ROOT/x.py', "script-folder", "warning"),
         (SLURM + 'ROOT="$(cd "$(dirname "$0")" && pwd)"\nsrun python $ROOT/x.py', "script-folder", "error"),
         (
@@ -2275,6 +2277,8 @@ def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level
             + 'D="$(cd "$(dirname "$0")" && pwd)"\n[ -z "$SLURM_JOB_ID" ] || D="${X:-$SLURM_SUBMIT_DIR}"\nsrun python $D/x.py',
             "script-folder",
         ),
+        (SLURM + 'D="$(cd "$(dirname "$0")" && pwd)"\necho "$D"\nsrun python /x.py', "script-folder"),
+        ("#!/bin/bash\n#SBATCH --time=1:00\n{job.lines}\n#SBATCH --nodes=2\nsrun python t.py", "directive-ignored"),
         # Notes of several scripts.
         ("#!/bin/bash\nsudo docker run -it x\n\n#!/bin/bash -l\n#SBATCH -N 1\nsrun python t.py", "directive-ignored"),
         ("#!/bin/bash\nsudo docker run -it x\n\n#!/bin/bash -l\n#SBATCH -N 1\nsrun python t.py", "terminal-missing"),

@@ -208,6 +208,8 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
         fault = replace(faults[one.id], level=one.level or faults[one.id].level)
         if fault.level == "error" and one.id in _OF_NODES and script is not None and script.several == "several":
             fault = replace(fault, level="hint")  # the number may be 1
+        if fault.level == "error" and script is not None and script.template:
+            fault = replace(fault, level="warning")  # what is filled in may change it
         at = min(max(one.line, 1), max(len(lines), 1))
         line = lines[at - 1] if lines else ""
         if _ignored(line, one.id) or (one.id in _OF_TEMPLATES and _TEMPLATE.search(name)):

@@ -100,7 +100,10 @@ def of_own_path(script: ParsedScript) -> Iterator[Found]:
         moves = one.program in _USES or one.program in LAUNCHERS or TRAINS.fullmatch(one.program)
         texts += [("", word) for flag, word in pairwise(("", *one.words)) if moves and flag not in ("-c", "-lc")]
         for name, text in ((name, text) for name, text in texts if _OWN_PATH.search(text)):
-            if _ITSELF.search(text):
+            used = not name or re.search(
+                rf"^(?!\s*(?:echo|printf)\b).*\$\{{?{name.rstrip('+')}\b", script.text, re.MULTILINE
+            )
+            if _ITSELF.search(text) or not used:
                 continue
             if name not in told:
                 others = " ".join(script.values.get(name, ()))

@@ -16,8 +16,12 @@ from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, Reader, Variables, 
 
 PER_NODE = ("--ntasks-per-node", "--tasks-per-node")
 _MOST_PLACES = 1000  # texts to look for; a script of a person needs fewer than a hundred
-# A line of a template: ${NODES_OPTION}, {{ nodes }}, {% if nodes %}, @NODES@.
-_PLACEHOLDER = re.compile(r"\s*(?:\$\{?(?P<name>[A-Za-z_]\w*)\}?|\{\{.*\}\}|\{%.*%\}|@[A-Za-z_]\w*@)\s*")
+# A line of a template: ${NODES_OPTION}, {{ nodes }}, {% if nodes %}, {# nodes #}, {job.nodes}, @NODES@.
+_PLACEHOLDER = re.compile(
+    r"\s*(?:\$\{?(?P<name>[A-Za-z_]\w*)\}?|\{\{.*\}\}|\{%.*%\}|\{#.*#\}|\{[A-Za-z_][\w.]*\}|@[A-Za-z_]\w*@)\s*"
+)
+# What a program or a reader fills in, in a directive.
+_GAP = re.compile(r"\{\{|\{%|(?<!\$)\{[A-Za-z_][\w.]*\}|@[A-Za-z_]\w*@|<[A-Za-z][\w -]*>")
 _OTHER_LANGUAGE = re.compile(r"#!.*\b(?:python|perl|julia|Rscript|R\b|ruby|node|groovy)")
 # Variables that the scheduler sets: another value in a branch of an `if` is for a run outside of a job.
 _OF_SCHEDULER = re.compile(r"(?:SLURM|PBS|LSB)_")
@@ -56,6 +60,7 @@ class ParsedScript:
     `pod_gpus` are the GPUs of the pod that does. `late` are directives behind the first command, which the
     scheduler does not read. `writes`: its directives are those of a script that it writes,
     and `documents` the lines of the here-documents with them, and whether this shell leaves them as they are.
+    `template`: a program or a reader fills in parts of it before the scheduler gets it.
     """
 
     kind: str
@@ -68,6 +73,7 @@ class ParsedScript:
     everywhere: bool = False
     pod_gpus: int = 0
     late: tuple[Directive, ...] = ()
+    template: bool = False
     writes: bool = False
     documents: tuple[tuple[int, int, bool], ...] = ()
 
@@ -284,6 +290,7 @@ def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScrip
     second = next((n for n, line in enumerate(lines, 1) if n > begun and n in reader.comments and line[:3] == "#!/"), 0)
     own = [row for row in own if not 0 < second < row[1]]
     found = [row for row in found if not 0 < second < row[1]]
+    last = max((row[1] for row in own), default=0)
     late = [row for row in own if row[1] > begun and "".join(row[2])[:1] == "-" and not schedulers[row[0]].reads_on]
     marked = set() if own else {row[1] for row in found}
     written = [one for one in reader.documents if not marked.isdisjoint(range(one[0], one[1] + 1))]
@@ -310,6 +317,8 @@ def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScrip
         writes=writes,
         documents=tuple(written),
         late=tuple(row[1:] for row in late),
+        template=any(_GAP.search(lines[row[1] - 1]) for row in found)
+        or any(_filled_in(lines[one.line - 1], assigned) for one in commands if one.line < last),
     )
 
 
