@@ -264,7 +264,7 @@ def _embed(path: Path, bundles: Mapping[str, bytes], signer: Signer | None) -> N
 
 def _predicate(name: str, opened: JobInputs, receipt: dict[str, Any]) -> dict[str, Any]:
     if name == "provenance":
-        from envbuild.trust.provenance import provenance
+        from envbuild.trust.bundle import provenance
 
         return provenance(receipt, os.environ)
     from envbuild.describe import bill_of_materials

@@ -2,7 +2,8 @@
 
 Sources: in-toto Statement v1 (github.com/in-toto/attestation, spec/v1/statement.md), DSSE v1 (secure-systems-lab/dsse,
 protocol.md), Sigstore bundle v0.3 (sigstore/protobuf-specs, sigstore_bundle.proto) with a public key's hint in place of
-a certificate. Neither a certificate nor an entry in a transparency log is written or read.
+a certificate, SLSA's provenance v1 (slsa.dev/spec/v1.0/provenance). Neither a certificate nor an entry in a
+transparency log is written or read.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ PAYLOAD = "application/vnd.in-toto+json"
 BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 MOST = 16 << 20  # bytes of a bundle; that of a receipt has below 1 MB
 _MOST_SIGNATURES = 64  # each costs time
-
-
 # Name of an attestation beside an artifact → type of its predicate: the receipt has none, as the receipt itself.
 PREDICATES = {
     "": "urn:envbuild:receipt:1",
     "sbom": "https://cyclonedx.org/bom",
     "provenance": "https://slsa.dev/provenance/v1",
 }
+_BUILD = "urn:envbuild:build:1"
+# The builder outside of the CIs that envbuild knows.
+_ANYBODY = "urn:envbuild:builder"
 
 
 def bundle_path(artifact: Path, name: str = "") -> Path:
@@ -121,3 +123,45 @@ def _signed(key: Key, signature: str, told: bytes) -> bool:
     except Error:
         return False
     return True
+
+
+def provenance(receipt: Mapping[str, Any], env: Mapping[str, str]) -> dict[str, Any]:
+    """Return the provenance of the artifact of `receipt`, built by the CI that `env` describes.
+
+    It is the signer's statement: nothing checks what it says of the CI.
+    """
+    digests = {name: receipt[name]["digest"] for name in ("recipe", "lock", "plan")}
+    materials: list[dict[str, Any]] = [
+        {"name": name, "digest": {"sha256": digest.partition(":")[2]}} for name, digest in digests.items()
+    ]
+    if commit := receipt.get("project", {}).get("commit"):
+        materials.append({"name": receipt["project"]["name"], "digest": {"gitCommit": commit}})
+    builder, invocation = _ci(env)
+    parameters = {
+        "recipe": receipt["recipe"]["name"],
+        "target": receipt["target"],
+        "artifact": receipt["artifact"]["kind"],
+    }
+    return {
+        "buildDefinition": {
+            "buildType": _BUILD,
+            "externalParameters": parameters,
+            "internalParameters": {},
+            "resolvedDependencies": materials,
+        },
+        "runDetails": {
+            "builder": {"id": builder, "version": {"envbuild": receipt["versions"]["envbuild"]}},
+            "metadata": {**({"invocationId": invocation} if invocation else {}), "finishedOn": receipt["verified_at"]},
+        },
+    }
+
+
+def _ci(env: Mapping[str, str]) -> tuple[str, str]:
+    """Return (builder, invocation) as URIs, as GitHub's and GitLab's own provenance names them."""
+    if env.get("GITHUB_ACTIONS") == "true" and "GITHUB_WORKFLOW_REF" in env:
+        server, run = env.get("GITHUB_SERVER_URL", "https://github.com"), env.get("GITHUB_RUN_ID", "")
+        job = f"{env.get('GITHUB_REPOSITORY', '')}/actions/runs/{run}/attempts/{env.get('GITHUB_RUN_ATTEMPT', '1')}"
+        return f"{server}/{env['GITHUB_WORKFLOW_REF']}", f"{server}/{job}"
+    if env.get("GITLAB_CI") == "true" and "CI_PROJECT_URL" in env:
+        return f"{env['CI_PROJECT_URL']}/-/runners/{env.get('CI_RUNNER_ID', '')}", env.get("CI_JOB_URL", "")
+    return _ANYBODY, ""
