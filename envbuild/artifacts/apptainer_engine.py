@@ -2,8 +2,8 @@
 
 envbuild writes SIF files itself; this is for sites whose images must be built by their own tool.
 
-spython only calls a program named `singularity`, loses its exit code, and prints or drops its messages. So it
-runs in a child process, where that name is a script that records the exit code and merges stdout and stderr.
+spython's `Client.build` calls only a program named `singularity` and loses its exit code; its `stream_command` takes
+any command, merges stdout and stderr, and raises for an exit code. It takes no environment: it runs in a child process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from envbuild.artifacts.image_run import quoted
 from envbuild.base import process
 from envbuild.base.atomic import remove_tree, staged, writing
 from envbuild.base.errors import BuildError, HostError
@@ -33,10 +32,13 @@ _SQUASHFS = "-comp zstd -Xcompression-level 3"
 _OPTION = "--mksquashfs-args"
 # Run with -P: Python imports no module from the current folder.
 _CHILD = """\
-import sys
-from spython.main import Client
-source, image, *options = sys.argv[1:]
-Client.build(recipe=source, image=image, options=options, singularity_options=["--nocolor"], sudo=False, quiet=True)
+import subprocess, sys
+from spython.utils import stream_command
+try:
+    for line in stream_command(sys.argv[1:], no_newline_regexp="(?!)", output_type="both"):
+        print(line, end="", flush=True)
+except subprocess.CalledProcessError as error:
+    sys.exit(error.returncode if error.returncode > 0 else 128 - error.returncode)
 """
 
 
@@ -66,7 +68,7 @@ def build_with_apptainer(source: str, out: Path, environment: Environment, *, ar
     with staged(out) as folder:
         with _temporary(environment.variables) as variables:
             image = folder / "image.sif"
-            _run(engine, [source, str(image), *options], folder, variables)
+            _run([engine, "--nocolor", "build", *options, str(image), source], variables)
             if not image.is_file():
                 raise BuildError("the tool ended without an error and without an image")
             with image.open("rb") as stream:
@@ -96,14 +98,8 @@ def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
         remove_tree(own)  # a tree may have folders that not even their owner may write to
 
 
-def _run(engine: str, arguments: list[str], folder: Path, variables: Mapping[str, str]) -> None:
-    """Let spython build. Raises BuildError with the tool's last lines when it fails."""
-    code = folder / "code"
-    script = folder / "bin/singularity"
-    script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\n{quoted(engine)} "$@" 2>&1\ncode=$?\necho $code > {quoted(str(code))}\nexit $code\n')
-    script.chmod(0o755)
-    path = f"{script.parent}{os.pathsep}{variables.get('PATH', os.defpath)}"
+def _run(command: list[str], variables: Mapping[str, str]) -> None:
+    """Let spython run the tool. Raises BuildError with the tool's last lines when it fails."""
     last: deque[str] = deque(maxlen=process.TAIL_LINES)
 
     def show(text: str) -> None:
@@ -112,12 +108,11 @@ def _run(engine: str, arguments: list[str], folder: Path, variables: Mapping[str
             last.append(line)
             log(line)
 
-    exit_code = process.follow([sys.executable, "-P", "-c", _CHILD, *arguments], {**variables, "PATH": path}, show)
-    told = code.read_text().strip() if code.exists() else "no exit code"
-    if exit_code != 0 or told != "0":
-        said = "\n".join("  " + line for line in last)
-        full = "no space left" in said.lower()
+    exit_code = process.follow([sys.executable, "-P", "-c", _CHILD, *command], variables, show)
+    if exit_code != 0:
+        output = "\n".join("  " + line for line in last)
+        full = "no space left" in output.lower()
         raise BuildError(
-            f"{os.path.basename(engine)} did not build the image (exit {told}):\n{said}",
+            f"{os.path.basename(command[0])} did not build the image (exit {exit_code}):\n{output}",
             "set APPTAINER_TMPDIR, and APPTAINER_CACHEDIR, to folders with more room" if full else None,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -22,6 +23,9 @@ from envbuild.artifacts.apptainer import (
     oci_config,
     recipe_definition,
 )
+from envbuild.artifacts.apptainer_engine import build_with_apptainer
+from envbuild.base.errors import BuildError
+from envbuild.environment import load_environment
 from envbuild.image.entry import DIR, FILE, SYMLINK
 
 GOLDEN = Path(__file__).parents[1] / "golden/apptainer"
@@ -254,3 +258,18 @@ def test_only_missing_mount_points_are_made_parents_first() -> None:
     assert all((data is None) == (entry.kind == DIR) for entry, data in everything)
     assert mount_points(lambda path: True, 7) == []
     assert [e.path for e, _ in mount_points(lambda p: p not in ("sys", "etc/hosts"), 7)] == ["sys", "etc/hosts"]
+
+
+def test_a_failed_build_of_the_installed_tool_is_an_error_with_its_exit_code_and_output(tmp_path: Path) -> None:
+    engine = tmp_path / "bin/apptainer"
+    engine.parent.mkdir()
+    engine.write_text(
+        '#!/bin/sh\n[ "$2" != --help ] || exit 0\necho "$@"; echo "No space left: $APPTAINER_CACHEDIR" >&2\nexit 3\n'
+    )
+    engine.chmod(0o755)
+    known = {"PATH": f"{engine.parent}:/usr/bin:/bin", "TMPDIR": str(tmp_path), "APPTAINER_CACHEDIR": "/cache"}
+    environment = load_environment({**known, "HOME": str(tmp_path), "ENVBUILD_STORE": str(tmp_path / "store")})
+    with pytest.raises(BuildError, match=r"apptainer did not build the image \(exit 3\)") as caught:
+        build_with_apptainer("oci:layout", tmp_path / "x.sif", environment, arch=os.uname().machine)
+    assert re.search(r"--nocolor build \S+/image\.sif oci:layout\n  No space left: /cache$", caught.value.message)
+    assert "APPTAINER_TMPDIR" in str(caught.value.hint) and not (tmp_path / "x.sif").exists()
