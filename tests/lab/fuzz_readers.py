@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from lab import artifacts, conda_package, debian, fuzz_inputs, tar_blocks, wheels
 from lab.drafts import draft_of
 from lab.fuzz_inputs import Mutate, Seeds, mutated
+from lab.golden import read_golden_cases
 from lab.lint import lint_file
 from securesystemslib.signer import CryptoSigner
 
@@ -113,6 +114,12 @@ def text(read: Callable[[str], object]) -> Callable[[bytes, Path], object]:
 def patterns(*names: str, top: Path = TOP, most: int = 1 << 16) -> Callable[[Path], Seeds]:
     """The recorded files that the patterns match, without their ends if they are long."""
     return lambda _: [path.read_bytes()[:most] for name in names for path in sorted(top.glob(name)) if path.is_file()]
+
+
+def golden(*tables: str, most: int) -> list[bytes]:
+    """The rendered jobs of the golden tables, without their ends if they are long."""
+    cases = (read_golden_cases(DATA / f"jobs/{table}.txt").values() for table in tables)
+    return [text.encode()[:most] for texts in cases for text in texts]
 
 
 def given(*texts: bytes | str | Mapping[str, Any]) -> Callable[[Path], Seeds]:
@@ -868,9 +875,14 @@ READERS: dict[str, FuzzedReader] = {
         lambda _: _elfs(), file("x.so", lambda path: (_elf(path), elf_machine(file_head(str(path))))), 700
     ),
     "job script": FuzzedReader(
-        patterns("lint/*.sh", "lint/*.pbs", "jobs/*.sh", top=DATA, most=4096), file("job.sh", lint_file), 200
+        lambda folder: [
+            *patterns("lint/*.sh", "lint/*.pbs", top=DATA, most=4096)(folder),
+            *golden("slurm", "pbs", "lsf", "flux", "builds", most=4096),
+        ],
+        file("job.sh", lint_file),
+        200,
     ),
-    "job manifest": FuzzedReader(patterns("jobs/k8s-*.yaml", top=DATA, most=2500), file("job.yaml", lint_file), 120),
+    "job manifest": FuzzedReader(lambda _: golden("kubernetes", most=2500), file("job.yaml", lint_file), 120),
     "log": FuzzedReader(patterns("logs/*.log", "nccl/*.log", top=DATA, most=3000), file("x.log", _log), 200),
     "flight record": FuzzedReader(patterns("flight/*/flight-0-[0-9]", top=DATA), file("rank1", _flight), 300),
     "message": FuzzedReader(patterns("logs/*.log", "nccl/*.log", top=DATA, most=600), text(_said), 300),

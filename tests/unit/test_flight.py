@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lab.golden import read_golden_cases
 
 from ddp_train.flight import PREFIX, flight_variables
 from envbuild.jobcheck.diagnose.engine import diagnose
@@ -192,12 +193,13 @@ def test_no_damaged_record_raises(tmp_path_factory: pytest.TempPathFactory, data
     list(merged([record] if record else []))
 
 
-@pytest.mark.parametrize("golden", sorted((DATA / "jobs").glob("k8s-*.yaml")), ids=lambda path: path.stem)
-def test_pods_switch_the_recorder_on_as_other_jobs_of_any_torch_do(
-    golden: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+MANIFESTS = read_golden_cases(DATA / "jobs/kubernetes.txt")
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_pods_switch_the_recorder_on_as_other_jobs_of_any_torch_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ddp_train.flight.metadata.version", lambda _: "2.8.0")
-    found = dict(re.findall(r"name: (TORCH_(?:FR|NCCL)_\w+)\n +value: \"?([^\"\n]*)", golden.read_text()))
+    found = dict(re.findall(r"name: (TORCH_(?:FR|NCCL)_\w+)\n +value: \"?([^\"\n]*)", MANIFESTS[name]))
     prefix = found[PREFIX]
     assert prefix.endswith("/flight-0-")
     assert found in (flight_variables(prefix, gpu=False), flight_variables(prefix, gpu=True))

@@ -572,6 +572,6 @@ def test_directives_say_what_the_site_and_the_plan_do() -> None:
         "--mail-type=END",
     ]
     # A number of srun's own would bind the step to so many CPUs of all that an exclusive job has.
-    assert render(plan).count("cpus-per-task") == 1
+    assert render(plan).count("--cpus-per-task=") == 1
     horovod = replace(plan, strategy="horovod", launcher="mpirun", runtime="enroot", nproc_per_node=8)
     assert {"--ntasks-per-node=8", "--cpus-per-task=12"} <= set(_directives(horovod))
