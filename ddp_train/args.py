@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
     """Parser that prints an error as one line, once per node rather than once per rank."""
 
     def error(self, message: str) -> NoReturn:
-        if next((os.environ[one] for one in _LOCAL_RANKS if one in os.environ), "0") == "0":
+        if next((os.environ[name] for name in _LOCAL_RANKS if name in os.environ), "0") == "0":
             print_error(f"{message} (see python -m ddp_train --help)")
         else:
             # Launchers kill all ranks of a node when one exits: the rank that prints the error must exit first.

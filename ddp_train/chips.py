@@ -23,7 +23,7 @@ UNUSABLE = 5
 
 def check_chips(chips: Sequence[str]) -> None:
     """Raise TrainError if a GPU that this process may use is none of `chips` (sm_90). Without a driver, it passes."""
-    wrong = sorted({one for one in visible_chips() if one not in chips})
+    wrong = sorted({chip for chip in visible_chips() if chip not in chips})
     if wrong:
         raise TrainError(
             f"this environment has code for {', '.join(chips)} alone ([slim] of its recipe), and this node has "

@@ -87,7 +87,7 @@ class Group:
         Rank 0 prints the first error for all ranks.
         """
         own = None if error is None else [error.message, error.exit_code]
-        failures = [(rank, *found) for rank, found in enumerate(self.gather(own)) if found is not None]
+        failures = [(rank, *failure) for rank, failure in enumerate(self.gather(own)) if failure is not None]
         if not failures:
             return
         rank, message, exit_code = failures[0]
@@ -129,9 +129,9 @@ class Group:
             self.backend = None
 
 
-def choose_backend(wanted: str, place: RankInfo) -> str:
+def choose_backend(requested: str, place: RankInfo) -> str:
     """Return `nccl` or `gloo`; `auto` selects nccl if each rank of the node has its own GPU. Raises TrainError."""
-    if wanted == "gloo":
+    if requested == "gloo":
         return "gloo"
     if not torch.cuda.is_available():
         missing = "torch finds no usable CUDA device"
@@ -141,7 +141,7 @@ def choose_backend(wanted: str, place: RankInfo) -> str:
         missing = f"{torch.cuda.device_count()} GPUs for {place.local_world_size} ranks"
     else:
         return "nccl"
-    if wanted == "nccl":
+    if requested == "nccl":
         raise TrainError(f"--backend nccl: {missing} on {place.host}", BAD_INPUT)
     return "gloo"
 
@@ -152,7 +152,7 @@ def _check_same_backend(store: Any, place: RankInfo, backend: str) -> None:
     store.set(keys[place.rank], f"{backend} on {place.host}")
     # One request for all keys; torch 2.0 does not support it.
     many = getattr(store, "multi_get", lambda all_keys: [store.get(key) for key in all_keys])
-    choices = [found.decode() for found in many(keys)]
+    choices = [choice.decode() for choice in many(keys)]
     for rank, choice in enumerate(choices):
         if choice.split()[0] != choices[0].split()[0]:
             raise TrainError(
@@ -168,9 +168,9 @@ def _bound_to(device: Any) -> dict[str, Any]:
     return {"device_id": device} if device.type == "cuda" and "device_id" in known else {}
 
 
-def connect(place: RankInfo, wanted: str) -> Group:
+def connect(place: RankInfo, requested: str) -> Group:
     """Join the job's process group, or run as one process when `place` is not distributed. Raises TrainError."""
-    backend = choose_backend(wanted, place)
+    backend = choose_backend(requested, place)
     if backend == "nccl":
         if chips := os.environ.get(CHIPS):
             check_chips(chips.split(","))

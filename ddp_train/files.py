@@ -83,7 +83,7 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def require_writable(path: Path, what: str) -> None:
+def require_writable(path: Path, title: str) -> None:
     """Raise TrainError unless `path` can be replaced by a file written beside it.
 
     Called before training, so that hours of training are not lost.
@@ -102,13 +102,13 @@ def require_writable(path: Path, what: str) -> None:
     except OSError as error:
         problem = os_reason(error)
     if problem is not None:
-        raise TrainError(f"cannot write {what} {path}: {problem}")
+        raise TrainError(f"cannot write {title} {path}: {problem}")
 
 
-def replace_file(path: Path, payload: bytes, what: str) -> None:
+def replace_file(path: Path, payload: bytes, title: str) -> None:
     """Replace `path` by a file with `payload`, atomically. Raises TrainError."""
     try:
         write_temporary(path, payload).replace(path)
         sync_folder(path.parent)
     except OSError as error:
-        raise TrainError(f"cannot write {what} {path}: {os_reason(error)}") from None
+        raise TrainError(f"cannot write {title} {path}: {os_reason(error)}") from None

@@ -36,21 +36,21 @@ _DEEPEST = 100  # frames of a stack
 
 def flight_variables(prefix: str, gpu: bool) -> dict[str, str]:
     """Return the variables that switch the recorder on, with files PREFIX and the rank; `gpu`: for NCCL."""
-    found = {"TORCH_FR_BUFFER_SIZE": "2000", PREFIX: prefix}
+    variables = {"TORCH_FR_BUFFER_SIZE": "2000", PREFIX: prefix}
     if gpu:
-        found["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+        variables["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
         if _torch() < (2, 9):  # by their names before; later, every rank would warn of them
-            found |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix}
-    return found
+            variables |= {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": prefix}
+    return variables
 
 
 def _torch() -> tuple[int, ...]:
     """Return major and minor version of this Python's torch; () if it has none, or one without metadata."""
     try:
-        found = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
+        version = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
     except metadata.PackageNotFoundError:
-        found = None
-    return tuple(map(int, found.groups())) if found else ()
+        version = None
+    return tuple(map(int, version.groups())) if version else ()
 
 
 def record_hangs() -> None:

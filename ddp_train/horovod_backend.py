@@ -61,8 +61,8 @@ class HorovodCollectives:
         self._hvd.shutdown()
 
 
-def connect_horovod(environ: Mapping[str, str], host: str, wanted: str) -> Group:
-    """Join Horovod's job. `wanted` is --backend: gloo trains on CPUs, nccl on GPUs.
+def connect_horovod(environ: Mapping[str, str], host: str, requested: str) -> Group:
+    """Join Horovod's job. `requested` is --backend: gloo trains on CPUs, nccl on GPUs.
 
     Raises TrainError when Horovod is missing, or when the launcher's ranks did not find each other.
     """
@@ -91,7 +91,7 @@ def connect_horovod(environ: Mapping[str, str], host: str, wanted: str) -> Group
         distributed=True,
     )
     _check_all_are_here(environ, place, hvd)
-    if choose_backend(wanted, place) == "nccl":
+    if choose_backend(requested, place) == "nccl":
         torch.cuda.set_device(place.local_rank)
         device = torch.device("cuda", place.local_rank)
         backend = "nccl" if hvd.nccl_built() else _controller(hvd)

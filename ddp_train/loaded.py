@@ -22,12 +22,12 @@ _PROC = Path("/proc/self")
 
 def mapped_libraries(proc: Path = _PROC) -> list[str]:
     """Return the sorted paths of the mapped NCCL, plugin, libfabric and GPU torch libraries."""
-    found = set()
+    libraries = set()
     for line in _lines(proc / "maps"):
         path = line.rstrip("\n").split(None, 5)[5:]
         if path and _LIBRARY.fullmatch(os.path.basename(path[0]).replace(" (deleted)", "")):
-            found.add(path[0])
-    return sorted(found)
+            libraries.add(path[0])
+    return sorted(libraries)
 
 
 def connections(proc: Path = _PROC) -> list[list[str]]:

@@ -161,10 +161,10 @@ def _judged(arguments: Arguments, environ: Mapping[str, str], group: Group) -> I
         print_error(error.message)
 
 
-def _require_same(values: list[Any], what: str) -> None:
+def _require_same(values: list[Any], title: str) -> None:
     for rank, value in enumerate(values):
         if value != values[0]:
-            raise TrainError(f"the {what} of rank 0 and rank {rank} differ", BAD_INPUT)
+            raise TrainError(f"the {title} of rank 0 and rank {rank} differ", BAD_INPUT)
 
 
 def _load_data(arguments: Arguments, group: Group) -> DataSet:

@@ -74,16 +74,16 @@ def memory_use(device: torch.device) -> dict[str, Any]:
 
     getrusage(2) has another value: it begins with the memory of the process that started this one.
     """
-    found: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
-            found["peak_memory"] = next(int(line.split()[1]) << 10 for line in stream if line.startswith("VmHWM:"))
+            facts["peak_memory"] = next(int(line.split()[1]) << 10 for line in stream if line.startswith("VmHWM:"))
     except (OSError, StopIteration):  # a sandbox without this line
         pass
     if device.type == "cuda":
-        found["peak_gpu_memory"] = torch.cuda.max_memory_allocated(device)
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
+        facts["peak_gpu_memory"] = torch.cuda.max_memory_allocated(device)
+        facts["gpu"] = torch.cuda.get_device_name(device)
+    return facts
 
 
 def rank_table(ranks: list[dict[str, Any]]) -> str:

@@ -75,7 +75,9 @@ def _staged(run: Run, here: str) -> Run:
         os.set_inheritable(held, True)  # by exec
 
     def moved(text: str) -> str:
-        return ":".join(here + one[len(old) :] if f"{one}/".startswith(f"{old}/") else one for one in text.split(":"))
+        return ":".join(
+            here + entry[len(old) :] if f"{entry}/".startswith(f"{old}/") else entry for entry in text.split(":")
+        )
 
     python, library_path = moved(run.job.python), moved(run.job.library_path)
     variables = {name: moved(value) for name, value in run.job.variables.items()}
@@ -87,7 +89,7 @@ def _number(run: Run, given: str, step: str) -> tuple[int, int]:
     """Return the numbers of this node, and of this process on the node. Raises TrainError."""
     job = run.job
     values = [given, *(os.environ.get(name, "") for name in job.number)]
-    text = next((one for one in values if one), "")
+    text = next((value for value in values if value), "")
     if not (text.isascii() and text.isdigit()):
         raise TrainError(f"{job.launcher} does not tell the number of this node")
     # Every other step starts one process on each node.
@@ -129,16 +131,16 @@ def _step(step: str, run: Run, number: int, local: int) -> int:
 def variables(run: Run, rows: Sequence[Row], here: Row, number: int, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of every process: it knows all nodes and asks nobody again."""
     job = run.job
-    found = {
+    environment = {
         name: value
         for name, value in environ.items()
         if name not in (*_FOREIGN, *_RANKS) and (name in PYTHON_KEPT or not name.startswith("PYTHON"))
     }
-    found.update(
+    environment.update(
         ENVBUILD_NODE=str(number),
         ENVBUILD_NODES=str(job.nodes),
-        ENVBUILD_HOSTS=" ".join(one.name for one in rows),
-        ENVBUILD_ADDRESSES=" ".join(one.address for one in rows),
+        ENVBUILD_HOSTS=" ".join(row.name for row in rows),
+        ENVBUILD_ADDRESSES=" ".join(row.address for row in rows),
         ENVBUILD_ADDRESS=here.address,
         ENVBUILD_INTERFACE=here.interface,
         ENVBUILD_PORT=str(rows[0].port),
@@ -153,13 +155,13 @@ def variables(run: Run, rows: Sequence[Row], here: Row, number: int, environ: Ma
         PYTHONNOUSERSITE="1",
         LOGLEVEL="INFO",
     )
-    found.update(flight_variables(f"{run.file('flight')}-", job.gpu))
+    environment.update(flight_variables(f"{run.file('flight')}-", job.gpu))
     if job.gpu:
-        found["NCCL_SOCKET_IFNAME"] = here.interface
+        environment["NCCL_SOCKET_IFNAME"] = here.interface
     if "OMP_NUM_THREADS" not in job.variables:  # the site does not set the number of CPUs
-        found["OMP_NUM_THREADS"] = str(max(1, cpus() // job.nproc_per_node))
-    found.update(job.variables)
-    return found
+        environment["OMP_NUM_THREADS"] = str(max(1, cpus() // job.nproc_per_node))
+    environment.update(job.variables)
+    return environment
 
 
 def _activated(run: Run, environment: dict[str, str], command: list[str]) -> list[str]:

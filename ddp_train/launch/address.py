@@ -98,26 +98,26 @@ def source_of(target: str) -> str:
 
 
 def choose(
-    found: Sequence[Address], wanted: str, target: str, *, alone: bool, source: Callable[[str], str] = source_of
+    known: Sequence[Address], interface: str, target: str, *, alone: bool, source: Callable[[str], str] = source_of
 ) -> Address:
-    """Return this node's address among `found`.
+    """Return this node's address among `known`.
 
-    That is the address of the interface `wanted`, else that of the route to the address `target`, else that of the
-    default route, else the first that is not of a bridge. `alone` means that the job has no other node. Raises
+    That is the address of the interface called `interface`, else that of the route to the address `target`, else that
+    of the default route, else the first that is not of a bridge. `alone` means that the job has no other node. Raises
     TrainError when other nodes cannot reach any.
     """
-    wide = [one for one in found if one.wide]
-    if wanted:
-        return _of_interface(wide, wanted)
+    wide = [address for address in known if address.wide]
+    if interface:
+        return _of_interface(wide, interface)
     text = ""
     if target and not Address("", target).loops:
         text = source(target)
     text = text or source(_WORLD)
     if text:
-        chosen = next((one for one in found if one.text == text), Address("", text))
+        chosen = next((address for address in known if address.text == text), Address("", text))
     else:
-        outside = [one for one in wide if not one.interface.startswith(_BRIDGES)]
-        chosen = _ip4_first([one for one in outside if one.interface == outside[0].interface])
+        outside = [address for address in wide if not address.interface.startswith(_BRIDGES)]
+        chosen = _ip4_first([address for address in outside if address.interface == outside[0].interface])
     if not chosen.text and alone:
         return Address("lo", "127.0.0.1")
     if not chosen.text:
@@ -127,22 +127,22 @@ def choose(
     return chosen
 
 
-def _of_interface(wide: Sequence[Address], wanted: str) -> Address:
-    """Return the address of the interface `wanted`, or of the first whose name begins so."""
+def _of_interface(wide: Sequence[Address], interface: str) -> Address:
+    """Return the address of the interface called `interface`, or of the first whose name begins so."""
     names = [name for _, name in socket.if_nameindex()]
-    names += [one.interface for one in wide if one.interface not in names]
-    matching = [name for name in names if name == wanted] or [name for name in names if name.startswith(wanted)]
+    names += [address.interface for address in wide if address.interface not in names]
+    matching = [name for name in names if name == interface] or [name for name in names if name.startswith(interface)]
     if not matching:
-        usable = dict.fromkeys(one.interface for one in wide if not one.interface.startswith(_BRIDGES))
-        raise TrainError(f"no interface {wanted}, but {' '.join(usable)}; change {_CHANGE}")
-    chosen = _ip4_first([one for one in wide if one.interface == matching[0]])
+        usable = dict.fromkeys(address.interface for address in wide if not address.interface.startswith(_BRIDGES))
+        raise TrainError(f"no interface {interface}, but {' '.join(usable)}; change {_CHANGE}")
+    chosen = _ip4_first([address for address in wide if address.interface == matching[0]])
     if not chosen.text:
         raise TrainError(f"interface {matching[0]} has no address; change {_CHANGE}")
     return chosen
 
 
-def _ip4_first(found: Sequence[Address]) -> Address:
-    return min(found, key=lambda one: ":" in one.text, default=Address("", ""))
+def _ip4_first(known: Sequence[Address]) -> Address:
+    return min(known, key=lambda address: ":" in address.text, default=Address("", ""))
 
 
 def free_port(first: int) -> int:

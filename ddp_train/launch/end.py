@@ -78,8 +78,8 @@ def run_child(command: Sequence[str], environment: Mapping[str, str], run: Run, 
     ended = run.file(f"ended.{number}")
     ended.unlink(missing_ok=True)
     child = _Child()
-    for one in (signal.SIGTERM, signal.SIGINT, signal.SIGURG):
-        signal.signal(one, child.received)
+    for caught in (signal.SIGTERM, signal.SIGINT, signal.SIGURG):
+        signal.signal(caught, child.received)
     # The batch script's file is for nodes whose container was still starting.
     if run.file("told").exists():
         child.tell()

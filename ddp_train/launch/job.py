@@ -80,8 +80,8 @@ class Run:
     @property
     def first_port(self) -> int:
         """The port where the search for a free one begins, from the job's number, and that in its array: 12_3_.head."""
-        found = re.search("([0-9]+)(?:_([0-9]+)_)?", self.folder.name[len(self.job.name) + 1 :])
-        number, element = (int(one or 0) for one in found.groups()) if found else (0, 0)
+        ids = re.search("([0-9]+)(?:_([0-9]+)_)?", self.folder.name[len(self.job.name) + 1 :])
+        number, element = (int(group or 0) for group in ids.groups()) if ids else (0, 0)
         return 20000 + (number + 7919 * element) % 10000
 
     def failed(self, code: int) -> None:
@@ -112,7 +112,7 @@ def read_run(path: Path) -> Run:
     variables = dict(read_variables(text))
     try:
         fields = json.loads(variables.pop(JOB))
-        lists = {name: tuple(one) for name, one in fields.items() if isinstance(one, list)}
+        lists = {name: tuple(items) for name, items in fields.items() if isinstance(items, list)}
         job = Job(**{**fields, **lists}, variables=variables)
     except (KeyError, TypeError, ValueError) as error:
         raise TrainError(

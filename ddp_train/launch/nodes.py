@@ -52,8 +52,8 @@ def meet(run: Run, number: int, *, writes: bool = True) -> list[Row]:
         _write(row, f"{new.name} {new.address} {new.interface} {new.port}")
         print(f"envbuild: node {number} is {new.name}, {new.address} on {new.interface}", flush=True)
     deadline = _deadline(run)
-    rows = [_read(run, one, deadline) for one in range(run.job.nodes)]
-    names = [one.name for one in rows]
+    rows = [_read(run, number, deadline) for number in range(run.job.nodes)]
+    names = [row.name for row in rows]
     for name in names:
         if names.count(name) > 1:
             raise TrainError(f"{run.job.launcher} started two processes on node {name} and none on another")
@@ -81,9 +81,9 @@ def own_row(run: Run, number: int, peer: str) -> Row:
     return Row(_scheduler_name(run, this_host()), chosen.text, chosen.interface, port)
 
 
-def same_host(one: str, other: str) -> bool:
+def same_host(name: str, other: str) -> bool:
     """Return whether two names are of one host, with or without their domain."""
-    return one.partition(".")[0] == other.partition(".")[0]
+    return name.partition(".")[0] == other.partition(".")[0]
 
 
 def _hosts(run: Run) -> list[str]:
@@ -95,7 +95,7 @@ def _hosts(run: Run) -> list[str]:
 
 
 def _scheduler_name(run: Run, name: str) -> str:
-    return next((one for one in _hosts(run)[1:] if same_host(one, name)), name)
+    return next((host for host in _hosts(run)[1:] if same_host(host, name)), name)
 
 
 def _deadline(run: Run) -> float:

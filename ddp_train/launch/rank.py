@@ -194,8 +194,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"envbuild: {error.filename}: {os_reason(error)}: pods must be able to write there", file=sys.stderr)
         return RUNTIME
     rank = _Rank()
-    for one in _SIGNALS:
-        signal.signal(one, rank.received)
+    for caught in _SIGNALS:
+        signal.signal(caught, rank.received)
     libc = ctypes.CDLL(None)
     rank.process = subprocess.Popen(
         [sys.executable, "-u", *argv[1:]], preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

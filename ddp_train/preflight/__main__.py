@@ -23,7 +23,7 @@ from ..errors import BAD_INPUT, RUNTIME, TrainError
 from .files import FileCheck
 from .head import Head
 from .judge import judge
-from .model import DEVICES, FAIL, SPEED, WARN, Finding, Node, Wanted, listed, nccl_version, torch_version
+from .model import DEVICES, FAIL, SPEED, WARN, Finding, Node, Requirements, listed, nccl_version, torch_version
 from .node import run_node
 from .peers import Unreached
 from .place import NodeInfo, find_node_info
@@ -61,10 +61,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--exclude-slow", action="store_true", help="a slow node is a failure; the run's folder then tells which")
     add("--wait", type=float, default=WAIT_S, metavar="SECONDS", help="how long nodes may take to answer (%(default)s)")
     add("--json", action="store_true", help="the head prints one JSON object on standard output")
-    found = parser.parse_args(argv)
-    if not 0 < found.wait <= 3600:
+    options = parser.parse_args(argv)
+    if not 0 < options.wait <= 3600:
         raise TrainError("--wait is between 0 and 3600 seconds", BAD_INPUT)
-    return found
+    return options
 
 
 def main(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ) -> int:
@@ -102,7 +102,7 @@ async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, start
         if place.node > 0:
             await asyncio.sleep(max(0.0, started + options.wait + min(_STAY_S, options.wait) - time.monotonic()))
         return RUNTIME
-    wanted = Wanted(
+    required = Requirements(
         options.digest,
         options.gpus,
         options.provider,
@@ -113,11 +113,11 @@ async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, start
         manifest=options.manifest,
         fast=options.exclude_slow,
     )
-    findings = judge(nodes, wanted)
-    failed = [one for one in findings if one.status == FAIL]
+    findings = judge(nodes, required)
+    failed = [finding for finding in findings if finding.status == FAIL]
     passed = not failed
-    if failed and all(one.check == SPEED for one in failed):
-        names = sorted({nodes[number].host for one in failed for number in one.nodes})
+    if failed and all(finding.check == SPEED for finding in failed):
+        names = sorted({nodes[number].host for finding in failed for number in finding.nodes})
         path = os.path.join(place.folder, f"slow.{place.run}")  # for the job's script
         with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
             file.write("".join(f"{name}\n" for name in names))
@@ -126,7 +126,7 @@ async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, start
     if options.json:
         print(json.dumps(as_json(nodes, findings, seconds), indent=1), flush=True)
     await head.tell(passed)
-    if any(one.facts is None for one in nodes):
+    if any(node.facts is None for node in nodes):
         await asyncio.sleep(_EARLIER_S)  # their own output may be on the way
     return 0 if passed else RUNTIME
 
@@ -134,30 +134,30 @@ async def _part(place: NodeInfo, environ: Mapping[str, str], options: Any, start
 def _lines(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) -> list[str]:
     lines = []
     for status, most in _MOST.items():
-        several = [one for one in findings if one.status == status]
+        several = [finding for finding in findings if finding.status == status]
         lines += _told(nodes, several[:most])
         if len(several) > most:
             word = "failures" if status == FAIL else "warnings"
             lines.append(f"preflight: and {len(several) - most} more {word}, which --json shows")
-    failures = sum(one.status == FAIL for one in findings)
+    failures = sum(finding.status == FAIL for finding in findings)
     warnings = len(findings) - failures
-    there = [one for one in nodes if one.facts is not None]
+    there = [node for node in nodes if node.facts is not None]
     facts = nodes[0].known
-    what = [f"{len(there)} of {len(nodes)} nodes"]
-    what += [f"torch {torch_version(facts)}"] if torch_version(facts) else []
-    what += [f"{facts.gpus} GPU{'s' * (facts.gpus > 1)} a node"] if facts.gpus else []
-    what += [f"{warnings} warning{'s' if warnings > 1 else ''}"] if warnings else []
-    what += [f"{failures} failure{'s' if failures > 1 else ''}"] if failures else []
+    parts = [f"{len(there)} of {len(nodes)} nodes"]
+    parts += [f"torch {torch_version(facts)}"] if torch_version(facts) else []
+    parts += [f"{facts.gpus} GPU{'s' * (facts.gpus > 1)} a node"] if facts.gpus else []
+    parts += [f"{warnings} warning{'s' if warnings > 1 else ''}"] if warnings else []
+    parts += [f"{failures} failure{'s' if failures > 1 else ''}"] if failures else []
     verdict = "failed" if failures else "ok"
-    return [*lines, f"preflight: {verdict}: {', '.join(what)}, in {seconds:.1f} s"]
+    return [*lines, f"preflight: {verdict}: {', '.join(parts)}, in {seconds:.1f} s"]
 
 
 def _told(nodes: Sequence[Node], findings: Sequence[Finding]) -> list[str]:
     lines = []
-    for one in findings:
-        who = f"{listed(nodes, one.nodes)}: " if one.nodes else ""
-        lines.append(f"preflight: {'FAILED ' if one.status == FAIL else 'warning'} {who}{one.what}")
-        lines.append(f"    fix: {one.remedy}")
+    for finding in findings:
+        who = f"{listed(nodes, finding.nodes)}: " if finding.nodes else ""
+        lines.append(f"preflight: {'FAILED ' if finding.status == FAIL else 'warning'} {who}{finding.what}")
+        lines.append(f"    fix: {finding.remedy}")
     return lines
 
 
@@ -165,25 +165,25 @@ def as_json(nodes: Sequence[Node], findings: Sequence[Finding], seconds: float) 
     """Return the verdict as a JSON object."""
     return {
         "format": 1,
-        "passed": not any(one.status == FAIL for one in findings),
+        "passed": not any(finding.status == FAIL for finding in findings),
         "seconds": round(seconds, 3),
         "findings": [
             {
-                "status": one.status,
-                "check": one.check,
-                "nodes": [nodes[n].host for n in one.nodes],
-                "what": one.what,
-                "remedy": one.remedy,
+                "status": finding.status,
+                "check": finding.check,
+                "nodes": [nodes[n].host for n in finding.nodes],
+                "what": finding.what,
+                "remedy": finding.remedy,
             }
-            for one in findings
+            for finding in findings
         ],
-        "nodes": [_node_as_json(one) for one in nodes],
+        "nodes": [_node_as_json(node) for node in nodes],
     }
 
 
 def _node_as_json(node: Node) -> dict[str, Any]:
     facts = node.known
-    told = {name: value for name, value in vars(facts).items() if name not in ("packages", "lines", "reverse")}
+    shown = {name: value for name, value in vars(facts).items() if name not in ("packages", "lines", "reverse")}
     return {
         "node": node.number,
         "host": node.host,
@@ -193,7 +193,7 @@ def _node_as_json(node: Node) -> dict[str, Any]:
         "clock_ahead_s": round(node.ahead_s, 6),
         "clock_error_s": round(node.error_s, 6),
         "pairs": {str(number): word for number, word in node.pairs.items()},
-        **({**told, "torch": torch_version(facts), "nccl": nccl_version(facts)} if node.facts else {}),
+        **({**shown, "torch": torch_version(facts), "nccl": nccl_version(facts)} if node.facts else {}),
     }
 
 

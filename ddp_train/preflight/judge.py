@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from . import rules_network as network
 from . import rules_node as node
-from .model import FAIL, Finding, Node, Wanted
+from .model import FAIL, Finding, Node, Requirements
 
-Check = Callable[[Sequence[Node], Wanted], Iterator[Finding]]
+Check = Callable[[Sequence[Node], Requirements], Iterator[Finding]]
 _CHECKS: tuple[Check, ...] = (
     network.answers,
     network.addresses,
@@ -28,15 +28,15 @@ _CHECKS: tuple[Check, ...] = (
 )
 
 
-def judge(nodes: Sequence[Node], wanted: Wanted) -> list[Finding]:
+def judge(nodes: Sequence[Node], required: Requirements) -> list[Finding]:
     """Return all findings, failures first; the same fault on several nodes is one finding."""
     merged: dict[tuple[str, str, str, str], list[int]] = {}
     for check in _CHECKS:
-        for one in check(nodes, wanted):
-            key = (one.status, one.check, one.what, one.remedy)
-            merged.setdefault(key, []).extend(one.nodes)
-    found = [
-        Finding(status, check, tuple(dict.fromkeys(numbers)), what, remedy)
-        for (status, check, what, remedy), numbers in merged.items()
+        for finding in check(nodes, required):
+            key = (finding.status, finding.check, finding.what, finding.remedy)
+            merged.setdefault(key, []).extend(finding.nodes)
+    findings = [
+        Finding(status, check, tuple(dict.fromkeys(numbers)), fault, remedy)
+        for (status, check, fault, remedy), numbers in merged.items()
     ]
-    return sorted(found, key=lambda one: one.status != FAIL)
+    return sorted(findings, key=lambda finding: finding.status != FAIL)

@@ -77,11 +77,11 @@ def _fits(name: str, table: Mapping[str, Any]) -> bool:
     if name not in _LISTS:
         return all(isinstance(value, str) for value in table.values())
     lists = [value for value in table.values() if value is not None or name != "names"]
-    return all(isinstance(one, list) and all(isinstance(x, str) for x in one) for one in lists)
+    return all(isinstance(entry, list) and all(isinstance(x, str) for x in entry) for entry in lists)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Requirements:
     """Requirements of the job on its nodes; "" and 0 require nothing.
 
     `manifest` is the sha256 of the environment's manifest. `shm` and `free` are in bytes; `pins` is whether the
@@ -152,7 +152,7 @@ def is_loopback(address: str) -> bool:
 
 def listed(nodes: Sequence[Node], numbers: Sequence[int]) -> str:
     """Return the nodes as text: `n1 (10.0.0.1), n2 (10.0.0.2) and 6 more`."""
-    return few([f"{nodes[one].host} ({nodes[one].address})" for one in numbers])
+    return few([f"{nodes[number].host} ({nodes[number].address})" for number in numbers])
 
 
 def few(words: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .model import FAIL, WARN, Facts, Finding, Node, Wanted, few, is_loopback, listed
+from .model import FAIL, WARN, Facts, Finding, Node, Requirements, few, is_loopback, listed
 from .wire import NO_ROUTE, OK, REFUSED, STALLED, STRANGER, TIMED_OUT
 
 _SHOWN = 12
@@ -22,10 +22,10 @@ REMEDIES = {
 }
 
 
-def answers(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
-    for one in nodes:
-        at = (one.number,)
-        if one.facts is None:
+def answers(nodes: Sequence[Node], required: Requirements) -> Iterator[Finding]:
+    for node in nodes:
+        at = (node.number,)
+        if node.facts is None:
             head = f"{nodes[0].host} ({nodes[0].address})"
             yield Finding(
                 FAIL,
@@ -35,43 +35,43 @@ def answers(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
                 "read what that node prints itself; when it prints nothing, it was not started: the launcher must start"
                 " one process on every node (srun --ntasks-per-node=1, mpirun --map-by ppr:1:node)",
             )
-        elif not one.finished:
-            what = f"answered and then fell silent: {one.told or 'its connection broke'}"
-            yield Finding(FAIL, "answers", at, what, "read what that node prints itself")
-        if one.doubled:
-            what = f"several processes say that they are node {one.number}"
+        elif not node.finished:
+            fault = f"answered and then fell silent: {node.told or 'its connection broke'}"
+            yield Finding(FAIL, "answers", at, fault, "read what that node prints itself")
+        if node.doubled:
+            fault = f"several processes say that they are node {node.number}"
             remedy = "start one a node (--ntasks-per-node=1), each with its own ENVBUILD_NODE"
-            yield Finding(FAIL, "answers", at, what, remedy)
+            yield Finding(FAIL, "answers", at, fault, remedy)
 
 
-def addresses(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
-    for one in nodes:
-        at, facts = (one.number,), one.known
-        if is_loopback(one.address):
+def addresses(nodes: Sequence[Node], required: Requirements) -> Iterator[Finding]:
+    for node in nodes:
+        at, facts = (node.number,), node.known
+        if is_loopback(node.address):
             remedy = "name an interface of a network that the nodes share in [fabric] interface of the site"
             yield Finding(FAIL, "address", at, "has a loopback address, which others cannot reach", remedy)
-        twins = [n.number for n in nodes if n.address == one.address]
+        twins = [n.number for n in nodes if n.address == node.address]
         if len(twins) > 1:
             remedy = "give each node its own; look for copied network settings"
             yield Finding(FAIL, "address", tuple(twins), "have one and the same address", remedy)
         if not facts.interfaces:
             continue
-        holder = [name for name, has in facts.interfaces.items() if one.address in has]
+        holder = [name for name, has in facts.interfaces.items() if node.address in has]
         if not holder:
             yield Finding(
                 FAIL,
                 "address",
                 at,
-                f"{one.address} is on none of its interfaces: it has {_shown(facts)}",
+                f"{node.address} is on none of its interfaces: it has {_shown(facts)}",
                 "name the interface of the network that the nodes share in [fabric] interface of the site",
             )
-        elif one.interface and one.interface not in holder:
-            has = _has(facts, one.interface)
+        elif node.interface and node.interface not in holder:
+            has = _has(facts, node.interface)
             yield Finding(
                 FAIL,
                 "interface",
                 at,
-                f"{one.address} is on {holder[0]}, not on {one.interface}, which has {has}",
+                f"{node.address} is on {holder[0]}, not on {node.interface}, which has {has}",
                 f"set [fabric] interface of the site to {holder[0]}, or to one that all nodes have in one network",
             )
         for name, value in facts.variables.items():
@@ -85,75 +85,75 @@ def addresses(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
                 )
 
 
-def routes(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
-    for one in nodes[1:]:
-        if not one.seen or one.seen == one.address or is_loopback(one.address):
+def routes(nodes: Sequence[Node], required: Requirements) -> Iterator[Finding]:
+    for node in nodes[1:]:
+        if not node.seen or node.seen == node.address or is_loopback(node.address):
             continue
-        own = [name for name, has in one.known.interfaces.items() if one.seen in has]
+        own = [name for name, has in node.known.interfaces.items() if node.seen in has]
         if own:
-            what = f"reaches the head over {own[0]} ({one.seen}), not over {one.interface or one.address}"
+            fault = f"reaches the head over {own[0]} ({node.seen}), not over {node.interface or node.address}"
             remedy = "traffic takes another network than the one asked for: check the routes (ip route get HEAD)"
         else:
-            what = f"reaches the head as {one.seen}, which is not its own: its address is translated (NAT)"
+            fault = f"reaches the head as {node.seen}, which is not its own: its address is translated (NAT)"
             remedy = "choose a network on which the nodes see each other's own addresses"
-        yield Finding(WARN, "route", (one.number,), what, remedy)
+        yield Finding(WARN, "route", (node.number,), fault, remedy)
 
 
-def pairs(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
+def pairs(nodes: Sequence[Node], required: Requirements) -> Iterator[Finding]:
     failed: dict[tuple[int, str], list[int]] = {}
-    for one in nodes:
-        for other, word in one.pairs.items():
+    for node in nodes:
+        for other, word in node.pairs.items():
             if word != OK and 0 <= other < len(nodes):
-                failed.setdefault((other, word), []).append(one.number)
+                failed.setdefault((other, word), []).append(node.number)
     for (other, word), sources in failed.items():
-        what = f"cannot be reached from {listed(nodes, sources)}: {word}"
-        yield Finding(FAIL, "pairs", (other,), what, REMEDIES.get(word, REMEDIES[REFUSED]))
+        fault = f"cannot be reached from {listed(nodes, sources)}: {word}"
+        yield Finding(FAIL, "pairs", (other,), fault, REMEDIES.get(word, REMEDIES[REFUSED]))
 
 
-def clocks(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
-    for one in nodes[1:]:
-        off = abs(one.ahead_s) - one.error_s
-        if one.facts is not None and off > _SKEW_WARN_S:
+def clocks(nodes: Sequence[Node], required: Requirements) -> Iterator[Finding]:
+    for node in nodes[1:]:
+        off = abs(node.ahead_s) - node.error_s
+        if node.facts is not None and off > _SKEW_WARN_S:
             status = FAIL if off > _SKEW_FAIL_S else WARN
-            side = "ahead of" if one.ahead_s > 0 else "behind"
-            what = f"its clock is {abs(one.ahead_s):.0f} s {side} the head's"
-            yield Finding(status, "clock", (one.number,), what, "let chrony or ntpd run on all nodes")
+            side = "ahead of" if node.ahead_s > 0 else "behind"
+            fault = f"its clock is {abs(node.ahead_s):.0f} s {side} the head's"
+            yield Finding(status, "clock", (node.number,), fault, "let chrony or ntpd run on all nodes")
 
 
-def names(nodes: Sequence[Node], wanted: Wanted) -> Iterator[Finding]:
-    by_host = {one.host: one for one in nodes}
+def names(nodes: Sequence[Node], required: Requirements) -> Iterator[Finding]:
+    by_host = {node.host: node for node in nodes}
     # All addresses of a host's interfaces are its own: a site may name nodes by one network and train over
     # another.
     own = {
-        one.host: {one.address, *(a for has in one.known.interfaces.values() for a in has if not is_loopback(a))}
-        for one in nodes
+        node.host: {node.address, *(a for has in node.known.interfaces.values() for a in has if not is_loopback(a))}
+        for node in nodes
     }
     by_name = "jobs of envbuild go by addresses; programs that use names"
-    for one in nodes:
-        at, names = (one.number,), one.known.names
-        if late := [host for host, found in names.items() if found is None]:
+    for node in nodes:
+        at, names = (node.number,), node.known.names
+        if late := [host for host, addresses in names.items() if addresses is None]:
             remedy = "a name server does not answer (/etc/resolv.conf): torchrun waits for it at every look-up"
             verb = "is" if len(late) == 1 else "are"
             yield Finding(WARN, "names", at, f"{few(late)} {verb} not looked up in time", remedy)
-        if unknown := [host for host, found in names.items() if found == []]:
+        if unknown := [host for host, addresses in names.items() if addresses == []]:
             remedy = f"{by_name} fail: /etc/hosts or DNS must know all nodes"
             verb = "has" if len(unknown) == 1 else "have"
             yield Finding(WARN, "names", at, f"{few(unknown)} {verb} no address", remedy)
-        for host, found in names.items():
-            where = one.known.lines.get(host, "")
-            told = f"{host} is {', '.join(found or ())}" + (f" (/etc/hosts, {where})" if where else "")
-            if any(is_loopback(address) for address in found or ()):
+        for host, addresses in names.items():
+            where = node.known.lines.get(host, "")
+            fault = f"{host} is {', '.join(addresses or ())}" + (f" (/etc/hosts, {where})" if where else "")
+            if any(is_loopback(address) for address in addresses or ()):
                 remedy = f"{by_name} give it to others, who cannot reach it: give {host} its own address there"
-                yield Finding(WARN, "names", at, told, remedy)
-            elif found and host in by_host and by_host[host].known.interfaces and not own[host] & set(found):
+                yield Finding(WARN, "names", at, fault, remedy)
+            elif addresses and host in by_host and by_host[host].known.interfaces and not own[host] & set(addresses):
                 remedy = f"{by_name} reach another machine: {host} has {by_host[host].address}"
-                yield Finding(WARN, "names", at, told, remedy)
-        for address, name in one.known.reverse.items():
+                yield Finding(WARN, "names", at, fault, remedy)
+        for address, name in node.known.reverse.items():
             host = next((n.host for n in nodes if n.address == address), "")
             if name and host and name.partition(".")[0] != host.partition(".")[0]:
-                what = f"{address} is called {name}, and is {host}"
+                fault = f"{address} is called {name}, and is {host}"
                 remedy = "correct the reverse entry in /etc/hosts or DNS"
-                yield Finding(WARN, "names", at, what, remedy)
+                yield Finding(WARN, "names", at, fault, remedy)
 
 
 def any_interface(variable: str, value: str, interfaces: Mapping[str, object]) -> bool:
@@ -163,21 +163,21 @@ def any_interface(variable: str, value: str, interfaces: Mapping[str, object]) -
     ProcessGroupGloo, NCCL's documentation of the variable.
     """
     if variable.startswith("GLOO"):
-        return all(one in interfaces for one in value.split(","))
+        return all(name in interfaces for name in value.split(","))
     kind = value[:2] if value[:2] in ("^=",) else value[:1] if value[:1] in ("^", "=") else ""
-    wanted = value[len(kind) :].split(",")
+    names = value[len(kind) :].split(",")
     whole = "=" in kind
 
     def chosen(name: str) -> bool:
-        return any(name == one if whole else name.startswith(one) for one in wanted)
+        return any(name == prefix if whole else name.startswith(prefix) for prefix in names)
 
     return any(chosen(name) != ("^" in kind) for name in interfaces)
 
 
 def _has(facts: Facts, interface: str) -> str:
     """Return the addresses of an interface that other nodes may use."""
-    told = [one for one in facts.interfaces.get(interface, ()) if not one.startswith("fe80:")]
-    return " ".join(told) or "no address"
+    usable = [address for address in facts.interfaces.get(interface, ()) if not address.startswith("fe80:")]
+    return " ".join(usable) or "no address"
 
 
 def _shown(facts: Facts) -> str:

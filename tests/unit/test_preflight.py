@@ -21,7 +21,7 @@ from ddp_train.preflight.__main__ import as_json, main
 from ddp_train.preflight.facts import hosts_lines, packages, source_towards, state_digest
 from ddp_train.preflight.host import at_once, driver
 from ddp_train.preflight.judge import judge
-from ddp_train.preflight.model import FAIL, UNKNOWN, WARN, Facts, Finding, Node, Wanted, facts_of
+from ddp_train.preflight.model import FAIL, UNKNOWN, WARN, Facts, Finding, Node, Requirements, facts_of
 from ddp_train.preflight.place import ALL_PAIRS, NodeInfo, find_node_info
 from ddp_train.preflight.rules_network import any_interface
 from ddp_train.preflight.speed import figures, slow
@@ -74,7 +74,7 @@ def test_facts_that_arrive_are_facts_or_refused(message: Any) -> None:
         facts = facts_of(message)
     except ValueError:
         return
-    judge([good(0), replace(good(1), facts=facts)], Wanted(digest="sha256:x", gpus=1, shm=1))
+    judge([good(0), replace(good(1), facts=facts)], Requirements(digest="sha256:x", gpus=1, shm=1))
 
 
 def test_facts_survive_the_way() -> None:
@@ -233,7 +233,7 @@ def nodes_with(change: Mapping[str, Any], **facts: Any) -> list[Node]:
 
 
 def test_a_good_job_has_no_findings() -> None:
-    wanted = Wanted("sha256:a", 0, "", "x86_64", 1 << 30, 1 << 30)
+    wanted = Requirements("sha256:a", 0, "", "x86_64", 1 << 30, 1 << 30)
     assert judge([good(0), good(1), good(2)], wanted) == []
     # A site may name its nodes by one network and train over another.
     two = {"interfaces": {"eth1": ["10.1.0.3"], "eth0": ["10.0.0.3"]}}
@@ -282,7 +282,7 @@ def test_a_good_job_has_no_findings() -> None:
 def test_each_fault_is_found_alone_with_its_node_and_a_remedy(
     change: dict[str, Any], facts: dict[str, Any], status: str, check: str, words: str
 ) -> None:
-    wanted = Wanted("sha256:a", 0, "", "", 1 << 30, 1 << 30, manifest="sha256:m")
+    wanted = Requirements("sha256:a", 0, "", "", 1 << 30, 1 << 30, manifest="sha256:m")
     nodes = nodes_with(change, **facts)
     found = judge(nodes, wanted)
     hit = [one for one in found if words in one.what]
@@ -297,13 +297,13 @@ def test_each_fault_is_found_alone_with_its_node_and_a_remedy(
 @pytest.mark.parametrize(
     ("wanted", "facts", "check"),
     [
-        (Wanted(gpus=2), {"gpus": 1}, "gpus"),
-        (Wanted(provider="efa"), {"provider": "no device"}, "fabric"),
-        (Wanted(provider="efa", pins=True), {"memlock": 65536}, "memlock"),
-        (Wanted(arch="aarch64"), {}, "architecture"),
+        (Requirements(gpus=2), {"gpus": 1}, "gpus"),
+        (Requirements(provider="efa"), {"provider": "no device"}, "fabric"),
+        (Requirements(provider="efa", pins=True), {"memlock": 65536}, "memlock"),
+        (Requirements(arch="aarch64"), {}, "architecture"),
     ],
 )
-def test_what_a_job_wants_must_be_there(wanted: Wanted, facts: dict[str, Any], check: str) -> None:
+def test_what_a_job_wants_must_be_there(wanted: Requirements, facts: dict[str, Any], check: str) -> None:
     findings = judge([node(0, **facts), node(1, **facts)], wanted)
     assert [(one.status, one.check, one.nodes) for one in findings] == [(FAIL, check, (0, 1))]
 
@@ -320,18 +320,18 @@ def test_what_a_job_wants_must_be_there(wanted: Wanted, facts: dict[str, Any], c
     ],
 )
 def test_shm_is_less_than_asked_for_where_the_numbers_shown_are(wanted: int, has: int, says: str | None) -> None:
-    found = judge([node(0, shm=has), node(1, shm=has)], Wanted(shm=wanted))
+    found = judge([node(0, shm=has), node(1, shm=has)], Requirements(shm=wanted))
     assert [one.what for one in found] == ([f"/dev/shm {says}"] if says else [])
     assert [one.status for one in found] == ([FAIL if wanted else WARN] if says else [])
 
 
 def test_an_image_is_not_held_to_the_digest_of_its_file() -> None:
     nodes = [node(0, artifact="docker"), node(1, artifact="docker")]
-    assert judge(nodes, Wanted(digest="sha256:of-the-file")) == []
+    assert judge(nodes, Requirements(digest="sha256:of-the-file")) == []
 
 
 def test_of_two_nodes_that_differ_none_is_blamed() -> None:
-    findings = judge([node(0), node(1, python="3.12.1")], Wanted())
+    findings = judge([node(0), node(1, python="3.12.1")], Requirements())
     assert findings == [Finding(FAIL, "python", (), "Python differs: 3.11.7 on n0; 3.12.1 on n1", findings[0].remedy)]
 
 
@@ -391,7 +391,7 @@ def test_the_fastest_node_is_never_slow(nodes: list[dict[str, float]]) -> None:
 def test_a_slow_node_fails_a_job_that_leaves_it_out(fast: bool) -> None:
     nodes = [node(number, speeds=FAST) for number in range(3)]
     nodes[1] = replace(nodes[1], facts=replace(nodes[1].known, speeds={**FAST, "memory": 1.0}))
-    found = judge(nodes, Wanted(fast=fast))
+    found = judge(nodes, Requirements(fast=fast))
     assert [(one.status, one.check, one.nodes) for one in found] == [("fail" if fast else "warn", "speed", (1,))]
     assert "is slow: memory: 1 GB/s" in found[0].what
 
