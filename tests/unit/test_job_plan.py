@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from envbuild.jobs.plan_checks import possible_faults
 from envbuild.jobs.schedulers import render
 from envbuild.site.jobs import LAUNCHERS
 from envbuild.site.settings import Site, load_site
-from envbuild.verify.image_file import holds_file
 
 DIGEST = "sha256:" + "ab" * 32
 
@@ -171,14 +169,14 @@ def test_a_script_that_only_nodes_have_is_doubted_and_one_in_the_image_is_not(tm
     (doubt,) = possible_faults(plan, "x86_64")
     assert doubt == "there is no /fsx/ada/t.py on this host: the job fails where nodes do not see it"
     blobs = Blobs(tmp_path / "blobs")
-    layer = artifacts.layer(blobs, {"opt/env/t.py": b"x"})
+    layer = artifacts.layer(blobs, {"opt/env/t.py": b"x", "opt/env/envbuild.json": artifacts.state()})
     _, config = artifacts.image(blobs, [layer])
     artifacts.docker_archive(tmp_path / "i.tar", blobs, config, [layer], "x:1")
     image = tmp_path / "x.sqsh"
     line = ["enroot", "--from", f"docker-archive:{tmp_path}/i.tar", "--out", str(image), "--no-verify"]
     CliRunner().invoke(cli, line, env={"ENVBUILD_STORE": str(tmp_path / "store")}, catch_exceptions=False)
     shared = _site(tmp_path, f'{SLURM}[paths]\nshared = "{tmp_path}"\n[container]\nruntime = "pyxis"\n')
-    opened = replace(_at(str(image)), holds_file=partial(holds_file, "file", str(image)))
+    opened = open_artifact(str(image), ("enroot",), None, unverified=True)
     plan = plan_job(JobRequest(script="/opt/env/t.py", current=tmp_path), opened, shared)
     assert list(possible_faults(plan, "x86_64")) == []
     assert (plan.origins["command"], plan.mounts) == ("--script, in the image", ((str(tmp_path), str(tmp_path)),))
