@@ -89,7 +89,7 @@ class Environment:
     def _with_cache(self, stack: contextlib.ExitStack) -> Store:
         if not self.variables.get("ENVBUILD_CACHE", self.site.cache):
             return self.store
-        from envbuild.store.remote_site import open_remote
+        from envbuild.store.remote import open_remote
 
         remote = open_remote(self.site, self.pip, self.variables, self.store)
         if remote is not None:
@@ -98,7 +98,7 @@ class Environment:
 
     def registry(self, image: str) -> Registry:
         """Return the registry of `image`, with this site's mirrors, proxies and certificates."""
-        from envbuild.store.remote_site import registry_of  # with the HTTP client, which most commands do not need
+        from envbuild.store.remote import registry_of  # with the HTTP client, which most commands do not need
 
         return registry_of(image, self.site, self.pip, self.variables)
 

@@ -1,0 +1,1 @@
+"""HTTP requests, downloads with resume, and remembered digests of files."""

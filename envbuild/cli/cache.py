@@ -13,9 +13,7 @@ from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, run_environment, show
 from envbuild.cli.options import with_options
 from envbuild.environment import Environment
-from envbuild.store.remote import RemoteCache
-from envbuild.store.remote_site import cache_of
-from envbuild.store.sharing import counted, pull_recipe, push_recipe
+from envbuild.store.remote import RemoteCache, cache_of, counted, pull_recipe, push_recipe
 
 
 @click.group("cache")

@@ -46,7 +46,7 @@ def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:
     def fetch(name: str, digest: str) -> Path | None:
         from envbuild.image.sif import embedded
         from envbuild.kinds.attached import SignedBundles, add_attached
-        from envbuild.store.remote_site import registry_of
+        from envbuild.store.remote import registry_of
         from envbuild.trust.policy import Signers
 
         environment = load_environment()

@@ -230,7 +230,7 @@ def _judge_tag(registry: Registry, site: Site, target: str | None, recipe: str) 
 def _by_tag(named: str, site: Site) -> Registry | None:
     """Return the registry of REGISTRY/NAME:TAG, None for any other name of an artifact."""
     from envbuild.image.reference import is_host
-    from envbuild.store.remote_site import registry_of
+    from envbuild.store.remote import registry_of
 
     host, slash, _ = named.partition("/")
     if not slash or "@" in named or Path(named).exists() or Path(host).exists() or not is_host(host):

@@ -70,7 +70,7 @@ def ask_all(probes: Sequence[Probe], environment: Environment) -> list[str | Non
 def _reach(probe: Probe, environment: Environment) -> str | None:
     """Return None when the URL answers, else the reason. Reads only headers."""
     from envbuild.cache.http import NotFound, RequestFailed
-    from envbuild.debian.sources import debian_client
+    from envbuild.debian.release import debian_client
 
     if probe.url.startswith("file:"):
         folder = Path(unquote(urlsplit(probe.url).path))
@@ -150,7 +150,7 @@ def sources(host: Host) -> Iterator[HostFinding]:
 
 
 def _debian(environment: Environment) -> list[Probe]:
-    from envbuild.debian.sources import archives
+    from envbuild.debian.release import archives
 
     debian = environment.site.debian
     listed = archives(

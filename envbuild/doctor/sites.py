@@ -28,7 +28,7 @@ from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
 from envbuild.site.jobs import value_problem
 from envbuild.site.settings import Site, load_site
-from envbuild.store.remote_site import cache_of, open_remote
+from envbuild.store.remote import cache_of, open_remote
 from envbuild.verify.model import check_texts
 
 _MODULES_S = 8.0

@@ -105,8 +105,8 @@ def _conda_python(plan: Plan) -> tuple[str, str]:
 def locked_files(lock: DebianLock, mtime: int, environment: Environment, *, offline: bool) -> Tree:
     """Return the tree of the packages in `lock`, downloaded if needed. Raises BuildError if no archive has one."""
     from envbuild.debian.base import fetch_debs
+    from envbuild.debian.release import debian_client
     from envbuild.debian.rootfs import debian_tree
-    from envbuild.debian.sources import debian_client
 
     places = [] if offline else site_archives(lock.suite, lock.date, environment)
     client = debian_client(environment.pip, environment.variables)

@@ -17,7 +17,7 @@ from envbuild.base.progress import Log, transfer
 from envbuild.debian.base import resolve_base
 from envbuild.debian.defaults import default_packages, default_without, newest_suite, suites_by_python
 from envbuild.debian.lock import DebianLock
-from envbuild.debian.sources import DebianSuite, archives, debian_client
+from envbuild.debian.release import DebianSuite, archives, debian_client
 from envbuild.environment import Environment
 from envbuild.image.archive import read_archive, read_daemon
 from envbuild.image.layout import Pulled, read_layout

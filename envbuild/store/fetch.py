@@ -15,8 +15,7 @@ from envbuild.base.progress import OnProgress, reuse
 from envbuild.cache.http import Mismatch, RequestFailed
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
-from envbuild.store.client import Client, path_of
-from envbuild.store.fetch_file import download, fetch_each
+from envbuild.store.client import Client, download, fetch_each, path_of
 from envbuild.store.sources import PackageSource, local_files, matches, remote_sources, single_file
 from envbuild.store.store import Store
 

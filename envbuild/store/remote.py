@@ -1,36 +1,82 @@
-"""Results of builds in a registry: the cache that a team shares (its entries: store/entry.py).
+"""Results of builds in a registry: the cache that a team shares, as site and environment name it.
 
-A cache never makes a build fail: what it lacks, and what it has wrong, is made here.
+Its entries are those of store/entry.py. A cache never makes a build fail: what it lacks, or has in an invalid entry, is
+made here. A build waits for a transfer unless it is too slow. Everything that builds of a recipe used is uploaded or
+fetched at once; the list of it is an entry of its own, whose key is the recipe's name.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envbuild.base.atomic import replacing
-from envbuild.base.errors import BuildError
+from envbuild.base.errors import BuildError, UsageError
+from envbuild.base.files import is_file_name
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import log
 from envbuild.base.text import human_size
-from envbuild.base.workers import Answer, Workers
+from envbuild.base.workers import Answer, Workers, each
+from envbuild.cache.hashed import read_note, write_note
 from envbuild.cache.http import NotFound, RequestFailed, Stopped
 from envbuild.image.layout import BlobFiles
 from envbuild.image.model import EMPTY, OCI_MANIFEST, Descriptor
-from envbuild.image.registry import Registry, manifest_of
-from envbuild.store.entry import FILE_TYPE, CacheEntry, EntryFile, read_entry, render_entry
-from envbuild.store.transfer import SLOWEST, Transfer
+from envbuild.image.reference import parse_reference
+from envbuild.image.registry import Registry, manifest_of, open_registry
+from envbuild.site.pip_config import PipConfig
+from envbuild.site.settings import CACHE, Site
+from envbuild.store.client import transport_of
+from envbuild.store.entry import FILE_TYPE, KINDS, CacheEntry, EntryFile, read_entry, render_entry
+from envbuild.store.store import Store
+from envbuild.store.usage import recipes
 
 if TYPE_CHECKING:
     from securesystemslib.signer import Key, Signer
 
     from envbuild.store.store import Store
+
+# Transfers with fewer bytes per second, after the first seconds, are not waited for.
+SLOWEST, _PATIENCE_S = 100_000, 10.0
+
+
+@dataclass(slots=True)
+class Transfer:
+    """The speed of a download or of all uploads; `begun` is 0 before it starts, `given_up` if nobody waits for it.
+
+    `described` is whether all files of an entry are in place but the data of a segment. `last` are the bytes of the
+    files that come after it, `shown` is whether they were used as they came, and `taken_back` whether some came again.
+    """
+
+    begun: float = 0.0
+    moved: int = 0
+    given_up: bool = False
+    described: bool = False
+    last: int = 0
+    shown: bool = False
+    taken_back: bool = False
+
+    def start(self) -> None:
+        """Begin to measure."""
+        self.begun, self.moved = time.monotonic(), 0
+
+    def count(self, moved: int) -> None:
+        """Note bytes that were moved, or, by a negative number, that must be moved again."""
+        self.moved += moved
+        self.last += moved
+        self.taken_back |= moved < 0
+
+    def is_slow(self) -> bool:
+        """Return whether it is too slow to wait for; a server that sends a byte now and then never times out."""
+        late = time.monotonic() - self.begun - _PATIENCE_S
+        return self.begun > 0 and late > 0 and self.moved < late * SLOWEST
+
 
 # Files up to this size are in the manifest too: one request instead of two.
 _INLINE = 4096
@@ -280,3 +326,147 @@ def _entry_file(name: str, path: Path, store: Store) -> EntryFile:
         content = path.read_bytes()
         return EntryFile(name, digest_of(content), len(content), content)
     return EntryFile(name, f"sha256:{store.digests.of(path)}", size)
+
+
+_URL, _MODE, _KEY, _PASSPHRASE = (
+    "ENVBUILD_CACHE",
+    "ENVBUILD_CACHE_MODE",
+    "ENVBUILD_CACHE_KEY",
+    "ENVBUILD_KEY_PASSPHRASE",
+)
+_MODES = ("read", "write", "readwrite")
+# A cache is an optimization: a slow answer must not cost more than the work that it saves.
+_TIMEOUT_S, _RETRIES = 10.0, 1
+
+
+def cache_of(site: Site, env: Mapping[str, str]) -> tuple[str, str]:
+    """Return the URL of the cache, "" for none, and its mode: the environment's or the site's. Raises UsageError."""
+    url, mode = env.get(_URL, site.cache), env.get(_MODE, site.cache_mode)
+    if not re.fullmatch(CACHE, url):  # never repeated: it may hold a password
+        raise UsageError(
+            f"{_URL}: no repository of a registry", "such as oci://registry.example.org/team/cache, without a tag"
+        )
+    if mode not in _MODES:
+        raise UsageError(f"{_MODE}={mode}: expected one of {', '.join(_MODES)}")
+    return url, mode
+
+
+def registry_of(image: str, site: Site, pip: PipConfig, env: Mapping[str, str], *, hurried: bool = False) -> Registry:
+    """Return the registry of `image`, with this site's mirrors, proxies and certificates; `hurried` for a cache."""
+    reference = parse_reference(image)
+    insecure = frozenset(host for host, table in site.registries.items() if table.insecure)
+    transport = transport_of(pip, env, insecure)
+    if hurried:
+        transport = replace(transport, timeout_s=_TIMEOUT_S, retries=_RETRIES)
+    return open_registry(reference, transport, env, site.registry(reference.registry).mirrors)
+
+
+def open_remote(site: Site, pip: PipConfig, env: Mapping[str, str], store: Store) -> RemoteCache | None:
+    """Return the cache of the site or of ENVBUILD_CACHE, None without one; no request is sent yet.
+
+    Raises UsageError for a faulty setting or key.
+    """
+    url, mode = cache_of(site, env)
+    if not url:
+        return None
+    registry = registry_of(url.removeprefix("oci://"), site, pip, env, hurried=True)
+    writes = mode != "read"
+    names, key = site.trust.cache_signers, env.get(_KEY)
+    signers, signer = [], None
+    if names or key:
+        from envbuild.trust.keys import load_public, load_signer
+
+        signers = [load_public(Path(name)) for name in names]
+        if writes and not key:
+            raise UsageError(
+                f"the cache needs signed entries ([trust] cache_signers), and {_KEY} is not set",
+                f"set {_KEY} to the file of the private key, or ENVBUILD_CACHE_MODE=read",
+            )
+        if writes and key:
+            public = Path(names[0]) if names else None
+            signer = load_signer(key, public, lambda: env.get(_PASSPHRASE, ""), option=_KEY)
+    return RemoteCache(registry, store, mode != "write", writes, signers, signer)
+
+
+_PARALLEL = 4
+
+
+def entries_of(store: Store, recipe: str) -> list[CacheEntry]:
+    """Return the entries for what builds of `recipe` used and `store` still has."""
+    names = sorted(recipes(store).get(recipe, ()))
+    return [entry for name in names if (store.root / name).exists() and (entry := _entry(name)) is not None]
+
+
+def _entry(item: str) -> CacheEntry | None:
+    """Return the entry of an item of the store (store/usage.py), None for what is no result of a build."""
+    if item.startswith("built/"):
+        return CacheEntry("built", item.removeprefix("built/"))
+    for kind, files in KINDS.items():
+        before, _, after = files[0].partition("{}")
+        if item.startswith(before) and item.endswith(after):
+            return CacheEntry(kind, item[len(before) : len(item) - len(after)])
+    return None
+
+
+def push_recipe(
+    remote: RemoteCache, recipe: str, pack: Callable[[Store, Path], CacheEntry], done: Callable[[CacheEntry], None]
+) -> tuple[int, int]:
+    """Upload what builds of `recipe` used and the cache lacks, and its list; return the entries, and the bytes sent.
+
+    `pack` writes the file of a source-built layer's entry; `done` is called for each entry, from several threads.
+    Raises BuildError when a request fails.
+    """
+    store = remote.store
+    entries = entries_of(store, recipe)
+
+    def send(entry: CacheEntry, _: threading.Event) -> int:
+        if remote.has(entry):
+            return 0
+        if entry.kind == "built":
+            pack(store, store.root / "built" / entry.key)
+        sent = remote.upload(entry, 0.0, _blobs(entry, store))
+        done(entry)
+        return sent
+
+    sizes = each(entries, send, _PARALLEL)
+    named = CacheEntry("recipe", recipe)
+    store.folder("partial")
+    write_note(store.root / named.files[0], {"entries": [[one.kind, one.key] for one in entries]})
+    remote.upload(named, 0.0, [])
+    return len(entries), sum(sizes)
+
+
+def pull_recipe(remote: RemoteCache, recipe: str) -> tuple[int, int]:
+    """Fetch what the cache has of `recipe`; return the number of its entries, and of those that could not be fetched.
+
+    Raises BuildError if the cache has no list of it.
+    """
+    named = CacheEntry("recipe", recipe)
+    entries = list(_listed(remote.store, named)) if remote.bring(named) else []
+    if not entries:
+        raise BuildError(
+            f"the cache {remote.registry.reference.name} has nothing of {recipe}",
+            f"where builds have used it: envbuild cache push {recipe}",
+        )
+    wanted = [one for one in entries if one.kind == "built" or not (remote.store.root / one.files[-1]).exists()]
+    remote.expect(wanted)
+    return len(entries), sum(not remote.bring(one) for one in wanted)
+
+
+def _listed(store: Store, named: CacheEntry) -> Iterable[CacheEntry]:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        for kind, key in read_note(store.root / named.files[0])["entries"]:
+            if kind in KINDS and is_file_name(key):
+                yield CacheEntry(kind, key)
+
+
+def _blobs(entry: CacheEntry, store: Store) -> Sequence[str]:
+    if entry.kind != "layer":
+        return ()
+    return [str(read_note(store.root / entry.files[-1])["digest"])]
+
+
+def counted(tags: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield the number of entries of each kind, by their tags."""
+    kinds = [tag.partition("-")[0] for tag in tags]
+    yield from ((kind, kinds.count(kind)) for kind in KINDS if kind in kinds)

@@ -14,7 +14,7 @@ from pathlib import Path
 from lab.patchelf import patchelf
 
 from envbuild.base.errors import EnvbuildError
-from envbuild.debian.sources import host_archives
+from envbuild.debian.release import host_archives
 
 _KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 

@@ -38,7 +38,7 @@ from envbuild.bundle import read_bundle
 from envbuild.cache import hashed
 from envbuild.cache.http import RequestFailed, retry_after, split
 from envbuild.contract import image_manifest, installed, layer_lists, manifest, receipt, state
-from envbuild.debian import control, deb, release, resolve, sources
+from envbuild.debian import base, control, deb, release
 from envbuild.doctor.batch import pyxis_scope
 from envbuild.environment import Environment
 from envbuild.image import archive, credentials, layout, model, registry, registry_endpoint, sif
@@ -493,10 +493,10 @@ def _deb(path: Path) -> None:
 
 
 def _packages(path: Path) -> None:
-    index = resolve.PackageIndex()
+    index = base.PackageIndex()
     index.add(path, "debian")
     for package in list(index.packages.values())[:20]:
-        with suppress(resolve.LockError):
+        with suppress(base.LockError):
             package.relations("depends", "pre-depends"), package.provided()
 
 
@@ -514,15 +514,15 @@ def _versions(words: str) -> None:
 
 
 def _release(words: str) -> None:
-    release.read_release(words, sources.DebianSuite("https://x", "bookworm"))
+    release.read_release(words, release.DebianSuite("https://x", "bookworm"))
 
 
 def _apt(data: bytes, folder: Path) -> None:
     for name in ("sources.list", "sources.list.d/a.sources", "apt.conf", "apt.conf.d/b"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
-    sources.apt_proxy(folder)
-    sources.archives("bookworm", "2026-01-01T00:00:00Z", etc=folder)
+    release.apt_proxy(folder)
+    release.archives("bookworm", "2026-01-01T00:00:00Z", etc=folder)
 
 
 @functools.cache

@@ -13,8 +13,7 @@ from lab.debian import Key, release_text, stanza, write_archive
 from envbuild.base.errors import LockError
 from envbuild.debian.base import resolve_base
 from envbuild.debian.lock import DebianLock
-from envbuild.debian.release import fetch_release, load_keys, read_release, verified
-from envbuild.debian.sources import DebianSuite, suites
+from envbuild.debian.release import DebianSuite, fetch_release, load_keys, read_release, suites, verified
 from envbuild.image.layout import Blobs
 from envbuild.site.pip_config import PipConfig
 from envbuild.store.client import Client

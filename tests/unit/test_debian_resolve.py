@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lab.debian import stanza
 
 from envbuild.base.errors import LockError
-from envbuild.debian.resolve import PackageIndex, resolve
+from envbuild.debian.base import PackageIndex, resolve
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import LockError
-from envbuild.debian.sources import DebianSuite, apt_proxy, archives, debian_client, host_archives
+from envbuild.debian.release import DebianSuite, apt_proxy, archives, debian_client, host_archives
 from envbuild.site.pip_config import PipConfig
 
 DATE = "2026-11-19T02:12:54Z"
@@ -88,7 +88,7 @@ def test_a_sources_file_that_apt_would_refuse_is_named(tmp_path: Path) -> None:
 
 @given(st.text(max_size=200))
 def test_no_text_of_a_list_file_is_an_error(text: str) -> None:
-    from envbuild.debian.sources import _one_line
+    from envbuild.debian.release import _one_line
 
     assert all(a.url.startswith(("http", "file:")) for a in _one_line(text))
 

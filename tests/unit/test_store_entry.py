@@ -23,8 +23,7 @@ from envbuild.layers.source_files import SourceManifest, list_files, write_manif
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site, load_site
 from envbuild.store.entry import KINDS, CacheEntry, EntryFile, ResultCache, read_entry, render_entry
-from envbuild.store.remote_site import cache_of, open_remote
-from envbuild.store.sharing import _listed, counted, entries_of
+from envbuild.store.remote import _listed, cache_of, counted, entries_of, open_remote
 from envbuild.store.store import Store
 from envbuild.store.usage import remember
 from envbuild.trust.bundle import sign, statement

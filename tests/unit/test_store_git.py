@@ -14,8 +14,7 @@ from sdists import commit, git, sha256
 from envbuild.base.errors import BuildError
 from envbuild.cache.http import RequestFailed
 from envbuild.environment import load_environment
-from envbuild.store.archives import WantedArchive, locate_archive
-from envbuild.store.git import git_archive
+from envbuild.store.archives import WantedArchive, git_archive, locate_archive
 
 FILES = {"a.py": "x = 1\n", "b/run.sh": "#!/bin/sh\n", "b/é.txt": "é", "b/.gitattributes": "*.txt text eol=lf\n"}
 

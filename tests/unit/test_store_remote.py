@@ -14,7 +14,7 @@ from lab.fake_registry import Call, Fake, fake_registry
 from envbuild.base.packages import digest_of
 from envbuild.cache.http import Transport
 from envbuild.image.registry import open_registry
-from envbuild.store import transfer
+from envbuild.store import remote as team_cache
 from envbuild.store.entry import CacheEntry, EntryFile, render_entry, shared
 from envbuild.store.remote import RemoteCache
 from envbuild.store.store import Store
@@ -114,8 +114,8 @@ def test_data_are_shown_while_they_come_and_are_refused_if_they_came_again(
 def test_an_entry_that_comes_too_slowly_is_made(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_PATIENCE_S", 0.2)
-    monkeypatch.setattr(transfer, "SLOWEST", 1_000_000)
+    monkeypatch.setattr(team_cache, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(team_cache, "SLOWEST", 1_000_000)
 
     def dribbled(call: Call) -> None:
         if "/manifests/" in call.path:
@@ -156,8 +156,8 @@ def test_the_end_of_a_slow_transfer_takes_nothing_that_was_made_meanwhile(
     with cache(tmp_path, dribbled) as (one, _):
         assert one.bring(ENTRY, whole=False)
         answer = one._expected[ENTRY.tag][1]
-        monkeypatch.setattr(transfer, "_PATIENCE_S", 0.0)
-        monkeypatch.setattr(transfer, "SLOWEST", 1 << 40)
+        monkeypatch.setattr(team_cache, "_PATIENCE_S", 0.0)
+        monkeypatch.setattr(team_cache, "SLOWEST", 1 << 40)
         assert not one.bring(ENTRY)
         for name in ENTRY.files if made else ():
             (one.store.root / name).write_bytes(b"made here")
