@@ -2280,6 +2280,10 @@ def test_an_error_is_one_for_every_program_and_site(text: str, fault: str, level
         ),
         (SLURM + 'D="$(cd "$(dirname "$0")" && pwd)"\necho "$D"\nsrun python /x.py', "script-folder"),
         ("#!/bin/bash\n#SBATCH --time=1:00\n{job.lines}\n#SBATCH --nodes=2\nsrun python t.py", "directive-ignored"),
+        (
+            WRITTEN.replace("for n", 'pushd "$(dirname "$0")"\nfor n').replace("sbatch <<EOF", "cat <<EOF > job.sh"),
+            "script-folder",
+        ),
         # Notes of several scripts.
         ("#!/bin/bash\nsudo docker run -it x\n\n#!/bin/bash -l\n#SBATCH -N 1\nsrun python t.py", "directive-ignored"),
         ("#!/bin/bash\nsudo docker run -it x\n\n#!/bin/bash -l\n#SBATCH -N 1\nsrun python t.py", "terminal-missing"),

@@ -85,8 +85,8 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
 def of_own_path(script: ParsedScript) -> Iterator[Found]:
     """Find paths made from the script's own in a batch job, where they lead to the scheduler's copy."""
     submitted = script.facts.submitted if script.facts else ""
-    if not submitted or any(one.program in SUBMITS for one in script.commands):
-        return  # the script submits itself
+    if not submitted or script.writes or any(one.program in SUBMITS for one in script.commands):
+        return  # the script submits itself, or the scripts that it writes
     told: dict[str, bool] = {}
     whole: dict[int, str] = {}
     for one in script.commands:
