@@ -122,24 +122,6 @@ RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
     of_conflicts,
     of_operators,
 )
-# Faults of jobs with more than one node.
-_OF_NODES = frozenset(
-    [
-        "head-only",
-        "standalone",
-        "localhost-endpoint",
-        "localhost-fallback",
-        "endpoint-per-node",
-        "run-id-per-node",
-        "nodes-missing",
-        "node-rank",
-        "node-rank-missing",
-        "endpoint-missing",
-        "endpoint-list",
-        "one-after-another",
-        "loopback-interface",
-    ]
-)
 # What a template is for.
 _TEMPLATE = re.compile(r"template[^/]*$|\.(?:tmpl|tpl|mako|j2|jinja2?)$")
 _OF_TEMPLATES = ("directive-variable", "placeholder")
@@ -206,7 +188,7 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
     problems: dict[tuple[int, str], Problem] = {}
     for one in found:
         fault = replace(faults[one.id], level=one.level or faults[one.id].level)
-        if fault.level == "error" and one.id in _OF_NODES and script is not None and script.several == "several":
+        if fault.level == "error" and fault.of_nodes and script is not None and script.several == "several":
             fault = replace(fault, level="hint")  # the number may be 1
         if fault.level == "error" and script is not None and script.template:
             fault = replace(fault, level="warning")  # what is filled in may change it

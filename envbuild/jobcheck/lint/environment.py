@@ -37,9 +37,11 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
         return  # --submit makes it
     told = "\n".join(line for line in script.lines if line.startswith("#") and "mkdir" in line)
     seen = set()
-    makes = {posixpath.normpath(word) for one in script.commands if one.program == "mkdir" for word in one.words}
+    makes = {
+        posixpath.normpath(word) for command in script.commands if command.program == "mkdir" for word in command.words
+    }
     late = script.facts is not None and bool(script.facts.delivers) and not script.directive(*script.facts.delivers)
-    late |= any(one.program in SUBMITS for one in script.commands)  # it makes them, and then submits itself
+    late |= any(command.program in SUBMITS for command in script.commands)  # it makes them, and then submits itself
     for line, words in script.directives:
         for value in option_values(words, names):
             folder = posixpath.normpath(posixpath.dirname(value) or ".")
@@ -55,16 +57,16 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
 
 def _has_files(script: ParsedScript, folder: str) -> bool:
     """Return whether the script uses files of the folder that come with it: programs and configurations."""
-    words = [word for one in script.commands for word in one.texts]
+    words = [word for command in script.commands for word in command.texts]
     uses = re.compile(rf"(?:^|[/=]){re.escape(folder)}/[\w./-]{{1,200}}\.(?:py|sh|toml|ya?ml)$")
     return any(uses.search(word) for word in script.variables.expanded(words))
 
 
 def of_folder(script: ParsedScript) -> Iterator[Found]:
     """Find paths relative to the folder of the submission in scripts that start in the home folder."""
-    here = [one for one in script.commands if not one.started_by]
-    inside = any(one.program == "cd" and one.started_by for one in script.commands)
-    moves = [one.words[1] for one in here if one.program in ("cd", "pushd") and one.words[1:]]
+    here = [command for command in script.commands if not command.started_by]
+    inside = any(command.program == "cd" and command.started_by for command in script.commands)
+    moves = [command.words[1] for command in here if command.program in ("cd", "pushd") and command.words[1:]]
     moved = any(folder.startswith(("/", "$", "~", "`")) or folder.isupper() for folder in moves)
     options = script.facts.folder if script.facts else ()
     if not options or moved or script.directive(*options):
@@ -73,32 +75,32 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
     own = sorted(set(re.findall(r"\$\{?HOME\}?/([\w.-]{3,40})", script.text)))[:_MOST_FOLDERS]
     if any(re.search(rf"(?<![\w/.~}}-]){re.escape(name)}/", script.text) for name in own):
         return
-    for one in here if inside else script.commands:
-        words = one.words[1:] if starts_training(one) else ()
+    for command in here if inside else script.commands:
+        words = command.words[1:] if starts_training(command) else ()
         programs = [word for word in words if word.endswith((".py", ".sh")) and " " not in word]
         relative = any(word[0] not in "/$~" for word in programs[:1])
-        if any(_HERE.search(text) for text in one.texts) or relative or one.words[:2] == ("cd", ".."):
-            yield Found("home-folder", one.line)
+        if any(_HERE.search(text) for text in command.texts) or relative or command.words[:2] == ("cd", ".."):
+            yield Found("home-folder", command.line)
             return
 
 
 def of_own_path(script: ParsedScript) -> Iterator[Found]:
     """Find paths made from the script's own in a batch job, where they lead to the scheduler's copy."""
     submitted = script.facts.submitted if script.facts else ""
-    if not submitted or script.writes or any(one.program in SUBMITS for one in script.commands):
+    if not submitted or script.writes or any(command.program in SUBMITS for command in script.commands):
         return  # the script submits itself, or the scripts that it writes
     told: dict[str, bool] = {}
     whole: dict[int, str] = {}
-    for one in script.commands:
-        if one.file or one.per_node:
+    for command in script.commands:
+        if command.file or command.per_node:
             continue
-        texts = [(name, word) for name, words in one.assignments for word in words]
-        whole[one.line] = whole.get(one.line, "") + " ".join(word for _, word in texts)
-        inside = any(word in whole[one.line] for word in one.words if _OWN_PATH.search(word))
+        texts = [(name, word) for name, words in command.assignments for word in words]
+        whole[command.line] = whole.get(command.line, "") + " ".join(word for _, word in texts)
+        inside = any(word in whole[command.line] for word in command.words if _OWN_PATH.search(word))
         if inside and not texts:
             continue  # a command of the substitution: the variable's own text tells more
-        moves = one.program in _USES or one.program in LAUNCHERS or TRAINS.fullmatch(one.program)
-        texts += [("", word) for flag, word in pairwise(("", *one.words)) if moves and flag not in ("-c", "-lc")]
+        moves = command.program in _USES or command.program in LAUNCHERS or TRAINS.fullmatch(command.program)
+        texts += [("", word) for flag, word in pairwise(("", *command.words)) if moves and flag not in ("-c", "-lc")]
         for name, text in ((name, text) for name, text in texts if _OWN_PATH.search(text)):
             used = not name or re.search(
                 rf"^(?!\s*(?:echo|printf)\b).*\$\{{?{name.rstrip('+')}\b", script.text, re.MULTILINE
@@ -108,17 +110,17 @@ def of_own_path(script: ParsedScript) -> Iterator[Found]:
             if name not in told:
                 others = " ".join(script.values.get(name, ()))
                 told[name] = submitted in others or "scontrol show job" in others
-            if not told[name] and submitted not in script.lines[one.line - 1]:
+            if not told[name] and submitted not in script.lines[command.line - 1]:
                 # ${ROOT:-$(dirname …)}: users set ROOT.
-                yield Found("script-folder", one.line, level="warning" if _DEFAULT.match(text) else "")
+                yield Found("script-folder", command.line, level="warning" if _DEFAULT.match(text) else "")
                 return
 
 
 def of_secrets(script: ParsedScript) -> Iterator[Found]:
     """Find secrets, which everyone can read who may read the script or see the job, also those in comments."""
     yield from _in_comments(script)
-    for one in script.commands:
-        for name, words in one.assignments:
+    for command in script.commands:
+        for name, words in command.assignments:
             value = words[0] if len(words) == 1 else ""
             literal = re.fullmatch(r"[\w.:~+][\w.:~+-]{15,}", value)
             if (
@@ -126,9 +128,9 @@ def of_secrets(script: ParsedScript) -> Iterator[Found]:
                 and not value.lower().startswith(("your", "xxx"))
                 and (sounds_secret(name.rstrip("+")) or looks_secret(value))
             ):
-                yield Found("secret", one.line, name)
-        if one.words[:2] == ("wandb", "login") and re.fullmatch(r"[0-9a-f]{40}", one.words[-1]):
-            yield Found("secret", one.line, "wandb login")
+                yield Found("secret", command.line, name)
+        if command.words[:2] == ("wandb", "login") and re.fullmatch(r"[0-9a-f]{40}", command.words[-1]):
+            yield Found("secret", command.line, "wandb login")
 
 
 def _in_comments(script: ParsedScript) -> Iterator[Found]:
@@ -149,8 +151,8 @@ def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
             yield Found("shared-memory", launch.command.line)
     if not script.gpus or script.is_cray or re.search(r"(?:APPTAINER|SINGULARITY)_(?:NV|ROCM)\b", script.text):
         return
-    for one in script.commands:
-        names = [posixpath.basename(word) for word in one.words]
+    for command in script.commands:
+        names = [posixpath.basename(word) for word in command.words]
         at = next((n for n, name in enumerate(names) if name in ("apptainer", "singularity")), len(names))
         rest = names[at + 1 :]
         starts = any(word in ("exec", "run") for word in rest[:4]) and not any(
@@ -158,7 +160,7 @@ def of_gpu_containers(script: ParsedScript) -> Iterator[Found]:
         )
         image = next((word for word in rest if re.search(r"\.s(?:if|img)$|\.img$|^\$|://", word)), "")
         if starts and not {"--nv", "--rocm", "--nvccli"} & set(rest) and "cpu" not in image.lower():
-            yield Found("no-nv", one.line)
+            yield Found("no-nv", command.line)
 
 
 def of_commands(script: ParsedScript) -> Iterator[Found]:

@@ -37,6 +37,7 @@ class LintRule:
     level: Level
     what: str
     instead: str
+    of_nodes: bool = False
     of_scheduler: Mapping[str, str] = field(default_factory=dict)
     directive: re.Pattern[str] | None = None
     command: re.Pattern[str] | None = None
@@ -56,6 +57,7 @@ def _rule(name: str, row: Mapping[str, Any], schedulers: Collection[str]) -> Lin
         level=row["level"],
         what=row["what"],
         instead=row["instead"],
+        of_nodes=row.get("of_nodes", False),
         of_scheduler={key: text for key, text in row.items() if key in schedulers},
         directive=re.compile(row["directive"]) if "directive" in row else None,
         command=re.compile(row["command"]) if "command" in row else None,

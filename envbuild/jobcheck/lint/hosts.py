@@ -42,62 +42,64 @@ _OF_DOCKER = frozenset(["docker", "nvidia-docker"])
 
 def of_other_nodes(script: ParsedScript) -> Iterator[Found]:
     """Find what the script prepares on the head alone, and its other nodes lack: an environment, copied data."""
-    here = [one for one in script.commands if not (one.started_by or one.file or one.function)]
+    here = [command for command in script.commands if not (command.started_by or command.file or command.function)]
     yield from _environment(here) if script.facts else ()
-    everywhere = any(one.program in (*LAUNCHERS, "sbcast", "mpicopy") and _COPIES & {*one.words} for one in here)
+    everywhere = any(
+        command.program in (*LAUNCHERS, "sbcast", "mpicopy") and _COPIES & {*command.words} for command in here
+    )
     if not script.several or script.kind == "shell" or everywhere:
         return
-    later = " ".join(word for one in script.commands if starts_training(one) for word in one.words)
+    later = " ".join(word for command in script.commands if starts_training(command) for word in command.words)
     later = " ".join(script.variables.expanded(later.split()))
-    for one in here:
-        target = next((word for word in reversed(one.words[1:]) if not word.startswith("-")), "")
+    for command in here:
+        target = next((word for word in reversed(command.words[1:]) if not word.startswith("-")), "")
         target = " ".join(script.variables.expanded([target]))
         folder = _OF_NODE.match(target)
-        if one.program in _COPIES and folder and folder[0].rstrip("/") in later:
-            yield Found("head-copy", one.line, folder[0])
+        if command.program in _COPIES and folder and folder[0].rstrip("/") in later:
+            yield Found("head-copy", command.line, folder[0])
             return
 
 
 def _environment(here: list[Command]) -> Iterator[Found]:
     """Find programs that ssh and its like start without what the script sets for them."""
     set_up: list[str] = []
-    for one in here:
-        set_up += [name for name, _ in one.assignments if _MEANT.match(name)]
-        activates = one.program in ("source", ".") and one.words[-1].endswith("bin/activate")
-        activates |= one.program == "source" and one.words[1:2] in (("activate",),)
-        if activates or one.words[:2] in (("module", "load"), ("conda", "activate")):
-            set_up.append(" ".join(one.words[:3]))
+    for command in here:
+        set_up += [name for name, _ in command.assignments if _MEANT.match(name)]
+        activates = command.program in ("source", ".") and command.words[-1].endswith("bin/activate")
+        activates |= command.program == "source" and command.words[1:2] in (("activate",),)
+        if activates or command.words[:2] in (("module", "load"), ("conda", "activate")):
+            set_up.append(" ".join(command.words[:3]))
         set_up = list(dict.fromkeys(set_up))[-_MOST:]
-        inside = " ".join(one.words[1:])
-        if one.program not in _FRESH or not set_up or _SETS_UP.search(inside):
+        inside = " ".join(command.words[1:])
+        if command.program not in _FRESH or not set_up or _SETS_UP.search(inside):
             continue
         own = any(name in inside for name in set_up)
         # A script may set up its environment itself.
-        starts = (_STARTS_FILE if one.program == "pbsdsh" else _STARTS).search(inside)
+        starts = (_STARTS_FILE if command.program == "pbsdsh" else _STARTS).search(inside)
         if starts and not (own or _OWN_PROGRAM.search(inside)):
-            yield Found("environment-lost", one.line, f"{one.program} does not pass on {set_up[-1]}")
+            yield Found("environment-lost", command.line, f"{command.program} does not pass on {set_up[-1]}")
             return
 
 
 def of_mpi_environment(script: ParsedScript) -> Iterator[Found]:
     """Find variables set for mpirun alone, which Open MPI does not pass to other hosts."""
-    for one in script.commands:
-        text = " ".join(one.words)
-        names = [name for name, _ in one.assignments if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))]
+    for command in script.commands:
+        text = " ".join(command.words)
+        names = [name for name, _ in command.assignments if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))]
         hosts = re.search(r"--?(?:hostfile|machinefile|host)\b", text)
         open_mpi = "OMPI_" in script.text or re.search(r"--?(?:map-by|bind-to|mca)\b", text)
-        if one.program in ("mpirun", "orterun") and names and hosts and open_mpi and " -x " not in text:
-            yield Found("mpi-environment", one.line, names[0])
+        if command.program in ("mpirun", "orterun") and names and hosts and open_mpi and " -x " not in text:
+            yield Found("mpi-environment", command.line, names[0])
 
 
 def of_remote_shells(script: ParsedScript) -> Iterator[Found]:
     """Find ssh to a node without a command."""
-    for one in script.commands if script.directives else ():
-        words = [word for word in one.words[1:] if not re.match(r"-[AaCfGgKkMNnqsTtVvXxYy]+$", word)]
-        line = script.lines[one.line - 1]
-        alone = one.program == "ssh" and not one.file and len(words) == 1 and words[0].startswith("$")
+    for command in script.commands if script.directives else ():
+        words = [word for word in command.words[1:] if not re.match(r"-[AaCfGgKkMNnqsTtVvXxYy]+$", word)]
+        line = script.lines[command.line - 1]
+        alone = command.program == "ssh" and not command.file and len(words) == 1 and words[0].startswith("$")
         if alone and not re.search(r"<|\||\\$", line):
-            yield Found("ssh-alone", one.line, words[0])
+            yield Found("ssh-alone", command.line, words[0])
 
 
 def of_fixed_hosts(script: ParsedScript) -> Iterator[Found]:
@@ -106,12 +108,15 @@ def of_fixed_hosts(script: ParsedScript) -> Iterator[Found]:
         return
     words = [word for _, row in script.directives for word in row]
     pinned = script.directive("--nodelist", "-w", "-m") or any("host=" in word or "@" in word for word in words)
-    for one in script.commands:
-        options = script.variables.expanded(one.words)
-        if one.file or not options:
+    for command in script.commands:
+        options = script.variables.expanded(command.words)
+        if command.file or not options:
             continue
-        if one.program in ("srun", "sattach") and (job := next(option_values(options, ("--jobid",)), "")).isdecimal():
-            yield Found("job-fixed", one.line, job)
+        if (
+            command.program in ("srun", "sattach")
+            and (job := next(option_values(options, ("--jobid",)), "")).isdecimal()
+        ):
+            yield Found("job-fixed", command.line, job)
             return
         if pinned or posixpath.basename(options[0]) not in _STARTS_RANKS:
             continue
@@ -119,9 +124,9 @@ def of_fixed_hosts(script: ParsedScript) -> Iterator[Found]:
         named = [*option_values(options, _HOST_OPTIONS)]
         hosts = next((text for text in named if _HOSTS.fullmatch(text) or _ADDRESSES.fullmatch(text)), "")
         files = [text for text in option_values(options, _FILE_OPTIONS) if _HOSTS_FILE.fullmatch(text)]
-        fixed = next((text for text in files if not _is_made(script, one, text)), "")
+        fixed = next((text for text in files if not _is_made(script, command, text)), "")
         if value := hosts or fixed:
-            yield Found("hosts-fixed", one.line, value)
+            yield Found("hosts-fixed", command.line, value)
             return
 
 
@@ -131,28 +136,32 @@ def _is_made(script: ParsedScript, reader: Command, name: str) -> bool:
     text = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
     text = re.sub(r"--?(?:host|machine)file[= ]\S+", "", text)
     made = rf"[>=]\s*['\"]?[^\s|;&]{{0,200}}{base}|\b(?:tee|touch|cp|mv|ln|rm)\b[^\n]{{0,200}}{base}"
-    for one in script.commands if re.search(made, text) is None else ():
-        programs = " ".join(word for word in one.words if word.endswith((".sh", ".py")))
-        if programs and one.line != reader.line and (base in " ".join(one.words) or re.search("host|node", programs)):
+    for command in script.commands if re.search(made, text) is None else ():
+        programs = " ".join(word for word in command.words if word.endswith((".sh", ".py")))
+        if (
+            programs
+            and command.line != reader.line
+            and (base in " ".join(command.words) or re.search("host|node", programs))
+        ):
             return True
     return re.search(made, text) is not None
 
 
 def of_terminals(script: ParsedScript) -> Iterator[Found]:
     """Find containers that want a terminal, which a batch job does not have."""
-    for one in script.commands if script.kind != "shell" else ():
-        names = [posixpath.basename(word) for word in one.words]
+    for command in script.commands if script.kind != "shell" else ():
+        names = [posixpath.basename(word) for word in command.words]
         at = next((n for n, (a, b) in enumerate(pairwise(names)) if a in _OF_DOCKER and b in ("run", "exec")), -1)
-        if at < 0 or one.file or one.function or "script" in names[:at] or "--pty" in names[:at]:
+        if at < 0 or command.file or command.function or "script" in names[:at] or "--pty" in names[:at]:
             continue
-        rest = one.words[at + 2 :]
+        rest = command.words[at + 2 :]
         # Two words that are no options are a value or the image, and the image or its command.
         end = next((n for n, pair in enumerate(pairwise(rest)) if not any(w.startswith("-") for w in pair)), len(rest))
         options = [word for word in rest[:end] if re.fullmatch(r"-[a-zA-Z]{1,6}|--(?:interactive|tty|detach)", word)]
         short = "".join(word[1:] for word in options if not word.startswith("--"))
         wants = ("i" in short or "--interactive" in options) and ("t" in short or "--tty" in options)
         if wants and "d" not in short and "--detach" not in options:
-            yield Found("terminal-missing", one.line, names[at])
+            yield Found("terminal-missing", command.line, names[at])
             return
 
 
@@ -172,16 +181,16 @@ def of_archives(script: ParsedScript) -> Iterator[Found]:
     """Find archives in a folder of the node that are unpacked elsewhere, although the training reads them there."""
     if not script.facts:
         return
-    later = " ".join(word for one in script.commands if starts_training(one) for word in one.words)
+    later = " ".join(word for command in script.commands if starts_training(command) for word in command.words)
     later = " ".join(script.variables.expanded(later.split()))
     moved = False
-    for one in script.commands:
-        words = script.variables.expanded(one.words)
-        moved |= one.program in ("cd", "pushd") and bool(_OF_NODE.match(" ".join(words[1:2])))
+    for command in script.commands:
+        words = script.variables.expanded(command.words)
+        moved |= command.program in ("cd", "pushd") and bool(_OF_NODE.match(" ".join(words[1:2])))
         archive = next((word for word in words[1:] if re.search(r"\.(?:tar(?:\.\w+)?|tgz|zip)$", word)), "")
         folder = _OF_NODE.match(archive)
-        unpacks = one.program == "tar" and len(words) > 2 and re.match(r"-?\w*x|--extract", words[1])
+        unpacks = command.program == "tar" and len(words) > 2 and re.match(r"-?\w*x|--extract", words[1])
         target = any(re.match(r"-C|--directory|--one-top-level|-d$", word) for word in words)
         if unpacks and folder and not (moved or target) and folder[0].rstrip("/") in later:
-            yield Found("archive-elsewhere", one.line, archive)
+            yield Found("archive-elsewhere", command.line, archive)
             return

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 
 from envbuild.jobcheck.lint.directives import option_values, whole_number
-from envbuild.jobcheck.lint.shell import LAUNCHERS, Command, Variables, starters
+from envbuild.jobcheck.lint.shell import LAUNCHERS, WORDS, Command, Variables, starters
 
 STARTS = re.compile(
     r"(?:python[\d.]*|torchrun|accelerate|deepspeed|horovodrun|lightning|bash|sh|[\w./${}-]+\.(?:sh|py)"
@@ -22,26 +22,8 @@ _IN_SHELL = re.compile(
 # How many ranks accelerate and deepspeed start.
 RANK_OPTIONS = ("--num_processes", "--num-processes", "--num_gpus")
 # Programs of steps before the training.
-ASKS = frozenset(
-    ["hostname", "nvidia-smi", "rocm-smi", "ip", "mkdir", "rm", "cp", "echo", "sleep", "env", "date", "ray", "jupyter"]
-)
-_MODULES = frozenset(["venv", "virtualenv", "pip", "ensurepip", "build", "compileall"])
+ASKS = WORDS["asks"]
 _PREPARES = re.compile(r"(?:copy|set_?up|install|download|stage|clean|extract|config|create|prepare)[\w.-]{0,60}\.sh")
-_FLAGS = frozenset(
-    [
-        "standalone",
-        "no-python",
-        "run-path",
-        "module",
-        "m",
-        "multi-gpu",
-        "same-network",
-        "use-deepspeed",
-        "use-fsdp",
-        "cpu",
-        "debug",
-    ]
-)
 # Options of `accelerate launch`, by torchrun's names. Its --num-processes counts those of all nodes.
 _ACCELERATE = {
     "num-machines": "nnodes",
@@ -143,7 +125,7 @@ def _options(words: list[str]) -> tuple[dict[str, str], tuple[str, ...]]:
         name, equal, value = words[at].lstrip("-").partition("=")
         name = name.replace("_", "-")
         at += 1
-        if name in _FLAGS:
+        if name in WORDS["flags"]:
             found[name] = "yes"
             continue
         if not equal and at < len(words):
@@ -176,7 +158,7 @@ def starts_training(command: Command) -> bool:
         return any(
             STARTS.fullmatch(name) or word.startswith("$") for name, word in zip(names, command.words[1:], strict=True)
         )
-    prepares = command.words[1:2] == ("-m",) and "".join(command.words[2:3]) in _MODULES
+    prepares = command.words[1:2] == ("-m",) and "".join(command.words[2:3]) in WORDS["modules"]
     return bool(TRAINS.fullmatch(name)) and len(command.words) > 1 and "-c" not in command.words[1:2] and not prepares
 
 

@@ -65,7 +65,7 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
         name: re.search(rf"\$\{{?{name}\b|\b(?:export|declare)\b[^\n]{{0,99}}\b{name}\b", script.text)
         for name in ("MASTER_PORT", "PET_MASTER_PORT")
     }
-    given = any("master-port" in one.options for one in script.launches)
+    given = any("master-port" in launch.options for launch in script.launches)
     for variable in read:
         for command, value in script.exported(variable):
             default = re.fullmatch(r"\$\{MASTER_PORT:?-(\d+)\}", value)
@@ -123,12 +123,12 @@ def _rendezvous_names(script: ParsedScript) -> frozenset[str]:
 
 def of_addresses(script: ParsedScript) -> Iterator[Found]:
     """Find endpoints of names and of several addresses, and endpoints that are never set."""
-    for one in script.commands if script.several else ():
-        if one.program == "srun" and "hostname" in one.words:
-            after = one.words[one.words.index("hostname") :]
+    for command in script.commands if script.several else ():
+        if command.program == "srun" and "hostname" in command.words:
+            after = command.words[command.words.index("hostname") :]
             if asked := set(after) & {"-i", "-I", "--ip-address", "--all-ip-addresses"}:
                 own = asked <= {"-i", "--ip-address"}
-                yield Found("own-address" if own else "first-address", one.line, " ".join(after))
+                yield Found("own-address" if own else "first-address", command.line, " ".join(after))
     # enroot's hook 50-slurm-pytorch.sh sets MASTER_ADDR and MASTER_PORT in containers of pyxis.
     elsewhere = "--container-" in script.text or sets_elsewhere(script)
     loops = set(re.findall(r"\bfor (\w+) in\b|\$\{(\w+):?=", script.text))
@@ -146,24 +146,24 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
 def sets_elsewhere(script: ParsedScript) -> bool:
     """Return whether the script reads variables from elsewhere: not from the environment of Python or conda."""
     return any(
-        one.program in _READS and not any(_ENVIRONMENT.search(word) for word in one.words[1:])
-        for one in script.commands
+        command.program in _READS and not any(_ENVIRONMENT.search(word) for word in command.words[1:])
+        for command in script.commands
     )
 
 
 def of_endpoints(script: ParsedScript) -> Iterator[Found]:
     """Find torchruns without an endpoint, endpoints that are lists of nodes, and those that only a comment sets."""
     by_hand: Literal["", "warning"] = "warning" if script.kind == "shell" and not script.everywhere else ""
-    for one in script.launches if script.several and not (script.sets_options or script.everywhere) else ():
-        number = whole_number(one.options.get("nnodes", "").partition(":")[0]) or (script.nodes or (0, 0))[1]
-        given = one.options.keys() & {"rdzv-endpoint", "master-addr", "standalone", "config-file", "rdzv-conf"}
-        if one.waits and number > 1 and not given and one.complete:
-            at = one.command.line
-            yield Found("endpoint-missing", at, nodes=script.several, program=one.program, level=by_hand)
-        numbered = one.options.keys() & {"node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"}
-        static = "master-addr" in one.options and one.program == "torchrun" and one.launcher and not by_hand
-        if one.waits and number > 1 and static and one.complete and not numbered:
-            yield Found("node-rank-missing", script.where("nnodes", one.command.line), nodes=script.several)
+    for launch in script.launches if script.several and not (script.sets_options or script.everywhere) else ():
+        number = whole_number(launch.options.get("nnodes", "").partition(":")[0]) or (script.nodes or (0, 0))[1]
+        given = launch.options.keys() & {"rdzv-endpoint", "master-addr", "standalone", "config-file", "rdzv-conf"}
+        if launch.waits and number > 1 and not given and launch.complete:
+            at = launch.command.line
+            yield Found("endpoint-missing", at, nodes=script.several, program=launch.program, level=by_hand)
+        numbered = launch.options.keys() & {"node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"}
+        static = "master-addr" in launch.options and launch.program == "torchrun" and launch.launcher and not by_hand
+        if launch.waits and number > 1 and static and launch.complete and not numbered:
+            yield Found("node-rank-missing", script.where("nnodes", launch.command.line), nodes=script.several)
     for command in script.commands if script.several else ():
         for name, words in command.assignments:
             value = words[0] if len(words) == 1 else ""
@@ -208,50 +208,60 @@ def of_numbers(script: ParsedScript) -> Iterator[Found]:
         yield from _node_ranks(script)
     nodes = script.nodes[1] if script.nodes else 1
     total = script.tasks * nodes
-    steps = [one for one in script.commands if one.program in LAUNCHERS and starts_training(one) and not one.file]
+    steps = [
+        command
+        for command in script.commands
+        if command.program in LAUNCHERS and starts_training(command) and not command.file
+    ]
     if script.launches or not steps or total < 2:
         return
-    for one in script.commands:
-        for name, words in one.assignments:
-            here = not (one.per_node or one.file or one.function) and one.line < steps[-1].line
+    for command in script.commands:
+        for name, words in command.assignments:
+            here = not (command.per_node or command.file or command.function) and command.line < steps[-1].line
             match = _RANK.match(" ".join(words)) if here and name in _RANK_NAMES else None
             if match and (name in ("RANK", "LOCAL_RANK") or script.several):
                 # Most programs ask the scheduler's own variables.
                 level: Literal["warning", "hint"] = "warning" if name in ("RANK", "LOCAL_RANK") else "hint"
-                yield Found("node-rank", one.line, match[0].strip("${"), level=level)
+                yield Found("node-rank", command.line, match[0].strip("${"), level=level)
             size = whole_number(" ".join(words)) if here and name == "WORLD_SIZE" else None
             if size is not None and size not in (total, nodes * script.gpus):  # a task can start more ranks
-                yield Found("world-size", one.line, f"WORLD_SIZE={size}, {total} tasks", level="warning")
+                yield Found("world-size", command.line, f"WORLD_SIZE={size}, {total} tasks", level="warning")
 
 
 def of_order(script: ParsedScript) -> Iterator[Found]:
     """Find torchruns that are started one after the other, although each waits for all."""
     begun = False
-    for one in script.launches:
-        begun |= one.command.background
-        if script.several and one.waits and not begun and not one.command.file and _blocks(one):
-            yield Found("one-after-another", one.command.line, nodes=script.several)
+    for launch in script.launches:
+        begun |= launch.command.background
+        if script.several and launch.waits and not begun and not launch.command.file and _blocks(launch):
+            yield Found("one-after-another", launch.command.line, nodes=script.several)
             return
 
 
-def _blocks(one: Launch) -> bool:
-    return (one.launcher == "ssh" and "-f" not in one.around) or (
-        one.launcher == "srun" and bool(one.option("--nodelist", "-w")) and one.option("--nodes", "-N") in ("", "1")
+def _blocks(launch: Launch) -> bool:
+    return (launch.launcher == "ssh" and "-f" not in launch.around) or (
+        launch.launcher == "srun"
+        and bool(launch.option("--nodelist", "-w"))
+        and launch.option("--nodes", "-N") in ("", "1")
     )
 
 
 def _node_ranks(script: ParsedScript) -> Iterator[Found]:
     seen: set[int] = set()
-    for one in script.commands:
-        if one.per_node or one.file or script.everywhere:
+    for command in script.commands:
+        if command.per_node or command.file or script.everywhere:
             continue
-        words = script.variables.expanded(one.words)
+        words = script.variables.expanded(command.words)
         for number, word in enumerate(words):
             found = _RANK_OPTION.fullmatch(word)
             value = (found[1] or "".join(words[number + 1 : number + 2])) if found else ""
             match = _RANK.search(value)
-            line = script.where(word.partition("=")[0], one.line) if found else 0
-            if match and line not in seen and not (script.escapes(match[0]) or _kept(script, one.line, line, match[0])):
+            line = script.where(word.partition("=")[0], command.line) if found else 0
+            if (
+                match
+                and line not in seen
+                and not (script.escapes(match[0]) or _kept(script, command.line, line, match[0]))
+            ):
                 seen.add(line)
                 kind = "node-rank-unused" if "c10d" in " ".join(words) else "node-rank"
                 yield Found(kind, line, match[0].strip("${"))
@@ -276,43 +286,43 @@ def _kept(script: ParsedScript, begun: int, line: int, text: str) -> bool:
 def of_launches(script: ParsedScript) -> Iterator[Found]:
     """Find a torchrun that starts on the head only or twice per node, and faults of its endpoint, run ID and port."""
     # A step on one node in a job of several, or an evaluation after the training, is intentional.
-    covered = any(one.waits and _on_nodes(script, one) for one in script.launches)
+    covered = any(launch.waits and _on_nodes(script, launch) for launch in script.launches)
     elsewhere = sets_elsewhere(script)
-    for one in script.launches:
+    for launch in script.launches:
         # A function of a file that the script reads may start its words on each node.
-        if not (elsewhere and _FUNCTION.fullmatch(one.command.program) and not _on_nodes(script, one)):
-            yield from _nodes(script, one, covered)
-        yield from _endpoint(script, one)
-        if script.several and "standalone" not in one.options:
-            yield from _identity(script, one)
-        if one.launcher == "srun":
-            yield from _doubled(script, one)
-        if one.launcher in ("mpirun", "orterun") and not _words_have(script, one, "bind-to", "none"):
-            yield Found("mpi-binding", one.command.line)
+        if not (elsewhere and _FUNCTION.fullmatch(launch.command.program) and not _on_nodes(script, launch)):
+            yield from _nodes(script, launch, covered)
+        yield from _endpoint(script, launch)
+        if script.several and "standalone" not in launch.options:
+            yield from _identity(script, launch)
+        if launch.launcher == "srun":
+            yield from _doubled(script, launch)
+        if launch.launcher in ("mpirun", "orterun") and not _words_have(script, launch, "bind-to", "none"):
+            yield Found("mpi-binding", launch.command.line)
 
 
-def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
+def _nodes(script: ParsedScript, launch: Launch, covered: bool) -> Iterator[Found]:
     """Find nodes without a torchrun, and torchruns that do not form one job."""
-    several, line, options = script.several, one.command.line, one.options
+    several, line, options = script.several, launch.command.line, launch.options
     # An explicit node rank means that it is started by hand on each node.
     by_hand = script.kind == "shell" and "node-rank" in options
     numbered = re.fullmatch(r"\$\{?\d\}?", options.get("node-rank", ""))  # submitted once for each node
-    alone = not (one.command.file or by_hand or _on_nodes(script, one))
-    if several and alone and one.waits:
+    alone = not (launch.command.file or by_hand or _on_nodes(script, launch))
+    if several and alone and launch.waits:
         fault = "head-only" if script.kind != "shell" or script.launchers_work else "started-here"
         yield Found(fault, line, nodes=several)
     elif script.nodes and several and alone and not (covered or line < script.last_on_nodes):
         yield Found("idle-nodes", line, nodes=several)
-    step = one.option("--nodes", "-N")
-    if not one.waits and (alone or covered or step == "1"):
+    step = launch.option("--nodes", "-N")
+    if not launch.waits and (alone or covered or step == "1"):
         return
     if several and "standalone" in options:
         yield Found("standalone", script.where("--standalone", line), nodes=several)
     meets = options.keys() & {"rdzv-endpoint", "master-addr"} and not {"nnodes", "standalone"} & options.keys()
-    if several and meets and one.program == "torchrun" and not script.sets_options:
+    if several and meets and launch.program == "torchrun" and not script.sets_options:
         yield Found("nodes-missing", line, nodes=several)
     own = {"nnodes", "standalone", "rdzv-endpoint", "master-addr", "rdzv-conf", "config-file"} & options.keys()
-    by = one.launcher == "srun" and one.program == "torchrun" and script.has_steps and one.complete
+    by = launch.launcher == "srun" and launch.program == "torchrun" and script.has_steps and launch.complete
     if script.nodes and several and by and not (own or step or script.sets_options):
         yield Found("nodes-missing", line, nodes=several, level="warning")
     nodes = options.get("nnodes", "").rpartition(":")[2]
@@ -324,22 +334,22 @@ def _nodes(script: ParsedScript, one: Launch, covered: bool) -> Iterator[Found]:
         yield Found("nodes-differ", script.where("nnodes", line), nodes, str(known_nodes))
 
 
-def _on_nodes(script: ParsedScript, one: Launch) -> bool:
-    return script.everywhere or one.launcher != "" or _carried(script, one)
+def _on_nodes(script: ParsedScript, launch: Launch) -> bool:
+    return script.everywhere or launch.launcher != "" or _carried(script, launch)
 
 
-def _carried(script: ParsedScript, one: Launch) -> bool:
+def _carried(script: ParsedScript, launch: Launch) -> bool:
     """Return whether a launcher starts the function or the file that contains this torchrun."""
-    return bool(one.command.function) and one.command.function in script.passed
+    return bool(launch.command.function) and launch.command.function in script.passed
 
 
-def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
-    given = [(n, one.options[n]) for n in ("rdzv-endpoint", "master-addr") if n in one.options]
+def _endpoint(script: ParsedScript, launch: Launch) -> Iterator[Found]:
+    given = [(n, launch.options[n]) for n in ("rdzv-endpoint", "master-addr") if n in launch.options]
     ports: dict[str, int] = {}
     for name, value in given:
-        raw = script.where(name.replace("-", "_"), one.command.line)
-        at = script.where(name, one.command.line) if raw == one.command.line else raw
-        fewest, _, most = one.options.get("nnodes", "").partition(":")
+        raw = script.where(name.replace("-", "_"), launch.command.line)
+        at = script.where(name, launch.command.line) if raw == launch.command.line else raw
+        fewest, _, most = launch.options.get("nnodes", "").partition(":")
         if LOCAL.match(value) and fewest == "1" and most in ("", "1"):
             pass  # told to be a job of one node
         elif LOCAL.match(value) and script.several:
@@ -347,20 +357,27 @@ def _endpoint(script: ParsedScript, one: Launch) -> Iterator[Found]:
         elif LOCAL.match(value) and most not in ("", fewest):
             yield Found("localhost-endpoint", at, value, most, level="warning")
         elif script.several and (name_of_host := _HOSTNAME.search(value)):
-            per_node = _there(script, one, name_of_host[0])
+            per_node = _there(script, launch, name_of_host[0])
             yield Found("endpoint-per-node" if per_node else "hostname-endpoint", at, name_of_host[0])
         if match := _LITERAL_PORT.search(_default(script, value)):
             ports.setdefault(match[1], at)
-    if not (ports or {"rdzv-endpoint", "standalone"} & one.options.keys()):
-        ports = {_default(script, one.options.get("master-port", "")): one.command.line}
-    for port, at in ports.items() if not (script.whole_nodes or one.command.file) else ():
+    if not (ports or {"rdzv-endpoint", "standalone"} & launch.options.keys()):
+        ports = {_default(script, launch.options.get("master-port", "")): launch.command.line}
+    for port, at in ports.items() if not (script.whole_nodes or launch.command.file) else ():
         if port.isdecimal() and port != "0":
             alone = script.kind == "shell" and not script.several  # on a host of one's own
             yield Found("fixed-port", script.where(port, at), port, level="hint" if alone else script.doubtful)
-    own = one.options.keys() & {"rdzv-endpoint", "master-addr", "master-port", "standalone", "rdzv-conf", "config-file"}
-    alone = script.kind != "shell" and one.program != "tune run" and not (script.several or script.whole_nodes)
-    if alone and script.gpus and not own and one.complete and not script.sets_options:
-        yield Found("fixed-port", one.command.line, "29500 (older torchruns' default)", level=script.doubtful)
+    own = launch.options.keys() & {
+        "rdzv-endpoint",
+        "master-addr",
+        "master-port",
+        "standalone",
+        "rdzv-conf",
+        "config-file",
+    }
+    alone = script.kind != "shell" and launch.program != "tune run" and not (script.several or script.whole_nodes)
+    if alone and script.gpus and not own and launch.complete and not script.sets_options:
+        yield Found("fixed-port", launch.command.line, "29500 (older torchruns' default)", level=script.doubtful)
 
 
 def _default(script: ParsedScript, value: str) -> str:
@@ -374,51 +391,51 @@ def _default(script: ParsedScript, value: str) -> str:
     return re.sub(r"\$\{?(\w+)(?::?[-=]\d+)?\}?$", filled, value)
 
 
-def _identity(script: ParsedScript, one: Launch) -> Iterator[Found]:
-    value = one.options.get("rdzv-id", "")
+def _identity(script: ParsedScript, launch: Launch) -> Iterator[Found]:
+    value = launch.options.get("rdzv-id", "")
     name = "rdzv_id" if script.where("rdzv_id", 0) else "rdzv-id"
-    at = script.where(name, one.command.line)
+    at = script.where(name, launch.command.line)
     random = _RANDOM.search(value)
-    if random and _there(script, one, random[0]):
+    if random and _there(script, launch, random[0]):
         yield Found("run-id-per-node", at, value)
     elif random or (value and "$" not in value):
         yield Found("run-id", at, value)
-    if "rdzv-endpoint" in one.options and not one.command.file:
-        told = "local-addr" in one.options or "is_host" in one.options.get("rdzv-conf", "")
+    if "rdzv-endpoint" in launch.options and not launch.command.file:
+        told = "local-addr" in launch.options or "is_host" in launch.options.get("rdzv-conf", "")
         if not told and not script.launches[0].options.get("rdzv-backend", "").startswith("etcd"):
-            yield Found("local-address", one.command.line)
+            yield Found("local-address", launch.command.line)
 
 
-def _there(script: ParsedScript, one: Launch, text: str) -> bool:
+def _there(script: ParsedScript, launch: Launch, text: str) -> bool:
     """Return whether `text`, an expansion in a torchrun's words, is expanded on each node."""
     # The value of a variable that the batch script sets is the same on each node.
-    own = any(text in word for word in one.command.words) or text in script.set_on_nodes
-    return one.launcher != "" and ((one.command.per_node and own) or script.escapes(text))
+    own = any(text in word for word in launch.command.words) or text in script.set_on_nodes
+    return launch.launcher != "" and ((launch.command.per_node and own) or script.escapes(text))
 
 
-def _doubled(script: ParsedScript, one: Launch) -> Iterator[Found]:
-    tasks = one.option("--ntasks", "-n")
-    nodes = one.option("--nodes", "-N") or str(script.nodes[1] if script.nodes else "")
-    own = one.option("--nodes", "-N", *PER_NODE)
+def _doubled(script: ParsedScript, launch: Launch) -> Iterator[Found]:
+    tasks = launch.option("--ntasks", "-n")
+    nodes = launch.option("--nodes", "-N") or str(script.nodes[1] if script.nodes else "")
+    own = launch.option("--nodes", "-N", *PER_NODE)
     every = None if tasks or own or script.directive(*PER_NODE) else script.directive("--ntasks", "-n")
     most, least = whole_number(nodes), whole_number(every[1] if every else tasks)
     if most is not None and least is not None and least <= most:
-        placed = any(re.match(r"-w|--nodelist|-r$|--relative", word) for word in one.around)
-        if least < most and one.waits and not placed:
-            yield Found("tasks-missing", one.command.line, str(least), nodes)
+        placed = any(re.match(r"-w|--nodelist|-r$|--relative", word) for word in launch.around)
+        if least < most and launch.waits and not placed:
+            yield Found("tasks-missing", launch.command.line, str(least), nodes)
         return
     # The value of another variable is unknown; variables with the number of tasks match the directive.
     if "$" in tasks and not re.search(r"SLURM_(?:NTASKS|NPROCS)", tasks):
         return
-    if one.option(*PER_NODE) == "1":
+    if launch.option(*PER_NODE) == "1":
         return
     given = script.directive(*PER_NODE, "--ntasks", "-n")
     if given and script.tasks > 1:
         yield Found("tasks-per-node", given[0], str(script.tasks))
 
 
-def _words_have(script: ParsedScript, one: Launch, option: str, value: str) -> bool:
-    words = [*one.around, *script.variables.expanded(one.command.words)]
+def _words_have(script: ParsedScript, launch: Launch, option: str, value: str) -> bool:
+    words = [*launch.around, *script.variables.expanded(launch.command.words)]
     text = " ".join(words)
     return re.search(rf"--?{option}[= ]{value}\b", text) is not None
 
@@ -427,28 +444,30 @@ def of_default_ports(script: ParsedScript) -> Iterator[Found]:
     """Find launchers that take the same port in each job, in jobs that may share their node."""
     if script.kind == "shell" or script.several or script.whole_nodes or script.gpus < 1 or script.sets_options:
         return
-    known = {id(one.command) for one in script.launches}
-    for one in script.commands:
-        launches = one.program == "deepspeed" or (one.program == "accelerate" and one.words[1:2] == ("launch",))
-        words = script.variables.expanded(one.words)
+    known = {id(launch.command) for launch in script.launches}
+    for command in script.commands:
+        launches = command.program == "deepspeed" or (
+            command.program == "accelerate" and command.words[1:2] == ("launch",)
+        )
+        words = script.variables.expanded(command.words)
         ranks = next(option_values(words, RANK_OPTIONS), "")
         port = next(option_values(words, _PORT_OPTIONS), "")
-        if launches and port.isdecimal() and port != "0" and not (one.file or id(one) in known):
-            yield Found("fixed-port", one.line, port, level=script.doubtful)
+        if launches and port.isdecimal() and port != "0" and not (command.file or id(command) in known):
+            yield Found("fixed-port", command.line, port, level=script.doubtful)
             return
         told = script.gpus < 2 or _PORTS.search(" ".join(words)) or "MASTER_PORT" in script.text
-        if launches and not (one.file or told or whole_number(ranks) == 1) and starts_training(one):
-            yield Found("fixed-port", one.line, f"29500 ({one.program}'s default)", level=script.doubtful)
+        if launches and not (command.file or told or whole_number(ranks) == 1) and starts_training(command):
+            yield Found("fixed-port", command.line, f"29500 ({command.program}'s default)", level=script.doubtful)
             return
 
 
 def of_literal_hosts(script: ParsedScript) -> Iterator[Found]:
     """Find endpoints at a fixed host in jobs that look the head up and do not use it."""
-    for one in script.launches if script.several and "scontrol show hostname" in script.text else ():
+    for launch in script.launches if script.several and "scontrol show hostname" in script.text else ():
         for name in ("rdzv-endpoint", "master-addr"):
-            host = one.options.get(name, "")
+            host = launch.options.get(name, "")
             if _LITERAL_HOST.fullmatch(host) and not host.startswith("localhost"):
-                yield Found("endpoint-fixed", script.where(host[:20], one.command.line), host.partition(":")[0])
+                yield Found("endpoint-fixed", script.where(host[:20], launch.command.line), host.partition(":")[0])
     # Where the directives name the nodes, their addresses are known.
     pinned = script.directive("--nodelist", "-w") or "host=" in script.text
     for command, value in script.exported("MASTER_ADDR") if script.several and script.facts and not pinned else ():

@@ -57,38 +57,53 @@ def of_steps(script: ParsedScript) -> Iterator[Found]:
         return
     steps: list[Command] = []
     others: list[Command] = []
-    for one in script.commands:
-        if one.program.startswith("$") and len(one.words) == 1:  # eval $CMD
-            one = replace(one, words=tuple(script.variables.expanded(one.words)) or one.words)
-        serves = {"ray", "start"} <= set(one.words)
-        step = one.program == "srun" and not (one.started_by or one.file) and (serves or starts_training(one))
-        words = script.variables.expanded(one.words[1:])
+    for command in script.commands:
+        if command.program.startswith("$") and len(command.words) == 1:  # eval $CMD
+            command = replace(command, words=tuple(script.variables.expanded(command.words)) or command.words)
+        serves = {"ray", "start"} <= set(command.words)
+        step = (
+            command.program == "srun"
+            and not (command.started_by or command.file)
+            and (serves or starts_training(command))
+        )
+        words = script.variables.expanded(command.words[1:])
         options = takewhile(lambda word: not STARTS.fullmatch(posixpath.basename(word)), words)
         step = step and "docker" not in words  # its daemon starts the container, which srun's options do not reach
-        if step and "[@]}" not in "".join(one.words[:2]) and not _BOUND.search(" ".join(options)):
-            steps.append(one)
+        if step and "[@]}" not in "".join(command.words[:2]) and not _BOUND.search(" ".join(options)):
+            steps.append(command)
         # In jobs with GPUs, a program of any other name may be the training.
-        elif one.program == "srun" and script.gpus and _is_step(one) and not _BOUND.search(" ".join(words)):
-            others.append(one)
+        elif command.program == "srun" and script.gpus and _is_step(command) and not _BOUND.search(" ".join(words)):
+            others.append(command)
     # Steps before the training often need one core.
-    trainings = [one for one in steps if any(TRAINS.fullmatch(posixpath.basename(word)) for word in one.words)]
+    trainings = [
+        command for command in steps if any(TRAINS.fullmatch(posixpath.basename(word)) for word in command.words)
+    ]
     for one in (trainings or steps or others)[-1:]:
         yield Found("cpus-not-passed", one.line)
 
 
-def _is_step(one: Command) -> bool:
+def _is_step(command: Command) -> bool:
     """Return whether srun starts a program that is not known as a step before the training."""
-    asks = {posixpath.basename(word) for word in one.words} & (ASKS | {"--pty", "-c", "-lc", "docker", "bash", "sh"})
-    return not (asks or one.started_by or one.file or one.words[-1].startswith("-") or "[@]}" in one.words[1])
+    asks = {posixpath.basename(word) for word in command.words} & (
+        ASKS | {"--pty", "-c", "-lc", "docker", "bash", "sh"}
+    )
+    return not (
+        asks or command.started_by or command.file or command.words[-1].startswith("-") or "[@]}" in command.words[1]
+    )
 
 
 def _one_core(script: ParsedScript) -> Iterator[Found]:
     """Find steps of one GPU and one core for each task."""
-    for one in script.commands if not script.directive("--cpus-per-task", "-c", "--cpus-per-gpu") else ():
-        text = " ".join(one.words)
+    for command in script.commands if not script.directive("--cpus-per-task", "-c", "--cpus-per-gpu") else ():
+        text = " ".join(command.words)
         bound = re.search(r"--cpu[-_]bind[= ](?:verbose,|v,)?(?:cores|threads)\b", text)
-        if one.program == "srun" and bound and "--gpus-per-task" in text and not re.search(r" (?:-c|--cpus-per)", text):
-            yield Found("cpus-missing", one.line, "each rank is bound to one core")
+        if (
+            command.program == "srun"
+            and bound
+            and "--gpus-per-task" in text
+            and not re.search(r" (?:-c|--cpus-per)", text)
+        ):
+            yield Found("cpus-missing", command.line, "each rank is bound to one core")
             return
 
 
@@ -98,7 +113,7 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
     if cpus is None or script.undivided:
         return
     own = ("--cpus-per-task", "-c", "--cpus-per-gpu")
-    started = [(one.command, 0 if one.option(*own) else _ranks(script, one)) for one in script.launches]
+    started = [(launch.command, 0 if launch.option(*own) else _ranks(script, launch)) for launch in script.launches]
     # Without options they start a rank for each GPU.
     alone = {("accelerate", "launch"), ("deepspeed",)}
     known = {id(command) for command, _ in started}
@@ -119,41 +134,47 @@ def of_cpus(script: ParsedScript) -> Iterator[Found]:
             return
 
 
-def _ranks(script: ParsedScript, one: Launch) -> int:
+def _ranks(script: ParsedScript, launch: Launch) -> int:
     """Return the number of ranks that a torchrun starts on a node, 0 if unknown."""
-    if one.program == "accelerate launch":  # its --num-processes are those of all machines
-        nodes = whole_number(one.options.get("nnodes", "")) or (script.nodes[1] if script.nodes else 0)
-        return (whole_number(one.options.get("num-processes", "")) or 0) // nodes if nodes else 0
-    value = one.options.get("nproc-per-node", "").strip("\\${}")
+    if launch.program == "accelerate launch":  # its --num-processes are those of all machines
+        nodes = whole_number(launch.options.get("nnodes", "")) or (script.nodes[1] if script.nodes else 0)
+        return (whole_number(launch.options.get("num-processes", "")) or 0) // nodes if nodes else 0
+    value = launch.options.get("nproc-per-node", "").strip("\\${}")
     if value in ("gpu", "auto", "SLURM_GPUS_ON_NODE"):
         return script.gpus
     if value == "SLURM_NTASKS_PER_NODE":
         return script.tasks
-    return one.ranks
+    return launch.ranks
 
 
 def of_ranks(script: ParsedScript) -> Iterator[Found]:
     """Find numbers of ranks that do not go with the GPUs, and GPUs that nobody uses."""
     gpus, told = script.gpus, re.search("nproc", script.text, re.IGNORECASE) is not None
     shown = sorted((one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES"))
-    for one in script.launches:
-        line = one.command.line
-        given = told or one.program != "torchrun" or "nproc-per-node" in one.options
-        ranks = _ranks(script, one) or int(not given)
+    for launch in script.launches:
+        line = launch.command.line
+        given = told or launch.program != "torchrun" or "nproc-per-node" in launch.options
+        ranks = _ranks(script, launch) or int(not given)
         before = bisect_right(shown, line, key=lambda row: row[0])
         visible = shown[before - 1][1] if before else ""
         seen = len(visible.split(",")) if re.fullmatch(r"\d{1,2}(?:,\d{1,2}){0,15}", visible) else 0
         most = min(filter(None, (gpus, seen)), default=0)
         if not most:
             continue
-        each = one.option("--ppn", "-ppn", "--ntasks-per-node", "-npernode", "--npernode") == "1"
+        each = launch.option("--ppn", "-ppn", "--ntasks-per-node", "-npernode", "--npernode") == "1"
         alone = len(script.launches) == 1 and each
-        alone |= len(script.launches) == 1 and (script.tasks <= 1 or not one.launcher) and one.launcher not in _MPIRUN
+        alone |= (
+            len(script.launches) == 1 and (script.tasks <= 1 or not launch.launcher) and launch.launcher not in _MPIRUN
+        )
         if ranks > most:
             yield Found("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {most} GPUs")
-        elif 0 < ranks < most and (not seen or most == gpus) and alone and one.complete:
+        elif 0 < ranks < most and (not seen or most == gpus) and alone and launch.complete:
             yield Found("one-rank", line, f"{ranks} of {gpus}")
-    tasks = [one for one in script.commands if one.program == "srun" and starts_training(one) and not one.file]
+    tasks = [
+        command
+        for command in script.commands
+        if command.program == "srun" and starts_training(command) and not command.file
+    ]
     own = re.compile(r"(?:^| )(?:-n|-N|--ntasks|--mps|--overlap|--gpu)")
     if (
         0 < gpus < script.tasks
@@ -166,16 +187,16 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
     for line, value in shown if script.has_steps and gpus > 0 and not script.whole_nodes else ():
         if re.fullmatch(r"\d{1,2}(?:,\d{1,2})*", value) and max(map(int, value.split(","))) >= gpus:
             yield Found("device-missing", line, value, f"{gpus} GPU{'s' * (gpus > 1)}")
-    several = gpus > 1 or any(one.ranks > 1 for one in script.launches)
+    several = gpus > 1 or any(launch.ranks > 1 for launch in script.launches)
     exports = [(one.line, value) for one, value in script.exported("CUDA_VISIBLE_DEVICES") if not _for_one(one)]
     for line, value in exports if several and len({value for _, value in exports}) == 1 else ():
         if re.fullmatch(r"\d", value):
             yield Found("one-gpu-visible", line, value)
     if gpus > 1 and not script.launches and script.kind != "shell":
-        plain = [one for one in script.commands if is_plain_training(one)]
-        others = any(one.program in ("deepspeed", "horovodrun", *LAUNCHERS) for one in script.commands)
+        plain = [command for command in script.commands if is_plain_training(command)]
+        others = any(command.program in ("deepspeed", "horovodrun", *LAUNCHERS) for command in script.commands)
         if script.tasks == 1 == len(tasks) and not (script.several or own.search(" ".join(tasks[0].words))):
-            plain, others = [one for one in tasks if is_plain_training(_stepped(one))], False
+            plain, others = [command for command in tasks if is_plain_training(_stepped(command))], False
         # With as many tasks as GPUs, a rank for each was meant; only srun would start them.
         meant = script.tasks == gpus and not tasks and not _ALL_GPUS.search(script.text)
         level: Literal["", "hint"] = "" if meant else "hint"  # else the program may take all GPUs itself
@@ -188,10 +209,10 @@ def _for_one(command: Command) -> bool:
     return command.program.startswith("python") or command.program in ASKS
 
 
-def _stepped(one: Command) -> Command:
+def _stepped(command: Command) -> Command:
     """Return the command that a step of srun starts."""
-    words = tuple(dropwhile(lambda word: not TRAINS.fullmatch(posixpath.basename(word)), one.words))
-    return replace(one, words=words)
+    words = tuple(dropwhile(lambda word: not TRAINS.fullmatch(posixpath.basename(word)), command.words))
+    return replace(command, words=words)
 
 
 def of_requests(script: ParsedScript) -> Iterator[Found]:
@@ -227,12 +248,12 @@ def of_requests(script: ParsedScript) -> Iterator[Found]:
         # Without a number of tasks, sites that give out whole nodes let each core be a slot.
         certain = every is not None or script.tasks > 0
         open_mpi = _OPEN_MPI.search(script.text)  # other launchers put several ranks on a core
-        for one in script.commands:
-            options = script.variables.expanded(one.words)
-            asked = next(option_values(options, ("-n", "-np", "--np", "-c")), "") if one.program in _MPIRUN else ""
+        for command in script.commands:
+            options = script.variables.expanded(command.words)
+            asked = next(option_values(options, ("-n", "-np", "--np", "-c")), "") if command.program in _MPIRUN else ""
             if (whole_number(asked) or 0) > slots and not _SLOTS.search(" ".join(options)):
                 value = f"{asked} ranks, {slots} slot{'s' * (slots != 1)}"
-                yield Found("slots-missing", one.line, value, level="" if open_mpi and certain else "warning")
+                yield Found("slots-missing", command.line, value, level="" if open_mpi and certain else "warning")
 
 
 def of_placement(script: ParsedScript) -> Iterator[Found]:
@@ -244,32 +265,32 @@ def of_placement(script: ParsedScript) -> Iterator[Found]:
     listed = len(_expanded_hosts(names[1])) if names else 0
     if names and 0 < nodes < listed:
         yield Found("nodelist-longer", names[0], str(listed), str(nodes))
-    for one in script.commands:
-        words = script.variables.expanded(one.words)
-        if one.file:
+    for command in script.commands:
+        words = script.variables.expanded(command.words)
+        if command.file:
             continue
-        if one.program == "srun" and nodes and script.has_steps:
+        if command.program == "srun" and nodes and script.has_steps:
             asked = whole_number(next(option_values(before_program(words), ("--nodes", "-N")), "")) or 0
             if asked > nodes and not re.search(r"--(?:jobid|het-group)", " ".join(words)):
-                yield Found("step-exceeds-job", one.line, str(asked), str(nodes))
+                yield Found("step-exceeds-job", command.line, str(asked), str(nodes))
             told = whole_number(next(option_values(words, ("--num_nodes", "--num-nodes")), ""))
-            if told and told != nodes and not asked and starts_training(one):  # Lightning's, by convention
-                yield Found("nodes-differ", one.line, str(told), str(nodes), "the program", level="warning")
+            if told and told != nodes and not asked and starts_training(command):  # Lightning's, by convention
+                yield Found("nodes-differ", command.line, str(told), str(nodes), "the program", level="warning")
         in_chunks = script.facts is not None and script.facts.chunks
-        if one.program == "mpiexec" and in_chunks and nodes > 1 and len(asks) < _MOST:
+        if command.program == "mpiexec" and in_chunks and nodes > 1 and len(asks) < _MOST:
             ranks = next(option_values(words, ("-n", "-np", "--np")), "")
             placed = re.search(r"mpiprocs|ppn|perhost|ppr:|map-by|--?host|oversubscribe", f"{words}{asks}")
             each = whole_number(next(option_values(words, ("--ppn", "-ppn", "-perhost")), ""))
-            if (whole_number(ranks) or 0) > nodes and starts_training(one) and script.gpus > 1 and not placed:
-                yield Found("ranks-unplaced", one.line, ranks, str(nodes))
-            elif each and each > 1 and (whole_number(ranks) or each + 1) <= each and starts_training(one):
-                yield Found("idle-nodes", one.line, nodes=str(nodes), program="mpiexec")
-        if one.program == "jsrun" and computes:
+            if (whole_number(ranks) or 0) > nodes and starts_training(command) and script.gpus > 1 and not placed:
+                yield Found("ranks-unplaced", command.line, ranks, str(nodes))
+            elif each and each > 1 and (whole_number(ranks) or each + 1) <= each and starts_training(command):
+                yield Found("idle-nodes", command.line, nodes=str(nodes), program="mpiexec")
+        if command.program == "jsrun" and computes:
             options = before_program(words)
             given = any(re.match(r"-g|--gpu_per_rs|-U|--erf_input|-S|--smpiargs", word) for word in options)
-            trains = starts_training(one) and not set(words) & ASKS
+            trains = starts_training(command) and not set(words) & ASKS
             if trains and not given and not any(word.startswith("$") for word in options):
-                yield Found("jsrun-gpus", one.line)
+                yield Found("jsrun-gpus", command.line)
 
 
 def _expanded_hosts(text: str) -> list[str]:
@@ -289,29 +310,29 @@ def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
     optional = script.facts.optional if script.facts else {}
     unset = {name for name, own in optional.items() if name not in script.values and not script.directive(*own)}
     strict = option_set(script, NOUNSET)
-    for one in script.commands if unset else ():
-        if one.per_node or one.file or one.program in ("echo", "printf", "[", "[[", "test"):
+    for command in script.commands if unset else ():
+        if command.per_node or command.file or command.program in ("echo", "printf", "[", "[[", "test"):
             continue
         # OMP_NUM_THREADS and the like are then as if they were not set, unless set -u ends the job.
-        rows = [row for name, row in one.assignments if strict or not name.endswith("_THREADS")]
-        words = [*one.words, *(word for row in rows for word in row)]
+        rows = [row for name, row in command.assignments if strict or not name.endswith("_THREADS")]
+        words = [*command.words, *(word for row in rows for word in row)]
         for match in _EMPTY.finditer(" ".join(words)):
             name = match[1] or match[2] or match[3]
             if name in unset:
-                yield Found("option-variable", one.line, f"{name} without {optional[name][0]}")
+                yield Found("option-variable", command.line, f"{name} without {optional[name][0]}")
                 return
 
 
 def of_single_nodes(script: ParsedScript) -> Iterator[Found]:
     """Find DeepSpeed's launcher started on each node, where each is a job of one node."""
-    for one in script.commands if script.several and script.has_steps else ():
-        text = " ".join(script.variables.expanded(one.words))
-        started = one.program == "srun" and re.search(r"(?:^| )(?:\S*/)?deepspeed ", text)
+    for command in script.commands if script.several and script.has_steps else ():
+        text = " ".join(script.variables.expanded(command.words))
+        started = command.program == "srun" and re.search(r"(?:^| )(?:\S*/)?deepspeed ", text)
         told = re.search(
             r"--(?:hostfile|num_nodes|no_ssh|node_rank|include|force_multi)|-H |-N ?1 |--nodes[= ]1 ", text
         )
-        if started and not told and not (one.file or "DLTS_HOSTFILE" in script.text):
-            yield Found("nodes-missing", one.line, nodes=script.several, program="deepspeed", level="warning")
+        if started and not told and not (command.file or "DLTS_HOSTFILE" in script.text):
+            yield Found("nodes-missing", command.line, nodes=script.several, program="deepspeed", level="warning")
             return
 
 
@@ -322,14 +343,14 @@ def of_typed_counts(script: ParsedScript) -> Iterator[Found]:
         told = script.directive(*options) if script.has_steps else None
         if told and re.fullmatch(r"[A-Za-z][\w.-]*:\d+", told[1]) and name not in script.values:
             typed[name] = told[1]
-    for one in script.commands if typed else ():
-        texts = [*one.words, *(word for _, row in one.assignments for word in row)]
+    for command in script.commands if typed else ():
+        texts = [*command.words, *(word for _, row in command.assignments for word in row)]
         own = [text for text in texts if "$((" in text]
-        own += list(option_values(one.words, ("--nproc_per_node", "--nproc-per-node", *RANK_OPTIONS)))
+        own += list(option_values(command.words, ("--nproc_per_node", "--nproc-per-node", *RANK_OPTIONS)))
         text = " ".join(script.variables.expanded(own))
         for name, value in typed.items():
             if re.search(rf"\$\{{?{name}\}}?(?![\w#%:/])|\$\(\([^)]*\b{name}\b", text):
-                yield Found("count-typed", one.line, f"{name} is {value}")
+                yield Found("count-typed", command.line, f"{name} is {value}")
                 return
 
 
@@ -337,10 +358,10 @@ def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:
     """Find trainings without torchrun that use the first of several nodes alone."""
     if script.nodes is None or script.nodes[1] < 2 or script.launches or script.launchers_work:
         return
-    for one in script.commands:
-        hosts = re.search(r"(?:^| )(?:-H|--hosts?|-?-hostfile|--host-discovery-script|--mpi)", " ".join(one.words))
-        alone = one.program == "horovodrun" and script.has_steps and not hosts
-        alone |= one.program == "deepspeed" and not re.search(r"hostfile|-H |--launcher", script.text)
-        if (alone or is_plain_training(one)) and not one.file and "ray" not in script.passed:
-            yield Found("idle-nodes", one.line, nodes=str(script.nodes[1]), program=one.program)
+    for command in script.commands:
+        hosts = re.search(r"(?:^| )(?:-H|--hosts?|-?-hostfile|--host-discovery-script|--mpi)", " ".join(command.words))
+        alone = command.program == "horovodrun" and script.has_steps and not hosts
+        alone |= command.program == "deepspeed" and not re.search(r"hostfile|-H |--launcher", script.text)
+        if (alone or is_plain_training(command)) and not command.file and "ray" not in script.passed:
+            yield Found("idle-nodes", command.line, nodes=str(script.nodes[1]), program=command.program)
             return

@@ -140,7 +140,7 @@ class ParsedScript:
         exclusive = bool(whole_by) and self.directive(*whole_by) is not None
         of_nodes = (re.sub(r"j_exclusive|exclusive_process", "", word) for word in words)
         exclusive |= any("excl" in word or word in ("--mem=0", "--gres=gpu:8") for word in of_nodes)
-        most = max((self.gpus, *(one.ranks for one in self.launches)))
+        most = max((self.gpus, *(launch.ranks for launch in self.launches)))
         return exclusive or most >= 8 or self.is_cray or (self.undivided and not 0 < self.gpus < 4)
 
     @functools.cached_property
@@ -168,18 +168,20 @@ class ParsedScript:
     @functools.cached_property
     def set_on_nodes(self) -> str:
         """The values that commands on the nodes assign to variables."""
-        return "\n".join(word for one in self.commands if one.per_node for _, row in one.assignments for word in row)
+        return "\n".join(
+            word for command in self.commands if command.per_node for _, row in command.assignments for word in row
+        )
 
     @functools.cached_property
     def last_on_nodes(self) -> int:
         """The line of the last training that a launcher starts, 0 for none."""
-        lines = (one.line for one in self.commands if one.program in LAUNCHERS and starts_training(one))
+        lines = (command.line for command in self.commands if command.program in LAUNCHERS and starts_training(command))
         return max(lines, default=0)
 
     @functools.cached_property
     def trains(self) -> bool:
         """Whether the script starts a training."""
-        return bool(self.launches) or any(starts_training(one) for one in self.commands)
+        return bool(self.launches) or any(starts_training(command) for command in self.commands)
 
     @functools.cached_property
     def variables(self) -> Variables:
@@ -202,7 +204,7 @@ class ParsedScript:
         """The number of nodes if there are more than one ("several" if unknown), "" for one node."""
         if self.nodes is not None:
             return str(self.nodes[1]) if self.nodes[1] > 1 else ""
-        numbers = [whole_number(one.options.get("nnodes", "1").partition(":")[0]) for one in self.launches]
+        numbers = [whole_number(launch.options.get("nnodes", "1").partition(":")[0]) for launch in self.launches]
         known = [number for number in numbers if number is not None]
         if len(known) < len(numbers):
             return "several"
@@ -213,7 +215,7 @@ class ParsedScript:
     def held(self) -> Mapping[str, Sequence[str]]:
         """The values of each assignment to a variable, without those that append to it."""
         found: dict[str, list[str]] = {}
-        for name, words in (pair for one in self.commands for pair in one.assignments):
+        for name, words in (pair for command in self.commands for pair in command.assignments):
             found.setdefault(name, []).extend([" ".join(words)] * any(words))
         return found
 
@@ -257,7 +259,7 @@ ERREXIT, NOUNSET, PIPEFAIL = r"-[a-z]*e|errexit", r"-[a-z]*u|nounset", "pipefail
 
 def option_set(script: ParsedScript, pattern: str) -> bool:
     """Return whether the script sets an option of the shell: ERREXIT, NOUNSET or PIPEFAIL."""
-    words = [word for one in script.commands if one.words[:1] == ("set",) for word in one.words[1:]]
+    words = [word for command in script.commands if command.words[:1] == ("set",) for word in command.words[1:]]
     words += script.lines[0].split()[1:] if script.lines and script.lines[0].startswith("#!") else []
     return any(re.fullmatch(rf"(?:{pattern})\w*", word) for word in words)
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from envbuild.data import load_table
 from envbuild.data.schedulers import LAUNCHER_NAMES
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^]]*\])?(\+?)=")
@@ -24,44 +25,13 @@ _ANSI_C = re.compile(r"\$'([^'\\]*+(?:\\.[^'\\]*+)*+)'", re.DOTALL)
 _DEEPEST_EXPANSION = 16
 _BEFORE_COMMAND = frozenset(["for", "if", "elif", "while", "until", "then", "else", "do", "!", "{", "time"])
 _REDIRECTION = re.compile(r"(?:\d*|&)(?:>>|>\||>&|<&|<<<|<>|>|<)(?:&?\d+-?)?")
-# Launchers of `envbuild job`, and others.
-LAUNCHERS = frozenset(LAUNCHER_NAMES) | frozenset(
-    ["mpiexec.hydra", "orterun", "prun", "aprun", "jsrun", "pbs_tmrsh", "pdsh", "clush", "parallel", "kubectl"]
-)
-CONTAINERS = frozenset(["apptainer", "singularity", "enroot", "docker", "podman", "ch-run", "shifter"])
-_SHELLS = frozenset(["bash", "sh", "dash", "zsh", "ksh"])
+WORDS = {name: frozenset(words) for name, words in load_table("job_words").items()}
+LAUNCHERS = WORDS["launchers"].union(LAUNCHER_NAMES)
+CONTAINERS, SUBMITS = WORDS["containers"], WORDS["submits"]
 _OTHERS = re.compile(r"python|perl|ruby|julia|Rscript|node$|\$\{?\w{0,20}(?:PYTHON|python)")
-_KEYWORDS = frozenset(
-    [
-        "if",
-        "then",
-        "elif",
-        "else",
-        "fi",
-        "while",
-        "until",
-        "do",
-        "done",
-        "for",
-        "case",
-        "esac",
-        "in",
-        "function",
-        "time",
-        "!",
-        "{",
-        "}",
-        "exec",
-        "command",
-        "nohup",
-        "eval",
-    ]
-)
-# Programs that start another one, and the words between them and it: options, durations, numbers, names of signals.
-_WRAPPERS = frozenset(["timeout", "time", "nice", "ionice", "numactl", "taskset", "stdbuf", "setsid", "unbuffer"])
+# Words between a program that starts another one and that one.
 _OPERAND = re.compile(r"-.*|[\d.]\S*|[A-Z]{1,8}|\$\{?\w{0,40}(?:time|TIME|limit|LIMIT|dur|DUR)\w*\}?")
 # Programs that write a here-document, or take it as a job.
-SUBMITS = frozenset(["sbatch", "qsub", "bsub"])
 _WRITES = SUBMITS | {"cat", "tee"}
 _DEEPEST_SHELL = 6
 _AROUND = 200  # words before a nested command that are kept
@@ -432,7 +402,7 @@ def _nested(
             there = literal and not late
             inner = replace(place, started_by=by, around=around, per_node=there or place.per_node)
             yield from _commands(Reader(word, command.line, late=not there), inner)
-    runs = any(one in _SHELLS or one in LAUNCHERS for one in names)
+    runs = any(one in WORDS["shells"] or one in LAUNCHERS for one in names)
     for line, body, literal in bodies:
         if runs or _WRITES & {*names}:
             there = literal and not late
@@ -457,9 +427,9 @@ def _made(
     for at, (word, _) in enumerate([*words, ("", False)]):  # noqa: B007 - it is used behind the loop
         if (options and word.startswith("-")) or (wrapped and _OPERAND.fullmatch(word)):
             continue
-        wrapped = posixpath.basename(word) in _WRAPPERS
+        wrapped = posixpath.basename(word) in WORDS["wrappers"]
         options = word in ("export", "declare", "local", "readonly", "typeset", "env")
-        if options or wrapped or word in _KEYWORDS or (word.endswith(")") and "(" not in word):
+        if options or wrapped or word in WORDS["keywords"] or (word.endswith(")") and "(" not in word):
             continue
         if found := ASSIGNMENT.match(word):
             value = word[found.end() :]

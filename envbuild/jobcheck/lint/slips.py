@@ -18,6 +18,7 @@ from envbuild.jobcheck.lint.rendezvous import (
     sets_elsewhere,
 )
 from envbuild.jobcheck.lint.script import NOUNSET, Found, ParsedScript, option_set
+from envbuild.jobcheck.lint.shell import WORDS
 
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 _INTERPRETER = re.compile(r"#! ?/[ -~]+")
@@ -61,22 +62,7 @@ _FROM_OUTSIDE = re.compile(
     r"CUDA|CONDA|NCCL|OMP|MPI|LD_|PATH$|.*(?:PATH|HOME|ROOT|DIR|SCRATCH|TMP|KEY|TOKEN)$|ROCR|HIP"
 )
 _IGNORES = re.compile(r"(?:-|:|true)?$|echo\b[^;&|]*$")
-_OFTEN = {
-    "".join(sorted(name)): name
-    for name in (
-        "source",
-        "export",
-        "module",
-        "srun",
-        "torchrun",
-        "mpirun",
-        "conda",
-        "python",
-        "mkdir",
-        "accelerate",
-        "unset",
-    )
-}
+_OFTEN = {"".join(sorted(name)): name for name in WORDS["often"]}
 _UNSEEN = re.compile("[\u00a0\u200b-\u200d\u2060\ufeff]")
 _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal")
 # Variables that are read. Those in upper case may come from the environment: they are compared only with names that
@@ -106,14 +92,14 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
             named = file and "$" not in posixpath.dirname(" ".join(words).partition("=")[2] or words[-1])
             harms = strict and not (_LABELS.match("".join(words[:1])) or named)
             yield Found("directive-variable", line, name, level="" if harms else "warning")
-    last = max((one.line for one in script.commands), default=0)
+    last = max((command.line for command in script.commands), default=0)
     for line, words in script.late:  # some keep directives for later at the end
         doubtful = line > last or _LABELS.match(words[0]) is not None
         yield Found("directive-ignored", line, level="warning" if doubtful else "")
     none = script.directive("--export")
     if none and none[1].upper() in ("NONE", "NIL") and "SLURM_EXPORT_ENV" not in script.text:
-        steps = [one for one in script.commands if one.program == "srun"]
-        if steps and not any(word.startswith("--export") for one in steps for word in one.words):
+        steps = [command for command in script.commands if command.program == "srun"]
+        if steps and not any(word.startswith("--export") for command in steps for word in command.words):
             yield Found("export-none", none[0])
 
 
@@ -155,15 +141,15 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
     if not option_set(script, NOUNSET):
         return
     known = set()
-    for one in script.commands:
-        if one.program in ("module", "ml", "source", "."):
+    for command in script.commands:
+        if command.program in ("module", "ml", "source", "."):
             known.add("LD_LIBRARY_PATH")
-        for match in () if one.file else _BARE.finditer(" ".join(one.texts)):
+        for match in () if command.file else _BARE.finditer(" ".join(command.texts)):
             name = match[1] or match[2]
             if name not in known:
                 known.add(name)
-                yield Found("unset-variable", one.line, name)
-        known |= {name.rstrip("+") for name, _ in one.assignments}
+                yield Found("unset-variable", command.line, name)
+        known |= {name.rstrip("+") for name, _ in command.assignments}
 
 
 def of_lines(script: ParsedScript) -> Iterator[Found]:
@@ -173,7 +159,7 @@ def of_lines(script: ParsedScript) -> Iterator[Found]:
         options += script.lines[0].split()[1:] if script.lines[0].startswith("#!") else []
         if not any(re.match(r"-[a-z]*e", word) or word == "errexit" for word in options):
             yield Found("error-ignored", 1)
-    real = [one for one in script.launches if not one.command.file]
+    real = [launch for launch in script.launches if not launch.command.file]
     if real and "OMP_NUM_THREADS" not in script.text:
         yield Found("threads", real[0].command.line)
     text = "\n".join(line for line in script.lines if not line.startswith("#"))
@@ -209,42 +195,49 @@ def of_placeholders(script: ParsedScript) -> Iterator[Found]:
         accounts = [*option_values(words, ("--account", "-A", "--partition", "-p", "--qos", "-q"))]
         found = _ANGLES.findall(" ".join(words)) + [one for one in accounts if _ACCOUNT.fullmatch(one)]
         yield from (Found("placeholder", line, word) for word in found[:1])
-    for one in script.commands:
+    for command in script.commands:
         # The default in ${DATA:-/path/to/data} is no fault: users set DATA.
-        paths = [word for word in one.texts if _PATH.search(word) and ":-" not in word]
+        paths = [word for word in command.texts if _PATH.search(word) and ":-" not in word]
         # As the last word, it is a syntax error: > without a file.
-        if angles := _LAST_ANGLES.search(script.lines[one.line - 1]):
+        if angles := _LAST_ANGLES.search(script.lines[command.line - 1]):
             paths = [angles[1] or angles[2]]
-        if one.program == "cd" and re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", "".join(one.words[1:])):
-            paths = [one.words[1]]
-        if paths and not one.file and one.program not in _PRINTS:
-            yield Found("placeholder", one.line, paths[0])
+        if command.program == "cd" and re.fullmatch(r"[A-Z]+(?:_[A-Z]+)+", "".join(command.words[1:])):
+            paths = [command.words[1]]
+        if paths and not command.file and command.program not in _PRINTS:
+            yield Found("placeholder", command.line, paths[0])
             return
 
 
 def of_assignments(script: ParsedScript) -> Iterator[Found]:
     """Find lines that look like assignments and are none."""
-    for one in script.commands:
-        words = one.words[1:] if one.words[:1] in (("export",), ("env",)) else one.words[:1]
+    for command in script.commands:
+        words = command.words[1:] if command.words[:1] in (("export",), ("env",)) else command.words[:1]
         for word in words:
-            line = script.lines[one.line - 1]
+            line = script.lines[command.line - 1]
             # export "$NAME"="$VALUE" of a loop over names; declare takes the name of its variable from another one.
             named = f'"{word[:2]}' in line or _DECLARES.search(line) is not None
-            if not one.file and not named and _DOLLAR.fullmatch(word.partition("=")[0]) and "=" in word:
-                yield Found("assignment-malformed", one.line, word.partition("=")[0] + "=")
+            if not command.file and not named and _DOLLAR.fullmatch(word.partition("=")[0]) and "=" in word:
+                yield Found("assignment-malformed", command.line, word.partition("=")[0] + "=")
                 break
-        started = _started(one.words) if one.program == "srun" and not one.file else ""
+        started = _started(command.words) if command.program == "srun" and not command.file else ""
         if _PREFIX.match(started):
-            yield Found("assignment-malformed", one.line, started.partition("=")[0] + "=")
-        name = _HELD.fullmatch(one.words[0]) if one.words and "eval" not in script.lines[one.line - 1] else None
+            yield Found("assignment-malformed", command.line, started.partition("=")[0] + "=")
+        name = (
+            _HELD.fullmatch(command.words[0])
+            if command.words and "eval" not in script.lines[command.line - 1]
+            else None
+        )
         held = script.held.get(name[1], ())[-_MOST:] if name else ()
         begins = [text.partition("=")[0] for text in held if _PREFIX.match(text)]
-        if begins and not (one.file or one.around):  # in bash -c "$CMD" the other shell takes it for an assignment
+        # In bash -c "$CMD" the other shell takes it for an assignment.
+        if begins and not (command.file or command.around):
             level: Literal["", "warning"] = "" if len(begins) == len(held) else "warning"
-            yield Found("assignment-malformed", one.line, f"{begins[0]}=", level=level)
-        spaced = one.words[1:2] == ("=",) and re.fullmatch(r"[A-Za-z_]\w*", one.words[0])
-        if spaced and not (one.file or one.started_by or one.words[0] in ("test", "let", "expr", "alias", "set")):
-            yield Found("assignment-malformed", one.line, f"{one.words[0]} =")
+            yield Found("assignment-malformed", command.line, f"{begins[0]}=", level=level)
+        spaced = command.words[1:2] == ("=",) and re.fullmatch(r"[A-Za-z_]\w*", command.words[0])
+        if spaced and not (
+            command.file or command.started_by or command.words[0] in ("test", "let", "expr", "alias", "set")
+        ):
+            yield Found("assignment-malformed", command.line, f"{command.words[0]} =")
     for number, line in enumerate(script.lines if script.directives else (), 1):
         if match := _CSH.match(line):
             yield Found("assignment-set", number, match[1])
@@ -266,31 +259,34 @@ def of_conflicts(script: ParsedScript) -> Iterator[Found]:
 
 def of_operators(script: ParsedScript) -> Iterator[Found]:
     """Find operators of the shell in variables that are commands."""
-    for one in script.commands:
-        names = [_HELD.fullmatch(word) for word in (*one.words[:1], *(one.words[-1:] if one.program == "srun" else ()))]
-        line = script.lines[one.line - 1]
-        if one.file or one.around or re.search(r"\beval\b|\b(?:ba)?sh -", line):
+    for command in script.commands:
+        names = [
+            _HELD.fullmatch(word)
+            for word in (*command.words[:1], *(command.words[-1:] if command.program == "srun" else ()))
+        ]
+        line = script.lines[command.line - 1]
+        if command.file or command.around or re.search(r"\beval\b|\b(?:ba)?sh -", line):
             continue
         for name in (match[1] for match in names if match):
             held = script.held.get(name, ())[-_MOST:]
             found = [match for text in held if (match := _OPERATOR.search(text)) and "$(" not in text]
             if found and len(found) == len(held):
-                yield Found("operator-quoted", one.line, found[0][1])
+                yield Found("operator-quoted", command.line, found[0][1])
                 return
 
 
 def of_signals(script: ParsedScript) -> Iterator[Found]:
     """Find traps for the warning before the time limit that bash never or too late runs."""
     signal = script.directive("--signal")
-    waits = any(one.program == "wait" or one.end == "&" for one in script.commands)
-    for one in script.commands if script.facts else ():
-        names = {word.removeprefix("SIG") for word in one.words[2:]}
-        handles = one.words[:1] == ("trap",) and names & _WARNINGS and not _IGNORES.match(one.words[1])
-        if not handles or one.file or one.started_by:
+    waits = any(command.program == "wait" or command.end == "&" for command in script.commands)
+    for command in script.commands if script.facts else ():
+        names = {word.removeprefix("SIG") for word in command.words[2:]}
+        handles = command.words[:1] == ("trap",) and names & _WARNINGS and not _IGNORES.match(command.words[1])
+        if not handles or command.file or command.started_by:
             continue
         steps = signal is not None and not re.match(r"R?B", signal[1])
         if steps or not waits:
-            yield Found("signal-late", signal[0] if signal and steps else one.line)
+            yield Found("signal-late", signal[0] if signal and steps else command.line)
             return
 
 
@@ -298,7 +294,7 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
     """Find commands that are misspelt or that nothing defines, and variables that only exist in other letters."""
     if not script.facts:
         return
-    defined = {one.function for one in script.commands}
+    defined = {command.function for command in script.commands}
     elsewhere = sets_elsewhere(script)
     told = set(_TOLD.findall("\n".join(line for line in script.lines if not line.lstrip().startswith("#"))))
     others = {name.lower() for name in script.values} - script.values.keys() - told
@@ -306,32 +302,36 @@ def of_names(script: ParsedScript) -> Iterator[Found]:
     commented = set(_COMMENTED.findall(script.text)) - set(script.values)
     commented = {name for name in commented if not (GIVEN.fullmatch(name) or _FROM_OUTSIDE.match(name))}
     seen = set(_LOOPS.findall(script.text))
-    for one in script.commands:
-        if one.file or one.per_node:
+    for command in script.commands:
+        if command.file or command.per_node:
             continue
-        name = one.program
-        meant = _OFTEN.get("".join(sorted(one.words[0])) if one.words else "", name)
+        name = command.program
+        meant = _OFTEN.get("".join(sorted(command.words[0])) if command.words else "", name)
         unknown = meant != name or _UNSEEN.search(name) or (_HELPERS.fullmatch(name) and not elsewhere)
-        if unknown and name not in defined and name not in seen and one.end not in (")", "|"):  # a pattern of `case`
+        # Before ) or | it is a pattern of `case`.
+        if unknown and name not in defined and name not in seen and command.end not in (")", "|"):
             seen.add(name)
-            yield Found("command-unknown", one.line, name)
-        texts = [("", one.words if name not in _QUOTES else ()), *one.assignments]  # LR=$lr takes a parameter of sbatch
+            yield Found("command-unknown", command.line, name)
+        texts = [
+            ("", command.words if name not in _QUOTES else ()),
+            *command.assignments,
+        ]  # LR=$lr takes a parameter of sbatch
         for own, match in ((own, match) for own, row in texts for match in _READ.finditer(" ".join(row))):
             read = match[1] or match[2]
             if not script.where(match[0], 0):  # $NAME\_x or "$NAME""_x": quotes end the name
                 continue
-            if read in commented and read not in seen and not elsewhere and _in_word(read, one.texts):
+            if read in commented and read not in seen and not elsewhere and _in_word(read, command.texts):
                 seen.add(read)
-                yield Found("variable-commented", script.where(match[0], one.line), read)
+                yield Found("variable-commented", script.where(match[0], command.line), read)
                 continue
             similar = squeezed.get(read.replace("_", "").rstrip("S"), read)
             unset = not (elsewhere or read in script.values or read in seen or GIVEN.fullmatch(read))
             if unset and read.isupper() and read not in (own, similar) and len(read) > 3:
                 seen.add(read)
-                yield Found("variable-case", script.where(match[0], one.line), read)
+                yield Found("variable-case", script.where(match[0], command.line), read)
             elif read in others and own.lower() != read and not read.endswith("_proxy"):
                 others.remove(read)
-                yield Found("variable-case", script.where(match[0], one.line), read)
+                yield Found("variable-case", script.where(match[0], command.line), read)
 
 
 def _in_word(name: str, texts: tuple[str, ...]) -> bool:

@@ -46,12 +46,17 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
 def of_checks(script: ParsedScript) -> Iterator[Found]:
     """Find checks of a training's exit code that `set -e` makes useless."""
     relaxes = any(
-        one.words[:1] == ("set",) and any(re.match(r"\+\w*e", word) for word in one.words) for one in script.commands
+        command.words[:1] == ("set",) and any(re.match(r"\+\w*e", word) for word in command.words)
+        for command in script.commands
     )
     if not option_set(script, ERREXIT) or relaxes:
         return
-    begun = min((one.line for one in script.commands if one.words[:1] == ("set",)), default=0)
-    top = [one for one in script.commands if not (one.started_by or one.file or one.per_node or one.around)]
+    begun = min((command.line for command in script.commands if command.words[:1] == ("set",)), default=0)
+    top = [
+        command
+        for command in script.commands
+        if not (command.started_by or command.file or command.per_node or command.around)
+    ]
     for one, two in pairwise(top):
         runs = _is_run(script, one) or (starts_training(one) and not one.background)
         line = script.lines[two.line - 1]
@@ -63,12 +68,16 @@ def of_checks(script: ParsedScript) -> Iterator[Found]:
 
 def _outer_status(script: ParsedScript) -> Iterator[Found]:
     stops, pipes = option_set(script, ERREXIT), option_set(script, PIPEFAIL)
-    top = [one for one in script.commands if not (one.started_by or one.function or one.file or one.per_node)]
+    top = [
+        command
+        for command in script.commands
+        if not (command.started_by or command.function or command.file or command.per_node)
+    ]
     at = max((number for number, one in enumerate(top) if starts_training(one) or _kept(script, one)), default=-1)
     if at < 0 and script.gpus:  # what only messages follow is the training, whatever its name
         shells = ("bash", "sh")
         scripts = (n for n, one in enumerate(top) if (one.program in shells and one.words[1:]) or _starts_file(one))
-        at = max((n for n in scripts if all(one.program in _MESSAGES for one in top[n + 1 :])), default=-1)
+        at = max((n for n in scripts if all(command.program in _MESSAGES for command in top[n + 1 :])), default=-1)
     if at < 0 or (script.kind == "shell" and not (script.launches or script.everywhere)):
         return
     for one, two in pairwise(top[:at]):
@@ -80,11 +89,11 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
         end += 1
     # Commands in $(…) on the training's own lines follow it in the list, too.
-    after = [one for one in top[at + 1 :] if one.words and one.line > end]
+    after = [command for command in top[at + 1 :] if command.words and command.line > end]
     # What follows an exit outside of conditions never runs.
     exits = (n for n, one in enumerate(after, 1) if re.fullmatch(r"exit\s*", script.lines[one.line - 1]))
     after = after[: next(exits, len(after))]
-    quiet = all(one.program in _MESSAGES or one.program in ("conda", "deactivate", "exit") for one in after)
+    quiet = all(command.program in _MESSAGES or command.program in ("conda", "deactivate", "exit") for command in after)
     piped_group = re.search(r"\}\s*\|", "\n".join(script.lines[top[at].line - 1 :]))  # its reader waits
     if script.kind != "shell" and top[at].background and quiet and not piped_group and "wait" not in script.text:
         yield Found("ends-early", top[at].line)
@@ -93,10 +102,10 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
         after.pop()
     then = top[at + 1] if at + 1 < len(top) else top[at]
     hidden = top[at].end == "||" and then.program in (_MESSAGES | {"true", ":"})
-    told = [one.program in _MESSAGES for one in top[at + 1 : at + 3]] == [True, True]  # && echo … || echo …
+    told = [command.program in _MESSAGES for command in top[at + 1 : at + 3]] == [True, True]  # && echo … || echo …
     hidden = hidden or (told and (top[at].end, then.end) == ("&&", "||"))
     piped = then if hidden or (top[at].end in ("|", "|&") and not pipes) else None
-    ends = [one for one in after if one.line == after[-1].line and not stops]
+    ends = [command for command in after if command.line == after[-1].line and not stops]
     last = piped or (ends[0] if ends else None)
     if last is not None and last.program == "wait" and last.words[1:] and not stops:
         rest = "\n".join(script.lines[last.line - 1 :])
@@ -108,53 +117,59 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     if "=" in last.program or last.program.startswith("-"):  # an option that is not continued
         return
     asked = any("PIPESTATUS" in line or "$?" in line for line in script.lines[end - 1 :])
-    fails = any(one.program in ("exit", "return") and (one.words[1:2] or ("0",)) != ("0",) for one in top[at + 1 :])
+    fails = any(
+        command.program in ("exit", "return") and (command.words[1:2] or ("0",)) != ("0",) for command in top[at + 1 :]
+    )
     bare = [two for two in after if two.words == ("wait",)]
     if fails and top[at].background and bare and not any(two.program == "wait" and two.words[1:] for two in after):
         yield Found("status-lost", bare[0].line, "wait, which is 0")
         return
     trapped = any(
-        _ON_EXIT & set(one.words[2:]) and _tells(script, one.words[1]) for one in top if one.program == "trap"
+        _ON_EXIT & set(command.words[2:]) and _tells(script, command.words[1])
+        for command in top
+        if command.program == "trap"
     )
     if not (fails and (asked or not piped)) and not trapped:
         said = script.kind == "shell" and not (piped or script.everywhere) and last.program in _MESSAGES
         yield Found("status-lost", last.line, last.program, level="hint" if said else "")
 
 
-def _starts_file(one: Command) -> bool:
-    return "".join(one.words[:1]).startswith("./") and one.program.endswith(".sh")
+def _starts_file(command: Command) -> bool:
+    return "".join(command.words[:1]).startswith("./") and command.program.endswith(".sh")
 
 
 def _tells(script: ParsedScript, handler: str) -> bool:
     """Return whether the handler of a trap may end the script with another exit code."""
-    own = [one for one in script.commands if one.function and one.function in handler.split()]
-    body = " ".join(" ".join(one.words) for one in own)
+    own = [command for command in script.commands if command.function and command.function in handler.split()]
+    body = " ".join(" ".join(command.words) for command in own)
     return re.search(r"\bexit\b|\$\?", f"{handler} {body}") is not None
 
 
-def _kept(script: ParsedScript, one: Command) -> bool:
+def _kept(script: ParsedScript, command: Command) -> bool:
     """Return whether a command is the value of a variable that starts ranks."""
-    alone = len(one.words) == 1 and one.program.startswith("$")
+    alone = len(command.words) == 1 and command.program.startswith("$")
     if alone:
-        return bool(_STARTS_RANKS.search(" ".join(script.variables.expanded(one.words))))
+        return bool(_STARTS_RANKS.search(" ".join(script.variables.expanded(command.words))))
     # A wrapper that gets a launcher and what that starts.
-    return one.program.endswith(".sh") and any(posixpath.basename(word) in LAUNCHERS for word in one.words[1:-1])
+    return command.program.endswith(".sh") and any(
+        posixpath.basename(word) in LAUNCHERS for word in command.words[1:-1]
+    )
 
 
 def _inner_status(script: ParsedScript) -> Iterator[Found]:
     """Find trainings in `bash -c "…"` whose exit code that shell loses."""
-    inner = [one for one in script.commands if one.around and not (one.file or one.function)]
+    inner = [command for command in script.commands if command.around and not (command.file or command.function)]
     for around, group in groupby(inner, key=lambda one: one.around):
         row = list(group)
         at = max((number for number, one in enumerate(row) if starts_training(one)), default=-1)
         after = row[at + 1 :]
-        options = [word for one in row if one.program == "set" for word in one.words[1:]]
+        options = [word for command in row if command.program == "set" for word in command.words[1:]]
         stops = any(re.match(r"-[a-z]*e|errexit", word) for word in options) or "-ec" in around
         pipes = "pipefail" in (*options, *around)
         # The commands of $(…) in the training's own words follow it in the list.
         if at < 0 or not after or "$(" in " ".join(row[at].words):
             continue
-        said = not stops and row[at].end in (";", "\n") and all(one.program in _MESSAGES for one in after)
+        said = not stops and row[at].end in (";", "\n") and all(command.program in _MESSAGES for command in after)
         if (row[at].end in ("|", "|&") and not pipes) or said:
             last = after[-1] if said else after[0]
             whole_text = " ".join(last.words)
@@ -165,7 +180,9 @@ def _inner_status(script: ParsedScript) -> Iterator[Found]:
 
 def _loop_status(script: ParsedScript) -> Iterator[Found]:
     """Find loops that go on after a failed training, in scripts that do not check its exit code."""
-    steps = [one for one in script.commands if not (one.file or one.function) and _in_loop(script, one)]
+    steps = [
+        command for command in script.commands if not (command.file or command.function) and _in_loop(script, command)
+    ]
     if not steps or script.kind == "shell" or steps[-1].background or option_set(script, ERREXIT):
         return
     line = steps[-1].line
@@ -176,18 +193,18 @@ def _loop_status(script: ParsedScript) -> Iterator[Found]:
         yield Found("status-lost", line, "the loop's last run")
 
 
-def _in_loop(script: ParsedScript, one: Command) -> bool:
-    words = script.variables.expanded(one.words)
-    plain = bool(words) and is_plain_training(replace(one, words=tuple(" ".join(words).split())))
-    return plain or (one.program in LAUNCHERS and starts_training(one))
+def _in_loop(script: ParsedScript, command: Command) -> bool:
+    words = script.variables.expanded(command.words)
+    plain = bool(words) and is_plain_training(replace(command, words=tuple(" ".join(words).split())))
+    return plain or (command.program in LAUNCHERS and starts_training(command))
 
 
 def _first_of_two(script: ParsedScript) -> Iterator[Found]:
     """Find runs whose exit code is lost, because another run follows them."""
     if script.kind == "shell":
         return
-    runs = [one for one in script.commands if _is_run(script, one)]
-    piped = [one for one in runs if one.end in ("|", "|&") and not option_set(script, PIPEFAIL)]
+    runs = [command for command in script.commands if _is_run(script, command)]
+    piped = [command for command in runs if command.end in ("|", "|&") and not option_set(script, PIPEFAIL)]
     if piped and not _CHECKS.search("\n".join(script.lines[piped[0].line : piped[0].line + 3])):
         yield Found("status-lost", piped[0].line, "the program behind the pipe")
         return
@@ -201,11 +218,16 @@ def _first_of_two(script: ParsedScript) -> Iterator[Found]:
             return
 
 
-def _is_run(script: ParsedScript, one: Command) -> bool:
-    if one.started_by or one.function or one.file or one.per_node or one.background:
+def _is_run(script: ParsedScript, command: Command) -> bool:
+    if command.started_by or command.function or command.file or command.per_node or command.background:
         return False
-    text = " ".join(one.words)
-    known = one.program in LAUNCHERS and one.program not in ("ssh", "kubectl", "parallel")
-    known |= _RUNS.search(text) is not None or is_plain_training(one)
-    names = {posixpath.basename(word) for word in one.words}
-    return known and len(one.words) > 1 and one.program != "which" and not (names & ASKS or _FIRST_STEPS.search(text))
+    text = " ".join(command.words)
+    known = command.program in LAUNCHERS and command.program not in ("ssh", "kubectl", "parallel")
+    known |= _RUNS.search(text) is not None or is_plain_training(command)
+    names = {posixpath.basename(word) for word in command.words}
+    return (
+        known
+        and len(command.words) > 1
+        and command.program != "which"
+        and not (names & ASKS or _FIRST_STEPS.search(text))
+    )
