@@ -12,10 +12,10 @@ from envbuild import __version__
 from envbuild.base.errors import EnvbuildError, system_error
 from envbuild.base.masking import redact
 from envbuild.base.terminal import clean
-from envbuild.cli.verbosity import verbosity
+from envbuild.cli.layout import verbosity
 from envbuild.contract.kinds import ARTIFACTS
 
-_BUILDERS = {"folder": "folder", "file": "image_file", "registry": "docker"}
+_BUILDERS = {"folder": "folder", "file": "image_file", "registry": "image_file"}
 _KINDS = {name: (_BUILDERS[kind.form], kind.help) for name, kind in ARTIFACTS.items()}
 # Heading of --help → command → (module, one line). Help must not import the commands' dependencies.
 GROUPS = {
@@ -23,17 +23,17 @@ GROUPS = {
         "init": ("init", "Write a recipe from requirements, locks, a Dockerfile or an environment."),
         "venv": _KINDS["venv"],
         "run": ("run", "Run your script, or any program, in an artifact on this host."),
-        "doctor": ("doctor", "Say what this host can build, verify and run, and how to fix the rest."),
+        "doctor": ("site", "Say what this host can build, verify and run, and how to fix the rest."),
     },
     "Recipe": {
         "list": ("recipes", "List the recipes that can be built."),
         "show": ("recipes", "Show one recipe as it was understood."),
-        "add": ("packages", "Add packages to a recipe, and lock it again."),
-        "remove": ("packages", "Remove packages from a recipe, and lock it again."),
+        "add": ("lock", "Add packages to a recipe, and lock it again."),
+        "remove": ("lock", "Remove packages from a recipe, and lock it again."),
         "lock": ("lock", "Resolve recipes and write or check their locks."),
         "plan": ("plan", "Show what a build would do, in order, with digests."),
         "check": ("recipes", "Say whether CUDA, torch, NCCL and the network go together."),
-        "audit": ("audit", "Look up locked packages in a database of known vulnerabilities."),
+        "audit": ("lock", "Look up locked packages in a database of known vulnerabilities."),
     },
     "Build": {
         "build": ("image_file", "Build several artifacts of one recipe in one go."),
@@ -42,7 +42,7 @@ GROUPS = {
         "bundle": ("plan", "Collect all that a build reads, for nodes without a network."),
     },
     "Artifact": {
-        "verify": ("verify", "Train in an artifact and judge it again."),
+        "verify": ("inspect", "Train in an artifact and judge it again."),
         "inspect": ("inspect", "Show what is in an artifact, or write its SBOM."),
         "diff": ("inspect", "Compare two artifacts of any kinds."),
         "report": ("report", "Write receipts as one HTML page."),
@@ -57,14 +57,14 @@ GROUPS = {
     "Share": {
         "push": ("share", "Push an artifact to a registry, in the parts that artifacts share."),
         "pull": ("share", "Pull an artifact from a registry: the parts that are not here yet."),
-        "attest": ("trust", "Sign the receipt of an artifact, so that others can trust it."),
-        "trust": ("trust", "Say whether the site trusts an artifact, and why."),
-        "cache": ("cache", "Share the results of builds in a registry."),
+        "attest": ("share", "Sign the receipt of an artifact, so that others can trust it."),
+        "trust": ("share", "Say whether the site trusts an artifact, and why."),
+        "cache": ("store", "Share the results of builds in a registry."),
     },
     "Over time": {
         "history": ("history", "Show what the verifications of a recipe measured, over time."),
-        "bisect": ("bisect", "Find the package that broke or slowed an environment."),
-        "matrix": ("matrix", "List the builds that a CI should run."),
+        "bisect": ("history", "Find the package that broke or slowed an environment."),
+        "matrix": ("plan", "List the builds that a CI should run."),
     },
     "Upkeep": {
         "store": ("store", "Show, bound and check the store of downloads and layers."),

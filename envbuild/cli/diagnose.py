@@ -10,8 +10,7 @@ import click
 from envbuild.base.errors import VerificationError
 from envbuild.base.progress import log
 from envbuild.cli import complete
-from envbuild.cli.common import print_json
-from envbuild.cli.options import PATH, with_options
+from envbuild.cli.common import PATH, print_json, with_options
 from envbuild.jobcheck.diagnose.engine import Diagnosis, Evidence, diagnose
 from envbuild.jobcheck.diagnose.read import jobs_of, read_logs
 from envbuild.jobcheck.diagnose.rules import load_rules

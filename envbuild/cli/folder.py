@@ -15,6 +15,10 @@ from envbuild.base.files import absolute_path, build_folder
 from envbuild.base.progress import log, step
 from envbuild.cli import complete
 from envbuild.cli.common import (
+    PATH,
+    BuildOptions,
+    Decorator,
+    build_options,
     check_out,
     hand_over,
     open_recipe,
@@ -25,7 +29,6 @@ from envbuild.cli.common import (
     show_plan,
     use_recipe,
 )
-from envbuild.cli.options import PATH, BuildOptions, Decorator, build_options
 from envbuild.cli.report import reported
 from envbuild.contract.kinds import ARTIFACTS, FolderArtifact
 from envbuild.environment import Environment, own_command
@@ -179,7 +182,7 @@ def _build(
     kind_name: str, recipe: str | None, sources: Sequence[Path], options: BuildOptions, conda_name: str | None = None
 ) -> None:
     """Build the environment, on this host or in a job, and print its path."""
-    from envbuild.cli.summary import summarise
+    from envbuild.cli.report import summarise
     from envbuild.contract.state import check_place
     from envbuild.kinds.folder import make_environment, prepare_folder
 

@@ -13,8 +13,7 @@ import click
 
 from envbuild.base.errors import UsageError
 from envbuild.base.progress import log
-from envbuild.cli.common import open_own_recipe, run_environment, show
-from envbuild.cli.options import PATH, with_options
+from envbuild.cli.common import PATH, open_own_recipe, run_environment, show, with_options
 from envbuild.contract.kinds import ARTIFACTS
 from envbuild.debian.defaults import suites_by_python
 from envbuild.imports.origin import ImportedRecipe, Origin, new_recipe, read_sources, updated_recipe

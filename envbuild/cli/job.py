@@ -13,8 +13,7 @@ import click
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.progress import log
 from envbuild.cli import complete, layout
-from envbuild.cli.common import attested_images, check_out, hand_over, show_job
-from envbuild.cli.options import PATH, next_word, with_options
+from envbuild.cli.common import PATH, attested_images, check_out, hand_over, next_word, show_job, with_options
 from envbuild.contract.kinds import kinds_of
 from envbuild.data.schedulers import LAUNCHER_NAMES, SCHEDULER_NAMES
 from envbuild.environment import own_command

@@ -1,12 +1,13 @@
-"""`envbuild lock`."""
+"""`envbuild lock`, `add`, `remove` and `audit`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,11 +15,20 @@ from envbuild.base.atomic import write_beside, writing
 from envbuild.base.errors import LockError, UsageError, VerificationError, joined
 from envbuild.base.progress import log
 from envbuild.base.text import normalise
-from envbuild.cli import complete
-from envbuild.cli.common import open_recipe, open_target, run_environment
-from envbuild.cli.options import Names, with_options
+from envbuild.cli import complete, layout
+from envbuild.cli.common import (
+    PATH,
+    Decorator,
+    Names,
+    open_own_recipe,
+    open_recipe,
+    open_target,
+    run_environment,
+    show,
+    with_options,
+)
 from envbuild.environment import Environment
-from envbuild.lock.advisories import LockChange, UpgradeReport, VerifiedUpgrade
+from envbuild.lock.advisories import LockChange, UpgradeReport, VerifiedUpgrade, audit
 from envbuild.lock.conda import CondaLock, environment_text, explicit_text, export_name, pip_entries
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import check_has_conda, conda_lock, resolve_pip
@@ -29,6 +39,11 @@ from envbuild.locks import PARTS, check_locks, needed_locks, wheel_locks
 from envbuild.recipe.find import recipe_files, search_folders
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
+
+if TYPE_CHECKING:
+    from envbuild.environment import Environment
+    from envbuild.imports.packages import PackageEdit
+
 
 EXPORTS = ("conda-lock", "environment", "explicit")
 SOLVERS = ("rattler", "conda-lock")
@@ -328,3 +343,163 @@ class LockRun:
         with writing(self.folder, LockError):
             write_beside(path, text)
         click.echo(path)
+
+
+_PIP_OR_CONDA = click.option(
+    "--conda/--pip",
+    "conda",
+    default=None,
+    help="Match specs of [conda], or pip's requirements. Default: as the recipe's `environment`.",
+)
+
+
+def _shared(*own: Decorator) -> Decorator:
+    return with_options(
+        click.option(
+            "--recipe",
+            metavar="RECIPE",
+            shell_complete=complete.recipes,
+            help="The recipe. Default: the project's only one.",
+        ),
+        click.option(
+            "--target", metavar="TARGET", shell_complete=complete.targets, help="Only this target. Default: all."
+        ),
+        *own,
+        "dry-run",
+        "json",
+    )
+
+
+@click.command("add")
+@click.argument("packages", nargs=-1, required=True, metavar="PACKAGE…")
+@_shared(_PIP_OR_CONDA)
+def add_command(
+    packages: Names, recipe: str | None, target: str | None, conda: bool | None, dry_run: bool, as_json: bool
+) -> None:
+    """Add packages to the recipe, and lock it again.
+
+    PACKAGE is a pip requirement, such as numpy, 'numpy>=2' or 'pkg @ git+https://…', for a recipe of conda packages a
+    match spec. A package that the recipe has gets the new version where it stands; torch gets the build of each target.
+    Comments and layout of the recipe stay. If the packages cannot be locked, nothing is changed.
+
+    \b
+    Examples:
+      envbuild add rich 'pillow>=11'
+      envbuild add torch==2.13.0 --target cpu-x86_64
+      envbuild add einops --recipe my_train --dry-run
+    """
+    from envbuild.imports.packages import add_packages
+
+    environment = run_environment()
+    loaded = open_own_recipe(recipe, environment)
+    _finish(add_packages(loaded, packages, target=target, conda=conda), environment, dry_run, as_json)
+
+
+@click.command("remove")
+@click.argument("packages", nargs=-1, required=True, metavar="PACKAGE…")
+@_shared()
+def remove_command(packages: Names, recipe: str | None, target: str | None, dry_run: bool, as_json: bool) -> None:
+    """Remove packages from the recipe, and lock it again.
+
+    PACKAGE is a name. It goes from all lists of the recipe, or of --target, with what [indexes] and [build] say of it.
+    If the rest cannot be locked, nothing is changed.
+
+    \b
+    Examples:
+      envbuild remove rich
+      envbuild remove einops --recipe my_train --dry-run
+    """
+    from envbuild.imports.packages import remove_packages
+
+    environment = run_environment()
+    loaded = open_own_recipe(recipe, environment)
+    _finish(remove_packages(loaded, packages, target=target), environment, dry_run, as_json)
+
+
+def _finish(edit: PackageEdit, environment: Environment, dry_run: bool, as_json: bool) -> None:
+    """Lock and write the recipe, and print what changed."""
+    path = edit.before.path
+    for place, old, new in edit.changes:
+        log(f"{path}: {place}: {f'{old} -> {new}' if old and new else f'+ {new}' if new else f'- {old}'}")
+    if not edit.changes:
+        log(f"{path}: nothing to change")
+    locks = edit.lock(environment, write=not dry_run) if edit.changes else {}
+    changes = [{"list": place, "before": old or None, "after": new or None} for place, old, new in edit.changes]
+    about = {"path": str(path), "recipe": edit.after.recipe.name, "changes": changes, "locks": locks}
+    show(as_json, about, path)
+
+
+@click.command("audit")
+@click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="TARGET",
+    shell_complete=complete.targets,
+    help="Only this target; repeatable.",
+)
+@click.option("--database", type=PATH, metavar="DIR", help="OSV's exports. Default: database in [audit] of the site.")
+@click.option("--ignore", multiple=True, metavar="ID", help="A vulnerability that does not concern you; repeatable.")
+@with_options("json")
+def audit_command(recipes: Names, targets: Names, database: Path | None, ignore: Names, as_json: bool) -> None:
+    """Look up the locked packages of RECIPE… in an offline database of vulnerabilities; exit code 5 if one has any.
+
+    The database is a folder with OSV's exports, PyPI/all.zip and Debian/all.zip. A missing or damaged one, and one
+    whose newest record is older than max_age in [audit] (14d), ends with exit code 5 too: what could not be looked up
+    is not said to be good. A lock that was not made yet is named. Conda packages, and packages of an existing base
+    image, are in no database: their number is said.
+
+    \b
+    Examples:
+      envbuild audit pt_cpu --database /srv/osv
+      envbuild audit pt_cpu pt_hf --target cpu-x86_64 --ignore GHSA-xxxx-xxxx-xxxx --json
+    """
+    environment = run_environment()
+    table = environment.site.audit
+    table = replace(table, database=str(database or table.database), ignore=(*table.ignore, *ignore))
+    locks: list[object] = []
+    for loaded in (open_recipe(name, environment) for name in recipes or (None,)):
+        for target in [open_target(loaded, name, environment) for name in targets or loaded.recipe.targets]:
+            for kind in needed_locks(loaded, target):
+                state = kind.inspect()
+                if state.lock is None:
+                    log(f"{state.path}: {state.fault}; not looked up")
+                elif state.fault is not None:
+                    raise LockError(f"{state.path}: {state.fault}", f"make it again: `{kind.command}`")
+                else:
+                    locks.append(state.lock)
+    if not locks:
+        raise LockError("none of these recipes is locked", f"envbuild lock {' '.join(recipes)}".rstrip())
+    done = audit(locks, table, datetime.now(UTC))
+    value: dict[str, Any] = {
+        "database": table.database,
+        "newest": done.newest.isoformat() if done.newest else None,
+        "judged": done.judged,
+        "not_in_database": done.unknown,
+        "ignored": [one.id for one in done.ignored],
+        "found": [
+            {
+                "package": one.package.name,
+                "version": one.package.version,
+                "ecosystem": one.package.ecosystem,
+                "id": one.id,
+                "aliases": one.aliases,
+                "summary": one.summary,
+                "fixed": one.fixed,
+            }
+            for one in done.found
+        ],
+    }
+    rows = [
+        [f"{one.package.name} {one.package.version}", one.id, ", ".join(one.fixed) or "-", one.summary]
+        for one in done.found
+    ]
+    show(as_json, value, *layout.columns(rows))
+    others = f"; {done.unknown} others are in no database" if done.unknown else ""
+    log(f"{done.judged} packages looked up{others}: {len(done.found)} vulnerabilities")
+    if done.found:
+        raise VerificationError(
+            f"{len({one.package for one in done.found})} packages have known vulnerabilities",
+            "upgrade them: envbuild lock RECIPE --upgrade=PKG; or ignore one with its reason: `ignore` in [audit]",
+        )

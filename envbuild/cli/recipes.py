@@ -13,8 +13,7 @@ import click
 
 from envbuild.base.files import build_folder
 from envbuild.cli import complete, layout
-from envbuild.cli.common import open_recipe, open_target, print_json, show
-from envbuild.cli.options import with_options
+from envbuild.cli.common import open_recipe, open_target, print_json, show, with_options
 from envbuild.compat.judge import gpu_findings, judge
 from envbuild.compat.rows import CompatFinding
 from envbuild.contract.receipt import read_receipt, recorded_gpu_code

@@ -17,8 +17,7 @@ from envbuild.base.errors import UsageError
 from envbuild.base.progress import log
 from envbuild.base.terminal import clean
 from envbuild.cli import complete
-from envbuild.cli.common import run_environment
-from envbuild.cli.options import Names, next_word, with_options
+from envbuild.cli.common import Names, next_word, run_environment, with_options
 from envbuild.contract.kinds import ARTIFACTS, FolderArtifact, kinds_of
 from envbuild.environment import load_environment
 from envbuild.kinds import folder_module

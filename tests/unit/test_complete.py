@@ -184,7 +184,7 @@ def test_names_of_commands_import_no_command_and_values_nothing_heavy(place: Pat
         f"def ask(*words, among={HEAVY!r}):\n"
         "    sys.argv = ['envbuild', *words]; answer()\n"
         "    print([m for m in among if m in sys.modules], file=sys.stderr)\n"
-        "ask('ve', among=['envbuild.cli.folder', 'envbuild.cli.verify'])\n"
+        "ask('ve', among=['envbuild.cli.folder', 'envbuild.cli.inspect'])\n"
         "for name in ('venv', 'job', 'inspect', 'lock', 'attest'): ask(name, '')\n"
         "ask('job', 'mine', '--target', ''); ask('job', '--site', '')\n"
     )

@@ -15,7 +15,7 @@ from lab.terminal import Recording, record
 
 from envbuild.base.progress import Display, Task, _wrapped, display, reuse
 from envbuild.base.text import human_time
-from envbuild.cli import summary
+from envbuild.cli import report as summary
 from envbuild.verify.launch import Running, TrainingJob
 
 

@@ -12,7 +12,8 @@ import termios
 
 import pytest
 
-from envbuild.cli import doctor, layout
+from envbuild.cli import layout
+from envbuild.cli import site as doctor
 from envbuild.doctor.registry import StepVerdict
 
 LONG = StepVerdict("warn", "no: " + "a reason that takes its time " * 3, "do something about it " * 5)
@@ -68,7 +69,7 @@ def test_tables_fit_a_terminal_and_break_no_word(command: str, columns: int) -> 
 def test_what_doctor_says_of_artifacts_fits_a_terminal(columns: int) -> None:
     script = (
         "from tests.unit.test_layout import LONG\n"
-        "from envbuild.cli.doctor import _show_artifacts\n"
+        "from envbuild.cli.site import _show_artifacts\n"
         "_show_artifacts({k: {'build': LONG, 'verify': LONG, 'run': LONG} for k in ('venv', 'apptainer')})"
     )
     lines = on_terminal(columns, "-c", script)
