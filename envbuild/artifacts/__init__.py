@@ -1,0 +1,1 @@
+"""Content of environments and images: install, compose, record and manifest it."""

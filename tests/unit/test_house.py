@@ -41,13 +41,13 @@ def test_the_formatter_formats_every_line() -> None:
 # The closure of a module is itself and all that it imports at its top, again and again: what a reader has to know.
 # Flow, budget of today in modules and lines, and the goal. A budget only falls, until it is the goal.
 BUDGETS = [
-    ("envbuild.kinds.folder", (108, 18_400), (90, 16_000)),
-    ("envbuild.kinds.squash", (98, 17_800), (80, 14_000)),
+    ("envbuild.kinds.folder", (104, 18_300), (90, 16_000)),
+    ("envbuild.kinds.squash", (95, 17_700), (80, 14_000)),
     ("envbuild.jobs.plan", (60, 9_000), (60, 9_000)),
     ("envbuild.jobcheck.lint.engine", (30, 4_000), (30, 4_000)),
     ("envbuild.inspect.reader", (60, 10_000), (60, 10_000)),
 ]
-MOST_MODULES, GOAL_OF_MODULES = 348, 290
+MOST_MODULES, GOAL_OF_MODULES = 312, 290
 # Rooms that a reader needs for the image library.
 BELOW_IMAGE = {"envbuild", "envbuild.image", "envbuild.cache", "envbuild.base", "envbuild.data"}
 
@@ -161,3 +161,9 @@ def test_a_closure_leaves_out_imports_in_functions_and_for_types_alone(tmp_path:
     assert sorted(closure) == [f"house{name}" for name in expected]
     assert lines_of(closure, modules) == 17 + 1 + 1 + 2 + 2
     assert closure_of("house.typed", modules) == {"house.typed"}
+
+
+def test_each_folder_says_what_it_is_for() -> None:
+    rooms = [path for path in MODULES if path.name == "__init__.py"]
+    assert len(rooms) > 20
+    assert not [str(path) for path in rooms if not ast.get_docstring(ast.parse(path.read_text()))]
