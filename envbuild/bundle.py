@@ -25,12 +25,12 @@ from envbuild.base import atomic, process
 from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.files import link_or_copy, parse_json
 from envbuild.base.progress import Log
+from envbuild.build.inputs import check_portable, read_by, recipe_files
+from envbuild.build.prepare import prepare
 from envbuild.contract.kinds import ARTIFACTS
 from envbuild.contract.manifest import FILE as MANIFEST
 from envbuild.contract.manifest import list_tree, read_manifest, shown
 from envbuild.environment import Environment
-from envbuild.kinds.inputs import check_portable, read_by, recipe_files
-from envbuild.kinds.prepare import prepare
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 

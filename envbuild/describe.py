@@ -10,11 +10,11 @@ from typing import Any
 
 from envbuild.base.files import MISSING
 from envbuild.base.masking import masked, masked_text, masked_words
+from envbuild.build.kinds import changed_files
 from envbuild.contract.kinds import ARTIFACTS, DOCKER
 from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.environment import Environment
 from envbuild.inspect.facts import ArtifactReader, Description, Inventory, completed
-from envbuild.kinds import changed_files
 
 FORMAT = 1
 

@@ -18,9 +18,9 @@ from envbuild.base import process
 from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.base.git import run_git
 from envbuild.base.toml import nearest
+from envbuild.build.planning import plan_of
 from envbuild.contract.kinds import ARTIFACTS, kinds_of
 from envbuild.environment import Environment
-from envbuild.kinds import plan_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import ARCHES, Target, target_problem
 

@@ -19,15 +19,15 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.venv import launch_environment
 from envbuild.base import process
 from envbuild.base.errors import UsageError
 from envbuild.base.progress import Log
 from envbuild.base.terminal import clean
 from envbuild.bisect.search import MixState
+from envbuild.build.commit import open_subject, settings_of
+from envbuild.build.venv import launch_environment
 from envbuild.contract.receipt import FAIL
 from envbuild.environment import Environment
-from envbuild.kinds.commit import open_subject, settings_of
 from envbuild.plan.plan import Plan
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.run import measure_step, verify

@@ -27,10 +27,10 @@ from envbuild.bisect.search import (
     mixed,
     search,
 )
+from envbuild.build.folder import make_environment
+from envbuild.build.prepare import prepare
 from envbuild.contract.kinds import VENV
 from envbuild.environment import Environment
-from envbuild.kinds.folder import make_environment
-from envbuild.kinds.prepare import prepare
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import required_by
 from envbuild.layers.wheels import fetch_wheels

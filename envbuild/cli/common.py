@@ -209,8 +209,8 @@ def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:
         return None
 
     def fetch(name: str, digest: str) -> Path | None:
+        from envbuild.build.attached import SignedBundles, add_attached
         from envbuild.image.sif import embedded
-        from envbuild.kinds.attached import SignedBundles, add_attached
         from envbuild.store.remote import registry_of
         from envbuild.trust.policy import Signers
 

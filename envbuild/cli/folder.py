@@ -32,7 +32,6 @@ from envbuild.cli.common import (
 from envbuild.cli.report import reported
 from envbuild.contract.kinds import ARTIFACTS, FolderArtifact
 from envbuild.environment import Environment, own_command
-from envbuild.kinds import plan_of
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.pip_config import home_folder
@@ -182,9 +181,9 @@ def _build(
     kind_name: str, recipe: str | None, sources: Sequence[Path], options: BuildOptions, conda_name: str | None = None
 ) -> None:
     """Build the environment, on this host or in a job, and print its path."""
+    from envbuild.build.folder import make_environment, prepare_folder
     from envbuild.cli.report import summarise
     from envbuild.contract.state import check_place
-    from envbuild.kinds.folder import make_environment, prepare_folder
 
     environment, loaded = _open(recipe, sources, options)
     target = open_target(loaded, options.target, environment)
@@ -242,6 +241,7 @@ def _build_by_job(
     kind: FolderArtifact, options: BuildOptions, environment: Environment, loaded: LoadedRecipe, target: Target
 ) -> None:
     """Render the job that builds `kind` of the recipe, and submit it on request."""
+    from envbuild.build.planning import plan_of
     from envbuild.bundle import make_bundle, tools_python
     from envbuild.jobs.build import Build, plan_build, render_build
     from envbuild.jobs.model import JobRequest

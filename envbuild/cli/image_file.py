@@ -73,9 +73,9 @@ def docker_command(
       envbuild docker pt_cpu --tag registry.example.org/team/pt_cpu:2.13 --push --format docker
       docker run --rm pt_cpu:cpu-x86_64 torchrun --nproc-per-node 2 -m ddp_train 3 1
     """
-    from envbuild.artifacts.docker import ImageOutput, check_tag
+    from envbuild.build.docker import ImageOutput, check_tag
+    from envbuild.build.image import ImageOptions, check_options, make_images, prepare_image
     from envbuild.cli.report import summarise
-    from envbuild.kinds.image import ImageOptions, check_options, make_images, prepare_image
 
     place = ImageOutput.parse(output) if output else None
     check_out(place.path if place else None)
@@ -245,11 +245,8 @@ def build_command(recipe: str | None, artifacts: str, options: BuildOptions) -> 
 
 def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> None:
     """Make image files of `kinds` from a recipe or an image, and print them; a dry run prints the plan."""
-    from envbuild.artifacts.apptainer_engine import find_engine
-    from envbuild.cli.report import summarise
-    from envbuild.image.reference import parse_source
-    from envbuild.image.squashfs.model import codec_of
-    from envbuild.kinds.squash import (
+    from envbuild.build.apptainer_engine import find_engine
+    from envbuild.build.squash import (
         ImageFileOptions,
         OutputFile,
         check_files,
@@ -257,6 +254,9 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         make_from_image,
         make_from_recipe,
     )
+    from envbuild.cli.report import summarise
+    from envbuild.image.reference import parse_source
+    from envbuild.image.squashfs.model import codec_of
 
     if options.source is not None and recipe is not None:
         raise UsageError("a recipe and --from are two things to build from", "name one of them")
@@ -296,7 +296,7 @@ def _build(kinds: Sequence[str], recipe: str | None, options: BuildOptions) -> N
         ):
             results = make_from_image(image, chosen, of_image, environment)
     else:
-        from envbuild.kinds.image import prepare_image
+        from envbuild.build.image import prepare_image
 
         loaded = open_recipe(recipe, environment)
         target = open_target(loaded, options.target, environment)

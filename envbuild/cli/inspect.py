@@ -16,6 +16,7 @@ from envbuild.base.files import named_path
 from envbuild.base.packages import channel_name
 from envbuild.base.progress import log, step
 from envbuild.base.text import human_size
+from envbuild.build.built import find_built, unknown
 from envbuild.cli import complete, layout
 from envbuild.cli.common import attested_images, print_json, run_environment, with_options
 from envbuild.cli.layout import verbosity
@@ -26,7 +27,6 @@ from envbuild.describe import bill_of_materials, describe, receipt_of
 from envbuild.environment import Environment, load_environment
 from envbuild.inspect.compare import Change, Comparison, compare
 from envbuild.inspect.reader import open_artifact, open_artifacts, split
-from envbuild.kinds.built import find_built, unknown
 from envbuild.recipe.find import search_folders
 
 _SIGNS = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
@@ -323,9 +323,9 @@ def verify_command(
       envbuild verify pytorch.sif --runtime apptainer
       envbuild verify build/pt_cpu/cpu-x86_64/venv --nodes 3 --nproc-per-node 1 --faults
     """
+    from envbuild.build.commit import verify_artifact
     from envbuild.contract.receipt import check_lines, failures, receipt_path
     from envbuild.jobs.artifact import check_trust, open_artifact
-    from envbuild.kinds.commit import verify_artifact
 
     environment = run_environment()
     built = find_built(named, kinds_of("folder", "file"), site_folders=environment.site.recipe_folders)

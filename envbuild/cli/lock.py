@@ -217,7 +217,7 @@ def lock_command(
 def _verified(
     one: tuple[LoadedRecipe, Target], environment: Environment, offline: bool
 ) -> tuple[Mapping[str, Any], int] | None:
-    from envbuild.kinds.folder import verified_here
+    from envbuild.build.folder import verified_here
 
     return verified_here(*one, environment, offline=offline)
 

@@ -13,6 +13,9 @@ from envbuild.base.errors import EnvbuildError, LockError, RecipeError, UsageErr
 from envbuild.base.files import build_folder
 from envbuild.base.progress import log
 from envbuild.base.toml import nearest
+from envbuild.build.image import image_layers, prepare_image
+from envbuild.build.planning import plan_of
+from envbuild.build.prepare import build_layers
 from envbuild.bundle import make_bundle
 from envbuild.cli import complete, layout
 from envbuild.cli.common import (
@@ -29,9 +32,6 @@ from envbuild.cli.common import (
 from envbuild.contract.kinds import ARTIFACTS, kinds_of
 from envbuild.data import load_table
 from envbuild.environment import Environment, load_environment
-from envbuild.kinds import plan_of
-from envbuild.kinds.image import image_layers, prepare_image
-from envbuild.kinds.prepare import build_layers
 from envbuild.layers.requested import before_environment, for_host
 from envbuild.recipe.find import list_recipes, search_folders
 

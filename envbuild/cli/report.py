@@ -121,7 +121,7 @@ def report_command(named: Names, out: Path, against: str | None, show_it: bool) 
 
 def _documented(text: str, environment: Environment) -> str:
     """Return `text`, or the artifact that was built of it if it is a recipe."""
-    from envbuild.kinds.built import find_built
+    from envbuild.build.built import find_built
 
     built = find_built(text, tuple(ARTIFACTS), site_folders=environment.site.recipe_folders)
     return text if built is None else built.documented
@@ -136,8 +136,8 @@ def reported(file: str | None, places: Sequence[Path], environment: Environment 
     if file is None or not places:
         yield
         return
+    from envbuild.build.commit import failed_path
     from envbuild.contract.receipt import receipt_path
-    from envbuild.kinds.commit import failed_path
     from envbuild.report.gather import page_path, read_entry
 
     usual = page_path(places[0]) if len(places) == 1 else places[0].with_name("report.html")

@@ -16,11 +16,11 @@ import click
 from envbuild.base.errors import UsageError
 from envbuild.base.progress import log
 from envbuild.base.terminal import clean
+from envbuild.build.kinds import folder_module
 from envbuild.cli import complete
 from envbuild.cli.common import Names, next_word, run_environment, with_options
 from envbuild.contract.kinds import ARTIFACTS, FolderArtifact, kinds_of
 from envbuild.environment import load_environment
-from envbuild.kinds import folder_module
 from envbuild.site.settings import load_site
 
 if TYPE_CHECKING:
@@ -137,8 +137,8 @@ def run_command(
         )
     if once and named is not None and os.path.isfile(named):  # any image, whoever made it
         _run_in_image(Path(named), program, binds, folder, variables, runtime)
+    from envbuild.build.built import find_built
     from envbuild.jobs.artifact import open_artifact  # nodes start every process of a job by the lines above
-    from envbuild.kinds.built import find_built
 
     folders = load_site(os.environ).recipe_folders
     kinds = kinds_of("folder", "file")
@@ -215,7 +215,7 @@ def _run_ranks(
     runtime: str | None,
 ) -> NoReturn:
     """Run `program` as every rank of simulated nodes, and exit as it does."""
-    from envbuild.kinds.commit import open_subject
+    from envbuild.build.commit import open_subject
     from envbuild.verify.user_code import exit_code, run_program_on_nodes
 
     environment = run_environment()

@@ -19,6 +19,8 @@ from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.files import absolute_path, named_path
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size
+from envbuild.build.built import find_built
+from envbuild.build.kinds import kind_at, read_artifact
 from envbuild.bundle import ATTESTATION, attest_bundle, judge_bundle, read_bundle
 from envbuild.cli import complete
 from envbuild.cli.common import PATH, attested_images, check_out, open_recipe, run_environment, show, with_options
@@ -27,8 +29,6 @@ from envbuild.environment import Environment
 from envbuild.image.registry import Pushed, Registry
 from envbuild.jobs.artifact import FetchAttested, open_artifact
 from envbuild.jobs.model import JobInputs
-from envbuild.kinds import kind_at, read_artifact
-from envbuild.kinds.built import find_built
 from envbuild.site.settings import load_site
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def pull_command(reference: str, out: Path, no_verify: bool, as_json: bool) -> N
       envbuild pull registry.example.org/team/pytorch:2.13 --out /fsx/images/pytorch.sqsh
       envbuild pull registry.example.org/team/pytorch:2.13-venv --out /fsx/envs/pytorch
     """
-    from envbuild.kinds.share import open_pushed, pull_file
-    from envbuild.kinds.share_environment import is_environment, pull_environment
+    from envbuild.build.share import open_pushed, pull_file
+    from envbuild.build.share_environment import is_environment, pull_environment
 
     check_out(out)
     environment = run_environment()
@@ -122,12 +122,12 @@ def _pushed(named: str, registry: Registry, environment: Environment) -> tuple[s
         )
     artifact = open_artifact(f"{path.parent}/{path.name}", tuple(ARTIFACTS), None).artifact
     if isinstance(kind, FolderArtifact):
-        from envbuild.kinds.share_environment import push_environment
+        from envbuild.build.share_environment import push_environment
 
         loaded = open_recipe(artifact.recipe, environment)
         done = push_environment(path, kind, read_artifact(path).state, loaded, registry, environment)
     else:
-        from envbuild.kinds.share import push_file
+        from envbuild.build.share import push_file
 
         done = push_file(path, artifact.kind, artifact.target, artifact.digest, registry, environment.store)
     return artifact.digest, *done
@@ -243,7 +243,7 @@ def _attest(
         _embed(opened.place, bundles, signer)
     _, _, digest = opened.artifact.path.partition("@")
     if kind.form == "registry":
-        from envbuild.kinds.attached import push_bundles
+        from envbuild.build.attached import push_bundles
 
         environment = run_environment()
         push_bundles(environment.registry(opened.artifact.path), digest, bundles, environment.store)
@@ -330,7 +330,7 @@ def trust_command(
 def _judge_tag(registry: Registry, site: Site, target: str | None, recipe: str) -> tuple[str, str, TrustVerdict | None]:
     """Return NAME@sha256:… of what a tag names now, and its digest and verdict; no verdict for an image."""
     from envbuild.base.packages import digest_of
-    from envbuild.kinds.share import judge_pushed
+    from envbuild.build.share import judge_pushed
     from envbuild.recipe.targets import Target
     from envbuild.store.pieces import is_pushed
 

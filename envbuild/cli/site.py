@@ -13,6 +13,7 @@ import click
 
 from envbuild.base.atomic import write_beside
 from envbuild.base.errors import HostError, RecipeError, UsageError
+from envbuild.base.masking import redact
 from envbuild.base.progress import display, log
 from envbuild.base.toml import toml_key, toml_pairs
 from envbuild.cli import complete, layout
@@ -20,7 +21,6 @@ from envbuild.cli.common import check_out, print_json, show, with_options
 from envbuild.cli.layout import verbosity
 from envbuild.doctor.probe import HostFinding
 from envbuild.doctor.registry import CHECKS, StepVerdict, this_host
-from envbuild.site.pip_config import redact
 from envbuild.site.settings import Site, SiteTables, load_site
 
 _STYLES = {"ok": "green", "info": "cyan", "warn": "yellow", "fail": "bold red"}

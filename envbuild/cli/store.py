@@ -262,9 +262,9 @@ def warm_command(recipes: tuple[str, ...], target: str | None, locked: bool, as_
     Examples:
       envbuild cache warm pt_cpu --target cpu-x86_64
     """
-    from envbuild.artifacts.image import fill
+    from envbuild.build.image import image_layers, prepare_image
+    from envbuild.build.image_layers import fill
     from envbuild.image.squashfs.model import codec_of
-    from envbuild.kinds.image import image_layers, prepare_image
     from envbuild.layers.layer_cache import TarCache
     from envbuild.layers.segment_cache import segment_cache
     from envbuild.layers.source_build import pack_built

@@ -99,6 +99,11 @@ def list_path(name: str) -> str:
     return f"{LAYER_LISTS}/{name}.json"
 
 
+def site_packages(path: Path, python: str) -> Path:
+    """Return the site-packages folder of the environment at `path` with Python `python` ("3.11")."""
+    return path / "lib" / f"python{python}" / "site-packages"
+
+
 def has_packages(root: Path, state: State, found: Iterable[tuple[str, str]]) -> bool:
     """Return whether `found`, (name, version) of the packages in the environment at `root`, are those of its `state`.
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from envbuild.artifacts.conda_survey import is_conda
 from envbuild.base.errors import UsageError
 from envbuild.base.files import parse_json, read_small
 from envbuild.base.packages import CHANNEL_ALIAS
 from envbuild.base.text import normalise
 from envbuild.base.toml import list_at, read, table_at, value_at
+from envbuild.contract.conda_meta import is_conda
 from envbuild.environment import load_environment
 from envbuild.imports.pip_files import HASHES, poetry_specifier
 from envbuild.imports.statement import (

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from envbuild.artifacts.enroot import normalised
 from envbuild.base.masking import masked, masked_words, redact
 from envbuild.contract import image_manifest, manifest, state
 from envbuild.data import load_table
-from envbuild.image.entry import DIR, FILE, SYMLINK, Entry
+from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.inspect.facts import (
     CONDA,
     FOLDERS,
@@ -129,11 +128,11 @@ def _properties(item: Item, exact: bool) -> dict[str, str]:
 
 def _converted(path: str, item: Item) -> Item | None:
     """Return `item` as it is in a file system for unprivileged users, None if it is left out there."""
-    entry = normalised(Entry(path, item.kind, item.mode))
-    if entry is None:
+    mode = image_manifest.converted_mode(path, item.kind, item.mode)
+    if mode is None:
         return None
     extra = " ".join(word for word in item.extra.split() if word.startswith("user."))
-    return replace(item, mode=entry.mode, uid=entry.uid, gid=entry.gid, extra=extra)
+    return replace(item, mode=mode, uid=0, gid=0, extra=extra)
 
 
 def _is_frame(name: str, item: Item, view: str) -> bool:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from email.parser import HeaderParser
 from typing import Any
 
-from envbuild.artifacts.conda_survey import conda_packages
 from envbuild.base.files import parse_json
 from envbuild.base.masking import redact
 from envbuild.base.packages import json_digest, record_digest
 from envbuild.base.text import normalise
 from envbuild.contract import layer_lists
+from envbuild.contract.conda_meta import conda_packages
 from envbuild.contract.installed import record_rows
 from envbuild.contract.state import LAYER_LISTS, PREFIX
 from envbuild.inspect.facts import CONDA, VENV, CondaRecord, DebianPackage, Inventory, Item, PythonPackage, SourceBuilt

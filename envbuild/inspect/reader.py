@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.conda_survey import is_conda
 from envbuild.base.errors import BuildError, EnvbuildError, HostError, UsageError
 from envbuild.base.files import MISSING
+from envbuild.contract.conda_meta import is_conda
 from envbuild.contract.state import read_state
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, SYMLINK
 from envbuild.image.layer import kind_of as compressed_kind

@@ -11,6 +11,8 @@ from typing import Any
 
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.files import build_folder, named_path
+from envbuild.build.built import check_lock, find_built, unknown
+from envbuild.build.kinds import changed_files, kind_at, read_artifact
 from envbuild.contract.kinds import ARTIFACTS, DOCKER
 from envbuild.contract.manifest import shown
 from envbuild.contract.receipt import is_quick, passing_receipt, read_receipt, receipt_path, recorded_gpu_code
@@ -18,8 +20,6 @@ from envbuild.contract.state import PREFIX, BuiltLayer
 from envbuild.fabrics import find_fabric, nccl_version
 from envbuild.gpus import chips_named, gpu_faults
 from envbuild.jobs.model import JobArtifact, JobInputs
-from envbuild.kinds import changed_files, kind_at, read_artifact
-from envbuild.kinds.built import check_lock, find_built, unknown
 from envbuild.recipe.find import search_folders
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import Site

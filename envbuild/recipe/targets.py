@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from envbuild.base.elf import MACHINES
-from envbuild.base.errors import UsageError
+from envbuild.base.errors import HostError, UsageError
 from envbuild.base.toml import closest
 from envbuild.recipe.accelerators import ACCELERATORS, Accelerator, accelerator_of
 
@@ -82,3 +82,13 @@ def host_arch() -> str:
     """Return this machine's architecture in the spelling of targets (for other machines: the kernel's spelling)."""
     machine = os.uname().machine.lower()
     return _ARCH_ALIASES.get(machine, machine)
+
+
+def check_host(title: str, target: Target) -> None:
+    """Raise HostError when a `title` for `target` cannot be built on this host."""
+    if target.arch != host_arch():
+        raise HostError(
+            f"a {title} for {target.name} cannot be built on this {host_arch()} host: its Python runs in it",
+            f"run envbuild on an {target.arch} node (a job on the cluster), or choose a target for "
+            f"{host_arch()} with --target",
+        )

@@ -10,6 +10,7 @@ from typing import Any
 
 from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.base.files import parse_json, read_small
+from envbuild.build.kinds import kind_at
 from envbuild.compat.judge import gpu_findings, judge
 from envbuild.contract.manifest import shown
 from envbuild.contract.receipt import receipt_path, recorded_gpu_code
@@ -18,7 +19,6 @@ from envbuild.environment import Environment
 from envbuild.inspect.compare import Change, compare
 from envbuild.inspect.facts import ArtifactReader, Inventory
 from envbuild.inspect.reader import open_artifact
-from envbuild.kinds import kind_at
 from envbuild.locks import locked_stack
 from envbuild.recipe.find import find_recipe, search_folders
 from envbuild.recipe.load import load_recipe

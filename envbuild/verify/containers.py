@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from envbuild.artifacts.survey import Survey
 from envbuild.base.errors import HostError, VerificationError
 from envbuild.base.workers import Workers
 from envbuild.contract.image_manifest import OCI, PathRow
@@ -33,6 +32,7 @@ from envbuild.verify import processes
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.namespace import WORK
 from envbuild.verify.outside import read_container, survey_image
+from envbuild.verify.survey import Survey
 
 _WORK = PurePosixPath(WORK)
 LABEL = "org.envbuild.verify.until"

@@ -11,22 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Protocol
 
-from envbuild.artifacts.folder import FolderModule, check_host, site_packages
-from envbuild.artifacts.survey import Survey, survey
 from envbuild.base import host, process
 from envbuild.base.errors import HostError
 from envbuild.contract.installed import FileReport, ReadFiles
 from envbuild.contract.manifest import FILE as MANIFEST
 from envbuild.contract.manifest import Stat, check, read_manifest, scan, seal, sealed
 from envbuild.contract.receipt import manifest_of
-from envbuild.contract.state import State
+from envbuild.contract.state import State, site_packages
 from envbuild.environment import Environment
 from envbuild.pythons import keep_python
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import Target, check_host
 from envbuild.verify.model import Subject, out_of_time
 from envbuild.verify.processes import find_rank
+from envbuild.verify.survey import Survey, survey
 
 _ADDRESS = "127.0.0.1"
 # Below Linux's default ip_local_port_range.
@@ -36,6 +35,16 @@ _JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP
 _JOB_PREFIXES = ("PET_", "TORCHELASTIC_")
 # (program, arguments, the job's variables) → the command to start on this host, and its complete environment
 Launch = Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]
+
+
+class FolderPrograms(Protocol):
+    """A kind of environments in folders, called TITLE, whose programs can be started."""
+
+    TITLE: str
+
+    # The command line of a program (torchrun, python) in the environment at `path`, and its variables.
+    def command(self, path: Path, program: str, *arguments: str) -> list[str]: ...
+    def launch_environment(self, path: Path, env: Mapping[str, str]) -> dict[str, str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +111,7 @@ def host_nodes(
 
 
 def folder_subject(
-    path: Path, state: State, kind: FolderModule, environment: Environment, *, fresh: bool = False
+    path: Path, state: State, kind: FolderPrograms, environment: Environment, *, fresh: bool = False
 ) -> Subject:
     """Return the subject for the environment of `kind` in `path`. Raises HostError when it cannot run on this host.
 

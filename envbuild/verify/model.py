@@ -12,7 +12,6 @@ from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from envbuild import __version__
-from envbuild.artifacts.survey import Survey
 from envbuild.base.errors import VerificationError
 from envbuild.contract.receipt import BLOCKED, FAIL, FORMAT, NOT_TRIED, PASS
 from envbuild.contract.state import State
@@ -20,6 +19,7 @@ from envbuild.data import load_table
 from envbuild.fabrics import nccl_version
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
+from envbuild.verify.survey import Survey
 
 # Why a check was not tried.
 _SHOWN = 5

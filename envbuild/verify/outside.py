@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from envbuild.artifacts.survey import Survey, survey
 from envbuild.base.elf import HEAD, Elf, ElfParts, elf_machine, parse_elf
 from envbuild.base.errors import BuildError, HostError, VerificationError
 from envbuild.base.packages import SLIM_FILE
@@ -33,6 +32,7 @@ from envbuild.image.tar import Chunks, tar_items
 from envbuild.recipe.accelerators import VERSION_FILE
 from envbuild.recipe.targets import Target
 from envbuild.verify.model import out_of_time
+from envbuild.verify.survey import Survey, survey
 
 VARIABLES = ("etc/environment", ".singularity.d/env/10-docker2singularity.sh")  # enroot's and Apptainer's
 # The files that say what is installed: their content is kept. Larger ones are not what their names say.

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.survey import Survey
 from envbuild.base.errors import VerificationError
 from envbuild.base.process import of_caller
 from envbuild.base.progress import Log
@@ -39,6 +38,7 @@ from envbuild.verify.static_checks import (
     check_linkage,
     check_trainer,
 )
+from envbuild.verify.survey import Survey
 from envbuild.verify.training_checks import (
     check_allreduce,
     check_collectives,

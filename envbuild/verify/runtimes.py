@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from envbuild.artifacts.survey import Survey
 from envbuild.base import process
 from envbuild.base.atomic import writing
 from envbuild.base.errors import HostError, UsageError
@@ -48,6 +47,7 @@ from envbuild.verify.image_file import (
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.namespace import WORK
 from envbuild.verify.outside import read_squashfs, survey_image
+from envbuild.verify.survey import Survey
 
 MOUNT, SQUASHFUSE, EXTRACT = WAYS = ("mount", "squashfuse", "extract")
 # -I and an explicit path load envbuild's modules and Python's, whatever the caller's variables and the current

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from envbuild.artifacts.survey import Survey, folder_gpu_code, scan_elf
 from envbuild.base import process
 from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.base.packages import record_digest
@@ -20,10 +19,12 @@ from envbuild.image.limits import ImageLimits
 from envbuild.layers.trainer import NAME, load_trainer
 from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
 from envbuild.recipe.targets import Target
+from envbuild.verify.elf_files import folder_gpu_code, scan_elf
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program
 from envbuild.verify.model import Check, Nodes, Subject, judge, listed, not_tried
 from envbuild.verify.outside import read_squashfs
+from envbuild.verify.survey import Survey
 
 _WRONG_FILES = ("altered", "missing", "unowned")
 _KEPT_TEXT = 2000

@@ -12,7 +12,6 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 
-from envbuild.artifacts.survey import Survey
 from envbuild.base.errors import UsageError
 from envbuild.base.masking import masked_forms
 from envbuild.base.progress import step
@@ -22,6 +21,7 @@ from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.recipe.verify_table import BOUND, ExpectTable
 from envbuild.verify.launch import TRAINER, Bench, Outcome, Running, TrainingJob, network_of, run_program
 from envbuild.verify.model import OF_QUICK, Check, Report, Settings, Subject, blocked, judge, not_tried
+from envbuild.verify.survey import Survey
 from envbuild.verify.training_checks import log_tail
 
 # Read by the trainer (ddp_train/imports.py).

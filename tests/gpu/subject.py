@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts.survey import Survey, scan_elf
 from envbuild.contract.installed import FileReport
 from envbuild.contract.receipt import FAIL
 from envbuild.contract.state import State
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import load_site
+from envbuild.verify.elf_files import scan_elf
 from envbuild.verify.host import host_nodes
 from envbuild.verify.model import Check, Settings, Subject
 from envbuild.verify.run import verify
+from envbuild.verify.survey import Survey
 
 from .machine import APART, Context, clean_environment, torch_folder
 

@@ -22,7 +22,7 @@ import zstandard
 from conda_package_streaming.package_streaming import stream_conda_info
 from lab.conda_package import PLACEHOLDER
 
-from envbuild.artifacts.conda_layers import LinkedPackages, link_packages
+from envbuild.build.conda_layers import LinkedPackages, link_packages
 from envbuild.image.entry import DIR, FILE, SYMLINK, Tree
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage

@@ -28,15 +28,16 @@ from lab.golden import read_golden_cases
 from lab.lint import lint_file
 from securesystemslib.signer import CryptoSigner
 
-from envbuild.artifacts import conda, conda_survey
 from envbuild.base.elf import elf_machine, file_head, read_elf
 from envbuild.base.errors import EnvbuildError
 from envbuild.base.host import parse_mounts
 from envbuild.base.masking import masked_text, redact
 from envbuild.base.toml import Document
+from envbuild.build import conda
 from envbuild.bundle import read_bundle
 from envbuild.cache import hashed
 from envbuild.cache.http import RequestFailed, retry_after, split
+from envbuild.contract import conda_meta as conda_survey
 from envbuild.contract import image_manifest, installed, layer_lists, manifest, receipt, state
 from envbuild.debian import base, control, deb, release
 from envbuild.doctor.batch import pyxis_scope

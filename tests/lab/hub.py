@@ -12,6 +12,7 @@ from typing import Any
 
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import log
+from envbuild.build.image import prepare_image
 from envbuild.debian.lock import DebianLock
 from envbuild.environment import load_environment
 from envbuild.image.entry import DIR, SYMLINK, Entry, Readable, Tree
@@ -27,7 +28,6 @@ from envbuild.image.model import (
     parse,
 )
 from envbuild.interpreter import read_python
-from envbuild.kinds.image import prepare_image
 from envbuild.layers.base import locked_files
 from envbuild.layers.bytecode import compiler_of, with_bytecode
 from envbuild.layers.trainer import load_trainer

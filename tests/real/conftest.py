@@ -29,10 +29,10 @@ from lab.conda_server import Server, serve
 from lab.dockerd import Lab, dockerd, missing
 from lab.terminal import Recording, record
 
-from envbuild.artifacts.survey import Survey
+from envbuild.build.commit import open_subject
 from envbuild.environment import load_environment
-from envbuild.kinds.commit import open_subject
 from envbuild.verify.model import Subject
+from envbuild.verify.survey import Survey
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # Of recipes whose tests ask for a verification, and not what it does by default.
@@ -148,8 +148,8 @@ def shared(
 _COMPILING = (
     "layers/source_*.py",
     "layers/local_build_host.py",
-    "kinds/prepare.py",
-    "artifacts/builder_image.py",
+    "build/prepare.py",
+    "build/builder_image.py",
     "base/elf*.py",
 )
 

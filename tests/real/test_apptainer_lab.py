@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 from lab.apptainer import FLAGS, Apptainer, missing
 
-from envbuild.artifacts.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
-from envbuild.artifacts.apptainer_engine import build_with_apptainer
-from envbuild.artifacts.enroot import enroot_files
 from envbuild.base.errors import BuildError, HostError
+from envbuild.build.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
+from envbuild.build.apptainer_engine import build_with_apptainer
+from envbuild.build.enroot import enroot_files
 from envbuild.environment import Environment, load_environment
 from envbuild.image.entry import DIR, SYMLINK
 from envbuild.image.sif import finish_sif, read_sif, write_sif_front
@@ -408,7 +408,7 @@ def test_without_apptainer_the_message_says_what_to_install(tmp_path: Path) -> N
 def test_ctrl_c_leaves_nothing(images: Images, engine: Environment, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from envbuild.environment import load_environment\n"
-        "from envbuild.artifacts.apptainer_engine import build_with_apptainer as build\n"
+        "from envbuild.build.apptainer_engine import build_with_apptainer as build\n"
         "sys.stderr = sys.stdout\n"
         "build(sys.argv[1], Path(sys.argv[2]), load_environment(), arch=sys.argv[3])\n"
     )

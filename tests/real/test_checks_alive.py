@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 
 from ddp_train.loaded import interfaces
-from envbuild.artifacts import venv
 from envbuild.base.packages import record_digest
+from envbuild.build import venv
 from envbuild.recipe.verify_table import ExpectTable
 from envbuild.site.settings import load_site
 from envbuild.verify import launch

@@ -21,11 +21,10 @@ from lab.conda_package import PLACEHOLDER, Metadata, conda_package
 from lab.conda_server import Fault, Server, serve
 from lab.wheels import make_wheel
 
-from envbuild.artifacts import conda, conda_cache
-from envbuild.artifacts.conda_survey import read_records
-from envbuild.artifacts.folder import FolderBuild
-from envbuild.artifacts.survey import Survey, survey
 from envbuild.base.errors import BuildError
+from envbuild.build import conda, conda_cache
+from envbuild.build.installing import FolderBuild
+from envbuild.contract.conda_meta import read_records
 from envbuild.contract.state import State
 from envbuild.environment import Environment
 from envbuild.layers.conda_package import locate_conda
@@ -39,6 +38,7 @@ from envbuild.recipe.targets import Target, host_arch
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.store import Store
+from envbuild.verify.survey import Survey, survey
 
 # The channel itself is not there: every package comes from the mirror.
 URL = "http://127.0.0.1:9/conda-forge"

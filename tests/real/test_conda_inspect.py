@@ -15,7 +15,7 @@ from lab.conda_package import PLACEHOLDER, Metadata, conda_package
 from lab.conda_trees import linked
 from rattler.index import index_fs
 
-from envbuild.artifacts.conda_layers import conda_parts
+from envbuild.build.conda_layers import conda_parts
 from envbuild.environment import Environment, load_environment
 from envbuild.image.layer import write_layer
 from envbuild.image.layout import Blobs

@@ -32,11 +32,11 @@ from lab.conda_trees import (
 )
 from lab.wheels import make_wheel
 
-from envbuild.artifacts import conda_install
-from envbuild.artifacts.conda_layers import conda_parts
-from envbuild.artifacts.conda_survey import conda_packages
-from envbuild.artifacts.image import check_paths
 from envbuild.base.errors import BuildError
+from envbuild.build import conda_install
+from envbuild.build.conda_layers import conda_parts
+from envbuild.build.image_layers import check_paths
+from envbuild.contract.conda_meta import conda_packages
 from envbuild.image.layout import Blobs
 from envbuild.image.limits import ImageLimits
 from envbuild.image.squashfs.model import codec_of

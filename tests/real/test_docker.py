@@ -209,9 +209,9 @@ class _Client:
 def _assembled(recipe: Path, docker_daemon: Lab, session_store: Path) -> tuple[Any, _Client, dict[str, str]]:
     import docker as sdk
 
-    from envbuild.artifacts.image import assemble
+    from envbuild.build.image import prepare_image
+    from envbuild.build.image_layers import assemble
     from envbuild.environment import load_environment
-    from envbuild.kinds.image import prepare_image
     from envbuild.recipe.load import load_recipe
 
     variables = {**os.environ, "ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}

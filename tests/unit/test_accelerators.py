@@ -12,7 +12,6 @@ from unit.job_plans import AWS, GPU_SIF, MOUNTS, PLAN, SIF
 from unit.test_job_kubernetes import GPUS, ON_GPUS
 
 from ddp_train.preflight.host import amd_gpus
-from envbuild.artifacts.survey import scan_elf
 from envbuild.base.errors import BuildError, LockError, RecipeError, UsageError
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import Stack, stack_of
@@ -33,6 +32,7 @@ from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_o
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target, target_problem
+from envbuild.verify.elf_files import scan_elf
 from envbuild.verify.launch import visible_gpus
 from envbuild.verify.training_checks import _wrong_build
 

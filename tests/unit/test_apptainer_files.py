@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from envbuild.artifacts.apptainer import (
+from envbuild.base.errors import BuildError
+from envbuild.build.apptainer import (
     all_labels,
     apptainer_files,
     definition,
@@ -23,8 +24,7 @@ from envbuild.artifacts.apptainer import (
     oci_config,
     recipe_definition,
 )
-from envbuild.artifacts.apptainer_engine import build_with_apptainer
-from envbuild.base.errors import BuildError
+from envbuild.build.apptainer_engine import build_with_apptainer
 from envbuild.environment import load_environment
 from envbuild.image.entry import DIR, FILE, SYMLINK
 

@@ -12,10 +12,10 @@ from lab import artifacts
 from lab.commands import TOP
 
 from envbuild.base.errors import EnvbuildError, LockError, UsageError
+from envbuild.build.built import check_lock, find_built
 from envbuild.cli.commands import cli
 from envbuild.contract.receipt import receipt_path
 from envbuild.jobs.artifact import open_artifact
-from envbuild.kinds.built import check_lock, find_built
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.conda_format import part_of
 from envbuild.lock.conda_format import render as render_conda

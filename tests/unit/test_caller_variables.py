@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ddp_train.launch.__main__ import PYTHON_KEPT
-from envbuild.artifacts import conda, venv
 from envbuild.base.process import of_caller
+from envbuild.build import conda, venv
 from envbuild.contract.state import State
 from envbuild.data import load_table
 from envbuild.exec_image import inherited

@@ -10,7 +10,7 @@ from pathlib import Path
 from lab.conda_trees import MTIME, SCHEME
 from lab.wheels import make_wheel
 
-from envbuild.artifacts.conda_layers import LinkedPackage, LinkedPackages, conda_parts
+from envbuild.build.conda_layers import LinkedPackage, LinkedPackages, conda_parts
 from envbuild.debian.defaults import default_packages
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
@@ -78,6 +78,6 @@ def test_a_base_for_conda_has_no_python_of_debians() -> None:
 
 
 def test_help_imports_nothing_of_condas() -> None:
-    code = "import sys, envbuild.cli.commands, envbuild.kinds.image; print({'rattler', 'zstandard'} & {*sys.modules})"
+    code = "import sys, envbuild.cli.commands, envbuild.build.image; print({'rattler', 'zstandard'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

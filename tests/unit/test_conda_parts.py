@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envbuild.artifacts import conda, conda_cache, venv
-from envbuild.artifacts.conda import command, launch_environment
-from envbuild.artifacts.conda_install import _clean_records
-from envbuild.artifacts.conda_survey import META, conda_packages, owned_dist_infos, quick_names, survey_conda
 from envbuild.base.errors import BuildError, HostError
 from envbuild.base.masking import redact
 from envbuild.base.packages import conda_digest
+from envbuild.build import conda, conda_cache, venv
+from envbuild.build.conda import command, launch_environment
+from envbuild.build.conda_install import _clean_records
+from envbuild.contract.conda_meta import META, conda_packages, owned_dist_infos, quick_names, survey_conda
 from envbuild.lock.conda import CondaPackage
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
@@ -210,7 +210,7 @@ def test_every_change_of_an_unpacked_tree_changes_its_digest(tmp_path: Path, cha
 def test_threads_of_the_linking_child_print_whole_lines() -> None:
     script = (
         "import sys, threading\n"
-        "from envbuild.artifacts.conda_link import say\n"
+        "from envbuild.build.conda_link import say\n"
         "sys.setswitchinterval(1e-6)\n"
         "print_all = lambda name: [say(f'failed {name}') for _ in range(2000)]\n"
         "threads = [threading.Thread(target=print_all, args=(letter * 50,)) for letter in 'abcdefgh']\n"

@@ -67,7 +67,7 @@ def test_a_panic_of_an_extension_module_is_reported_too(tmp_path: Path) -> None:
     assert done.returncode == 70 and "index out of bounds" in next(tmp_path.iterdir()).read_text()
 
 
-@pytest.mark.parametrize("module", ["click", "envbuild.kinds", "rich.console"])
+@pytest.mark.parametrize("module", ["click", "envbuild.contract.kinds", "rich.console"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_while_modules_are_imported_interrupts(module: str, name: str) -> None:
     script = f"""if True:

@@ -14,9 +14,15 @@ from typing import Any
 
 import pytest
 
-from envbuild.artifacts import squash as squash_files
-from envbuild.artifacts.folder import FolderBuild
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.build import squash_files
+from envbuild.build.commit import Result, failed_path, open_subject
+from envbuild.build.folder import make_environment
+from envbuild.build.installing import FolderBuild
+from envbuild.build.kinds import kind_at
+from envbuild.build.planning import plan_of
+from envbuild.build.prepare import prepare
+from envbuild.build.squash import imported_file
 from envbuild.contract import kinds
 from envbuild.contract.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kinds_of
 from envbuild.contract.receipt import PASS, passing_receipt, receipt_path
@@ -32,11 +38,6 @@ from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
 from envbuild.jobs.schedulers import render
-from envbuild.kinds import kind_at, plan_of
-from envbuild.kinds.commit import Result, failed_path, open_subject
-from envbuild.kinds.folder import make_environment
-from envbuild.kinds.prepare import prepare
-from envbuild.kinds.squash import imported_file
 from envbuild.matrix import SelectedRecipe, make_jobs
 from envbuild.plan.plan import state_of
 from envbuild.recipe import accelerators
@@ -84,7 +85,7 @@ def addition(monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, ob
 
 @pytest.fixture
 def toy(addition: Addition, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FolderArtifact:
-    """A kind of environments that hold a state and nothing else: `artifacts/toy.py` and one entry."""
+    """A kind of environments that hold a state and nothing else: `build/toy.py` and one entry."""
 
     def build(wanted: FolderBuild) -> State:
         state = state_of(wanted.plan, "3.11.7", "toy", [("torch", "2", "")])
@@ -98,7 +99,7 @@ def toy(addition: Addition, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         command=lambda path, program, *arguments: [str(path / "bin" / program), *arguments],
         launch_environment=lambda _, env: {**env, "TOY": "1"},
     )
-    addition.module("envbuild.artifacts.toy", module)
+    addition.module("envbuild.build.toy", module)
     addition.row(kinds, "ARTIFACTS", "toy", TOY)
     monkeypatch.chdir(tmp_path)
     return TOY
@@ -159,7 +160,7 @@ def test_an_artifact_kind_that_fails_leaves_the_one_before_it(
     toy: FolderArtifact, environment: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = built(toy, environment, monkeypatch)
-    monkeypatch.setattr(sys.modules["envbuild.artifacts.toy"], "is_current", lambda *_: False)
+    monkeypatch.setattr(sys.modules["envbuild.build.toy"], "is_current", lambda *_: False)
     with pytest.raises(VerificationError) as failed:
         built(toy, environment, monkeypatch, status="fail")
     kept = failed_path(good.path)

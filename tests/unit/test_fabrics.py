@@ -14,6 +14,7 @@ import pytest
 from ddp_train.preflight.host import missing_provider
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.toml import json_schema
+from envbuild.build import commit
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
 from envbuild.contract.state import BuiltLayer, State
@@ -28,7 +29,6 @@ from envbuild.fabrics import (
     preflight_devices,
 )
 from envbuild.jobcheck.lint.kubernetes import lint_manifest
-from envbuild.kinds import commit
 from envbuild.layers.source_known import source_layers
 from envbuild.recipe.accelerators import CPU, CUDA
 from envbuild.recipe.load import load_recipe

@@ -12,9 +12,9 @@ import pytest
 from lab.artifacts import frame, make_venv
 from unit.gpu_files import bundle, fatbin
 
-from envbuild.artifacts.survey import folder_gpu_code, scan_elf
 from envbuild.base.errors import RecipeError, VerificationError
 from envbuild.base.toml import Document
+from envbuild.build.commit import check_unverified_gpus
 from envbuild.compat.judge import gpu_findings
 from envbuild.compat.stack import Stack
 from envbuild.contract.receipt import recorded_gpu_code
@@ -25,12 +25,12 @@ from envbuild.gpus import NATIVE, PTX, chips_named, gpu_faults, gpu_of, gpu_prob
 from envbuild.jobs.artifact import check_gpus as check_site
 from envbuild.jobs.model import JobArtifact, JobInputs
 from envbuild.jobs.schedulers.slurm import _partitions
-from envbuild.kinds.commit import check_unverified_gpus
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import decode_recipe
 from envbuild.recipe.targets import Target
 from envbuild.site.jobs import NodeTable
 from envbuild.site.settings import Site
+from envbuild.verify.elf_files import folder_gpu_code, scan_elf
 from envbuild.verify.static_checks import check_gpus
 
 ELF = b"\x7fELF\x02\x01" + bytes(12) + (62).to_bytes(2, "little") + bytes(40)

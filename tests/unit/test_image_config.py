@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from envbuild.artifacts.image import run_config
+from envbuild.build.image_layers import run_config
 from envbuild.debian.lock import DebianLock
 from envbuild.layers.base import BaseImage
 from envbuild.lock.conda import CondaPackage

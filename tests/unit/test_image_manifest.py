@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.gpu_files import fatbin
 
-from envbuild.artifacts.image import rows_of_layers
-from envbuild.artifacts.squash import composed, write_sqsh
-from envbuild.artifacts.survey import survey
 from envbuild.base.errors import BuildError, VerificationError
 from envbuild.base.packages import digest_of
+from envbuild.build.image_layers import rows_of_layers
+from envbuild.build.squash_files import composed, write_sqsh
 from envbuild.contract.image_manifest import (
     FILE_NAME,
     OCI,
@@ -40,6 +39,7 @@ from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.segment_cache import SegmentCache
 from envbuild.store.store import Store
 from envbuild.verify.outside import read_squashfs
+from envbuild.verify.survey import survey
 
 SITE = "opt/env/lib/python3.11/site-packages"
 ELF = b"\x7fELF\x02\x01" + bytes(12) + (62).to_bytes(2, "little") + bytes(40)

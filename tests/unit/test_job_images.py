@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.build import image as image_kind
 from envbuild.contract.receipt import passing_receipt, pushed_as, receipt_path, record_push
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job
-from envbuild.kinds import image as image_kind
 from envbuild.site.jobs import SchedulerTable
 from envbuild.site.settings import Site
 

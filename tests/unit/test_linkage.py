@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from lab.patchelf import set_rpath
 
-from envbuild.artifacts.linkage import Linkage, link, symbol_families
-from envbuild.artifacts.survey import ElfReport, Survey, scan_elf, survey
 from envbuild.base import elf
 from envbuild.base.elf import MACHINES, parse_elf, read_elf
 from envbuild.contract.image_manifest import PathRow
@@ -23,9 +21,11 @@ from envbuild.contract.installed import HOST, Distribution, FileReport, HostFile
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.recipe.targets import Target
 from envbuild.verify import outside
+from envbuild.verify.elf_files import ElfReport, scan_elf
 from envbuild.verify.model import Check
 from envbuild.verify.outside import Clock, read_once
 from envbuild.verify.static_checks import check_linkage
+from envbuild.verify.survey import Linkage, Survey, link, survey, symbol_families
 
 MACHINE = MACHINES[os.uname().machine]
 SITE = "lib/python3.11/site-packages"

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.artifacts.survey import ElfReport, scan_elf
 from envbuild.base.errors import BuildError, LockError
 from envbuild.layers.wheel import WheelFile
 from envbuild.layers.wheels import check_wheels, wheel_arch
@@ -22,6 +21,7 @@ from envbuild.recipe.accelerators import torch_builds
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import ARCHES, Target
+from envbuild.verify.elf_files import ElfReport, scan_elf
 from envbuild.verify.static_checks import check_accelerator as check_artifact
 
 

@@ -19,10 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_train.preflight.files import FileCheck, changed_files
-from envbuild.artifacts import venv
-from envbuild.artifacts.survey import survey
 from envbuild.base import process
 from envbuild.base.errors import BuildError, VerificationError
+from envbuild.build import venv
 from envbuild.contract import manifest
 from envbuild.contract.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
 from envbuild.contract.receipt import manifest_of, passing_receipt, receipt_path
@@ -31,6 +30,7 @@ from envbuild.environment import load_environment
 from envbuild.recipe.targets import host_arch
 from envbuild.store.store import Store
 from envbuild.verify.host import folder_subject
+from envbuild.verify.survey import survey
 
 STATE = State("venv", "r", "", "", "", "cpu-x86_64", "3.11", "3.11.0", sys.executable, ())
 SITE = "lib/python3.11/site-packages"

@@ -13,13 +13,13 @@ from typing import Any, cast
 import pytest
 from lab.wheels import make_wheel
 
-from envbuild.artifacts.folder import _apply_umask, _check_installed, locked_files
-from envbuild.artifacts.image import _environment_layer
 from envbuild.base.errors import BuildError
+from envbuild.build.folder import make_environment
+from envbuild.build.image_layers import _environment_layer
+from envbuild.build.installing import _apply_umask, _check_installed, locked_files
 from envbuild.contract.installed import check_files
 from envbuild.contract.kinds import VENV
 from envbuild.environment import load_environment
-from envbuild.kinds.folder import make_environment
 from envbuild.layers.wheel import Scheme, WheelFile, wheel_record
 
 SITE = "lib/python3.11/site-packages"

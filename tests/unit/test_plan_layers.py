@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.artifacts import layers_in
-from envbuild.artifacts.layers_in import LayerFolder, layer_folder
-from envbuild.artifacts.survey import ElfReport, Survey
 from envbuild.base.errors import BuildError, HostError, LockError, UsageError
+from envbuild.build import image_layers, installing, prepare
+from envbuild.build.installing import LayerFolder, layer_folder
 from envbuild.contract import layer_lists
 from envbuild.contract.installed import FileReport
 from envbuild.contract.layer_lists import LayerFile, LayerList
@@ -26,7 +25,6 @@ from envbuild.debian.lock import DebianLock, LockedDeb
 from envbuild.environment import load_environment
 from envbuild.image.entry import DIR, SYMLINK, Entry
 from envbuild.inspect.metadata import interest, source_built
-from envbuild.kinds import prepare
 from envbuild.layers import requested
 from envbuild.layers.requested import RequestedLayers
 from envbuild.layers.wheel import Scheme, WheelFile
@@ -39,7 +37,9 @@ from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.sources import HostLayer, LockedPackage, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.store.store import Store
+from envbuild.verify.elf_files import ElfReport
 from envbuild.verify.static_checks import check_installed
+from envbuild.verify.survey import Survey
 
 TARGET = Target.parse("cpu-x86_64")
 SOURCE = SourceLayer("libfoo", "1.0", TARGET.name, "autotools", "", "5" * 64, check=("foo", "--version"))
@@ -198,7 +198,7 @@ def test_a_list_cannot_name_what_lies_outside() -> None:
 def test_an_installed_layer_is_a_copy_and_every_change_of_it_is_seen(tmp_path: Path) -> None:
     layer, root = built(tmp_path / "layer"), tmp_path / "env"
     root.mkdir()
-    (told,) = layers_in.install_layers([layer], root)
+    (told,) = installing.install_layers([layer], root)
     assert told == layer.built
     library, program = root / "lib/libfoo.so.1.0", root / "bin/foo"
     assert os.readlink(root / "lib/libfoo.so.1") == "libfoo.so.1.0"
@@ -250,7 +250,7 @@ def test_a_path_that_something_else_has_already_is_an_error_that_names_both(owne
     named = "the environment"
     if owner == "layer":
         other = dataclasses.replace(SOURCE, name="libbar", version="7")
-        layers_in.install_layers([built(tmp_path / "other", other)], root)
+        installing.install_layers([built(tmp_path / "other", other)], root)
         named = "layer libbar 7"
     elif owner == "wheel":
         info = root / "lib/python3.11/site-packages/foo_tools-2.0.dist-info"
@@ -267,7 +267,7 @@ def test_a_path_that_something_else_has_already_is_an_error_that_names_both(owne
     else:
         (root / "lib/libfoo.so.1.0").write_text("theirs")
     with pytest.raises(BuildError) as refused:
-        layers_in.install_layers([layer], root)
+        installing.install_layers([layer], root)
     assert "layer libfoo 1.0 and " in refused.value.message and named in refused.value.message
     assert refused.value.hint and "[layers.libfoo]" in refused.value.hint
 
@@ -279,15 +279,15 @@ def test_in_images_too_no_two_things_may_have_one_path(tmp_path: Path) -> None:
     layer = built(tmp_path / "layer")
     for _ in range(2):  # the answer is kept only where it is good
         with pytest.raises(BuildError, match=r"layer libfoo 1.0 and tool 1.0 both have lib/libfoo"):
-            layers_in.check_paths([layer], [wheel], [], scheme, store)
+            image_layers.check_paths([layer], [wheel], [], scheme, store)
     path = make_wheel(tmp_path, "good")
     fine = WheelFile("good", "1.0", path, hashlib.sha256(path.read_bytes()).hexdigest(), 1)
-    layers_in.check_paths([layer], [fine], [], scheme, store)
+    image_layers.check_paths([layer], [fine], [], scheme, store)
     path.unlink()
-    layers_in.check_paths([layer], [fine], [], scheme, store)  # it is known
+    image_layers.check_paths([layer], [fine], [], scheme, store)  # it is known
     twin = built(tmp_path / "twin", dataclasses.replace(SOURCE, name="libbar"))
     with pytest.raises(BuildError, match=r"layer libbar 1.0 and layer libfoo 1.0 both have bin/foo"):
-        layers_in.check_free([layer, twin], ())
+        installing.check_free([layer, twin], ())
 
 
 def test_the_layer_of_an_image_is_the_same_whoever_built_it_and_changes_with_its_files(tmp_path: Path) -> None:
@@ -299,8 +299,8 @@ def test_the_layer_of_an_image_is_the_same_whoever_built_it_and_changes_with_its
     finally:
         os.umask(before)
     scheme = Scheme(PREFIX, "3.11")
-    part = layers_in.layer_part(layer, scheme, None, 1577836800)
-    again = layers_in.layer_part(same, scheme, None, 1577836800)
+    part = image_layers.layer_part(layer, scheme, None, 1577836800)
+    again = image_layers.layer_part(same, scheme, None, 1577836800)
     assert part.key == again.key and part.title == "libfoo 1.0"
 
     def items(of: Any) -> list[tuple[Entry, bytes]]:
@@ -314,8 +314,8 @@ def test_the_layer_of_an_image_is_the_same_whoever_built_it_and_changes_with_its
     files = [entry.path for entry, _ in items(part) if entry.kind != DIR]
     assert files[:-1] == sorted(files[:-1]) and files[-1].endswith("/layers/libfoo.json")
     changed = built(tmp_path / "three", **{"lib/libfoo.so.1.0": "ELF 2"})
-    assert layers_in.layer_part(changed, scheme, None, 1577836800).key != part.key
-    assert layers_in.layer_part(layer, scheme, None, 1577836801).key != part.key
+    assert image_layers.layer_part(changed, scheme, None, 1577836800).key != part.key
+    assert image_layers.layer_part(layer, scheme, None, 1577836801).key != part.key
 
 
 def test_what_is_no_file_or_nothing_at_all_is_no_layer(tmp_path: Path) -> None:

@@ -19,11 +19,11 @@ from jsonschema import validate
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.base.errors import BuildError, EnvbuildError, RecipeError, UsageError
+from envbuild.build.folder import prepare_folder
+from envbuild.build.prepare import prepare
 from envbuild.contract.kinds import DOCKER, VENV
 from envbuild.contract.state import parse_state
 from envbuild.environment import Environment, load_environment
-from envbuild.kinds.folder import prepare_folder
-from envbuild.kinds.prepare import prepare
 from envbuild.layers import project
 from envbuild.layers.project import collect, project_wheel
 from envbuild.layers.wheel import WheelFile

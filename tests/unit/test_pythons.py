@@ -14,12 +14,12 @@ from lab.wheels import make_recipe, make_wheel
 
 from envbuild import pythons
 from envbuild.base.errors import HostError, LockError
+from envbuild.build.folder import prepare_folder
 from envbuild.contract.kinds import VENV
 from envbuild.environment import Environment, load_environment
 from envbuild.imports.origin import compose_here
 from envbuild.imports.statement import Statement
 from envbuild.interpreter import HostPython
-from envbuild.kinds.folder import prepare_folder
 from envbuild.lock.lifecycle import LockUse
 from envbuild.pythons import OfferedPython, choose_python, keep_python
 from envbuild.recipe.load import load_recipe

@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from envbuild.base.errors import BuildError
+from envbuild.build import commit
 from envbuild.contract.receipt import passing_receipt, receipt_path
 from envbuild.contract.state import State, read_state
-from envbuild.kinds import commit
 from envbuild.lock.format import Lock
 from envbuild.plan.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe

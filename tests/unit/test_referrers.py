@@ -23,12 +23,12 @@ from securesystemslib.signer import CryptoSigner
 
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import digest_of
+from envbuild.build import attached
+from envbuild.build.attached import SignedBundles, add_attached, push_bundles
 from envbuild.cache.http import Transport
 from envbuild.contract.receipt import receipt_path
 from envbuild.image.model import OCI_INDEX, OCI_MANIFEST, Descriptor, canonical
 from envbuild.image.registry import Registry, attach, open_registry, referrers
-from envbuild.kinds import attached
-from envbuild.kinds.attached import SignedBundles, add_attached, push_bundles
 from envbuild.store.store import Store
 from envbuild.trust.bundle import BUNDLE, PREDICATES, bundle_path, sign, statement
 from envbuild.trust.policy import Signers

@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.base.errors import UsageError, VerificationError
+from envbuild.build.commit import failed_path
 from envbuild.cli.report import reported
 from envbuild.compat.rows import CompatFinding
 from envbuild.contract.receipt import receipt_path
 from envbuild.environment import load_environment
 from envbuild.inspect.metadata import interest
-from envbuild.kinds.commit import failed_path
 from envbuild.report.data import ReportEntry, SizedPackage
 from envbuild.report.gather import gather, page_path, read_receipt_of, receipt_changes
 from envbuild.report.markup import evidence_html, h, prose, visible

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envbuild.base.errors import HostError, UsageError
+from envbuild.build.commit import open_subject
 from envbuild.environment import Environment, load_environment
-from envbuild.kinds.commit import open_subject
 from envbuild.verify import runtimes
 from envbuild.verify.image_file import ImageFile, image_kind, open_image_file, passed
 from envbuild.verify.namespace import image_variables

@@ -22,14 +22,14 @@ from lab.wheels import make_recipe, make_wheel
 from securesystemslib.signer import CryptoSigner
 
 from envbuild.base.errors import BuildError, UsageError, VerificationError
+from envbuild.build.folder import make_environment, prepare_folder
+from envbuild.build.share_environment import _read, is_environment, pull_environment
 from envbuild.contract.kinds import VENV
 from envbuild.environment import load_environment
 from envbuild.image.layout import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.reference import parse_reference
 from envbuild.image.registry import Registry
-from envbuild.kinds.folder import make_environment, prepare_folder
-from envbuild.kinds.share_environment import _read, is_environment, pull_environment
 from envbuild.lock.format import BuiltPackage, Lock
 from envbuild.lock.format import render as render_lock
 from envbuild.lock.lifecycle import write_lock_file
@@ -182,7 +182,7 @@ class Pushed:
 
         registry = cast(Registry, SimpleNamespace(reference=REFERENCE, fetch_blobs=fetch))
         made = SimpleNamespace(path=self.top, digest=GOOD["digest"], target="", receipt=None)
-        with patch("envbuild.kinds.share_environment.make_environment", return_value=made) as make:
+        with patch("envbuild.build.share_environment.make_environment", return_value=made) as make:
             try:
                 pull_environment(
                     json.dumps(about).encode(), listed, registry, self.top / "env", self.environment, verify=True

@@ -16,18 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.wheels import make_recipe
 
-from envbuild.artifacts.survey import ElfReport, Survey
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.packages import top_level
+from envbuild.build.commit import settings_of
 from envbuild.bundle import make_bundle
 from envbuild.contract.installed import Distribution, FileReport
 from envbuild.environment import load_environment
-from envbuild.kinds.commit import settings_of
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import ExpectTable
+from envbuild.verify.elf_files import ElfReport
 from envbuild.verify.launch import Outcome, TrainingJob
 from envbuild.verify.model import Settings
+from envbuild.verify.survey import Survey
 from envbuild.verify.user_code import check_imports, judge_command, metric_values, modules_to_import
 
 JOB = TrainingJob("command", (), 2, 2, 60.0, program=("python", "t.py"), named=True)

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts import conda_cache
-from envbuild.artifacts.conda_cache import Locate, Metadata
-from envbuild.artifacts.conda_link import run_job
-from envbuild.artifacts.conda_survey import META
 from envbuild.base import atomic, process
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import BuildError
 from envbuild.base.host import link_mode
 from envbuild.base.progress import OnProgress, log, reuse, transfer
 from envbuild.base.workers import Answer, Workers
+from envbuild.build import conda_cache
+from envbuild.build.conda_cache import Locate, Metadata
+from envbuild.build.conda_link import run_job
+from envbuild.contract.conda_meta import META
 from envbuild.contract.manifest import Stat
 from envbuild.lock.conda import CondaPackage
 from envbuild.store.store import Store

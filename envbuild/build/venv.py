@@ -7,12 +7,12 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from envbuild.artifacts import folder
-from envbuild.artifacts.folder import FolderBuild, interpreter
 from envbuild.base import atomic, process
 from envbuild.base.errors import BuildError
+from envbuild.build import installing as folder
+from envbuild.build.installing import FolderBuild, interpreter
 from envbuild.contract.installed import names_and_versions
-from envbuild.contract.state import State, has_packages
+from envbuild.contract.state import State, has_packages, site_packages
 from envbuild.environment import uv_hint
 from envbuild.layers.wheels import locate
 from envbuild.pythons import keep_python, provide_python
@@ -27,7 +27,7 @@ def is_current(path: Path, state: State, python: str | None = None) -> bool:
     if python is not None and os.sep in python and os.path.realpath(python) != os.path.realpath(state.interpreter):
         return False
     try:
-        return has_packages(path, state, names_and_versions(folder.site_packages(path, state.python)).items())
+        return has_packages(path, state, names_and_versions(site_packages(path, state.python)).items())
     except OSError:
         return False
 

@@ -9,21 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Unpack
 
-from envbuild.artifacts.folder import FolderBuild, InstalledFilesDiffer, check_host
-from envbuild.artifacts.layers_in import LayerFolder
-from envbuild.artifacts.survey import folder_gpu_code
 from envbuild.base import atomic, host
 from envbuild.base.errors import BuildError, HostError, LockError, UsageError, VerificationError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log
-from envbuild.contract.kinds import CONDA, VENV, FolderArtifact
-from envbuild.contract.manifest import changes, move_seal, read_manifest, shown
-from envbuild.contract.receipt import manifest_of, read_receipt, receipt_path
-from envbuild.contract.state import State, check_place
-from envbuild.environment import Environment, own_command
-from envbuild.interpreter import HostPython
-from envbuild.kinds import folder_module
-from envbuild.kinds.commit import (
+from envbuild.build.commit import (
     Result,
     check_unverified_gpus,
     commit,
@@ -33,7 +23,15 @@ from envbuild.kinds.commit import (
     settings_of,
     verify_staged,
 )
-from envbuild.kinds.prepare import build_layers, prepare
+from envbuild.build.installing import FolderBuild, InstalledFilesDiffer, LayerFolder
+from envbuild.build.kinds import folder_module
+from envbuild.build.prepare import build_layers, prepare
+from envbuild.contract.kinds import CONDA, VENV, FolderArtifact
+from envbuild.contract.manifest import changes, move_seal, read_manifest, shown
+from envbuild.contract.receipt import manifest_of, read_receipt, receipt_path
+from envbuild.contract.state import State, check_place
+from envbuild.environment import Environment, own_command
+from envbuild.interpreter import HostPython
 from envbuild.layers.requested import RequestedLayers, before_environment, check_here, for_host, requested_layers
 from envbuild.layers.source_job import BuildPython
 from envbuild.layers.trainer import Trainer
@@ -42,7 +40,8 @@ from envbuild.plan.plan import Plan
 from envbuild.pythons import OfferedPython, choose_python, keep_python, provide_python
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.targets import Target, host_arch
+from envbuild.recipe.targets import Target, check_host, host_arch
+from envbuild.verify.elf_files import folder_gpu_code
 from envbuild.verify.model import FULL, Thoroughness
 
 

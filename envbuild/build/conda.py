@@ -17,8 +17,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from envbuild.artifacts.conda_install import Prefix, install_packages
-from envbuild.artifacts.conda_survey import (
+from envbuild.base import atomic, host, process
+from envbuild.base.errors import BuildError, HostError
+from envbuild.base.files import absolute_path
+from envbuild.build.conda_install import Prefix, install_packages
+from envbuild.build.installing import FolderBuild, finish, install_wheels, interpreter, locked_files, program_file
+from envbuild.contract.conda_meta import (
     META,
     conda_packages,
     owned_dist_infos,
@@ -27,21 +31,9 @@ from envbuild.artifacts.conda_survey import (
     recorded_files,
     rewritten_files,
 )
-from envbuild.artifacts.folder import (
-    FolderBuild,
-    finish,
-    install_wheels,
-    interpreter,
-    locked_files,
-    program_file,
-    site_packages,
-)
-from envbuild.base import atomic, host, process
-from envbuild.base.errors import BuildError, HostError
-from envbuild.base.files import absolute_path
 from envbuild.contract.installed import names_and_versions
 from envbuild.contract.kinds import set_variables
-from envbuild.contract.state import State, has_packages
+from envbuild.contract.state import State, has_packages, site_packages
 from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.wheel import Scheme, WheelFile, wheel_paths
 from envbuild.layers.wheels import locate

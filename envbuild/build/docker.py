@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from envbuild.artifacts.image import AssembledImage
 from envbuild.base import atomic
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.files import absolute_path, named_path
 from envbuild.base.progress import log, transfer
+from envbuild.build.image_layers import AssembledImage
 from envbuild.environment import Environment
 from envbuild.image.archive import archive_pieces
 from envbuild.image.daemon import Loaded, connect, load

@@ -17,6 +17,10 @@ from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.files import is_file_name, link_or_copy, parse_json
 from envbuild.base.progress import log, transfer
 from envbuild.base.toml import read
+from envbuild.build.folder import make_environment, prepare_folder
+from envbuild.build.inputs import BY_DIGEST, build_inputs, check_portable, count_files, read_by, recipe_files
+from envbuild.build.prepare import prepare
+from envbuild.build.share import MOST, PulledArtifact, attested_receipt, push_blobs
 from envbuild.contract.kinds import ARTIFACTS, FolderArtifact
 from envbuild.contract.state import State
 from envbuild.environment import Environment
@@ -24,10 +28,6 @@ from envbuild.image.layout import file_digest
 from envbuild.image.limits import Quota
 from envbuild.image.model import Descriptor, is_digest
 from envbuild.image.registry import Pushed, Registry
-from envbuild.kinds.folder import make_environment, prepare_folder
-from envbuild.kinds.inputs import BY_DIGEST, build_inputs, check_portable, count_files, read_by, recipe_files
-from envbuild.kinds.prepare import prepare
-from envbuild.kinds.share import MOST, PulledArtifact, attested_receipt, push_blobs
 from envbuild.layers.trainer import Trainer
 from envbuild.plan.plan import Plan
 from envbuild.recipe.load import LoadedRecipe, decode_recipe

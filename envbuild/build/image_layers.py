@@ -14,12 +14,12 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any, Generic
 
 from envbuild import __version__
-from envbuild.artifacts.layers_in import LayerFolder, check_free
 from envbuild.base.atomic import write_atomically
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import record_digest
 from envbuild.base.progress import log
 from envbuild.base.text import normalise_version
+from envbuild.build.installing import LayerFolder, check_free
 from envbuild.contract.image_manifest import FILE_NAME, FORMAT, OCI, PathRow, render, row_of
 from envbuild.contract.state import PREFIX, State, list_path
 from envbuild.environment import Environment
@@ -48,7 +48,7 @@ from envbuild.store.entry import key_of
 from envbuild.store.store import Store
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.conda_layers import LinkedPackage, LinkedPackages
+    from envbuild.build.conda_layers import LinkedPackage, LinkedPackages
 
 # PATH of images whose base sets none.
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -174,7 +174,7 @@ def fill(
     with ExitStack() as stack:
         conda: LinkedPackages | None = None
         if plan.conda:
-            from envbuild.artifacts.conda_layers import conda_parts, link_packages
+            from envbuild.build.conda_layers import conda_parts, link_packages
             from envbuild.layers.conda_package import locate_conda
 
             find = partial(locate_conda, environment=environment, offline=offline)

@@ -20,14 +20,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from envbuild.artifacts import conda_cache
-from envbuild.artifacts.conda_cache import Locate
-from envbuild.artifacts.conda_install import Prefix, install_packages
-from envbuild.artifacts.conda_survey import META
 from envbuild.base.atomic import writing
 from envbuild.base.errors import BuildError
 from envbuild.base.progress import log
+from envbuild.build import conda_cache
+from envbuild.build.conda_cache import Locate
+from envbuild.build.conda_install import Prefix, install_packages
 from envbuild.cache.hashed import read_note, write_note
+from envbuild.contract.conda_meta import META
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Readable, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode

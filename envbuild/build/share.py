@@ -17,6 +17,7 @@ from envbuild.base.files import absolute_path, parse_json
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size
+from envbuild.build.commit import commit
 from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.environment import Environment
 from envbuild.image.layout import BlobFiles, file_digest
@@ -25,7 +26,6 @@ from envbuild.image.model import OCI_MANIFEST, Descriptor
 from envbuild.image.reference import Reference
 from envbuild.image.registry import Pushed, Registry
 from envbuild.image.sif import content_digest
-from envbuild.kinds.commit import commit
 from envbuild.site.tables import TrustTable
 from envbuild.store.pieces import (
     ATTESTATIONS,

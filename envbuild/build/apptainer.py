@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from envbuild.artifacts.image_run import NAME, Addition, ProgramConfig, file, folder, link, quoted, run_of
 from envbuild.base.masking import redact
+from envbuild.build.image_run import NAME, Addition, ProgramConfig, file, folder, link, quoted, run_of
 from envbuild.data import load_table
 from envbuild.image.model import canonical
 

@@ -8,21 +8,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from envbuild.artifacts import docker
-from envbuild.artifacts.image import AssembledImage, PreparedImage, assemble
-from envbuild.artifacts.layers_in import LayerFolder
 from envbuild.base import atomic
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log
+from envbuild.build import docker
+from envbuild.build.commit import has_receipt, keep_receipt, settings_of, verify_staged
+from envbuild.build.image_layers import AssembledImage, PreparedImage, assemble
+from envbuild.build.installing import LayerFolder
+from envbuild.build.prepare import build_layers, image_python, prepare
 from envbuild.contract.kinds import DOCKER
 from envbuild.contract.receipt import pushed_as, receipt_path, record_push
 from envbuild.contract.state import IMAGE
 from envbuild.environment import Environment
 from envbuild.image.daemon import connect
 from envbuild.image.model import docker_manifest
-from envbuild.kinds.commit import has_receipt, keep_receipt, settings_of, verify_staged
-from envbuild.kinds.prepare import build_layers, image_python, prepare
 from envbuild.layers.compose import source_date
 from envbuild.layers.image_python import image_compiler
 from envbuild.layers.requested import check_here, for_image

@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from envbuild.artifacts.image_run import NAME, Addition, ProgramConfig, file, folder, quoted, run_of
 from envbuild.base.masking import redact
+from envbuild.build.image_run import NAME, Addition, ProgramConfig, file, folder, quoted, run_of
 from envbuild.contract.image_manifest import converted_mode
 from envbuild.image.entry import Entry
 

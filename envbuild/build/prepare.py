@@ -26,7 +26,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.layers_in import LayerFolder
+    from envbuild.build.installing import LayerFolder
     from envbuild.layers.source_job import BuildHost, BuildPython
 
 # Runs a command in the folder that is its first argument; a shell exits with 127 if there is no such program.
@@ -118,7 +118,7 @@ def build_layers(
     if not layers.sources:
         return []
     # Imported here: most recipes have no source layers and need none of this.
-    from envbuild.artifacts.layers_in import check_free, layer_folder
+    from envbuild.build.installing import check_free, layer_folder
     from envbuild.layers.source_build import build_layer
 
     build_host = build_hosts(layers, folder, environment, offline=offline)
@@ -146,7 +146,7 @@ def image_python(plan: Plan, environment: Environment, *, offline: bool) -> Buil
             unpack_wheel(wheel, root, plan.python)
 
     def conda(root: Path, inside: PurePath) -> None:
-        from envbuild.artifacts.conda_install import Prefix, install_packages
+        from envbuild.build.conda_install import Prefix, install_packages
         from envbuild.layers.conda_package import locate_conda
 
         find = partial(locate_conda, environment=environment, offline=offline)
@@ -184,7 +184,7 @@ def _image_build_host(
     layers: RequestedLayers, folder: Path, environment: Environment, work: Path, offline: bool
 ) -> Iterator[BuildHost]:
     """Start the builder image, by enroot or in own namespaces, with `work` shared. Raises HostError if neither can."""
-    from envbuild.artifacts.builder_image import builder_file
+    from envbuild.build.builder_image import builder_file
     from envbuild.verify.image_file import open_image_file, passed
     from envbuild.verify.runtimes import runtime_for
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from envbuild.base.errors import UsageError
 from envbuild.contract.kinds import (
@@ -21,18 +21,14 @@ from envbuild.contract.kinds import (
 )
 
 if TYPE_CHECKING:
-    from envbuild.artifacts.folder import FolderModule
+    from envbuild.build.installing import FolderModule
     from envbuild.environment import Environment
-    from envbuild.lock.lifecycle import LockUse
-    from envbuild.plan.plan import Plan
-    from envbuild.recipe.load import LoadedRecipe
-    from envbuild.recipe.targets import Target
     from envbuild.verify.model import Subject
 
 
 def folder_module(kind: FolderArtifact) -> FolderModule:
-    """Return the module of `artifacts` that builds and starts environments of this kind; it has the kind's name."""
-    module: FolderModule = importlib.import_module(f"envbuild.artifacts.{kind.name}")
+    """Return the module of this package that builds and starts environments of this kind; it has the kind's name."""
+    module: FolderModule = importlib.import_module(f"envbuild.build.{kind.name}")
     return module
 
 
@@ -91,30 +87,3 @@ def changed_files(path: Path, kind: Artifact, manifest: str, *, exact: bool = Fa
     environment = load_environment()
     workers = host.workers(environment.variables)
     return changes(path, read_artifact(path).state, manifest, environment.store, workers, exact=exact)
-
-
-def plan_of(
-    kind: Artifact,
-    loaded: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    *,
-    here: bool = True,
-    bytecode: bool = True,
-    verify: bool = True,
-    **use: Unpack[LockUse],
-) -> Plan:
-    """Return the plan of an artifact of `kind`, as its build makes it.
-
-    Raises the errors of that build; without `verify`, those of a build without verification; without `here`, none that
-    depend on this host. `bytecode` says whether to look for the interpreter that compiles an image's bytecode.
-    """
-    if isinstance(kind, FolderArtifact):
-        from envbuild.kinds.folder import prepare_folder
-
-        plan, _ = prepare_folder(kind, loaded, target, environment, here=here, verify=verify, **use)
-    else:
-        from envbuild.kinds.image import prepare_image
-
-        plan = prepare_image(loaded, target, environment, bytecode=bytecode, here=here, verify=verify, **use).plan
-    return plan

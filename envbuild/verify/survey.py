@@ -1,12 +1,12 @@
-"""Libraries of an environment as the dynamic loader links them: undefined symbols, versions, second copies, stubs.
+"""Survey of an environment: distributions, files against their RECORDs, ELF files for their processor and accelerator.
 
-Nothing is loaded: ELF files are read. Sources: ld.so(8) (DT_RUNPATH, DT_RPATH, order of folders), glibc
-elf/dl-version.c (versions), torch/__init__.py (the libraries that it loads before its extension).
+The files are those of this host, or those of an image that was read from outside.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import posixpath
 import re
 from collections import deque
@@ -16,10 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from envbuild.artifacts.conda_survey import is_conda
 from envbuild.base.elf import Elf, machine_name
-from envbuild.contract.installed import Files, HostFiles
+from envbuild.contract.conda_meta import is_conda, survey_conda
+from envbuild.contract.installed import HOST, Distribution, FileReport, Files, HostFiles, check_files, distributions
+from envbuild.contract.layer_lists import check_layers
 from envbuild.data import load_table
+from envbuild.verify.elf_files import ElfReport, read_text, scan_elf
+
+_MAX_METADATA = 1 << 20
 
 # What torch loads before anything else: its own libraries and those of NVIDIA's wheels.
 _PRELOADED = re.compile(r"/site-packages/(?:torch/lib|nvidia/[^/]+/lib)/[^/]+\Z")
@@ -247,3 +251,55 @@ def _stubs(loader: _Loader) -> Iterator[str]:
                 if "stubs" in [*folder.split("/"), *loader.files.target(place).split("/")]:
                     yield f"{loader.shown(place)} is a stub of the driver's library where the loader searches"
                     break
+
+
+@dataclass(frozen=True)
+class Survey:
+    """The survey of an environment; `distributions` are by normalized name.
+
+    Paths in `elf` are relative to the environment; paths in `files` are relative to site-packages, in a conda
+    environment and for source layers to the environment. `layers` maps the name of each source layer to the digest of
+    the files in its list. `requires` are the requirements in the metadata of the installed torch.
+    """
+
+    distributions: dict[str, Distribution]
+    files: FileReport
+    elf: ElfReport
+    layers: dict[str, str] = field(default_factory=dict)
+    linkage: Linkage = field(default_factory=Linkage)
+    requires: tuple[str, ...] = ()
+
+
+def survey(
+    root: Path,
+    site_packages: Path,
+    elf_machine: int,
+    known: FileReport | None = None,
+    files: Files = HOST,
+    *,
+    gpu: bool = False,
+) -> Survey:
+    """Survey the environment at `root`; `elf_machine` is the expected e_machine of its libraries.
+
+    `known` is the report on its files if they have been compared with its manifest, and not with the RECORDs alone.
+    With `gpu`, libraries are read for code for GPUs. Raises OSError.
+    """
+    elf = scan_elf(root, elf_machine, files, gpu=gpu)
+    elf.gpu_code = {os.path.relpath(path, root): found for path, found in elf.gpu_code.items()}
+    linkage = link(os.fspath(root), elf.libraries, elf_machine, files)
+    elf.libraries.clear()  # their symbols take much memory
+    elf.foreign = [(os.path.relpath(path, root), machine) for path, machine in elf.foreign]
+    if is_conda(root, files):
+        found, report = survey_conda(root, site_packages, known, files)
+    else:
+        found = distributions(site_packages, files=files)
+        report = known or check_files(site_packages, files=files)
+    layers = check_layers(root, None if known else report, files)
+    return Survey(found, report, elf, layers, linkage, _requires(site_packages, found.get("torch"), files))
+
+
+def _requires(site_packages: Path, torch: Distribution | None, files: Files) -> tuple[str, ...]:
+    path = f"{site_packages}/torch-{torch.version}.dist-info/METADATA" if torch else ""
+    text = (read_text(path, files, _MAX_METADATA) if path else "") or ""
+    head = text.partition("\n\n")[0].splitlines()
+    return tuple(line.partition(":")[2].strip() for line in head if line.startswith("Requires-Dist:"))

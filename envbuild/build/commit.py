@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from envbuild.base import atomic
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.progress import log
+from envbuild.build.kinds import kind_at, subject_at
 from envbuild.contract.receipt import failures, passed_line, passing_receipt, receipt_path, write_receipt
 from envbuild.contract.state import State
 from envbuild.environment import Environment, load_environment
 from envbuild.gpu_code import Containers
 from envbuild.gpus import gpu_faults
-from envbuild.kinds import kind_at, subject_at
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import expect_of
 from envbuild.site.settings import Site

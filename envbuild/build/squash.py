@@ -13,15 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envbuild.artifacts.apptainer import definition, recipe_definition
-from envbuild.artifacts.apptainer_engine import build_with_apptainer, find_engine
-from envbuild.artifacts.squash import WRITERS, composed, spans_of
 from envbuild.base import atomic
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size
+from envbuild.build.apptainer import definition, recipe_definition
+from envbuild.build.apptainer_engine import build_with_apptainer, find_engine
+from envbuild.build.commit import (
+    Result,
+    check_unverified_gpus,
+    commit,
+    failed_path,
+    has_receipt,
+    settings_of,
+    verify_staged,
+)
+from envbuild.build.squash_files import WRITERS, composed, spans_of
 from envbuild.contract.kinds import file_kind
 from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
 from envbuild.contract.state import State
@@ -34,15 +43,6 @@ from envbuild.image.model import GOARCH, Descriptor
 from envbuild.image.reference import ImageSource, folder_and_tag
 from envbuild.image.sif import content_digest
 from envbuild.image.squashfs.model import Codec
-from envbuild.kinds.commit import (
-    Result,
-    check_unverified_gpus,
-    commit,
-    failed_path,
-    has_receipt,
-    settings_of,
-    verify_staged,
-)
 from envbuild.layers.compose import source_date
 from envbuild.layers.layer_cache import CachedSegment
 from envbuild.layers.segment_cache import MissingData, SegmentCache, segment_cache
@@ -53,8 +53,8 @@ from envbuild.verify.image_file import check_image_place, image_state, open_imag
 from envbuild.verify.model import FULL, Thoroughness
 
 if TYPE_CHECKING:  # a conversion needs nothing of recipes
-    from envbuild.artifacts.image import PreparedImage
-    from envbuild.artifacts.layers_in import LayerFolder
+    from envbuild.build.image_layers import PreparedImage
+    from envbuild.build.installing import LayerFolder
     from envbuild.plan.plan import Plan
 
 
@@ -125,8 +125,8 @@ def make_from_recipe(
     one: PreparedImage, options: ImageFileOptions, environment: Environment, *, offline: bool
 ) -> list[Result]:
     """Build and verify the image files of a recipe. Raises BuildError, LockError and VerificationError."""
-    from envbuild.artifacts.image import assemble
-    from envbuild.kinds.image import image_layers
+    from envbuild.build.image import image_layers
+    from envbuild.build.image_layers import assemble
 
     plan, arch = one.plan, one.target.arch
     log(f"{plan.recipe} for {plan.target}: {len(plan.conda) + len(plan.packages)} packages")
@@ -142,7 +142,7 @@ def make_from_recipe(
 def _from_layers(
     one: PreparedImage, layers: Sequence[LayerFolder], build: _Build, maker: SegmentCache, *, offline: bool
 ) -> list[Result]:
-    from envbuild.artifacts.image import fill, run_config
+    from envbuild.build.image_layers import fill, run_config
 
     plan = one.plan
     # The manifest of a squashfs differs from that of the layers: composed() makes it.

@@ -1,1 +1,0 @@
-"""Content of environments and images: install, compose, record and manifest it."""
