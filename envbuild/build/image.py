@@ -81,7 +81,6 @@ def prepare_image(
             conda=loaded.recipe.environment == "conda",
             offline=use["offline"],
             log=use["log"],
-            write=use.get("write", True),
         )
     inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment.variables))
     plan, trainer = prepare(

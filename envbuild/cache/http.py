@@ -319,9 +319,11 @@ class HttpClient:
 
 def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
     import http.client
+    import ssl
     from http.cookiejar import DefaultCookiePolicy
 
     import requests
+    import urllib3
 
     class Response(http.client.HTTPResponse):
         """Response whose head and body are read with a lower bound on their speed."""
@@ -337,13 +339,32 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
                 raise http.client.HTTPException(f"it sent {_MOST_HEADS} heads and no answer")
             return super()._read_status()  # type: ignore[misc]
 
+    class Paced:
+        response_class = Response
+
+    class Verified(Paced):
+        """TLS connection that accepts the certificates that pip and uv accept.
+
+        Since Python 3.13, urllib3 refuses authorities that break RFC 5280 in form, as those of many sites do, which
+        lack the key usage extension. Chain, dates and host are verified as before.
+        """
+
+        def connect(self: Any) -> None:
+            if self.ssl_context is None:
+                context = urllib3.util.ssl_.create_urllib3_context(
+                    cert_reqs=urllib3.util.ssl_.resolve_cert_reqs(self.cert_reqs)
+                )
+                context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+                self.ssl_context = context
+            super().connect()  # type: ignore[misc]
+
     def paced(manager: Any) -> Any:
-        def changed(pool: Any) -> Any:
-            connection = type("Paced", (pool.ConnectionCls,), {"response_class": Response})
+        def changed(scheme: str, pool: Any) -> Any:
+            connection = type("Connection", (Verified if scheme == "https" else Paced, pool.ConnectionCls), {})
             return type("PacedPool", (pool,), {"ConnectionCls": connection})
 
         pools = manager.pool_classes_by_scheme
-        manager.pool_classes_by_scheme = {scheme: changed(pool) for scheme, pool in pools.items()}
+        manager.pool_classes_by_scheme = {scheme: changed(scheme, pool) for scheme, pool in pools.items()}
         return manager
 
     class Adapter(requests.adapters.HTTPAdapter):

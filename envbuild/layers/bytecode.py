@@ -22,8 +22,8 @@ import subprocess
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import IO
 
 from envbuild.base.errors import BuildError, HostError
@@ -70,7 +70,8 @@ _Compiled = list[tuple[str, int, bytes]]  # (path, size of the source, code)
 class Compiler:
     """An interpreter that compiles bytecode: its path, full version, cache tag and magic number.
 
-    One that is no host's begins its command lines with `start`, and has its library below `home`.
+    One that is no host's begins its command lines with `start`, and has its library below `home`. It may have to be
+    provided first: `provide` then returns it with its path.
     """
 
     python: str
@@ -79,6 +80,7 @@ class Compiler:
     magic: bytes
     start: tuple[str, ...] = ()
     home: str = ""
+    provide: Callable[[], Compiler] | None = field(default=None, repr=False, compare=False)
 
     @property
     def identity(self) -> str:
@@ -95,7 +97,8 @@ def with_bytecode(tree: Tree, compiler: Compiler | None, below: Sequence[str], m
     """Yield `tree`, then the bytecode of every module under the folders `below`.
 
     Without a compiler, yield `tree` only. Tests, and a module that does not compile (templates, other Python versions),
-    have no bytecode. Raises HostError when the interpreter dies, BuildError when the temporary file cannot be written.
+    have no bytecode. Raises HostError when the interpreter dies, BuildError when it cannot be
+    fetched or the temporary file cannot be written.
     """
     if compiler is None:
         yield from tree
@@ -142,11 +145,11 @@ class _Pool:
     """A pool of compiling processes that receive the modules in shares; the results are in a temporary file."""
 
     def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler.provide() if compiler.provide else compiler
         try:
             self._spool: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         except OSError as error:
             raise _no_room(error) from error
-        self._compiler = compiler
         processes = min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
         self._threads, self._most = Workers(processes), processes + 2
         self._lock = threading.Lock()

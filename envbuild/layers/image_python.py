@@ -32,13 +32,12 @@ _FILES = re.compile(r"usr/bin/python3\.\d+|usr/lib/python3\.\d+/.*\.py|usr/lib/(
 
 
 def image_compiler(
-    lock: ImageLock, python: str, environment: Environment, *, conda: bool, offline: bool, log: Log, write: bool = True
+    lock: ImageLock, python: str, environment: Environment, *, conda: bool, offline: bool, log: Log
 ) -> Compiler | None:
     """Return the compiler of the bytecode of an image with the base of `lock`, None for an image without bytecode.
 
     It is envbuild's own Python, or another one of this host, of the version `python`, else the base's own if this host
-    can run it. Without `write`, that one is not unpacked, and can only be named. Raises BuildError when its packages
-    cannot be fetched.
+    can run it. That one is fetched and unpacked when it first compiles: an image of cached layers does not need it.
     """
     # Two users of one envbuild get the same bytes, whatever is on their PATH.
     if found := own_python(python) or find_python(python, environment):
@@ -47,7 +46,7 @@ def image_compiler(
     runs = not conda and Target.parse(lock.target).arch == host_arch()
     if runs and isinstance(base, DebianLock) and (own := _planned(base, python)):
         log(f"{lacking}; the image's own compiles its bytecode")
-        return _unpacked(base, own, python, environment, offline) if write else own
+        return replace(own, provide=lambda: _unpacked(base, own, python, environment, offline))
     log(f"{lacking} and cannot run the image's: the image gets no bytecode, and programs start slower in it")
     return None
 

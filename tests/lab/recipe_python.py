@@ -1,11 +1,16 @@
 """Whether a test failed only because this host lacks the Python of most recipes: Debian 13 has no 3.11, and uv may not
 reach a server that has."""
 
+import re
 import shutil
 
 MISSING = "this host has no Python 3.11"
+# The errors of commands, of batch scripts and of shells. A build that only notes that the host has none goes on.
+_ERRORS = re.compile(
+    r"this host has no Python 3\.11, |there is no python3\.11 on this node|python3\.11: No such file or directory"
+)
 
 
 def is_missing(output: str) -> bool:
-    """Whether `output` says so, of a host that has none on PATH."""
-    return MISSING in output and shutil.which("python3.11") is None
+    """Whether `output` has an error for want of Python 3.11, and this host has none on PATH."""
+    return _ERRORS.search(output) is not None and shutil.which("python3.11") is None

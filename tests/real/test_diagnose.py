@@ -42,9 +42,9 @@ WAYS = ("head-only", "localhost-endpoint", "name-unknown", "port-in-use", "run-i
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    reason = missing()
-    if reason is not None:
+    if reason := missing():
         pytest.skip(reason)
+    pytest.importorskip("torch", reason="this Python has no torch, which the jobs run")
     with slurm_cluster(tmp_path_factory.mktemp("cluster") / "lab") as running:
         (running.shared / "train.py").write_text(TRAIN)
         yield running

@@ -322,6 +322,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[Pat
 
     (folder / "ext").write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    # As many sites' own authorities, it has no key usage extension: pip and uv accept that with every Python.
     openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=lab", "-days", "2")
     openssl("req", *key, "-keyout", "host.key", "-out", "host.csr", "-subj", "/CN=127.0.0.1")
     openssl(
