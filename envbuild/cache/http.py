@@ -323,7 +323,7 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
     from http.cookiejar import DefaultCookiePolicy
 
     import requests
-    import urllib3
+    from urllib3.util import ssl_
 
     class Response(http.client.HTTPResponse):
         """Response whose head and body are read with a lower bound on their speed."""
@@ -339,32 +339,21 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
                 raise http.client.HTTPException(f"it sent {_MOST_HEADS} heads and no answer")
             return super()._read_status()  # type: ignore[misc]
 
-    class Paced:
-        response_class = Response
-
-    class Verified(Paced):
-        """TLS connection that accepts the certificates that pip and uv accept.
-
-        Since Python 3.13, urllib3 refuses authorities that break RFC 5280 in form, as those of many sites do, which
-        lack the key usage extension. Chain, dates and host are verified as before.
-        """
-
-        def connect(self: Any) -> None:
-            if self.ssl_context is None:
-                context = urllib3.util.ssl_.create_urllib3_context(
-                    cert_reqs=urllib3.util.ssl_.resolve_cert_reqs(self.cert_reqs)
-                )
-                context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-                self.ssl_context = context
-            super().connect()  # type: ignore[misc]
-
     def paced(manager: Any) -> Any:
-        def changed(scheme: str, pool: Any) -> Any:
-            connection = type("Connection", (Verified if scheme == "https" else Paced, pool.ConnectionCls), {})
-            return type("PacedPool", (pool,), {"ConnectionCls": connection})
+        pools = manager.pool_classes_by_scheme = dict(manager.pool_classes_by_scheme)
+        for scheme, pool in pools.items():
 
-        pools = manager.pool_classes_by_scheme
-        manager.pool_classes_by_scheme = {scheme: changed(scheme, pool) for scheme, pool in pools.items()}
+            class Connection(pool.ConnectionCls):  # type: ignore[misc, name-defined]
+                response_class = Response
+
+                def connect(self) -> None:
+                    if hasattr(self, "cert_reqs"):  # TLS
+                        # For Python 3.13, urllib3 refuses sites' authorities without key usage; pip and uv do not.
+                        self.ssl_context = ssl_.create_urllib3_context(cert_reqs=ssl_.resolve_cert_reqs(self.cert_reqs))
+                        self.ssl_context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+                    super().connect()
+
+            pools[scheme] = type("PacedPool", (pool,), {"ConnectionCls": Connection})
         return manager
 
     class Adapter(requests.adapters.HTTPAdapter):
@@ -375,13 +364,10 @@ def _new_session(transport: Transport, as_pip: bool) -> requests.Session:
             paced(self.poolmanager)
 
         def proxy_manager_for(self, proxy: str, **options: Any) -> Any:
-            new = proxy not in self.proxy_manager
-            manager = super().proxy_manager_for(proxy, **options)
-            return paced(manager) if new else manager
+            return self.proxy_manager.get(proxy) or paced(super().proxy_manager_for(proxy, **options))
 
         def send(self, request: Any, *args: Any, **options: Any) -> requests.Response:
-            options["verify"] = transport.verify_of(request.url)
-            return super().send(request, *args, **options)
+            return super().send(request, *args, **{**options, "verify": transport.verify_of(request.url)})
 
     class Session(requests.Session):
         """Session that follows no redirect from HTTPS to plain HTTP: anybody on the way could read or change it."""
