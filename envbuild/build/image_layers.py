@@ -21,6 +21,7 @@ from envbuild.base.progress import log
 from envbuild.base.text import normalise_version
 from envbuild.build.installing import LayerFolder, check_free
 from envbuild.contract.image_manifest import FILE_NAME, FORMAT, OCI, PathRow, render, row_of
+from envbuild.contract.manifest import is_bytecode, source_of
 from envbuild.contract.state import PREFIX, State, list_path
 from envbuild.environment import Environment
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree
@@ -194,6 +195,7 @@ def fill(
         below = [*map(maker.members, base.layers)]
         folders, parents = missing_folder(plan.image.workdir, below, environment.site.limits, plan.mtime)
     frame, state = _environment_layer(one, base, own, made, layers, folders, parents)
+    frame = without_stale_bytecode(frame, made, len(base.layers), maker, environment.site.limits, plan.mtime)
     if not with_manifest:
         return Filled((*made, maker.part(_with_place(frame, plan.mtime))), state, base, "")
     last = maker.part(_with_manifest(frame, made, maker, plan.mtime, environment))
@@ -209,6 +211,40 @@ def _with_place(part: LayerRequest, mtime: int) -> LayerRequest:
         yield Entry(FILE_NAME, FILE, 0o644, mtime=mtime), None
 
     return LayerRequest(part.title, key_of("place", [part.key]), tree)
+
+
+def without_stale_bytecode(
+    part: LayerRequest, made: Sequence[M], base: int, maker: LayerCache[M], limits: LimitsTable | None, mtime: int
+) -> LayerRequest:
+    """Return `part`, the last layer on top of `made`, with whiteouts of bytecode whose source a higher layer replaces.
+
+    `base` is the number of layers of the base at the beginning of `made`. All files have one time: Python would take
+    the bytecode of a replaced module for that of a new one of the same size. New bytecode replaces the old, but tests,
+    and images built with --no-bytecode or on a host without the image's Python, have none.
+    """
+    below = (member.name for layer in made[:base] for member in maker.members(layer))
+    if not any(f"{PREFIX}/" in path and is_bytecode(path) for path in below):
+        return part
+
+    def tree() -> Tree:
+        own: list[Member] = []
+        yield from hashed(part.tree(), own)
+        merged = MergedTree(Quota(limits))
+        for number, members in enumerate([*map(maker.members, made), own], 1):
+            merged.add(f"layer {number}", members)
+        nodes = dict(merged.walk())
+        whiteouts: list[tuple[Entry, None]] = []
+        for path, node in nodes.items():
+            source = nodes.get(source_of(path) or path, node)
+            if node.layer < source.layer and source.layer >= base:
+                folder, _, name = path.rpartition("/")
+                whiteouts.append((Entry(f"{folder}/.wh.{name}", FILE, 0o644, mtime=mtime), None))
+        known = {member.name for member in own}
+        for entry, content in with_parents(iter(whiteouts), mtime):
+            if entry.path not in known:
+                yield entry, content
+
+    return LayerRequest(part.title, key_of("whiteouts", [part.key, [layer.key for layer in made]]), tree)
 
 
 def check_paths(

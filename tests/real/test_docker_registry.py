@@ -275,7 +275,9 @@ def test_local_images_serve_as_bases(small: Command, docker_daemon: Lab, source:
             path.read_bytes() for path in (folder / "base/blobs/sha256").iterdir() if path.stat().st_size < 5000
         ]
         assert any(b"tar+zstd" in text for text in manifests)
-    made = small.json("docker", "above", "--no-verify")
+    # The base has bytecode of version 1.0, which must not run in an image that has none of version 2.0.
+    bare = ["--no-bytecode"] if source == "oci-zstd" else []
+    made = small.json("docker", "above", "--no-verify", *bare)
     script = "import little, sys; print(little.__version__, sys.prefix)"
     done = subprocess.run(
         ["docker", "run", "--rm", made["path"], "python", "-c", script], capture_output=True, text=True, env=env

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from unit.gpu_files import fatbin
 
 from envbuild.base.errors import BuildError, VerificationError
 from envbuild.base.packages import digest_of
-from envbuild.build.image_layers import rows_of_layers
+from envbuild.build.image_layers import rows_of_layers, without_stale_bytecode
 from envbuild.build.squash_files import composed, write_sqsh
 from envbuild.contract.image_manifest import (
     FILE_NAME,
@@ -28,12 +31,15 @@ from envbuild.contract.image_manifest import (
     render,
 )
 from envbuild.image.entry import CHAR, DIR, FILE, HARDLINK, SYMLINK, Entry, Tree
+from envbuild.image.layer import with_parents
 from envbuild.image.limits import ImageLimits
 from envbuild.image.squashfs.model import codec_of
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.squashfs.segment import of_entry
 from envbuild.image.squashfs.unpack import unpack
 from envbuild.image.tar import Member
+from envbuild.interpreter import read_python
+from envbuild.layers.bytecode import Compiler, compiler_of, with_bytecode
 from envbuild.layers.compose import LayerRequest
 from envbuild.layers.layer_cache import TarCache
 from envbuild.layers.segment_cache import SegmentCache
@@ -283,6 +289,58 @@ def test_an_image_has_the_survey_of_its_unpacked_files(image: Path, tmp_path: Pa
     numpy = f"{SITE}/numpy".removeprefix("opt/env/")
     assert seen.elf.gpu_code == {f"{numpy}/{name}": {("compute_80", "sm_80"): 1} for name in ("core.so", "same.so")}
     assert seen == unpacked and seen.elf.counts == {"x86_64": 3} and list(seen.distributions) == ["numpy"]
+
+
+TIME = 1577836800
+
+
+def modules(version: str, names: Sequence[str], compiler: Compiler | None) -> LayerRequest:
+    """A layer with modules of equal size for each version."""
+    data = f"version = {version!r}\n".encode()
+
+    def files() -> Tree:
+        for name in names:
+            yield Entry(f"{SITE}/{name}.py", FILE, 0o644, len(data), mtime=TIME), io.BytesIO(data)
+
+    key = sha256(repr((version, names, compiler)).encode())
+    return LayerRequest("modules", key, lambda: with_parents(with_bytecode(files(), compiler, [SITE], TIME), TIME))
+
+
+@pytest.mark.parametrize("form", ["tar", "segment"])
+def test_no_module_runs_by_bytecode_of_the_base(form: str, tmp_path: Path) -> None:
+    """The base has bytecode of all its modules, of which upper layers replace some without bytecode."""
+    compiler, store = compiler_of(read_python(sys.executable)), Store(tmp_path / "store")
+    segments = SegmentCache(store, codec_of("zstd"), 1, lambda _: None, ImageLimits())
+    maker = TarCache(store, lambda _: None) if form == "tar" else segments
+    base = maker.part(modules("1.0", ["kept", "wheel", "compiled", "own"], compiler))
+    made = [base, maker.part(modules("2.0", ["wheel"], None)), maker.part(modules("2.0", ["compiled"], compiler))]
+    last = without_stale_bytecode(modules("2.0", ["own", "new"], None), made, 1, maker, None, TIME)
+    layers = [*made, maker.part(last)]
+    rows = rows_of_layers([*map(maker.members, layers)], None)
+    assert {Path(path).name.partition(".")[0] for path in rows if path.endswith(".pyc")} == {"kept", "compiled"}
+    # Segments are made of the tars in the store.
+    found = [segments.part(LayerRequest(one.title, one.key, lambda: ())) for one in layers]
+    path, root = tmp_path / "image.sqsh", tmp_path / "root"
+    config = {"architecture": "amd64", "os": "linux", "config": {}}
+    about = {"provenance": "x", "definition": "y", "arch": "x86_64"}
+    with composed(found, segments, config, **about, mtime=7) as tree, path.open("x+b") as out:
+        write_sqsh(tree, out, lambda _: None)
+    with path.open("rb") as stream:
+        unpack(SquashfsImage(stream, 0, "image"), root)
+    code = "import kept, wheel, compiled, own; print(kept.version, wheel.version, compiled.version, own.version)"
+    env = {"PYTHONPATH": os.fspath(root / SITE)}
+    done = subprocess.run([sys.executable, "-S", "-B", "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "1.0 2.0 2.0 2.0\n"
+
+
+def test_a_layer_that_replaces_no_compiled_module_stays_as_it_is(tmp_path: Path) -> None:
+    compiler, maker = compiler_of(read_python(sys.executable)), TarCache(Store(tmp_path / "store"), lambda _: None)
+    compiled = [maker.part(modules(version, ["some"], compiler)) for version in ("1.0", "2.0")]
+    part = modules("2.0", ["other"], compiler)
+    last = without_stale_bytecode(part, compiled, 1, maker, None, TIME)
+    assert maker.part(last).layer == maker.part(part).layer
+    bare = [maker.part(modules("1.0", ["some"], None)), compiled[1]]
+    assert without_stale_bytecode(part, bare, 1, maker, None, TIME) is part
 
 
 def test_reading_ends_at_its_time_limit(image: Path) -> None:
