@@ -176,6 +176,8 @@ def build(
     greet, caller = (sources.pack(name, folder / "files") for name in ("greet", "caller"))
     (layered / "greet.patch").write_text("--- a/COPYING\n+++ b/COPYING\n@@ -0,0 +1 @@\n+patched for the lab\n")
     text = (layered / "recipe.toml").read_text().replace('"pt_cpu"', '"layered"')
+    lock = layered / "cpu-x86_64.requirements.txt"
+    lock.write_text(lock.read_text().replace("pt_cpu", "layered"))
     (layered / "recipe.toml").write_text(
         text + QUICK + LAYERS.format(index=f"https://{address}", greet=greet, caller=caller)
     )
@@ -192,7 +194,7 @@ def build(
 def assert_trains(docker: Callable[..., str], image: str) -> None:
     """Two ranks train in the image, and its packages are those of pt_cpu's lock."""
     line = ("torchrun", "--nproc-per-node", "2", "-m", "ddp_train", "2", "1", "--backend", "gloo")
-    assert "loss" in docker("run", "--rm", image, *line)
+    assert "Loss: " in docker("run", "--rm", image, *line)
     lock = parse((REPOSITORY / "recipes/pt_cpu/cpu-x86_64.requirements.txt").read_text(), "lock")
     versions = json.loads(docker("run", "--rm", image, "python", "-c", VERSIONS).splitlines()[-1])
     assert versions.pop("ddp-train", versions.pop("ddp_train", None))

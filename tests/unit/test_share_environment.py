@@ -279,13 +279,13 @@ def test_a_script_outside_of_the_pulled_recipe_is_not_taken(tmp_path: Path) -> N
         pushed.pull(plan)
 
 
-def test_an_environment_of_another_digest_takes_no_place(tmp_path: Path) -> None:
+def test_an_environment_of_another_digest_takes_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pushed = Pushed(tmp_path)
-    module = SimpleNamespace(build=lambda _: SimpleNamespace(digest="sha256:here"))
-    kind = cast(Any, SimpleNamespace(module=lambda: module))
+    module = SimpleNamespace(TITLE="venv", build=lambda _: SimpleNamespace(digest="sha256:here"))
+    monkeypatch.setattr("envbuild.build.folder.folder_module", lambda _: module)
     with pytest.raises(BuildError, match="is sha256:here here, and sha256:there where it was built"):
         make_environment(
-            kind,
+            cast(Any, None),
             pushed.plan(),
             cast(Any, None),
             pushed.environment,
