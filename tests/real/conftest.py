@@ -308,7 +308,9 @@ def layout(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dic
 
     def make(place: Path) -> dict[str, Any]:
         own_copy(command := Command(place, env), "pt_cpu")
-        return command.json(*line)
+        done = command(*line, "--json")
+        assert done.returncode == 0, done.stderr
+        return {**json.loads(done.stdout), "stderr": done.stderr}
 
     folder, made = shared(tmp_path_factory, "layout", make)
     return {**made, "command": Command(folder, env)}
