@@ -8,6 +8,7 @@
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -84,6 +85,9 @@ static int help(spank_t sp, char **av, const char *command, char *out, size_t si
 		dup2(pipes[1], 2);
 		close(pipes[0]);
 		close(pipes[1]);
+		/* At the end of a step, Slurm 24.11 ends all children of slurmstepd, where no cgroup says which are tasks. */
+		if (!strcmp(command, "remove"))
+			signal(SIGTERM, SIG_IGN);
 		execve(line[0], (char **)line, env);
 		_exit(127);
 	}

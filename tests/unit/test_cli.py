@@ -105,7 +105,7 @@ def test_a_place_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     theirs.mkdir()
     (theirs / "thesis.tex").write_text("years")
     done = run("venv", "pt_cpu", "--out", str(theirs), cwd=tmp_path)
-    assert done.returncode == 2 and "not made by envbuild" in done.stderr
+    assert done.returncode == 2 and "not made by envbuild" in done.stderr, done.stderr
     assert (theirs / "thesis.tex").read_text() == "years"
 
 

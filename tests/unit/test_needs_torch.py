@@ -75,6 +75,7 @@ def test_every_kind_is_refused_before_it_is_built(kind: str, small: Path) -> Non
 
 def test_a_warning_of_the_lock_is_repeated_by_every_use_of_it(small: Path) -> None:
     done = run("plan", "small", "--no-verify", "--json")
+    assert done.stdout, done.stderr
     assert json.loads(done.stdout)["warnings"] == ["aged"]
     assert f"warning: {TARGET.name}: aged" in done.stderr
 

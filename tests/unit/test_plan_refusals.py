@@ -284,7 +284,8 @@ def test_plans_and_dry_runs_resolve_what_is_not_locked_and_write_nothing(
     command: list[str], recipe: Path, nowhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files(nowhere)
-    assert outcome(command[0], "r", *command[1:]) == Outcome()
+    ended = outcome(command[0], "r", *command[1:])
+    assert ended == Outcome(), ended.said
     assert "not written (dry run)" in capsys.readouterr().err
     assert files(nowhere) == before and not (nowhere / "build").exists()
 
