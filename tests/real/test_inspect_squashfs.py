@@ -187,7 +187,7 @@ def test_who_is_not_root_unpacks_all_but_devices(tree: Path, tmp_path: Path) -> 
     # gzip needs nothing but Python, where this one's packages are root's alone
     image = mksquashfs(tree, tmp_path / "image.sqsh", "-comp", "gzip")
     with tempfile.TemporaryDirectory(dir="/var/tmp") as home:
-        os.chmod(home, 0o711)
+        os.chmod(home, 0o755)
         shutil.copy(image, f"{home}/image")
         Path(home, "own").mkdir(0o700)
         os.chown(f"{home}/own", 65534, 65534)
