@@ -118,14 +118,17 @@ def _module_folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.Tem
     before = set(root.iterdir())
     yield
     if request.session.testsfailed == failed:
-        for path in set(root.iterdir()) - before:
+        for path in set(root.iterdir()) - before - {root / "session"}:
             path.unlink() if path.is_symlink() or path.is_file() else remove(path)
 
 
 def session_root(factory: pytest.TempPathFactory) -> Path:
-    """The folder of what all modules of the session use; a worker's own folder is emptied after each module."""
-    root = factory.getbasetemp()
-    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    """The folder of what all modules of the session use; `_module_folders` leaves it."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return factory.getbasetemp().parent
+    root = factory.getbasetemp() / "session"
+    root.mkdir(exist_ok=True)
+    return root
 
 
 def shared(
