@@ -5,9 +5,9 @@ import re
 import shutil
 
 MISSING = "this host has no Python 3.11"
-# The errors of commands, batch scripts, shells and Python. A build that only notes that the host has none goes on.
+# The errors of commands, scripts and Python, and the note on an image without bytecode. An image with it needs none.
 _ERRORS = re.compile(
-    r"this host has no Python 3\.11, |there is no python3\.11 on this node"
+    r"this host has no Python 3\.11(,| and cannot run)|there is no python3\.11 on this node"
     r"|python3\.11: No such file or directory|No such file or directory: 'python3\.11'"
 )
 
