@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recipe_python
 from hypothesis import settings
-from lab import recipe_python
 
 from envbuild import data
 

@@ -20,8 +20,9 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import pytest
+import recipe_python
 from docker import DockerClient
-from lab import apptainer, recipe_python
+from lab import apptainer
 from lab import conda_channel as lab_conda
 from lab import sources as lab_sources
 from lab.conda_channel import Channel
