@@ -15,6 +15,10 @@ files() { # of this host, over those of the machine
     # A root account that is locked may not log in, with a key neither.
     mount --bind /run/lab/shadow /etc/shadow
     [ ! -e /etc/lmod/modulespath ] || mount --bind /run/lab/modulespath /etc/lmod/modulespath
+    # The machine's user may start programs at each login; one that a test killed may let all later ones wait.
+    for file in .bashrc .bash_profile .bash_login .profile; do
+        [ ! -e "$HOME/$file" ] || mount --bind /dev/null "$HOME/$file"
+    done
 }
 
 bridge() { # its number, its address
