@@ -43,6 +43,8 @@ _PLACEHOLDERS = {
     "REGISTRY/NAME:TAG": "registry.example.org/team/pt_cpu:1",
     "VENV": "venvs/{page}",
     "ACCOUNT.dkr.ecr.REGION.amazonaws.com/fsdp:pytorch-cpu": "1.dkr.ecr.us-east-1.amazonaws.com/fsdp:1",
+    # Of an image; a machine may have the folder, too.
+    "/opt/env": "image-env",
 }
 _SHARED = re.compile(r"(?<![\w.])/(fsx|apps|scratch|home/users)(?=[/:\"]|$)")
 _USER = "ada"
