@@ -75,6 +75,14 @@ _SHARED: dict[str, Decorator] = {
         show_default=True,
         help="quick: files, imports and one short launch, for daily edits; jobs and registries want full.",
     ),
+    "targets": click.option(
+        "--target",
+        "targets",
+        multiple=True,
+        metavar="TARGET",
+        shell_complete=complete.targets,
+        help="Only this target; repeatable.",
+    ),
     "json": click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     "report": click.option(
         "--report",

@@ -52,14 +52,7 @@ _ALL = "*"
 
 @click.command("lock")
 @click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
-@click.option(
-    "--target",
-    "targets",
-    multiple=True,
-    metavar="TARGET",
-    shell_complete=complete.targets,
-    help="Only this target; repeatable.",
-)
+@with_options("targets")
 @click.option(
     "--upgrade",
     "upgrades",
@@ -431,14 +424,7 @@ def _finish(edit: PackageEdit, environment: Environment, dry_run: bool, as_json:
 
 @click.command("audit")
 @click.argument("recipes", nargs=-1, metavar="[RECIPE]…", shell_complete=complete.recipes)
-@click.option(
-    "--target",
-    "targets",
-    multiple=True,
-    metavar="TARGET",
-    shell_complete=complete.targets,
-    help="Only this target; repeatable.",
-)
+@with_options("targets")
 @click.option("--database", type=PATH, metavar="DIR", help="OSV's exports. Default: database in [audit] of the site.")
 @click.option("--ignore", multiple=True, metavar="ID", help="A vulnerability that does not concern you; repeatable.")
 @with_options("json")

@@ -28,6 +28,7 @@ from envbuild.cli.common import (
     open_recipe,
     show,
     show_plan,
+    with_options,
 )
 from envbuild.contract.kinds import ARTIFACTS, kinds_of
 from envbuild.data import load_table
@@ -179,14 +180,7 @@ def bundle_command(recipe: str | None, kinds: tuple[str, ...], no_tools: bool, o
     metavar="KIND",
     help=f"Only this kind ({', '.join(ARTIFACTS)}); repeatable.",
 )
-@click.option(
-    "--target",
-    "targets",
-    multiple=True,
-    metavar="TARGET",
-    shell_complete=complete.targets,
-    help="Only this target; repeatable.",
-)
+@with_options("targets")
 @click.option(
     "--format",
     "form",
