@@ -47,7 +47,7 @@ class GpuCodeScanner:
     """A scanner of consecutive pieces of a file. The next `skip` bytes are of no interest and may be left out."""
 
     def __init__(self, each: Callable[[Sequence[CudaEntry]], None] | None = None) -> None:
-        """`each` is called with the entries of each container of CUDA."""
+        """Call `each` with the entries of every container of CUDA."""
         self._each, self._entries = each, list[CudaEntry]()
         self._base = 0  # position in the file of the data's first byte
         self.found: Containers = Counter()
@@ -64,7 +64,7 @@ class GpuCodeScanner:
         return not self._entries_left and not self._bundles_left
 
     def feed(self, piece: bytes) -> None:
-        """Take the next bytes of the file."""
+        """Scan the next bytes of the file."""
         if self.skip >= len(piece):
             self.skip -= len(piece)
             return

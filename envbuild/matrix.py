@@ -67,7 +67,7 @@ class MatrixJob:
 
 @dataclass(frozen=True, slots=True)
 class Omission:
-    """Builds of one recipe that are not in the matrix for one reason: the error of their `envbuild plan --locked`."""
+    """The builds of one recipe that the matrix omits for the same error of `envbuild plan --locked`."""
 
     recipe: str
     targets: tuple[str, ...]

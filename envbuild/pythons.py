@@ -135,7 +135,7 @@ def installed_pythons(environment: Environment, patience_s: float | None = None)
 
 
 def keep_python(build: str, path: Path, store: Store) -> None:
-    """Note that the environment at `path` links to the Python `build` of the store, which keeps it; "" is no Python."""
+    """Record that the environment at `path` uses the Python `build` of the store ("" for none)."""
     if not build:
         return
     place = os.path.realpath(path)
@@ -309,7 +309,7 @@ def _unreached(tries: Sequence[OfferedPython], environment: Environment, offline
 
 
 def _download(offered: OfferedPython, environment: Environment) -> HostPython:
-    """Let uv download a Python into the store, and return it. Raises HostError, and BuildError for the store."""
+    """Download a Python into the store with uv, and return it. Raises HostError, and BuildError for the store."""
     store = environment.store
     folder = store.folder(FOLDER)
     log(f"this host has no Python {offered.minor}: uv downloads {offered.build} from {redact(offered.url)} to {folder}")

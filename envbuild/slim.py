@@ -1,4 +1,4 @@
-"""What `[slim]` leaves out of wheels, by the rules in data/slim.toml; docs/reference/slim.md explains it."""
+"""Removal of unused parts of wheels by `[slim]` and the rules in data/slim.toml; see docs/reference/slim.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def file_rules() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SlimRules:
-    """What a target's wheels are without: code for other GPUs than `chips` (none: all stays), debug sections, files.
+    """Parts removed from a target's wheels: code for GPUs other than `chips` (none: all stays), debug sections, files.
 
     `version` is that of the rules.
     """

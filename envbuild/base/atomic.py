@@ -268,7 +268,7 @@ def _remove_deep(top: int) -> None:
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Note in an OSError of the block that `path` was being written: write(2) and fsync(2) name no file."""
+    """Add `path`, which is being written, to an OSError of the block: write(2) and fsync(2) name no file."""
     try:
         yield
     except OSError as error:

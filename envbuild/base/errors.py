@@ -175,7 +175,7 @@ def file_error(error: OSError, where: str | os.PathLike[str] | None = None) -> s
 
 
 def note_writing(error: OSError, path: str | os.PathLike[str]) -> None:
-    """Note in `error` that `path` was being written, for `file_error` and for reports of faults."""
+    """Add to `error` that `path` was being written, for `file_error` and for reports of faults."""
     error.add_note(f"{_WRITING}{os.fspath(path)}")
 
 

@@ -69,7 +69,7 @@ def known_gap(ratios: Sequence[float], spread: float) -> float:
 
 @dataclass(slots=True)
 class Judge:
-    """Judges environments by `metric`, with at most `most` measurements of each.
+    """A judge of environments by `metric`, with at most `most` measurements of each.
 
     `slow` is the environment of the bad lock, to which others are compared by their step time; it is the first that is
     judged. `gap` is the log of the slow-down to look for.

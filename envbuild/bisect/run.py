@@ -191,7 +191,7 @@ def _required_by(wheel: Path) -> list[str]:
 
 @dataclass(slots=True)
 class _Lab:
-    """Builds mixed environments in `folder` and judges them."""
+    """The builder and judge of mixed environments in `folder`."""
 
     wanted: Bisection
     environment: Environment

@@ -99,7 +99,7 @@ def _temporary(variables: Mapping[str, str]) -> Iterator[dict[str, str]]:
 
 
 def _run(command: list[str], variables: Mapping[str, str]) -> None:
-    """Let spython run the tool. Raises BuildError with the tool's last lines when it fails."""
+    """Run the tool through spython. Raises BuildError with the tool's last lines if it fails."""
     last: deque[str] = deque(maxlen=process.TAIL_LINES)
 
     def show(text: str) -> None:

@@ -48,7 +48,7 @@ def push_bundles(registry: Registry, digest: str, bundles: Mapping[str, bytes], 
 
 @dataclass
 class SignedBundles:
-    """Those bundles of the image `digest` that one of `signers` has signed: the newest of each name in PREDICATES."""
+    """The newest bundle of each name in PREDICATES that one of `signers` signed for the image `digest`."""
 
     digest: str
     signers: Signers
@@ -61,7 +61,7 @@ class SignedBundles:
         return "" in self._newest
 
     def add(self, bundle: bytes, at: float = 0.0) -> None:
-        """Take `bundle`, which was attached `at` (seconds since 1970), if it is one of those."""
+        """Keep `bundle`, attached `at` (seconds since 1970), if a signer signed it and it is the newest."""
         try:
             told, by = self.signers.opened(bundle)
         except ValueError:  # somebody's signature

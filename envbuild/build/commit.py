@@ -163,7 +163,7 @@ def failed_path(path: Path) -> Path:
 
 
 def commit(staged: Path, final: Path, receipt: dict[str, Any] | None, *, known: bool = False) -> None:
-    """Let `staged` replace the artifact at `final`, and write its receipt, unless that is `known` to be there."""
+    """Replace the artifact at `final` by `staged`, and write its receipt unless it is `known` to exist."""
     atomic.replace(staged, final)
     # The receipt comes last: if a run stops before this line, the next one finds no receipt of this content and
     # verifies.

@@ -156,7 +156,7 @@ def _refuse_over(wheel: WheelFile, python: str, before: dict[str, str], staged: 
 
 
 def _release_scripts(record: Path, staged: Path) -> None:
-    """Let scripts, in which uv wrote the staging folder, find their interpreter by their own path; renew the RECORD."""
+    """Make scripts with the staging folder in their first line find their interpreter relatively; renew the RECORD."""
     with record.open(encoding="utf-8", newline="") as stream:
         rows = [row for row in csv.reader(stream) if row]
     changed = False

@@ -153,7 +153,7 @@ def _link_and_check(work: _Work, then: Callable[[], None]) -> list[CondaPackage]
 
 
 def _link(work: _Work, on_progress: OnProgress) -> None:
-    """Let a child process unpack and link, for the reason in `conda_link`. Its job file is in `staged` meanwhile."""
+    """Unpack and link in a child process, for the reason in `conda_link`. Its job file is in `staged` meanwhile."""
     pkgs = work.store.folder("conda", "pkgs")
     job = work.staged / ".job.json"
     with atomic.writing(work.staged):

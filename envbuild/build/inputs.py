@@ -76,7 +76,7 @@ def _wheel_name(package: LockedPackage, plan: Plan, file: Path) -> str:
 
 
 def count_files(file: Path, name: str, quota: Quota) -> None:
-    """Take what the files of a wheel called `name` will have on the disk from `quota`; others are not looked into.
+    """Subtract the unpacked size of the wheel `name` from `quota`; files that are no wheels count as nothing.
 
     uv refuses a member that is longer than its wheel says. Raises BuildError.
     """

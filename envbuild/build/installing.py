@@ -119,7 +119,7 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequen
 
 
 def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
-    """Give the files that uv installed the permissions `wanted`, of a file made now, and keep the right to execute.
+    """Set the permissions of files that uv installed to `wanted`, those of a new file, and keep the right to execute.
 
     uv's cache, which they are linked to, has them by the umask of the run that filled it. Raises OSError.
     """

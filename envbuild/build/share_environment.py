@@ -43,9 +43,9 @@ _PLACE = re.compile(rf"(?:{'|'.join(BY_DIGEST)})/([0-9a-f]{{64}})/[^/]+")
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentInputs:
-    """What an environment is built from: `files` are the digests of the files by their places.
+    """Inputs of an environment's build: `files` maps the path of each file to its digest.
 
-    A place is `recipe/PATH`, or a path in a store. `digest` is that of the environment, `plan` that of its plan.
+    A path is `recipe/PATH`, or one in a store. `digest` is that of the environment, `plan` that of its plan.
     """
 
     kind: str

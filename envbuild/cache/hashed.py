@@ -80,7 +80,7 @@ class Digests:
             yield
 
     def record(self, path: Path, sha256: str) -> None:
-        """Note the sha256 of a file that was hashed while it was written."""
+        """Record the sha256 of a file that was hashed while it was written."""
         with suppress(OSError):
             real = os.path.realpath(path)
             self._write(self._note(real), [*_key(real), sha256])

@@ -254,7 +254,7 @@ def open_own_recipe(name: str | None, environment: Environment) -> LoadedRecipe:
 
 
 def use_recipe(loaded: LoadedRecipe, environment: Environment) -> None:
-    """Note at the end of the command that the store's files for `loaded` were used now."""
+    """Record at the end of the command that the files of the store for `loaded` were used."""
     click.get_current_context().call_on_close(partial(remember, environment.store, loaded.recipe.name))
 
 

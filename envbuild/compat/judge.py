@@ -25,7 +25,7 @@ from envbuild.recipe.accelerators import torch_index
 
 
 def gpu_findings(stack: Stack, words: tuple[str, ...], built: Mapping[str, Containers]) -> list[CompatFinding]:
-    """Say on which GPUs the libraries of a target run; "bad" when one of the GPUs that `words` name is not among them.
+    """Return the GPUs on which the libraries of a target run; "bad" if they miss one of the GPUs that `words` name.
 
     `built` has the code in the libraries of an artifact that was built from the recipe; {} without one.
     """

@@ -167,7 +167,7 @@ class CompatRule(Row):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """All rows of the data."""
+    """The rows of data/compatibility.toml, by kind."""
 
     drivers: tuple[Driver, ...] = ()
     torch: tuple[TorchBuild, ...] = ()

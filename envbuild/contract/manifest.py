@@ -265,7 +265,7 @@ def _known_code(manifest: Manifest, store: SealStore) -> Path:
 
 
 def move_seal(root: Path, final: Path, store: SealStore) -> None:
-    """Let the environment that was moved from `root` to `final` keep what is recorded of it."""
+    """Move the recorded seal of the environment that was moved from `root` to `final`."""
     with suppress(OSError):
         _note(root, store).replace(_note(final, store))
 

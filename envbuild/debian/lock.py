@@ -20,7 +20,7 @@ _PATH = r"(?:(?!\.{1,2}/)[A-Za-z0-9_.+~%:\-]+/)*[A-Za-z0-9_.+~%:\-]+\.deb"
 
 @dataclass(frozen=True, slots=True)
 class LockedDeb:
-    """One package."""
+    """A locked Debian package."""
 
     name: str = required("Its name.", pattern=_NAME)
     version: str = required("Its version.", pattern=r"[0-9A-Za-z.+~:\-]+")
@@ -40,7 +40,7 @@ class LockedDeb:
 
 @dataclass(frozen=True, slots=True)
 class DebianLock:
-    """All packages of a base, sorted by name."""
+    """The locked packages of a base, sorted by name."""
 
     suite: str = required("Debian's release.", pattern=r"[a-z][a-z0-9.\-]*")
     date: str = required(

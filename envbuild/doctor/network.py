@@ -231,7 +231,7 @@ _INNER = ("lo", "docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "pod
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One network interface; `addresses` are IPv4 and IPv6 without link-local ones, `speed` is in Mbit/s."""
+    """A network interface; `addresses` are IPv4 and IPv6 without link-local ones, `speed` is in Mbit/s."""
 
     name: str
     up: bool

@@ -63,7 +63,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class HostProbe:
-    """One check. Its function may return or yield several findings, and may raise or hang."""
+    """A check of this host. Its function may return or yield several findings, and may raise or hang."""
 
     area: str
     name: str

@@ -75,7 +75,7 @@ class ArchiveFiles(Generic[F]):
     _links: dict[str, str] = field(default_factory=dict)
 
     def take_all(self, source: PositionedStream) -> None:
-        """Take the files and links of the archive in `source`, one pass from start to end."""
+        """Read the files and links of the archive in `source`, in one pass from start to end."""
         for member in members(source, Quota(_OF_FILES)):
             name = _normal(member.name)
             self._files.pop(name, None)

@@ -1,4 +1,4 @@
-"""From statements of imported files to a recipe: each statement is in it, or in the list of what was not carried."""
+"""Composition of a recipe from statements of imported files; statements that it cannot hold are listed."""
 
 from __future__ import annotations
 

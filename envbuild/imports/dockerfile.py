@@ -241,7 +241,7 @@ def _base(image: str, place: str) -> Iterator[Statement]:
 
 
 def _copy(text: str, shown: str, place: str, stage: _Stage, stages: list[_Stage], folder: Path) -> Iterator[Statement]:
-    """Note the files that a COPY or ADD brings, and yield that they are not carried."""
+    """Record the files that a COPY or ADD brings, and yield statements that they are not carried."""
     first, *bodies = text.split("\n", 1)
     words, options = _copied(first)
     *sources, target = words or [""]
@@ -442,7 +442,7 @@ class _Branches:
         return _NOT_TAKEN if False in self.open else _BRANCH if None in self.open else ""
 
     def enter(self, words: list[str]) -> list[str]:
-        """Note the keywords before a command, and return the rest of its words: [] if none is a command."""
+        """Record the keywords before a command, and return its other words: [] if none is a command."""
         while words:
             word, *rest = words
             if word in ("if", "for", "while", "until", "case"):

@@ -152,7 +152,7 @@ def submit(plan: JobPlan, script: Path, variables: Mapping[str, str]) -> str:
 
 
 def _try(plan: JobPlan, trial: Trial, env: Mapping[str, str]) -> str:
-    """Ask the scheduler about the job and show its warnings, which are returned. Raises HostError if it refuses."""
+    """Test the job with the scheduler; show and return its warnings. Raises HostError if the scheduler refuses it."""
     try:
         with tempfile.TemporaryDirectory(prefix="envbuild-") as folder:
             file = Path(folder) / "trial.yaml"

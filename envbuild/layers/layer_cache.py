@@ -130,7 +130,7 @@ class TarCache:
         return CachedLayer(layer, title, layer.diff_id.partition(":")[2])
 
     def members(self, made: CachedLayer) -> Sequence[Member]:
-        """The blob is read if its members are not known."""
+        """Return the layer's members, from the cache or, failing that, from its blob."""
         path = _members(made.key, self.store)
         try:
             table = read_table(path)

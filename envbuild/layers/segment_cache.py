@@ -63,7 +63,7 @@ class SegmentCache:
         return self._made(part.key, part.title, items, found)
 
     def blob(self, layer: Layer, title: str) -> CachedSegment:
-        """Raises BuildError for a layer that does not match its configuration's diff_id."""
+        """Return the segment of `layer`. Raises BuildError if its tar does not match the configuration's diff_id."""
         return self.tar(layer.diff_id, title, partial(opened, self.store.blobs.path(layer.blob.digest)))
 
     def tar(self, diff_id: str, title: str, opens: Callable[[], BinaryIO]) -> CachedSegment:

@@ -302,7 +302,7 @@ class VerifiedUpgrade:
 
 @dataclass(frozen=True, slots=True)
 class UpgradeReport:
-    """What a run of `envbuild lock` changed, for people who review it; `faults` are those of the database."""
+    """Changes of one run of `envbuild lock`, for reviewers; `faults` are errors of the vulnerability database."""
 
     changes: list[LockChange] = field(default_factory=list)
     verified: list[VerifiedUpgrade] = field(default_factory=list)

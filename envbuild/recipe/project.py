@@ -51,7 +51,7 @@ class ProjectTable:
     groups: tuple[str, ...] = key((), "Dependency groups that the lock covers too.", example=["eval"])
 
     def takes(self, path: str) -> bool:
-        """Whether the globs take the file at `path`, relative to the project's folder."""
+        """Return whether the globs select the file at `path`, relative to the project's folder."""
         return _matches(path, self.include or ("*",)) and not _matches(path, self.exclude)
 
 

@@ -1,4 +1,4 @@
-"""Fetch locked source archives by hash: from the store, the site's mirrors, a URL, an index, or a git repository.
+"""Locked source archives, fetched by hash: from the store, the site's mirrors, a URL, an index, or a git repository.
 
 An archive of a git commit has the same bytes on every machine: it has the files of the commit, or of one folder of it,
 with its submodules and without git's own files. Sources: git-fetch(1), git-submodule(1); git-lfs,
@@ -169,7 +169,7 @@ def locate_archive(
 
 
 def adopt_commit(name: str, url: str, commit: str, subdirectory: str, store: Store, env: Mapping[str, str]) -> str:
-    """Put the archive of a commit (see git_archive) into the store; return its sha256. Raises RequestFailed."""
+    """Add the archive of a commit (see git_archive) to the store; return its sha256. Raises RequestFailed."""
     try:
         with store.working("building") as work:
             sha256 = git_archive(url, commit, subdirectory, work / "archive.tar", work, env)

@@ -82,7 +82,7 @@ class EntryFile:
 
 
 class ResultCache(Protocol):
-    """Where the results of others are: a remote cache."""
+    """A remote cache with results of other hosts."""
 
     def expect(self, entries: Sequence[CacheEntry]) -> None:
         """Begin to fetch `entries`, for which `bring` will be called."""
@@ -103,7 +103,7 @@ class ResultCache(Protocol):
         ...
 
     def refuse(self, entry: CacheEntry) -> None:
-        """Say that `entry`, which was brought, is wrong and is made here."""
+        """Count the fetched `entry` as refused: its content is wrong, and this host makes it again."""
         ...
 
     def offer(self, entry: CacheEntry, seconds: float, blobs: Sequence[str] = ()) -> None:
@@ -112,7 +112,7 @@ class ResultCache(Protocol):
 
 
 def fetched(entry: CacheEntry, remote: ResultCache | None, known: Callable[[], T | None]) -> T | None:
-    """Return what `known` finds after `remote` fetched `entry`, None if it lacks it or has it wrong, which is said."""
+    """Return what `known` finds after `remote` fetched `entry`; None, with a log line, if the cache has no valid one."""
     if remote is None:
         return None
     brought = remote.bring(entry)

@@ -1,4 +1,4 @@
-"""Fetch locked files by hash: wheels from any of the site's sources, conda packages from mirrors or their channel."""
+"""Locked files, fetched by hash: wheels from any of the site's sources, conda packages from mirrors or channels."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Transfer:
         self.begun, self.moved = time.monotonic(), 0
 
     def count(self, moved: int) -> None:
-        """Note bytes that were moved, or, by a negative number, that must be moved again."""
+        """Count transferred bytes; a negative number takes back bytes that must be transferred again."""
         self.moved += moved
         self.last += moved
         self.taken_back |= moved < 0
@@ -88,7 +88,7 @@ _POLL_S = 0.005
 
 @dataclass(slots=True)
 class CacheUse:
-    """What a run had from the cache and gave to it; `saved_s` is how long others took to make what it had."""
+    """Use of the team's cache in one run; `saved_s` is the time that others needed for the fetched results."""
 
     hits: int = 0
     misses: int = 0
@@ -129,7 +129,7 @@ class RemoteCache:
         self._downloading, self._uploading, self._sent = Workers(_DOWNLOADS), Workers(_UPLOADS), Transfer()
 
     def expect(self, entries: Sequence[CacheEntry]) -> None:
-        """See `ResultCache`, as of the methods that follow."""
+        """Begin to fetch `entries`; `ResultCache` documents this method and the next ones."""
         for entry in entries:
             if self.reads and entry.tag not in self._expected:
                 self._expected[entry.tag] = self._begun(entry)
@@ -308,7 +308,7 @@ class RemoteCache:
                 setattr(self.use, name, getattr(self.use, name) + count)
 
     def _failed(self, error: Exception) -> None:
-        """Note a failed request; after some, or one that says that no other can succeed, leave the cache out."""
+        """Count a failed request; give up on the cache after several, or at once if no other can succeed."""
         if isinstance(error, Stopped):
             return
         with self._lock:

@@ -103,7 +103,7 @@ class Store:
         return self.root / "conda" / "lock"
 
     def note_use(self, path: Path, marked: Path) -> None:
-        """Note the use of `path`, which has no digest, by the time of the file or folder `marked`."""
+        """Record the use of `path`, which has no digest, in the time of the file or folder `marked`."""
         with contextlib.suppress(OSError):
             os.utime(marked)
         self.seen.add(os.path.realpath(path))

@@ -71,7 +71,7 @@ _CONDA = "conda/pkgs/"
 
 @dataclass(frozen=True, slots=True)
 class StoreItem:
-    """What is removed as a whole: a file or folder, and what belongs to it.
+    """A file or folder of the store, with the files that belong to it; all are removed together.
 
     `name` is its path in the store, `size` the bytes on the disk, `used` the time of its last use (time.time()).
     An item that is `needed` by an environment is not removed.
@@ -148,7 +148,7 @@ def _files(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def remember(store: Store, recipe: str) -> None:
-    """Note that this process used what it used for `recipe`. A store that cannot be written is left as it is."""
+    """Record the items that this process used for `recipe`. Does nothing if the store cannot be written."""
     root = os.path.realpath(store.root)
     used = {name for path in store.seen if (name := _name(os.path.relpath(path, root)))}
     if not used:

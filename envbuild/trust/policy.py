@@ -25,7 +25,7 @@ CLOCK_S = 300  # by which the signer's clock may be ahead
 
 @dataclass(frozen=True, slots=True)
 class TrustVerdict:
-    """Why an artifact is trusted: the file of the signer's key, or its identity, and the time of its verification.
+    """The signer of a trusted artifact (the file of a key, or an identity) and the time of the verification.
 
     `others` are the names of its other attestations that a signer has signed.
     """
@@ -53,7 +53,7 @@ def attested(receipt: Mapping[str, Any], name: str = "", predicate: Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class Signers:
-    """Whose signatures a site takes: `keys` by their files, and `identities` by Sigstore's `config`."""
+    """The signers that a site trusts: `keys` by their files, and `identities` by Sigstore's `config`."""
 
     keys: Mapping[str, Key]
     identities: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Signers:
 
     @classmethod
     def of(cls, trust: TrustTable) -> Signers:
-        """Return those of the site. Raises UsageError for a faulty key."""
+        """Return the signers of a site. Raises UsageError for a faulty key."""
         return cls({path: load_public(Path(path)) for path in trust.signers}, trust.identities, trust.sigstore)
 
     def opened(self, bundle: bytes) -> tuple[dict[str, Any], str]:

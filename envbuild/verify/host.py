@@ -92,7 +92,7 @@ class HostNodes:
         process.stop(agents)
 
     def collect(self, into: Path) -> None:
-        """Do nothing: `into` is the work folder itself."""
+        """Return at once: `into` is the work folder itself."""
 
     def kill_rank(self, run_id: str, rank: int) -> int | None:
         pid = find_rank(run_id, rank)

@@ -375,7 +375,10 @@ def _make(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict
 
 
 def enter(keeper: str, image_format: str, program: str, *arguments: str) -> NoReturn:
-    """Become `program` of the image that process `keeper` holds; this process's variables override the image's."""
+    """Replace this process by `program` of the image that process `keeper` holds.
+
+    Variables of this process override those of the image.
+    """
     parent = os.getppid()
     try:
         user, mounts = (os.open(f"/proc/{keeper}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("user", "mnt"))
@@ -393,7 +396,7 @@ def enter(keeper: str, image_format: str, program: str, *arguments: str) -> NoRe
 
 
 def _become(image_format: str, program: str, arguments: tuple[str, ...], variables: dict[str, str]) -> OSError:
-    """Become `program`, with `variables` over those of the image. Return the error if that fails."""
+    """Replace this process by `program`, with `variables` over the image's. Return the error if that fails."""
     driver = DRIVER if os.path.isdir(DRIVER) else ""
     if image_format == "sif" and os.path.exists(_OCI_VARIABLES):
         extend = f"export LD_LIBRARY_PATH={driver}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}; "

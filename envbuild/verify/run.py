@@ -1,4 +1,4 @@
-"""Verify an artifact: train in it on several simulated nodes and judge the results; measure the time of a step."""
+"""Verification of an artifact: a training in it on several simulated nodes, its judgement, and the time of a step."""
 
 from __future__ import annotations
 

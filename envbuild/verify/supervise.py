@@ -50,7 +50,7 @@ def hold_signals() -> set[int]:
 
 
 def inherit_orphans() -> None:
-    """Become the subreaper: the new parent of every descendant whose parent ends."""
+    """Make this process the subreaper: the new parent of every descendant whose parent ends."""
     call("prctl", _SET_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -171,7 +171,7 @@ def descendants() -> set[int]:
 
 
 def die_with(parent: int, sig: signal.Signals) -> None:
-    """Let the kernel send this process `sig` when process `parent` ends; exit if it has ended already (prctl(2))."""
+    """Have the kernel send this process `sig` when process `parent` ends; exit if it has ended (prctl(2))."""
     call("prctl", _PDEATHSIG, int(sig), 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)

@@ -301,7 +301,7 @@ class Exceptions:
         return False
 
     def _decide(self, line: Line, plain: str, order: int, marks: Collection[Hashable]) -> None:
-        """Take a line outside of tracebacks if it decides more than the best words."""
+        """Replace the best words by a line outside of tracebacks that has a higher weight."""
         if _OF_LAUNCHERS.search(plain):
             return
         for weight, regex in _DECISIVE:

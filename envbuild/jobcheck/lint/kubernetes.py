@@ -1,4 +1,4 @@
-"""Find faults in Kubernetes manifests that start torchrun: PyTorchJob, TrainJob, Job, and the pods in them.
+"""Search for faults in Kubernetes manifests that start torchrun: PyTorchJob, TrainJob, Job, and the pods in them.
 
 Sources: training-operator v1.7 (PyTorchJob), Kubeflow Trainer v2 (TrainJob), Kubernetes' API reference (Pod).
 """
