@@ -112,7 +112,7 @@ class ResultCache(Protocol):
 
 
 def fetched(entry: CacheEntry, remote: ResultCache | None, known: Callable[[], T | None]) -> T | None:
-    """Return what `known` finds after `remote` fetched `entry`; None, with a log line, if the cache has no valid one."""
+    """Return what `known` finds after `remote` fetched `entry`; None if the cache has no valid one (logged)."""
     if remote is None:
         return None
     brought = remote.bring(entry)
