@@ -26,13 +26,17 @@ _NCCL_WHEEL = re.compile(r"nvidia-nccl-cu\d+|nccl")
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable that a fabric needs; `source` is the page that documents it, `date` the day on which it was read."""
+    """A variable that a fabric needs; `source` is the page that documents it, `date` the day on which it was read.
+
+    It is for targets whose accelerator family is in `accelerator`, () for all.
+    """
 
     name: str
     value: str
     why: str
     source: str
     date: str
+    accelerator: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +96,6 @@ class Fabric:
     rows: tuple[Variable, ...] = ()
 
     @property
-    def variables(self) -> dict[str, str]:
-        """Name → value as in the data file, where {interface} stands for the site's interface."""
-        return {row.name: row.value for row in self.rows}
-
-    @property
     def by_plugin(self) -> bool:
         """Whether NCCL needs its libfabric plugin for this network."""
         return bool(self.provider)
@@ -122,7 +121,7 @@ def load_fabrics() -> Mapping[str, Fabric]:
     fabrics = {}
     for name, row in load_table("fabrics")["fabrics"].items():
         own = _frozen(row)
-        rows = tuple(Variable(**one) for one in own.pop("variables", ()))
+        rows = tuple(Variable(**_frozen(one)) for one in own.pop("variables", ()))
         own["options"] = tuple(FabricOptions(**_frozen(one)) for one in row.get("options", ()))
         own["adapter"] = FabricAdapter(**_frozen(row["adapter"])) if "adapter" in row else None
         fabrics[name] = Fabric(name=name, rows=rows, **own)
@@ -169,14 +168,14 @@ def preflight_devices(provider: str) -> str:
     return "=".join(filter(None, (adapter.devices, adapter.driver))) if adapter and adapter.devices else ""
 
 
-def fabric_variables(fabric: Fabric, site: SiteNetwork) -> dict[str, str]:
-    """Return the variables of a GPU job: NCCL_NET, the site's interface, the fabric's variables, then the site's."""
+def fabric_variables(fabric: Fabric, site: SiteNetwork, family: str) -> dict[str, str]:
+    """Return the variables of a job on accelerators of `family`: NCCL_NET, interface, the fabric's, then the site's."""
     variables = {"NCCL_NET": fabric.nccl_net} if fabric.nccl_net else {}
     if site.interface:
         variables["NCCL_SOCKET_IFNAME"] = site.interface
-    for name, value in fabric.variables.items():
-        if site.interface or "{interface}" not in value:
-            variables[name] = value.replace("{interface}", site.interface)
+    for row in fabric.rows:
+        if family in (row.accelerator or (family,)) and (site.interface or "{interface}" not in row.value):
+            variables[row.name] = row.value.replace("{interface}", site.interface)
     return {**variables, **site.variables}
 
 

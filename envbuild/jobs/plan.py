@@ -315,7 +315,7 @@ def job_env(
     library: tuple[str, ...] = ()
     if artifact.accelerator.gpu:
         fabric = find_fabric(artifact.fabric)
-        take(fabric_variables(fabric, site.fabric), f"fabric {fabric.name}")
+        take(fabric_variables(fabric, site.fabric, artifact.accelerator.name), f"fabric {fabric.name}")
         for name in site.fabric.variables:
             origins[f"variables.{name}"] = site.origin("fabric", "variables")
         root = PurePath(artifact.python).parents[1]

@@ -101,7 +101,7 @@ def network_of(
     if not accelerator.gpu:
         return Network(fabric, accelerator)
     shared = nodes.interface == "lo"  # the nodes use this host's network, with the site's interface
-    variables = {"NCCL_SOCKET_IFNAME": f"={nodes.interface}", **fabric_variables(fabric, site)}
+    variables = {"NCCL_SOCKET_IFNAME": f"={nodes.interface}", **fabric_variables(fabric, site, accelerator.name)}
     if site.interface and not shared:
         variables["NCCL_SOCKET_IFNAME"] = f"={nodes.interface}"
     path = "" if subject.isolated else env.get("LD_LIBRARY_PATH", "")

@@ -65,17 +65,18 @@ def test_every_fabric_of_recipes_is_known_and_every_value_has_its_source() -> No
 
 def test_a_missing_network_is_made_fatal_and_the_site_has_the_last_word() -> None:
     fabrics = load_fabrics()
-    assert fabric_variables(fabrics["any"], FabricTable()) == {}
-    assert fabric_variables(fabrics["socket"], FabricTable()) == {"NCCL_NET": "Socket"}
-    assert fabric_variables(fabrics["ib"], FabricTable()) == {"NCCL_NET": "IB"}
-    efa = fabric_variables(fabrics["efa"], FabricTable("eth0"))
+    assert fabric_variables(fabrics["any"], FabricTable(), "cuda") == {}
+    assert fabric_variables(fabrics["socket"], FabricTable(), "cuda") == {"NCCL_NET": "Socket"}
+    assert fabric_variables(fabrics["ib"], FabricTable(), "cuda") == {"NCCL_NET": "IB"}
+    efa = fabric_variables(fabrics["efa"], FabricTable("eth0"), "cuda")
     assert efa == {"NCCL_NET": "AWS Libfabric", "NCCL_SOCKET_IFNAME": "eth0"}
     site = FabricTable("hsn0,hsn1", variables={"FI_MR_CACHE_MONITOR": "kdreg2", "NCCL_IB_GID_INDEX": "3"})
-    cxi = fabric_variables(fabrics["cxi"], site)
+    cxi = fabric_variables(fabrics["cxi"], site, "cuda")
     assert cxi["FI_PROVIDER"] == "cxi" and cxi["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1"
     assert cxi["FI_MR_CACHE_MONITOR"] == "kdreg2" and cxi["NCCL_IB_GID_INDEX"] == "3"
-    assert "FI_TCP_IFACE" not in fabric_variables(fabrics["tcp-ofi"], FabricTable())
-    assert fabric_variables(fabrics["tcp-ofi"], FabricTable("ib0"))["FI_TCP_IFACE"] == "ib0"
+    assert cxi.items() - fabric_variables(fabrics["cxi"], site, "rocm").items() == {("NCCL_NET_GDR_LEVEL", "PHB")}
+    assert "FI_TCP_IFACE" not in fabric_variables(fabrics["tcp-ofi"], FabricTable(), "cuda")
+    assert fabric_variables(fabrics["tcp-ofi"], FabricTable("ib0"), "cuda")["FI_TCP_IFACE"] == "ib0"
 
 
 @pytest.mark.parametrize(
@@ -419,7 +420,7 @@ def test_a_fabric_is_one_row(toy: None, tmp_path: Path) -> None:
     site_file = tmp_path / "site.toml"
     site_file.write_text("[fabric]\nbusbw_floor = { toynet = 3 }\n")
     site = load_site({"HOME": str(tmp_path), "ENVBUILD_SITE": str(site_file)}).fabric
-    assert fabric_variables(find_fabric("toynet"), site)["FI_PROVIDER"] == "toy"
+    assert fabric_variables(find_fabric("toynet"), site, "cuda")["FI_PROVIDER"] == "toy"
     assert preflight_devices("toy") == "/dev/toynet/*"
     # preflight, as the job's script asks it
     assert "no toy device" in missing_provider("toy", str(tmp_path / "dev/*"), {})

@@ -655,6 +655,7 @@ def test_the_logs_command_of_the_docs_finds_the_pods_of_every_kind_of_job_and_no
     *others, job = documents(PLANS[name])
     if job["kind"] == "TrainJob":
         patch = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
+        assert len(patch["name"]) <= 20, "Trainer 2.4 takes no longer names of replicated jobs"
         template = patch["template"]["spec"]["template"]
     else:
         template = (job["spec"]["pytorchReplicaSpecs"]["Worker"] if job["kind"] == "PyTorchJob" else job["spec"])[
