@@ -70,8 +70,13 @@ def told(*lines: str) -> list[str]:
     return [one.id for one in diagnose([("log", lines)], load_rules()).findings]
 
 
-def rules(*, provoked: bool, kinds: tuple[str, ...] = ("cause", "note")) -> list[DiagnosisRule]:
-    return [rule for rule in RULES.values() if rule.provoked is provoked and rule.kind in kinds]
+def follows(rule: DiagnosisRule) -> bool:
+    """Whether a rule is about what follows from any failure, and comes first in no log of its own."""
+    return rule.kind == "symptom" and rule.rank <= engine._CONSEQUENCE
+
+
+def rules(*, provoked: bool) -> list[DiagnosisRule]:
+    return [rule for rule in RULES.values() if rule.provoked is provoked and not follows(rule)]
 
 
 def is_first_in_its_log(rule: DiagnosisRule) -> None:
@@ -208,7 +213,7 @@ def test_a_name_server_that_does_not_answer_is_told_from_an_unknown_name() -> No
 
 def test_every_symptom_follows_from_a_cause_in_some_log() -> None:
     seen = {one.id for rule in rules(provoked=True) for one in of(*logs_of(rule.id)).findings if one.kind == "symptom"}
-    assert {rule.id for rule in RULES.values() if rule.kind == "symptom"} <= seen
+    assert {rule.id for rule in RULES.values() if follows(rule)} <= seen
 
 
 def test_every_log_belongs_to_a_rule_and_a_readme_says_how_it_was_made() -> None:
@@ -1701,7 +1706,7 @@ def test_no_cause_hides_behind_a_consequence() -> None:
     # Without torchrun's settings, which would be those of a second job.
     lines = [line for path in paths for line in path.read_text().splitlines()]
     around = [line for line in lines if "launcher/api" not in line]
-    for rule in rules(provoked=True, kinds=("cause",)):
+    for rule in [one for one in rules(provoked=True) if one.kind == "cause"]:
         if rule.rank > RULES["time-limit"].rank:
             own = [(str(path), path.read_text().splitlines()) for path in logs_of(rule.id)]
             found = diagnose([("around", around), *own], load_rules()).findings
@@ -2296,7 +2301,7 @@ def test_every_rule_survives_lines_in_any_order(rng: random.Random) -> None:
     lines = [line for path in rng.sample(paths, 4) for line in path.read_text().splitlines()]
     rng.shuffle(lines)
     found = diagnose([("log", lines[:100])], load_rules())
-    kinds = [("cause", "note", "symptom").index(one.kind) for one in found.findings]
+    kinds = [("cause", "symptom", "note").index(one.kind) for one in found.findings]
     assert kinds == sorted(kinds)
 
 
@@ -2356,6 +2361,26 @@ def test_the_command_shows_symptoms_where_no_cause_is_known() -> None:
     paths = [str(path) for path in logs_of("rendezvous-timeout")]
     done = CliRunner().invoke(diagnose_command, paths)
     assert "1. symptom: not every node joined the rendezvous in time" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("lines", "verdict"),
+    [
+        (["srun: error: n1: task 3: Killed"], "symptom"),
+        (["srun: error: n1: task 3: Killed", "bash: line 1: nvcc: command not found"], "cause"),
+        (
+            ["Traceback (most recent call last):", "WidgetError: it is loose", "srun: error: n1: task 3: Killed"],
+            "program",
+        ),
+        (["all is well"], "none"),
+    ],
+)
+def test_a_symptom_is_not_shown_as_a_cause(lines: list[str], verdict: str, tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text("\n".join(lines))
+    assert json.loads(CliRunner().invoke(diagnose_command, [str(log), "--json"]).stdout)["verdict"] == verdict
+    shown = CliRunner().invoke(diagnose_command, [str(log)]).stdout
+    assert shown.startswith("The log does not hold the cause.") is (verdict == "symptom")
 
 
 def test_the_command_prints_json_and_reads_standard_input() -> None:

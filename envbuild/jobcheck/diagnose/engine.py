@@ -37,6 +37,7 @@ from envbuild.jobcheck.diagnose.nccl_log import needles_of_forms, parse_nccl_log
 from envbuild.jobcheck.diagnose.rules import KINDS, DiagnosisRule, Kind, LinePattern, Place, course_patterns, load_rules
 
 Mark = TypeVar("Mark", bound=Hashable)
+Verdict = Literal["cause", "program", "symptom", "none"]
 _DIGIT_BYTES = b"0123456789"
 # How often characters occur in logs, by classes: per 1,000 characters; all others, such as capitals, are rare.
 _COMMON = {60: b" e", 40: b"atnorsi", 20: b'cdlmpu."_-/:', 10: b"bfghkwvy,=[]()", 5: b"xzjq'"}
@@ -53,6 +54,7 @@ _LONGEST = 1000  # characters of a value
 _NAMED = 5  # values of `every` in a message
 _GOES_ON = 10  # lines of training that show that a program continues
 _ROOT = 45  # up to this rank, a cause does not explain its own cause
+_CONSEQUENCE = 40  # up to this rank, a symptom follows from any exception
 _EITHER = re.compile(r"\[\[(.*?)\]\]")
 _GROUP = re.compile(r"\{(\w+)\}")
 # Colours, moves of the cursor and the like. Source: ECMA-48, 5.4 "Control sequences".
@@ -194,10 +196,19 @@ class Diagnosis:
     exception: tuple[Evidence, ...]
     last: tuple[Evidence, ...]
 
+    @property
+    def verdict(self) -> Verdict:
+        """The most that the logs tell: words of the program that no rule explains come before causes."""
+        if self.exception:
+            return "program"
+        kinds = {one.kind for one in self.findings}
+        return "cause" if "cause" in kinds else "symptom" if "symptom" in kinds else "none"
+
     def as_json(self) -> dict[str, Any]:
         """Return the fields for --json, which calls a hint `remedy`."""
         names = {"hint": "remedy"}
-        return asdict(self, dict_factory=lambda items: {names.get(name, name): value for name, value in items})
+        fields = asdict(self, dict_factory=lambda items: {names.get(name, name): value for name, value in items})
+        return {"verdict": self.verdict, **fields}
 
 
 @dataclass(slots=True)
@@ -388,14 +399,14 @@ def diagnose(logs: Iterable[tuple[str, Iterable[str]]], rules: Sequence[Diagnosi
         reader.read(name, blocks)
     seen, course, exceptions = reader.seen, reader.course, reader.exceptions
     held = [(rule, found) for rule in rules if (found := _found(rule, seen, course)) is not None]
-    highest = max((rule.rank for rule, _ in held if rule.kind == "cause"), default=0)
+    highest = max((rule.rank for rule, _ in held if rule.kind != "note"), default=0)
     held = [one for one in held if not one[0].general or one[0].rank >= highest]
     held.sort(key=lambda one: (KINDS.index(one[0].kind), -one[0].rank, one[1][0]))
     words = exceptions.words
     shown = (
         () if course.passed(words.order) else tuple(_evidence(line, words.at) for line in (*words.lines, *words.led))
     )
-    if held and held[0][0].kind == "cause":
+    if held and (held[0][0].kind == "cause" or held[0][0].rank > _CONSEQUENCE):
         explains = [n for n, (rule, _) in enumerate(held) if words.marks.intersection((*rule.any, *rule.all))]
         if shown and explains:
             rule, (order, finding) = held[explains[0]]
@@ -413,7 +424,7 @@ def _comes_before(rule: DiagnosisRule, found: tuple[int, DiagnosisFinding], word
     """
     order, finding = found
     later = order < words.order
-    if rule.rank > _ROOT:
+    if rule.kind == "cause" and rule.rank > _ROOT:
         regex = NAMED_EXCEPTION if rule.passes else WARNING
         survived = all(regex.search(one.text) or WARNING.search(one.text) for one in finding.evidence)
         return not (survived and later and words.weight == Weight.ENDED)

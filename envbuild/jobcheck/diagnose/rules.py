@@ -13,7 +13,7 @@ from envbuild.data import load_table
 Place = Literal["job", "verification", "source-build"]
 Kind = Literal["cause", "symptom", "note"]
 PLACES: tuple[Place, ...] = get_args(Place)
-KINDS: tuple[Kind, ...] = ("cause", "note", "symptom")
+KINDS: tuple[Kind, ...] = ("cause", "symptom", "note")
 
 _PATTERNS = ("all", "any", "none", "also", "ended", "before")
 # A part of a regular expression: the begin of a group, a character class, or one character, which may be escaped.
