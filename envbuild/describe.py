@@ -99,9 +99,8 @@ def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | N
 def bill_of_materials(opened: ArtifactReader, contents: Inventory, environment: Environment) -> str:
     """Return the CycloneDX bill of materials of an artifact, with the time of SOURCE_DATE_EPOCH if that is set."""
     from envbuild.inspect.sbom import cyclonedx
-    from envbuild.layers.compose import source_date
 
-    date = source_date(environment.variables) if "SOURCE_DATE_EPOCH" in environment.variables else None
+    date = environment.source_date if "SOURCE_DATE_EPOCH" in environment.variables else None
     return cyclonedx(opened.about, contents, date)
 
 

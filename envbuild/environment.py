@@ -9,23 +9,20 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envbuild.base import process
 from envbuild.base.atomic import lock_failure, naming, write_hint
-from envbuild.base.errors import BuildError, HostError
-from envbuild.site.pip_config import PipConfig, load_pip_config
-from envbuild.site.settings import Site, load_site
-from envbuild.site.uv_config import uv_environment, uv_settings
-from envbuild.store.store import Store, working_folder
+from envbuild.base.errors import HostError, UsageError
+from envbuild.contract.state import FIXED_TIME
+from envbuild.site.pip_config import PipConfig, uv_environment, uv_settings
+from envbuild.store.store import Store
 
 if TYPE_CHECKING:
     from envbuild.image.registry import Registry
-
-# What the names of the temporary folders of runs begin with.
-RUN = "envbuild-run-"
+    from envbuild.site.settings import Site
 
 
 @dataclass(frozen=True)
@@ -48,53 +45,18 @@ class Environment:
         except FileNotFoundError as error:
             raise HostError("uv's program is missing", "install it: pip install uv") from error
 
-    @contextlib.contextmanager
-    def with_tmpdir(self, *, offline: bool = True) -> Iterator[Environment]:
-        """Yield this environment with a new TMPDIR for the children of this run; remove it, and those of killed runs.
+    @property
+    def source_date(self) -> int:
+        """The time of an image's files: SOURCE_DATE_EPOCH (reproducible-builds.org), else a fixed date.
 
-        The run is registered in the store, from which nothing that it uses is removed meanwhile. Without `offline`, the
-        store has the site's cache, whose transfers end with the run.
-
-        It is in the system's temporary folder: the store may be on a network file system. Its path is short, because
-        programs put sockets into it, whose paths have at most 107 bytes (unix(7)). Raises HostError.
+        Raises UsageError for an invalid value and for times before 1980, which zipfile refuses inside of images.
         """
-        self.store.clean_working()
-        self.store.clean_stale()
-        with contextlib.ExitStack() as stack:
-            try:
-                folder = stack.enter_context(working_folder(Path(tempfile.gettempdir()), RUN))
-            except OSError as error:
-                text = f"no temporary folder in {tempfile.gettempdir()}: {error.strerror}"
-                raise HostError(text, "set TMPDIR to a writable folder with free disk space") from error
-
-            def register() -> None:
-                with contextlib.suppress(BuildError):  # a store that cannot be written is not pruned either
-                    stack.enter_context(self.store.working("running"))
-
-            if self.store.root.exists():
-                register()
-            else:  # a dry run makes no store
-                self.store.first.append(register)
-                stack.callback(self.store.first.clear)
-            yield replace(
-                self,
-                variables={**self.variables, "TMPDIR": str(folder)},
-                store=self.store if offline else self._with_cache(stack),
-            )
-        if self.site.limits.store_bytes:
-            from envbuild.store.usage import limit  # most sites have no limit
-
-            limit(self.store, self.site.limits.store_bytes)
-
-    def _with_cache(self, stack: contextlib.ExitStack) -> Store:
-        if not self.variables.get("ENVBUILD_CACHE", self.site.cache):
-            return self.store
-        from envbuild.store.remote import open_remote
-
-        remote = open_remote(self.site, self.pip, self.variables, self.store)
-        if remote is not None:
-            stack.push(lambda kind, *_: remote.close(wait=kind is None))
-        return replace(self.store, remote=remote)
+        text = self.variables.get("SOURCE_DATE_EPOCH", "")
+        if not text:
+            return FIXED_TIME
+        if not text.isascii() or not text.isdecimal() or not 315532800 <= int(text) < 1 << 32:
+            raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}", "give seconds since 1970, 315532800 (1980) or later")
+        return int(text)
 
     def registry(self, image: str) -> Registry:
         """Return the registry of `image`, with this site's mirrors, proxies and certificates."""
@@ -162,13 +124,6 @@ class Environment:
         from envbuild.store.sources import probe_index
 
         return probe_index(index, self.pip, self.variables)
-
-
-def load_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read the site's settings and pip's configuration. Raises RecipeError for a faulty file."""
-    known = dict(os.environ if variables is None else variables)
-    site = load_site(known)
-    return Environment(known, site, load_pip_config(known), Store(site.store))
 
 
 def uv_hint(said: str, status: int) -> str:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from envbuild.base import process
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.progress import Log
-from envbuild.environment import RUN, Environment
+from envbuild.environment import Environment
 from envbuild.recipe.accelerators import CPU, gpu_families
+from envbuild.run_environment import RUN
 from envbuild.store.store import working_folder
 from envbuild.verify import supervise
 from envbuild.verify.image_file import ImageFile, open_image_file

@@ -30,7 +30,7 @@ from envbuild.cache.http import RequestFailed
 from envbuild.environment import Environment, uv_hint
 from envbuild.interpreter import HostPython, ask_program, minor_of, read_python
 from envbuild.recipe.model import PYTHONS
-from envbuild.site.uv_config import uv_environment
+from envbuild.site.pip_config import uv_environment
 from envbuild.store.client import Client, path_of
 from envbuild.store.store import Store
 

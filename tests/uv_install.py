@@ -12,8 +12,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from envbuild.site.pip_config import load_pip_config
-from envbuild.site.uv_config import uv_environment, uv_settings
+from envbuild.site.pip_config import load_pip_config, uv_environment, uv_settings
 
 pip = load_pip_config(os.environ)
 # Beside the environment, so that uv can link files out of its cache.

@@ -22,7 +22,7 @@ from envbuild.environment import Environment
 from envbuild.image.model import GOARCH
 from envbuild.image.squashfs.model import codec_of
 from envbuild.layers.base import image_layers, locked_files
-from envbuild.layers.compose import LayerRequest
+from envbuild.layers.layer_cache import LayerRequest
 from envbuild.layers.segment_cache import segment_cache
 from envbuild.lock.base import pull
 from envbuild.lock.image import ImageLock, OciLock

@@ -13,17 +13,17 @@ from envbuild.base.progress import log
 from envbuild.build.kinds import kind_at, subject_at
 from envbuild.contract.receipt import failures, passed_line, passing_receipt, receipt_path, write_receipt
 from envbuild.contract.state import State
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.gpu_code import Containers
 from envbuild.gpus import gpu_faults
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import expect_of
-from envbuild.site.settings import Site
 from envbuild.store.history import record
 from envbuild.verify.model import Settings, Subject, Thoroughness, Verdict, check_texts, listed, make_receipt
 
 if TYPE_CHECKING:
     from envbuild.plan.plan import Plan
+    from envbuild.site.settings import Site
 
 # Settings that are lists, and those that a receipt must have as the plan.
 _LISTS = ("imports", "imports_except", "direct", "gpus")
@@ -108,7 +108,7 @@ def _verdict(
     return verdict
 
 
-def open_subject(path: Path, environment: Environment | None = None, runtime: str | None = None) -> Subject:
+def open_subject(path: Path, environment: Environment, runtime: str | None = None) -> Subject:
     """Return the artifact at `path` as the subject of a verification. Raises UsageError when there is none."""
     kind = kind_at(path)
     if kind is None:
@@ -116,7 +116,7 @@ def open_subject(path: Path, environment: Environment | None = None, runtime: st
             raise UsageError(f"{path} is no .sqsh or .sif file: it has no runtime to choose")
         what = "is not an artifact of envbuild" if path.exists() else "does not exist"
         raise UsageError(f"{path} {what}", "give the folder or file that envbuild printed as its last line")
-    return subject_at(path, kind, environment or load_environment(), runtime)
+    return subject_at(path, kind, environment, runtime)
 
 
 def verify_artifact(

@@ -31,8 +31,9 @@ from envbuild.contract.conda_meta import META
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Readable, Tree
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.compose import LayerRequest, groups, title_of
+from envbuild.layers.compose import groups, title_of
 from envbuild.layers.contents import HashedContent
+from envbuild.layers.layer_cache import LayerRequest
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
 from envbuild.store.entry import CacheEntry, key_of, shared

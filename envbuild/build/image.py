@@ -23,7 +23,6 @@ from envbuild.contract.state import IMAGE
 from envbuild.environment import Environment
 from envbuild.image.daemon import connect
 from envbuild.image.model import docker_manifest
-from envbuild.layers.compose import source_date
 from envbuild.layers.image_python import image_compiler
 from envbuild.layers.requested import check_here, for_image
 from envbuild.lock.base import image_lock
@@ -82,7 +81,7 @@ def prepare_image(
             offline=use["offline"],
             log=use["log"],
         )
-    inputs = ImageInputs(base, compiler.identity if compiler else None, source_date(environment.variables))
+    inputs = ImageInputs(base, compiler.identity if compiler else None, environment.source_date)
     plan, trainer = prepare(
         loaded,
         target,

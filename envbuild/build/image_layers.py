@@ -33,8 +33,8 @@ from envbuild.image.tar import Member
 from envbuild.image.tree import MergedTree
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.compose import LayerRequest, alone, environment_part, wheel_parts
-from envbuild.layers.layer_cache import CachedLayer, LayerCache, M, TarCache
+from envbuild.layers.compose import alone, environment_part, wheel_parts
+from envbuild.layers.layer_cache import CachedLayer, LayerCache, LayerRequest, M, TarCache
 from envbuild.layers.recorded import hashed
 from envbuild.layers.requested import RequestedLayers
 from envbuild.layers.trainer import Trainer

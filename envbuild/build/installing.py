@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from envbuild.base import atomic, host, process
 from envbuild.base.errors import BuildError
@@ -22,6 +22,7 @@ from envbuild.base.host import link_mode
 from envbuild.base.progress import step
 from envbuild.base.text import normalise, normalise_version
 from envbuild.contract.installed import Distribution, distributions, record_rows
+from envbuild.contract.kinds import FolderPrograms
 from envbuild.contract.layer_lists import LayerList, list_files, parse_list
 from envbuild.contract.manifest import Manifest, Stat, is_bytecode, other_code, seal, shown, write_manifest
 from envbuild.contract.state import FILE, LAYER_LISTS, BuiltLayer, State, list_path, site_packages
@@ -32,7 +33,6 @@ from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, WheelFile, wheel_prog
 from envbuild.layers.wheels import pinned
 from envbuild.plan.plan import Plan, state_of
 from envbuild.recipe.sources import SourceLayer
-from envbuild.verify.host import FolderPrograms
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +254,6 @@ def _check_installed(
     if wrong:
         raise BuildError("the installed packages differ from the lock:\n  " + "\n  ".join(wrong))
 
-
-if TYPE_CHECKING:
-    pass
 
 # ioctl_ficlone(2) makes two files share their blocks; file systems that cannot do it fail.
 _FICLONE = 0x40049409

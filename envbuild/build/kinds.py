@@ -82,7 +82,7 @@ def changed_files(path: Path, kind: Artifact, manifest: str, *, exact: bool = Fa
         return []
     from envbuild.base import host
     from envbuild.contract.manifest import changes
-    from envbuild.environment import load_environment
+    from envbuild.run_environment import load_environment
 
     environment = load_environment()
     workers = host.workers(environment.variables)

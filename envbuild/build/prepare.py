@@ -185,8 +185,8 @@ def _image_build_host(
 ) -> Iterator[BuildHost]:
     """Start the builder image, by enroot or in own namespaces, with `work` shared. Raises HostError if neither can."""
     from envbuild.build.builder_image import builder_file
-    from envbuild.verify.image_file import open_image_file, passed
-    from envbuild.verify.runtimes import runtime_for
+    from envbuild.verify.image_file import open_image_file
+    from envbuild.verify.runtimes import passed, runtime_for
 
     assert layers.builder is not None
     path = builder_file(layers.builder, folder, environment, offline=offline)

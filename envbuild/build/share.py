@@ -28,7 +28,6 @@ from envbuild.image.registry import Pushed, Registry
 from envbuild.image.sif import content_digest
 from envbuild.site.tables import TrustTable
 from envbuild.store.pieces import (
-    ATTESTATIONS,
     CONFIG,
     PIECE,
     RECEIPT,
@@ -43,10 +42,12 @@ from envbuild.store.pieces import (
     stored,
 )
 from envbuild.store.store import Store
-from envbuild.trust.bundle import bundle_path
+from envbuild.trust.bundle import PREDICATES, bundle_path
 from envbuild.trust.policy import TrustVerdict, judge
 from envbuild.verify.image_file import check_image_place
 
+# Media type → name of an attestation (trust/bundle.py).
+ATTESTATIONS = {f"application/vnd.envbuild.{name or 'attestation'}.v1": name for name in PREDICATES}
 MOST = 16 << 20  # bytes of a configuration, a receipt and an attestation
 
 

@@ -43,11 +43,9 @@ from envbuild.image.model import GOARCH, Descriptor
 from envbuild.image.reference import ImageSource, folder_and_tag
 from envbuild.image.sif import content_digest
 from envbuild.image.squashfs.model import Codec
-from envbuild.layers.compose import source_date
 from envbuild.layers.layer_cache import CachedSegment
 from envbuild.layers.segment_cache import MissingData, SegmentCache, segment_cache
 from envbuild.recipe.targets import Target, host_arch
-from envbuild.site.settings import Site
 from envbuild.store.pieces import Span, note_spans
 from envbuild.verify.image_file import check_image_place, image_state, open_image_file
 from envbuild.verify.model import FULL, Thoroughness
@@ -56,6 +54,7 @@ if TYPE_CHECKING:  # a conversion needs nothing of recipes
     from envbuild.build.image_layers import PreparedImage
     from envbuild.build.installing import LayerFolder
     from envbuild.plan.plan import Plan
+    from envbuild.site.settings import Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,7 @@ def _converted(build: _Build, source: ImageSource, image: ImageAt, maker: Segmen
     titles = [f"{source.name}, layer {number} of {count}" for number in range(1, count + 1)]
     layers = maker.tars(list(zip(diff_ids, titles, image.layers, strict=True)))
     origin = source.provenance(image.image_id)
-    mtime = source_date(build.environment.variables)
+    mtime = build.environment.source_date
     return _natively(build, layers, maker, image.config, origin=origin, text=definition(origin), mtime=mtime)
 
 

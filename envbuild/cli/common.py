@@ -19,10 +19,11 @@ from envbuild.base.files import named_path
 from envbuild.base.progress import log
 from envbuild.cli import complete, layout
 from envbuild.cli.layout import verbosity
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.recipe.find import check_own, choose_target, default_recipe, find_recipe, search_folders
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
+from envbuild.run_environment import load_environment, with_tmpdir
 from envbuild.site.settings import Site
 from envbuild.store.usage import remember
 
@@ -208,7 +209,7 @@ def run_environment() -> Environment:
     """
     context = click.get_current_context()
     alone = bool(context.params.get("offline") or context.params.get("dry_run"))
-    return context.with_resource(load_environment().with_tmpdir(offline=alone))
+    return context.with_resource(with_tmpdir(load_environment(), offline=alone))
 
 
 def attested_images(site: Site) -> Callable[[str, str], Path | None] | None:

@@ -13,11 +13,12 @@ from envbuild.base.progress import log
 from envbuild.cli import complete, layout
 from envbuild.cli.common import PATH, open_recipe, open_target, print_json, run_environment, show, with_options
 from envbuild.contract.receipt import read_receipt, receipt_path
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.find import command_word, recipe_files, search_folders
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.run_environment import load_environment
 from envbuild.store.history import METRICS, merged, recorded, row_of, sparkline
 
 if TYPE_CHECKING:

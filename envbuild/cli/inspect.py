@@ -24,10 +24,11 @@ from envbuild.cli.report import reported
 from envbuild.contract.kinds import ARTIFACTS, kinds_of
 from envbuild.contract.manifest import shown
 from envbuild.describe import bill_of_materials, describe, receipt_of
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.inspect.compare import Change, Comparison, compare
 from envbuild.inspect.reader import open_artifact, open_artifacts, split
 from envbuild.recipe.find import search_folders
+from envbuild.run_environment import load_environment
 
 _SIGNS = {"added": ("+", "green"), "removed": ("-", "red"), "changed": ("~", "yellow")}
 _LINES = 40

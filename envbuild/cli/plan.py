@@ -32,9 +32,10 @@ from envbuild.cli.common import (
 )
 from envbuild.contract.kinds import ARTIFACTS, kinds_of
 from envbuild.data import load_table
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.layers.requested import before_environment, for_host
 from envbuild.recipe.find import list_recipes, search_folders
+from envbuild.run_environment import load_environment
 
 
 @click.command("plan")

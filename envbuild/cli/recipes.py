@@ -17,7 +17,6 @@ from envbuild.cli.common import open_recipe, open_target, print_json, show, with
 from envbuild.compat.judge import gpu_findings, judge
 from envbuild.compat.rows import CompatFinding
 from envbuild.contract.receipt import read_receipt, recorded_gpu_code
-from envbuild.environment import load_environment
 from envbuild.gpu_code import Containers
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.lifecycle import LockState
@@ -26,6 +25,7 @@ from envbuild.recipe.find import list_recipes, search_folders
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import LayerTable, layer_kind
 from envbuild.recipe.targets import Target
+from envbuild.run_environment import load_environment
 
 _COLOURS = {"good": "green", "bad": "red", "unknown": "yellow", "note": "cyan"}
 _WIDTH = 100

@@ -18,7 +18,8 @@ from envbuild.cli.common import BESIDE, PATH, Names, check_out
 from envbuild.contract.kinds import ARTIFACTS
 from envbuild.contract.manifest import read_manifest
 from envbuild.contract.receipt import passed_line, read_receipt
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
+from envbuild.run_environment import load_environment
 
 if TYPE_CHECKING:
     from envbuild.report.data import ReportEntry

@@ -20,7 +20,7 @@ from envbuild.build.kinds import folder_module
 from envbuild.cli import complete
 from envbuild.cli.common import Names, next_word, run_environment, with_options
 from envbuild.contract.kinds import ARTIFACTS, FolderArtifact, kinds_of
-from envbuild.environment import load_environment
+from envbuild.run_environment import load_environment
 from envbuild.site.settings import load_site
 
 if TYPE_CHECKING:

@@ -383,8 +383,8 @@ def _predicate(name: str, opened: JobInputs, receipt: dict[str, Any]) -> dict[st
 
         return provenance(receipt, os.environ)
     from envbuild.describe import bill_of_materials
-    from envbuild.environment import load_environment
     from envbuild.inspect.reader import open_artifact as open_reader
+    from envbuild.run_environment import load_environment
 
     environment, path = load_environment(), opened.artifact.path
     where = f"docker://{path}" if "@sha256:" in path else path

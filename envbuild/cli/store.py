@@ -15,8 +15,9 @@ from envbuild.base.progress import log
 from envbuild.base.text import AGES, SIZES, human_size, seconds, size
 from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, print_json, run_environment, show, with_options
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.layers.store_check import check_store
+from envbuild.run_environment import load_environment
 from envbuild.store.remote import RemoteCache, cache_of, counted, pull_recipe, push_recipe
 from envbuild.store.usage import Removal, StoreItem, choose, items, own_items, recipes, remove
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from envbuild.base.files import build_folder, parse_json
 from envbuild.contract.state import State, read_state
@@ -66,6 +66,16 @@ class FolderArtifact(Artifact):
 
     states: tuple[str, ...] = ()
     form: ClassVar[Form] = "folder"
+
+
+class FolderPrograms(Protocol):
+    """A kind of environments in folders, called TITLE, whose programs can be started."""
+
+    TITLE: str
+
+    # The command line of a program (torchrun, python) in the environment at `path`, and its variables.
+    def command(self, path: Path, program: str, *arguments: str) -> list[str]: ...
+    def launch_environment(self, path: Path, env: Mapping[str, str]) -> dict[str, str]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ from envbuild.doctor.probe import (
 )
 from envbuild.environment import Environment
 from envbuild.fabrics import load_fabrics
-from envbuild.site.pip_config import PipConfig, ca_bundle
-from envbuild.site.uv_config import uv_environment
+from envbuild.site.pip_config import PipConfig, ca_bundle, uv_environment
 
 _WAIT_S = 3.5
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")

@@ -18,7 +18,8 @@ from envbuild.doctor import machine as storage
 from envbuild.doctor import network as connectivity
 from envbuild.doctor import network as fabric
 from envbuild.doctor.probe import Host, HostFinding, HostProbe, Status
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
+from envbuild.run_environment import load_environment
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.store import Store

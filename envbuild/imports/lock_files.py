@@ -19,7 +19,6 @@ from envbuild.base.packages import CHANNEL_ALIAS
 from envbuild.base.text import normalise
 from envbuild.base.toml import list_at, read, table_at, value_at
 from envbuild.contract.conda_meta import is_conda
-from envbuild.environment import load_environment
 from envbuild.imports.pip_files import HASHES, poetry_specifier
 from envbuild.imports.statement import (
     INDEX,
@@ -39,6 +38,7 @@ from envbuild.inspect.facts import PythonPackage
 from envbuild.inspect.reader import is_venv, open_artifact
 from envbuild.recipe.accelerators import VERSION_FILE, torch_builds
 from envbuild.recipe.model import PYTHONS
+from envbuild.run_environment import load_environment
 
 # Format → key of its version, accepted versions, key of its packages.
 _FORMATS = {

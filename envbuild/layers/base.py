@@ -22,8 +22,7 @@ from envbuild.image.model import COMPRESSION, OCI_LAYER, OCI_LAYER_GZIP, OCI_LAY
 from envbuild.image.tar import PositionedStream, members
 from envbuild.image.tree import MergedTree
 from envbuild.layers.bytecode import Compiler, with_bytecode
-from envbuild.layers.compose import LayerRequest
-from envbuild.layers.layer_cache import LayerCache, M
+from envbuild.layers.layer_cache import LayerCache, LayerRequest, M
 from envbuild.lock.base import pull, site_archives
 from envbuild.lock.image import OciLock
 from envbuild.plan.plan import Plan

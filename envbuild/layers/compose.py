@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from io import BytesIO
 from typing import Protocol, TypeVar
 
-from envbuild.base.errors import UsageError
-from envbuild.contract.state import FIXED_TIME
 from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree, closing
 from envbuild.image.layer import with_parents
 from envbuild.layers.bytecode import Compiler, with_bytecode
+from envbuild.layers.layer_cache import LayerRequest
 from envbuild.layers.wheel import Scheme, WheelFile, wheel_paths, wheel_tree
 from envbuild.store.entry import key_of
 
@@ -24,15 +23,6 @@ _MODES = {"root": 0o700, "tmp": 0o1777, "var/tmp": 0o1777}
 LARGE = 100_000
 MOST_LARGE = 60
 Frame = list[tuple[Entry, BytesIO | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class LayerRequest:
-    """A request for one layer: its title, a digest of all inputs that determine its bytes, and its content."""
-
-    title: str
-    key: str
-    tree: Callable[[], Tree]
 
 
 class Sized(Protocol):
@@ -178,16 +168,3 @@ def _frame(scheme: Scheme, interpreter: str, python_version: str, system_package
 def _file(path: str, text: str, mtime: int, mode: int = 0o644) -> tuple[Entry, BytesIO]:
     data = text.encode()
     return Entry(path, FILE, mode, len(data), mtime=mtime), BytesIO(data)
-
-
-def source_date(variables: Mapping[str, str]) -> int:
-    """Return the time of an image's files: SOURCE_DATE_EPOCH (reproducible-builds.org), else a fixed date.
-
-    Raises UsageError for an invalid value and for times before 1980, which zipfile refuses inside of images.
-    """
-    text = variables.get("SOURCE_DATE_EPOCH", "")
-    if not text:
-        return FIXED_TIME
-    if not text.isascii() or not text.isdecimal() or not 315532800 <= int(text) < 1 << 32:
-        raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}", "give seconds since 1970, 315532800 (1980) or later")
-    return int(text)

@@ -18,14 +18,13 @@ from envbuild.base.atomic import file_lock
 from envbuild.base.errors import BuildError
 from envbuild.base.progress import Log, detail, reuse, step
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.image.entry import Readable
+from envbuild.image.entry import Readable, Tree
 from envbuild.image.layer import Hashed, Layer, decompressed, write_layer
 from envbuild.image.layout import opened
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import COMPRESSION, Descriptor, is_digest
 from envbuild.image.squashfs.segment import Segment
 from envbuild.image.tar import Member, packed, read_table, tar_items, unpacked, write_table
-from envbuild.layers.compose import LayerRequest
 from envbuild.layers.contents import HashedContent
 from envbuild.layers.recorded import hashed, recorded
 from envbuild.store.entry import CacheEntry, shared
@@ -38,6 +37,15 @@ Distributions = tuple[tuple[str, str, str], ...]
 _MEMBERS_FORMAT = 1
 # The log names this many new layers at most: conda images and large recipes have more than fit on a screen.
 _LISTED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRequest:
+    """A request for one layer: its title, a digest of all inputs that determine its bytes, and its content."""
+
+    title: str
+    key: str
+    tree: Callable[[], Tree]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,15 @@ from envbuild.image.limits import ImageLimits
 from envbuild.image.squashfs.model import Codec
 from envbuild.image.squashfs.segment import FORMAT, Segment, load, of_entry, save, write_segment
 from envbuild.image.tar import Member, tar_items
-from envbuild.layers.compose import LayerRequest
-from envbuild.layers.layer_cache import CachedSegment, Items, cached, checked_tar, known_part, read_distributions
+from envbuild.layers.layer_cache import (
+    CachedSegment,
+    Items,
+    LayerRequest,
+    cached,
+    checked_tar,
+    known_part,
+    read_distributions,
+)
 from envbuild.layers.recorded import recorded
 from envbuild.store.entry import CacheEntry
 from envbuild.store.store import Store

@@ -34,7 +34,7 @@ from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import PYTHONS, BuildTable
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
-from envbuild.site.uv_config import bound_project
+from envbuild.site.pip_config import bound_project
 from envbuild.store.archives import WantedArchive, adopt_commit, locate_archive
 from envbuild.store.fetch import WantedWheel, locate_wheels
 

@@ -15,7 +15,7 @@ from envbuild.recipe.checks import reference_of
 from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.targets import Target, target_problem
 from envbuild.recipe.verify_table import VerifyTable
-from envbuild.site.settings import INDEX_NAME
+from envbuild.site.pip_config import INDEX_NAME
 from envbuild.slim import file_rules
 
 layer_name_problem = form(r"[a-z0-9][a-z0-9_.+-]*", "is not a layer's name: lower-case letters, digits and . _ + -")

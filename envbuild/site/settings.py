@@ -14,10 +14,8 @@ from envbuild.base.errors import UsageError
 from envbuild.base.files import shipped
 from envbuild.base.toml import decode, form, json_schema, key, nearest, read
 from envbuild.site import jobs, tables
-from envbuild.site.pip_config import home_folder
+from envbuild.site.pip_config import INDEX_NAME, home_folder
 
-# uv's rule for names of indexes, without upper case.
-INDEX_NAME = r"^[a-z0-9][a-z0-9_.-]*$"
 # Tables whose single entries a later file replaces.
 _BY_ENTRY = ("mirrors", "indexes", "registries", "environment")
 CACHE = r"^(oci://[^\s/@]+/[^\s@:]+)?$"

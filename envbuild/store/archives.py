@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from envbuild.base import process
@@ -25,10 +26,12 @@ from envbuild.base.masking import redact
 from envbuild.base.progress import transfer
 from envbuild.cache.http import Mismatch, RequestFailed
 from envbuild.site.pip_config import PipConfig
-from envbuild.site.settings import Site
 from envbuild.store.client import Client, download
 from envbuild.store.sources import local_files, remote_sources
 from envbuild.store.store import Store
+
+if TYPE_CHECKING:
+    from envbuild.site.settings import Site
 
 # 1980-01-01, the earliest time in zip files, which builds make of the archive's files.
 _TIME = 315532800

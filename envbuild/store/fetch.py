@@ -7,17 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from envbuild.base.errors import BuildError
 from envbuild.base.masking import redact
 from envbuild.base.progress import OnProgress, reuse
 from envbuild.cache.http import Mismatch, RequestFailed
 from envbuild.site.pip_config import PipConfig
-from envbuild.site.settings import Site
 from envbuild.store.client import Client, download, fetch_each, path_of
 from envbuild.store.sources import PackageSource, local_files, matches, remote_sources, single_file
 from envbuild.store.store import Store
+
+if TYPE_CHECKING:
+    from envbuild.site.settings import Site
 
 ARCHIVES = "conda/archives"
 

@@ -22,14 +22,11 @@ from envbuild.cache.hashed import read_note, write_note
 from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical, is_digest
 from envbuild.image.squashfs.segment import stored_digest
 from envbuild.store.store import Store
-from envbuild.trust.bundle import PREDICATES
 
 ARTIFACT = "application/vnd.envbuild.artifact.v1"
 CONFIG = "application/vnd.envbuild.artifact.config.v1+json"
 PIECE, RECEIPT = "application/vnd.envbuild.piece.v1", "application/vnd.envbuild.receipt.v1"
 INPUT = "application/vnd.envbuild.input.v1"  # a file that the build of an environment reads
-# Media type → name of an attestation (trust/bundle.py).
-ATTESTATIONS = {f"application/vnd.envbuild.{name or 'attestation'}.v1": name for name in PREDICATES}
 # Bytes of a file from a segment: their offset in the file, the segment's name in the store, offset there, and size.
 Span = tuple[int, str, int, int]
 

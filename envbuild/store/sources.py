@@ -9,15 +9,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urljoin
 
 from envbuild.base.masking import redact
 from envbuild.base.text import normalise
 from envbuild.cache.http import NotFound, RequestFailed
 from envbuild.site.pip_config import PipConfig
-from envbuild.site.settings import Site
 from envbuild.store.client import Client, path_of, with_credentials_of
+
+if TYPE_CHECKING:
+    from envbuild.site.settings import Site
 
 _BASE = re.compile(r"""<base\s[^<>]*?href\s*=\s*["']([^"']+)""", re.IGNORECASE)
 _BARE_ANCHOR = re.compile(r"""(href\s*=\s*["'][^"'#]*)#[^"'=]*(?=["'])""", re.IGNORECASE)

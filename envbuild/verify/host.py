@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import Any
 
 from envbuild.base import host, process
 from envbuild.base.errors import HostError
 from envbuild.contract.installed import FileReport, ReadFiles
+from envbuild.contract.kinds import FolderPrograms
 from envbuild.contract.manifest import FILE as MANIFEST
 from envbuild.contract.manifest import Stat, check, read_manifest, scan, seal, sealed
 from envbuild.contract.receipt import manifest_of
@@ -35,16 +36,6 @@ _JOB = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP
 _JOB_PREFIXES = ("PET_", "TORCHELASTIC_")
 # (program, arguments, the job's variables) → the command to start on this host, and its complete environment
 Launch = Callable[[str, Sequence[str], Mapping[str, str]], tuple[list[str], Mapping[str, str]]]
-
-
-class FolderPrograms(Protocol):
-    """A kind of environments in folders, called TITLE, whose programs can be started."""
-
-    TITLE: str
-
-    # The command line of a program (torchrun, python) in the environment at `path`, and its variables.
-    def command(self, path: Path, program: str, *arguments: str) -> list[str]: ...
-    def launch_environment(self, path: Path, env: Mapping[str, str]) -> dict[str, str]: ...
 
 
 @dataclass(frozen=True, slots=True)

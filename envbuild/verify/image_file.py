@@ -1,14 +1,13 @@
-"""Image files that a runtime starts: squashfs (.sqsh) and SIF (.sif), and the interface of a runtime."""
+"""Image files that a runtime starts: squashfs (.sqsh) and SIF (.sif)."""
 
 from __future__ import annotations
 
 import stat
 import struct
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import MISSING
@@ -19,15 +18,9 @@ from envbuild.contract.state import FILE, PREFIX, State, parse_state
 from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.model import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
-from envbuild.recipe.accelerators import CPU, Accelerator, gpu_families
-from envbuild.verify.namespace import WORK
-
-if TYPE_CHECKING:
-    from envbuild.verify.host import Launch
+from envbuild.recipe.accelerators import CPU, Accelerator
 
 _HEAD = 64
-# A site's GPU and network variables, which a job's programs need; no other variable of the caller enters an image.
-_PASSED = ("NCCL_", "FI_", "OFI_NCCL_", "UCX_", "TERM")
 _MOST_STATE, _MOST_MANIFEST = 16 << 20, 1 << 30
 
 
@@ -66,18 +59,6 @@ class ImageFile:
     def format(self) -> str:
         """The format of the file, a key of FORMATS."""
         return file_kind(self.kind).format
-
-
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """A way to start programs in one image file; `name` goes into the receipt.
-
-    `open` takes a work folder on this host, which the programs see as `work`.
-    """
-
-    name: str
-    open: Callable[[Path], AbstractContextManager[Launch]]
-    work: str = WORK
 
 
 def image_kind(path: Path) -> str | None:
@@ -161,9 +142,3 @@ def holds_file(form: str, image: str, path: str) -> bool:
     opened = open_image_file(Path(image))
     with opened.path.open("rb") as stream:
         return SquashfsImage(stream, opened.offset, image).find(path.strip("/")) is not None
-
-
-def passed(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the caller's `variables` that are passed into an image."""
-    prefixes = (*_PASSED, *(one.visible for one in gpu_families()))
-    return {name: value for name, value in variables.items() if name.startswith(prefixes)}

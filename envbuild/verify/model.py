@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from envbuild import __version__
 from envbuild.base.errors import VerificationError
@@ -19,7 +19,9 @@ from envbuild.data import load_table
 from envbuild.fabrics import nccl_version
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import VerifyTable
-from envbuild.verify.survey import Survey
+
+if TYPE_CHECKING:
+    from envbuild.verify.survey import Survey
 
 # Why a check was not tried.
 _SHOWN = 5

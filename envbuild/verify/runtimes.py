@@ -17,7 +17,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -33,17 +33,11 @@ from envbuild.contract.state import PREFIX, State
 from envbuild.environment import Environment
 from envbuild.image.limits import ImageLimits
 from envbuild.image.sif import content_digest
+from envbuild.recipe.accelerators import gpu_families
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify import namespace
 from envbuild.verify.host import HostNodes, Launch
-from envbuild.verify.image_file import (
-    ImageFile,
-    Runtime,
-    image_state,
-    open_image_file,
-    own_manifest,
-    passed,
-)
+from envbuild.verify.image_file import ImageFile, image_state, open_image_file, own_manifest
 from envbuild.verify.model import Settings, Subject
 from envbuild.verify.namespace import WORK
 from envbuild.verify.outside import read_squashfs, survey_image
@@ -55,6 +49,8 @@ MOUNT, SQUASHFUSE, EXTRACT = WAYS = ("mount", "squashfuse", "extract")
 _BOOT = "import sys; sys.path.insert(0, sys.argv.pop(1)); from envbuild.verify.namespace import main; main()"
 START = (sys.executable, "-I", "-c", _BOOT, str(Path(namespace.__file__).parents[2]))
 _FUSE = Path("/dev/fuse")
+# A site's GPU and network variables, which a job's programs need; no other variable of the caller enters an image.
+_PASSED = ("NCCL_", "FI_", "OFI_NCCL_", "UCX_", "TERM")
 # Kernel settings that may forbid user namespaces: (name, the value that forbids, a value that allows).
 _SETTINGS = (
     ("user.max_user_namespaces", "0", "15000"),
@@ -87,6 +83,24 @@ if "ENVBUILD_PROBE" not in os.environ:
 """
 # Apptainer's options: the site's default; user namespace.
 _MODES: tuple[tuple[str, ...], ...] = ((), ("--userns",))
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """A way to start programs in one image file; `name` goes into the receipt.
+
+    `open` takes a work folder on this host, which the programs see as `work`.
+    """
+
+    name: str
+    open: Callable[[Path], AbstractContextManager[Launch]]
+    work: str = WORK
+
+
+def passed(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those of the caller's `variables` that are passed into an image."""
+    prefixes = (*_PASSED, *(one.visible for one in gpu_families()))
+    return {name: value for name, value in variables.items() if name.startswith(prefixes)}
 
 
 class WayUnavailable(Exception):

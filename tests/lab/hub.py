@@ -14,7 +14,6 @@ from envbuild.base.packages import digest_of
 from envbuild.base.progress import log
 from envbuild.build.image import prepare_image
 from envbuild.debian.lock import DebianLock
-from envbuild.environment import load_environment
 from envbuild.image.entry import DIR, SYMLINK, Entry, Readable, Tree
 from envbuild.image.layer import Layer, with_parents, write_layer
 from envbuild.image.layout import Blobs
@@ -34,6 +33,7 @@ from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_tree
 from envbuild.layers.wheels import locate
 from envbuild.recipe.load import load_recipe
+from envbuild.run_environment import load_environment
 
 PYTHON = "opt/conda/bin/python3.11"
 _TIME = 1600000000

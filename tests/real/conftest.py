@@ -31,7 +31,7 @@ from lab.dockerd import Lab, dockerd, missing
 from lab.terminal import Recording, record
 
 from envbuild.build.commit import open_subject
-from envbuild.environment import load_environment
+from envbuild.run_environment import load_environment
 from envbuild.verify.model import Subject
 from envbuild.verify.survey import Survey
 
@@ -247,7 +247,7 @@ def pt_cpu(tmp_path_factory: pytest.TempPathFactory, session_store: Path) -> dic
 @pytest.fixture(scope="session")
 def subject(pt_cpu: dict[str, Any]) -> Subject:
     """The environment of pt_cpu for tests that break its launches and leave its files: those are surveyed once."""
-    opened = open_subject(Path(pt_cpu["path"]))
+    opened = open_subject(Path(pt_cpu["path"]), load_environment())
     surveys: list[Survey] = []
 
     def survey(timeout_s: float) -> Survey:

@@ -26,9 +26,10 @@ from envbuild.base.errors import BuildError, HostError
 from envbuild.build.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.build.apptainer_engine import build_with_apptainer
 from envbuild.build.enroot import enroot_files
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.image.entry import DIR, SYMLINK
 from envbuild.image.sif import finish_sif, read_sif, write_sif_front
+from envbuild.run_environment import load_environment
 
 Done = subprocess.CompletedProcess[str]
 REASON = missing()
@@ -407,7 +408,7 @@ def test_without_apptainer_the_message_says_what_to_install(tmp_path: Path) -> N
 
 def test_ctrl_c_leaves_nothing(images: Images, engine: Environment, tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from envbuild.environment import load_environment\n"
+        "import sys; from pathlib import Path; from envbuild.run_environment import load_environment\n"
         "from envbuild.build.apptainer_engine import build_with_apptainer as build\n"
         "sys.stderr = sys.stdout\n"
         "build(sys.argv[1], Path(sys.argv[2]), load_environment(), arch=sys.argv[3])\n"

@@ -16,13 +16,14 @@ from lab.conda_trees import linked
 from rattler.index import index_fs
 
 from envbuild.build.conda_layers import conda_parts
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.image.layer import write_layer
 from envbuild.image.layout import Blobs
 from envbuild.inspect.compare import Comparison, compare
 from envbuild.inspect.reader import open_artifact
 from envbuild.layers.wheel import Scheme
 from envbuild.lock.conda import CondaPackage
+from envbuild.run_environment import load_environment
 from envbuild.store.store import Store
 
 SITE = "lib/python3.11/site-packages"

@@ -211,8 +211,8 @@ def _assembled(recipe: Path, docker_daemon: Lab, session_store: Path) -> tuple[A
 
     from envbuild.build.image import prepare_image
     from envbuild.build.image_layers import assemble
-    from envbuild.environment import load_environment
     from envbuild.recipe.load import load_recipe
+    from envbuild.run_environment import load_environment
 
     variables = {**os.environ, "ENVBUILD_STORE": str(session_store), **docker_daemon.environment()}
     environment = load_environment(variables)

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from envbuild.contract.state import BuiltLayer
-from envbuild.environment import load_environment
 from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.jobcheck.diagnose.nccl_log import NcclLog, parse_nccl_log
 from envbuild.recipe.targets import host_arch
+from envbuild.run_environment import load_environment
 from envbuild.store.fetch import WantedWheel, locate_wheels
 from envbuild.verify.model import Subject
 

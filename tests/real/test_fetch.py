@@ -24,9 +24,8 @@ import pytest
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.base.errors import BuildError
-from envbuild.site.pip_config import PipConfig
+from envbuild.site.pip_config import PipConfig, uv_environment, uv_settings
 from envbuild.site.settings import Site
-from envbuild.site.uv_config import uv_environment, uv_settings
 from envbuild.store.fetch import WantedWheel, locate_wheels
 from envbuild.store.sources import probe_index
 from envbuild.store.store import Store

@@ -22,7 +22,7 @@ from packaging.version import Version
 from envbuild.base.errors import BuildError
 from envbuild.cache.download import locked_partial
 from envbuild.cache.http import RequestFailed
-from envbuild.environment import load_environment
+from envbuild.run_environment import load_environment, with_tmpdir
 from envbuild.site.pip_config import PipConfig
 from envbuild.site.settings import Site
 from envbuild.store.client import Client
@@ -225,7 +225,7 @@ def test_a_run_removes_stale_downloads(tmp_path: Path) -> None:
     old = Store(tmp_path).folder("partial") / "old"
     old.write_bytes(b"x")
     os.utime(old, (WEEK_OLD, WEEK_OLD))
-    with load_environment({**os.environ, "ENVBUILD_STORE": str(tmp_path)}).with_tmpdir():
+    with with_tmpdir(load_environment({**os.environ, "ENVBUILD_STORE": str(tmp_path)})):
         assert not list((tmp_path / "partial").iterdir())
 
 

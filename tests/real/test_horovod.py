@@ -19,7 +19,7 @@ from lab.jobs import Jobs
 from lab.slurm import slurm_cluster
 
 from envbuild.contract.receipt import passing_receipt
-from envbuild.environment import load_environment
+from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.runtimes import runtime_for
 

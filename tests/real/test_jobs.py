@@ -19,8 +19,8 @@ from lab.jobs import EPOCHS, Jobs
 from lab.slurm import slurm_cluster
 from sdists import commit
 
-from envbuild.environment import load_environment
 from envbuild.recipe.targets import host_arch
+from envbuild.run_environment import load_environment
 
 from .conftest import Command
 

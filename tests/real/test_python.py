@@ -17,13 +17,13 @@ from lab.python_mirror import PythonMirror, python_mirror
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.base.progress import log
-from envbuild.environment import load_environment
 from envbuild.image.entry import FILE, Entry
 from envbuild.interpreter import read_python
 from envbuild.layers import image_python
 from envbuild.layers.bytecode import compiler_of, with_bytecode
 from envbuild.lock.base import image_lock
 from envbuild.recipe.load import load_recipe
+from envbuild.run_environment import load_environment, with_tmpdir
 
 from .conftest import REPOSITORY, Command, shared
 
@@ -110,7 +110,7 @@ def test_the_image_s_own_python_compiles_as_the_host_s_would(
     assert lock is not None and layout["command"]
     for of_this_host in ("find_python", "own_python"):
         monkeypatch.setattr(image_python, of_this_host, lambda *_: None)
-    with environment.with_tmpdir() as running:
+    with with_tmpdir(environment) as running:
         own = image_python.image_compiler(lock, "3.11", running, conda=False, offline=True, log=log)
     assert own is not None and own.version.startswith("3.11.")
     sources = [path for path in sorted(Path(json.__file__).parents[1].glob("*.py")) if path.stat().st_size < 1 << 20]

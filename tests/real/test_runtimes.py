@@ -19,10 +19,11 @@ from lab.apptainer import Apptainer
 from lab.small_image import PATH, write_tree
 
 from envbuild.base.errors import HostError
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.image.sif import finish_sif, write_sif_front
-from envbuild.verify.image_file import ImageFile, Runtime, open_image_file
-from envbuild.verify.runtimes import WAYS, own_runtime, runtime_for
+from envbuild.run_environment import load_environment
+from envbuild.verify.image_file import ImageFile, open_image_file
+from envbuild.verify.runtimes import WAYS, Runtime, own_runtime, runtime_for
 
 from .conftest import REPOSITORY
 
@@ -156,7 +157,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from envbuild.base import process
-from envbuild.environment import load_environment
+from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.runtimes import runtime_for
 runtime = runtime_for(open_image_file(Path(sys.argv[1])), sys.argv[2], load_environment())
@@ -243,7 +244,7 @@ def test_a_host_without_namespaces_is_an_error_that_names_the_setting(
 AS_NOBODY = """
 import json, subprocess, sys
 from pathlib import Path
-from envbuild.environment import load_environment
+from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.runtimes import runtime_for
 runtime = runtime_for(open_image_file(Path(sys.argv[1])), None, load_environment())

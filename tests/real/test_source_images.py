@@ -19,9 +19,9 @@ from lab.dockerd import Lab
 from lab.sources import SourceArchive, pack
 from lab.wheels import make_recipe, make_wheel
 
-from envbuild.environment import load_environment
 from envbuild.image.layout import Blobs
 from envbuild.recipe.targets import host_arch
+from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.runtimes import runtime_for
 

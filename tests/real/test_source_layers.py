@@ -21,7 +21,7 @@ from lab.sources import SourceArchive, layer, pack, patch
 
 from envbuild.base.elf import read_elf
 from envbuild.base.errors import BuildError, EnvbuildError
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.layers.local_build_host import host_identity, local_build_host
 from envbuild.layers.source_build import build_layer
 from envbuild.layers.source_files import read_manifest
@@ -30,6 +30,7 @@ from envbuild.layers.source_known import source_layers
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import SourceLayer
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.run_environment import load_environment
 
 from .conftest import keep_layer
 
@@ -37,7 +38,7 @@ TESTS = Path(__file__).resolve().parents[1]
 # `python -c BUILD STORE DESCRIPTION`: one process that builds, as a command of envbuild does.
 BUILD = """
 import os, pathlib, pickle, sys
-from envbuild.environment import load_environment
+from envbuild.run_environment import load_environment
 from envbuild.layers.local_build_host import local_build_host
 from envbuild.layers.source_build import build_layer
 environment = load_environment({**os.environ, "ENVBUILD_STORE": sys.argv[1]})

@@ -21,11 +21,11 @@ from lab.dockerd import Lab
 from envbuild.base.packages import digest_of
 from envbuild.contract.image_manifest import FILE_NAME
 from envbuild.contract.receipt import receipt_path
-from envbuild.environment import load_environment
 from envbuild.image.entry import CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import Layer, write_layer
 from envbuild.image.layout import Blobs, fill_layout
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical
+from envbuild.run_environment import load_environment
 from envbuild.verify.image_file import open_image_file, own_manifest
 from envbuild.verify.runtimes import open_file_subject
 from envbuild.verify.static_checks import check_installed

@@ -25,8 +25,8 @@ from envbuild.build.apptainer import (
     recipe_definition,
 )
 from envbuild.build.apptainer_engine import build_with_apptainer
-from envbuild.environment import load_environment
 from envbuild.image.entry import DIR, FILE, SYMLINK
+from envbuild.run_environment import load_environment
 
 GOLDEN = Path(__file__).parents[1] / "golden/apptainer"
 DOCKER_ENV = ".singularity.d/env/10-docker2singularity.sh"

@@ -19,9 +19,9 @@ from envbuild.base.errors import UsageError
 from envbuild.bisect.judge import LEAST, Judge, is_faster, known_gap, spread_of
 from envbuild.bisect.search import Culprits, Mix, MixState, bound, differences, grouped, mixed, search
 from envbuild.cli.commands import cli
-from envbuild.environment import load_environment
 from envbuild.lock.format import Lock
 from envbuild.recipe.sources import LockedPackage
+from envbuild.run_environment import load_environment
 
 # Step times of launches of the trainer, one after the other, on a machine that others use, too.
 STEPS: list[float] = json.loads((Path(__file__).parent / "data" / "step_times.json").read_text())

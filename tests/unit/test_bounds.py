@@ -21,7 +21,6 @@ from lab.wheels import make_wheel
 from envbuild.base.errors import BuildError, EnvbuildError, LockError, RecipeError, UsageError
 from envbuild.base.packages import digest_of
 from envbuild.debian.control import parse_control
-from envbuild.environment import load_environment
 from envbuild.image.entry import DIR
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import OCI_CONFIG, OCI_LAYER_GZIP, OCI_MANIFEST, Descriptor, new_manifest
@@ -36,6 +35,7 @@ from envbuild.lock import conda_format, format
 from envbuild.lock.base import pull
 from envbuild.lock.image import parse_image
 from envbuild.recipe.load import load_recipe
+from envbuild.run_environment import load_environment
 from envbuild.site.tables import LimitsTable
 from envbuild.verify.image_file import ImageFile
 from envbuild.verify.runtimes import extract

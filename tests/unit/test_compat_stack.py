@@ -11,7 +11,6 @@ import pytest
 from envbuild.base.errors import LockError
 from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.compat.stack import Stack, stack_of
-from envbuild.environment import load_environment
 from envbuild.layers.source_known import source_layers
 from envbuild.lock.format import Lock, lock_file_name, render
 from envbuild.lock.lifecycle import ensure, update
@@ -19,6 +18,7 @@ from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
+from envbuild.run_environment import load_environment
 
 X86, ARM = Target.parse("cu126-x86_64"), Target.parse("cu126-aarch64")
 

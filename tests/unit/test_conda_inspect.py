@@ -18,7 +18,7 @@ from envbuild.base.errors import UsageError
 from envbuild.base.packages import channel_name
 from envbuild.data import load_table
 from envbuild.describe import describe
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.image.layout import Blobs
 from envbuild.inspect.compare import Comparison, compare
 from envbuild.inspect.facts import CondaRecord, Inventory
@@ -26,6 +26,7 @@ from envbuild.inspect.metadata import reader_of
 from envbuild.inspect.reader import open_artifact
 from envbuild.inspect.sbom import cyclonedx
 from envbuild.report.gather import sized_packages
+from envbuild.run_environment import load_environment
 
 SIX = f"{lab.SITE}/six.py"
 FORGE = "https://conda.anaconda.org/conda-forge"

@@ -14,7 +14,8 @@ from envbuild.build.conda_layers import LinkedPackage, LinkedPackages, conda_par
 from envbuild.debian.defaults import default_packages
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
-from envbuild.layers.compose import LARGE, MOST_LARGE, LayerRequest, alone, environment_part
+from envbuild.layers.compose import LARGE, MOST_LARGE, alone, environment_part
+from envbuild.layers.layer_cache import LayerRequest
 from envbuild.layers.wheel import Scheme, WheelFile
 from envbuild.lock.conda import CondaPackage
 from envbuild.store.store import Store

@@ -16,10 +16,11 @@ from lab import artifacts as lab
 
 from envbuild.cli.inspect import diff_command, inspect_command
 from envbuild.contract.manifest import read_manifest, scan, seal, write_manifest
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.image.layout import Blobs
 from envbuild.inspect.compare import Comparison, compare
 from envbuild.inspect.reader import open_artifact
+from envbuild.run_environment import load_environment
 
 NUMPY: dict[str, bytes | str] = {"numpy/__init__.py": "1", "numpy/core.so": b"\x7fELF"}
 CODE = f"{lab.SITE}/numpy/__init__.py"

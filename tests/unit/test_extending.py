@@ -30,7 +30,7 @@ from envbuild.contract.state import FILE, State, read_state
 from envbuild.data import schedulers as scheduler_rows
 from envbuild.doctor.machine import tiny_image
 from envbuild.doctor.registry import judge
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
 from envbuild.image.reference import parse_source
 from envbuild.jobs import schedulers
@@ -44,12 +44,13 @@ from envbuild.recipe import accelerators
 from envbuild.recipe.accelerators import Accelerator, gpu_families
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.run_environment import load_environment
 from envbuild.site.settings import Site, load_site
 from envbuild.verify import image_file, runtimes
 from envbuild.verify.host import Launch
-from envbuild.verify.image_file import ImageFile, Runtime
+from envbuild.verify.image_file import ImageFile
 from envbuild.verify.model import Check, Settings, Verdict
-from envbuild.verify.runtimes import ImageRuntime
+from envbuild.verify.runtimes import ImageRuntime, Runtime
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = f"cpu-{host_arch()}"
@@ -283,7 +284,7 @@ def test_an_accelerator_has_targets(addition: Addition) -> None:
     addition.row(accelerators, "ACCELERATORS", "toy", toy)
     target = Target.parse("toy1-x86_64")
     assert target.family is toy and target.version == "1" and toy in gpu_families()
-    assert image_file.passed({"TOY_VISIBLE_DEVICES": "1", "TOY": "2"}) == {"TOY_VISIBLE_DEVICES": "1"}
+    assert runtimes.passed({"TOY_VISIBLE_DEVICES": "1", "TOY": "2"}) == {"TOY_VISIBLE_DEVICES": "1"}
 
 
 def test_a_fabric_may_be_named_by_recipes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from envbuild.base.atomic import file_lock, folder_lock
 from envbuild.base.errors import HostError
-from envbuild.environment import load_environment
+from envbuild.run_environment import load_environment
 
 
 def test_a_second_holder_is_told_that_it_waits_and_comes_after_the_first(tmp_path: Path) -> None:

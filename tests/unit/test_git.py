@@ -13,10 +13,10 @@ from sdists import commit, git
 
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.git import run_git
-from envbuild.environment import load_environment
 from envbuild.layers.project import collect
 from envbuild.matrix import changes_since
 from envbuild.recipe.load import load_recipe
+from envbuild.run_environment import load_environment
 
 FILES = {"pkg/__init__.py": "x = 1\n", ".gitattributes": "*.py filter=evil diff=evil\n"}
 # What a repository's configuration can name, the program being `{run}`.

@@ -14,14 +14,14 @@ from lab.fake_registry import Call, fake_registry, upload
 
 from envbuild.base.errors import BuildError
 from envbuild.base.packages import digest_of
-from envbuild.build.share import open_pushed
+from envbuild.build.share import ATTESTATIONS, open_pushed
 from envbuild.cache.http import HttpClient, RequestFailed, Transport, split
 from envbuild.image.credentials import Credentials
 from envbuild.image.layout import Blobs
 from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical
 from envbuild.image.registry import Registry, open_registry
 from envbuild.image.registry_endpoint import Login
-from envbuild.store.pieces import ARTIFACT, ATTESTATIONS, CONFIG, RECEIPT, render
+from envbuild.store.pieces import ARTIFACT, CONFIG, RECEIPT, render
 from envbuild.store.store import Store
 
 BLOB = Descriptor("x", digest_of(b"abc"), 3)

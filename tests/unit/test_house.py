@@ -42,8 +42,9 @@ def test_the_formatter_formats_every_line() -> None:
 # The closure of a module is itself and all that it imports at its top, again and again: what a reader has to know.
 # Flow, budget of today in modules and lines, and the goal. A budget only falls, until it is the goal.
 BUDGETS = [
-    ("envbuild.build.folder", (105, 18_410), (90, 16_000)),
-    ("envbuild.build.squash", (95, 17_700), (80, 14_000)),
+    ("envbuild.build.folder", (95, 16_800), (90, 16_000)),
+    ("envbuild.build.squash", (80, 14_300), (80, 14_000)),
+    ("envbuild.build.prepare", (78, 13_700), (78, 13_700)),
     ("envbuild.jobs.plan", (60, 9_000), (60, 9_000)),
     ("envbuild.jobcheck.lint.engine", (30, 4_000), (30, 4_000)),
     ("envbuild.inspect.reader", (60, 10_000), (60, 10_000)),

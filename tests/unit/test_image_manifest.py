@@ -40,8 +40,7 @@ from envbuild.image.squashfs.unpack import unpack
 from envbuild.image.tar import Member
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of, with_bytecode
-from envbuild.layers.compose import LayerRequest
-from envbuild.layers.layer_cache import TarCache
+from envbuild.layers.layer_cache import LayerRequest, TarCache
 from envbuild.layers.segment_cache import SegmentCache
 from envbuild.store.store import Store
 from envbuild.verify.outside import read_squashfs

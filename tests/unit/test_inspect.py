@@ -21,7 +21,7 @@ from lab.users import as_nobody
 from envbuild.base.errors import BuildError, EnvbuildError, HostError, UsageError
 from envbuild.base.masking import masked, masked_text, masked_words
 from envbuild.describe import describe
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.image.layout import Blobs
 from envbuild.image.limits import Quota
 from envbuild.inspect.facts import Description, Inventory, PythonPackage
@@ -29,6 +29,7 @@ from envbuild.inspect.images import read_listing, remembered
 from envbuild.inspect.metadata import interest, portable_digest
 from envbuild.inspect.reader import open_artifact, open_artifacts, split
 from envbuild.inspect.sbom import cyclonedx
+from envbuild.run_environment import load_environment
 
 STATUS = """\
 Package: libc6

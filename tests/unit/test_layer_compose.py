@@ -28,9 +28,9 @@ from envbuild.contract.state import FIXED_TIME, PREFIX
 from envbuild.image.entry import DIR, FILE, Entry, Tree
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
-from envbuild.layers.compose import LARGE, LayerRequest, environment_part, wheel_parts
+from envbuild.layers.compose import LARGE, environment_part, wheel_parts
 from envbuild.layers.compose import alone as dedicated
-from envbuild.layers.layer_cache import TarCache
+from envbuild.layers.layer_cache import LayerRequest, TarCache
 from envbuild.layers.wheel import Scheme, WheelFile
 from envbuild.store.entry import key_of
 from envbuild.store.store import Store

@@ -10,7 +10,7 @@ from lab.wheels import make_recipe, make_wheel
 from sdists import commit, git, make_sdist, project, sha256
 
 from envbuild.base.errors import EnvbuildError, LockError
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.layers.built import built_layers
 from envbuild.lock.conda import CondaPackage
 from envbuild.lock.conda_kind import conda_lock
@@ -18,6 +18,7 @@ from envbuild.lock.format import Lock, parse, render
 from envbuild.lock.wheels import wheel_lock, without
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
+from envbuild.run_environment import load_environment, with_tmpdir
 
 TARGET = Target.parse(f"cpu-{host_arch()}")
 
@@ -49,7 +50,7 @@ class Lab:
     ) -> Lock:
         self.recipe = load_recipe(make_recipe(self.folder, "r", requirements, extra=extra) / "recipe.toml")
         kind = wheel_lock(self.recipe, TARGET)
-        with self.environment.with_tmpdir() as environment:
+        with with_tmpdir(self.environment) as environment:
             found = kind.resolve(environment, old, upgrade, offline, self.logged.append).lock
         assert parse(render(found), "x") == found
         return found
@@ -187,7 +188,7 @@ def test_what_pip_adds_to_conda_packages_is_built_too(lab: Lab, isolated: bool) 
     url = "https://conda.anaconda.org/conda-forge/linux-64/numpy-1.9-0.conda"
     numpy = CondaPackage("numpy", "1.9", "0", "linux-64", url, "0" * 32, "0" * 64, ("python >=3.11",))
     kind = conda_lock(recipe, TARGET, lambda *_, **__: (numpy,))
-    with lab.environment.with_tmpdir() as environment:
+    with with_tmpdir(lab.environment) as environment:
         found = kind.resolve(environment, None, (), False, lab.logged.append).lock
     (one,) = found.pip.built
     names = [f"{wheel.name} {wheel.version}" for wheel in one.build]
@@ -196,5 +197,5 @@ def test_what_pip_adds_to_conda_packages_is_built_too(lab: Lab, isolated: bool) 
     assert kind.read(folder / kind.file) == found
     (layer,) = built_layers(recipe, TARGET, found)
     assert (layer.name, layer.isolated) == ("demo", isolated)
-    with lab.environment.with_tmpdir() as environment:  # [build] is for the conda packages alone
+    with with_tmpdir(lab.environment) as environment:  # [build] is for the conda packages alone
         assert not wheel_lock(recipe, TARGET).resolve(environment, None, (), False, lab.logged.append).lock.built

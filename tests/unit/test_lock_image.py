@@ -16,7 +16,7 @@ from lab.wheels import make_recipe
 
 from envbuild.base.errors import LockError
 from envbuild.debian.lock import DebianLock, LockedDeb
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.image.layer import write_layer
 from envbuild.image.layout import Blobs, fill_layout
 from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
@@ -33,6 +33,7 @@ from envbuild.lock.image import (
 )
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
+from envbuild.run_environment import load_environment
 
 TARGET = Target.parse("cpu-x86_64")
 HEX = st.text("0123456789abcdef", min_size=64, max_size=64)

@@ -15,11 +15,12 @@ from urllib3.exceptions import MaxRetryError, NewConnectionError, ProxyError
 
 from envbuild.base.errors import LockError, joined
 from envbuild.cache.http import reason_of
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.lock.built import UvCompile, explanation, without_wheel
 from envbuild.lock.format import Lock, parse, render
 from envbuild.lock.offers import Offers, reachable, releases_of, skipped_warnings
 from envbuild.recipe.sources import LockedPackage
+from envbuild.run_environment import load_environment
 from envbuild.store.client import Client
 from envbuild.store.sources import Link, read_page
 

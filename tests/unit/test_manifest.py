@@ -26,8 +26,8 @@ from envbuild.contract import manifest
 from envbuild.contract.manifest import FILE, changes, check, read_manifest, scan, seal, sealed, shown, write_manifest
 from envbuild.contract.receipt import manifest_of, passing_receipt, receipt_path
 from envbuild.contract.state import State
-from envbuild.environment import load_environment
 from envbuild.recipe.targets import host_arch
+from envbuild.run_environment import load_environment
 from envbuild.store.store import Store
 from envbuild.verify.host import folder_subject
 from envbuild.verify.survey import survey

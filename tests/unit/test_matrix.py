@@ -12,10 +12,10 @@ from lab.ci import matrix, write_locks, write_recipe
 
 from envbuild.base.errors import UsageError
 from envbuild.contract.kinds import ARTIFACTS
-from envbuild.environment import load_environment
 from envbuild.matrix import GITHUB_LIMIT, MatrixJob, SelectedRecipe, as_github, as_gitlab, parse_runners
 from envbuild.matrix import make_jobs as jobs_and_omissions
 from envbuild.recipe.load import load_recipe
+from envbuild.run_environment import load_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GOLDEN = REPOSITORY / "tests/golden/matrix"

@@ -19,8 +19,8 @@ from envbuild.build.image_layers import _environment_layer
 from envbuild.build.installing import _apply_umask, _check_installed, locked_files
 from envbuild.contract.installed import check_files
 from envbuild.contract.kinds import VENV
-from envbuild.environment import load_environment
 from envbuild.layers.wheel import Scheme, WheelFile, wheel_record
+from envbuild.run_environment import load_environment
 
 SITE = "lib/python3.11/site-packages"
 

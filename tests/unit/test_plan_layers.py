@@ -22,7 +22,6 @@ from envbuild.contract.installed import FileReport
 from envbuild.contract.layer_lists import LayerFile, LayerList
 from envbuild.contract.state import PREFIX, BuiltLayer, State, has_packages, parse_state
 from envbuild.debian.lock import DebianLock, LockedDeb
-from envbuild.environment import load_environment
 from envbuild.image.entry import DIR, SYMLINK, Entry
 from envbuild.inspect.metadata import interest, source_built
 from envbuild.layers import requested
@@ -36,6 +35,7 @@ from envbuild.plan.plan import Plan, make_plan, state_of
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.sources import HostLayer, LockedPackage, SourceLayer
 from envbuild.recipe.targets import Target
+from envbuild.run_environment import load_environment
 from envbuild.store.store import Store
 from envbuild.verify.elf_files import ElfReport
 from envbuild.verify.static_checks import check_installed

@@ -17,7 +17,6 @@ from lab.wheels import make_recipe, make_wheel
 from envbuild.base.errors import EnvbuildError
 from envbuild.cli.commands import cli
 from envbuild.contract.kinds import ARTIFACTS
-from envbuild.environment import load_environment
 from envbuild.image.layout import Blobs
 from envbuild.image.model import GOARCH
 from envbuild.lock.lifecycle import lock_folders
@@ -25,6 +24,7 @@ from envbuild.matrix import SelectedRecipe, make_jobs
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import ARCHES, Target, host_arch
+from envbuild.run_environment import load_environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NAMES = sorted(path.parent.name for path in REPOSITORY.glob("recipes/*/recipe.toml"))

@@ -23,7 +23,7 @@ from envbuild.build.folder import prepare_folder
 from envbuild.build.prepare import prepare
 from envbuild.contract.kinds import DOCKER, VENV
 from envbuild.contract.state import parse_state
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.layers import project
 from envbuild.layers.project import collect, project_wheel
 from envbuild.layers.wheel import WheelFile
@@ -36,6 +36,7 @@ from envbuild.recipe.model import ImageTable
 from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
+from envbuild.run_environment import load_environment
 
 TOP = Path(__file__).resolve().parents[2]
 TARGET = Target.parse("cpu-x86_64")

@@ -16,7 +16,7 @@ from envbuild import pythons
 from envbuild.base.errors import HostError, LockError
 from envbuild.build.folder import prepare_folder
 from envbuild.contract.kinds import VENV
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
 from envbuild.imports.origin import compose_here
 from envbuild.imports.statement import Statement
 from envbuild.interpreter import HostPython
@@ -24,6 +24,7 @@ from envbuild.lock.lifecycle import LockUse
 from envbuild.pythons import OfferedPython, choose_python, keep_python
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target
+from envbuild.run_environment import load_environment
 from envbuild.store.usage import choose, items, remove
 
 MACHINE = platform.machine()

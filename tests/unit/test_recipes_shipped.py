@@ -12,7 +12,6 @@ from envbuild.base.errors import LockError
 from envbuild.cli.commands import cli
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
-from envbuild.environment import load_environment
 from envbuild.layers.source_known import source_layers
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.base import image_lock
@@ -22,6 +21,7 @@ from envbuild.lock.wheels import nccl_package, wheel_lock
 from envbuild.plan.plan import make_plan
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
+from envbuild.run_environment import load_environment
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 LOADED = {path.parent.name: load_recipe(path) for path in sorted(RECIPES.glob("*/recipe.toml"))}

@@ -25,12 +25,12 @@ from envbuild.build.commit import failed_path
 from envbuild.cli.report import reported
 from envbuild.compat.rows import CompatFinding
 from envbuild.contract.receipt import receipt_path
-from envbuild.environment import load_environment
 from envbuild.inspect.metadata import interest
 from envbuild.report.data import ReportEntry, SizedPackage
 from envbuild.report.gather import gather, page_path, read_receipt_of, receipt_changes
 from envbuild.report.markup import evidence_html, h, prose, visible
 from envbuild.report.page import report_page
+from envbuild.run_environment import load_environment
 
 # Of a real run of `envbuild verify --faults`; its paths and host are renamed.
 REAL: dict[str, Any] = json.loads((Path(__file__).parent / "data/report/pt_minimal.receipt.json").read_text())

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from envbuild.base.errors import HostError, UsageError
 from envbuild.build.commit import open_subject
-from envbuild.environment import Environment, load_environment
+from envbuild.environment import Environment
+from envbuild.run_environment import load_environment
 from envbuild.verify import runtimes
-from envbuild.verify.image_file import ImageFile, image_kind, open_image_file, passed
+from envbuild.verify.image_file import ImageFile, image_kind, open_image_file
 from envbuild.verify.namespace import image_variables
-from envbuild.verify.runtimes import cached, named
+from envbuild.verify.runtimes import cached, named, passed
 
 ENROOT, APPTAINER = "enroot", "apptainer"
 SUPERBLOCK = b"hsqs" + bytes(16) + struct.pack("<H", 6) + bytes(74)
@@ -92,9 +93,9 @@ def test_verify_refuses_what_is_no_artifact_without_a_traceback(tmp_path: Path) 
     (tmp_path / "text").write_text("hello")
     for path in (tmp_path / "text", tmp_path / "none", tmp_path):
         with pytest.raises(UsageError, match=r"not an artifact|does not exist"):
-            open_subject(path)
+            open_subject(path, load_environment())
     with pytest.raises(UsageError, match="no runtime to choose"):
-        open_subject(tmp_path, runtime="own")
+        open_subject(tmp_path, load_environment(), "own")
 
 
 def test_nothing_of_the_callers_variables_enters_but_gpus_and_networks() -> None:

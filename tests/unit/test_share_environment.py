@@ -23,9 +23,9 @@ from securesystemslib.signer import CryptoSigner
 
 from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.build.folder import make_environment, prepare_folder
+from envbuild.build.share import ATTESTATIONS
 from envbuild.build.share_environment import _read, is_environment, pull_environment
 from envbuild.contract.kinds import VENV
-from envbuild.environment import load_environment
 from envbuild.image.layout import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.reference import parse_reference
@@ -37,8 +37,9 @@ from envbuild.plan.plan import Plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
+from envbuild.run_environment import load_environment
 from envbuild.store.fetch import WantedWheel, stored_wheel
-from envbuild.store.pieces import ATTESTATIONS, INPUT, RECEIPT
+from envbuild.store.pieces import INPUT, RECEIPT
 from envbuild.trust.bundle import sign
 from envbuild.trust.policy import attested
 

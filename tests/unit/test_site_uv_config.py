@@ -3,8 +3,7 @@
 import tomllib
 from pathlib import Path
 
-from envbuild.site.pip_config import PipConfig
-from envbuild.site.uv_config import bound_project, uv_environment, uv_settings
+from envbuild.site.pip_config import PipConfig, bound_project, uv_environment, uv_settings
 
 
 def test_the_order_of_indexes() -> None:

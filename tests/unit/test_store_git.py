@@ -13,7 +13,7 @@ from sdists import commit, git, sha256
 
 from envbuild.base.errors import BuildError
 from envbuild.cache.http import RequestFailed
-from envbuild.environment import load_environment
+from envbuild.run_environment import load_environment
 from envbuild.store.archives import WantedArchive, git_archive, locate_archive
 
 FILES = {"a.py": "x = 1\n", "b/run.sh": "#!/bin/sh\n", "b/é.txt": "é", "b/.gitattributes": "*.txt text eol=lf\n"}

@@ -19,10 +19,10 @@ from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.packages import digest_of
 from envbuild.build.share import pull_file
 from envbuild.cache.http import Transport
-from envbuild.environment import load_environment
 from envbuild.image.layout import Blobs
 from envbuild.image.model import Descriptor
 from envbuild.image.registry import Registry, open_registry
+from envbuild.run_environment import load_environment
 from envbuild.store.pieces import (
     ARTIFACT,
     CONFIG,

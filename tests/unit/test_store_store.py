@@ -17,12 +17,12 @@ from lab.wheels import make_wheel
 
 from envbuild.base.errors import BuildError
 from envbuild.cache.hashed import write_note
-from envbuild.environment import load_environment
 from envbuild.image.model import Descriptor
 from envbuild.image.squashfs.segment import Segment, save
 from envbuild.image.tar import read_table, write_table
 from envbuild.layers.source_files import SourceManifest, list_files, write_manifest
 from envbuild.layers.store_check import check_store
+from envbuild.run_environment import load_environment, with_tmpdir
 from envbuild.store.store import _WORKING, Store
 
 NAME = "demo-1.0-py3-none-any.whl"
@@ -223,8 +223,8 @@ def test_a_file_system_without_flock_gives_working_folders(store: Store, monkeyp
 _WORKS = """
 import sys, time
 from pathlib import Path
-from envbuild.environment import load_environment
-with load_environment().with_tmpdir() as environment, environment.store.working(*sys.argv[1:]) as folder:
+from envbuild.run_environment import load_environment, with_tmpdir
+with with_tmpdir(load_environment()) as environment, environment.store.working(*sys.argv[1:]) as folder:
     print(environment.variables["TMPDIR"], folder, sep="\\n", flush=True)
     time.sleep(60)
 """
@@ -246,7 +246,7 @@ def test_the_next_run_removes_the_temporary_folders_of_a_killed_one_and_of_no_ot
     (dead[0] / "torchelastic_x").mkdir()
     assert all(path.is_dir() for path in (*dead, *alive)) and dead[0].parent == tmp_path
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with load_environment(variables).with_tmpdir() as environment:
+    with with_tmpdir(load_environment(variables)) as environment:
         own = Path(environment.variables["TMPDIR"])
         assert own.is_dir() and own.stat().st_mode & 0o777 == 0o700
         assert environment.uv_environment()["TMPDIR"] == str(own)  # uv leaves locks of conda environments in it

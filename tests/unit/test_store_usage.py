@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from envbuild.base.errors import UsageError
 from envbuild.cli.store import store_command
-from envbuild.environment import load_environment
+from envbuild.run_environment import load_environment, with_tmpdir
 from envbuild.store.store import Store
 from envbuild.store.usage import StoreItem, choose, items, limit, own_items, recipes, remember, remove
 
@@ -163,7 +163,7 @@ def test_what_a_running_build_used_stays(store: Store) -> None:
 def test_a_run_registers_itself_and_its_recipe(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ENVBUILD_STORE", str(store.root))
     sha256, unused = wheel(store, b"wheel"), wheel(store, b"unused")
-    with load_environment().with_tmpdir() as environment:
+    with with_tmpdir(load_environment()) as environment:
         assert len(list((store.root / "running").iterdir())) == 1
         assert environment.store.find("wheels", sha256, bool)
         remember(environment.store, "mine")
@@ -182,10 +182,10 @@ def test_the_first_run_of_a_store_registers_itself_when_it_writes(
 ) -> None:
     root = tmp_path / "new"
     monkeypatch.setenv("ENVBUILD_STORE", str(root))
-    with load_environment().with_tmpdir():
+    with with_tmpdir(load_environment()):
         pass
     assert not root.exists()  # nothing was written
-    with load_environment().with_tmpdir() as environment:
+    with with_tmpdir(load_environment()) as environment:
         sha256 = wheel(environment.store, b"wheel")
         assert len(list((root / "running").iterdir())) == 1
         time.sleep(0.02)  # the clock of file systems is coarse
@@ -198,7 +198,7 @@ def test_the_first_run_of_a_store_registers_itself_when_it_writes(
 def test_a_store_that_cannot_be_written_is_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.root.parent.joinpath("file").write_text("")
     monkeypatch.setenv("ENVBUILD_STORE", str(store.root.parent / "file/store"))
-    with load_environment().with_tmpdir() as environment:
+    with with_tmpdir(load_environment()) as environment:
         remember(environment.store, "mine")
         limit(environment.store, 1)
 

@@ -18,6 +18,7 @@ from securesystemslib.signer import CryptoSigner
 
 from envbuild.base.errors import EnvbuildError, RecipeError, UsageError, VerificationError
 from envbuild.base.packages import digest_of
+from envbuild.build.share import ATTESTATIONS
 from envbuild.bundle import FILE, FORMAT, attest_bundle
 from envbuild.cli.commands import cli
 from envbuild.contract.receipt import write_receipt
@@ -25,7 +26,7 @@ from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical
 from envbuild.image.reference import parse_reference
 from envbuild.jobs.artifact import check_trust, open_artifact
 from envbuild.site.settings import load_site
-from envbuild.store.pieces import ATTESTATIONS, CONFIG, PIECE, RECEIPT, FilePieces, render
+from envbuild.store.pieces import CONFIG, PIECE, RECEIPT, FilePieces, render
 from envbuild.trust.bundle import BUNDLE, bundle_path, sign
 from envbuild.trust.policy import attested
 

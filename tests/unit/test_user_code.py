@@ -21,10 +21,10 @@ from envbuild.base.packages import top_level
 from envbuild.build.commit import settings_of
 from envbuild.bundle import make_bundle
 from envbuild.contract.installed import Distribution, FileReport
-from envbuild.environment import load_environment
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
 from envbuild.recipe.verify_table import ExpectTable
+from envbuild.run_environment import load_environment
 from envbuild.verify.elf_files import ElfReport
 from envbuild.verify.launch import Outcome, TrainingJob
 from envbuild.verify.model import Settings
