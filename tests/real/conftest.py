@@ -410,6 +410,10 @@ _LONG = (
 )
 
 
+# The exit status of pytest when tests were skipped that should run: tests/run runs failed tests again, not these.
+SKIPPED = 9
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="Run every N-th file of the real tests, from the K-th one on.")
 
@@ -433,12 +437,12 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Where every real test should run (FAIL_ON_SKIP), a skipped one fails the session."""
+    """Where every real test should run (FAIL_ON_SKIP), a skipped one fails the session, with a status of its own."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
     if (
         os.environ.get("FAIL_ON_SKIP")
-        and exitstatus == 0
+        and exitstatus in (0, 1)
         and any(recipe_python.MISSING not in str(one.longrepr) for one in skipped)
     ):
-        session.exitstatus = 1
+        session.exitstatus = SKIPPED

@@ -549,7 +549,8 @@ def test_a_training_gets_the_sigterm_that_was_ignored_where_the_container_starte
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(node.pid, signal.SIGKILL)
-        assert (tmp_path / "log").read_text() == "begun\ntold\n"
+        # The signal to the group and the launcher's own reach the training together or one after the other.
+        assert set((tmp_path / "log").read_text().split()) == {"begun", "told"}
         (tmp_path / "log").unlink()
 
 
