@@ -10,8 +10,7 @@ from click.testing import CliRunner
 from lab.drafts import draft_of
 
 from envbuild.cli.commands import cli
-from envbuild.imports.compose import gpu_signs
-from envbuild.imports.statement import Draft, Statement
+from envbuild.imports.statement import Draft, Statement, gpu_signs
 from envbuild.recipe.model import Recipe
 
 _CONDA = "channels: [conda-forge]\nplatforms: [linux-64]\ndependencies:\n- python=3.11\n"
@@ -74,6 +73,16 @@ def imported(folder: Path, name: str, text: str, **more: object) -> tuple[Draft,
         ("requirements.txt", "torch==2.7.1\nnvidia-cublas-cu12==12.6.4.1\n", "cu126"),
         ("requirements.txt", "torch==2.7.1\nnvidia-cuda-runtime-cu12==12.8.57\n", "cu128"),
         ("requirements.txt", "torchvision==0.22.1+cu126\n", "cu126"),
+        ("requirements.txt", "cupy-cuda113\n", "cu113"),
+        ("requirements.txt", "dgl-cu118\n", "cu118"),
+        ("requirements.txt", "spacy[cuda118]\n", "cu118"),
+        ("requirements.txt", "torch\n--find-links https://host.example/whl/cu121_full\n", "cu121"),
+        ("environment.yml", f"{_CONDA}- dgl-cuda11.7\n", "cu117"),
+        ("environment.yml", f"{_CONDA}- pyg=2.3.0=py39_torch_2.0.0_cu118\n", "cu118"),
+        ("Dockerfile", "FROM runpod/pytorch:1.0.2-cu1281-torch280\nRUN pip install torch\n", "cu128"),
+        ("Dockerfile", "FROM python:3.11\nARG TORCH=cu126\nRUN pip install torch\n", "cu126"),
+        ("Dockerfile", "FROM python:3.11\nENV A=/usr/local/cuda-12.6/bin\nRUN pip install torch\n", "cu126"),
+        ("Dockerfile", "FROM debian:12\nRUN apt-get install -y cuda-toolkit-12-6\n", "cu126"),
         ("Dockerfile", "FROM python:3.11\nRUN pip install torch --index-url https://host.example/whl/cu126\n", "cu126"),
         ("Dockerfile", "FROM python:3.11\nRUN uv pip install --torch-backend=cu128 torch\n", "cu128"),
         ("Dockerfile", "FROM rocm/pytorch:rocm6.2.4_ubuntu22.04_py3.10_pytorch_release_2.6\n", "rocm6.2.4"),
@@ -104,6 +113,31 @@ def test_a_sign_of_gpus_chooses_the_target(tmp_path: Path, name: str, text: str,
     [
         ("environment.yml", f"{_CONDA}- pytorch-gpu\n", "environment.yml:5: pytorch-gpu (CUDA)"),
         ("environment.yml", f"{_CONDA}- pytorch * cuda12*\n", "environment.yml:5: pytorch * cuda12* (CUDA 12)"),
+        ("environment.yml", f"{_CONDA}- cupy>=12\n", "cupy>=12 (CUDA)"),
+        ("environment.yml", f"{_CONDA}- cuda-nvcc\n", "cuda-nvcc (CUDA)"),
+        ("environment.yml", f"{_CONDA}- conda-forge::rapids\n", "rapids (CUDA)"),
+        ("environment.yml", "channels: [nvidia]\ndependencies: [python=3.11, numpy]\n", "nvidia (CUDA)"),
+        ("requirements.txt", "cupy-cuda92\n", "cupy-cuda92 (CUDA)"),
+        ("requirements.txt", "torchvision==0.5.0+cu92\n", "+cu92 (CUDA)"),
+        ("requirements.txt", "nvidia_cudnn_cu12\n", "nvidia_cudnn_cu12 (CUDA 12)"),
+        ("requirements.txt", "nvidia-dali-cuda120\n", "nvidia-dali-cuda120 (CUDA 12)"),
+        ("requirements.txt", "--extra-index-url https://pypi.nvidia.com\nnumpy\n", "https://pypi.nvidia.com (CUDA)"),
+        ("requirements.txt", "x @ git+https://github.com/a/flash-attention.git@v2\n", "flash-attention.git@v2 (CUDA)"),
+        ("requirements.txt", "git+https://github.com/NVIDIA/apex\n", "https://github.com/NVIDIA/apex (CUDA)"),
+        ("requirements.txt", "git+https://github.com/a/tiny-cuda-nn/#subdirectory=b\n", "(CUDA)"),
+        ("requirements.txt", "https://host.example/flash_attn-2.7.4+cu12torch2.6-cp311-cp311-x.whl\n", "(CUDA 12)"),
+        ("requirements.txt", "-f https://host.example/jax_cuda_releases.html\njax\n", "jax_cuda_releases.html (CUDA)"),
+        ("requirements.txt", "bitsandbytes>=0.43\n", "bitsandbytes>=0.43 (CUDA)"),
+        ("requirements.txt", "tensorflow-rocm\n", "tensorflow-rocm (ROCm)"),
+        ("requirements.txt", "thing[rocm]\n", "thing[rocm] (ROCm)"),
+        ("Dockerfile", "FROM ghcr.io/nvidia/jax:base\nRUN pip install flax\n", "ghcr.io/nvidia/jax:base (CUDA)"),
+        ("Dockerfile", "FROM vllm/vllm-openai:v0.9\nRUN pip install rich\n", "vllm/vllm-openai:v0.9 (CUDA)"),
+        ("Dockerfile", "FROM debian:12\nRUN apt-get install -y libcudnn9-cuda-12\n", "libcudnn9-cuda-12 (CUDA)"),
+        ("Dockerfile", "FROM python:3.11\nENV NVIDIA_VISIBLE_DEVICES=all\n", "NVIDIA_VISIBLE_DEVICES=all (CUDA)"),
+        ("Dockerfile", "FROM python:3.11\nENV CUDA_HOME=/usr/local/cuda\n", "CUDA_HOME=/usr/local/cuda (CUDA)"),
+        ("Dockerfile", "FROM python:3.11\nENV HSA_OVERRIDE_GFX_VERSION=10.3.0\n", "(ROCm)"),
+        ("Dockerfile", "FROM python:3.11\nRUN uv sync --extra gpu\n", "uv sync --extra gpu (CUDA)"),
+        ("Dockerfile", "FROM python:3.11\nRUN wget https://developer.download.nvidia.com/x.deb\n", "(CUDA)"),
         ("requirements.txt", "numpy\nflash-attn==2.7.4\n", "requirements.txt:2: flash-attn==2.7.4 (CUDA)"),
         ("requirements.txt", "cupy-cuda12x\n", "cupy-cuda12x (CUDA 12)"),
         ("requirements.txt", "jax[cuda12]>=0.4\n", "jax[cuda12]>=0.4 (CUDA 12)"),
@@ -137,6 +171,14 @@ def test_a_sign_without_a_version_is_a_warning(tmp_path: Path, name: str, text: 
         ("requirement", "gpustat"),
         ("requirement", "numpy==1.2+local"),
         ("requirement", "cuda-is-no-package"),
+        ("requirement", "gpu-is-no-accelerator"),
+        ("requirement", "x @ git+https://github.com/nvidia/dllogger@v1"),
+        ("package", "libcurl4"),
+        ("package", "hipster"),
+        ("channel", "conda-forge/label/nvidia-free"),
+        ("env", "NVIDIA_VISIBLE_DEVICES=void"),
+        ("env", "USE_CUDA=0"),
+        ("base", "pytorch/pytorch:2.7-cpu"),
         ("requirement", "GPUtil"),
         ("conda", "pytorch * cpu*"),
         ("conda", "cudf-free 1"),
@@ -168,6 +210,42 @@ def test_signs_of_other_systems_and_extras_choose_nothing(tmp_path: Path) -> Non
     assert draft.warning.endswith("choose --extra full or --extra gpu")  # what chooses a target first
 
 
+@pytest.mark.parametrize(
+    ("text", "accelerator"),
+    [
+        ("FROM nvidia/cuda:12.2.2-runtime-ubuntu22.04\nRUN pip install torch\n", "cu126"),
+        ("FROM nvidia/cuda:12.2.2-runtime-ubuntu22.04\nRUN pip install torch==2.1.2\n", "cu121"),
+        ("FROM nvidia/cuda:12.3.1-runtime-ubuntu22.04\nRUN pip install 'torch>=2.5,<2.6'\n", "cu124"),
+        ("FROM nvidia/cuda:12.2.2-runtime-ubuntu22.04\nRUN pip install torch==2.6.0\n", "cu124"),
+        ("FROM nvidia/cuda:12.4.1-runtime-ubuntu22.04\nRUN pip install torch==2.8.0\n", "cu126"),
+        ("FROM nvidia/cuda:12.1.1-runtime-ubuntu22.04\nRUN pip install 'torch>=2.7'\n", "cu126"),
+        ("FROM nvidia/cuda:11.4.3-runtime-ubuntu22.04\nRUN pip install torch==1.12.1\n", "cu113"),
+        ("FROM rocm/dev-ubuntu-22.04:6.3.4\nRUN pip install torch\n", "rocm6.3"),
+        ("FROM rocm/vllm-dev:base_ROCm-6.4.2_x\nRUN pip install torch\n", "rocm6.4"),
+    ],
+)
+def test_a_sign_ends_in_an_accelerator_that_pytorch_publishes(tmp_path: Path, text: str, accelerator: str) -> None:
+    draft, recipe = imported(tmp_path, "Dockerfile", text)
+    ((target, table),) = recipe.targets.items()
+    assert target.partition("-")[0] == accelerator
+    assert table.indexes == (f"https://download.pytorch.org/whl/{accelerator}",)
+    if "6.3.4" not in text and "6.4.2" not in text:
+        assert "Dockerfile:1: FROM nvidia/cuda:1" in draft.warning and "the same drivers run" in draft.warning
+        assert draft.text.startswith("# PyTorch has no build of torch for CUDA 1")
+
+
+@pytest.mark.parametrize("torch", ["", "torch", "torch==2.5.1", "torch>=2.0", "torch<2.6", "torch~=2.4.0"])
+def test_a_published_accelerator_stays(tmp_path: Path, torch: str) -> None:
+    text = f"FROM nvidia/cuda:12.4.1-runtime-ubuntu22.04\nRUN pip install numpy '{torch or 'rich'}'\n"
+    draft, recipe = imported(tmp_path, "Dockerfile", text)
+    assert list(recipe.targets) == ["cu124-x86_64"] and not draft.warning
+
+
+def test_conda_has_builds_for_other_versions_of_cuda(tmp_path: Path) -> None:
+    draft, recipe = imported(tmp_path, "environment.yml", f"{_CONDA}- cuda-version=12.2\n- pytorch\n")
+    assert list(recipe.targets) == ["cu122-x86_64"] and not draft.warning
+
+
 def test_torchs_own_sign_counts_before_those_of_other_packages(tmp_path: Path) -> None:
     row = "- {{name: {0}, version: '{1}', manager: conda, platform: linux-64, url: '{2}', category: main}}\n"
     base = "https://conda.anaconda.org/pytorch/linux-64/"
@@ -193,6 +271,8 @@ def test_torchs_own_sign_counts_before_those_of_other_packages(tmp_path: Path) -
         ("requirements.txt", "jax[tpu]>=0.4\n", "TPU"),
         ("Dockerfile", "FROM mthreads/musa:rc3.1.0-devel\nRUN pip install numpy\n", "Moore Threads MUSA"),
         ("Dockerfile", "FROM intel/oneapi-basekit:2024.2\nRUN pip install numpy\n", "Intel XPU"),
+        ("Dockerfile", "FROM intel/extension:2.8-xpu\nRUN pip install numpy\n", "Intel XPU"),
+        ("requirements.txt", "ipex-llm[xpu]\n", "Intel XPU"),
     ],
 )
 def test_accelerators_that_no_target_has_are_named(tmp_path: Path, name: str, text: str, family: str) -> None:
