@@ -58,7 +58,7 @@ def _show(found: Diagnosis, everything: bool) -> None:
         click.echo(click.style(title, bold=True))
         _quote(found.exception)
     elif found.verdict == "symptom":
-        click.echo(click.style("The log does not hold the cause. It shows what followed from it:", bold=True))
+        click.echo(click.style("The log does not hold the cause, or no rule knows it. It shows:", bold=True))
     # Without a known cause, only the symptoms can be shown.
     hides = not everything and known
     hidden = [one for one in found.findings if hides and one.kind == "symptom"]

@@ -71,12 +71,15 @@ _ERROR_LINE = re.compile(
     r"\b(?:FATAL|[Ff]atal|[Ee]rror|ERROR|panic)(?:\]?: ?|  ?: |  +\[|\]? (?=[A-Z]))\S|NCCL WARN \S|^Memory access fault"
 )
 _REFUSAL = re.compile(
-    r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to|exiting\b"
-    r"|[Aa]borting|must (?:be|not)|not (?:found|supported|permitted)"
+    r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to"
+    r"|exiting\b(?! without)|[Aa]borting|must (?:be|not)|not (?:found|supported|permitted)"
     r"|has no attribute '|but current state is|[Dd]enied|[Rr]efused|No such"
     r"|[Uu]nreachable|[Tt]imed out|[Aa]borted)"
 )
-_MENTION = re.compile(r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:\w*Error|\w*Exception|ERROR|FAILED|[Ff]ailed|[Cc]rashed)\b")
+_MENTION = re.compile(
+    r"^(?!.*(?:[Ww]arn|WARN|level=(?:info|debug)|[Ff]ailed[=:] ?0\b))"
+    r".*\b(?:\w*Error|\w*Exception|ERROR|FAILED|[Ff]ailed|[Cc]rashed)\b"
+)
 _OF_LAUNCHERS = re.compile(
     r"ChildFailedError|^\S+ FAILED$|failed \(exitcode|srun: error: |CANCELLED AT|\berror_file: |: ?None$"
     r"|\bframe #\d|MPI_ABORT was invoked|Failed to invoke spank plugin stack|Job step aborted|Unable to register cu\w+"
