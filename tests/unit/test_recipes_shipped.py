@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,19 +13,21 @@ import pytest
 from envbuild.base.errors import LockError
 from envbuild.cli.commands import cli
 from envbuild.compat.judge import judge
-from envbuild.compat.stack import stack_of
 from envbuild.layers.source_known import source_layers
 from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.base import image_lock
+from envbuild.lock.conda_format import parse_packages
 from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import ensure
 from envbuild.lock.wheels import nccl_package, wheel_lock
+from envbuild.locks import locked_stack
 from envbuild.plan.plan import make_plan
 from envbuild.recipe.load import LoadedRecipe, load_recipe
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import Target, host_arch
 from envbuild.run_environment import load_environment
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+CONDA_LOCKS = sorted(RECIPES.glob("*/*.conda-lock.yml"))
 LOADED = {path.parent.name: load_recipe(path) for path in sorted(RECIPES.glob("*/recipe.toml"))}
 TARGETS = [(name, target) for name, one in LOADED.items() for target in one.recipe.targets]
 # What was never locked: indexes or registries that the machine where locks are made does not reach.
@@ -45,7 +49,7 @@ def opened(name: str, target: str) -> tuple[LoadedRecipe, Target, Lock | None]:
 @pytest.mark.parametrize(("name", "target"), TARGETS)
 def test_a_target_is_locked_for_its_accelerator_and_planned_with_its_layers(name: str, target: str) -> None:
     recipe, found, lock = opened(name, target)
-    if (name, target) in UNLOCKED:
+    if (name, target) in UNLOCKED or not recipe.has_wheels(found):
         assert lock is None
         return
     assert lock is not None, f"envbuild lock {name} --target {target}"
@@ -68,9 +72,7 @@ def test_a_target_is_locked_for_its_accelerator_and_planned_with_its_layers(name
 
 @pytest.mark.parametrize(("name", "target"), TARGETS)
 def test_nothing_of_a_target_is_known_not_to_work(name: str, target: str) -> None:
-    recipe, found, lock = opened(name, target)
-    packages = {one.name: one.version for one in lock.packages} if lock else None
-    findings = judge(stack_of(recipe, found, packages))
+    findings = judge(locked_stack(LOADED[name], Target.parse(target))[0])
     assert [one for one in findings if one.status in ("bad", "unknown")] == []
 
 
@@ -85,10 +87,72 @@ def test_what_needs_another_index_says_which_and_how(tmp_path: Path, name: str, 
     assert f"`envbuild lock {name} --target {target} --wheels`" in said and index in said
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*-*.*")), ids=lambda path: path.name)
-def test_a_lock_holds_no_address(path: Path) -> None:
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*-*.*")), ids=lambda path: f"{path.parent.name}-{path.name}")
+def test_a_lock_holds_no_address_except_that_of_a_channel(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
+    if path in CONDA_LOCKS:
+        text, found = re.subn(r'^  url: "https://conda\.anaconda\.org/conda-forge/(linux|noarch)', "", text, flags=re.M)
+        assert found
     assert not re.search(r"[a-z]+://|@[a-z0-9.-]+\.[a-z]{2,}/", text)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "packages", "pytorch"),
+    [
+        ("pt_cpu", "cpu-x86_64", 81, "2.12.0 cpu_mkl_py311_h338015a_100"),
+        ("pt_cpu", "cpu-aarch64", 77, "2.12.0 cpu_generic_py311_h8ebb990_0"),
+        ("pt_cuda_conda", "cu129-x86_64", 109, "2.12.0 cuda129_mkl_py311_h49b8cc7_300"),
+    ],
+)
+def test_a_conda_environment_is_planned_from_its_lock(
+    name: str, target: str, packages: int, pytorch: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--artifact", "conda", "--target", target, "--locked", "--elsewhere", "--json"]
+    cli.main(["plan", name, *arguments], standalone_mode=False)
+    layers = json.loads(capsys.readouterr().out)["layers"]
+    assert [layer["kind"] for layer in layers] == ["conda"] * packages + ["trainer"]
+    assert {layer["name"]: layer["version"] for layer in layers}["pytorch"] == pytorch
+    if Target.parse(target).arch == host_arch():
+        cli.main(["conda", name, "--target", target, "--locked", "--dry-run"], standalone_mode=False)
+        assert len(re.findall(r"^ *\d+\. conda ", capsys.readouterr().out, re.MULTILINE)) == packages
+
+
+# conda-lock and rattler read each lock and print the packages of each platform; in processes of their own, because
+# rattler's threads can crash the interpreter at its end.
+READERS = {
+    "conda-lock": """
+import pathlib, sys
+from click.testing import CliRunner
+from conda_lock.conda_lock import main
+for kind in ("env", "explicit"):
+    done = CliRunner().invoke(main, ["render", "--kind", kind, sys.argv[1]], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+for path in sorted(pathlib.Path().glob("conda-*.lock")):
+    for line in path.read_text().splitlines():
+        if line.startswith("https://"):
+            print(path.stem.removeprefix("conda-"), *line.split("#"))
+""",
+    "rattler": """
+import os, sys
+from rattler import LockFile
+((_, environment),) = LockFile.from_path(sys.argv[1]).environments()
+for platform in environment.platforms():
+    for record in environment.conda_repodata_records_for_platform(platform):
+        print(platform, record.url, record.md5.hex())
+sys.stdout.flush()
+os._exit(0)
+""",
+}
+
+
+@pytest.mark.parametrize("path", CONDA_LOCKS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("reader", READERS)
+def test_other_tools_read_a_conda_lock(reader: str, path: Path, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", READERS[reader], path], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    own = parse_packages(path.read_text(), path.name)
+    expected = {f"{platform} {one.url} {one.md5}" for platform, packages in own.items() for one in packages}
+    assert set(done.stdout.splitlines()) == expected
 
 
 @pytest.mark.parametrize(("name", "target"), TARGETS)
@@ -129,8 +193,10 @@ def test_list_and_docs_say_of_every_target_what_is_locked(capsys: pytest.Capture
     assert listed["gh200_cu126"] == {"cu126-aarch64": {"wheels": False, "image": True, "builder": True}}
     for name, target in TARGETS:
         found = {"wheels": "requirements.txt", "image": "image.toml", "builder": "build.toml"}
-        for lock, ending in found.items():
-            shipped = (RECIPES / name / f"{target}.{ending}").is_file()
+        files = {lock: f"{target}.{ending}" for lock, ending in found.items()}
+        files["conda"] = f"{Target.parse(target).accelerator}.conda-lock.yml"
+        for lock, file in files.items():
+            shipped = (RECIPES / name / file).is_file()
             assert listed[name][target].get(lock, False) == shipped, (name, target, lock)
     cli.main(["list"], standalone_mode=False)
     text = " ".join(capsys.readouterr().out.split())
