@@ -8,7 +8,7 @@ ID`) is skipped.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -16,111 +16,61 @@ from typing import Any
 
 from envbuild.base.errors import UsageError
 from envbuild.base.masking import redact
+from envbuild.jobcheck.lint import environment, faults, hosts, rendezvous, resources, slips, status
 from envbuild.jobcheck.lint.directives import ScriptFacts
-from envbuild.jobcheck.lint.environment import (
-    of_commands,
-    of_folder,
-    of_gpu_containers,
-    of_output,
-    of_own_path,
-    of_secrets,
-)
-from envbuild.jobcheck.lint.faults import LEVELS, LintRule, load_faults, of_patterns
-from envbuild.jobcheck.lint.hosts import (
-    of_archives,
-    of_early_expansion,
-    of_fixed_hosts,
-    of_mpi_environment,
-    of_other_nodes,
-    of_remote_shells,
-    of_terminals,
-)
+from envbuild.jobcheck.lint.faults import LEVELS, LintRule, load_faults
 from envbuild.jobcheck.lint.kubernetes import lint_manifest
-from envbuild.jobcheck.lint.rendezvous import (
-    of_addresses,
-    of_default_ports,
-    of_endpoints,
-    of_fallbacks,
-    of_launches,
-    of_literal_hosts,
-    of_numbers,
-    of_order,
-    of_variables,
-)
-from envbuild.jobcheck.lint.resources import (
-    of_cpus,
-    of_idle_nodes,
-    of_optional_variables,
-    of_placement,
-    of_ranks,
-    of_requests,
-    of_single_nodes,
-    of_steps,
-    of_typed_counts,
-)
+from envbuild.jobcheck.lint.launch import Launch, before_program
+from envbuild.jobcheck.lint.rendezvous import GIVEN, sets_elsewhere
 from envbuild.jobcheck.lint.script import Found, ParsedScript, read_script
-from envbuild.jobcheck.lint.slips import (
-    of_assignments,
-    of_comments,
-    of_conflicts,
-    of_directives,
-    of_lines,
-    of_names,
-    of_operators,
-    of_placeholders,
-    of_shell,
-    of_signals,
-)
-from envbuild.jobcheck.lint.status import of_checks, of_status
 
 _LARGEST = 2 << 20
 _MANIFEST = re.compile(r"^(apiVersion|kind)\s*:", re.MULTILINE)
 # In this order, the first fault of a kind in a line counts.
 RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
-    of_launches,
-    of_variables,
-    of_fallbacks,
-    of_lines,
-    of_commands,
-    of_patterns,
-    of_output,
-    of_folder,
-    of_own_path,
-    of_directives,
-    of_status,
-    of_checks,
-    of_shell,
-    of_secrets,
-    of_gpu_containers,
-    of_steps,
-    of_cpus,
-    of_ranks,
-    of_requests,
-    of_placement,
-    of_optional_variables,
-    of_typed_counts,
-    of_idle_nodes,
-    of_single_nodes,
-    of_addresses,
-    of_endpoints,
-    of_numbers,
-    of_order,
-    of_signals,
-    of_names,
-    of_other_nodes,
-    of_mpi_environment,
-    of_fixed_hosts,
-    of_terminals,
-    of_early_expansion,
-    of_archives,
-    of_comments,
-    of_placeholders,
-    of_default_ports,
-    of_literal_hosts,
-    of_assignments,
-    of_remote_shells,
-    of_conflicts,
-    of_operators,
+    rendezvous.of_launches,
+    rendezvous.of_variables,
+    rendezvous.of_fallbacks,
+    slips.of_lines,
+    environment.of_commands,
+    faults.of_patterns,
+    environment.of_output,
+    environment.of_folder,
+    environment.of_own_path,
+    slips.of_directives,
+    status.of_status,
+    status.of_checks,
+    slips.of_shell,
+    environment.of_secrets,
+    environment.of_gpu_containers,
+    resources.of_steps,
+    resources.of_cpus,
+    resources.of_ranks,
+    resources.of_requests,
+    resources.of_placement,
+    resources.of_optional_variables,
+    resources.of_typed_counts,
+    resources.of_idle_nodes,
+    resources.of_single_nodes,
+    rendezvous.of_addresses,
+    rendezvous.of_endpoints,
+    rendezvous.of_numbers,
+    rendezvous.of_order,
+    slips.of_signals,
+    slips.of_names,
+    hosts.of_other_nodes,
+    hosts.of_mpi_environment,
+    hosts.of_fixed_hosts,
+    hosts.of_terminals,
+    hosts.of_early_expansion,
+    slips.of_comments,
+    slips.of_placeholders,
+    rendezvous.of_default_ports,
+    rendezvous.of_literal_hosts,
+    slips.of_assignments,
+    hosts.of_remote_shells,
+    slips.of_conflicts,
+    slips.of_operators,
 )
 # What a template is for.
 _TEMPLATE = re.compile(r"template[^/]*$|\.(?:tmpl|tpl|mako|j2|jinja2?)$")
@@ -130,6 +80,16 @@ _OTHER_FILE = re.compile(r"\.(?:py|ipynb|toml|json|txt|md|log|out|err|c|cpp|cu)$
 _JOB = re.compile(r"^(?:#!.*sh\b|#(?:SBATCH|PBS|BSUB|COBALT|OAR|PJM)\b|#\s*flux:)", re.MULTILINE)
 _EXPECTED = "give the script that sbatch, qsub, bsub, flux or kubectl gets"
 _IGNORED = "lint-job: ignore"
+# What makes a finding doubtful.
+_COMPONENTS = re.compile(r"^#SBATCH\s+(?:het|pack)job|--(?:het|pack)-group|^[ \t]*srun\b.* : ", re.MULTILINE)
+_OPENS = re.compile(r"(?:^|[;&|{]|\b(?:then|else|do))\s*(?:if|case|while|until)\b")
+_CLOSES = re.compile(r"(?:^|[;&|]|\b(?:then|else|do)\s)\s*(?:fi|esac)\b|^\s*done\b")
+_LOOPS = re.compile(r"(?:^|;)\s*(?:for|select)\b")
+_CONDITION = re.compile(r"^\s*(?:\[.*\]|test .*|\(\(.*\)\))\s*(?:&&|\|\|)")
+_EXIT = re.compile(r"^exit\b")
+_NAME = re.compile(r"\$\{?(\w+)")
+_VALUE = re.compile(r"(?<!\\)\$\{?(\w+|[@*])(?:\[[^]]*\])?(:?[-=+?])?")
+_LOOP_NAME = re.compile(r"\bfor (\w+) in\b")
 _SHOWN = 500  # characters of a line, and of a value in a message
 
 
@@ -184,14 +144,14 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
     if script is not None and "\r\n" in text:
         found = chain([Found("dos-lines", 1)], found)
     scheduler = script.scheduler if script is not None else ""
-    faults = load_faults()
+    rows = load_faults()
     problems: dict[tuple[int, str], Problem] = {}
     for one in found:
-        fault = replace(faults[one.id], level=one.level or faults[one.id].level)
-        if fault.level == "error" and fault.of_nodes and script is not None and script.several == "several":
+        fault = replace(rows[one.id], level=one.level or rows[one.id].level)
+        if fault.level != "hint" and fault.of_nodes and script is not None and script.several == "several":
             fault = replace(fault, level="hint")  # the number may be 1
-        if fault.level == "error" and script is not None and script.template:
-            fault = replace(fault, level="warning")  # what is filled in may change it
+        if fault.level == "error" and not (_is_proven(script, one, fault) if script else "{{" not in text):
+            fault = replace(fault, level="warning")
         at = min(max(one.line, 1), max(len(lines), 1))
         line = lines[at - 1] if lines else ""
         if _ignored(line, one.id) or (one.id in _OF_TEMPLATES and _TEMPLATE.search(name)):
@@ -204,6 +164,61 @@ def lint(text: str, name: str, schedulers: Mapping[str, ScriptFacts]) -> list[Pr
         problem = Problem(fault, name, at, redact(line.strip())[:_SHOWN], what, instead)
         problems.setdefault((at, one.id), problem)
     return sorted(problems.values(), key=lambda p: (p.line, LEVELS.index(p.fault.level)))
+
+
+def _is_proven(script: ParsedScript, found: Found, fault: LintRule) -> bool:
+    """Return whether the script alone proves a finding.
+
+    It does not if the caller, the environment, another file or a branch may decide, or if a program fills in the rest.
+    """
+    if script.template or _COMPONENTS.search(script.text):
+        return False
+    directive = any(line == found.line for line, _ in script.directives)
+    if not directive and _conditional(script, found.line):
+        return False
+    if not (fault.of_nodes or fault.of_values):
+        return True
+    if not script.directives:  # nobody knows who starts it, and how often
+        return False
+    at = max((one.line for one in script.commands if one.line <= found.line and not one.captured), default=0)
+    own = [one for one in script.commands if directive or one.line == at]
+    launches = [one for one in script.launches if one.command in own]
+    words = [word for one in launches for word in _deciding(one)]
+    if not launches:
+        words = [word for one in own for word in before_program(script.variables.expanded(one.words))]
+    if _free(script, words) or any(one.function for one in own) or sets_elsewhere(script):
+        return False
+    read = {name for one in own for word in one.words for name in _NAME.findall(word)}
+    return "PET_" not in script.text and all(len(set(script.values.get(name, ()))) < 2 for name in read)
+
+
+def _deciding(launch: Launch) -> Iterator[str]:
+    """Yield the words that decide how many torchruns and ranks a launch starts, and where."""
+    yield from launch.around
+    yield from (launch.options.get(name, "") for name in ("nnodes", "nproc-per-node", "node-rank"))
+    yield from () if launch.complete else launch.rest[:1]
+
+
+def _free(script: ParsedScript, words: Iterable[str]) -> bool:
+    """Return whether words have a variable that the script does not set, or that the caller may set."""
+    loops = set(_LOOP_NAME.findall(script.text))
+    for name, default in _VALUE.findall(" ".join(words)):
+        if not GIVEN.fullmatch(name) and (default or name not in loops.union(script.values)):
+            return True
+    return False
+
+
+def _conditional(script: ParsedScript, line: int) -> bool:
+    """Return whether a line stands in a branch, behind a condition, or after the end of the script."""
+    depth = 0
+    for text in script.lines[: line - 1]:
+        code = "" if text.lstrip().startswith("#") else text
+        if depth == 0 and _EXIT.match(code):
+            return True
+        depth += len(_OPENS.findall(code)) + len(_LOOPS.findall(code)) - len(_CLOSES.findall(code))
+        depth = max(depth, 0)
+    text = script.lines[line - 1] if line <= len(script.lines) else ""
+    return depth > 0 or _CONDITION.match(text) is not None or _OPENS.search(text) is not None
 
 
 def is_manifest(text: str, name: str) -> bool:

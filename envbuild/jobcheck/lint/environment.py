@@ -50,7 +50,7 @@ def of_output(script: ParsedScript) -> Iterator[Found]:
             numbered = folder[0] in "/~<" and re.search(r"%\d*[jA]", folder)
             if folder in seen or folder == "." or (late and folder in makes):
                 continue
-            if numbered or (folder[0] not in "/$~<" and folder not in told and not _has_files(script, folder)):
+            if numbered or (folder[0] not in "/$~<{" and folder not in told and not _has_files(script, folder)):
                 seen.add(folder)
                 yield Found("output-folder", line, folder)
 
@@ -87,32 +87,23 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
 def of_own_path(script: ParsedScript) -> Iterator[Found]:
     """Find paths made from the script's own in a batch job, where they lead to the scheduler's copy."""
     submitted = script.facts.submitted if script.facts else ""
-    if not submitted or script.writes or any(command.program in SUBMITS for command in script.commands):
+    code = "\n".join(line for line in script.lines if not line.lstrip().startswith("#"))
+    submits = script.writes or any(command.program in SUBMITS for command in script.commands)
+    if not submitted or submits or submitted in code or "scontrol show job" in code:
         return  # the script submits itself, or the scripts that it writes
-    told: dict[str, bool] = {}
-    whole: dict[int, str] = {}
     for command in script.commands:
-        if command.file or command.per_node:
+        if command.file or command.per_node or command.captured:
             continue
         texts = [(name, word) for name, words in command.assignments for word in words]
-        whole[command.line] = whole.get(command.line, "") + " ".join(word for _, word in texts)
-        inside = any(word in whole[command.line] for word in command.words if _OWN_PATH.search(word))
-        if inside and not texts:
-            continue  # a command of the substitution: the variable's own text tells more
         moves = command.program in _USES or command.program in LAUNCHERS or TRAINS.fullmatch(command.program)
         texts += [("", word) for flag, word in pairwise(("", *command.words)) if moves and flag not in ("-c", "-lc")]
         for name, text in ((name, text) for name, text in texts if _OWN_PATH.search(text)):
             used = not name or re.search(
                 rf"^(?!\s*(?:echo|printf)\b).*\$\{{?{name.rstrip('+')}\b", script.text, re.MULTILINE
             )
-            if _ITSELF.search(text) or not used:
-                continue
-            if name not in told:
-                others = " ".join(script.values.get(name, ()))
-                told[name] = submitted in others or "scontrol show job" in others
-            if not told[name] and submitted not in script.lines[command.line - 1]:
+            if used and not _ITSELF.search(text):
                 # ${ROOT:-$(dirname …)}: users set ROOT.
-                yield Found("script-folder", command.line, level="warning" if _DEFAULT.match(text) else "")
+                yield Found("script-folder", command.line, level="hint" if _DEFAULT.match(text) else "")
                 return
 
 

@@ -38,6 +38,7 @@ class LintRule:
     what: str
     instead: str
     of_nodes: bool = False
+    of_values: bool = False
     of_scheduler: Mapping[str, str] = field(default_factory=dict)
     directive: re.Pattern[str] | None = None
     command: re.Pattern[str] | None = None
@@ -58,6 +59,7 @@ def _rule(name: str, row: Mapping[str, Any], schedulers: Collection[str]) -> Lin
         what=row["what"],
         instead=row["instead"],
         of_nodes=row.get("of_nodes", False),
+        of_values=row.get("of_values", False),
         of_scheduler={key: text for key, text in row.items() if key in schedulers},
         directive=re.compile(row["directive"]) if "directive" in row else None,
         command=re.compile(row["command"]) if "command" in row else None,
@@ -79,7 +81,7 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
                 found = Found(fault.id, command.line, text[:_SHOWN])
                 if fault.id not in _OF_TRAININGS:
                     yield found
-                elif not script.trains or "--no-index" in text:
+                elif not script.trains or "--no-index" in text or not (script.facts or script.everywhere):
                     doubts.append(replace(found, level="hint"))
                 else:
                     doubts = [found]

@@ -175,22 +175,3 @@ def of_early_expansion(script: ParsedScript) -> Iterator[Found]:
             if match and match[0].strip("${(}") not in script.values and (not host or _ENDPOINT.search(line)):
                 yield Found("expanded-early", number, match[0])
                 return
-
-
-def of_archives(script: ParsedScript) -> Iterator[Found]:
-    """Find archives in a folder of the node that are unpacked elsewhere, although the training reads them there."""
-    if not script.facts:
-        return
-    later = " ".join(word for command in script.commands if starts_training(command) for word in command.words)
-    later = " ".join(script.variables.expanded(later.split()))
-    moved = False
-    for command in script.commands:
-        words = script.variables.expanded(command.words)
-        moved |= command.program in ("cd", "pushd") and bool(_OF_NODE.match(" ".join(words[1:2])))
-        archive = next((word for word in words[1:] if re.search(r"\.(?:tar(?:\.\w+)?|tgz|zip)$", word)), "")
-        folder = _OF_NODE.match(archive)
-        unpacks = command.program == "tar" and len(words) > 2 and re.match(r"-?\w*x|--extract", words[1])
-        target = any(re.match(r"-C|--directory|--one-top-level|-d$", word) for word in words)
-        if unpacks and folder and not (moved or target) and folder[0].rstrip("/") in later:
-            yield Found("archive-elsewhere", command.line, archive)
-            return

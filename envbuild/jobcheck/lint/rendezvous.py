@@ -58,9 +58,9 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
     for variable in ("MASTER_ADDR", "PET_MASTER_ADDR", "PET_RDZV_ENDPOINT", "RDZV_ENDPOINT"):
         for command, value in script.exported(variable):
             if LOCAL.match(value) and script.several:
-                yield Found("localhost-endpoint", command.line, value, script.several)
+                yield Found("localhost-endpoint", command.line, value, script.several, level="warning")
             elif command.per_node and script.several and re.search(r"\$\(hostname\b|\$\{?HOSTNAME\b", value):
-                yield Found("endpoint-per-node", command.line, value)
+                yield Found("endpoint-per-node", command.line, value, level="warning")
     read = {
         name: re.search(rf"\$\{{?{name}\b|\b(?:export|declare)\b[^\n]{{0,99}}\b{name}\b", script.text)
         for name in ("MASTER_PORT", "PET_MASTER_PORT")
@@ -153,13 +153,13 @@ def sets_elsewhere(script: ParsedScript) -> bool:
 
 def of_endpoints(script: ParsedScript) -> Iterator[Found]:
     """Find torchruns without an endpoint, endpoints that are lists of nodes, and those that only a comment sets."""
-    by_hand: Literal["", "warning"] = "warning" if script.kind == "shell" and not script.everywhere else ""
+    by_hand = script.kind == "shell" and not script.everywhere
     for launch in script.launches if script.several and not (script.sets_options or script.everywhere) else ():
         number = whole_number(launch.options.get("nnodes", "").partition(":")[0]) or (script.nodes or (0, 0))[1]
         given = launch.options.keys() & {"rdzv-endpoint", "master-addr", "standalone", "config-file", "rdzv-conf"}
         if launch.waits and number > 1 and not given and launch.complete:
             at = launch.command.line
-            yield Found("endpoint-missing", at, nodes=script.several, program=launch.program, level=by_hand)
+            yield Found("endpoint-missing", at, nodes=script.several, program=launch.program)
         numbered = launch.options.keys() & {"node-rank", "rdzv-backend", "rdzv-endpoint", "rdzv-conf"}
         static = "master-addr" in launch.options and launch.program == "torchrun" and launch.launcher and not by_hand
         if launch.waits and number > 1 and static and launch.complete and not numbered:
@@ -264,7 +264,9 @@ def _node_ranks(script: ParsedScript) -> Iterator[Found]:
             ):
                 seen.add(line)
                 kind = "node-rank-unused" if "c10d" in " ".join(words) else "node-rank"
-                yield Found(kind, line, match[0].strip("${"))
+                # Without a launcher here, one may start this script on each node.
+                level: Literal["", "warning"] = "" if words[0] in LAUNCHERS else "warning"
+                yield Found(kind, line, match[0].strip("${"), level="" if kind == "node-rank-unused" else level)
 
 
 def _kept(script: ParsedScript, begun: int, line: int, text: str) -> bool:

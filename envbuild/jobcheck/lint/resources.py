@@ -319,7 +319,10 @@ def of_optional_variables(script: ParsedScript) -> Iterator[Found]:
         for match in _EMPTY.finditer(" ".join(words)):
             name = match[1] or match[2] or match[3]
             if name in unset:
-                yield Found("option-variable", command.line, f"{name} without {optional[name][0]}")
+                # Without any number, all of them stand on the command line.
+                asks = script.nodes or script.tasks or script.gpus or script.directive("--cpus-per-task", "-c")
+                value = f"{name} without {optional[name][0]}"
+                yield Found("option-variable", command.line, value, level="" if asks else "hint")
                 return
 
 

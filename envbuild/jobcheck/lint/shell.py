@@ -295,7 +295,7 @@ class Command:
     stand alone. `started_by` are the enclosing launchers and containers, outermost first, and `around` the
     words of these commands. `per_node` means that its text is expanded on the node and not in the batch script;
     `file` that it is only written into a file. `end` is the operator behind it, and `background` tells whether
-    that or an enclosing command's is `&`.
+    that or an enclosing command's is `&`; `captured` that it runs in `$(…)`.
     """
 
     line: int
@@ -308,6 +308,7 @@ class Command:
     around: tuple[str, ...] = ()
     end: str = ""
     background: bool = False
+    captured: bool = False
 
     @property
     def program(self) -> str:
@@ -329,15 +330,8 @@ class _CommandPlace:
     per_node: bool = False
     file: bool = False
     background: bool = False
+    captured: bool = False
     depth: int = 0
-
-
-def parse(text: str) -> list[Command]:
-    """Return the commands of a script.
-
-    Commands in other shells and in `$(…)` follow the command that contains them.
-    """
-    return list(commands_of(Reader(text, 1)))
 
 
 def commands_of(reader: Reader) -> Iterator[Command]:
@@ -374,7 +368,7 @@ def _commands(reader: Reader, place: _CommandPlace) -> Iterator[Command]:
         if place.depth >= _DEEPEST_SHELL:
             continue
         deeper = replace(place, depth=place.depth + 1)
-        late = replace(deeper, per_node=place.per_node or reader.late)
+        late = replace(deeper, per_node=place.per_node or reader.late, captured=True)
         for at, inner in subs:
             yield from _commands(Reader(inner, at), late)
         if command is not None:
@@ -444,7 +438,7 @@ def _made(
     made = Command(
         line, texts, tuple(assignments), place.started_by, place.per_node, place.file, function, place.around
     )
-    return made, rest
+    return replace(made, captured=place.captured), rest
 
 
 class Variables:

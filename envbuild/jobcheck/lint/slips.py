@@ -5,7 +5,6 @@ Directives and lines that the scheduler or the shell reads otherwise, names, pla
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -37,7 +36,8 @@ _SORTED = frozenset("".join(sorted(name)) for name in (*_MARKERS, "SBTCH", "SBAC
 _WITHOUT_NAME = re.compile(r"#(--(?:gres|gpus|gpus-per-node|gpus-per-task)=\S+)")
 _ANGLES = re.compile(
     r"<[A-Za-z][\w -]{0,60}>|\{\{ ?(?!id|name|jobid)[A-Za-z][\w .-]{0,60}\}\}"
-    r"|(?<![${])\{(?:\d{1,2}\. ?)?[A-Za-z][a-zA-Z_ -]{2,60}\}|\[(?:replace|your|insert|fill in)\b[\w @.-]{0,60}\]"
+    r"|(?<![${])\{(?:\d{1,2}\. ?)?(?![a-z_]+\})[A-Za-z][a-zA-Z_ -]{2,60}\}"
+    r"|\[(?:replace|your|insert|fill in)\b[\w @.-]{0,60}\]"
 )
 _ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}|X|X{3,}|[Yy]our[_-]\w+")
 _PATH = re.compile(
@@ -88,10 +88,10 @@ def of_directives(script: ParsedScript) -> Iterator[Found]:
     for line, words in script.directives if expands is not None else ():
         names = [name for name in _VARIABLE.findall(" ".join(words)) if not re.fullmatch(expands or "-", name)]
         for name in names[:1]:
-            file = words[:1] and re.match(r"--(?:output|error)\b|-[oe]$", words[0])
-            named = file and "$" not in posixpath.dirname(" ".join(words).partition("=")[2] or words[-1])
-            harms = strict and not (_LABELS.match("".join(words[:1])) or named)
-            yield Found("directive-variable", line, name, level="" if harms else "warning")
+            # A variable that the script does not set is one of a template.
+            harms = strict and name in script.values and not re.match(r"--(?:output|error)\b|-[oe]$", words[0])
+            label = _LABELS.match("".join(words[:1]))
+            yield Found("directive-variable", line, name, level="" if harms and not label else "warning")
     last = max((command.line for command in script.commands), default=0)
     for line, words in script.late:  # some keep directives for later at the end
         doubtful = line > last or _LABELS.match(words[0]) is not None
@@ -130,7 +130,7 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
         if piped or read or re.match(r"\$\((?:curl|wget) ", text):
             yield Found("remote-code", one.line, (two if read else one).program)
     for launch in script.launches:
-        late = [word for word in launch.rest[1:] if _TORCHRUNS.fullmatch(word)]
+        late = [word for word in launch.rest[1:] if _TORCHRUNS.fullmatch(word) and word in launch.command.words]
         if late and launch.rest[0].endswith(".py") and launch.program == "torchrun":
             yield Found("options-late", script.where(late[0], launch.command.line), late[0])
         module = {"no-python", "m", "module"} & launch.options.keys()
@@ -148,7 +148,7 @@ def of_shell(script: ParsedScript) -> Iterator[Found]:
             name = match[1] or match[2]
             if name not in known:
                 known.add(name)
-                yield Found("unset-variable", command.line, name)
+                yield Found("unset-variable", command.line, name, level="" if script.facts else "hint")
         known |= {name.rstrip("+") for name, _ in command.assignments}
 
 

@@ -24,7 +24,7 @@ _FAILED = re.compile(
 )
 _FIRST_STEPS = re.compile(
     r"prep|\bcp_|_to_te?mp|download|convert|tokeni|setup|set_up|install|stag(?:e|ing)|copy|build|cache|clean|extract|\blsb?_?cpu|--version"
-    r"|\bbash -l?c|\bls\b|\btar\b|rsync|unzip|latbw|smi\b|\btest|hello|mps-control",
+    r"|\bbash -l?c|\bls\b|\bauth\b|enroot|\bpull\b|\btar\b|rsync|unzip|latbw|smi\b|\btest|hello|mps-control",
     re.IGNORECASE,
 )
 _LOOP = re.compile(r"\s*for\b(?! \w+ in [\w.'\"-]+ *(?:;|$))")  # of more than one run
@@ -71,7 +71,7 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     top = [
         command
         for command in script.commands
-        if not (command.started_by or command.function or command.file or command.per_node)
+        if not (command.started_by or command.function or command.file or command.per_node or command.captured)
     ]
     at = max((number for number, one in enumerate(top) if starts_training(one) or _kept(script, one)), default=-1)
     if at < 0 and script.gpus:  # what only messages follow is the training, whatever its name
@@ -88,7 +88,6 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
     end = top[at].line
     while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
         end += 1
-    # Commands in $(…) on the training's own lines follow it in the list, too.
     after = [command for command in top[at + 1 :] if command.words and command.line > end]
     # What follows an exit outside of conditions never runs.
     exits = (n for n, one in enumerate(after, 1) if re.fullmatch(r"exit\s*", script.lines[one.line - 1]))
