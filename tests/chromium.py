@@ -51,14 +51,17 @@ class Tab:
     ) -> None:
         """Load a file or an address in a window of that size, and wait until it is there."""
         self.events.clear()
-        self.send(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
+        self._set_size(width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", media=media, features=[scheme])
         self.send("Page.navigate", url=page if isinstance(page, str) else page.absolute().as_uri())
         while not any(method == "Page.loadEventFired" for method, _ in self.events):
             self._next()
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """Give the loaded page a window of another size, and wait until its scripts have seen it."""
+        self._set_size(width, height)
+        self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(0))))")
 
     def run(self, script: str) -> Any:
         """Return the value of an expression, or of its promise; the page's policy does not hold for it."""
@@ -85,6 +88,11 @@ class Tab:
         """Return what the console and the browser's log have."""
         wanted = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
         return [said for method, said in self.events if method in wanted]
+
+    def _set_size(self, width: int, height: int) -> None:
+        self.send(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:

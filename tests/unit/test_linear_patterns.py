@@ -8,6 +8,7 @@ import re
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from re import _constants as code  # type: ignore[attr-defined]
@@ -50,17 +51,27 @@ def expressions() -> dict[str, re.Pattern[str]]:
 OWN = ("envbuild.jobcheck.diagnose.rules._PART", "envbuild.jobcheck.diagnose.engine._EITHER")
 
 
+_METHOD = r"(match|fullmatch|search|sub|split|find\w+)"
+
+
+@cache
+def _uses(path: Path) -> str:
+    """The lines of a module that may call a method of an expression: names are looked for in these alone."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if re.search(rf"\.{_METHOD}\b", line))
+
+
 def constants() -> Iterator[re.Pattern[str]]:
     """The expressions that are constants of a module, anchored as its text uses them."""
-    whole = "".join(path.read_text(encoding="utf-8") for path in Path(envbuild.__path__[0]).rglob("*.py"))
+    whole = "".join(_uses(path) for path in Path(envbuild.__path__[0]).rglob("*.py"))
     for module in map(importlib.import_module, sorted(modules())):
         source = Path(str(module.__file__)).read_text(encoding="utf-8")
         for name, one in vars(module).items():
             if not isinstance(one, re.Pattern) or f"{name} = " not in source or f"{module.__name__}.{name}" in OWN:
                 continue
             pattern = one.pattern if isinstance(one.pattern, str) else one.pattern.decode("latin-1")
-            text = source if name.startswith("_") else whole
-            used = set(re.findall(rf"\b{name}\b[^\n]*?\.(match|fullmatch|search|sub|split|find\w+)\b", text))
+            text = _uses(Path(str(module.__file__))) if name.startswith("_") else whole
+            used = set(re.findall(rf"\b{name}\b[^\n]*?\.{_METHOD}\b", text))
             begin = r"\A" if used and used <= {"match", "fullmatch"} else ""
             end = r"\Z" if used == {"fullmatch"} else ""
             yield re.compile(f"{begin}(?:{pattern}){end}", one.flags & (re.IGNORECASE | re.MULTILINE | re.DOTALL))
