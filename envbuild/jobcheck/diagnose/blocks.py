@@ -74,7 +74,7 @@ _REFUSAL = re.compile(
     r"^(?!.*(?:[Ww]arn|WARN)).*\b(?:[Uu]nable to|[Cc]annot|[Cc]ould not|[Cc]ouldn't|[Cc]an't|[Ff]ailed to"
     r"|exiting\b(?! without)|[Aa]borting|must (?:be|not)|not (?:found|supported|permitted)"
     r"|has no attribute '|but current state is|[Dd]enied|[Rr]efused|No such"
-    r"|[Uu]nreachable|[Tt]imed out|[Aa]borted)"
+    r"|[Uu]nreachable|[Tt]imed out|[Aa]borted(?! \(core))"
 )
 _MENTION = re.compile(
     r"^(?!.*(?:[Ww]arn|WARN|level=(?:info|debug)|[Ff]ailed[=:] ?0\b))"
@@ -290,7 +290,7 @@ class Exceptions:
             return True
         if mine and after.message and text.strip():
             indented = text[:1] in (" ", "\t")
-            other = BEGIN in text or _FRAME.match(text) or _RECORD.match(text)
+            other = BEGIN in text or _FRAME.match(text) or _RECORD.match(text) or _ABORTED.search(text)
             taken = (indented or after.wanted) and not other and after.lines <= _MESSAGE
             after.message = taken
             if taken:
