@@ -24,12 +24,13 @@ from envbuild.base.errors import UsageError
 from envbuild.base.progress import Log
 from envbuild.base.terminal import clean
 from envbuild.bisect.search import MixState
-from envbuild.build.commit import open_subject, settings_of
+from envbuild.build.commit import open_subject
 from envbuild.build.venv import launch_environment
 from envbuild.contract.receipt import FAIL
+from envbuild.contract.verification import VerifySettings
 from envbuild.environment import Environment
 from envbuild.plan.plan import Plan
-from envbuild.verify.model import Settings, Subject
+from envbuild.verify.model import Subject
 from envbuild.verify.run import measure_step, verify
 
 # The smallest slow-down to look for, and the probability of a wrong decision if the noise is normal.
@@ -92,7 +93,7 @@ class Judge:
 
         Raises VerificationError if it cannot be measured, UsageError for a command that cannot be run.
         """
-        settings = settings_of(plan.verify_settings(), {})
+        settings = plan.verify
         if self.metric == STEP_TIME:
             return self._compare(open_subject(path, self.environment), settings)
         judge: Callable[[], tuple[MixState, dict[str, Any]]]
@@ -107,7 +108,7 @@ class Judge:
                 break
         return state, evidence
 
-    def _verify(self, subject: Subject, settings: Settings) -> tuple[MixState, dict[str, Any]]:
+    def _verify(self, subject: Subject, settings: VerifySettings) -> tuple[MixState, dict[str, Any]]:
         verdict = verify(subject, settings, self.environment.site, self.environment.variables, self.log)
         failed = {check.name: check.seen for check in verdict.checks if check.status == FAIL}
         return (MixState.GOOD if verdict.passed else MixState.BAD), {**failed}
@@ -133,7 +134,7 @@ class Judge:
         state = {0: MixState.GOOD, _SKIP: MixState.UNTESTABLE}.get(status, MixState.BAD)
         return state, {"exit": status, "output": told}
 
-    def _compare(self, subject: Subject, settings: Settings) -> tuple[MixState, dict[str, Any]]:
+    def _compare(self, subject: Subject, settings: VerifySettings) -> tuple[MixState, dict[str, Any]]:
         """Judge an environment by its step time and that of the bad lock, measured in turn; good is faster."""
 
         def measured(one: Subject) -> float:

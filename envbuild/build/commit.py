@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +13,17 @@ from envbuild.base.progress import log
 from envbuild.build.kinds import kind_at, subject_at
 from envbuild.contract.receipt import failures, passed_line, passing_receipt, receipt_path, write_receipt
 from envbuild.contract.state import State
+from envbuild.contract.verification import VerifySettings, parse_settings
 from envbuild.environment import Environment
 from envbuild.gpu_code import Containers
 from envbuild.gpus import gpu_faults
 from envbuild.recipe.targets import Target
-from envbuild.recipe.verify_table import expect_of
 from envbuild.store.history import record
-from envbuild.verify.model import Settings, Subject, Thoroughness, Verdict, check_texts, listed, make_receipt
+from envbuild.verify.model import Subject, Thoroughness, Verdict, check_texts, listed, make_receipt
 
 if TYPE_CHECKING:
     from envbuild.plan.plan import Plan
     from envbuild.site.settings import Site
-
-# Settings that are lists, and those that a receipt must have as the plan.
-_LISTS = ("imports", "imports_except", "direct", "gpus")
-_EQUAL = ("trainer", "imports", "imports_except", "command", "expect", "direct")
-_QUICK = ("trainer", "imports", "imports_except", "direct")
-_SCRIPT = ("script", "script_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +55,7 @@ class Result:
 
 def verify_staged(
     subject: Subject,
-    settings: Settings,
+    settings: VerifySettings,
     environment: Environment,
     final: Path,
     *,
@@ -96,7 +90,7 @@ def verify_staged(
 
 
 def _verdict(
-    subject: Subject, settings: Settings, environment: Environment, path: Path, *, fit: bool = True
+    subject: Subject, settings: VerifySettings, environment: Environment, path: Path, *, fit: bool = True
 ) -> Verdict:
     """Verify `subject`, and accept it if it passed. `fit`: with no more ranks per node than this host has GPUs."""
     from envbuild.verify.run import verify
@@ -130,7 +124,7 @@ def verify_artifact(
 
     subject = open_subject(path, environment, runtime)
     check_built_torch(subject.state, path)
-    settings = settings_of(subject.state.verify, overrides)
+    settings = subject.state.verify.override(overrides)
     verdict = _verdict(subject, settings, environment, path, fit=overrides.get("nproc_per_node") is None)
     receipt = make_receipt(subject, verdict, path)
     receipt["logs"] = str(verdict.logs.absolute()) if verdict.logs else None
@@ -149,7 +143,7 @@ def check_unverified_gpus(state: State, site: Site, read: Callable[[Target], Map
 
     `read` returns the containers of each of its libraries; it is called only if GPUs are named.
     """
-    target, words = Target.parse(state.target), state.verify.get("gpus") or site.node.gpu_types
+    target, words = Target.parse(state.target), state.verify.gpus or site.node.gpu_types
     if words and target.family.gpu and (faults := gpu_faults(read(target), words)):
         raise VerificationError(
             f"the {state.artifact} of {state.recipe} does not run on {', '.join(words)}: {listed(faults)}",
@@ -182,42 +176,12 @@ def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
             receipt_path(failed_path(path)).unlink(missing_ok=True)
 
 
-def settings_of(table: dict[str, Any], overrides: dict[str, Any]) -> Settings:
-    """Return the settings of a verification: the recipe's [verify] `table` with `overrides` that are not None."""
-    known = {field.name for field in fields(Settings)}
-    given = {name: value for name, value in overrides.items() if value is not None}
-    values = {name: value for name, value in {**table, **given}.items() if name in known}
-    values |= {name: tuple(values[name]) for name in _LISTS if name in values}
-    return Settings(**values | ({"expect": expect_of(values["expect"])} if "expect" in values else {}))
-
-
 def has_receipt(path: Path, digest: str, plan: Plan, asked: Thoroughness) -> bool:
     """Return whether a passing receipt for this content, as thorough as the plan and `asked`, is beside `path`."""
     receipt = passing_receipt(path, digest)
     if receipt is None:
         return False
     try:
-        return _as_thorough(receipt["settings"], plan.verify_settings(), asked)
-    except (LookupError, TypeError):  # settings of another form do not say how thorough it was
+        return parse_settings(receipt["settings"]).covers(plan.verify.override(asdict(asked)))
+    except (LookupError, ValueError):  # settings of another form do not say how thorough it was
         return False
-
-
-def _as_thorough(had: Mapping[str, Any], wanted: Mapping[str, Any], asked: Thoroughness) -> bool:
-    """Return whether a verification by `had` shows what one by `wanted` and `asked` would. Raises as for a dict."""
-    if asked.quick:
-        return all(had.get(name) == wanted[name] for name in _QUICK)
-    # On a host with fewer GPUs than the recipe has ranks, the next verification would have as few.
-    ranks = had["nodes"] * max(had["nproc_per_node"], had.get("wanted_nproc_per_node", 0))
-    return bool(
-        all(had.get(name) == wanted[name] for name in _EQUAL)
-        and all(had.get(name, "") == wanted.get(name, "") for name in _SCRIPT)
-        and set(had.get("gpus", ())) >= set(wanted.get("gpus", ()))
-        and had["nodes"] >= wanted["nodes"]
-        and ranks >= wanted["nodes"] * wanted["nproc_per_node"]
-        and had["epochs"] >= wanted["epochs"]
-        and had["loss_tolerance"] <= wanted["loss_tolerance"]
-        and had["model"] == wanted["model"]
-        and had.get("busbw_floor", 0.0) >= wanted.get("busbw_floor", 0.0)
-        and (had["faults"] or not asked.faults)
-        and not had.get("quick", False)
-    )

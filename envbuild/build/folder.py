@@ -20,7 +20,6 @@ from envbuild.build.commit import (
     failed_path,
     has_receipt,
     keep_receipt,
-    settings_of,
     verify_staged,
 )
 from envbuild.build.installing import FolderBuild, InstalledFilesDiffer, LayerFolder
@@ -150,7 +149,7 @@ def make_environment(
     def proven(where: Path, state: State) -> dict[str, Any]:
         from envbuild.verify.host import folder_subject
 
-        settings = settings_of(plan.verify_settings(), asdict(asked))
+        settings = plan.verify.override(asdict(asked))
         subject = folder_subject(where, state, module, environment, fresh=where != path)
         return verify_staged(subject, settings, environment, path, staged=where)
 
@@ -173,7 +172,7 @@ def make_environment(
             log(f"{path}: building {plan.recipe} for {plan.target}, {count} packages")
         elif state.plan_digest != plan.digest:
             log(f"{path}: the plan changed since it was built; building again")
-        elif state.verify != plan.verify_settings():
+        elif state.verify != plan.verify:
             # Else `envbuild verify`, which has the artifact's own, would judge by the old ones.
             log(f"{path}: [verify] of its recipe changed since it was built; building again")
         elif not module.is_current(path, state, python):

@@ -13,7 +13,7 @@ from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log
 from envbuild.build import docker
-from envbuild.build.commit import has_receipt, keep_receipt, settings_of, verify_staged
+from envbuild.build.commit import has_receipt, keep_receipt, verify_staged
 from envbuild.build.image_layers import AssembledImage, PreparedImage, assemble
 from envbuild.build.installing import LayerFolder
 from envbuild.build.prepare import build_layers, image_python, prepare
@@ -197,7 +197,7 @@ def _verified(image: AssembledImage, options: ImageOptions, environment: Environ
 def verify_image(client: Any, plan: Plan, image: BuiltImage, options: ImageOptions, environment: Environment) -> None:
     """Verify an image in the daemon of `client`, and write its receipt. Raises VerificationError."""
     beside = options.beside(plan)
-    settings = settings_of(plan.verify_settings(), asdict(options.asked))
+    settings = plan.verify.override(asdict(options.asked))
     more = {"path": str(absolute_path(options.out.path)) if options.out else options.tag}
     if pushed := pushed_as(beside, image.digest):
         more["pushed"] = pushed

@@ -27,7 +27,6 @@ from envbuild.build.commit import (
     commit,
     failed_path,
     has_receipt,
-    settings_of,
     verify_staged,
 )
 from envbuild.build.squash_files import WRITERS, composed, spans_of
@@ -305,10 +304,10 @@ def _verified(
     else:
         from envbuild.verify.runtimes import file_subject
 
-        settings = settings_of(state.verify, asdict(build.options.asked))
+        settings = state.verify.override(asdict(build.options.asked))
         runtime = build.options.runtime
         try:
-            subject = file_subject(path, file.kind, state, digest, settings, build.environment, runtime, manifest)
+            subject = file_subject(path, file.kind, state, digest, build.environment, runtime, manifest)
             return verify_staged(subject, settings, build.environment, file.path, staged=path)
         except HostError as error:
             why = error.message

@@ -10,6 +10,7 @@ from typing import Any
 
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.packages import json_digest
+from envbuild.contract.verification import VerifySettings, parse_settings
 
 FILE = "envbuild.json"
 LAYER_LISTS = "share/envbuild/layers"
@@ -42,11 +43,11 @@ class State:
     """The state of a built environment; `digest` covers its content, `plan_digest` the request.
 
     `packages` holds [name, version, sha256 of the sorted RECORD] of each distribution; in a conda `environment` also
-    the conda packages, with the sha256 of their list of files. `verify` is the recipe's [verify] table at the time of
-    the build. `project` is the user's own code: its name, version, commit (`-dirty` if tracked files were changed),
-    the digest of its files, and whether the environment only refers to its folder (`editable`); {} without one.
-    `slim` are the rules by which wheels are without something, {} for none. `python_build` is uv's name of the Python
-    that it downloaded into the store for the environment, "" for any other Python.
+    the conda packages, with the sha256 of their list of files. `verify` are the settings at the time of the build.
+    `project` is the user's own code: its name, version, commit (`-dirty` if tracked files were changed), the digest of
+    its files, and whether the environment only refers to its folder (`editable`); {} without one. `slim` are the rules
+    by which wheels are without something, {} for none. `python_build` is uv's name of the Python that it downloaded
+    into the store for the environment, "" for any other Python.
     """
 
     artifact: str
@@ -59,7 +60,7 @@ class State:
     python_version: str
     interpreter: str
     packages: tuple[tuple[str, str, str], ...]
-    verify: dict[str, Any] = field(default_factory=dict)
+    verify: VerifySettings = field(default_factory=VerifySettings)
     envbuild: str = ""
     environment: str = "venv"
     layers: tuple[BuiltLayer, ...] = ()
@@ -83,7 +84,7 @@ class State:
 
     def render(self) -> str:
         """Return the text of the state file, without those of the newer fields that have their defaults."""
-        data = {"format": FORMAT, **asdict(self)}
+        data = {"format": FORMAT, **asdict(self), "verify": self.verify.as_state()}
         if not self.layers:
             del data["layers"]
         if self.fabric == "any":
@@ -133,7 +134,8 @@ def parse_state(text: bytes, where: str) -> State:
             raise ValueError("another format")
         data["packages"] = tuple((str(n), str(v), str(r)) for n, v, r in data["packages"])
         data["layers"] = tuple(_layer(**table) for table in data.get("layers", ()))
-        kinds = {"packages": tuple, "layers": tuple, "verify": dict, "project": dict, "slim": dict}
+        data["verify"] = parse_settings(data.get("verify"))
+        kinds = {"packages": tuple, "layers": tuple, "verify": VerifySettings, "project": dict, "slim": dict}
         for name, value in data.items():
             if type(value) is not kinds.get(name, str):
                 raise ValueError(f"{name} is {value!r}")

@@ -17,6 +17,7 @@ from envbuild.contract.kinds import ARTIFACTS, DOCKER
 from envbuild.contract.manifest import shown
 from envbuild.contract.receipt import is_quick, passing_receipt, read_receipt, receipt_path, recorded_gpu_code
 from envbuild.contract.state import PREFIX, BuiltLayer
+from envbuild.contract.verification import parse_settings
 from envbuild.fabrics import find_fabric, nccl_version
 from envbuild.gpus import chips_named, gpu_faults
 from envbuild.jobs.model import JobArtifact, JobInputs
@@ -219,7 +220,10 @@ def _image(
     nccl = (receipt or {}).get("versions", {}).get("nccl") or ""
     names = (receipt or {}).get("packages")
     packages = frozenset(names) if isinstance(names, list) else None
-    settings = (receipt or {}).get("settings")
+    try:
+        settings = parse_settings((receipt or {})["settings"])
+    except (LookupError, ValueError):  # no receipt, or of another form
+        settings = None
     lock = str((receipt or {}).get("lock", {}).get("digest", ""))
     return JobInputs(artifact, layers, nccl, settings, packages, receipt if passed else None, place, lock)
 

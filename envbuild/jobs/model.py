@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from envbuild.base.process import torchrun_word
 from envbuild.contract.kinds import ARTIFACTS, Artifact
+from envbuild.contract.verification import VerifySettings
 from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
 from envbuild.site.settings import Site
 
@@ -63,8 +64,8 @@ class JobArtifact:
 class JobInputs:
     """An artifact and the other data that planning needs.
 
-    `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify` is
-    the recipe's [verify] table, and `packages` is None if unknown. `receipt` is its passing receipt if there is one,
+    `layers` are its source layers, `nccl` is the version of its NCCL ("" for the one inside torch), `verify`
+    and `packages` are None if unknown. `receipt` is its passing receipt if there is one,
     which lies beside `place`. `lock` is the digest of the lock from which it was built, "" if unknown.
     `named_recipe` is the recipe by whose name it was found, "" if it was found otherwise. `holds_file` returns whether
     the artifact is an image file with a regular file at an absolute path.
@@ -73,7 +74,7 @@ class JobInputs:
     artifact: JobArtifact
     layers: tuple[BuiltLayer, ...] = ()
     nccl: str = ""
-    verify: dict[str, Any] | None = None
+    verify: VerifySettings | None = None
     packages: frozenset[str] | None = None
     receipt: dict[str, Any] | None = None
     place: Path = Path()

@@ -66,7 +66,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     nodes, origins["nodes"] = _first(
         ("--nodes", request.nodes),
         ("strategy single", 1 if single else None),
-        ("[verify] nodes of the recipe", setting(opened, "nodes")),
+        ("[verify] nodes of the recipe", opened.verify and opened.verify.nodes),
         ("default", 2),
     )
     nproc, origins["nproc_per_node"] = _ranks(request, opened, site)
@@ -167,12 +167,6 @@ def _from(given: object, else_: str, option: str) -> str:
     return else_ if given is None else option
 
 
-def setting(opened: JobInputs, key: str) -> int | None:
-    """Return a number of the recipe's [verify] table, None if it is not set."""
-    value = (opened.verify or {}).get(key)
-    return int(value) if value else None
-
-
 def _claimed(scheduler: str, site: Site) -> str | None:
     return site.kubernetes.mount if SCHEDULERS[scheduler].pods else None
 
@@ -214,7 +208,8 @@ def _ranks(request: JobRequest, opened: JobInputs, site: Site) -> tuple[int, str
                 "say --nproc-per-node, or [node] gpus in the site file",
             )
         return site.node.gpus, site.origin("node", "gpus")
-    return _first(("[verify] nproc_per_node of the recipe", setting(opened, "nproc_per_node")), ("default", 2))
+    recipe = opened.verify and opened.verify.nproc_per_node
+    return _first(("[verify] nproc_per_node of the recipe", recipe), ("default", 2))
 
 
 def _cpus(nproc: int, scheduler: str, site: Site) -> tuple[int, str]:
@@ -276,7 +271,7 @@ def command_of(
     if request.arguments:
         arguments, origin = request.arguments, "arguments"
     else:
-        arguments = (str(setting(opened, "epochs") or _EPOCHS), "1")
+        arguments = (str(opened.verify.epochs if opened.verify else _EPOCHS), "1")
         origin = "the bundled trainer, [verify] epochs of the recipe"
     given = {argument.partition("=")[0].replace("-", "_") for argument in arguments}
     files = (("--checkpoint_path", "snapshot.pt"), ("--report", "report.json"))
@@ -385,7 +380,7 @@ def _command(request: JobRequest, opened: JobInputs) -> str:
     """Return the command for one node of the job: torchrun, or the strategy's launcher, in the artifact."""
     artifact = opened.artifact
     command, _, _ = command_of(request, opened, pods=False)
-    ranks = str(request.nproc_per_node or setting(opened, "nproc_per_node") or 2)
+    ranks = str(request.nproc_per_node or (opened.verify and opened.verify.nproc_per_node) or 2)
     # Each launcher but mpirun can start a rank for each GPU.
     all_gpus = artifact.accelerator.gpu and request.nproc_per_node is None
     start = [artifact.python]

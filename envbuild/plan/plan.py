@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from envbuild import __version__
 from envbuild.base.packages import json_digest
 from envbuild.contract.state import BuiltLayer, State
+from envbuild.contract.verification import VerifySettings
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock, OciLock
@@ -20,7 +20,6 @@ from envbuild.recipe.model import ImageTable
 from envbuild.recipe.project import OwnCode
 from envbuild.recipe.sources import HostLayer, LockedPackage, SourceLayer
 from envbuild.recipe.targets import Target
-from envbuild.recipe.verify_table import VerifyTable
 from envbuild.slim import SlimRules, slim_rules
 
 FORMAT = 1
@@ -52,8 +51,7 @@ class Plan:
     to it. `sources` are built from source, in this order; `host_layers` are provided by the nodes. `warnings`
     are those of the lock. `bound` maps normalised names of packages to their only source: an index of the site, or the
     URL of a wheel.
-    `direct` are the normalised names of the packages that the recipe itself requires, and of its project.
-    `project` is the user's own code, which comes last. `script_text` is that of the script of [verify].
+    `project` is the user's own code, which comes last.
     `slim` says what the wheels are without.
     """
 
@@ -67,7 +65,7 @@ class Plan:
     indexes: tuple[str, ...]
     packages: tuple[LockedPackage, ...]
     layers: tuple[Step, ...]
-    verify: VerifyTable
+    verify: VerifySettings
     compile_bytecode: bool = False
     base: ImageLock | None = None
     image: ImageTable | None = None
@@ -79,10 +77,7 @@ class Plan:
     fabric: str = "any"
     warnings: tuple[str, ...] = ()
     bound: Mapping[str, str] = field(default_factory=dict)
-    direct: tuple[str, ...] = ()
     project: OwnCode | None = None
-    script_text: str = ""
-    gpus: tuple[str, ...] = ()
     slim: SlimRules | None = None
 
     @property
@@ -98,21 +93,6 @@ class Plan:
             return True
         names = {one.name for one in self.packages} | {one.name for one in self.sources}
         return "torch" in names or any(one.name == "pytorch" for one in self.conda)
-
-    def verify_settings(self) -> dict[str, Any]:
-        """Return the recipe's [verify] table, `direct`, `script_text` and `gpus`, as plain data.
-
-        They are for the artifact's state and receipt. Without a script, it has neither key for one, and without GPUs
-        none for them, so that images of such recipes keep their digests.
-        """
-        settings: dict[str, Any] = json.loads(json.dumps({**asdict(self.verify), "direct": self.direct}))
-        if self.script_text:
-            settings["script_text"] = self.script_text
-        else:
-            del settings["script"]
-        if self.gpus:
-            settings["gpus"] = list(self.gpus)
-        return settings
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `envbuild plan --json` prints it."""
@@ -188,7 +168,12 @@ def make_plan(
         indexes=table.indexes,
         packages=wheels.packages,
         layers=tuple(steps),
-        verify=recipe.verify,
+        verify=replace(
+            recipe.verify,
+            direct=tuple(sorted({*loaded.direct(target, bool(conda)), *([project.name] if project else [])} - {""})),
+            script_text=loaded.script[1] if loaded.script else "",
+            gpus=table.gpus,
+        ),
         compile_bytecode=compile_bytecode,
         base=image.base if image else None,
         image=recipe.image if image else None,
@@ -200,10 +185,7 @@ def make_plan(
         fabric=recipe.fabric,
         warnings=wheels.warnings,
         bound=loaded.bound | _urls(loaded, loaded.requirements(target, bool(conda))),
-        direct=tuple(sorted({*loaded.direct(target, bool(conda)), *([project.name] if project else [])} - {""})),
         project=project,
-        script_text=loaded.script[1] if loaded.script else "",
-        gpus=table.gpus,
         slim=slim,
     )
 
@@ -246,7 +228,7 @@ def state_of(
         python_version=python_version,
         interpreter=interpreter,
         packages=tuple(sorted(packages)),
-        verify=plan.verify_settings(),
+        verify=plan.verify,
         envbuild=__version__,
         environment="conda" if plan.conda else "venv",
         layers=(*layers, *hosts),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from envbuild.base.errors import UsageError
+from envbuild.base.errors import RecipeError, UsageError
+from envbuild.base.files import read_small
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, Problem, decode, nearest, read
+from envbuild.contract.verification import VerifySettings
 from envbuild.recipe import model
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.model import (
@@ -21,13 +24,17 @@ from envbuild.recipe.model import (
     layer_mistakes,
     requirement_entries,
     slim_mistakes,
+    verify_mistakes,
 )
 from envbuild.recipe.project import OwnCode, declared_code, declared_requirements
 from envbuild.recipe.targets import Target, host_arch, target_problem
-from envbuild.recipe.verify_table import LATER, VerifyTable, script_of, verify_mistakes
 
 # Keys of a recipe that count in its digest only if it has them.
 _NEW = ("indexes", "project", "build")
+# Keys of [verify] that always count in it; a later one does only with a value of its own.
+_VERIFY = ["nodes", "nproc_per_node", "epochs", "batch_size", "model", "timeout_s", "loss_tolerance", "busbw_floor"]
+# A script's text is part of envbuild.json in the artifact and of its receipt.
+_MOST_SCRIPT = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +60,9 @@ class LoadedRecipe:
     @cached_property
     def digest(self) -> str:
         """`sha256:...` over the recipe's values, independent of layout and comments."""
-        data, defaults = dataclasses.asdict(self.recipe), dataclasses.asdict(VerifyTable())
-        # A recipe without these keys keeps the digest that it had before they existed.
+        data, defaults = dataclasses.asdict(self.recipe), dataclasses.asdict(VerifySettings())
         data["verify"] = {
-            name: value for name, value in data["verify"].items() if name not in LATER or value != defaults[name]
+            name: value for name, value in data["verify"].items() if name in _VERIFY or value != defaults[name]
         }
         if self.recipe.slim == SlimTable():
             del data["slim"]
@@ -243,7 +249,7 @@ def decode_recipe(document: Document) -> LoadedRecipe:
         _wrong_folder,
     )
     recipe = decode(document, model.Recipe, check=lambda one: [problem for check in checks for problem in check(one)])
-    script = script_of(recipe.verify, document)
+    script = _script_of(recipe.verify, document)
     if recipe.project is None:
         return LoadedRecipe(recipe, document.path, document, script=script)
     code = declared_code(document, recipe.project)
@@ -256,6 +262,30 @@ def decode_recipe(document: Document) -> LoadedRecipe:
     return LoadedRecipe(
         dataclasses.replace(recipe, requirements=wheels, conda=conda), document.path, document, code, script
     )
+
+
+def _script_of(settings: VerifySettings, document: Document) -> tuple[Path, str] | None:
+    """Return the path and the text of the script of [verify], None without one.
+
+    Raises RecipeError for a script that cannot be read. The text is kept in the artifact, so that `envbuild verify`
+    needs no recipe.
+    """
+    if not settings.script:
+        return None
+    path = document.path.parent / shlex.split(settings.script)[0]
+    where = f"{document.where('verify', 'script')}: 'script' in [verify]"
+    try:
+        text = read_small(path).decode()
+    except OSError as error:
+        raise RecipeError(f"{where}: {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{where}: {path} is not UTF-8: {error.reason} at byte {error.start}") from error
+    if len(text) > _MOST_SCRIPT:
+        raise RecipeError(
+            f"{where}: {path} has {len(text)} characters, and at most {_MOST_SCRIPT} are kept in an artifact",
+            "install it as [project], and start it by `command`",
+        )
+    return path, text
 
 
 def _wrong_folder(document: Document) -> Iterator[Problem]:

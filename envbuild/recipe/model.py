@@ -8,13 +8,13 @@ from typing import Literal
 
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, Keys, Problem, form, json_schema, key, list_at, nearest, required, table_at
+from envbuild.contract.verification import VerifySettings
 from envbuild.fabrics import fabric_names
 from envbuild.gpus import GPU_PATTERN, chips_named, gpu_problem
 from envbuild.recipe import checks
 from envbuild.recipe.checks import reference_of
 from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.targets import Target, target_problem
-from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.pip_config import INDEX_NAME
 from envbuild.slim import file_rules
 
@@ -427,7 +427,7 @@ class Recipe:
     )
     slim: SlimTable = key(SlimTable(), "What artifacts leave out of wheels.")
     image: ImageTable = key(ImageTable(), "What container images are built on.")
-    verify: VerifyTable = key(VerifyTable(), "The training, imports and command that prove an artifact.")
+    verify: VerifySettings = key(VerifySettings(), "The training, imports and command that prove an artifact.")
     project: ProjectTable | None = key(None, "Your own code, which every artifact gets last.")
 
 
@@ -503,6 +503,18 @@ def gpu_mistakes(document: Document) -> Iterator[Problem]:
             family = Target.parse(name).family.name
             if isinstance(word, str) and any(chip.accelerator != family for chip in chips_named(word)):
                 yield ("targets", name, "gpus", number), f"{word!r} is no GPU of target {name!r}"
+
+
+def verify_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield keys of [verify] that exclude each other, and those of [verify.expect] that need another key."""
+    verify, expect = table_at(document.data, "verify"), table_at(document.data, "verify", "expect")
+    if verify.get("command") and verify.get("script"):
+        yield ("verify", "script"), "[verify] has `command` and `script`: leave one of them out"
+    if "expect" in verify and not (verify.get("command") or verify.get("script")):
+        yield ("verify", "expect"), "[verify.expect] needs `command` or `script` in [verify]"
+    for name in ("trend", "last"):
+        if name in expect and not expect.get("metric"):
+            yield ("verify", "expect", name), f"{name!r} in [verify.expect] needs `metric`"
 
 
 if __name__ == "__main__":  # the JSON schema for editors

@@ -24,12 +24,13 @@ from envbuild.base.errors import HostError, VerificationError
 from envbuild.base.workers import Workers
 from envbuild.contract.image_manifest import OCI, PathRow
 from envbuild.contract.state import PREFIX, State
+from envbuild.contract.verification import VerifySettings
 from envbuild.image.limits import ImageLimits
 from envbuild.image.tar import Chunks
 from envbuild.recipe.accelerators import CPU, Accelerator
 from envbuild.recipe.targets import Target
 from envbuild.verify import processes
-from envbuild.verify.model import Settings, Subject
+from envbuild.verify.model import Subject
 from envbuild.verify.namespace import WORK
 from envbuild.verify.outside import read_container, survey_image
 from envbuild.verify.survey import Survey
@@ -54,7 +55,9 @@ class BuiltImage:
     file_manifest: str = ""
 
 
-def image_subject(client: Any, image: BuiltImage, settings: Settings, limits: ImageLimits | None = None) -> Subject:
+def image_subject(
+    client: Any, image: BuiltImage, settings: VerifySettings, limits: ImageLimits | None = None
+) -> Subject:
     """Return the subject for `image` in `client`'s daemon, run as containers; `limits` are the site's for images."""
     state, target, root = image.state, Target.parse(image.state.target), f"/{PREFIX}"
     lifetime = settings.timeout_s * _LAUNCHES + _SPARE_S

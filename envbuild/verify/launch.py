@@ -23,12 +23,13 @@ from typing import Any
 from envbuild.base.files import parse_json
 from envbuild.base.process import torchrun_word
 from envbuild.base.progress import Log, step
+from envbuild.contract.verification import VerifySettings
 from envbuild.fabrics import Fabric, fabric_variables, find_fabric, nccl_version, plugin_variables
 from envbuild.jobcheck.diagnose.nccl_log import parse_nccl_log
 from envbuild.layers.trainer import load_trainer
 from envbuild.recipe.accelerators import Accelerator
 from envbuild.site.tables import FabricTable
-from envbuild.verify.model import Agent, Nodes, Settings, Subject
+from envbuild.verify.model import Agent, Nodes, Subject
 from envbuild.verify.probes import Request
 
 # Read by the trainer (ddp_train/chips.py).
@@ -128,7 +129,7 @@ def visible_gpus(env: Mapping[str, str], accelerator: Accelerator, dev: Path = P
     return [str(number) for number, _ in enumerate(dev.glob(accelerator.devices))]
 
 
-def fit_to_gpus(settings: Settings, env: Mapping[str, str], accelerator: Accelerator, log: Log) -> Settings:
+def fit_to_gpus(settings: VerifySettings, env: Mapping[str, str], accelerator: Accelerator, log: Log) -> VerifySettings:
     """Return `settings` with no more ranks per node than this host has GPUs. Simulated nodes share them."""
     gpus = len(visible_gpus(env, accelerator)) if accelerator.gpu else 0
     wanted = settings.nproc_per_node
@@ -267,7 +268,7 @@ class Bench:
 
     nodes: Nodes
     work: Path
-    settings: Settings
+    settings: VerifySettings
     subject: Subject
     network: Network
     request: Request

@@ -15,10 +15,10 @@ from envbuild import __version__
 from envbuild.base.errors import VerificationError
 from envbuild.contract.receipt import BLOCKED, FAIL, FORMAT, NOT_TRIED, PASS
 from envbuild.contract.state import State
+from envbuild.contract.verification import VerifySettings
 from envbuild.data import load_table
 from envbuild.fabrics import nccl_version
 from envbuild.recipe.targets import Target
-from envbuild.recipe.verify_table import VerifyTable
 
 if TYPE_CHECKING:
     from envbuild.verify.survey import Survey
@@ -180,28 +180,6 @@ class Thoroughness:
 FULL = Thoroughness()
 
 
-@dataclass(frozen=True)
-class Settings(VerifyTable):
-    """Settings of a verification: the recipe's [verify] table, overridden by command-line options.
-
-    `direct` are the normalised names of the packages that the recipe itself requires, `script_text` is the text of its
-    `script`, and `gpus` are the GPUs of the target, or else the site's. `wanted_nproc_per_node` is the recipe's number
-    where this host has fewer GPUs than that, else 0. `quick` and `faults` are those of Thoroughness.
-    """
-
-    faults: bool = False
-    quick: bool = False
-    direct: tuple[str, ...] = ()
-    script_text: str = ""
-    gpus: tuple[str, ...] = ()
-    wanted_nproc_per_node: int = 0
-
-    @property
-    def first_epochs(self) -> int:
-        """The epochs of the first launch; the second launch continues from its snapshot."""
-        return max(1, self.epochs // 2)
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The results of all checks, in order, and the figures of `performance`.
@@ -210,7 +188,7 @@ class Verdict:
     """
 
     checks: tuple[Check, ...]
-    settings: Settings
+    settings: VerifySettings
     seconds: float
     logs: Path | None
     performance: Mapping[str, Any] = field(default_factory=dict)

@@ -20,12 +20,13 @@ from envbuild.base.errors import VerificationError
 from envbuild.base.process import of_caller
 from envbuild.base.progress import Log
 from envbuild.contract.receipt import FAIL, PASS
+from envbuild.contract.verification import VerifySettings
 from envbuild.site.settings import Site
 from envbuild.site.tables import FabricTable
 from envbuild.verify import training_checks as training
 from envbuild.verify import user_code
 from envbuild.verify.launch import TRAINER, Bench, Outcome, Running, fit_to_gpus, network_of, trainer_files
-from envbuild.verify.model import OF_QUICK, Check, Report, Settings, Subject, Verdict, blocked, check_texts, not_tried
+from envbuild.verify.model import OF_QUICK, Check, Report, Subject, Verdict, blocked, check_texts, not_tried
 from envbuild.verify.model import judge as judged
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries, check_nccl, rank_logs
 from envbuild.verify.probes import make_request
@@ -107,7 +108,7 @@ def performance_of(first: Outcome, reference: Outcome) -> dict[str, Any]:
     return found
 
 
-def measure_step(subject: Subject, settings: Settings, env: Mapping[str, str], site: FabricTable) -> float:
+def measure_step(subject: Subject, settings: VerifySettings, env: Mapping[str, str], site: FabricTable) -> float:
     """Run a short training on one node and return its step time in seconds. Raises VerificationError if it fails."""
     settings = replace(settings, nodes=1)
     with ExitStack() as stack:
@@ -125,7 +126,7 @@ def measure_step(subject: Subject, settings: Settings, env: Mapping[str, str], s
 
 def verify(
     subject: Subject,
-    settings: Settings,
+    settings: VerifySettings,
     site: Site,
     env: Mapping[str, str],
     log: Log,
@@ -159,7 +160,7 @@ def verify(
     return Verdict(tuple(checks), settings, time.monotonic() - started, kept, figures)
 
 
-def _floor(subject: Subject, settings: Settings, site: FabricTable) -> tuple[float, str]:
+def _floor(subject: Subject, settings: VerifySettings, site: FabricTable) -> tuple[float, str]:
     """Return the bus bandwidth to reach, in GB/s, and who set it."""
     if settings.busbw_floor:
         return settings.busbw_floor, "the recipe"
@@ -233,7 +234,7 @@ def _checks(bench: Bench, log: Log) -> tuple[list[Check], dict[str, Any]]:
     return checks, performance_of(first, reference)
 
 
-def _quick(settings: Settings) -> Settings:
+def _quick(settings: VerifySettings) -> VerifySettings:
     """Return the settings of a quick verification: one epoch on two ranks, of two nodes if the recipe has several."""
     nodes = min(settings.nodes, 2)
     return replace(settings, epochs=1, nodes=nodes, nproc_per_node=1 if nodes > 1 else min(settings.nproc_per_node, 2))

@@ -38,7 +38,7 @@ from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify import namespace
 from envbuild.verify.host import HostNodes, Launch
 from envbuild.verify.image_file import ImageFile, image_state, open_image_file, own_manifest
-from envbuild.verify.model import Settings, Subject
+from envbuild.verify.model import Subject
 from envbuild.verify.namespace import WORK
 from envbuild.verify.outside import read_squashfs, survey_image
 from envbuild.verify.survey import Survey
@@ -294,7 +294,6 @@ def file_subject(
     kind: str,
     state: State,
     digest: str,
-    settings: Settings,
     environment: Environment,
     runtime: str | None,
     manifest: str = "",
@@ -339,7 +338,7 @@ def open_file_subject(path: Path, environment: Environment, runtime: str | None)
     """Return the subject for the .sqsh or .sif file at `path`. Raises UsageError if it is not envbuild's."""
     image = open_image_file(path)
     state, digest = image_state(image), content_digest(path)
-    return file_subject(path, image.kind, state, digest, Settings(), environment, runtime, manifest_of(path))
+    return file_subject(path, image.kind, state, digest, environment, runtime, manifest_of(path))
 
 
 @contextmanager

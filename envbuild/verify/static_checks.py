@@ -35,7 +35,7 @@ _SHOWN, _KEPT = 5, 50
 
 def check_built_torch(state: State, path: Path) -> None:
     """Raise UsageError when the environment at `path` trains without torch. Images pass: their base may bring torch."""
-    if state.artifact != IMAGE and state.verify.get("trainer", True) and not state.has_torch:
+    if state.artifact != IMAGE and state.verify.trainer and not state.has_torch:
         raise UsageError(
             f"{path} cannot be verified: it has no torch, and verification trains with torch",
             f"add torch to the recipe {state.recipe}, or set `trainer = false` in its [verify], and build it again",

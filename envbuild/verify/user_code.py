@@ -16,11 +16,11 @@ from envbuild.base.errors import UsageError
 from envbuild.base.masking import masked_forms
 from envbuild.base.progress import step
 from envbuild.contract.receipt import FAIL
+from envbuild.contract.verification import BOUND, ExpectTable, VerifySettings
 from envbuild.environment import Environment
 from envbuild.jobcheck.diagnose.engine import explain
-from envbuild.recipe.verify_table import BOUND, ExpectTable
 from envbuild.verify.launch import TRAINER, Bench, Outcome, Running, TrainingJob, network_of, run_program
-from envbuild.verify.model import OF_QUICK, Check, Report, Settings, Subject, blocked, judge, not_tried
+from envbuild.verify.model import OF_QUICK, Check, Report, Subject, blocked, judge, not_tried
 from envbuild.verify.survey import Survey
 from envbuild.verify.training_checks import log_tail
 
@@ -55,7 +55,7 @@ _LINE_END = re.compile("\r\n?|\n")
 _ENDLESS_S = 10.0 * 365 * 86400
 
 
-def modules_to_import(settings: Settings, survey: Survey) -> list[str]:
+def modules_to_import(settings: VerifySettings, survey: Survey) -> list[str]:
     """Return the modules that every rank imports: top-level ones of direct requirements, and those of the recipe."""
     found = dict.fromkeys(settings.imports)
     for name in settings.direct:
@@ -240,7 +240,7 @@ def run_program_on_nodes(
     NODE]. Without torch in the artifact, the program starts once on each node. Raises HostError when the artifact
     cannot run here.
     """
-    settings = Settings(nodes=nodes, nproc_per_node=nproc_per_node)
+    settings = VerifySettings(nodes=nodes, nproc_per_node=nproc_per_node)
     bare = not subject.isolated and not subject.state.has_torch  # the base of an image may have torch
     if bare and nproc_per_node != 1:
         raise UsageError(

@@ -12,11 +12,12 @@ from typing import Any
 from envbuild.contract.installed import FileReport
 from envbuild.contract.receipt import FAIL
 from envbuild.contract.state import State
+from envbuild.contract.verification import VerifySettings
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import load_site
 from envbuild.verify.elf_files import scan_elf
 from envbuild.verify.host import host_nodes
-from envbuild.verify.model import Check, Settings, Subject
+from envbuild.verify.model import Check, Subject
 from envbuild.verify.run import verify
 from envbuild.verify.survey import Survey
 
@@ -29,7 +30,7 @@ _OF_ARTIFACTS = ("installed", "linkage", "trainer", "imports", "command")
 def verify_machine(
     context: Context,
     step: str,
-    settings: Settings,
+    settings: VerifySettings,
     *,
     fabric: str = "socket",
     nccl: str = "",

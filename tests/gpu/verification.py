@@ -85,13 +85,15 @@ def artifact(context: Context) -> Seen:
 def _verify(context: Context, step: str, nodes: int, **more: Any) -> tuple[list[str], dict[str, Any]]:
     """Return the failed checks of a verification with `nodes` × 1 ranks, and all checks as evidence."""
     try:
-        from envbuild.verify.model import Settings
+        from envbuild.contract.verification import VerifySettings
 
         from .subject import failed, verify_machine
     except ImportError as error:
         raise Skipped(f"this Python cannot import envbuild.verify ({error}); `bandwidth` trains without it") from error
     # The runner ends the step sooner.
-    settings = Settings(nodes=nodes, nproc_per_node=1, **{"epochs": 4, "timeout_s": 150, **more.pop("settings", {})})
+    settings = VerifySettings(
+        nodes=nodes, nproc_per_node=1, **{"epochs": 4, "timeout_s": 150, **more.pop("settings", {})}
+    )
     checks = verify_machine(context, step, settings, **more)
     rows = {check.name: {"status": check.status, "seen": check.seen, "cause": check.cause} for check in checks}
     table = next((check.evidence.get("table") for check in checks if check.name == "bandwidth"), None)

@@ -27,16 +27,16 @@ import pytest
 from ddp_train.loaded import interfaces
 from envbuild.base.packages import record_digest
 from envbuild.build import venv
-from envbuild.recipe.verify_table import ExpectTable
+from envbuild.contract.verification import ExpectTable, VerifySettings
 from envbuild.site.settings import load_site
 from envbuild.verify import launch
 from envbuild.verify.host import host_nodes
-from envbuild.verify.model import Check, Nodes, Settings, Subject
+from envbuild.verify.model import Check, Nodes, Subject
 from envbuild.verify.run import verify
 
 from .conftest import Command, link_tree
 
-SETTINGS = Settings(nodes=1, nproc_per_node=2, epochs=4, imports=("json.tool",))
+SETTINGS = VerifySettings(nodes=1, nproc_per_node=2, epochs=4, imports=("json.tool",))
 
 # In the agents (no RANK) torch is not touched; in ranks and the reference process it is, before use. OTHER is an
 # interface of this host besides lo.
@@ -146,7 +146,7 @@ def other_interface() -> tuple[str, str]:
     pytest.skip("this host has no network interface with an IPv4 address besides lo")
 
 
-def run_checks(subject: Subject, tmp_path: Path, code: str = "", settings: Settings = SETTINGS) -> list[Check]:
+def run_checks(subject: Subject, tmp_path: Path, code: str = "", settings: VerifySettings = SETTINGS) -> list[Check]:
     """Verify `subject` with `code` as the launched processes' sitecustomize."""
     folder = tmp_path / "broken"
     folder.mkdir(exist_ok=True)
@@ -241,7 +241,7 @@ def test_the_recipes_own_code_is_judged(
     change: dict[str, Any], wanted: list[str], seen: str, subject: Subject, tmp_path: Path
 ) -> None:
     expect = ExpectTable(metric="loss: ([0-9]+)", trend="rises", last=">= 3", file="out.txt")
-    own = Settings(
+    own = VerifySettings(
         nodes=1, trainer=False, direct=("numpy",), command=shlex.join(["python", "-c", RISES]), expect=expect
     )
     checks = run_checks(subject, tmp_path, settings=dataclasses.replace(own, **change))

@@ -147,9 +147,9 @@ def test_after_a_small_change_only_changed_layers_are_sent(small: Command) -> No
 def test_an_image_that_was_tampered_with_fails_where_it_was(
     pt_docker: dict[str, Any], docker_daemon: Lab, session_store: Path
 ) -> None:
+    from envbuild.contract.verification import VerifySettings
     from envbuild.site.settings import load_site
     from envbuild.verify.containers import BuiltImage, image_subject
-    from envbuild.verify.model import Settings
     from envbuild.verify.run import verify
 
     recipe = pt_docker["command"].folder / "recipes/pt_cpu/recipe.toml"
@@ -168,7 +168,7 @@ def test_an_image_that_was_tampered_with_fails_where_it_was(
         assert container.wait()["StatusCode"] == 0, container.logs()
         broken = container.commit().id
         container.remove()
-        settings = Settings(nodes=1, trainer=False)  # no check of the files needs a launch
+        settings = VerifySettings(nodes=1, trainer=False)  # no check of the files needs a launch
         built = BuiltImage(broken, image.state, image.digest, image.file_manifest)
         subject = image_subject(client.raw, built, settings)
         verdict = verify(subject, settings, load_site(environment), environment, print)

@@ -14,12 +14,13 @@ from ddp_train.launch.__main__ import PYTHON_KEPT
 from envbuild.base.process import of_caller
 from envbuild.build import conda, venv
 from envbuild.contract.state import State
+from envbuild.contract.verification import VerifySettings
 from envbuild.data import load_table
 from envbuild.exec_image import inherited
 from envbuild.recipe.targets import Target
 from envbuild.site.settings import load_site
 from envbuild.verify import run
-from envbuild.verify.model import Settings, Subject
+from envbuild.verify.model import Subject
 
 # Each decides which files Python imports, runs code, or ends it.
 DECIDES = {
@@ -82,7 +83,7 @@ def test_a_verification_gets_none_and_no_settings_of_torch(monkeypatch: pytest.M
     subject = Subject(tmp_path, state, target, "", "host", survey=None, nodes=nodes)  # type: ignore[arg-type]
     given = {"TMPDIR": str(tmp_path)}
     with pytest.raises(Opened):
-        run.verify(subject, Settings(), load_site({}), given | DECIDES | SETTINGS, print)
+        run.verify(subject, VerifySettings(), load_site({}), given | DECIDES | SETTINGS, print)
     assert seen == [given]
 
 

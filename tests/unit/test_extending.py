@@ -27,6 +27,7 @@ from envbuild.contract import kinds
 from envbuild.contract.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kinds_of
 from envbuild.contract.receipt import PASS, passing_receipt, receipt_path
 from envbuild.contract.state import FILE, State, read_state
+from envbuild.contract.verification import VerifySettings
 from envbuild.data import schedulers as scheduler_rows
 from envbuild.doctor.machine import tiny_image
 from envbuild.doctor.registry import judge
@@ -49,7 +50,7 @@ from envbuild.site.settings import Site, load_site
 from envbuild.verify import image_file, runtimes
 from envbuild.verify.host import Launch
 from envbuild.verify.image_file import ImageFile
-from envbuild.verify.model import Check, Settings, Verdict
+from envbuild.verify.model import Check, Verdict
 from envbuild.verify.runtimes import ImageRuntime, Runtime
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -121,7 +122,7 @@ def built(
 ) -> Result:
     """Build a toy of pt_cpu with `table` in its [verify]; its verification ends with `status` without a training."""
 
-    def verify(_subject: Any, settings: Settings, *_: Any, **__: Any) -> Verdict:
+    def verify(_subject: Any, settings: VerifySettings, *_: Any, **__: Any) -> Verdict:
         return Verdict((Check("toy", "toy", status, "", ""),), settings, 0.1, Path("logs"))
 
     monkeypatch.setattr("envbuild.verify.run.verify", verify)
@@ -179,9 +180,9 @@ def test_an_environment_has_the_verification_of_its_recipe(
     with pytest.raises(VerificationError):
         built(toy, environment, monkeypatch, status="fail", command="false")
     again = open_subject(failed_path(good.path), environment)
-    assert again.state.verify["command"] == "false" and again.digest == good.digest
+    assert again.state.verify.command == "false" and again.digest == good.digest
     assert built(toy, environment, monkeypatch, command="true").built
-    assert open_subject(good.path, environment).state.verify["command"] == "true"
+    assert open_subject(good.path, environment).state.verify.command == "true"
     assert not built(toy, environment, monkeypatch, command="true").built
 
 

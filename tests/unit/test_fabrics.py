@@ -14,10 +14,10 @@ import pytest
 from ddp_train.preflight.host import missing_provider
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.toml import json_schema
-from envbuild.build import commit
 from envbuild.compat.judge import judge
 from envbuild.compat.stack import stack_of
 from envbuild.contract.state import BuiltLayer, State
+from envbuild.contract.verification import VerifySettings, parse_settings
 from envbuild.doctor.network import adapters
 from envbuild.doctor.probe import Host
 from envbuild.fabrics import (
@@ -34,11 +34,10 @@ from envbuild.recipe.accelerators import CPU, CUDA
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import Recipe
 from envbuild.recipe.targets import Target
-from envbuild.recipe.verify_table import VerifyTable
 from envbuild.site.settings import load_site
 from envbuild.site.tables import FabricTable
 from envbuild.verify.launch import fit_to_gpus, network_of, visible_gpus
-from envbuild.verify.model import Settings, Subject
+from envbuild.verify.model import Subject
 from envbuild.verify.network_checks import check_bandwidth, check_gloo, check_libraries
 
 TREE = Path(__file__).resolve().parents[2]
@@ -198,10 +197,10 @@ def test_gpus_are_counted_by_their_devices(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("visible", "ranks", "said"), [("0", 1, 1), ("0,1", 2, 0), ("0,1,2", 2, 0), ("", 2, 0)])
 def test_a_host_with_fewer_gpus_than_ranks_trains_with_as_many(visible: str, ranks: int, said: int) -> None:
     lines: list[str] = []
-    found = fit_to_gpus(Settings(), {"CUDA_VISIBLE_DEVICES": visible}, CUDA, lines.append)
+    found = fit_to_gpus(VerifySettings(), {"CUDA_VISIBLE_DEVICES": visible}, CUDA, lines.append)
     assert (found.nproc_per_node, len(lines)) == (ranks, said)
     assert found.wanted_nproc_per_node == (2 if said else 0)
-    assert fit_to_gpus(Settings(), {"CUDA_VISIBLE_DEVICES": visible}, CPU, lines.append) == Settings()
+    assert fit_to_gpus(VerifySettings(), {"CUDA_VISIBLE_DEVICES": visible}, CPU, lines.append) == VerifySettings()
 
 
 def gloo_report(address: str = "127.0.0.1", *, links: int = 1, **changes: Any) -> dict[str, Any]:
@@ -325,8 +324,8 @@ def test_the_largest_all_reduce_is_held_against_the_floor() -> None:
 
 
 def test_a_recipe_s_floor_reaches_verification() -> None:
-    table = dataclasses.asdict(VerifyTable(busbw_floor=40.0))
-    assert commit.settings_of(table, {}).busbw_floor == 40.0
+    table = VerifySettings(busbw_floor=40.0).as_state()
+    assert parse_settings(json.loads(json.dumps(table))).busbw_floor == 40.0
 
 
 def site_file(tmp_path: Path, text: str) -> FabricTable:

@@ -18,6 +18,7 @@ from envbuild.build.commit import check_unverified_gpus
 from envbuild.compat.judge import gpu_findings
 from envbuild.compat.stack import Stack
 from envbuild.contract.receipt import recorded_gpu_code
+from envbuild.contract.verification import VerifySettings
 from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
 from envbuild.gpu_code import UNREADABLE, Containers
@@ -25,7 +26,6 @@ from envbuild.gpus import NATIVE, PTX, chips_named, gpu_faults, gpu_of, gpu_prob
 from envbuild.jobs.artifact import check_gpus as check_site
 from envbuild.jobs.model import JobArtifact, JobInputs
 from envbuild.jobs.schedulers.slurm import _partitions
-from envbuild.plan.plan import Plan
 from envbuild.recipe.load import decode_recipe
 from envbuild.recipe.targets import Target
 from envbuild.site.jobs import NodeTable
@@ -173,9 +173,8 @@ def test_gpus_of_a_recipe_that_it_cannot_have(gpus: str, said: str) -> None:
 
 
 def test_gpus_are_in_the_settings_of_the_verification() -> None:
-    values = dict.fromkeys(Plan.__dataclass_fields__) | {"direct": (), "script_text": ""}
-    plan = Plan(**{**values, "verify": loaded(RECIPE).recipe.verify, "gpus": ("h100",)})  # type: ignore[arg-type]
-    assert plan.verify_settings()["gpus"] == ["h100"] and "gpus" not in replace(plan, gpus=()).verify_settings()
+    settings = replace(loaded(RECIPE).recipe.verify, gpus=("h100",))
+    assert settings.as_state()["gpus"] == ("h100",) and "gpus" not in replace(settings, gpus=()).as_state()
 
 
 def test_the_gpus_of_this_host_and_of_a_partition(tmp_path: Path) -> None:
@@ -270,7 +269,10 @@ def test_without_a_receipt_its_files_are_read(tmp_path: Path) -> None:
 def test_a_build_without_verification_is_refused_too(tmp_path: Path, where: str) -> None:
     root = environment(tmp_path, fatbin("sm_80"))
     state: Any = SimpleNamespace(
-        target="cu126-x86_64", artifact="venv", recipe="lab", verify={"gpus": ["h100"]} if where == "recipe" else {}
+        target="cu126-x86_64",
+        artifact="venv",
+        recipe="lab",
+        verify=VerifySettings(gpus=("h100",) if where == "recipe" else ()),
     )
 
     def read(target: Target) -> dict[str, Containers]:

@@ -16,6 +16,7 @@ from envbuild.base.errors import UsageError, VerificationError
 from envbuild.cli.commands import cli
 from envbuild.cli.job import job_command
 from envbuild.contract.state import BuiltLayer, State
+from envbuild.contract.verification import VerifySettings
 from envbuild.image.layout import Blobs
 from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobArtifact, JobInputs, JobRequest
@@ -44,7 +45,7 @@ def _opened(kind: Any = "venv", target: str = "cpu-x86_64", **more: Any) -> JobI
         python="/e/venv/bin/python" if kind == "venv" else "/opt/env/bin/python",
         verified_at="2026-11-21T00:00:00+00:00",
     )
-    verify = {"nodes": 2, "nproc_per_node": 3, "epochs": 7}
+    verify = VerifySettings(nodes=2, nproc_per_node=3, epochs=7)
     return JobInputs(artifact, verify=verify, packages=frozenset({"torch"}), **more)
 
 

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from envbuild.contract.state import State
+from envbuild.contract.verification import VerifySettings
 from envbuild.fabrics import find_fabric
 from envbuild.recipe.accelerators import CPU
 from envbuild.recipe.targets import Target
 from envbuild.site.tables import FabricTable
 from envbuild.verify.launch import Bench, Network, Outcome, TrainingJob
-from envbuild.verify.model import Check, Settings, Subject
+from envbuild.verify.model import Check, Subject
 from envbuild.verify.probes import cases_of, expected_parts, make_operations
 from envbuild.verify.run import _floor, judge_launches
 
@@ -219,7 +220,7 @@ def judged(
     )
     network = Network(find_fabric(subject.state.fabric), CPU)
     nodes: Any = SimpleNamespace(interface=launched["interface"], work=PurePosixPath("/verification"))
-    settings = Settings(epochs=launched["epochs"], quick=quick)
+    settings = VerifySettings(epochs=launched["epochs"], quick=quick)
     assert settings.first_epochs == launched["half"]
     bench = Bench(nodes, work, settings, subject, network, launched["request"], floor, floor_of)
     return judge_launches(bench, first, second, reference, ["numpy"])
@@ -344,8 +345,8 @@ def test_a_floor_of_the_site_that_is_not_reached_fails(launched: Launched, tmp_p
 def test_a_recipe_s_floor_goes_over_the_site_s() -> None:
     site = FabricTable(busbw_floor={"any": 3.0})
     subject = subject_of({"state": {"python_version": "3.11.7", "packages": []}})
-    assert _floor(subject, Settings(), site) == (3.0, "the site")
-    assert _floor(subject, Settings(busbw_floor=1.5), site) == (1.5, "the recipe")
+    assert _floor(subject, VerifySettings(), site) == (3.0, "the site")
+    assert _floor(subject, VerifySettings(busbw_floor=1.5), site) == (1.5, "the recipe")
 
 
 @pytest.mark.parametrize(("name", "check"), [("first", "launch"), ("second", "relaunch"), ("reference", "reference")])

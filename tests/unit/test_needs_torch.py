@@ -14,6 +14,7 @@ from lab.wheels import make_recipe
 
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.cli.commands import cli
+from envbuild.contract.verification import VerifySettings
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.conda_format import part_of
 from envbuild.lock.conda_format import render as render_conda
@@ -24,7 +25,6 @@ from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import ImageTable
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
-from envbuild.recipe.verify_table import VerifyTable
 from envbuild.verify.static_checks import check_built_torch
 
 TARGET = Target("cpu", platform.machine())
@@ -81,7 +81,7 @@ def test_a_warning_of_the_lock_is_repeated_by_every_use_of_it(small: Path) -> No
 
 
 def test_torch_comes_from_locks_of_every_kind_and_from_an_existing_image() -> None:
-    plan = Plan("r", "d", "l", "venv", "t", "3.11", "p", (), (), (), VerifyTable())
+    plan = Plan("r", "d", "l", "venv", "t", "3.11", "p", (), (), (), VerifySettings())
     assert not plan.has_torch
     assert replace(plan, packages=(LockedPackage("torch", "2.13.0", ()),)).has_torch
     assert replace(plan, conda=(replace(CONDA, name="pytorch"),)).has_torch
@@ -90,7 +90,7 @@ def test_torch_comes_from_locks_of_every_kind_and_from_an_existing_image() -> No
 
 
 def test_verify_refuses_an_environment_without_torch(tmp_path: Path) -> None:
-    plan = Plan("small", "d", "l", "venv", TARGET.name, "3.11", "p", (), (), (), VerifyTable())
+    plan = Plan("small", "d", "l", "venv", TARGET.name, "3.11", "p", (), (), (), VerifySettings())
     packages = (("numpy", "2.2.6", "0" * 64),)
     state = state_of(plan, python_version="3.11.9", interpreter="/usr/bin/python3", packages=packages)
     with pytest.raises(UsageError, match="it has no torch") as caught:

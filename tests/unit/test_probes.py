@@ -16,11 +16,12 @@ import pytest
 from envbuild.base.packages import record_digest
 from envbuild.contract.installed import Distribution, FileReport
 from envbuild.contract.receipt import failures
+from envbuild.contract.verification import VerifySettings
 from envbuild.layers.trainer import load_trainer
 from envbuild.layers.wheel import Scheme, wheel_record
 from envbuild.verify import launch, static_checks, training_checks
 from envbuild.verify.elf_files import ElfReport
-from envbuild.verify.model import Check, Settings, Verdict, not_tried
+from envbuild.verify.model import Check, Verdict, not_tried
 from envbuild.verify.probes import cases_of, expected_digest, expected_parameters, make_request
 from envbuild.verify.survey import Survey
 
@@ -160,7 +161,7 @@ def test_a_check_that_was_not_tried_fails_no_verification() -> None:
     passed, failed = (dataclasses.replace(not_tried("loss", ""), status=status) for status in ("pass", "fail"))
     restart = not_tried("restart", "give --faults")
     assert restart.status == "not tried" and restart.seen == "not tried: give --faults"
-    assert Verdict((passed, restart), Settings(), 1.0, None).passed
-    assert not Verdict((failed, restart), Settings(), 1.0, None).passed
+    assert Verdict((passed, restart), VerifySettings(), 1.0, None).passed
+    assert not Verdict((failed, restart), VerifySettings(), 1.0, None).passed
     receipt = {"checks": [dataclasses.asdict(one) for one in (passed, failed, restart)]}
     assert failures(receipt).startswith("1 of 2 checks failed")

@@ -14,11 +14,11 @@ import jsonschema
 import pytest
 
 from envbuild.base.errors import RecipeError
+from envbuild.contract.verification import VerifySettings
 from envbuild.recipe.find import list_recipes, shipped_folder
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import Recipe, TargetTable
 from envbuild.recipe.project import ProjectTable
-from envbuild.recipe.verify_table import VerifyTable
 
 TOP = Path(__file__).parents[2]
 SCHEMA_FILE = TOP / "docs" / "recipe.schema.json"
@@ -82,7 +82,7 @@ def test_the_mistakes_of_the_page_are_reported_so(tmp_path: Path, monkeypatch: p
     [
         (Recipe, "## Keys"),
         (TargetTable, "### `[targets.NAME]`"),
-        (VerifyTable, "### `[verify]`"),
+        (VerifySettings, "### `[verify]`"),
         (ProjectTable, "### `[project]`"),
     ],
 )

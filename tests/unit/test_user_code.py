@@ -18,16 +18,14 @@ from lab.wheels import make_recipe
 
 from envbuild.base.errors import RecipeError, UsageError
 from envbuild.base.packages import top_level
-from envbuild.build.commit import settings_of
 from envbuild.bundle import make_bundle
 from envbuild.contract.installed import Distribution, FileReport
+from envbuild.contract.verification import ExpectTable, VerifySettings, parse_settings
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target
-from envbuild.recipe.verify_table import ExpectTable
 from envbuild.run_environment import load_environment
 from envbuild.verify.elf_files import ElfReport
 from envbuild.verify.launch import Outcome, TrainingJob
-from envbuild.verify.model import Settings
 from envbuild.verify.survey import Survey
 from envbuild.verify.user_code import check_imports, judge_command, metric_values, modules_to_import
 
@@ -70,7 +68,7 @@ def outcome(log: str = LOG, codes: tuple[int, ...] = (0, 0), **more: Any) -> Out
 def test_mistakes_are_named_with_their_place(
     extra: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envbuild.recipe.verify_table._MOST_SCRIPT", 10)
+    monkeypatch.setattr("envbuild.recipe.load._MOST_SCRIPT", 10)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/bytes").write_bytes(b"\xff")
     with pytest.raises(RecipeError) as error:
@@ -101,11 +99,14 @@ def test_a_script_is_part_of_the_recipe_and_of_the_artifacts_state(tmp_path: Pat
 def test_settings_survive_json(tmp_path: Path) -> None:
     text = "[verify]\nimports = ['yaml']\ncommand = 'x'\nexpect.metric = '(a)'\nexpect.last = '< 2'\n"
     verify = load(tmp_path, text).recipe.verify
-    table = {"direct": ["numpy"], **json.loads(json.dumps(verify, default=vars))}
-    found = settings_of(table, {"faults": True})
+    table = json.loads(json.dumps(replace(verify, direct=("numpy",)).as_state()))
+    found = parse_settings(table).override({"faults": True, "nodes": None})
     assert found.imports == ("yaml",) and found.direct == ("numpy",) and found.faults
     assert found.expect == ExpectTable(metric="(a)", last="< 2")
-    assert settings_of({"expect": {"newer": 1}}, {}).expect == ExpectTable()
+    assert parse_settings({**table, "newer": 1, "expect": {"newer": 1}}).expect == ExpectTable()
+    assert parse_settings(table) == replace(verify, direct=("numpy",))
+    with pytest.raises(ValueError, match="'metric' of the verification's settings is 5"):
+        parse_settings({**table, "expect": {"metric": 5}})
 
 
 # ---- modules
@@ -137,12 +138,12 @@ def survey_of(**modules: tuple[str, ...]) -> Survey:
 
 def test_direct_requirements_are_imported_but_for_exceptions() -> None:
     survey = survey_of(torch=("torch", "torchgen"), numpy=("numpy",), other=("other",))
-    settings = Settings(direct=("numpy", "torch", "windows-only"), imports=("pkg.train",))
+    settings = VerifySettings(direct=("numpy", "torch", "windows-only"), imports=("pkg.train",))
     assert modules_to_import(settings, survey) == ["numpy", "pkg.train", "torch", "torchgen"]
     assert modules_to_import(replace(settings, imports_except=("torchgen",)), survey) == ["numpy", "pkg.train", "torch"]
     assert modules_to_import(replace(settings, imports_except=("*",)), survey) == ["pkg.train"]
     # What is named is imported, whatever is excepted.
-    assert "torch" in modules_to_import(Settings(imports=("torch",), imports_except=("torch",)), survey)
+    assert "torch" in modules_to_import(VerifySettings(imports=("torch",), imports_except=("torch",)), survey)
 
 
 def test_the_trainer_reports_the_error_of_each_import(tmp_path: Path) -> None:

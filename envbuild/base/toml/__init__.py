@@ -12,12 +12,13 @@ or `X | None` (in TOML, the key is left out), and its `key(...)` or `field(metad
     names      whether a list of keys       entry_check  the same, for (key, value) of a dict
                stands for empty tables
 
-pattern, choices, minimum and check apply to each entry of a tuple or a dict.
+pattern, choices, minimum and check apply to each entry of a tuple or a dict. `internal(...)` is the field of a value
+that is no key.
 """
 
 from __future__ import annotations
 
-from envbuild.base.toml.decode import Problem, closest, decode, form, json_schema, key, nearest, required
+from envbuild.base.toml.decode import Problem, closest, decode, form, internal, json_schema, key, nearest, required
 from envbuild.base.toml.document import (
     Document,
     Keys,
@@ -39,6 +40,7 @@ __all__ = [
     "closest",
     "decode",
     "form",
+    "internal",
     "json_schema",
     "key",
     "list_at",

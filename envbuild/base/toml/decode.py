@@ -63,6 +63,11 @@ def required(doc: str, **rules: Unpack[Rules]) -> Any:
     return dataclasses.field(metadata={"doc": doc, **rules})
 
 
+def internal(default: T) -> T:
+    """Return the dataclass field of a value that no file may set."""
+    return dataclasses.field(default=default, metadata={"internal": True})
+
+
 def form(pattern: str, what: str) -> Check:
     """Return a check for values that match all of `pattern`; its message is the value and `what`."""
     return lambda value: None if re.fullmatch(pattern, value) else f"{value!r} {what}"
@@ -160,8 +165,9 @@ def _decode_table(cls: Any, value: dict[str, Any], keys: Keys, problems: list[Pr
 
 
 def _fields(cls: Any) -> dict[str, dataclasses.Field[Any]]:
-    """Return the fields of the dataclass `cls` by the names of their keys."""
-    return {field.metadata.get("name", field.name): field for field in dataclasses.fields(cls)}
+    """Return the fields of the dataclass `cls` that files may set, by the names of their keys."""
+    fields = (field for field in dataclasses.fields(cls) if not field.metadata.get("internal"))
+    return {field.metadata.get("name", field.name): field for field in fields}
 
 
 def _scalar_problem(base: type, rules: Mapping[str, Any], value: Any) -> str | None:
