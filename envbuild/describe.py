@@ -6,15 +6,18 @@ docs/reference/inspect.md documents its fields.
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from envbuild.base import host
 from envbuild.base.files import MISSING
 from envbuild.base.masking import masked, masked_text, masked_words
-from envbuild.build.kinds import changed_files
-from envbuild.contract.kinds import ARTIFACTS, DOCKER
+from envbuild.contract.kinds import ARTIFACTS, DOCKER, Artifact, FolderArtifact, read_folder
+from envbuild.contract.manifest import changes
 from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.environment import Environment
 from envbuild.inspect.facts import ArtifactReader, Description, Inventory, completed
+from envbuild.run_environment import load_environment
 
 FORMAT = 1
 
@@ -94,6 +97,21 @@ def receipt_of(about: Description, *, exact: bool = False) -> dict[str, Any] | N
         }
     except (ValueError, KeyError):
         return None
+
+
+def changed_files(path: Path, kind: Artifact, manifest: str, *, exact: bool = False) -> list[str]:
+    """Return the files of the artifact at `path` that are not those of its manifest, whose sha256 is `manifest`.
+
+    "" stands for the manifest inside of the artifact. With `exact`, files are read again whose stat has not changed
+    since they were last compared. The digest of an image covers all of it, so none of its files is named. Raises
+    BuildError for a damaged manifest.
+    """
+    built = read_folder(path) if isinstance(kind, FolderArtifact) else None
+    if built is None:
+        return []
+    environment = load_environment()
+    workers = host.workers(environment.variables)
+    return changes(path, built.state, manifest, environment.store, workers, exact=exact)
 
 
 def bill_of_materials(opened: ArtifactReader, contents: Inventory, environment: Environment) -> str:

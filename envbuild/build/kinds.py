@@ -69,21 +69,3 @@ def subject_at(path: Path, kind: Artifact, environment: Environment, runtime: st
     from envbuild.verify.runtimes import open_file_subject
 
     return open_file_subject(path, environment, runtime)
-
-
-def changed_files(path: Path, kind: Artifact, manifest: str, *, exact: bool = False) -> list[str]:
-    """Return the files of the artifact at `path` that are not those of its manifest, whose sha256 is `manifest`.
-
-    "" stands for the manifest inside of the artifact. With `exact`, files are read again whose stat has not changed
-    since they were last compared. The digest of an image covers all of it, so none of its files is named. Raises
-    BuildError for a damaged manifest.
-    """
-    if not isinstance(kind, FolderArtifact):
-        return []
-    from envbuild.base import host
-    from envbuild.contract.manifest import changes
-    from envbuild.run_environment import load_environment
-
-    environment = load_environment()
-    workers = host.workers(environment.variables)
-    return changes(path, read_artifact(path).state, manifest, environment.store, workers, exact=exact)

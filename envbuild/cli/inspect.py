@@ -326,7 +326,7 @@ def verify_command(
     """
     from envbuild.build.commit import verify_artifact
     from envbuild.contract.receipt import check_lines, failures, receipt_path
-    from envbuild.jobs.artifact import check_trust, open_artifact
+    from envbuild.job_inputs import check_trust, open_artifact
 
     environment = run_environment()
     built = find_built(named, kinds_of("folder", "file"), site_folders=environment.site.recipe_folders)

@@ -122,7 +122,7 @@ def job_command(
       envbuild job pt_cpu --site slurm-modules --nodes 64 --exclude-slow --submit
     """
     from envbuild.contract.receipt import is_quick
-    from envbuild.jobs.artifact import check_gpus, check_trust, full_hint, open_artifact
+    from envbuild.job_inputs import check_gpus, check_trust, full_hint, open_artifact
     from envbuild.jobs.plan import explained, no_scheduler_error, plan_job, scheduler_of, wanted_kinds
     from envbuild.jobs.plan_checks import possible_faults
     from envbuild.jobs.schedulers import render
@@ -209,7 +209,7 @@ def preflight_command(
       envbuild preflight /fsx/pt.sqsh --site aws-parallelcluster --speed
       envbuild preflight build/pt_cpu/cpu-x86_64/venv --host n1,n2
     """
-    from envbuild.jobs.artifact import check_gpus, check_trust, open_artifact
+    from envbuild.job_inputs import check_gpus, check_trust, open_artifact
     from envbuild.jobs.plan import plan_job, wanted_kinds
     from envbuild.jobs.preflight import NAME, alone, find_allocation, run_now
 

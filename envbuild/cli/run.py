@@ -138,7 +138,7 @@ def run_command(
     if once and named is not None and os.path.isfile(named):  # any image, whoever made it
         _run_in_image(Path(named), program, binds, folder, variables, runtime)
     from envbuild.build.built import find_built
-    from envbuild.jobs.artifact import open_artifact  # nodes start every process of a job by the lines above
+    from envbuild.job_inputs import open_artifact  # nodes start every process of a job by the lines above
 
     folders = load_site(os.environ).recipe_folders
     kinds = kinds_of("folder", "file")

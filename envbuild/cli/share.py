@@ -27,7 +27,7 @@ from envbuild.cli.common import PATH, attested_images, check_out, open_recipe, r
 from envbuild.contract.kinds import ARTIFACTS, FileArtifact, FolderArtifact, kinds_of
 from envbuild.environment import Environment
 from envbuild.image.registry import Pushed, Registry
-from envbuild.jobs.artifact import FetchAttested, open_artifact
+from envbuild.job_inputs import FetchAttested, open_artifact
 from envbuild.jobs.model import JobInputs
 from envbuild.site.settings import load_site
 

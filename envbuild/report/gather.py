@@ -10,7 +10,6 @@ from typing import Any
 
 from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.base.files import parse_json, read_small
-from envbuild.build.kinds import kind_at
 from envbuild.compat.judge import gpu_findings, judge
 from envbuild.contract.manifest import shown
 from envbuild.contract.receipt import receipt_path, recorded_gpu_code
@@ -92,7 +91,7 @@ def read_entry(named: str, environment: Environment, before: Mapping[str, Any] |
     else:
         entry = ReportEntry(read_receipt_of(path), named)
         artifact = path.with_name(path.name.removesuffix(_SUFFIX))
-        if path.name.endswith(_SUFFIX) and kind_at(artifact) is not None:
+        if path.name.endswith(_SUFFIX) and artifact.exists():
             try:
                 with open_artifact(str(artifact), environment, None) as opened:
                     entry = _with_artifact(entry, opened, receipt_of(opened.about), environment)

@@ -15,7 +15,7 @@ from envbuild.base.errors import EnvbuildError, LockError, UsageError
 from envbuild.build.built import check_lock, find_built
 from envbuild.cli.commands import cli
 from envbuild.contract.receipt import receipt_path
-from envbuild.jobs.artifact import open_artifact
+from envbuild.job_inputs import open_artifact
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.conda_format import part_of
 from envbuild.lock.conda_format import render as render_conda

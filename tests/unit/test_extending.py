@@ -34,8 +34,8 @@ from envbuild.doctor.registry import judge
 from envbuild.environment import Environment
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
 from envbuild.image.reference import parse_source
+from envbuild.job_inputs import open_artifact
 from envbuild.jobs import schedulers
-from envbuild.jobs.artifact import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
 from envbuild.jobs.schedulers import render

@@ -23,7 +23,7 @@ from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
 from envbuild.gpu_code import UNREADABLE, Containers
 from envbuild.gpus import NATIVE, PTX, chips_named, gpu_faults, gpu_of, gpu_problem, library_runs, load_chips, runs
-from envbuild.jobs.artifact import check_gpus as check_site
+from envbuild.job_inputs import check_gpus as check_site
 from envbuild.jobs.model import JobArtifact, JobInputs
 from envbuild.jobs.schedulers.slurm import _partitions
 from envbuild.recipe.load import decode_recipe

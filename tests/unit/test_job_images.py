@@ -12,7 +12,7 @@ import pytest
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.build import image as image_kind
 from envbuild.contract.receipt import passing_receipt, pushed_as, receipt_path, record_push
-from envbuild.jobs.artifact import open_artifact
+from envbuild.job_inputs import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job
 from envbuild.site.jobs import SchedulerTable

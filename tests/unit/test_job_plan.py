@@ -18,7 +18,7 @@ from envbuild.cli.job import job_command
 from envbuild.contract.state import BuiltLayer, State
 from envbuild.contract.verification import VerifySettings
 from envbuild.image.layout import Blobs
-from envbuild.jobs.artifact import open_artifact
+from envbuild.job_inputs import open_artifact
 from envbuild.jobs.model import JobArtifact, JobInputs, JobRequest
 from envbuild.jobs.plan import explained, no_scheduler_error, plan_job, scheduler_of, wanted_kinds
 from envbuild.jobs.plan_checks import possible_faults

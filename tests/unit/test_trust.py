@@ -38,7 +38,7 @@ from envbuild.contract.manifest import write_manifest
 from envbuild.contract.receipt import read_receipt, receipt_path, write_receipt
 from envbuild.contract.state import State
 from envbuild.doctor.sites import check_site
-from envbuild.jobs.artifact import check_trust, open_artifact
+from envbuild.job_inputs import check_trust, open_artifact
 from envbuild.site.settings import load_site
 from envbuild.site.tables import TrustTable
 from envbuild.trust.bundle import PREDICATES, bundle_path, opened, sign, statement

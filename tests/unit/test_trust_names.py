@@ -24,7 +24,7 @@ from envbuild.cli.commands import cli
 from envbuild.contract.receipt import write_receipt
 from envbuild.image.model import OCI_CONFIG, OCI_MANIFEST, Descriptor, canonical, new_manifest
 from envbuild.image.reference import parse_reference
-from envbuild.jobs.artifact import check_trust, open_artifact
+from envbuild.job_inputs import check_trust, open_artifact
 from envbuild.site.settings import load_site
 from envbuild.store.pieces import CONFIG, PIECE, RECEIPT, FilePieces, render
 from envbuild.trust.bundle import BUNDLE, bundle_path, sign

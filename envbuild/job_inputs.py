@@ -12,12 +12,13 @@ from typing import Any
 from envbuild.base.errors import UsageError, VerificationError
 from envbuild.base.files import build_folder, named_path
 from envbuild.build.built import check_lock, find_built, unknown
-from envbuild.build.kinds import changed_files, kind_at, read_artifact
+from envbuild.build.kinds import kind_at, read_artifact
 from envbuild.contract.kinds import ARTIFACTS, DOCKER
 from envbuild.contract.manifest import shown
 from envbuild.contract.receipt import is_quick, passing_receipt, read_receipt, receipt_path, recorded_gpu_code
 from envbuild.contract.state import PREFIX, BuiltLayer
 from envbuild.contract.verification import parse_settings
+from envbuild.describe import changed_files
 from envbuild.fabrics import find_fabric, nccl_version
 from envbuild.gpus import chips_named, gpu_faults
 from envbuild.jobs.model import JobArtifact, JobInputs
