@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -26,11 +26,14 @@ from envbuild.base.packages import channel_url
 from envbuild.environment import Environment
 from envbuild.lock.conda import CondaPackage, canonical_depends, conda_platform, file_parts
 from envbuild.lock.conda_format import parse_packages
+from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 from envbuild.site.pip_config import ca_bundle
 from envbuild.store.client import split_credentials
 
+# In the solver's explanation: a package that is needed, and that no channel has.
+_ABSENT = re.compile(r"([\w.-]+) [^\n]*, for which no candidates were found")
 _TOKEN = re.compile(r"/t/[^/\s]+")
 
 
@@ -74,7 +77,19 @@ def solve(
     Raises RecipeError for an invalid match spec, and LockError when a channel cannot be read or no packages
     satisfy the specs, with the solver's explanation and the lines of the recipe that it concerns.
     """
-    specs = recipe_specs(recipe, target)
+    return _from_channels(recipe, target, environment, recipe_specs(recipe, target), keep=keep, offline=offline)
+
+
+def _from_channels(
+    recipe: LoadedRecipe,
+    target: Target,
+    environment: Environment,
+    specs: Sequence[Spec],
+    *,
+    keep: Collection[CondaPackage],
+    offline: bool,
+) -> tuple[CondaPackage, ...]:
+    """Return what `solve` returns, for `specs`; without specs, the channels' own records of `keep`."""
     channels = [channel_url(name) for name in recipe.recipe.conda.channels]
     key = hashlib.sha256("\n".join(channels).encode()).hexdigest()[:16]
     request = {
@@ -221,9 +236,13 @@ def unsatisfiable(recipe: LoadedRecipe, target: Target, explanation: str, specs:
     """Return the error for unsatisfiable specs: the solver's explanation and the recipe lines that it concerns."""
     named = set(re.findall(r"[a-z0-9_][a-z0-9_.-]*", explanation.lower()))
     lines = [f"\n  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
+    if not target.family.gpu and set(_ABSENT.findall(explanation)) == {CUDA.conda_virtual}:
+        hint = f"the packages are for CUDA, and {target.name} is for CPUs: ask for CPU builds, or add a target of CUDA"
+    else:
+        hint = "loosen one of these, or add a channel that has the missing package"
     return LockError(
         f"{recipe.path}: target {target.name} cannot be solved:\n{indent(explanation, '  ', bool)}{''.join(lines)}",
-        "loosen one of these, or add a channel that has the missing package",
+        hint,
     )
 
 
@@ -259,12 +278,12 @@ def solve_by_conda_lock(
 ) -> tuple[CondaPackage, ...]:
     """Solve with conda-lock and return what `solve` returns.
 
-    Channels are read through the site's first mirror. conda handles credentials itself here (.condarc and netrc).
+    conda reads channels through the site's first mirror, with its own credentials (.condarc and netrc).
     Raises HostError when conda-lock or conda is missing, and LockError with conda-lock's output when it fails.
     """
     program = find_conda(environment)
     canonical = [channel_url(name) for name in recipe.recipe.conda.channels]
-    channels = {split_credentials(environment.site.mirrored(one)[0].rstrip("/"))[0]: one for one in canonical}
+    channels = [split_credentials(environment.site.mirrored(one)[0].rstrip("/"))[0] for one in canonical]
     asked = recipe_specs(recipe, target)
     env = network_variables(environment)
     if offline:
@@ -274,7 +293,7 @@ def solve_by_conda_lock(
     for more in [pins, []] if pins else [[]]:  # all kept packages pinned, then without pins
         with tempfile.TemporaryDirectory(prefix="conda-lock-", dir=env.get("TMPDIR")) as folder:
             work = Path(folder)
-            _write_inputs(work, recipe, target, [*(spec.text for spec in asked), *more], list(channels))
+            _write_inputs(work, recipe, target, [*(spec.text for spec in asked), *more], channels)
             command: list[str | Path] = [
                 sys.executable,
                 "-P",
@@ -314,11 +333,16 @@ def solve_by_conda_lock(
                 f"{spec.where}: conda-lock chose {package.stem}, which is not {spec.text!r}",
                 "it takes the last of several specs for one name: make them one",
             )
-    urls = [canonical_url(package.url, channels) for package in packages]
-    return tuple(
-        replace(package, url=url, depends=canonical_depends(package.depends))
-        for package, url in zip(packages, urls, strict=True)
-    )
+    # conda-lock leaves out the build strings of dependencies, so the channels' records replace its own.
+    records = _from_channels(recipe, target, environment, (), keep=packages, offline=offline)
+    known = {package.sha256: package for package in records}
+    for package in packages:
+        if package.sha256 not in known:
+            raise LockError(
+                f"conda-lock chose {package.stem}, and no channel of {recipe.path} has it with its sha256",
+                "the channel's mirrors differ: name one of them alone in site.toml: [mirrors]",
+            )
+    return tuple(known[package.sha256] for package in packages)
 
 
 def _missed(specs: Sequence[Spec], package: CondaPackage) -> list[Spec]:

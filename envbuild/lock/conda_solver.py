@@ -29,7 +29,10 @@ class SolveFailed(Exception):
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the records that solve `request`, and the URLs that served the channels. Raises SolveFailed."""
+    """Return the records that solve `request`, and the URLs that served the channels. Raises SolveFailed.
+
+    Without specs, the records are those of the packages to keep: nothing is solved.
+    """
     from rattler import GenericVirtualPackage, MatchSpec, PackageName, Version, solve
     from rattler.channel import ChannelPriority
     from rattler.exceptions import InvalidMatchSpecError, SolverError
@@ -44,6 +47,8 @@ async def answer(request: dict[str, Any]) -> dict[str, Any]:
     gateway, channels, used = await _open(request)
     platforms = [request["platform"], "noarch"]
     kept = await _kept(gateway, channels, platforms, request["keep"])
+    if not specs:
+        return {"records": [_row(record) for record in kept], "used": used}
     try:
         records = await solve(
             channels,

@@ -14,6 +14,7 @@ import pytest
 from lab import artifacts
 from lab.conda_package import Metadata, conda_package
 from lab.conda_server import Server, serve
+from lab.conda_shim import conda_shim
 from lab.wheels import make_recipe, make_wheel
 
 from envbuild.image.layout import Blobs
@@ -457,62 +458,13 @@ def test_exports_are_what_other_tools_read(demo: Command) -> None:
         assert "# pip addon @ " in text and "numpy-2.2.6-py311_0.conda#" in text
 
 
-SHIM = '''\
-#!{python}
-"""What conda-lock asks of `conda create --dry-run --json`, answered by rattler."""
-import asyncio, json, os, sys
-from pathlib import Path
-
-arguments = iter(sys.argv[1:])
-command = next(arguments)
-if command == "--version":
-    sys.exit(print("conda 24.1.0"))
-if command != "create":
-    sys.exit(json.dumps({{"error": "only create"}}))
-channels, specs, platform = [], [], os.environ["CONDA_SUBDIR"]
-for argument in arguments:
-    if argument in ("--channel", "-c"):
-        channels.append(next(arguments))
-    elif argument in ("--prefix", "-p"):
-        next(arguments)
-    elif not argument.startswith("-"):
-        specs.append(argument)
-import rattler
-
-async def run():
-    gateway = rattler.Gateway(cache_dir=os.environ["SHIM_CACHE"])
-    return await rattler.solve(channels, specs, gateway, platforms=[platform, "noarch"],
-                               channel_priority=rattler.ChannelPriority.Disabled)
-
-try:
-    records = [r for r in asyncio.run(run()) if not r.name.normalized.startswith("__")]
-except Exception as error:
-    print(json.dumps({{"message": str(error)}}))
-    sys.stdout.flush()
-    os._exit(1)
-rows = [{{"name": r.name.normalized, "version": str(r.version), "build": str(r.build),
-         "channel": r.url.rsplit("/", 1)[0], "url": r.url, "fn": r.file_name, "md5": r.md5.hex(),
-         "sha256": r.sha256.hex(), "depends": list(r.depends), "constrains": [],
-         "subdir": str(r.subdir), "timestamp": 0}} for r in records]
-links = [{{"name": r["name"], "version": r["version"], "dist_name": r["fn"].removesuffix(".conda"),
-          "base_url": r["channel"].rsplit("/", 1)[0], "channel": r["channel"], "platform": r["subdir"],
-          "build_string": r["build"], "build_number": 0}} for r in rows]
-print(json.dumps({{"actions": {{"FETCH": rows, "LINK": links}}}}))
-sys.stdout.flush()
-os._exit(0)
-'''
-
-
 def test_conda_lock_as_the_solver_with_a_shim_over_rattler_in_place_of_conda(demo: Command) -> None:
     """The executable is a shim: no conda can be had here. conda-lock is the real one."""
     make(demo, targets="[targets.cpu-x86_64]\n[targets.cpu-aarch64]\n")
     bare = str(Path(sys.executable).parent)
     done = demo("lock", "demo", "--conda", "--solver", "conda-lock", PATH=bare)
     assert done.returncode == 6 and "needs one of micromamba" in done.stderr
-    shim = demo.folder / "conda"
-    shim.write_text(SHIM.format(python=sys.executable))
-    shim.chmod(0o755)
-    env = {"ENVBUILD_CONDA": str(shim), "SHIM_CACHE": str(demo.folder / "shim")}
+    env = conda_shim(demo.folder)
     done = demo("lock", "demo", "--conda", "--solver", "conda-lock", **env)
     assert done.returncode == 0, done.stderr
     by_conda_lock = packages(demo)

@@ -1,7 +1,7 @@
-"""Conda locks over real records of conda-forge: the same bytes each time, rattler's own choice, and every bound.
+"""Conda locks over real records of conda-forge: those that ship are solved again, by two solvers, and keep every bound.
 
 The records are beside the repository (../shared/conda-forge, or $ENVBUILD_CONDA_FORGE); without them the tests skip.
-ENVBUILD_REPEATS=12 makes the lock twelve times.
+ENVBUILD_REPEATS=12 makes the locks twelve times.
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.conda_shim import conda_shim
 from rattler import MatchSpec, PackageRecord
 from rattler.package import BuildString
 
-from envbuild.lock.conda_format import parse_packages
+from envbuild.lock.conda import canonical_depends
+from envbuild.lock.conda_format import parse, parse_packages
+from envbuild.lock.conda_solve import recipe_specs, virtual_packages
+from envbuild.recipe.load import load_recipe
+from envbuild.recipe.targets import Target
 
 TOP = Path(__file__).parents[2]
 PLACES = [Path(os.environ.get("ENVBUILD_CONDA_FORGE", "/nonexistent"))]
@@ -27,32 +33,30 @@ RECORDS = next((path for path in PLACES if (path / "noarch/repodata.json.gz").is
 pytestmark = pytest.mark.skipif(RECORDS is None, reason="shared/conda-forge is not here: records of conda-forge")
 
 FORGE = "https://conda.anaconda.org/conda-forge"
+SHIPPED = [TOP / "recipes/pt_cpu/cpu.conda-lock.yml", TOP / "recipes/pt_cuda_conda/cu129.conda-lock.yml"]
 RECIPE = """\
 name = "demo"
 description = "PyTorch from conda-forge"
-python = "3.11"
+python = "{python}"
 requirements = []
 environment = "conda"
 
-[targets.cpu-x86_64]
-[targets.cpu-aarch64]
-[targets.cu126-x86_64]
-conda = ["pytorch * cuda12*"]
+[targets.{target}]
 
 [conda]
 channels = ["conda-forge"]
-dependencies = ["pytorch >=2.7,<3", "numpy >=2.2,<3", "pillow", "pyyaml 6.*", "tqdm"]
+dependencies = {dependencies}
 """
 # py-rattler in a process of its own: its threads can crash the interpreter at its end.
 OWN_CHOICE = """
 import asyncio, json, os, sys
 from rattler import Channel, Gateway, GenericVirtualPackage, MatchSpec, PackageName, Version, solve
 from rattler.package import BuildString
-request = json.loads(sys.argv[1])
-virtual = [GenericVirtualPackage(PackageName(n), Version(v), BuildString(b)) for n, v, b in request["virtual"]]
-found = asyncio.run(solve([Channel(request["channel"])], [MatchSpec(s) for s in request["specs"]], Gateway(),
-                          platforms=[request["platform"], "noarch"], virtual_packages=virtual))
-print(json.dumps(sorted(record.file_name for record in found)), flush=True)
+for request in json.loads(sys.argv[1]):
+    virtual = [GenericVirtualPackage(PackageName(n), Version(v), BuildString(b)) for n, v, b in request["virtual"]]
+    found = asyncio.run(solve([Channel(request["channel"])], [MatchSpec(s) for s in request["specs"]], Gateway(),
+                              platforms=[request["platform"], "noarch"], virtual_packages=virtual))
+    print(json.dumps(sorted(record.file_name for record in found)), flush=True)
 os._exit(0)
 """
 
@@ -68,71 +72,166 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def lock(folder: Path, channel: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `envbuild ARGUMENTS` in `folder` with a store of its own."""
-    folder.mkdir(exist_ok=True)
-    (folder / "recipe.toml").write_text(RECIPE)
-    (folder / "site.toml").write_text(f'[mirrors]\n"{FORGE}" = ["{channel.as_uri()}"]\n')
-    environment = {**os.environ, "ENVBUILD_SITE": str(folder / "site.toml"), "ENVBUILD_STORE": str(folder / "store")}
-    command = [sys.executable, "-m", "envbuild", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-
-
+@pytest.fixture(scope="module")
 def records(channel: Path) -> dict[str, dict[str, Any]]:
-    """Return the records by file name."""
+    """The records by SUBDIR/FILE."""
     found: dict[str, dict[str, Any]] = {}
     for path in channel.glob("*/repodata.json"):
         data = json.loads(path.read_text())
-        found |= data.get("packages", {}) | data.get("packages.conda", {})
+        for name, row in {**data.get("packages", {}), **data.get("packages.conda", {})}.items():
+            found[f"{path.parent.name}/{name}"] = row
     return found
 
 
-def test_a_lock_is_the_same_each_time_rattlers_choice_and_keeps_every_bound(tmp_path: Path, channel: Path) -> None:
-    texts = set()
-    for number in range(int(os.environ.get("ENVBUILD_REPEATS", "2"))):
-        lock(tmp_path / str(number), channel, "lock", "recipe.toml", "--conda", "--target", "cpu-x86_64")
-        texts.add((tmp_path / str(number) / "cpu.conda-lock.yml").read_text())
-    (text,) = texts
-    packages = parse_packages(text, "lock")["linux-64"]
-    request = {
-        "channel": channel.as_uri(),
-        "platform": "linux-64",
-        "specs": ["python 3.11.*", "pytorch >=2.7,<3", "numpy >=2.2,<3", "pillow", "pyyaml 6.*", "tqdm"],
-        "virtual": [
-            ["__unix", "0", "0"],
-            ["__linux", "0", "0"],
-            ["__glibc", "2.28", "0"],
-            ["__archspec", "1", "x86_64"],
-        ],
-    }
-    command = [sys.executable, "-c", OWN_CHOICE, json.dumps(request)]
-    own = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert sorted(package.file_name for package in packages) == own
-    known = records(channel)
-    candidates: dict[str, set[tuple[str, str]]] = {}
-    for row in known.values():
-        candidates.setdefault(row["name"], set()).add((row["version"], row["build"]))
-    for package in packages:
+def envbuild(folder: Path, channel: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `envbuild ARGUMENTS` in `folder`, with a store of its own, at a site whose conda-forge is `channel`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "site.toml").write_text(f'[mirrors]\n"{FORGE}" = ["{channel.as_uri()}"]\n')
+    own = {"ENVBUILD_SITE": str(folder / "site.toml"), "ENVBUILD_STORE": str(folder / "store")}
+    command = [sys.executable, "-m", "envbuild", *arguments]
+    env = {**os.environ, **own, **variables}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def demo(folder: Path, target: str, *dependencies: str, python: str = "3.11") -> None:
+    folder.mkdir(exist_ok=True)
+    text = RECIPE.format(python=python, target=target, dependencies=json.dumps(dependencies))
+    (folder / "recipe.toml").write_text(text)
+
+
+def locked_again(folder: Path, channel: Path, *options: str, **variables: str) -> list[str]:
+    """Return the texts of the locks that ship, made from nothing but their recipes."""
+    places = [folder / path.parent.name for path in SHIPPED]
+    for place, path in zip(places, SHIPPED, strict=True):
+        place.mkdir(parents=True)
+        shutil.copy(path.with_name("recipe.toml"), place)
+    names = [str(place / "recipe.toml") for place in places]
+    done = envbuild(folder, channel, "lock", *names, "--conda", *options, **variables)
+    assert done.returncode == 0, done.stderr
+    return [(place / path.name).read_text() for place, path in zip(places, SHIPPED, strict=True)]
+
+
+def test_the_locks_that_ship_are_solved_again_to_the_same_bytes(tmp_path: Path, channel: Path) -> None:
+    shipped = [path.read_text() for path in SHIPPED]
+    for number in range(int(os.environ.get("ENVBUILD_REPEATS", "1"))):
+        assert locked_again(tmp_path / str(number), channel) == shipped
+
+
+def test_conda_lock_solves_them_to_the_same_bytes(tmp_path: Path, channel: Path) -> None:
+    """The program that conda-lock calls is a stand-in: no conda can be had here."""
+    (tmp_path / "shim").mkdir()
+    variables = conda_shim(tmp_path / "shim")
+    found = locked_again(tmp_path / "made", channel, "--solver", "conda-lock", **variables)
+    assert found == [path.read_text() for path in SHIPPED]
+
+
+def test_the_locks_that_ship_are_rattlers_own_choice(channel: Path) -> None:
+    requests, locked = [], []
+    for path in SHIPPED:
+        recipe = load_recipe(path.with_name("recipe.toml"))
+        for name, part in parse(path.read_text(), path.name).items():
+            target = Target.parse(name)
+            specs = [spec.text for spec in recipe_specs(recipe, target)]
+            virtual = virtual_packages(recipe, target)
+            requests.append(
+                {"channel": channel.as_uri(), "platform": part.platform, "specs": specs, "virtual": virtual}
+            )
+            locked.append(sorted(package.file_name for package in part.packages))
+    assert len(requests) == 3
+    command = [sys.executable, "-c", OWN_CHOICE, json.dumps(requests)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == locked
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_each_package_of_a_lock_that_ships_is_the_channels_record(
+    path: Path, records: dict[str, dict[str, Any]]
+) -> None:
+    for platform, packages in parse_packages(path.read_text(), path.name).items():
+        for package in packages:
+            row = records[package.url.removeprefix(f"{FORGE}/")]
+            own = {"name": package.name, "version": package.version, "build": package.build, "subdir": package.subdir}
+            own |= {"md5": package.md5, "sha256": package.sha256}
+            assert own == {key: row[key] for key in own}
+            assert package.subdir in (platform, "noarch")
+            assert package.depends == canonical_depends(row["depends"])
+
+
+def test_every_bound_of_every_record_is_kept(records: dict[str, dict[str, Any]]) -> None:
+    """A merged dependency accepts the records that all of its specs accept, and no others."""
+    candidates: dict[str, list[PackageRecord]] = {}
+    for name, version, build in sorted({(row["name"], row["version"], row["build"]) for row in records.values()}):
+        record = PackageRecord(name, version, BuildString(build), 0, "noarch")
+        candidates.setdefault(name, []).append(record)
+    lists = {tuple(row["depends"]) for row in records.values()}
+    merged: dict[tuple[str, ...], str] = {}
+    for depends in lists:
         given: dict[str, list[str]] = {}
-        for spec in known[package.file_name]["depends"]:
+        for spec in depends:
             given.setdefault(spec.split()[0], []).append(spec)
-        assert given.keys() == set(package.needs)
-        for merged in package.depends:
-            name = merged.split()[0]
-            for version, build in candidates.get(name, set()):
-                record = PackageRecord(name, version, BuildString(build), 0, "noarch")
-                expected = all(MatchSpec(spec).matches(record) for spec in given[name])
-                assert MatchSpec(merged).matches(record) == expected, (package.name, given[name], merged)
+        kept = {spec.split()[0]: spec for spec in canonical_depends(depends)}
+        assert given.keys() == kept.keys()
+        merged |= {(*given[name], kept[name]): name for name in given}
+    assert len(merged) > 1000 and sum(len(specs) > 2 for specs in merged) > 20
+    for (*specs, spec), name in merged.items():
+        single, several = MatchSpec(spec), [MatchSpec(one) for one in specs]
+        for record in candidates.get(name, []):
+            assert single.matches(record) == all(one.matches(record) for one in several), (specs, spec)
+
+
+@pytest.mark.parametrize(
+    ("target", "python", "dependencies", "conflict"),
+    [
+        ("cpu-x86_64", "3.11", ["pytorch * cuda12*"], "__cuda *, for which no candidates were found"),
+        ("cpu-x86_64", "3.11", ["pytorch >=2.7", "libblas * *openblas"], "libblas * *mkl, for which no candidates"),
+        ("cpu-x86_64", "3.13", ["pytorch 2.12.*"], "python >=3.11,<3.12.0a0, for which no candidates"),
+        ("cpu-x86_64", "3.11", ["pytorch 2.12.* cpu*", "nomkl"], "nomkl 1.0 would constrain"),
+        ("cpu-aarch64", "3.11", ["pytorch * cuda12*"], "No candidates were found for pytorch * cuda12*"),
+        ("cu126-x86_64", "3.11", ["pytorch 2.12.* cuda*", "cuda-version 12.6.*"], "cuda-version >=12.9,<13, for which"),
+    ],
+)
+def test_the_message_for_an_unsatisfiable_recipe_names_the_conflict(
+    target: str, python: str, dependencies: list[str], conflict: str, tmp_path: Path, channel: Path
+) -> None:
+    demo(tmp_path, target, *dependencies, python=python)
+    done = envbuild(tmp_path, channel, "lock", "recipe.toml", "--conda")
+    assert done.returncode == 3 and f"target {target} cannot be solved" in done.stderr, done.stderr
+    assert conflict in done.stderr and len(done.stderr.splitlines()) < 25
+    assert all(f"asks for '{spec}'" in done.stderr for spec in dependencies)
+    assert ("the packages are for CUDA" in done.stderr) == (conflict.startswith("__cuda"))
+    assert not list(tmp_path.glob("*.yml"))
+
+
+def test_packages_move_when_the_recipe_or_upgrade_lets_them(tmp_path: Path, channel: Path) -> None:
+    lock = "lock", "recipe.toml", "--conda"
+
+    def versions(*arguments: str) -> dict[str, str]:
+        done = envbuild(tmp_path, channel, *lock, *arguments)
+        assert done.returncode == 0, done.stderr
+        (packages,) = parse_packages((tmp_path / "cpu.conda-lock.yml").read_text(), "lock").values()
+        return {package.name: f"{package.version} {package.build}" for package in packages}
+
+    demo(tmp_path, "cpu-x86_64", "pytorch <2.12", "numpy <2.4", "tqdm")
+    old = versions()
+    assert old["pytorch"] == "2.11.0 cpu_mkl_py311_h338015a_101" and old["numpy"].startswith("2.3.")
+    demo(tmp_path, "cpu-x86_64", "pytorch", "numpy", "tqdm")
+    assert versions() == old
+    moved = versions("--upgrade=pytorch")
+    assert moved["pytorch"] == "2.12.0 cpu_mkl_py311_h338015a_100" and moved["libtorch"].startswith("2.12.0 ")
+    assert {name for name in old if moved.get(name) != old[name]} <= {"pytorch", "libtorch"}
+    newest = versions("--upgrade")
+    assert newest["numpy"] == "2.4.6 py311h2e04523_0" and newest["pytorch"] == moved["pytorch"]
 
 
 def test_the_locked_cuda_is_named_where_it_is_another_than_the_targets(tmp_path: Path, channel: Path) -> None:
+    demo(tmp_path, "cu126-x86_64", "pytorch >=2.7,<3 cuda12*", "numpy >=2.2,<3")
     arguments = ["--conda", "--target", "cu126-x86_64", "--report", "report.md"]
     for export in ("conda-lock", "explicit", "environment"):
         arguments += ["--export", export]
-    done = lock(tmp_path, channel, "lock", "recipe.toml", *arguments)
+    done = envbuild(tmp_path, channel, "lock", "recipe.toml", *arguments)
     assert "the conda packages are those of CUDA 12.9, not 12.6" in done.stderr
     assert len(done.stdout.split()) == 3 and all((tmp_path / path).is_file() for path in done.stdout.split())
     pytorch = next(line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("| pytorch "))
     assert "MB" in pytorch or "GB" in pytorch
-    said = lock(tmp_path, channel, "check", "recipe.toml", "--target", "cu126-x86_64").stdout
+    said = envbuild(tmp_path, channel, "check", "recipe.toml", "--target", "cu126-x86_64").stdout
     assert "CUDA 12.9" in said and "CUDA 12.6" not in said
