@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from envbuild.base.toml.decode import closest
 from envbuild.data import load_table
@@ -38,12 +37,6 @@ class Chip:
     names: tuple[str, ...] = ()
     features: str = ""
     generic: tuple[str, ...] = ()
-
-
-def torch_rows() -> list[dict[str, Any]]:
-    """Return the rows on the code in torch's wheels."""
-    rows: list[dict[str, Any]] = load_table("gpus")["cuda"]["torch"]
-    return rows
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from datetime import UTC, date, datetime
 from textwrap import wrap
 from typing import Any
 
@@ -15,7 +16,7 @@ from envbuild.base.files import build_folder
 from envbuild.cli import complete, layout
 from envbuild.cli.common import open_recipe, open_target, print_json, show, with_options
 from envbuild.compat.judge import gpu_findings, judge
-from envbuild.compat.rows import CompatFinding
+from envbuild.compat.rows import CompatFinding, load_rows
 from envbuild.contract.receipt import read_receipt, recorded_gpu_code
 from envbuild.gpu_code import Containers
 from envbuild.lock.conda import CondaLock
@@ -221,8 +222,16 @@ def check_command(recipe: str | None, target: str | None, driver: str | None, as
                 click.echo()
             click.echo(click.style(f"{loaded.recipe.name} for {wanted.name}", bold=True) + f", {basis}")
             _show_findings(findings)
+    rows = load_rows()
     if as_json:
-        print_json({"recipe": loaded.recipe.name, "targets": told})
+        knowledge = {"read": rows.read, "torch": rows.newest_torch, "by_hand": rows.by_hand}
+        print_json({"recipe": loaded.recipe.name, "targets": told, "knowledge": knowledge})
+    else:
+        age = (datetime.now(UTC).date() - date.fromisoformat(rows.read)).days
+        said = f"releases read on {rows.read} ({age} day{'' if age == 1 else 's'} ago), torch up to {rows.newest_torch}"
+        text = f"envbuild's data: {said}; rows by hand up to {rows.by_hand}"
+        for line in wrap(text, max(20, min(_WIDTH, layout.width()))):
+            click.echo(click.style(line, dim=True))
     if any(one["verdict"] == "bad" for one in told):
         sys.exit(3)
 

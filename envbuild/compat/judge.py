@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from envbuild.compat.rows import (
     LOOK_IT_UP,
+    UNKNOWN,
     CompatFinding,
     CompatRule,
-    Row,
     Rows,
     TorchBuild,
     finding,
+    key,
     load_rows,
     matches,
     older,
@@ -20,7 +21,7 @@ from envbuild.compat.rows import (
 from envbuild.compat.stack import EXACT, Stack
 from envbuild.fabrics import load_fabrics
 from envbuild.gpu_code import Containers
-from envbuild.gpus import NATIVE, PTX, gpu_faults, is_judged, is_optional, library_runs, load_chips, torch_rows
+from envbuild.gpus import NATIVE, PTX, gpu_faults, is_judged, is_optional, library_runs, load_chips
 from envbuild.recipe.accelerators import torch_index
 
 
@@ -33,13 +34,12 @@ def gpu_findings(stack: Stack, words: tuple[str, ...], built: Mapping[str, Conta
     if built:
         what, libraries = "its artifact here", dict(built)
     elif stack.cuda and stack.torch and stack.torch_origin != "conda" and stack.arch == "x86_64":
-        fitting = (one for one in torch_rows() if one["cuda"] == stack.cuda and matches(stack.torch, one["versions"]))
-        found = next(fitting, None)
-        if found is None:
+        row = load_rows().release(stack.torch, stack.arch)
+        if row is None or row.cuda != stack.cuda or not row.code:
             text = f"whether it runs on {', '.join(words)} is known when it is built, or verified"
             return [finding("note", "gpus", text)] if words else []
-        what, row = f"PyPI's torch {stack.torch.partition('+')[0]}", Row(source=found["source"], date=found["date"])
-        libraries = {name: Containers({tuple(codes): 1}) for name, codes in found["libraries"].items()}
+        what = f"PyPI's torch {row.version}"
+        libraries = {name: Containers({tuple(codes): 1}) for name, codes in row.code.items()}
     else:
         return []
     if faults := gpu_faults(libraries, words):
@@ -81,6 +81,7 @@ def judge(stack: Stack, rows: Rows | None = None) -> list[CompatFinding]:
         _libfabric_links,
         _provider_links,
         _rule_links,
+        _release_links,
     )
     return [found for link in links for found in link(stack, rows)]
 
@@ -138,6 +139,9 @@ def _torch_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
         text = f"{what} comes from conda, whose solver matched its build with CUDA and NCCL"
         return [finding("note", "torch", text)]
     row = rows.torch_build(stack.torch, stack.arch)
+    if row is None and rows.is_newer(stack.torch):
+        text = f"{what} is newer than torch {rows.newest_torch}, the newest that this envbuild knows ({rows.read})"
+        return [finding("unknown", "torch", text, "update envbuild, or run `tools/refresh` in its checkout")]
     if row is None:
         text = f"no row says which CUDA {what} is built for on {stack.arch}"
         return [finding("unknown", "torch", text, LOOK_IT_UP)]
@@ -202,6 +206,8 @@ def _nccl_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
     row = rows.pin(stack.torch, stack.cuda)
     what = f"NCCL {stack.nccl} ({_NCCL_IS.get(stack.nccl_origin, stack.nccl_origin)})"
     torch = f"torch {stack.torch} for CUDA {stack.cuda}"
+    if row is None and rows.is_newer(stack.torch):
+        return []  # the link to torch says so
     if row is None:
         return [finding("unknown", "nccl", f"{what}: no row says which NCCL {torch} pins", LOOK_IT_UP)]
     low, pins = older(stack.nccl, row.nccl), f"{torch} pins {row.nccl}"
@@ -317,6 +323,37 @@ def _rule_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
             has = ", ".join(_said(name, stack) for name in rule.when)
             found.append(finding(rule.status, rule.subject, f"{rule.reason} ({has})", rule.fix, by=rule))
     return found
+
+
+def _release_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
+    """Check what releases on the default index require: the Pythons with a wheel of torch, and of other packages."""
+    found = []
+    release = rows.release(stack.torch, stack.arch) if stack.torch and stack.torch_origin == "recipe" else None
+    if release and UNKNOWN not in release.python and stack.python not in release.python:
+        pythons = f"Python {_range(release.python)} on {stack.arch}, not {stack.python}"
+        having = [one.version for one in rows.releases if one.arch == stack.arch and stack.python in one.python]
+        fix = f'take torch {having[-1]}, or set python = "{release.python[-1]}"' if having else "take another Python"
+        text = f"torch {release.version} has wheels for {pythons}"
+        found.append(finding("bad", "packages", text, fix, by=release))
+    versions = dict(stack.packages)
+    for row in rows.packages:
+        if key(versions.get(row.name, "")) != key(row.version) or stack.torch_origin == "conda":
+            continue
+        what = f"{row.name} {row.version}"
+        if stack.torch and matches(stack.torch, row.torch) is False:
+            text, wanted = f"{what} requires torch{row.torch}, here is {stack.torch}", row.torch.removeprefix("==")
+            fix = f"take torch {wanted}, or another {row.name}"
+            found.append(finding("bad", "packages", text, fix, by=row))
+        if matches(stack.python, row.requires_python) is False or (row.wheels and stack.python not in row.wheels):
+            pythons = _range(row.wheels) if row.wheels else row.requires_python
+            fix = f"take another {row.name}, or another Python"
+            text = f"{what} is for Python {pythons}, not {stack.python}"
+            found.append(finding("bad", "packages", text, fix, by=row))
+    return found
+
+
+def _range(versions: tuple[str, ...]) -> str:
+    return f"{versions[0]} to {versions[-1]}" if len(versions) > 1 else versions[0]
 
 
 def applies(rule: CompatRule, stack: Stack) -> bool:

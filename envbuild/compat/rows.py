@@ -1,11 +1,13 @@
-"""Rows of data/compatibility.toml, whose comments explain the columns, and findings that rest on them."""
+"""Rows of data/compatibility.toml and data/releases.toml, and findings that rest on them.
+
+The comments of both files explain the columns."""
 
 from __future__ import annotations
 
 import functools
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from envbuild.data import load_table
@@ -62,6 +64,8 @@ def matches(version: str, specifier: str) -> bool | None:
     return True
 
 
+# In place of a value that no source states.
+UNKNOWN = "unknown"
 Status = Literal["good", "bad", "unknown", "note"]
 LOOK_IT_UP = "look it up with the project; docs/reference/compatibility.md says how to add a row"
 
@@ -154,6 +158,51 @@ class Libfabric(Release):
 
 
 @dataclass(frozen=True, slots=True)
+class TorchRelease(Row):
+    """The wheels of one release of torch for `arch`, as tools/refresh read them; UNKNOWN for what it could not read.
+
+    `cuda` is that of the plain wheel, "cpu" for none; `nccl`, `cudnn` and `triton` are "" where it requires none.
+    """
+
+    version: str
+    arch: str
+    cuda: str
+    python: tuple[str, ...]
+    glibc: str
+    nccl: str
+    cudnn: str
+    triton: str
+    builds: tuple[str, ...] = (UNKNOWN,)
+    code: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def build(self) -> TorchBuild:
+        """The release as a row of builds, which may have others, too."""
+        cuda = tuple(one for one in dict.fromkeys((*self.builds, self.cuda)) if one not in (UNKNOWN, "cpu"))
+        nccl = "wheel" if self.nccl not in ("", UNKNOWN) else ""
+        versions, (default, glibc) = f"=={self.version}", (_stated(self.cuda), _stated(self.glibc))
+        return TorchBuild(versions, self.arch, cuda, False, default, glibc, nccl, source=self.source, date=self.date)
+
+
+def _stated(value: str) -> str:
+    return "" if value == UNKNOWN else value
+
+
+@dataclass(frozen=True, slots=True)
+class PackageRelease(Row):
+    """A release of another package: the torch (">=2.4", "" for none) and Python that it requires.
+
+    `wheels` are the CPythons that have a wheel, () if all have one.
+    """
+
+    name: str
+    version: str
+    requires_python: str
+    torch: str
+    wheels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CompatRule(Row):
     """A combination that does not work: a stack with all of `when`. `fix` is the advised change."""
 
@@ -167,7 +216,7 @@ class CompatRule(Row):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of data/compatibility.toml, by kind."""
+    """The rows of data/compatibility.toml, by kind; `releases`, `packages` and the day `read` of data/releases.toml."""
 
     drivers: tuple[Driver, ...] = ()
     torch: tuple[TorchBuild, ...] = ()
@@ -178,14 +227,46 @@ class Rows:
     plugins: tuple[Plugin, ...] = ()
     libfabric: tuple[Libfabric, ...] = ()
     rules: tuple[CompatRule, ...] = ()
+    releases: tuple[TorchRelease, ...] = ()
+    packages: tuple[PackageRelease, ...] = ()
+    read: str = ""
 
     def torch_build(self, torch: str, arch: str) -> TorchBuild | None:
-        """Return the row of torch's builds for `arch`."""
-        return row_of((row for row in self.torch if row.arch == arch), torch)
+        """Return the row of torch's builds for `arch`: the one by hand, which has all builds, else the release's."""
+        if row := row_of((row for row in self.torch if row.arch == arch), torch):
+            return row
+        release = self.release(torch, arch)
+        return release.build if release else None
+
+    def release(self, torch: str, arch: str) -> TorchRelease | None:
+        """Return the release of torch for `arch`."""
+        found = key(torch)
+        return next((row for row in self.releases if row.arch == arch and key(row.version) == found), None)
 
     def pin(self, torch: str, cuda: str) -> NcclPin | None:
         """Return the row with the NCCL that `torch` for CUDA `cuda` pins."""
-        return next((row for row in self.nccl_pins if cuda in row.cuda and matches(torch, row.torch)), None)
+        if row := next((row for row in self.nccl_pins if cuda in row.cuda and matches(torch, row.torch)), None):
+            return row
+        releases = (self.release(torch, arch) for arch in ("x86_64", "aarch64"))
+        release = next((row for row in releases if row and row.cuda == cuda and _stated(row.nccl)), None)
+        if release is None:
+            return None
+        return NcclPin(f"=={release.version}", (cuda,), release.nccl, source=release.source, date=release.date)
+
+    @property
+    def by_hand(self) -> str:
+        """The day (ISO 8601) on which the newest of the rows by hand was read."""
+        tables = (self.drivers, self.torch, self.torch_rocm, self.rccl, self.nccl_pins, self.nccl, self.plugins)
+        return max(row.date for table in (*tables, self.libfabric, self.rules) for row in table)
+
+    @property
+    def newest_torch(self) -> str:
+        """The newest release of torch that has a row."""
+        return max((row.version for row in self.releases), key=lambda version: key(version) or ((), 0), default="")
+
+    def is_newer(self, torch: str) -> bool:
+        """Return whether `torch` is newer than every release that has a row."""
+        return bool(self.newest_torch) and older(self.newest_torch, torch) is True
 
     def rccl_of(self, rocm: str) -> Rccl | None:
         """Return the row of the RCCL that comes with ROCm `rocm`."""
@@ -203,16 +284,17 @@ def row_of(rows: Iterable[R], version: str | None) -> R | None:
 
 @functools.cache
 def load_rows() -> Rows:
-    """Return the rows of data/compatibility.toml."""
-    kinds = {name: get_args(hint)[0] for name, hint in get_type_hints(Rows).items()}
-    return Rows(
-        **{name: tuple(_row(kinds[name], row) for row in rows) for name, rows in load_table("compatibility").items()}
-    )
+    """Return the rows of data/compatibility.toml and data/releases.toml."""
+    kinds = {name: get_args(hint)[0] for name, hint in get_type_hints(Rows).items() if name != "read"}
+    releases = load_table("releases")
+    tables = {**load_table("compatibility"), "releases": releases["torch"], "packages": releases["packages"]}
+    rows: dict[str, Any] = {name: tuple(_row(kinds[name], row) for row in table) for name, table in tables.items()}
+    return Rows(**rows, read=releases["read"].isoformat())
 
 
 def _row(kind: Callable[..., T], row: dict[str, Any]) -> T:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    return kind(**values | {"date": row["date"].isoformat()})
+    return kind(**values | {"date": str(row["date"])})
 
 
 @dataclass(frozen=True, slots=True)

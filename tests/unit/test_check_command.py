@@ -77,7 +77,11 @@ def recipe(tmp_path: Path) -> Path:
 def test_the_chain_is_told_link_by_link_and_bad_is_exit_3(recipe: Path) -> None:
     done = check(str(recipe), "--target", "cu126-aarch64", "--driver", "470.82.01")
     assert (done.returncode, done.stderr) == (3, "")
-    assert unwrapped(done.stdout) == CHAIN
+    chain, _, data = done.stdout.partition("envbuild's data: ")
+    assert unwrapped(chain) == CHAIN
+    day = r"20\d\d-\d\d-\d\d"
+    said = rf"releases read on {day} \(\d+ days? ago\), torch up to 2\.\d+\.\d; rows by hand up to {day}"
+    assert re.fullmatch(said, " ".join(data.split()))
     assert max(map(len, done.stdout.splitlines()[1:])) <= 110
     assert done.stdout.count("source:") == 8
     assert "https://github.com/NVIDIA/nccl src/plugin/net.cc" in " ".join(done.stdout.split())
@@ -94,6 +98,7 @@ def test_json_has_the_stack_and_each_finding(recipe: Path) -> None:
     done = check(str(recipe), "--json", "--driver", "100")
     told = json.loads(done.stdout)
     assert done.returncode == 3 and told["recipe"] == "lab"
+    assert set(told["knowledge"]) == {"read", "torch", "by_hand"} and told["knowledge"]["read"] >= "2026-11-28"
     assert [one["target"] for one in told["targets"]] == ["cu126-x86_64", "cu126-aarch64"]
     for one in told["targets"]:
         assert one["verdict"] == "bad" and one["stack"]["nccl"] == "2.27.5"

@@ -247,7 +247,7 @@ def test_the_pairs_that_the_field_fell_for_are_refused(change: dict[str, object]
 
 def test_every_row_says_who_says_so_and_when() -> None:
     tables = tomllib.loads(DATA.read_text())
-    assert set(tables) == {one.name for one in fields(ROWS)}
+    assert set(tables) == {one.name for one in fields(ROWS)} - {"releases", "packages", "read"}
     for name, table in tables.items():
         for row in table:
             assert len(row["source"]) > 10, (name, row)

@@ -187,11 +187,18 @@ def test_what_is_good_is_locked_in_silence(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_said_in_a_line_each(tmp_path: Path) -> None:
-    loaded = recipe(tmp_path, FABRIC.replace("1.21.1", "7.0"), torch="torch==7.1")
-    write_lock(loaded, X86, "nvidia-nccl-cu12==7.2", "torch==7.1")
+    loaded = recipe(tmp_path, FABRIC.replace("1.21.1", "7.0"), torch="torch==2.5.1")
+    write_lock(loaded, X86, "nvidia-nccl-cu12==7.2", "torch==2.5.1")
     said = lock_of(loaded, X86)[1]
     assert len(said) == 3 and all(line.startswith("note: cu126-x86_64: ") for line in said)
     assert [line.split(": ")[2] for line in said] == ["torch", "nccl", "plugin"]
+
+
+def test_a_lock_with_a_torch_newer_than_all_rows_says_so_once(tmp_path: Path) -> None:
+    loaded = recipe(tmp_path, torch="torch==7.1")
+    write_lock(loaded, X86, "nvidia-nccl-cu12==7.2", "torch==7.1")
+    (said,) = lock_of(loaded, X86)[1]
+    assert said.startswith("note: cu126-x86_64: torch: torch 7.1 is newer than torch 2.")
 
 
 def test_a_cpu_recipe_is_not_even_judged(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def load(name: str) -> ModuleType:
     loader = SourceFileLoader(f"tools_{name.replace('-', '_')}", str(TOP / "tools" / name))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[loader.name] = importlib.util.module_from_spec(spec)  # dataclasses look there
     sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
     try:
         loader.exec_module(module)
