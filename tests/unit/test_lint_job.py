@@ -227,13 +227,6 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             SLURM.replace("set -e", "#SBATCH -w node1,node2\nset -e") + "mpirun -H node1:4,node2:4 python train.py",
         ],
     ),
-    "job-fixed": (
-        [
-            (SLURM + "srun --jobid=171866 --nodes=2 python train.py", "171866"),
-            (SLURM + "srun --jobid 88 python train.py", "88"),
-        ],
-        [SLURM + "srun --jobid=$SLURM_JOB_ID python train.py", "#!/bin/bash\nsrun --jobid=171866 --pty bash"],
-    ),
     "terminal-missing": (
         [
             (SLURM + "docker run -it --rm --gpus all pt:1 python t.py", "docker"),
@@ -272,6 +265,40 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
     "merge-conflict": (
         [("#!/bin/bash\n#SBATCH --nodes=1\n<<<<<<< HEAD\nsrun a\n=======\nsrun b\n>>>>>>> side\n", "<<<<")],
         ["#!/bin/bash\ncat <<E\n=======\n>>>>>>> a\nE", SLURM + "cat <<E\n<<<<<<< a\nE"],
+    ),
+    "port-invalid": (
+        [
+            (ONE + "torchrun --nproc-per-node=4 --master-port 66670 t.py", "66670"),
+            (ONE + 'run="torchrun --master_port 70000 t.py"\neval $run', "eval"),
+        ],
+        [ONE + "torchrun --nproc-per-node=4 --master-port 65535 t.py"],
+    ),
+    "not-exported": (
+        [
+            (ONE + "NCCL_DEBUG=WARN\npython train.py", "NCCL_DEBUG"),
+            (SLURM + "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))\nsrun python train.py", "MASTER_PORT"),
+        ],
+        [
+            ONE + "export NCCL_DEBUG=WARN\npython train.py",
+            ONE + "NCCL_DEBUG=WARN\nexport NCCL_DEBUG\npython train.py",
+            ONE + "NCCL_DEBUG=WARN \\\npython train.py",
+            ONE + "set -a\nNCCL_DEBUG=WARN\npython train.py",
+            SLURM + "MASTER_PORT=29500\nsrun python train.py --port $MASTER_PORT",
+            ONE + "CUDA_VISIBLE_DEVICES=0,1\npython train.py",
+        ],
+    ),
+    "variable-late": (
+        [
+            (ONE + "out=results/$model\nmodel=small\npython train.py --out $out", "results"),
+            ("model=$name\nname=a\ntorchrun --nproc-per-node=2 t.py $model", "model=$name"),
+        ],
+        [
+            ONE + "model=small\nout=results/$model\npython train.py --out $out",
+            ONE + "for i in 1 2; do\npython train.py $last\nlast=$i\ndone",
+            ONE + "run() { python train.py $model; }\nmodel=small\nrun",
+            ONE + "source vars.sh\nout=results/$model\nmodel=small\npython train.py",
+            ONE + "while read -r node; do echo $node; done < hosts\nnode=a\npython train.py",
+        ],
     ),
     "operator-quoted": (
         [
@@ -1260,24 +1287,9 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
         ],
         [f"{SLURM}export FI_PROVIDER=efa\n", f"{PBS}export FI_PROVIDER=efa\n", f"{PBS}export FI_PROVIDER=cxi\n"],
     ),
-    "interfaces-differ": (
-        [(f"{CLEAN}export GLOO_SOCKET_IFNAME=eth0\nexport NCCL_SOCKET_IFNAME=hsn0\n", "NCCL_S")],
-        [
-            f"{CLEAN}export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0\n",
-            f"{CLEAN}export NCCL_SOCKET_IFNAME=^lo,docker\n",
-        ],
-    ),
     "loopback-interface": (
         [(f"{CLEAN}export NCCL_SOCKET_IFNAME=lo\n", "NCCL_S")],
         [f"{CLEAN}export NCCL_SOCKET_IFNAME=eth0\n"],
-    ),
-    "nccl-library-path": (
-        [(f"{CLEAN}R=/sw/nccl-2.26.2-1\nexport LD_LIBRARY_PATH=$R/lib:$LD_LIBRARY_PATH\n", "LD_LIB")],
-        [
-            f"{CLEAN}export LD_LIBRARY_PATH=/sw/aws-ofi-nccl/lib:$LD_LIBRARY_PATH\n",
-            f"{CLEAN}export LD_LIBRARY_PATH=/sw/nccl/lib LD_PRELOAD=/sw/nccl/lib/libnccl.so\n",
-            f"{SLURM}export LD_LIBRARY_PATH=/sw/nccl/lib\nsrun ./all_reduce_perf\n",
-        ],
     ),
     "network-disabled": (
         [
@@ -1383,16 +1395,6 @@ PODS: dict[str, tuple[list[tuple[str, str]], list[str]]] = {
             INFINIBAND.replace("image:", "securityContext: {capabilities: {add: [IPC_LOCK]}}\n              image:"),
             INFINIBAND.replace("image:", "securityContext: {privileged: true}\n              image:"),
             on_pods("command: [torchrun, t.py]"),
-        ],
-    ),
-    "sidecar": (
-        [(SIDECAR, "name: exporter")],
-        [
-            SIDECAR.replace("kind: Job", "kind: Pod"),
-            SIDECAR.replace("exporter", "second"),
-            SIDECAR.replace(
-                "        - {name: exporter", "      initContainers:\n        - {restartPolicy: Always, name: exporter"
-            ),
         ],
     ),
     "secret": (

@@ -71,6 +71,7 @@ RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
     hosts.of_remote_shells,
     slips.of_conflicts,
     slips.of_operators,
+    slips.of_unset,
 )
 # What a template is for.
 _TEMPLATE = re.compile(r"template[^/]*$|\.(?:tmpl|tpl|mako|j2|jinja2?)$")

@@ -75,7 +75,10 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
                 yield Found(fault.id, line)
         doubts: list[Found] = []
         for command in script.commands if fault.command else ():
-            if fault.command and fault.command.search(text := command_text(command)):
+            text = command_text(command)
+            if text.startswith("$") and len(command.words) == 1:
+                text = " ".join(script.variables.expanded(command.words))
+            if fault.command and fault.command.search(text):
                 if fault.id in _OF_ADDRESSES and _printed(command, script.lines[command.line - 1]):
                     continue
                 found = Found(fault.id, command.line, text[:_SHOWN])
@@ -97,8 +100,6 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
 
 def _elsewhere(variable: str, fault: str, script: ParsedScript) -> bool:
     """Return whether the fault of a variable does not matter in this script."""
-    if fault == "nccl-library-path":
-        return "torch" not in script.text or re.search(r"LD_PRELOAD=\S*nccl", script.text) is not None
     if variable in _OF_INFINIBAND and re.search(r"FI_PROVIDER=[\"']?efa", script.text):
         return True  # NCCL reaches EFA through its plugin, and not as InfiniBand
     meant = re.search("NCCL_NSOCKS_PERTHREAD|NCCL_SOCKET_NTHREADS", script.text)  # sockets that are tuned

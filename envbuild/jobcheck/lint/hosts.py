@@ -103,7 +103,7 @@ def of_remote_shells(script: ParsedScript) -> Iterator[Found]:
 
 
 def of_fixed_hosts(script: ParsedScript) -> Iterator[Found]:
-    """Find hosts and jobs that a batch job names itself, whatever the scheduler gives it."""
+    """Find hosts that a batch job names itself, whatever the scheduler gives it."""
     if not script.facts or script.writes:
         return
     words = [word for _, row in script.directives for word in row]
@@ -112,12 +112,6 @@ def of_fixed_hosts(script: ParsedScript) -> Iterator[Found]:
         options = script.variables.expanded(command.words)
         if command.file or not options:
             continue
-        if (
-            command.program in ("srun", "sattach")
-            and (job := next(option_values(options, ("--jobid",)), "")).isdecimal()
-        ):
-            yield Found("job-fixed", command.line, job)
-            return
         if pinned or posixpath.basename(options[0]) not in _STARTS_RANKS:
             continue
         options = before_program(options)

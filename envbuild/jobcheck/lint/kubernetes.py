@@ -43,7 +43,6 @@ _OF_JOBS = frozenset(["status-lost", "one-process"])  # servers do not end, and 
 _STARTS_RANKS = re.compile(r"torchrun|torch\.distributed|accelerate|deepspeed|mpirun|horovodrun|lightning")
 
 _TORCHRUN = re.compile(r"(?:\btorchrun|-m torch\.distributed\.(?:run|launch)) ")
-_SERVES = re.compile(r"exporter|fluent-?(?:bit|d)|promtail|envoy|filebeat|tensorboard", re.IGNORECASE)
 
 # Real manifests have few.
 _ALIASES = 256
@@ -65,7 +64,6 @@ def lint_manifest(text: str, name: str) -> Iterator[Found]:
             if document.get("kind") == "Job":
                 yield from _names(document)
                 yield from _indexes(document)
-                yield from _sidecars(document)
             if document.get("kind") == "PyTorchJob":
                 yield from _replicas(document)
 
@@ -200,15 +198,6 @@ def _memory_lock(container: Mapping[str, Any]) -> Iterator[Found]:
     named = isinstance(added, list) and {"IPC_LOCK", "CAP_IPC_LOCK", "ALL"} & {str(one) for one in added}
     if mounts and not named and _inner(rights, "privileged") is not True:
         yield Found("memory-lock", _line(mounts[0], "mountPath"))
-
-
-def _sidecars(document: Mapping[str, Any]) -> Iterator[Found]:
-    """Find containers beside the training that keep a Job from its end."""
-    rows = _rows(_inner(document, "spec", "template", "spec"), "containers")
-    for one in rows if len(rows) > 1 else ():
-        text = " ".join((str(one.get("name")), str(one.get("image"))))
-        if _SERVES.search(text) and not _gpus(one):
-            yield Found("sidecar", _line(one, "name"), str(one.get("name")))
 
 
 def _limits(container: Mapping[str, Any]) -> Mapping[str, Any] | None:

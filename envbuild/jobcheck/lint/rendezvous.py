@@ -11,7 +11,7 @@ from envbuild.data import load_table
 from envbuild.jobcheck.lint.directives import option_values, whole_number
 from envbuild.jobcheck.lint.launch import RANK_OPTIONS, Launch, starts_training
 from envbuild.jobcheck.lint.script import PER_NODE, Found, ParsedScript
-from envbuild.jobcheck.lint.shell import LAUNCHERS, Command
+from envbuild.jobcheck.lint.shell import LAUNCHERS
 
 LOCAL = re.compile(r"^\[?(localhost|127(\.\d+){3}|::1)\]?(:|$)")
 _FALLBACK = re.compile(
@@ -76,15 +76,10 @@ def of_variables(script: ParsedScript) -> Iterator[Found]:
             if value.isdecimal() and not (given or script.whole_nodes) and (command.words or read[variable]):
                 own = script.kind == "shell" and not script.several  # on a host of one's own
                 yield Found("fixed-port", command.line, value, level="hint" if own else script.doubtful)
-    seen: dict[str, Command] = {}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         for command, value in script.exported(variable):
             if re.fullmatch(r"=?(?:lo|docker\d*|virbr\d*)", value) and script.several:
                 yield Found("loopback-interface", command.line, f"{variable}={value}")
-            elif "$" not in value and not value.startswith("^"):
-                seen.setdefault(value.lstrip("="), command)
-    if len(seen) > 1:
-        yield Found("interfaces-differ", list(seen.values())[-1].line, " and ".join(seen))
     text = "\n".join(line for line in script.lines if not line.startswith("#!"))
     fabrics = load_table("fabrics")["fabrics"].values()
     others = [row["signs"] for row in fabrics if "signs" in row and row["provider"] != "efa"]
@@ -365,6 +360,7 @@ def _endpoint(script: ParsedScript, launch: Launch) -> Iterator[Found]:
             ports.setdefault(match[1], at)
     if not (ports or {"rdzv-endpoint", "standalone"} & launch.options.keys()):
         ports = {_default(script, launch.options.get("master-port", "")): launch.command.line}
+    yield from (Found("port-invalid", at, port) for port, at in ports.items() if (whole_number(port) or 0) > 65535)
     for port, at in ports.items() if not (script.whole_nodes or launch.command.file) else ():
         if port.isdecimal() and port != "0":
             alone = script.kind == "shell" and not script.several  # on a host of one's own
@@ -387,7 +383,7 @@ def _default(script: ParsedScript, value: str) -> str:
 
     def filled(match: re.Match[str]) -> str:
         own = " ".join(script.values.get(match[1], ()))
-        told = re.fullmatch(rf"\$\{{{match[1]}:?[-=](\d+)\}}", own) or re.fullmatch(r"\$\{\w+:?[-=](\d+)\}", match[0])
+        told = re.fullmatch(rf"\$\{{{match[1]}:?[-=](\d+)\}}", own) or re.fullmatch(r"\$\{\D\w*:?[-=](\d+)\}", match[0])
         return told[1] if told else match[0]
 
     return re.sub(r"\$\{?(\w+)(?::?[-=]\d+)?\}?$", filled, value)

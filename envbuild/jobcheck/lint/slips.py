@@ -29,7 +29,7 @@ _BARE = re.compile(r"\$(?:(LD_LIBRARY_PATH|PYTHONPATH|LD_PRELOAD)\b|\{(LD_LIBRAR
 _OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 _SETTING = re.compile(r"[a-z]\w*(?:\.\w+)+=|[\w-]+(?:/[\w-]+)+:/")
 _TORCHRUNS = re.compile(r"--(?:nproc[-_]per[-_]node|rdzv[-_](?:endpoint|backend|id)|standalone)(?:=.*)?", re.DOTALL)
-_SPACED = re.compile(r"#\s+(?:SBATCH|PBS)\s+(-\S+)")
+_SPACED = re.compile(r"(?:#[ \t]+(?:SBATCH|PBS)|[ \t]+#(?:SBATCH|PBS|BSUB))[ \t]+(-\S+)")
 _MARKER = re.compile(r"#([A-Z]{3,7}) +(-\S+)")
 _MARKERS = frozenset(["SBATCH", "PBS", "BSUB"])
 _SORTED = frozenset("".join(sorted(name)) for name in (*_MARKERS, "SBTCH", "SBACH", "SBATH", "SBATC", "SSBATCH"))
@@ -39,13 +39,13 @@ _ANGLES = re.compile(
     r"|(?<![${])\{(?:\d{1,2}\. ?)?(?![a-z_]+\})[A-Za-z][a-zA-Z_ -]{2,60}\}"
     r"|\[(?:replace|your|insert|fill in)\b[\w @.-]{0,60}\]"
 )
-_ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}|X|X{3,}|[Yy]our[_-]\w+")
+_ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}|X|X{3,}|[Yy]our[_-]\w+|[Mm]y[_-](?:account|partition|project)")
 _PATH = re.compile(
     r"(?:^|[^-])/path/to/|^/your/|^path/to/|^path_to_\w|^[Yy]our[_A-Z-]\w+$|<(?:your|path|my)[ \w-]{1,60}>"
     r"|\{\{ ?(?:your|path|my)[ \w.-]{0,60}\}\}"
     r"|(?<!\$)\{\d{1,2}\. ?[A-Za-z]|(?<!\$)\{(?:your|path_to)[_ -][\w -]{1,60}\}"
 )
-_LAST_ANGLES = re.compile(r"^[^#'\"]*\s(<[A-Za-z][\w -]{1,60}>)\s*$|^\s*(?:export )?\w+=(<[A-Za-z][\w -]{1,60}>)")
+_LAST_ANGLES = re.compile(r"^[^#'\"]*\s(<[A-Za-z][\w -]{1,60}>)\s*$|^\s*(?:export )?\w+=(<[A-Za-z][^<>\n]{1,80}>)")
 _PRINTS = frozenset(["echo", "printf", ":", "cat"])
 _MOST = 50  # values of a variable that are looked at
 _DECLARES = re.compile(r"\b(?:declare|typeset|local|readonly)\s")
@@ -69,6 +69,8 @@ _HELPERS = re.compile(r"die|usage|(?:show|print)_(?:help|usage)|error_exit|fatal
 # differ in underscores.
 _READ = re.compile(r"(?<!\\)\$(?:([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\b|\{([a-z][a-z0-9_]*|[A-Z][A-Z0-9_]*)\})")
 _TOLD = re.compile(r"(?<![\w${\\-])[a-z][a-z0-9_]*")
+# Variables that programs read, and schedulers do not set.
+_OF_PROGRAMS = re.compile(r"(?:NCCL|GLOO|TORCH)_\w+|MASTER_(?:ADDR|PORT)|CUDA_(?:DEVICE_ORDER|LAUNCH_BLOCKING)")
 _QUOTES = frozenset(["awk", "sed", "perl", "jq", "bash", "sh", "csh", "envsubst", "xargs", "find", "trap", "python"])
 
 
@@ -338,3 +340,27 @@ def _in_word(name: str, texts: tuple[str, ...]) -> bool:
     """Return whether a variable is a part of a word: a word of its own may be meant to be empty."""
     part = rf"[\w:/-]\$\{{?{name}\b|\${name}[:/-]|\$\{{{name}\}}[\w:/-]"
     return re.search(part, " ".join(texts)) is not None
+
+
+def of_unset(script: ParsedScript) -> Iterator[Found]:
+    """Find variables that are read before they are set, and those that are set and not exported."""
+    first: dict[str, int] = {}
+    for command in script.commands if script.facts or script.trains else ():
+        for name, _ in command.assignments:
+            first.setdefault(name.rstrip("+"), command.line)
+            line = script.lines[command.line - 1]
+            alone = not command.words and line.lstrip().startswith(f"{name}=") and not line.rstrip().endswith("\\")
+            once = alone and _OF_PROGRAMS.fullmatch(name) and len(re.findall(rf"\b{name}\b", script.text)) == 1
+            given = name.startswith("MASTER") and script.launches  # torchrun sets them itself
+            if once and not (given or command.file or "set -a" in script.text):
+                yield Found("not-exported", command.line, name)
+    seen = set(_LOOPS.findall(script.text)) | {"_"}
+    for command in script.commands if first and not sets_elsewhere(script) else ():
+        if re.match(r"\s*(?:for|while|until)\b", script.lines[command.line - 1]) or command.function:
+            return  # a loop may have set it, and a function may run later
+        for match in _READ.finditer(" ".join(command.texts)):
+            name = match[1] or match[2]
+            late = name.islower() and name not in seen and first.get(name, 0) > command.line
+            if late and script.where(match[0], 0) and not (command.file or command.per_node or command.captured):
+                yield Found("variable-late", command.line, name)
+                return

@@ -24,12 +24,13 @@ _FAILED = re.compile(
 )
 _FIRST_STEPS = re.compile(
     r"prep|\bcp_|_to_te?mp|download|convert|tokeni|setup|set_up|install|stag(?:e|ing)|copy|build|cache|clean|extract|\blsb?_?cpu|--version"
-    r"|\bbash -l?c|\bls\b|\bauth\b|enroot|\bpull\b|\btar\b|rsync|unzip|latbw|smi\b|\btest|hello|mps-control",
+    r"|\bbash -l?c|\bls\b|\bmkdir\b|\bauth\b|enroot|\bpull\b|\btar\b|rsync|unzip|latbw|smi\b|\btest|hello|mps-control",
     re.IGNORECASE,
 )
 _LOOP = re.compile(r"\s*for\b(?! \w+ in [\w.'\"-]+ *(?:;|$))")  # of more than one run
 _RUNS = re.compile(r"\btorchrun\b|-m torch\.distributed\.(?:run|launch)\b|^(?:accelerate launch|deepspeed) ")
 _STARTS_RANKS = re.compile(r"\b(?:torchrun|deepspeed|accelerate launch|srun|mpirun|mpiexec|jsrun) ")
+_TEED = re.compile(r"\b(?:python[\d.]*|torchrun|deepspeed|accelerate) [^|]{1,4000}\|&? *tee\b[^|;&]*$")
 _CHECKS = re.compile(r"\$\?|\|\||&&|\b(?:exit|break|wait|trap|PIPESTATUS)\b|&$", re.MULTILINE)
 
 
@@ -157,6 +158,13 @@ def _kept(script: ParsedScript, command: Command) -> bool:
 
 def _inner_status(script: ParsedScript) -> Iterator[Found]:
     """Find trainings in `bash -c "…"` whose exit code that shell loses."""
+    for command in script.commands:
+        for before, word in pairwise(command.words if not (command.file or command.function) else ()):
+            text = " ".join(script.variables.expanded([word]))
+            shell = re.fullmatch(r"-\w*c", before) or re.match(r"\s*(?:python|torchrun)", word)
+            if shell and _TEED.search(text) and "pipefail" not in f"{text}{command.around}{command.words}":
+                yield Found("status-lost", command.line, "tee")
+                return
     inner = [command for command in script.commands if command.around and not (command.file or command.function)]
     for around, group in groupby(inner, key=lambda one: one.around):
         row = list(group)
@@ -220,7 +228,7 @@ def _first_of_two(script: ParsedScript) -> Iterator[Found]:
 def _is_run(script: ParsedScript, command: Command) -> bool:
     if command.started_by or command.function or command.file or command.per_node or command.background:
         return False
-    text = " ".join(command.words)
+    text = " ".join(script.variables.expanded(command.words))
     known = command.program in LAUNCHERS and command.program not in ("ssh", "kubectl", "parallel")
     known |= _RUNS.search(text) is not None or is_plain_training(command)
     names = {posixpath.basename(word) for word in command.words}
