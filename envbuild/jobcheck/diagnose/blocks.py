@@ -44,7 +44,7 @@ _RELAYS = re.compile(
     r"CalledProcessError|ChildFailedError|Process(?:Raised|Exited)Exception|RemoteTraceback|RayTaskError|TrainingFailedError"
     r"|Caught \w{1,60} in (?:DataLoader worker|replica|pin memory)|is killed by signal: Terminated"
     r"|(?:Engine core|WorkerProc) initialization failed|EngineDeadError|Background loop has errored"
-    r"|Engine (?:loop|process) (?:has died|failed)|One or more workers? failed|^Exception: *$"
+    r"|Engine (?:loop|process) (?:has died|failed)|One or more workers? failed|^Exception: *$|BackendCompilerFailed"
 )
 # Timestamps, which differ between the lines of a traceback and are removed from their prefixes.
 _TIME = re.compile(r"\d{4}-\d\d-\d\d[T ][\d:.,]+|\d\d:\d\d:\d\d[\d.,]*")
