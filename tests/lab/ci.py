@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lab.forked import run_forked
+
 from envbuild.lock.format import Lock, lock_file_name, render
 from envbuild.lock.image import ImageLock, OciLock, image_lock_name, render_image
 from envbuild.recipe.load import load_recipe
@@ -15,13 +17,7 @@ from envbuild.recipe.targets import Target
 
 
 def matrix(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "envbuild", "matrix", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, **env},
-    )
+    done = run_forked("matrix", *arguments, cwd=cwd, env={**os.environ, **env})
     assert "Traceback" not in done.stderr, done.stderr
     return done
 

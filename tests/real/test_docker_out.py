@@ -9,7 +9,6 @@ import socket
 import subprocess
 import tarfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +84,21 @@ def unpacked(layout: dict[str, Any]) -> Iterator[Path]:
     shutil.rmtree(folder / "bundle")
 
 
+# The ranks are forked from one process: emulated, torch takes a minute to import.
 TRAIN = """
-import numpy, platform, runpy, sys, torch
+import gc, numpy, os, platform, runpy, sys, torch, torch._dynamo
+gc.freeze()
 print(torch.__version__, platform.machine(), torch.ones(2).sum().item(), flush=True)
 sys.argv = ["ddp_train", "3", "3", "--backend", "gloo", "--model", "mlp", "--dataset_size", "256",
             "--checkpoint_path", "/trained/snapshot.pt", "--report", "/trained/report.json"]
-runpy.run_module("ddp_train", run_name="__main__")
+ranks = []
+for rank in "01":
+    ranks.append(os.fork())
+    if ranks[-1] == 0:
+        os.environ |= {"RANK": rank, "GROUP_RANK": rank}
+        runpy.run_module("ddp_train", run_name="__main__")
+        os._exit(1)  # ddp_train ends the process
+sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))
 """
 
 
@@ -99,27 +107,11 @@ def test_the_aarch64_image_trains_on_two_ranks_under_qemu_user(unpacked: Path) -
     (unpacked / "trained").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-
-    def rank(number: int) -> subprocess.CompletedProcess[str]:
-        return under_qemu(
-            unpacked,
-            TRAIN,
-            "-B",
-            RANK=str(number),
-            WORLD_SIZE="2",
-            LOCAL_RANK="0",
-            LOCAL_WORLD_SIZE="1",
-            GROUP_RANK=str(number),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            GLOO_SOCKET_IFNAME="lo",
-            OMP_NUM_THREADS="1",
-        )
-
-    with ThreadPoolExecutor(2) as pool:
-        for done in pool.map(rank, range(2)):
-            version, machine, total = done.stdout.split("\n", 1)[0].split()
-            assert version.startswith("2.10.0") and machine == "aarch64" and total == "2.0"
+    world = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = under_qemu(unpacked, TRAIN, "-B", **world)
+    version, machine, total = done.stdout.split("\n", 1)[0].split()
+    assert version.startswith("2.10.0") and machine == "aarch64" and total == "2.0"
     report = json.loads((unpacked / "trained/report.json").read_text())
     assert report["status"] == "finished" and report["world_size"] == 2
     assert len({one["parameters_digest"] for one in report["ranks"]}) == 1
@@ -181,29 +173,34 @@ def test_again_gives_the_same_and_replaces_the_old(layout: dict[str, Any]) -> No
     run("skopeo", "inspect", f"oci:{command.folder}/again:pt_cpu:cpu-x86_64")
 
 
-def test_another_time_gives_another_image(layout: dict[str, Any]) -> None:
-    command: Command = layout["command"]
-    epoch = {"SOURCE_DATE_EPOCH": "1700000000"}
-    made = command.json("docker", "pt_minimal", "--locked", "--no-bytecode", "--out", "oci:dated", **epoch)
-    raw = run("skopeo", "inspect", "--config", f"oci:{made['path']}:pt_minimal:cpu-x86_64").stdout
+@pytest.fixture
+def plain(layout: dict[str, Any], tmp_path: Path) -> Command:
+    """The command with a recipe `plain` of one small wheel, for what holds of any image."""
+    make_recipe(tmp_path / "recipes", "plain", ["networkx"])
+    return Command(tmp_path, layout["command"].env)
+
+
+def test_another_time_gives_another_image(plain: Command) -> None:
+    line = ("docker", "plain", "--target", "cpu-x86_64", "--no-verify", "--no-bytecode", "--out", "oci:dated")
+    made = plain.json(*line, SOURCE_DATE_EPOCH="1700000000")
+    raw = run("skopeo", "inspect", "--config", f"oci:{made['path']}:plain:cpu-x86_64").stdout
     assert json.loads(raw)["created"] == "2023-11-14T22:13:20Z"
-    refused = command("docker", "pt_minimal", "--out", "oci:dated", SOURCE_DATE_EPOCH="0")
+    assert plain.json(*line)["digest"] != made["digest"]
+    refused = plain(*line, SOURCE_DATE_EPOCH="0")
     assert refused.returncode == 2 and "SOURCE_DATE_EPOCH" in refused.stderr
 
 
-def test_an_archive_is_loaded_by_docker_and_holds_the_same_image(
-    layout: dict[str, Any], docker_daemon: Lab, session_store: Path
-) -> None:
-    command = Command(layout["command"].folder, {"ENVBUILD_STORE": str(session_store), **NO_DAEMON})
-    made = command.json("docker", "pt_minimal", "--locked", "--out", "docker-archive:image.tar")
+def test_an_archive_is_loaded_by_docker_and_holds_the_same_image(plain: Command, docker_daemon: Lab) -> None:
+    line = ("docker", "plain", "--target", "cpu-x86_64", "--no-verify")
+    made = plain.json(*line, "--out", "docker-archive:image.tar")
     env = {**os.environ, **docker_daemon.environment()}
     said = run("docker", "load", "--input", made["path"], env=env).stdout
-    assert "pt_minimal:cpu-x86_64" in said
+    assert "plain:cpu-x86_64" in said
     with tarfile.open(made["path"]) as archive:
         manifest = json.loads(archive.extractfile("manifest.json").read())[0]  # type: ignore[union-attr]
-    identity = run("docker", "image", "inspect", "-f", "{{.Id}}", "pt_minimal:cpu-x86_64", env=env)
+    identity = run("docker", "image", "inspect", "-f", "{{.Id}}", "plain:cpu-x86_64", env=env)
     assert identity.stdout.strip() == "sha256:" + manifest["Config"].removesuffix(".json")
-    loaded = command.json("docker", "pt_minimal", "--locked", "--no-verify", **docker_daemon.environment())
+    loaded = plain.json(*line, **docker_daemon.environment())
     assert loaded["layers_sent"] == 0 and loaded["digest"] == made["digest"]
 
 

@@ -134,7 +134,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
     folder = tmp_path_factory.mktemp("index")
     files = folder / "files"
     lock = REPOSITORY / "recipes/pt_cpu/cpu-x86_64.requirements.txt"
-    download = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(files), "--only-binary", ":all:"]
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(files)]
+    download += ["--python-version", "3.11", "--only-binary", ":all:"]  # for the images' Python, not this host's
     subprocess.run([*download, str(REPOSITORY), "hatchling"], check=True)
     subprocess.run([*download, "--no-deps", "--require-hashes", "-r", str(lock)], check=True)
     subject = ["-subj", "/CN=lab", "-days", "2", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -150,7 +151,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"127.0.0.1:{server.server_port}"
-    (folder / "pip.conf").write_text(f"[global]\nindex-url = https://me:{PASSWORD}@{address}/simple/\n")
+    settings = f"[global]\nindex-url = https://me:{PASSWORD}@{address}/simple/\n[install]\ncompile = no\n"
+    (folder / "pip.conf").write_text(settings)
     try:
         yield address, folder
     finally:
@@ -170,6 +172,8 @@ def build(
         shutil.copytree(REPOSITORY / name, context / name, ignore=without)
     for name in (".dockerignore", "Dockerfile.cpu", "Dockerfile.gpu", "LICENSE", "README.md", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, context / name)
+    with (context / "recipes/pt_cpu/recipe.toml").open("a") as recipe:
+        recipe.write(QUICK)
     # As pt_cpu, with two layers from source, the second built with the first.
     layered = context / "recipes/layered"
     shutil.copytree(context / "recipes/pt_cpu", layered)
@@ -178,9 +182,7 @@ def build(
     text = (layered / "recipe.toml").read_text().replace('"pt_cpu"', '"layered"')
     lock = layered / "cpu-x86_64.requirements.txt"
     lock.write_text(lock.read_text().replace("pt_cpu", "layered"))
-    (layered / "recipe.toml").write_text(
-        text + QUICK + LAYERS.format(index=f"https://{address}", greet=greet, caller=caller)
-    )
+    (layered / "recipe.toml").write_text(text + LAYERS.format(index=f"https://{address}", greet=greet, caller=caller))
     secrets = [f"--secret=id={name},src={folder / file}" for name, file in (("pip_conf", "pip.conf"), ("ca", "ca.pem"))]
 
     def run(file: str, tag: str, **arguments: str) -> str:

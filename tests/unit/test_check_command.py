@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from lab.forked import run_forked
 
 TOP = Path(__file__).parents[2]
 SHIPPED = sorted(file.parent.name for file in (TOP / "recipes").glob("*/recipe.toml"))
@@ -45,8 +46,7 @@ aws-ofi-nccl 1.21.1 has v6 to v12: v10 is used, from libnccl-net-ofi.so
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "envbuild", "check", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=TOP)
+    return run_forked("check", *arguments, cwd=TOP, env=os.environ)
 
 
 def unwrapped(text: str) -> str:

@@ -77,7 +77,7 @@ def test_a_page_that_the_navigation_lacks_fails_the_build(copy: Path) -> None:
     assert done.returncode == 1 and "howto/lost.md" in done.stderr
 
 
-def test_indented_code_is_coloured_by_what_it_is(copy: Path) -> None:
+def test_code_is_coloured_by_what_it_is_options_stay_on_one_line_and_cells_have_their_headings(copy: Path) -> None:
     lines = [
         "    envbuild venv pt_cpu",
         "    [paths]\n    shared = 1",
@@ -85,21 +85,12 @@ def test_indented_code_is_coloured_by_what_it_is(copy: Path) -> None:
         "    on:\n      push:",
         "    a b  c",
     ]
-    text = "\n\n".join(f"Text.\n\n{one}" for one in lines) + "\n\n- a list\n\n    no code, a part of the list\n"
-    page = copy / "docs/howto/run.md"
-    page.write_text(f"# Run\n\n{text}")
+    text = "\n\n".join(f"Text.\n\n{line}" for line in lines) + "\n\n- a list\n\n    no code, a part of the list\n"
+    table = "| `k` | b | c |\n| --- | --- | --- |\n| 1 | 2 % | 3 |\n| 4 | 5 | |\n"
+    (copy / "docs/howto/run.md").write_text(f"# Run\n\n`--out` or `x --a-b y-z`\n\n{table}\n{text}")
     assert build(copy).returncode == 0
     html = (copy / "build/site/howto/run/index.html").read_text()
     assert re.findall(r'<div class="language-(\w+) highlight">', html) == ["bash", "toml", "console", "yaml", "text"]
-
-
-def test_options_stay_on_one_line_and_cells_of_wide_tables_have_their_headings(copy: Path) -> None:
-    page = copy / "docs/howto/run.md"
-    page.write_text(
-        "# Run\n\n`--out` or `x --a-b y-z`\n\n| `k` | b | c |\n| --- | --- | --- |\n| 1 | 2 % | 3 |\n| 4 | 5 | |\n"
-    )
-    assert build(copy).returncode == 0
-    html = (copy / "build/site/howto/run/index.html").read_text()
     assert '<code class="word">--out</code> or <code>x <span class="word">--a-b</span> y-z</code>' in html
     assert re.findall(r'<td data-heading="(\w)">(.*?)</td>', html) == [
         ("k", "1"),
