@@ -15,8 +15,7 @@ from envbuild.contract.receipt import failures, passed_line, passing_receipt, re
 from envbuild.contract.state import State
 from envbuild.contract.verification import VerifySettings, parse_settings
 from envbuild.environment import Environment
-from envbuild.gpu_code import Containers
-from envbuild.gpus import gpu_faults
+from envbuild.gpus import Containers, gpu_faults
 from envbuild.recipe.targets import Target
 from envbuild.store.history import record
 from envbuild.verify.model import Subject, Thoroughness, Verdict, check_texts, listed, make_receipt

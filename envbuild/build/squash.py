@@ -34,7 +34,7 @@ from envbuild.contract.kinds import file_kind
 from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
 from envbuild.contract.state import State
 from envbuild.environment import Environment
-from envbuild.gpu_code import Containers
+from envbuild.gpus import Containers
 from envbuild.image.archive import archive_at
 from envbuild.image.credentials import check_user
 from envbuild.image.layout import Blobs, ImageAt, Pulled, fill_layout, layout_at, of_pulled

@@ -18,7 +18,7 @@ from envbuild.cli.common import open_recipe, open_target, print_json, show, with
 from envbuild.compat.judge import gpu_findings, judge
 from envbuild.compat.rows import CompatFinding, load_rows
 from envbuild.contract.receipt import read_receipt, recorded_gpu_code
-from envbuild.gpu_code import Containers
+from envbuild.gpus import Containers
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.lifecycle import LockState
 from envbuild.locks import locked_stack, needed_locks

@@ -200,8 +200,7 @@ def attest_command(
       envbuild attest pytorch.sqsh --key sigstore
     """
     from envbuild.trust.bundle import sign
-    from envbuild.trust.keyless import KEYLESS, keyless_signer
-    from envbuild.trust.keys import load_signer
+    from envbuild.trust.keys import KEYLESS, keyless_signer, load_signer
 
     with ExitStack() as stack:
         signer = None

@@ -20,8 +20,16 @@ from envbuild.compat.rows import (
 )
 from envbuild.compat.stack import EXACT, Stack
 from envbuild.fabrics import load_fabrics
-from envbuild.gpu_code import Containers
-from envbuild.gpus import NATIVE, PTX, gpu_faults, is_judged, is_optional, library_runs, load_chips
+from envbuild.gpus import (
+    NATIVE,
+    PTX,
+    Containers,
+    gpu_faults,
+    is_judged,
+    is_optional,
+    library_runs,
+    load_chips,
+)
 from envbuild.recipe.accelerators import torch_index
 
 

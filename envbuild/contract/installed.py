@@ -24,7 +24,7 @@ from envbuild.base.elf import HEAD, Elf, elf_machine, file_head, read_elf
 from envbuild.base.files import open_regular, read_regular
 from envbuild.base.packages import SLIM_FILE, record_digest, top_level
 from envbuild.base.text import normalise
-from envbuild.gpu_code import Containers, read_gpu_code
+from envbuild.gpus import Containers, read_gpu_code
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from envbuild.base.atomic import write_beside
 from envbuild.base.errors import VerificationError
 from envbuild.base.files import MISSING, parse_json, read_regular
-from envbuild.gpu_code import Containers
+from envbuild.gpus import Containers
 
 FORMAT = 1
 # The status of a check.

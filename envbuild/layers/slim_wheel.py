@@ -26,8 +26,7 @@ from envbuild.base.packages import SLIM_FILE, record_row
 from envbuild.base.progress import log
 from envbuild.base.text import human_size
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.gpu_code import CudaEntry, read_gpu_code
-from envbuild.gpus import all_chips
+from envbuild.gpus import CudaEntry, all_chips, read_gpu_code
 from envbuild.layers.contents import open_member, reading
 from envbuild.layers.wheel import recorded_rows, render_record
 from envbuild.slim import SlimRules, unused

@@ -23,8 +23,7 @@ from envbuild.report.data import (
     step_seconds,
     text_of,
 )
-from envbuild.report.markup import Html, evidence_html, folded, h, joined, pairs, table
-from envbuild.report.sections import Shared, download
+from envbuild.report.sections import Html, Shared, download, evidence_html, folded, h, joined, pairs, table
 
 _HEIGHT, _TOP, _BOTTOM = 240, 12, 30
 _TICKS = 5

@@ -10,7 +10,7 @@ from envbuild import __version__
 from envbuild.report import figures, sections
 from envbuild.report.data import ReportEntry, has_passed, moment, step_seconds, text_of
 from envbuild.report.figures import Series, line_chart, short
-from envbuild.report.markup import Html, h, joined
+from envbuild.report.sections import Html, h, joined
 
 # Nothing is loaded from anywhere, and nothing runs: what a receipt says can do no more than be read.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"

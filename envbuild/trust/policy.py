@@ -14,8 +14,7 @@ from envbuild.base.errors import VerificationError
 from envbuild.base.text import seconds
 from envbuild.site.tables import TrustTable
 from envbuild.trust.bundle import PREDICATES, bundle_path, opened, read_bundle, statement
-from envbuild.trust.keyless import signed_by
-from envbuild.trust.keys import load_public
+from envbuild.trust.keys import load_public, signed_by
 
 RECEIPT = PREDICATES[""]
 # Fields that change after a receipt was attested: an artifact may be pushed or copied.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from envbuild.base.elf import Elf, elf_machine, machine_name
 from envbuild.contract.installed import HOST, Files
-from envbuild.gpu_code import Containers
+from envbuild.gpus import Containers
 from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
 from envbuild.recipe.targets import Target
 

@@ -24,7 +24,7 @@ from envbuild.base.packages import SLIM_FILE
 from envbuild.contract.image_manifest import FILE_NAME, PathRow, compare, parse, row_of
 from envbuild.contract.installed import FileReport
 from envbuild.contract.state import PREFIX, State
-from envbuild.gpu_code import Containers, GpuCodeScanner
+from envbuild.gpus import Containers, GpuCodeScanner
 from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.squashfs.read import SquashfsImage

@@ -13,8 +13,7 @@ from envbuild.base.errors import EnvbuildError, UsageError
 from envbuild.base.packages import record_digest
 from envbuild.base.text import normalise
 from envbuild.contract.state import IMAGE, PREFIX, BuiltLayer, State
-from envbuild.gpu_code import UNREADABLE, Containers
-from envbuild.gpus import all_chips, gpu_faults, is_judged, library_runs
+from envbuild.gpus import UNREADABLE, Containers, all_chips, gpu_faults, is_judged, library_runs
 from envbuild.image.limits import ImageLimits
 from envbuild.layers.trainer import NAME, load_trainer
 from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds

@@ -97,8 +97,7 @@ def diagnoses(context: Context) -> Seen:
 def gpu_code(context: Context) -> Seen:
     """Run kernels of two libraries, and one by PTX alone, and compare with the code that the libraries have."""
     try:
-        from envbuild.gpu_code import read_gpu_code
-        from envbuild.gpus import chips_named, library_runs
+        from envbuild.gpus import chips_named, library_runs, read_gpu_code
     except ImportError as error:
         raise Skipped(f"this envbuild does not read code for GPUs ({error})") from error
     chip = chips_named(context.python["gpus"][0]["chip"])[0]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envbuild.base.errors import UsageError
-from envbuild.bisect.judge import LEAST, Judge, is_faster, known_gap, spread_of
+from envbuild.bisect.run import LEAST, Judge, is_faster, known_gap, spread_of
 from envbuild.bisect.search import Culprits, Mix, MixState, bound, differences, grouped, mixed, search
 from envbuild.cli.commands import cli
 from envbuild.lock.format import Lock
@@ -193,7 +193,7 @@ def test_a_decision_needs_several_pairs() -> None:
 def test_a_command_is_judged_by_its_exit_whatever_it_left_running(
     command: str, state: MixState, told: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envbuild.bisect.judge.launch_environment", lambda *_: dict(os.environ))
+    monkeypatch.setattr("envbuild.bisect.run.launch_environment", lambda *_: dict(os.environ))
     judge = Judge(command, 1, load_environment(), lambda _: None)
     assert judge._command(tmp_path, 1.0) == (state, told)
 

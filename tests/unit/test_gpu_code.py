@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.gpu_files import bundle, compressed, fatbin
 
-from envbuild.gpu_code import UNREADABLE, GpuCodeScanner, read_gpu_code
+from envbuild.gpus import UNREADABLE, GpuCodeScanner, read_gpu_code
 
 
 def fed(data: bytes, sizes: list[int]) -> Counter[tuple[str, ...]]:

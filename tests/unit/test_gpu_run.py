@@ -407,15 +407,14 @@ def test_every_provoked_failure_must_be_named(monkeypatch: pytest.MonkeyPatch, t
 def test_a_static_verdict_must_be_what_the_gpu_did(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a stand-in for envbuild's reader: libtorch_cuda has sm_90 without PTX."""
     context = cuda_context(tmp_path)
-    monkeypatch.setitem(sys.modules, "envbuild.gpu_code", None)
+    monkeypatch.setitem(sys.modules, "envbuild.gpus", None)
     with pytest.raises(Skipped, match="does not read code for GPUs"):
         verdicts.gpu_code(context)
-    reader: Any = SimpleNamespace(read_gpu_code=lambda stream: Counter({("sm_80", "sm_90"): 3}))
     rules: Any = SimpleNamespace(
+        read_gpu_code=lambda stream: Counter({("sm_80", "sm_90"): 3}),
         chips_named=lambda name: [SimpleNamespace(name=name)],
         library_runs=lambda found, chip: "natively" if any(chip.name in codes for codes in found) else "",
     )
-    monkeypatch.setitem(sys.modules, "envbuild.gpu_code", reader)
     monkeypatch.setitem(sys.modules, "envbuild.gpus", rules)
     codes = [0, 1]
     monkeypatch.setattr(verdicts, "run_all", lambda *_: [Ended(code, "") for code in codes])

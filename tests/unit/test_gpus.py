@@ -21,8 +21,19 @@ from envbuild.contract.receipt import recorded_gpu_code
 from envbuild.contract.verification import VerifySettings
 from envbuild.doctor import machine
 from envbuild.doctor.probe import Host
-from envbuild.gpu_code import UNREADABLE, Containers
-from envbuild.gpus import NATIVE, PTX, chips_named, gpu_faults, gpu_of, gpu_problem, library_runs, load_chips, runs
+from envbuild.gpus import (
+    NATIVE,
+    PTX,
+    UNREADABLE,
+    Containers,
+    chips_named,
+    gpu_faults,
+    gpu_of,
+    gpu_problem,
+    library_runs,
+    load_chips,
+    runs,
+)
 from envbuild.job_inputs import check_gpus as check_site
 from envbuild.jobs.model import JobArtifact, JobInputs
 from envbuild.jobs.schedulers.slurm import _partitions

@@ -17,8 +17,8 @@ import pytest
 from unit.job_plans import AWS, MOUNTS, PLAN, SQSH, executable
 
 from envbuild.jobs.containers import start_enroot
-from envbuild.jobs.node import node_program, settings
 from envbuild.jobs.schedulers import SCHEDULERS
+from envbuild.jobs.script import node_program, settings
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes other users")
 ANN, BOB = 60001, 60002

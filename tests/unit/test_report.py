@@ -28,8 +28,8 @@ from envbuild.contract.receipt import receipt_path
 from envbuild.inspect.metadata import interest
 from envbuild.report.data import ReportEntry, SizedPackage
 from envbuild.report.gather import gather, page_path, read_receipt_of, receipt_changes
-from envbuild.report.markup import evidence_html, h, prose, visible
 from envbuild.report.page import report_page
+from envbuild.report.sections import evidence_html, h, prose, visible
 from envbuild.run_environment import load_environment
 
 # Of a real run of `envbuild verify --faults`; its paths and host are renamed.

@@ -19,8 +19,7 @@ from unit.gpu_files import fatbin
 from envbuild.base.errors import RecipeError
 from envbuild.base.toml import Document
 from envbuild.contract.installed import check_files, distributions
-from envbuild.gpu_code import read_gpu_code
-from envbuild.gpus import all_chips, runs
+from envbuild.gpus import all_chips, read_gpu_code, runs
 from envbuild.layers.slim_wheel import blank_ranges, slim_wheel
 from envbuild.recipe.load import decode_recipe
 from envbuild.slim import SlimRules, slim_rules, unused

@@ -12,10 +12,11 @@ from collections.abc import Iterable
 
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobs.containers import work_key
-from envbuild.jobs.launchers import ABOUT, STEP_SIGNAL
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive, fill
 from envbuild.jobs.schedulers.base import (
+    ABOUT,
+    STEP_SIGNAL,
     HostFacts,
     Queue,
     Scheduler,

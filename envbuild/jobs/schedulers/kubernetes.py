@@ -18,7 +18,7 @@ from typing import Any
 from envbuild.base import process
 from envbuild.base.errors import HostError, UsageError
 from envbuild.jobs import kubernetes_pod as pod
-from envbuild.jobs.kubernetes_yaml import dump, literal
+from envbuild.jobs.kubernetes_pod import dump, literal
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.schedulers.base import Scheduler, Submission, Trial
 from envbuild.site.jobs import runtime_conflicts

@@ -15,16 +15,18 @@ from pathlib import Path
 from envbuild.base.errors import UsageError
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobs.containers import work_key
-from envbuild.jobs.launchers import SSH, each, mpi
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive
 from envbuild.jobs.schedulers.base import (
+    SSH,
     AllocationFacts,
     HostFacts,
     Queue,
     Scheduler,
     Submission,
+    each,
     minutes,
+    mpi,
     time_left,
     with_site,
 )

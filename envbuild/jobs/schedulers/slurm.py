@@ -12,16 +12,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from envbuild.base.errors import UsageError
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
 from envbuild.jobs.containers import pyxis_options, work_key
-from envbuild.jobs.launchers import ABOUT, STEP_SIGNAL, mpi
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive, fill
 from envbuild.jobs.schedulers.base import (
+    ABOUT,
+    STEP_SIGNAL,
     AllocationFacts,
     HostFacts,
     Queue,
     Scheduler,
     Submission,
     first_number,
+    mpi,
     saving_s,
     with_site,
 )
