@@ -280,7 +280,8 @@ def published(tag: str, torch: Collection[SpecifierSet], arch: str) -> str:
     if version in {one for row in rows for one in row.cuda} or (is_open and version in indexes):
         return tag
     major = version.partition(".")[0]
-    choices = [one for one in (rows[-1].cuda if rows else indexes) if one.partition(".")[0] == major]
+    lists = [row.cuda for row in reversed(rows)] if rows else [indexes]  # the newest torch with this major version
+    choices = next(filter(None, ([one for one in each if one.partition(".")[0] == major] for each in lists)), [])
     nearest = min(choices, key=lambda one: abs(Version(one).minor - Version(version).minor), default=version)
     return tag_of_version(family.name, nearest)
 

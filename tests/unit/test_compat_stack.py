@@ -221,7 +221,7 @@ GUIDE = "numpy==2.2.2 setuptools==53.0.0 sympy==1.13.1"
     [
         ("torch==2.6.0+cu126", ""),
         ("torch==2.7.1", "torch 2.7 and newer require sympy>=1.13.3 (torch 2.7.1, sympy 1.13.1)"),
-        ("torch==2.13.0", "torch 2.13 and 2.14 require setuptools>=77.0.3"),
+        ("torch==2.13.0", "torch 2.13 to 2.15 require setuptools>=77.0.3"),
     ],
 )
 def test_pins_of_a_guide_that_exclude_each_other_are_explained(tmp_path: Path, torch: str, said: str) -> None:
