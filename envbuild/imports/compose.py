@@ -111,7 +111,8 @@ def compose(
         problem = statement.reason or _problem(statement, chosen)
         lose(statement, problem) if problem else kept.setdefault(statement)
     arches = [Target.parse(target).arch] if target else _arches(kept)
-    signs = gpu_signs(one for one in given if _is_for(one, arches) and (one in kept or not _left_out(one, chosen)))
+    here = [one for one in given if _is_for(one, arches) and (one in kept or not _left_out(one, chosen))]
+    signs = gpu_signs(here, chosen)
     hidden = gpu_signs(one for one in given if _is_for(one, arches) and one not in kept and _left_out(one, chosen))
     torch = [Requirement(one.text).specifier for one in kept if one.kind in _REQUIREMENTS and _project(one) == "torch"]
     is_conda = any(statement.kind in _CONDA for statement in kept)

@@ -94,8 +94,13 @@ def conda_spec(kind: str, text: str, place: str, group: str = "", platform: str 
     found = re.fullmatch(r"python(?:\s+|(?=[<>=!~])|$)([^\s\[|]*)", plain)
     if kind != "conda" or not found:
         return Statement(kind, text, place, group, platform)
-    exact = re.fullmatch(r"={0,2}(\d+(?:\.\d+)?)(?:[.*][.*\d]*)?", found[1])
-    return Statement("python", f"=={exact[1]}.*" if exact else found[1] or ">=3", place, group, platform)
+    return Statement("python", ",".join(map(_python_clause, found[1].split(","))) or ">=3", place, group, platform)
+
+
+def _python_clause(text: str) -> str:
+    """Return a clause of conda's version of python as a specifier; a patch release does not count."""
+    exact = re.fullmatch(r"={0,2}(\d+(?:\.\d+)?)(?:[.*][.*\d]*)?", text)
+    return f"=={exact[1]}.*" if exact else re.sub(r"^=([<>])", r"\1=", text)  # =>3.9, as some write
 
 
 def conda_entries(
@@ -148,7 +153,8 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                 for key, text in table_at(value).items():
                     keys = (*place, name, key)
                     if key in ("channels", "platforms"):
-                        yield from texts(document, keys, KINDS[key])
+                        for one in texts(document, keys, KINDS[key]):
+                            yield _table_entry(document, one, keys) if one.reason else one
                     else:
                         known = Statement("name", str(text), document.where(*keys))
                         yield known if key == "name" else lost(f"{key} = {text}", known.place, TOOL)
@@ -167,9 +173,18 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
                     names = " ".join(map(str, in_default)) if key == "default" else ""
                     yield lost(f"{key} = {about}", document.where(*place, name, key), reason, names)
             elif name == "channels" and place != root:
-                yield from texts(document, (*place, name), "channel", group)
+                for one in texts(document, (*place, name), "channel", group):
+                    yield _table_entry(document, one, (*place, name)) if one.reason else one
             elif name not in ("target", "feature"):
                 yield lost(f"{name} = {value}", document.where(*place, name), TOOL, group)
+
+
+def _table_entry(document: Document, entry: Statement, keys: tuple[str, ...]) -> Statement:
+    """Return the channel or platform of an entry of pixi's that is a table: {channel = "nvidia", priority = 1}."""
+    for index, one in enumerate(list_at(document.data, *keys)):
+        if document.where(*keys, index) == entry.place and (name := value_at(one, keys[-1].removesuffix("s"))):
+            return Statement(KINDS[keys[-1]], str(name), entry.place, entry.group)
+    return entry
 
 
 def read_conda_lock(path: Path) -> Iterator[Statement]:

@@ -21,7 +21,7 @@ from envbuild.base.files import parse_json
 from envbuild.image.model import GOARCH
 from envbuild.imports.conda_files import conda_spec, read_conda_file
 from envbuild.imports.pip_files import Find, pip_words
-from envbuild.imports.statement import NOT_IN_IMAGE, Statement, lost, text_of
+from envbuild.imports.statement import BRANCH, NOT_IN_IMAGE, NOT_TAKEN, Statement, lost, text_of
 from envbuild.recipe.targets import host_arch
 
 # Bases whose content a recipe can name: Python's version, and torch's; data/gpu_signs.toml reads their CUDA.
@@ -49,12 +49,16 @@ _WITHOUT_EFFECT = ("-y", "-q", "-qq", "--yes", "--quiet", "--no-install-recommen
 _CONDA_FILES = ("-f", "--file")
 _CONDA_VALUED = ("-n", "--name", "-p", "--prefix", "--solver", "--repodata-fn", "--platform")
 _SHELL = "a command of the shell"
+_SYNC = re.compile(r"(?:\S*/)?(?:uv (?:\S+ )*?sync|(?:poetry|pipenv|pixi|pdm) (?:-\S+ )*(?:install|sync))(?= |$)")
+_CHOSEN_PYTHON = re.compile(
+    r"(?:\S*/)?(?:uv python install (?:-\S+ )*|uv venv (?:\S+ )*?(?:-p|--python)[ =](?:python)?)(3\.\d+)"
+    r"|(?:\S*/)?python(3\.\d+) -m (?:venv|virtualenv) |pyenv (?:install|global) (3\.\d+)"
+)
+_SYNCED = "installs what the project's files and its lock have: name these with --from"
 _PYTHON = "the recipe's Python"
 # Statements about the environment of a stage that another copies; the others are about its image.
 _OF_ENVIRONMENT = ("requirement", "constraint", "pin", "index", "conda", "conda-pin", "channel", "python")
 _REDIRECTED = "a redirection of the shell: quote a requirement that has < or >"
-_BRANCH = "in a branch or loop of the shell that envbuild does not evaluate: name what you need with --from"
-_NOT_TAKEN = "in a branch of the shell that the values of ARG and ENV do not take"
 _NEWLINE = ";;"  # which no command of a RUN outside of `case` has
 _COPIES = "copies files: own code belongs to [project]"
 _REASONS = dict.fromkeys(("COPY", "ADD"), _COPIES) | {
@@ -161,7 +165,10 @@ def _instruction(
         given = _values(rest, stage.variables)
         stage.env |= given
         stage.made += [value for key, value in given.items() if key in ("VIRTUAL_ENV", "CONDA_PREFIX")]
-        yield from (Statement("env", f"{key}={value}", place) for key, value in given.items())
+        for key, value in given.items():
+            yield Statement("env", f"{key}={value}", place)
+            if key == "UV_PYTHON" and (python := re.fullmatch(r"(?:python)?(3\.\d+)(?:\.\d+)?", value)):
+                yield Statement("python", f"=={python[1]}.*", place)
     elif name == "WORKDIR":
         stage.workdir = stage.path(text.strip("\"'"))
         yield Statement("workdir", stage.workdir if "$" not in text else text, place)
@@ -365,39 +372,46 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
     workdir, variables, shell = stage.workdir, dict(stage.variables), _Branches()
     for given in filter(None, commands):
         words = shell.enter([_replaced(word, variables) for word in given])
-        if not words or shell.reason:
+        if not words or shell.reason == NOT_TAKEN:
             if words:
                 yield lost(" ".join(words), place, shell.reason)
             continue
         start = next((index for index, word in enumerate(words) if not re.match(r"sudo$|[A-Za-z_]\w*=", word)), 0)
-        if words[0] == "export" or all("=" in word for word in words):
+        if (words[0] == "export" or all("=" in word for word in words)) and not shell.reason:
             variables |= _pairs(" ".join(shlex.quote(_replaced(word, variables)) for word in words if "=" in word))
-        if inner := _script(words[start:]):
-            yield from _run(inner, place, stage, folder)
-            continue
-        line = " ".join(words[start:])
-        stage.made += [stage.path(path) for path in _MAKES.findall(line)]
         if words[start] in ("cd", "pushd") and len(words) == start + 2:
             workdir = posixpath.normpath(posixpath.join(workdir, words[-1]))
             continue
-        matches = {kind: one for kind, pattern in _INSTALL.items() if (one := pattern.match(line))}
-        kind, found = next(iter(matches.items()), ("", None))
-        if not found:
-            yield lost(" ".join(words), place, _SHELL)
-            continue
-        while redirected := next(
-            (index for index, word in enumerate(words) if re.fullmatch("[&]?[<>]+[&|]?", word)), 0
-        ):
-            # In the shell, numpy>=2 without quotes is numpy, whose output goes to the file =2.
-            yield lost(" ".join(words[redirected - 1 : redirected + 2]), place, _REDIRECTED)
-            del words[redirected - words[redirected - 1].isdecimal() : redirected + 2]  # the 2 of 2>&1, too
-        left = words[start + len(found[0].split()) :]
-        if kind == "pip":
-            yield from pip_words(left, place, _finder(stage, workdir, mounted))
+        if inner := _script(words[start:]):
+            found = _run(inner, place, stage, folder)
         else:
-            # `conda env` without a file reads this one.
-            default = ["-f", "environment.yml"] if " env " in found[0] and not {*_CONDA_FILES} & set(left) else []
-            yield from _packages([*left, *default], place, kind, _finder(stage, workdir, mounted))
+            found = _command(words, start, place, stage, _finder(stage, workdir, mounted))
+        # The packages of a command that may not run are named, because they may be for GPUs.
+        yield from (replace(one, reason=one.reason or shell.reason) for one in found) if shell.reason else found
+
+
+def _command(words: list[str], start: int, place: str, stage: _Stage, find: Find) -> Iterator[Statement]:
+    """Yield the statements of one command of the shell, whose name is the word number `start`."""
+    line = " ".join(words[start:])
+    stage.made += [stage.path(path) for path in _MAKES.findall(line)]
+    matches = {kind: one for kind, pattern in _INSTALL.items() if (one := pattern.match(line))}
+    kind, found = next(iter(matches.items()), ("", None))
+    if not found:
+        if python := _CHOSEN_PYTHON.match(line):
+            yield Statement("python", f"=={next(filter(None, python.groups()))}.*", place)
+        yield lost(" ".join(words), place, _SYNCED if _SYNC.match(line) else _SHELL)
+        return
+    while redirected := next((index for index, word in enumerate(words) if re.fullmatch("[&]?[<>]+[&|]?", word)), 0):
+        # In the shell, numpy>=2 without quotes is numpy, whose output goes to the file =2.
+        yield lost(" ".join(words[redirected - 1 : redirected + 2]), place, _REDIRECTED)
+        del words[redirected - words[redirected - 1].isdecimal() : redirected + 2]  # the 2 of 2>&1, too
+    left = words[start + len(found[0].split()) :]
+    if kind == "pip":
+        yield from pip_words(left, place, find)
+    else:
+        # `conda env` without a file reads this one.
+        default = ["-f", "environment.yml"] if " env " in found[0] and not {*_CONDA_FILES} & set(left) else []
+        yield from _packages([*left, *default], place, kind, find)
 
 
 def _script(words: list[str]) -> str:
@@ -439,7 +453,7 @@ class _Branches:
     @property
     def reason(self) -> str:
         """Why the command is not carried, or ""."""
-        return _NOT_TAKEN if False in self.open else _BRANCH if None in self.open else ""
+        return NOT_TAKEN if False in self.open else BRANCH if None in self.open else ""
 
     def enter(self, words: list[str]) -> list[str]:
         """Record the keywords before a command, and return its other words: [] if none is a command."""

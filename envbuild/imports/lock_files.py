@@ -36,7 +36,7 @@ from envbuild.imports.statement import (
 )
 from envbuild.inspect.facts import PythonPackage
 from envbuild.inspect.reader import is_venv, open_artifact
-from envbuild.recipe.accelerators import VERSION_FILE, torch_builds
+from envbuild.recipe.accelerators import VERSION_FILE, accelerator_of, torch_builds
 from envbuild.recipe.model import PYTHONS
 from envbuild.run_environment import load_environment
 
@@ -92,7 +92,7 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
             registry = str(source.get("registry") or source.get("url") or row.get("index") or "")
             if (registry, group) not in seen and (registry, "") not in seen:
                 seen.add((registry, group))
-                is_pytorch = "/whl/" in registry
+                is_pytorch = "/whl/" in registry or any(map(accelerator_of, registry.split("/")[3:]))
                 yield Statement("index", registry, at, group) if is_pytorch else lost(registry, at, INDEX, group)
     yield lost("url, hash, size", str(path), HASHES)
 

@@ -45,6 +45,7 @@ _ARRAYS: dict[tuple[str, ...], str | None] = {
     ("tool", "flit", "metadata", "requires-extra"): None,
     ("tool", "pdm", "dev-dependencies"): None,
     ("tool", "uv", "dev-dependencies"): "dev",
+    ("tool", "rye", "dev-dependencies"): "dev",
 }
 _STRINGS = {
     ("project", "name"): "name",
@@ -52,7 +53,12 @@ _STRINGS = {
     ("project", "requires-python"): "python",
     ("tool", "flit", "metadata", "requires-python"): "python",
 }
-_INDEXES = (("tool", "uv", "index"), ("tool", "poetry", "source"), ("tool", "pdm", "source"))
+_INDEXES = (
+    ("tool", "uv", "index"),
+    ("tool", "poetry", "source"),
+    ("tool", "pdm", "source"),
+    ("tool", "rye", "sources"),
+)
 _LOST = {
     ("build-system", "requires"): "builds the project's own wheel",
     ("tool", "uv", "override-dependencies"): (
@@ -64,6 +70,7 @@ BOUND = (
 )
 # conda's platforms of the architectures.
 _PLATFORMS = {"x86_64": "linux-64", "aarch64": "linux-aarch64"}
+_HATCH = ("tool", "hatch", "envs")
 _POETRY, _CONDA_LOCK = ("tool", "poetry"), ("tool", "conda-lock")
 
 
@@ -87,6 +94,9 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
             place = (*array, name) if group is None else array
             found = texts(document, place, "requirement", name if group is None else group)
             yield from _sourced(document, _without_own(document, found))
+    for name in table_at(data, *_HATCH):
+        for key in ("dependencies", "extra-dependencies"):
+            yield from texts(document, (*_HATCH, name, key), "requirement", name)
     yield from texts(document, ("tool", "uv", "constraint-dependencies"), "constraint")
     yield from _dynamic(document)
     for keys, reason in _LOST.items():

@@ -6,7 +6,7 @@ import functools
 import re
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -29,6 +29,8 @@ from envbuild.recipe.targets import ARCHES, Target
 
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
 NOT_IN_IMAGE = "of a stage that is not in the final image"
+BRANCH = "in a branch or loop of the shell that envbuild does not evaluate: name what you need with --from"
+NOT_TAKEN = "in a branch of the shell that the values of ARG and ENV do not take"
 UNUSED_INDEX = "an explicit index that no package names"
 INDEX = "the site decides which index serves a package: name it in pip's configuration, or in `indexes`"
 TOOL = "a setting of that tool, not a package"
@@ -191,6 +193,8 @@ _MAX_TEXT = 2000
 _SHOWN = 3
 _PINS = ("pin", "conda-pin")
 _REQUIREMENTS = ("requirement", "constraint", "pin")
+# Commands that may not run: their signs are named, and choose no target.
+_MAYBE = (BRANCH, NOT_TAKEN)
 # Statements that say nothing about this environment.
 _ELSEWHERE = (OTHER_SYSTEM, NOT_IN_IMAGE, UNUSED_INDEX)
 _TORCH = re.compile(r"(?:[\w./-]+::)?(?:torch|pytorch|pytorch-cuda|libtorch)(?![\w-])")
@@ -243,9 +247,12 @@ def tag_of_version(family: str, version: str) -> str:
     return f"cu{version.replace('.', '')}" if family == "cuda" else f"{family}{version}"
 
 
-def gpu_signs(statements: Iterable[Statement]) -> list[GpuSign]:
-    """Return the signs in `statements`, of each its most precise one; those for other systems have none."""
-    signs = (_sign(one) for one in statements if one.reason not in _ELSEWHERE)
+def gpu_signs(statements: Iterable[Statement], groups: Collection[str] | None = None) -> list[GpuSign]:
+    """Return the signs in `statements`, of each its most precise one; those for other systems have none.
+
+    The names of extras and groups are signs if they are in `groups`, normalised names; all are, for None.
+    """
+    signs = (_sign(one) or _group_sign(one, groups) for one in statements if one.reason not in _ELSEWHERE)
     return [sign for sign in signs if sign is not None]
 
 
@@ -255,6 +262,7 @@ def tags_of(signs: Sequence[GpuSign], torch: Collection[SpecifierSet], arch: str
     Of the signs of the first rank the newest version counts: other packages may have older ones. Signs with a major
     version alone choose the CUDA of the plain wheel of the torch that the specifiers `torch` pin, if it has that one.
     """
+    signs = [one for one in signs if one.statement.reason not in _MAYBE]
     for rank in range(3):
         tags = {sign.tag: Version(sign.version) for sign in signs if sign.tag and sign.rank == rank}
         if tags:
@@ -332,8 +340,8 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
     )
     if not sign.known:
         return f"{head} envbuild has no target for {sign.family}"
-    usual = [tag for tag in ACCELERATORS[sign.family].usual if _agrees(tag, sign)]
-    choice = next((tag for tag in tags if _agrees(tag, sign)), usual[-1] if usual else sign.tag)
+    usual = [tag for tag in ACCELERATORS[sign.family].usual if _agrees(tag, sign)] or ACCELERATORS[sign.family].usual
+    choice = next((tag for tag in tags if _agrees(tag, sign)), sign.tag or usual[-1])
     return f"{head} For these GPUs choose --target {choice}-{targets[0].arch}"
 
 
@@ -401,6 +409,23 @@ def _forms(statement: Statement) -> Iterator[str]:
         yield f"{normalise(wheel[1])}=={wheel[2]}"
     elif address and "git+" in text:
         yield normalise(re.split(r"\.git|@", address[1])[0])
+
+
+# Extras and groups that are named by accelerators: cu126, gpu, torch-cuda, rocm6.2.
+_GROUP = re.compile(r"(?:[\w.-]*[-_.])?(?:(cu\d\d\d|rocm\d+\.\d+)|(?:cuda|cu|gpu)\d*|(rocm)\d*)")
+
+
+def _group_sign(statement: Statement, groups: Collection[str] | None) -> GpuSign | None:
+    """Return the sign in the name of an extra or group of a requirement of torch, or None."""
+    if statement.kind not in _REQUIREMENTS or not _TORCH.match(statement.text):
+        return None
+    for name in statement.group.split():
+        found = _GROUP.fullmatch(name.lower()) if groups is None or normalise(name) in groups else None
+        if found:
+            accelerator = accelerator_of(found[1] or "") or ACCELERATORS["rocm" if found[2] else "cuda"]
+            version = (found[1] and accelerator.version(found[1])) or ""
+            return GpuSign(replace(statement, group=name), accelerator.name, version, True)
+    return None
 
 
 def _sign(statement: Statement) -> GpuSign | None:

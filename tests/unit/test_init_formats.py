@@ -511,3 +511,38 @@ def test_uv_lock() -> None:
     lost = reasons(draft)
     assert lost["numpy==2.2.6"] == "not for Python 3.11 on Linux"
     assert lost["https://pypi.example/simple"].startswith("the site decides")
+
+
+@pytest.mark.parametrize(
+    ("spec", "python"),
+    [
+        ("=3.10.13,<3.11", "3.10"),
+        (">=3.10,<3.11", "3.10"),
+        ("=>3.13", "3.13"),
+        (" 3.12.*,!=3.12.1", "3.12"),
+        (" =3.9", "3.9"),
+    ],
+)
+def test_each_clause_of_condas_python_counts(tmp_path: Path, spec: str, python: str) -> None:
+    (tmp_path / "environment.yml").write_text(f"dependencies: ['python{spec}', numpy]\n")
+    draft, recipe = draft_of(tmp_path / "environment.yml")
+    assert recipe.python == python and not draft.lost
+
+
+def test_tables_of_pixis_channels_and_platforms_are_read(tmp_path: Path) -> None:
+    text = '[workspace]\nname = "a"\nchannels = [{ channel = "bioconda", priority = -1 }, "conda-forge"]\n'
+    text += 'platforms = [{ platform = "linux-aarch64", glibc = "2.34" }]\n[dependencies]\nnumpy = "*"\n'
+    (tmp_path / "pixi.toml").write_text(text)
+    draft, recipe = draft_of(tmp_path / "pixi.toml", target=None)
+    assert recipe.conda is not None and recipe.conda.channels == ("bioconda", "conda-forge") and not draft.lost
+    assert list(recipe.targets) == ["cpu-aarch64"]
+
+
+def test_the_tables_of_rye_and_hatch_are_read(tmp_path: Path) -> None:
+    text = '[project]\nname = "a"\n[tool.rye]\ndev-dependencies = ["ruff"]\n[[tool.rye.sources]]\nname = "x"\n'
+    text += 'url = "https://host.example/simple"\n[tool.hatch.envs.gpu]\ndependencies = ["cupy-cuda12x"]\n'
+    (tmp_path / "pyproject.toml").write_text(text)
+    draft, recipe = draft_of(tmp_path / "pyproject.toml", target=None, groups=("gpu",))
+    assert recipe.requirements == ("cupy-cuda12x",) and "CUDA 12" in draft.warning
+    assert "https://host.example/simple" in recipe.targets["cpu-x86_64"].indexes
+    assert [(one.text, one.group) for one in draft.lost] == [("ruff", "dev")]

@@ -246,6 +246,21 @@ def test_conda_has_builds_for_other_versions_of_cuda(tmp_path: Path) -> None:
     assert list(recipe.targets) == ["cu122-x86_64"] and not draft.warning
 
 
+def test_packages_in_a_branch_that_is_not_evaluated_are_signs(tmp_path: Path) -> None:
+    (tmp_path / "gpu.txt").write_text("onnxruntime-gpu\n")
+    text = """\
+FROM python:3.11
+COPY gpu.txt /r/gpu.txt
+RUN if [ -e /dev/nvidia0 ]; then pip install -r /r/gpu.txt; else pip install onnxruntime; fi && pip install rich
+RUN poetry install --with gpu
+"""
+    draft, recipe = imported(tmp_path, "Dockerfile", text)
+    assert recipe.requirements == ("rich",) and "gpu.txt:1: onnxruntime-gpu (CUDA)" in draft.warning
+    lost = {one.text: one.reason for one in draft.lost}
+    assert lost["onnxruntime"].startswith("in a branch or loop")
+    assert "name these with --from" in lost["poetry install --with gpu"]
+
+
 def test_torchs_own_sign_counts_before_those_of_other_packages(tmp_path: Path) -> None:
     row = "- {{name: {0}, version: '{1}', manager: conda, platform: linux-64, url: '{2}', category: main}}\n"
     base = "https://conda.anaconda.org/pytorch/linux-64/"
@@ -314,3 +329,23 @@ def test_the_warning_is_printed_last_and_in_json(tmp_path: Path, monkeypatch: py
     assert "warning: the sources name GPUs" in done.stderr.splitlines()[-2]
     done = CliRunner().invoke(cli, ["init", "a", "--from", "requirements.txt", "--dry-run", "--json"])
     assert "flash-attn" in json.loads(done.stdout)["warning"]
+
+
+def test_the_name_of_an_extra_of_torch_is_a_sign(tmp_path: Path) -> None:
+    text = '[project]\nname = "a"\n[project.optional-dependencies]\ncpu = ["torch>=2.8"]\n'
+    text += 'torch-cu126 = ["torch>=2.8"]\nrocm6_4 = ["rich"]\n'
+    draft, recipe = imported(tmp_path, "pyproject.toml", text)
+    assert list(recipe.targets) == ["cpu-x86_64"] and draft.warning.endswith("For GPUs choose --extra torch-cu126")
+    draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("torch_cu126",))
+    assert list(recipe.targets) == ["cu126-x86_64"] and not draft.warning
+    draft, recipe = imported(tmp_path, "pyproject.toml", text, groups=("cpu",))
+    assert list(recipe.targets) == ["cpu-x86_64"] and not draft.warning
+
+
+def test_a_command_that_may_not_run_names_gpus_and_chooses_no_target(tmp_path: Path) -> None:
+    branches = ['[ "$KIND" = gpu ]', "[ -e /dev/nvidia0 ]"]
+    for branch in branches:
+        text = "FROM python:3.11\nARG KIND=cpu\n"
+        text += f"RUN if {branch}; then pip install -i https://host.example/whl/cu126 torch; else pip install torch; fi"
+        draft, recipe = imported(tmp_path, "Dockerfile", text)
+        assert list(recipe.targets) == ["cpu-x86_64"] and draft.warning.endswith("choose --target cu126-x86_64")
