@@ -34,6 +34,7 @@ from envbuild.store.client import split_credentials
 
 # In the solver's explanation: a package that is needed, and that no channel has.
 _ABSENT = re.compile(r"([\w.-]+) [^\n]*, for which no candidates were found")
+_ELSEWHERE = "bring the lock of a host that reaches it: `envbuild lock RECIPE --conda` makes it for every target"
 _TOKEN = re.compile(r"/t/[^/\s]+")
 
 
@@ -205,9 +206,10 @@ def _error(
             "try again; if it stays so, the channel's index is damaged: index it again",
         )
     channel = answer["channel"]
-    text = "\n".join(f"  {hide(row['url'])}: {' '.join(hide(row['text']).split())}" for row in answer["refusals"])
+    refusals = [(hide(row["url"]), " ".join(hide(row["text"]).split())) for row in answer["refusals"]]
+    text = "\n".join(reason for _, reason in refusals)
     if offline:
-        hint = "its index is not in the store: run it once without --offline"
+        hint = f"run it once without --offline, or {_ELSEWHERE}"
     elif re.search(r"\b40[137]\b", text):
         hint = (
             "credentials? they are read from netrc, and from user:password@ or /t/TOKEN/ in a mirror's URL"
@@ -218,10 +220,19 @@ def _error(
     else:
         hint = (
             "check the network, HTTPS_PROXY and SSL_CERT_FILE, or name a mirror of the channel in site.toml:"
-            f' [mirrors] "{channel}" = ["https://…"]'
+            f' [mirrors] "{channel}" = ["https://…"]; or {_ELSEWHERE}'
         )
     where = recipe.where("conda", "channels", list(map(channel_url, recipe.recipe.conda.channels)).index(channel))
-    return LockError(f"{where}: channel {channel} cannot be read:\n{text}", hint)
+    lines = "".join(f"\n  {url}: {_reason(url, reason, offline)}" for url, reason in refusals)
+    return LockError(f"{where}: channel {channel} cannot be read:{lines}", hint)
+
+
+def _reason(url: str, text: str, offline: bool) -> str:
+    """Return rattler's error without the causes in the middle of its chain."""
+    if offline and not url.startswith("file:"):
+        return "not asked, --offline, and its index is not in the store"
+    causes = text.split(" Caused by: ")
+    return ": ".join(dict.fromkeys((causes[0], causes[-1])))
 
 
 def bad_spec(spec: Spec, why: str) -> RecipeError:

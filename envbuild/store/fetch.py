@@ -57,8 +57,25 @@ class CondaArchive:
         return self.name
 
 
+@dataclass(frozen=True, slots=True)
+class SourceAnswer:
+    """Why a source does not have an item.
+
+    `source` is an index, a folder, a channel or its mirror; `address` is the item's URL or path, if that is known.
+    """
+
+    source: str
+    reason: str
+    address: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.address or self.source}: {self.reason}"
+
+
 Item = TypeVar("Item", WantedWheel, CondaArchive)
-Answers = Mapping[Item, list[str]]
+Answers = Mapping[Item, list[SourceAnswer]]
+# A message about missing files names so many of the files that have the same cause, and so many causes.
+_NAMED, _CAUSES = 5, 4
 
 
 def locate_wheels(
@@ -87,7 +104,7 @@ def locate_wheels(
         only = None if index is None else site.indexes[index]
         return remote_sources(pip, site, indexes, offline, default_index, only=only)
 
-    def on_disk(wheel: WantedWheel, answers: list[str]) -> Path | None:
+    def on_disk(wheel: WantedWheel, answers: list[SourceAnswer]) -> Path | None:
         return stored_wheel(wheel, store) or _in_folders(wheel, folders, store, answers)
 
     def remote(missing: Sequence[WantedWheel], answers: Answers[WantedWheel]) -> dict[WantedWheel, Path]:
@@ -100,16 +117,17 @@ def locate_wheels(
             elif index is None or index in site.indexes:
                 sources[wheel] = sources_of(index)
             else:
-                answers[wheel].append(f"index {index!r}: not named in [indexes] of site.toml")
+                answers[wheel].append(SourceAnswer(f"index {index!r}", "not named in [indexes] of site.toml"))
         return _download_wheels(sources, answers, store, Client(pip, env))
 
     hint = (
-        "run it once without --offline, or put the wheels into a folder that pip's find-links names"
+        "run it once without --offline, put the wheels into a folder that pip's find-links names, or build from a "
+        "bundle that another host makes: `envbuild bundle RECIPE`"
         if offline
         else "check pip's index-url, find-links, proxy and cert (PIP_* variables, pip.conf), or lock again if the "
         "files were replaced"
     )
-    return _located(wanted, on_disk, remote, "a file", lambda _: "no source is configured", hint)
+    return _located(wanted, on_disk, remote, "wheels", hint)
 
 
 def fetch_archives(
@@ -121,49 +139,73 @@ def fetch_archives(
     and retries apply. Raises BuildError that names each package that no source has, with the answer of every source.
     """
 
-    def on_disk(archive: CondaArchive, answers: list[str]) -> Path | None:
+    def on_disk(archive: CondaArchive, answers: list[SourceAnswer]) -> Path | None:
         return store.find(ARCHIVES, archive.sha256, archive.name.__eq__) or _at_file_urls(archive, store, site, answers)
 
     def remote(missing: Sequence[CondaArchive], answers: Answers[CondaArchive]) -> dict[CondaArchive, Path]:
-        return {} if offline else _download_archives(missing, answers, store, Client(pip, env), site)
+        if not offline:
+            return _download_archives(missing, answers, store, Client(pip, env), site)
+        for one in missing:
+            answers[one].append(
+                SourceAnswer(redact(one.url.rsplit("/", 2)[0]), "not asked, --offline", redact(one.url))
+            )
+        return {}
 
+    bundle = "build from a bundle that another host makes: `envbuild bundle RECIPE --kind conda`"
     hint = (
-        "run it once without --offline, or give the channel a mirror in a folder (file:///...) under [mirrors] "
-        "in site.toml"
+        "run it once without --offline, give the channel a mirror in a folder (file:///...) under [mirrors] "
+        f"in site.toml, or {bundle}"
         if offline
         else "check the channel's mirrors in site.toml, their credentials (netrc, or user:password@ in the mirror's "
-        "URL), proxy and cert (PIP_* variables, pip.conf); lock again if the files were replaced"
+        "URL), proxy and cert (PIP_* variables, pip.conf); lock again if the files were replaced. Without a network, "
+        f"{bundle}"
     )
-    return _located(wanted, on_disk, remote, "it", lambda one: f"{redact(one.url)}: not asked, --offline", hint)
+    return _located(wanted, on_disk, remote, "conda packages", hint)
 
 
 def _located(
     wanted: Sequence[Item],
-    on_disk: Callable[[Item, list[str]], Path | None],
+    on_disk: Callable[[Item, list[SourceAnswer]], Path | None],
     remote: Callable[[Sequence[Item], Answers[Item]], dict[Item, Path]],
-    what: str,
-    unasked: Callable[[Item], str],
+    title: str,
     hint: str,
 ) -> dict[Item, Path]:
     """Return a file for each of `wanted`: from `on_disk`, else from `remote`. Raises BuildError when some have none.
 
     The functions add the answer of each source that does not have an item to the item's list.
     """
-    answers: dict[Item, list[str]] = {item: [] for item in wanted}
+    answers: dict[Item, list[SourceAnswer]] = {item: [] for item in wanted}
     found = {item: path for item in answers if (path := on_disk(item, answers[item])) is not None}
     for item in answers:
-        reuse("wheels" if isinstance(item, WantedWheel) else "conda packages", str(item), item in found)
+        reuse(title, str(item), item in found)
     if missing := [item for item in answers if item not in found]:
         found |= remote(missing, answers)
-    lines = []
-    for item in answers:
-        if item not in found:
-            lines.append(f"{item}: no source has {what} with the locked hash")
-            lines += [f"    wanted sha256:{digest}" for digest in sorted(item.hashes)[:3]]
-            lines += [f"    {answer}" for answer in dict.fromkeys(answers[item] or [unasked(item)])]
-    if lines:
-        raise BuildError("\n".join(lines), hint)
+    nowhere = [SourceAnswer("pip", "no source is configured")]
+    if absent := {item: answers[item] or nowhere for item in answers if item not in found}:
+        raise BuildError("\n".join(_described(absent, title)), hint)
     return {item: found[item] for item in wanted}
+
+
+def _described(absent: Answers[Item], title: str) -> list[str]:
+    """Return the lines of the message for `absent`: items of which all sources said the same share a few lines."""
+    causes: dict[tuple[tuple[str, str], ...], list[Item]] = {}
+    for item, told in absent.items():
+        causes.setdefault(tuple(dict.fromkeys((one.source, one.reason) for one in told)), []).append(item)
+    frequent = sorted(causes.items(), key=lambda cause: -len(cause[1]))
+    lines = []
+    for cause, items in frequent[:_CAUSES]:
+        if len(items) == 1:
+            lines.append(f"{items[0]}: no source has it with the locked hash")
+            lines += [f"    wanted sha256:{digest}" for digest in sorted(items[0].hashes)[:3]]
+            lines += [f"    {answer}" for answer in dict.fromkeys(absent[items[0]])]
+        else:
+            names = ", ".join(str(item) for item in items[:_NAMED])
+            rest = f" and {len(items) - _NAMED} more" if len(items) > _NAMED else ""
+            lines += [f"{len(items)} {title}: no source has them with the locked hash", f"    {names}{rest}"]
+            lines += [f"    {source}: {reason}" for source, reason in cause]
+    if others := sum(len(items) for _, items in frequent[_CAUSES:]):
+        lines.append(f"and {others} more {title}")
+    return lines
 
 
 def stored_wheel(wheel: WantedWheel, store: Store) -> Path | None:
@@ -173,7 +215,7 @@ def stored_wheel(wheel: WantedWheel, store: Store) -> Path | None:
 
 
 def _in_folders(
-    wheel: WantedWheel, folders: Sequence[tuple[Path, list[str]]], store: Store, answers: list[str]
+    wheel: WantedWheel, folders: Sequence[tuple[Path, list[str]]], store: Store, answers: list[SourceAnswer]
 ) -> Path | None:
     for folder, names in folders:
         others = []
@@ -181,25 +223,28 @@ def _in_folders(
             try:
                 digest = store.file_digest(folder / name)
             except OSError as error:
-                answers.append(f"{folder}: {name} cannot be read: {error.strerror}")
+                answers.append(SourceAnswer(str(folder), f"{name} cannot be read: {error.strerror}"))
                 continue
             if digest in wheel.hashes:
                 return folder / name
             others.append(f"{name} has another hash, sha256:{digest}")
-        answers.append(f"{folder}: {'; '.join(others) or 'not there'}")
+        answers.append(SourceAnswer(str(folder), "; ".join(others) or "not there"))
     return None
 
 
-def _at_file_urls(archive: CondaArchive, store: Store, site: Site, answers: list[str]) -> Path | None:
+def _at_file_urls(archive: CondaArchive, store: Store, site: Site, answers: list[SourceAnswer]) -> Path | None:
     for path in (path_of(url) for url in site.mirrored(archive.url) if url.startswith("file:")):
+        answer = partial(SourceAnswer, str(path.parents[1]), address=str(path))
         try:
             digest = store.file_digest(path)
+        except FileNotFoundError:
+            answers.append(answer("not there"))
         except OSError as error:
-            answers.append(f"{path}: {error.strerror}")
-            continue
-        if digest == archive.sha256:
-            return path
-        answers.append(f"{path}: hash mismatch: it has sha256:{digest}")
+            answers.append(answer(str(error.strerror)))
+        else:
+            if digest == archive.sha256:
+                return path
+            answers.append(answer(f"hash mismatch: it has sha256:{digest}"))
     return None
 
 
@@ -218,7 +263,7 @@ def _download_wheels(
             try:
                 links = source.links(wheel.name, client)
             except RequestFailed as error:
-                told.append(f"{source.name}: cannot be used: {error}")
+                told.append(SourceAnswer(source.name, f"cannot be used: {error}"))
                 continue
             links = [link for link in links if matches(link.filename, wheel.name, wheel.version)]
             good = [link for link in links if link.sha256 in hashes or link.sha256 is None]
@@ -228,12 +273,12 @@ def _download_wheels(
                 try:
                     return download(link.url, name, hashes, key, known, client, store, on_progress)
                 except Mismatch as error:
-                    told.append(f"{source.name}: hash mismatch: {name} has sha256:{error.sha256}")
+                    told.append(SourceAnswer(source.name, f"hash mismatch: {name} has sha256:{error.sha256}"))
                 except RequestFailed as error:
-                    told.append(f"{source.name}: {name}: {error}")
+                    told.append(SourceAnswer(source.name, f"{name}: {error}"))
             if not good:
                 seen = ", ".join(f"{link.filename} sha256:{link.sha256}" for link in links[:3])
-                told.append(f"{source.name}: {'other files: ' + seen if links else 'not there'}")
+                told.append(SourceAnswer(source.name, f"other files: {seen}" if links else "not there"))
         return None
 
     found = fetch_each(list(sources), fetch, client, f"looking for {len(sources)} wheels")
@@ -261,19 +306,19 @@ def _download_archives(
         name, sha256, told = archive.name, archive.sha256, answers[archive]
         known = partial(store.find, ARCHIVES, sha256, name.__eq__)
         for url in (url for url in site.mirrored(archive.url) if not url.startswith("file:")):
-            shown = redact(url)
             channel = url.rsplit("/", 2)[0]  # or its mirror
+            answer = partial(SourceAnswer, redact(channel), address=redact(url))
             if channel in down:
-                told.append(f"{shown}: {down[channel]}")
+                told.append(answer(down[channel]))
                 continue
             try:
                 return download(url, name, archive.hashes, sha256, known, client, store, on_progress, ARCHIVES)
             except Mismatch as error:
-                told.append(f"{shown}: hash mismatch: it has sha256:{error.sha256}")
+                told.append(answer(f"hash mismatch: it has sha256:{error.sha256}"))
             except RequestFailed as error:
                 if error.is_down:
                     down[channel] = str(error)
-                told.append(f"{shown}: {error}")
+                told.append(answer(str(error)))
         return None
 
     return fetch_each(missing, fetch, client, f"fetching {len(missing)} conda packages")

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -170,6 +171,24 @@ def test_locks_that_are_shipped_are_current() -> None:
     assert done.returncode == 0, done.stderr
     for target in ("cpu-x86_64", "cpu-aarch64", "cu129-x86_64"):
         assert f"conda-lock.yml: current for {target}" in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--offline"], []], ids=["offline", "unreachable"])
+def test_a_channel_that_cannot_be_reached_takes_a_few_lines(options: list[str], tmp_path: Path) -> None:
+    """They name what is missing, its source, and the way to bring it; locks that ship need no channel at all."""
+    variables = dict.fromkeys(("https_proxy", "HTTPS_PROXY", "PIP_PROXY"), "http://127.0.0.1:9")
+    variables |= {"ENVBUILD_STORE": str(tmp_path / "store"), "HOME": str(tmp_path)}
+    forge = "https://conda.anaconda.org/conda-forge: "
+    build = run("conda", "pt_cpu", "--no-verify", *options, cwd=tmp_path, **variables)
+    assert build.returncode == 4 and " conda packages: no source has them" in build.stderr, build.stderr
+    assert forge + ("not asked, --offline" if options else "[Errno 111] Connection refused") in build.stderr
+    assert "`envbuild bundle RECIPE --kind conda`" in build.stderr and len(build.stderr.splitlines()) < 8
+    recipe = tmp_path / "recipes/pt_cpu/recipe.toml"
+    recipe.parent.mkdir(parents=True)
+    shutil.copy(Path(__file__).parents[2] / "recipes/pt_cpu/recipe.toml", recipe)
+    lock = run("lock", "recipes/pt_cpu", "--conda", *options, cwd=tmp_path, **variables)
+    assert lock.returncode == 3 and "cannot be read" in lock.stderr and lock.stderr.count(forge) == 1, lock.stderr
+    assert "bring the lock of a host that reaches it" in lock.stderr and len(lock.stderr.splitlines()) < 8
 
 
 @pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM"])

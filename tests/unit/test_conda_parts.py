@@ -157,9 +157,34 @@ def test_an_archive_on_disk_is_used_where_it_lies(tmp_path: Path) -> None:
     put(mirror / "noarch/x-1-0.conda", b"another")
     with pytest.raises(BuildError) as caught:
         fetch()
-    assert "hash mismatch" in caught.value.message and "No such file" in caught.value.message
+    assert (
+        "hash mismatch" in caught.value.message
+        and f"{tmp_path}/no/noarch/x-1-0.conda: not there" in caught.value.message
+    )
     put(tmp_path / "store/conda/archives" / archive.sha256 / archive.name, b"x")
     assert fetch()[archive].is_relative_to(store.root)
+
+
+def test_packages_that_are_missing_for_the_same_reason_share_a_few_lines(tmp_path: Path) -> None:
+    channel, mirror = "https://conda.example.org/c", tmp_path / "mirror"
+    archives = [CondaArchive(f"{channel}/noarch/x{number}-1-0.conda", "0" * 64) for number in range(200)]
+    put(mirror / "noarch/x7-1-0.conda", b"another")
+    site = Site(store=tmp_path / "store", mirrors={channel: (mirror.as_uri(), channel)})
+    with pytest.raises(BuildError) as caught:
+        fetch_archives(archives, Store(tmp_path / "store"), PipConfig(), site, offline=True, env={})
+    lines = caught.value.message.splitlines()
+    assert lines[:3] == [
+        "199 conda packages: no source has them with the locked hash",
+        "    x0-1-0.conda, x1-1-0.conda, x2-1-0.conda, x3-1-0.conda, x4-1-0.conda and 194 more",
+        f"    {mirror}: not there",
+    ]
+    assert "x7-1-0.conda: no source has it with the locked hash" in lines and len(lines) < 10
+    assert "envbuild bundle RECIPE --kind conda" in str(caught.value.hint)
+    for archive in archives[:100]:
+        put(mirror / f"noarch/{archive.name}", archive.name.encode())
+    with pytest.raises(BuildError) as caught:
+        fetch_archives(archives, Store(tmp_path / "store"), PipConfig(), site, offline=True, env={})
+    assert "and 97 more conda packages" in caught.value.message and len(caught.value.message.splitlines()) < 20
 
 
 @pytest.mark.parametrize(
