@@ -22,7 +22,7 @@ from envbuild.base import process
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.progress import Log
 from envbuild.environment import Environment
-from envbuild.recipe.accelerators import CPU, gpu_families
+from envbuild.recipe.targets import CPU, gpu_families
 from envbuild.run_environment import RUN
 from envbuild.store.store import working_folder
 from envbuild.verify import supervise

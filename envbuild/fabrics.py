@@ -16,12 +16,11 @@ from envbuild.base.errors import UsageError
 from envbuild.data import load_table
 
 if TYPE_CHECKING:
-    from envbuild.contract.state import BuiltLayer, State
+    from envbuild.contract.state import BuiltLayer
 
 PLUGIN = "aws-ofi-nccl"
 # NCCL stores a plugin's name in 255 bytes, including the NUL.
 _LONGEST_NAME = 254
-_NCCL_WHEEL = re.compile(r"nvidia-nccl-cu\d+|nccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +176,6 @@ def fabric_variables(fabric: Fabric, site: SiteNetwork, family: str) -> dict[str
         if family in (row.accelerator or (family,)) and (site.interface or "{interface}" not in row.value):
             variables[row.name] = row.value.replace("{interface}", site.interface)
     return {**variables, **site.variables}
-
-
-def nccl_version(state: State) -> str:
-    """Return the version of NCCL that the artifact was built with; "" if torch contains its own NCCL."""
-    built = next((layer.version for layer in state.layers if layer.name == "nccl"), "")
-    return built.split("-")[0] or next((v for name, v, _ in state.packages if _NCCL_WHEEL.fullmatch(name)), "")
 
 
 def plugin_variables(

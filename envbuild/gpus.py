@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from envbuild.base.toml.decode import closest
+from envbuild.base.toml import closest
 from envbuild.data import load_table
 
 # A container's header: magic number, version, size of the header, size of the entries.

@@ -19,7 +19,7 @@ from envbuild.contract.receipt import is_quick, passing_receipt, read_receipt, r
 from envbuild.contract.state import PREFIX, BuiltLayer
 from envbuild.contract.verification import parse_settings
 from envbuild.describe import changed_files
-from envbuild.fabrics import find_fabric, nccl_version
+from envbuild.fabrics import find_fabric
 from envbuild.gpus import chips_named, gpu_faults
 from envbuild.jobs.model import JobArtifact, JobInputs
 from envbuild.recipe.find import search_folders
@@ -140,7 +140,7 @@ def _local(path: Path, target: str | None, unverified: bool, exact: bool, fetch:
     )
     packages = frozenset(name for name, _, _ in state.packages)
     passed = receipt if not changed else None
-    nccl = nccl_version(state)
+    nccl = state.nccl
     return JobInputs(
         artifact,
         state.layers,

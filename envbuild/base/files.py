@@ -6,7 +6,7 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -188,3 +188,8 @@ def _by_hand(source: int, out: int, start: int, target: int, size: int) -> int:
         written = os.pwrite(out, rest, target)
         rest, target = rest[written:], target + written
     return count
+
+
+def home_folder(env: Mapping[str, str]) -> Path:
+    """Return $HOME, else the home folder of the user database. Raises RuntimeError when there is none."""
+    return Path(env["HOME"]) if env.get("HOME") else Path.home()

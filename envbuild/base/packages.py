@@ -20,16 +20,24 @@ _INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER
 
 # In a .dist-info folder: what a slim wheel is without (layers/slim_wheel.py).
 SLIM_FILE = "envbuild-slim.json"
+# uv's rule for names of indexes, without upper case.
+INDEX_NAME = r"^[a-z0-9][a-z0-9_.-]*$"
 # conda's default `channel_alias`: the server of channels that are given by name. Sites mirror it in site.toml.
 CHANNEL_ALIAS = "https://conda.anaconda.org"
 # conda calls channels on these hosts by the rest of their URL.
 _ALIASES = (f"{CHANNEL_ALIAS}/", "https://repo.anaconda.com/")
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _NO_MODULE = re.compile(r"_|(?:tests?|testing|docs?|examples?|benchmarks?)(?:\.|$)")
 
 
 def digest_of(data: bytes) -> str:
     """Return `sha256:` and the hexadecimal digest of `data`."""
     return "sha256:" + hashlib.sha256(data).hexdigest()
+
+
+def is_digest(text: str) -> bool:
+    """Return whether `text` is a sha256 digest; registries use no other algorithm."""
+    return _DIGEST.fullmatch(text) is not None
 
 
 def json_digest(value: object) -> str:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from envbuild.base.errors import BuildError, EnvbuildError, HostError
 from envbuild.base.masking import masked_words, redact
-from envbuild.base.progress import detail
-from envbuild.base.terminal import clean
+from envbuild.base.progress import clean, detail
 from envbuild.data import load_table
 
 # The hint for a child that a signal ended.

@@ -25,8 +25,7 @@ from typing import Any
 from envbuild.base import process
 from envbuild.base.atomic import remove
 from envbuild.base.errors import BuildError, UsageError, VerificationError
-from envbuild.base.progress import Log
-from envbuild.base.terminal import clean
+from envbuild.base.progress import Log, clean
 from envbuild.bisect.search import (
     Culprits,
     Difference,
@@ -51,7 +50,7 @@ from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import required_by
 from envbuild.layers.wheels import fetch_wheels
 from envbuild.lock.format import Lock
-from envbuild.plan.plan import Plan
+from envbuild.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target

@@ -21,7 +21,7 @@ from envbuild.store.history import record
 from envbuild.verify.model import Subject, Thoroughness, Verdict, check_texts, listed, make_receipt
 
 if TYPE_CHECKING:
-    from envbuild.plan.plan import Plan
+    from envbuild.plan import Plan
     from envbuild.site.settings import Site
 
 

@@ -37,7 +37,7 @@ from envbuild.contract.state import State, has_packages, site_packages
 from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.wheel import Scheme, WheelFile, wheel_paths
 from envbuild.layers.wheels import locate
-from envbuild.plan.plan import Plan
+from envbuild.plan import Plan
 
 TITLE = "conda environment"
 _DROPPED = frozenset({"VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT"})

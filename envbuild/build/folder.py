@@ -35,7 +35,7 @@ from envbuild.layers.requested import RequestedLayers, before_environment, check
 from envbuild.layers.source_job import BuildPython
 from envbuild.layers.trainer import Trainer
 from envbuild.lock.lifecycle import LockUse
-from envbuild.plan.plan import Plan
+from envbuild.plan import Plan
 from envbuild.pythons import OfferedPython, choose_python, keep_python, provide_python
 from envbuild.recipe.find import command_word
 from envbuild.recipe.load import LoadedRecipe

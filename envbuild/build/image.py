@@ -27,7 +27,7 @@ from envbuild.layers.image_python import image_compiler
 from envbuild.layers.requested import check_here, for_image
 from envbuild.lock.base import image_lock
 from envbuild.lock.lifecycle import LockUse, ensure
-from envbuild.plan.plan import ImageInputs, Plan
+from envbuild.plan import ImageInputs, Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.verify.containers import BuiltImage, image_subject

@@ -24,25 +24,23 @@ from envbuild.contract.image_manifest import FILE_NAME, FORMAT, OCI, PathRow, re
 from envbuild.contract.manifest import is_bytecode, source_of
 from envbuild.contract.state import PREFIX, State, list_path
 from envbuild.environment import Environment
-from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree
+from envbuild.image.entry import DIR, FILE, SYMLINK, Entry, Tree, path_parts
 from envbuild.image.layer import with_parents
 from envbuild.image.layout import Blobs
-from envbuild.image.limits import Quota
+from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.model import GOARCH, OCI_CONFIG, OCI_MANIFEST, Descriptor, ImageManifest, canonical, parse
 from envbuild.image.tar import Member
 from envbuild.image.tree import MergedTree
 from envbuild.layers.base import BaseImage, base_image
 from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.compose import alone, environment_part, wheel_parts
-from envbuild.layers.layer_cache import CachedLayer, LayerCache, LayerRequest, M, TarCache
-from envbuild.layers.recorded import hashed
+from envbuild.layers.layer_cache import CachedLayer, LayerCache, LayerRequest, M, TarCache, hashed
 from envbuild.layers.requested import RequestedLayers
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import Scheme, WheelFile, wheel_paths, wheel_record
 from envbuild.layers.wheels import known_wheels, own_wheels
-from envbuild.layers.workdir import missing_folder
 from envbuild.lock.image import ImageLock, OciLock
-from envbuild.plan.plan import Plan, state_of
+from envbuild.plan import Plan, state_of
 from envbuild.recipe.targets import Target
 from envbuild.site.tables import LimitsTable
 from envbuild.store.entry import key_of
@@ -431,3 +429,28 @@ def _variables(plan: Plan, base: BaseImage[M]) -> dict[str, str]:
     if torch:
         variables["PYTORCH_VERSION"] = torch[-1]
     return {**dict(Target.parse(plan.target).family.container_variables), **variables, **plan.image.env}
+
+
+def missing_folder(
+    path: str, layers: Sequence[Sequence[Member]], limits: ImageLimits | None, mtime: int
+) -> tuple[list[str], list[Entry]]:
+    """Return what a layer on top of `layers` (lowest first) needs so that `path` is a folder: it, and its parents.
+
+    Nothing is needed where the folder is there, also by way of links, as it keeps its mode, owner and content; nor for
+    a missing parent. Those that are there are returned as they are: a folder in a layer replaces mode and owner.
+    Raises BuildError when the layers cannot be merged.
+    """
+    tree = MergedTree(Quota(limits))
+    for number, members in enumerate(layers, 1):
+        tree.add(f"layer {number}", members)
+    done, node = tree.resolved(path_parts(path)), tree.node
+    parents: list[Entry] = []
+    for depth, part in enumerate(done, 1):
+        below = node.children.get(part)
+        if below is None or below.kind != DIR:
+            return ["/" + "/".join(done)], parents
+        if one := below.member:
+            there = "/".join(done[:depth])
+            parents.append(Entry(there, DIR, one.mode, 0, "", one.uid, one.gid, mtime, (0, 0), one.xattrs))
+        node = below
+    return [], []

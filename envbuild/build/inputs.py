@@ -15,7 +15,7 @@ from envbuild.image.limits import Quota
 from envbuild.layers.contents import reading
 from envbuild.layers.wheel import wheel_title
 from envbuild.lock.offers import tag_set
-from envbuild.plan.plan import Plan
+from envbuild.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.store.archives import KIND as SOURCES

@@ -31,7 +31,7 @@ from envbuild.layers.source_files import read_manifest, sha256_of
 from envbuild.layers.trainer import Trainer
 from envbuild.layers.wheel import INSTALLER_NOTES, Scheme, WheelFile, wheel_programs, wheel_record
 from envbuild.layers.wheels import pinned
-from envbuild.plan.plan import Plan, state_of
+from envbuild.plan import Plan, state_of
 from envbuild.recipe.sources import SourceLayer
 
 

@@ -9,7 +9,7 @@ from envbuild.build.image import prepare_image
 from envbuild.contract.kinds import Artifact, FolderArtifact
 from envbuild.environment import Environment
 from envbuild.lock.lifecycle import LockUse
-from envbuild.plan.plan import Plan
+from envbuild.plan import Plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 

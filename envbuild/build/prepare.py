@@ -21,7 +21,7 @@ from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
 from envbuild.lock.lifecycle import LockUse, ensure
 from envbuild.lock.wheels import wheel_lock
-from envbuild.plan.plan import ImageInputs, Plan, make_plan
+from envbuild.plan import ImageInputs, Plan, make_plan
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
 

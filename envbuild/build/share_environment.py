@@ -15,6 +15,7 @@ from typing import Any
 from envbuild.base import atomic
 from envbuild.base.errors import BuildError, UsageError, VerificationError
 from envbuild.base.files import is_file_name, link_or_copy, parse_json
+from envbuild.base.packages import is_digest
 from envbuild.base.progress import log, transfer
 from envbuild.base.toml import read
 from envbuild.build.folder import make_environment, prepare_folder
@@ -26,10 +27,10 @@ from envbuild.contract.state import State
 from envbuild.environment import Environment
 from envbuild.image.layout import file_digest
 from envbuild.image.limits import Quota
-from envbuild.image.model import Descriptor, is_digest
+from envbuild.image.model import Descriptor
 from envbuild.image.registry import Pushed, Registry
 from envbuild.layers.trainer import Trainer
-from envbuild.plan.plan import Plan
+from envbuild.plan import Plan
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.targets import Target
 from envbuild.store.pieces import INPUT

@@ -19,7 +19,6 @@ from envbuild.base.errors import HostError, UsageError
 from envbuild.base.files import absolute_path
 from envbuild.base.progress import log, transfer
 from envbuild.base.text import human_size
-from envbuild.build.apptainer import definition, recipe_definition
 from envbuild.build.apptainer_engine import build_with_apptainer, find_engine
 from envbuild.build.commit import (
     Result,
@@ -29,6 +28,7 @@ from envbuild.build.commit import (
     has_receipt,
     verify_staged,
 )
+from envbuild.build.runtime_files import definition, recipe_definition
 from envbuild.build.squash_files import WRITERS, composed, spans_of
 from envbuild.contract.kinds import file_kind
 from envbuild.contract.receipt import is_quick, passing_receipt, receipt_path
@@ -52,7 +52,7 @@ from envbuild.verify.model import FULL, Thoroughness
 if TYPE_CHECKING:  # a conversion needs nothing of recipes
     from envbuild.build.image_layers import PreparedImage
     from envbuild.build.installing import LayerFolder
-    from envbuild.plan.plan import Plan
+    from envbuild.plan import Plan
     from envbuild.site.settings import Site
 
 

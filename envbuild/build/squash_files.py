@@ -21,9 +21,15 @@ from envbuild.base.disk_space import reserve
 from envbuild.base.packages import digest_of
 from envbuild.base.progress import OnProgress
 from envbuild.base.workers import Behind
-from envbuild.build.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
-from envbuild.build.enroot import enroot_files, normalised
-from envbuild.build.image_run import Addition
+from envbuild.build.runtime_files import (
+    Addition,
+    apptainer_files,
+    enroot_files,
+    inspect_metadata,
+    mount_points,
+    normalised,
+    oci_config,
+)
 from envbuild.contract.image_manifest import FILE_NAME, SQUASHFS, PathRow, render, row_of
 from envbuild.image.entry import FILE, HARDLINK, Entry
 from envbuild.image.layout import file_digest

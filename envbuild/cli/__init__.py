@@ -24,7 +24,7 @@ def main() -> None:
     try:
         code = _reported()
     except Exception as fault:
-        from envbuild.base.terminal import ClosedPipe
+        from envbuild.base.progress import ClosedPipe
 
         if not isinstance(fault, ClosedPipe):
             raise
@@ -38,7 +38,7 @@ def main() -> None:
 def _reported() -> int:
     """Return the exit code of the command, after the message about its failure."""
     try:
-        from envbuild.base.terminal import guard_streams
+        from envbuild.base.progress import guard_streams
 
         guard_streams()
         if "_ENVBUILD_COMPLETE" in os.environ:  # the scripts of `envbuild completion`
@@ -54,7 +54,7 @@ def _reported() -> int:
     except SystemExit:
         raise
     except BaseException as fault:
-        from envbuild.base.terminal import ClosedPipe
+        from envbuild.base.progress import ClosedPipe
         from envbuild.cli.crash import report
 
         if isinstance(fault, ClosedPipe):

@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 from envbuild import __version__
 from envbuild.base.errors import EnvbuildError, system_error
 from envbuild.base.masking import redact
-from envbuild.base.terminal import clean
+from envbuild.base.progress import clean
 from envbuild.cli.layout import verbosity
 from envbuild.contract.kinds import ARTIFACTS
 

@@ -30,7 +30,7 @@ from envbuild.store.usage import remember
 if TYPE_CHECKING:
     from envbuild.jobs.model import JobPlan
     from envbuild.lock.lifecycle import LockUse
-    from envbuild.plan.plan import Plan
+    from envbuild.plan import Plan
     from envbuild.verify.model import Thoroughness
 
 

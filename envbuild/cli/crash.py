@@ -10,8 +10,7 @@ import traceback
 
 from envbuild import __version__
 from envbuild.base.masking import HIDDEN, is_secret, looks_secret, masked_forms, masked_words
-from envbuild.base.progress import log
-from envbuild.base.terminal import clean
+from envbuild.base.progress import clean, log
 
 # EX_SOFTWARE of sysexits.h.
 EXIT_CODE = 70

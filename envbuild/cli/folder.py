@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from envbuild.base.errors import UsageError
-from envbuild.base.files import absolute_path, build_folder
+from envbuild.base.files import absolute_path, build_folder, home_folder
 from envbuild.base.progress import log, step
 from envbuild.cli import complete
 from envbuild.cli.common import (
@@ -34,7 +34,6 @@ from envbuild.contract.kinds import ARTIFACTS, FolderArtifact
 from envbuild.environment import Environment, own_command
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target, host_arch
-from envbuild.site.pip_config import home_folder
 
 _out_option = click.option(
     "--out",

@@ -18,9 +18,8 @@ from envbuild.contract.kinds import ARTIFACTS
 from envbuild.debian.defaults import suites_by_python
 from envbuild.imports.origin import ImportedRecipe, Origin, new_recipe, read_sources, updated_recipe
 from envbuild.imports.statement import Statement, recipe_name
-from envbuild.recipe.accelerators import CUDA, ROCM
 from envbuild.recipe.find import command_word
-from envbuild.recipe.targets import Target, host_arch
+from envbuild.recipe.targets import CUDA, ROCM, Target, host_arch
 
 _SHOWN = 3
 

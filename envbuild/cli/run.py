@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from envbuild.base.errors import UsageError
-from envbuild.base.progress import log
-from envbuild.base.terminal import clean
+from envbuild.base.progress import clean, log
 from envbuild.build.kinds import folder_module
 from envbuild.cli import complete
 from envbuild.cli.common import Names, next_word, run_environment, with_options

@@ -30,7 +30,7 @@ from envbuild.gpus import (
     library_runs,
     load_chips,
 )
-from envbuild.recipe.accelerators import torch_index
+from envbuild.recipe.targets import torch_index
 
 
 def gpu_findings(stack: Stack, words: tuple[str, ...], built: Mapping[str, Containers]) -> list[CompatFinding]:

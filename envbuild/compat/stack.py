@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from envbuild.base.text import normalise
 from envbuild.compat.rows import load_rows
 from envbuild.fabrics import load_fabrics
-from envbuild.recipe.accelerators import CUDA, ROCM
 from envbuild.recipe.checks import requirement_parts
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import layer_kind
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import CUDA, ROCM, Target
 
 # The `;` is excluded because a pin under a marker may not apply here.
 _PIN = re.compile(r"===?([^,;*]+)")

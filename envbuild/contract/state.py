@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ PREFIX = "opt/env"
 FIXED_TIME = 1577836800
 # The name of an image in a state; every kind of image artifact is made from one.
 IMAGE = "image"
+_NCCL_WHEEL = re.compile(r"nvidia-nccl-cu\d+|nccl")
 FORMAT = 1
 
 
@@ -81,6 +83,12 @@ class State:
     def has_torch(self) -> bool:
         """Whether torch is among its packages; an image may have the torch of its base besides."""
         return any(name in ("torch", "pytorch") for name, _, _ in self.packages)
+
+    @property
+    def nccl(self) -> str:
+        """The version of NCCL that the artifact was built with; "" if torch contains its own NCCL."""
+        built = next((layer.version for layer in self.layers if layer.name == "nccl"), "")
+        return built.split("-")[0] or next((v for name, v, _ in self.packages if _NCCL_WHEEL.fullmatch(name)), "")
 
     def render(self) -> str:
         """Return the text of the state file, without those of the newer fields that have their defaults."""

@@ -12,7 +12,7 @@ from envbuild.data.schedulers import LAUNCHERS, SCHEDULER_NAMES, TITLES, listed
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, run_probe
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Queue
-from envbuild.recipe.accelerators import gpu_families
+from envbuild.recipe.targets import gpu_families
 from envbuild.site.jobs import UNLIMITED, KubernetesTable, huge_pages_problem, runtime_conflicts, unlimited
 from envbuild.site.settings import Site
 

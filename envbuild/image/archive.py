@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, NamedTuple, TypeVar
 
 from envbuild.base.errors import BuildError
-from envbuild.base.packages import digest_of
+from envbuild.base.packages import digest_of, is_digest
 from envbuild.image.entry import FILE, HARDLINK, SYMLINK, Entry
 from envbuild.image.layer import decompressed, header, kind_of, open_layer
 from envbuild.image.layout import Blobs, ImageAt, Pulled, from_index, layout_at, no_single_image, same_tag
@@ -36,7 +36,6 @@ from envbuild.image.model import (
     Descriptor,
     canonical,
     check_image,
-    is_digest,
     new_manifest,
     parse_config,
 )

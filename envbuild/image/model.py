@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from envbuild.base.errors import BuildError
-from envbuild.base.packages import digest_of
+from envbuild.base.packages import digest_of, is_digest
 
 OCI_INDEX = "application/vnd.oci.image.index.v1+json"
 OCI_MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -44,7 +43,6 @@ GOARCH = {"x86_64": "amd64", "aarch64": "arm64"}
 _EVERY = ("", "v1", "v8")
 # The limit protects our memory from a hostile registry; no manifest or configuration of a real image is larger.
 MAX_MANIFEST = 8 << 20
-_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +104,6 @@ class ImageIndex(_Published):
     """The index of a multi-platform image."""
 
     manifests: tuple[Descriptor, ...]
-
-
-def is_digest(text: str) -> bool:
-    """Return whether `text` is a sha256 digest; registries use no other algorithm."""
-    return _DIGEST.fullmatch(text) is not None
 
 
 def canonical(value: Any) -> bytes:

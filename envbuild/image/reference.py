@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from envbuild.base.errors import UsageError
-from envbuild.image.model import is_digest
+from envbuild.base.packages import is_digest
 
 DOCKER_HUB = "docker.io"
 # All names of Docker Hub; credentials may be stored under any of them.

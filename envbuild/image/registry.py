@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote, urlsplit
 from envbuild.base.disk_space import check_disk_space
 from envbuild.base.errors import BuildError, UsageError
 from envbuild.base.files import parse_json
-from envbuild.base.packages import digest_of
+from envbuild.base.packages import digest_of, is_digest
 from envbuild.base.progress import OnProgress
 from envbuild.base.workers import each
 from envbuild.cache.download import ANSWERS, Download, locked_partial, open_download
@@ -47,7 +47,6 @@ from envbuild.image.model import (
     ImageManifest,
     canonical,
     choose,
-    is_digest,
     parse,
 )
 from envbuild.image.reference import DOCKER_HUB, Reference, api_host, parse_reference

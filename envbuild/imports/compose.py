@@ -31,10 +31,9 @@ from envbuild.imports.statement import (
     tags_of,
 )
 from envbuild.recipe import checks
-from envbuild.recipe.accelerators import accelerator_of, torch_index
 from envbuild.recipe.checks import reference_of
 from envbuild.recipe.model import PYTHONS
-from envbuild.recipe.targets import ARCHES, Target, host_arch
+from envbuild.recipe.targets import ARCHES, Target, accelerator_of, host_arch, torch_index
 
 Lose = Callable[[Statement, str], None]
 _PLATFORMS = {"linux-64": "x86_64", "linux-aarch64": "aarch64"}

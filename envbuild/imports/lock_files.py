@@ -36,8 +36,8 @@ from envbuild.imports.statement import (
 )
 from envbuild.inspect.facts import PythonPackage
 from envbuild.inspect.reader import is_venv, open_artifact
-from envbuild.recipe.accelerators import VERSION_FILE, accelerator_of, torch_builds
 from envbuild.recipe.model import PYTHONS
+from envbuild.recipe.targets import VERSION_FILE, accelerator_of, torch_builds
 from envbuild.run_environment import load_environment
 
 # Format → key of its version, accepted versions, key of its packages.

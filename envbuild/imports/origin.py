@@ -26,8 +26,9 @@ from envbuild.imports.compose import compose, pythons
 from envbuild.imports.statement import Draft, Statement, recipe_name
 from envbuild.imports.toml_edit import delete_value, rewrite, set_value
 from envbuild.interpreter import HostPython
-from envbuild.lock.offers import Offers, allowed_releases, applicable, reachable
+from envbuild.lock.offers import Offers, allowed_releases, reachable
 from envbuild.pythons import choose_python
+from envbuild.recipe.checks import applicable
 from envbuild.recipe.find import FILE_NAME, command_word
 from envbuild.recipe.load import LoadedRecipe, decode_recipe, load_recipe
 

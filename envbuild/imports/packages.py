@@ -20,10 +20,9 @@ from envbuild.imports.toml_edit import delete_value, rewrite, set_value
 from envbuild.lock.lifecycle import keep_lock, resolve_again
 from envbuild.locks import changed_locks
 from envbuild.recipe import checks
-from envbuild.recipe.accelerators import torch_index
 from envbuild.recipe.checks import DIRECT
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import Target, torch_index
 
 # Files and folders as a shell has them, and versions as uv, npm and conda write them.
 _PATH = re.compile(r"\.{0,2}/|.*\.(whl|zip|tar\.gz|txt|toml)$|\.$")

@@ -22,7 +22,7 @@ from envbuild.base.toml import list_at
 from envbuild.data import load_table
 from envbuild.imports.statement import SOURCE, TOOL, Statement, for_linux, git_address, lost, text_of
 from envbuild.lock.format import logical_lines
-from envbuild.recipe.accelerators import accelerator_of
+from envbuild.recipe.targets import accelerator_of
 
 HASHES = "hashes: `envbuild lock` writes those of the same versions"
 _UNKNOWN = "pip and uv have no such option, so the words after it may be values or packages: correct it"

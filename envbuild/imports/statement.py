@@ -22,10 +22,9 @@ from envbuild.base.text import normalise
 from envbuild.base.toml import Document, list_at, parse_toml, table_at, table_text, value_at
 from envbuild.compat.rows import TorchBuild, load_rows, matches
 from envbuild.data import load_table
-from envbuild.recipe.accelerators import ACCELERATORS, accelerator_of
 from envbuild.recipe.load import LoadedRecipe, decode_recipe
 from envbuild.recipe.model import NAME_PATTERN, PYTHONS
-from envbuild.recipe.targets import ARCHES, Target
+from envbuild.recipe.targets import ACCELERATORS, ARCHES, Target, accelerator_of
 
 OTHER_SYSTEM = "for another operating system: envbuild builds for Linux"
 NOT_IN_IMAGE = "of a stage that is not in the final image"

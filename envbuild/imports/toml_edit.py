@@ -17,7 +17,7 @@ import tomlkit
 
 from envbuild.base.atomic import write_beside
 from envbuild.base.errors import UsageError
-from envbuild.base.toml.document import Keys, Scanner, parse_toml, read, table_text
+from envbuild.base.toml import Keys, Scanner, parse_toml, read, table_text
 
 
 def set_value(text: str, keys: Keys, value: Any) -> str:

@@ -24,7 +24,7 @@ from envbuild.base.files import shipped
 from envbuild.data.schedulers import LAUNCHERS
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import fill, heredoc, mount, path_word, word, words
-from envbuild.recipe.accelerators import CUDA
+from envbuild.recipe.targets import CUDA
 
 _WIDTH = 118
 _MAIN = 'import runpy\n\nrunpy.run_module("stage", run_name="__main__")\n'

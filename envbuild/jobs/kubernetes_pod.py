@@ -22,7 +22,7 @@ from envbuild.base.errors import UsageError
 from envbuild.fabrics import adapter_of, preflight_devices
 from envbuild.jobs.model import JobPlan
 from envbuild.jobs.quote import word
-from envbuild.recipe.accelerators import gpu_families
+from envbuild.recipe.targets import gpu_families
 from envbuild.site.jobs import (
     huge_pages_problem,
     job_variable_problem,

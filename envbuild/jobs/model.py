@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from envbuild.base.process import torchrun_word
 from envbuild.contract.kinds import ARTIFACTS, Artifact
 from envbuild.contract.verification import VerifySettings
-from envbuild.recipe.accelerators import CPU, Accelerator, accelerator_of
+from envbuild.recipe.targets import CPU, Accelerator, accelerator_of
 from envbuild.site.settings import Site
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from envbuild.layers.bytecode import Compiler, with_bytecode
 from envbuild.layers.layer_cache import LayerCache, LayerRequest, M
 from envbuild.lock.base import pull, site_archives
 from envbuild.lock.image import OciLock
-from envbuild.plan.plan import Plan
+from envbuild.plan import Plan
 from envbuild.recipe.targets import Target
 from envbuild.store.entry import key_of
 

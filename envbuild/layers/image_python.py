@@ -13,10 +13,9 @@ from envbuild.base.errors import HostError
 from envbuild.base.packages import json_digest
 from envbuild.base.progress import Log, step
 from envbuild.debian.base import fetch_debs
-from envbuild.debian.deb import read_data
 from envbuild.debian.lock import DebianLock
 from envbuild.debian.release import debian_client
-from envbuild.debian.rootfs import merged
+from envbuild.debian.rootfs import merged, read_data
 from envbuild.environment import Environment
 from envbuild.image.entry import FILE, SYMLINK
 from envbuild.interpreter import read_python

@@ -7,28 +7,85 @@ inputs determine the content of both, so other modules use `LayerCache`, the int
 from __future__ import annotations
 
 import contextlib
+import io
+import json
+import re
 import textwrap
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar, cast
+from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
 from envbuild.base.atomic import file_lock
 from envbuild.base.errors import BuildError
+from envbuild.base.packages import conda_digest, is_digest, record_digest
 from envbuild.base.progress import Log, detail, reuse, step
+from envbuild.base.text import normalise
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.image.entry import Readable, Tree
+from envbuild.contract.state import PREFIX
+from envbuild.image.entry import FILE, Readable, Tree, closing
 from envbuild.image.layer import Hashed, Layer, decompressed, write_layer
 from envbuild.image.layout import opened
 from envbuild.image.limits import ImageLimits, Quota
-from envbuild.image.model import COMPRESSION, Descriptor, is_digest
-from envbuild.image.squashfs.segment import Segment
+from envbuild.image.model import COMPRESSION, Descriptor
+from envbuild.image.squashfs.segment import Segment, of_entry
 from envbuild.image.tar import Member, packed, read_table, tar_items, unpacked, write_table
 from envbuild.layers.contents import HashedContent
-from envbuild.layers.recorded import hashed, recorded
 from envbuild.store.entry import CacheEntry, shared
 from envbuild.store.store import Store
+
+# Only in a site-packages folder itself, not in one that a package vendors.
+_CONDA = re.compile(re.escape(f"{PREFIX}/conda-meta/") + r"[^/]+\.json")
+_RECORD = re.compile(r"(?:(?!site-packages/)[^/]+/)+site-packages/([^/]+)\.dist-info/RECORD")
+
+
+def recorded(tree: Tree, found: list[tuple[str, str, str]]) -> Tree:
+    """Yield `tree` unchanged, and add its distributions to `found`.
+
+    A distribution is a Python distribution with a RECORD. In a layer of conda packages, `found` has the conda packages
+    instead: their records list all of their files, those of Python distributions included.
+    """
+    conda: list[tuple[str, str, str]] = []
+    with closing(tree):
+        for entry, content in tree:
+            record, is_conda = _RECORD.fullmatch(entry.path), _CONDA.fullmatch(entry.path)
+            if content is not None and (record or is_conda):
+                data = content.read(entry.size)
+                content = io.BytesIO(data)
+                if record:
+                    name, _, version = record[1].rpartition("-")
+                    found.append((normalise(name), version, record_digest(data)))
+                else:
+                    conda.append(_conda(json.loads(data)))
+            yield entry, content
+    if conda:
+        found[:] = conda
+
+
+def hashed(tree: Tree, listed: list[Member]) -> Tree:
+    """Yield `tree` unchanged, and add its entries to `listed`, with the sha256 of each file."""
+    with closing(tree):
+        for entry, content in tree:
+            member = of_entry(entry)
+            listed.append(member)
+            if content is not None and not isinstance(content, HashedContent):
+                content = HashedContent(content)
+            yield entry, content
+            if entry.kind == FILE:
+                member.sha256 = (content or HashedContent(io.BytesIO())).digest().hex()
+
+
+def _conda(record: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return (name, version, digest) of a conda package from its record, as a survey reports them."""
+    rows = [
+        # Scripts of entry points are generated, so the package has no digest of them.
+        (row["_path"], "" if row["path_type"].startswith("unix_") else row.get("sha256", ""))
+        for row in record["paths_data"]["paths"]
+        if not row["_path"].endswith(".pyc")
+    ]
+    return record["name"], record["version"], conda_digest(rows)
+
 
 Items = Generator[tuple[Member, Readable | None], None, None]
 # Name, version and digest of the RECORD of each distribution that a layer installs.

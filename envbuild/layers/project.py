@@ -29,9 +29,9 @@ from envbuild.environment import Environment
 from envbuild.layers.contents import reading
 from envbuild.layers.trainer import NAME
 from envbuild.layers.wheel import required_by
-from envbuild.lock.offers import applicable
-from envbuild.plan.plan import Plan
+from envbuild.plan import Plan
 from envbuild.pythons import provide_python
+from envbuild.recipe.checks import applicable
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.project import OwnCode
 from envbuild.recipe.targets import host_arch

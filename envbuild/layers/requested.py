@@ -51,7 +51,7 @@ def requested_layers(loaded: LoadedRecipe, target: Target) -> RequestedLayers:
     # Most recipes build nothing and need neither module.
     found = RequestedLayers()
     if recipe.build or any("@" in text for conda in (False, True) for text in loaded.requirements(target, conda)):
-        from envbuild.layers.built import built_layers, expected_layers
+        from envbuild.layers.source_known import built_layers, expected_layers
 
         found = RequestedLayers(expected=expected_layers(loaded, target), built=partial(built_layers, loaded, target))
     if not any(table.for_target(target.name) for table in recipe.layers.values()):

@@ -32,8 +32,8 @@ from envbuild.layers.layer_cache import (
     checked_tar,
     known_part,
     read_distributions,
+    recorded,
 )
-from envbuild.layers.recorded import recorded
 from envbuild.store.entry import CacheEntry
 from envbuild.store.store import Store
 

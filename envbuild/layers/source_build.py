@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import tarfile
 import time
@@ -27,7 +28,7 @@ from envbuild.base.progress import Log, reuse
 from envbuild.base.unpack import unpack
 from envbuild.environment import Environment
 from envbuild.image.limits import ImageLimits, Quota
-from envbuild.layers.source_causes import failure, keep_log
+from envbuild.jobcheck.diagnose.engine import explain
 from envbuild.layers.source_files import SourceManifest, list_files, patchelf_program, read_manifest, write_manifest
 from envbuild.layers.source_job import BuildHost, BuildPython, SourceBuild, StepError
 from envbuild.layers.source_steps import make_layer, unpack_cuda, unpack_tools
@@ -174,7 +175,7 @@ def _build(
         if layer.system == "wheel":
             unpack_tools(tools, work)
             if python is not None:
-                from envbuild.layers.source_wheel import interpreter_in
+                from envbuild.layers.source_steps import interpreter_in
 
                 interpreter = interpreter_in(host, python, isolated=layer.isolated)
         for patch in layer.patches:  # the layer's digest includes the digest that the patch had for the plan
@@ -254,3 +255,55 @@ def fetch_source(layer: SourceLayer, environment: Environment, *, offline: bool)
         env=environment.variables,
         default_index=environment.default_index,
     )
+
+
+_TAIL_LINES = 25
+# The end of a log has the reason; compilers' messages may be long.
+_TAIL_BYTES = 1 << 16
+_CONFIG_LINES = 15
+
+
+def failure(name: str, error: StepError, kept: Path | None) -> BuildError:
+    """Return the error for a failed step of the layer `name`; `kept` is the path of the complete log."""
+    text = log = _end(error.log_file)
+    lines = [line for line in log.splitlines() if line.strip()][-_TAIL_LINES:]
+    shown = [f"{name}: {error.step} failed (exit {error.status}):", *(f"  {line}" for line in lines)]
+    for more in error.more:
+        part = config_error(more)
+        if part:
+            shown += [f"  {more.name}:", *(f"    {line}" for line in part)]
+            text = "\n".join([*part, log])
+    if kept is not None:
+        shown.append(f"  all of it: {kept}")
+    hint = explain(f"exit status {error.status}\n{text}", "source-build")
+    return BuildError("\n".join(shown), hint or None)
+
+
+def config_error(path: Path) -> list[str]:
+    """Return config.log's last lines before configure gave up: the failed test, and the compiler's message."""
+    lines = _end(path, 1 << 20).splitlines()
+    ends = [n for n, line in enumerate(lines) if re.match(r"configure:[0-9]+: error:", line)]
+    if not ends:
+        return []
+    # The source of the failed test program, printed between the message and the error, is left out: it explains little.
+    before = [line for line in lines[: ends[-1]] if not line.startswith("|")]
+    return [*before[-_CONFIG_LINES:], lines[ends[-1]]]
+
+
+def _end(path: Path, most: int = _TAIL_BYTES) -> str:
+    try:
+        with path.open("rb") as stream:
+            stream.seek(max(0, path.stat().st_size - most))
+            return stream.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def keep_log(error: StepError, place: Path) -> None:
+    """Copy the log of a failed step, followed by its other logs, to `place`. Raises OSError."""
+    shutil.copyfile(error.log_file, place)
+    with place.open("ab") as out:
+        for log in error.more:
+            out.write(f"\n==== {log.name}\n".encode())
+            with log.open("rb") as stream:
+                shutil.copyfileobj(stream, out)

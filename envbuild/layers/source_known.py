@@ -1,22 +1,25 @@
-"""Recipes' [layers], merged with the known sources of data/sources.toml."""
+"""Source layers of a recipe: its [layers] with the sources of data/sources.toml, and its packages built from source."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from envbuild.base.errors import RecipeError
 from envbuild.base.toml import Keys, nearest
 from envbuild.data import load_table
 from envbuild.fabrics import load_fabrics
 from envbuild.layers.source_job import PLACE
-from envbuild.recipe.accelerators import CUDA
+from envbuild.lock.built import build_variables
+from envbuild.lock.conda import CondaLock
+from envbuild.lock.format import Lock
+from envbuild.recipe.checks import references
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.model import LayerTable, layer_kind
+from envbuild.recipe.model import BuildTable, LayerTable, layer_kind
 from envbuild.recipe.sources import HostLayer, LockedPackage, Patch, SourceLayer
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import CUDA, Target
 
 _NEGATED = re.compile("^--(without|disable)-")
 _NEGATED_VARIABLE = re.compile("^((?:[A-Z0-9]+_)+)WITHOUT_")
@@ -230,3 +233,51 @@ def _sorted(graph: Mapping[str, Sequence[str]], loaded: LoadedRecipe) -> list[st
 def _where(loaded: LoadedRecipe, name: str) -> str:
     """Return `FILE:LINE:COL` of the layer, or only the recipe's path for a layer that was added as a requirement."""
     return loaded.where("layers", name) if name in loaded.recipe.layers else str(loaded.path)
+
+
+def expected_layers(loaded: LoadedRecipe, target: Target) -> tuple[SourceLayer, ...]:
+    """Return the layers of the packages that `target` may need built, without what only a lock knows."""
+    names = {**loaded.builds(target)}
+    for conda in (False, True):
+        direct = references(loaded.requirements(target, conda))
+        names |= {name: loaded.build_table(name) for name, one in direct.items() if not one.is_wheel}
+    return tuple(_built_layer(name, target, table) for name, table in sorted(names.items()))
+
+
+def built_layers(loaded: LoadedRecipe, target: Target, lock: Lock | CondaLock) -> tuple[SourceLayer, ...]:
+    """Return a layer for each package that `lock` has from source. Raises RecipeError for an unreadable patch."""
+    conda = isinstance(lock, CondaLock)
+    direct = references(loaded.requirements(target, conda))
+    found = []
+    for one in (lock.pip if isinstance(lock, CondaLock) else lock).built:
+        table, reference = loaded.build_table(one.name), direct.get(one.name)
+        variables = build_variables(table, one.version, git=bool(one.commit))
+        wheels = {pip.name: pip for pip in front_end()}
+        wheels |= {wheel.name: wheel for wheel in one.build}
+        found.append(
+            replace(
+                _built_layer(one.name, target, table),
+                version=one.version,
+                url=reference.source(loaded.folder, one.commit) if reference else f"index:{one.name}",
+                sha256=one.sha256,
+                configure=tuple(f"{name}={value}" for name, value in variables.items()),
+                patches=patches_of(loaded, ("build", one.name), table.patches),
+                build=tuple(wheels.values()),
+                indexes=loaded.recipe.targets[target.name].indexes,
+            )
+        )
+    return tuple(found)
+
+
+def _built_layer(name: str, target: Target, table: BuildTable) -> SourceLayer:
+    return SourceLayer(
+        name,
+        "",
+        target.name,
+        "wheel",
+        "",
+        "",
+        packages=(*compilers(), *table.packages),
+        isolated=table.isolation,
+        locked=True,
+    )

@@ -23,10 +23,17 @@ from envbuild.layers.project import project_wheel
 from envbuild.layers.slim_wheel import slim_wheel
 from envbuild.layers.trainer import NAME, Trainer
 from envbuild.layers.wheel import WheelFile
-from envbuild.plan.plan import Plan
-from envbuild.recipe import accelerators
+from envbuild.plan import Plan
 from envbuild.recipe.sources import LockedPackage
-from envbuild.recipe.targets import ARCHES, Target
+from envbuild.recipe.targets import (
+    ARCHES,
+    MAX_VERSION_FILE,
+    VERSION_FILE,
+    Target,
+    accelerator_fault,
+    torch_builds,
+    torch_libraries,
+)
 from envbuild.store.entry import CacheEntry, fetched, key_of
 from envbuild.store.store import Store
 
@@ -154,7 +161,7 @@ def check_wheels(target: Target, wheels: Iterable[WheelFile]) -> None:
                 "the lock names a wheel of another platform: make it anew with `envbuild lock`",
             )
         if wheel.name == "torch":
-            fault = accelerators.accelerator_fault(target.name, *(wheel.torch or _read_torch(wheel.path)), exact=True)
+            fault = accelerator_fault(target.name, *(wheel.torch or _read_torch(wheel.path)), exact=True)
             if fault is not None:
                 raise BuildError(
                     f"{name}: this torch {fault}",
@@ -180,13 +187,13 @@ def _read_torch(path: Path) -> tuple[dict[str, str], list[str]]:
     try:
         with zipfile.ZipFile(path) as archive:
             names, text = archive.NameToInfo, ""
-            if accelerators.VERSION_FILE in names:
-                with archive.open(accelerators.VERSION_FILE) as stream:
-                    text = stream.read(accelerators.MAX_VERSION_FILE).decode("utf-8", "replace")
-            libraries = [n for n in sorted(accelerators.torch_libraries()) if f"torch/lib/{n}" in names]
+            if VERSION_FILE in names:
+                with archive.open(VERSION_FILE) as stream:
+                    text = stream.read(MAX_VERSION_FILE).decode("utf-8", "replace")
+            libraries = [n for n in sorted(torch_libraries()) if f"torch/lib/{n}" in names]
     except (OSError, zipfile.BadZipFile, RuntimeError) as error:
         raise BuildError(f"{path} is not a wheel that can be read: {error}") from error
-    return accelerators.torch_builds(text), libraries
+    return torch_builds(text), libraries
 
 
 def wheel_facts(hashes: Sequence[Sequence[str]], store: Store) -> list[Facts | None]:

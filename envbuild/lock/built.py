@@ -27,9 +27,9 @@ from envbuild.base.toml import toml_key, toml_pairs
 from envbuild.base.unpack import unpack
 from envbuild.cache.http import RequestFailed
 from envbuild.environment import Environment
-from envbuild.lock.format import BuiltPackage, Lock
-from envbuild.lock.offers import Offers, ProjectRelease, allowed_releases, applicable, tag_set
-from envbuild.recipe.checks import DirectReference, references, requirement_parts
+from envbuild.lock.format import BuiltPackage, Lock, wheel_files
+from envbuild.lock.offers import Offers, ProjectRelease, allowed_releases, tag_set
+from envbuild.recipe.checks import DirectReference, applicable, references, requirement_parts
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import PYTHONS, BuildTable
 from envbuild.recipe.sources import LockedPackage
@@ -389,11 +389,6 @@ def check_used(recipe: LoadedRecipe, target: Target, built: Iterable[BuiltPackag
                 f"{recipe.where_build(normalise(name))}: nothing requires {name!r} for {target.name}",
                 "add it to `requirements`, or take it out of `build` (a table may name `targets`)",
             )
-
-
-def wheel_files(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the files of a PEP 751 row: the wheels of an index, or the one that a requirement refers to."""
-    return [row["archive"]] if "archive" in row else list(row.get("wheels", []))
 
 
 def locked_wheels(row: Mapping[str, Any], python: str, platform: str, source: str) -> LockedPackage:

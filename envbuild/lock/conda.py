@@ -15,8 +15,7 @@ from urllib.parse import unquote
 from envbuild.base.errors import LockError
 from envbuild.base.packages import json_digest
 from envbuild.base.text import normalise
-from envbuild.lock.built import wheel_files
-from envbuild.lock.format import Lock, without_credentials
+from envbuild.lock.format import Lock, wheel_files, without_credentials
 from envbuild.recipe.targets import Target
 
 _text = json.dumps  # YAML's strings in double quotes

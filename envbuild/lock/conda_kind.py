@@ -17,16 +17,15 @@ from envbuild.base.errors import LockError, UsageError
 from envbuild.base.packages import described, pack
 from envbuild.base.progress import Log
 from envbuild.base.text import normalise
-from envbuild.compat.check import check_stack
 from envbuild.data import load_table
 from envbuild.environment import Environment
 from envbuild.lock import conda_format
 from envbuild.lock import format as pip_format
-from envbuild.lock.accelerator import check_conda_accelerator
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
+from envbuild.lock.judge import check_conda_accelerator, check_stack
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, package_changes, read_lock_file, write_lock_file
-from envbuild.lock.wheels import resolve
+from envbuild.lock.resolve import resolve
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.targets import Target
 

@@ -26,9 +26,8 @@ from envbuild.base.packages import channel_url
 from envbuild.environment import Environment
 from envbuild.lock.conda import CondaPackage, canonical_depends, conda_platform, file_parts
 from envbuild.lock.conda_format import parse_packages
-from envbuild.recipe.accelerators import CUDA
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import CUDA, Target
 from envbuild.site.pip_config import ca_bundle
 from envbuild.store.client import split_credentials
 

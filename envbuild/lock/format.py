@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from envbuild.base.errors import LockError
 from envbuild.base.files import parse_json
@@ -222,6 +223,11 @@ def logical_lines(text: str) -> Iterator[tuple[int, str]]:
 def without_credentials(text: str) -> str:
     """Return `text` without user names and passwords in its URLs; an exported PEP 751 file must not hold them."""
     return re.sub(r"(://)[^/@\s\"']+@", r"\1", text)
+
+
+def wheel_files(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the files of a PEP 751 row: the wheels of an index, or the one that a requirement refers to."""
+    return [row["archive"]] if "archive" in row else list(row.get("wheels", []))
 
 
 def read(path: Path) -> Lock | None:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.base.errors import LockError
-from envbuild.base.packages import json_digest
+from envbuild.base.packages import is_digest, json_digest
 from envbuild.base.toml import Document, decode, key, parse_toml, required, toml_pairs
 from envbuild.debian.lock import DebianLock, checked
-from envbuild.image.model import is_digest
 from envbuild.lock.lifecycle import package_changes, read_lock_file
 
 FORMAT = 1

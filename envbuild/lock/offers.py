@@ -19,7 +19,7 @@ from envbuild.base.text import normalise
 from envbuild.base.toml import nearest
 from envbuild.environment import Environment
 from envbuild.lock.format import BuiltPackage
-from envbuild.recipe.checks import requirement_parts
+from envbuild.recipe.checks import applicable, requirement_parts
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.store.sources import Link, PackageSource, local_files, remote_sources
@@ -268,29 +268,6 @@ def allowed_releases(
     fitting = [one for one in releases if one.accepts(python) and specifier.contains(one.version, prereleases=True)]
     final = [] if specifier.prereleases else [one for one in fitting if not one.version.is_prerelease]
     return final or fitting
-
-
-def applicable(lines: Iterable[str], python: str, platform: str, extra: str = "") -> dict[str, list[Requirement]]:
-    """Return the requirements whose markers hold on the target with this `extra`, by normalised name."""
-    from packaging.requirements import Requirement
-
-    variables = {
-        "python_version": python,
-        "python_full_version": f"{python}.0",
-        "implementation_name": "cpython",
-        "platform_python_implementation": "CPython",
-        "os_name": "posix",
-        "sys_platform": "linux",
-        "platform_system": "Linux",
-        "platform_machine": platform.partition("-")[0],
-        "extra": extra,
-    }
-    found: dict[str, list[Requirement]] = {}
-    for text in lines:
-        line = Requirement(text)
-        if line.marker is None or line.marker.evaluate(variables):
-            found.setdefault(normalise(line.name), []).append(line)
-    return found
 
 
 def _is_pin(line: Requirement) -> bool:

@@ -1,38 +1,14 @@
-"""The wheel lock of a target: uv resolves a recipe's requirements, on a host of any platform.
-
-`[layers.nccl]` can put another wheel of NCCL in the place of the one that torch pins: torch's libtorch_cuda finds
-libnccl.so.2 by its DT_RPATH, in nvidia/nccl/lib beside torch. LD_LIBRARY_PATH therefore does not select another NCCL.
-"""
+"""The wheel lock of a target: how it is read, judged and made again."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-
 from envbuild.base.errors import LockError
 from envbuild.base.progress import Log
-from envbuild.base.text import normalise
-from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.environment import Environment
-from envbuild.lock.accelerator import check_accelerator
-from envbuild.lock.built import UvCompile, check_used, explanation, lock_built, locked_wheels, sources_of, without_wheel
-from envbuild.lock.format import BuiltPackage, Lock, changes, lock_file_name, read, render
+from envbuild.lock.format import Lock, changes, lock_file_name, read, render
+from envbuild.lock.judge import check_accelerator, check_stack, impossible_pins
 from envbuild.lock.lifecycle import LockKind, Resolved, Upgrade, lock_folders, write_lock_file
-from envbuild.lock.offers import (
-    Offers,
-    ambiguous_names,
-    applicable,
-    bound_indexes,
-    check_bound,
-    check_pages,
-    reachable,
-    skipped_warnings,
-)
 from envbuild.recipe.load import LoadedRecipe
-from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
 
 
@@ -42,6 +18,9 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
     def resolved(
         environment: Environment, old: Lock | None, upgrade: Upgrade, offline: bool, log: Log
     ) -> Resolved[Lock]:
+        # Imported here: a build whose lock is current starts without the resolver and the sources of archives.
+        from envbuild.lock.resolve import resolve_recipe, without
+
         # The recipe's own pins may already be known not to work; this saves the resolution.
         check_stack(recipe, target, None, None)
         if old is None and recipe.variant:  # versions do not differ between Pythons without need
@@ -50,7 +29,7 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
             )
         keep = None if upgrade is None or old is None else without(old, upgrade)
         try:
-            found = _resolve(recipe, target, environment, keep, offline)
+            found = resolve_recipe(recipe, target, environment, keep, offline)
         except LockError as error:
             raise LockError(error.message + impossible_pins(recipe, target), error.hint) from error
         check_stack(recipe, target, found.lock.versions, log)
@@ -75,160 +54,3 @@ def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
         judge=judge,
         warnings=lambda lock: lock.warnings,
     )
-
-
-def _resolve(
-    recipe: LoadedRecipe, target: Target, environment: Environment, keep: Lock | None, offline: bool
-) -> Resolved[Lock]:
-    """Resolve `target` as `resolve` does. Also raises LockError when [layers.nccl] cannot replace torch's NCCL."""
-    requirements = (*recipe.recipe.requirements, *recipe.recipe.targets[target.name].requirements)
-    resolve_it = partial(resolve, recipe, target, environment, requirements, recipe.resolution_digest(target))
-    override = nccl_override(recipe, target)
-    if override is None:
-        return resolve_it(keep=keep, offline=offline)
-    # Only a resolution tells which NCCL torch pins, whatever torch's version and index.
-    pinned = resolve_it(keep=keep and _without_nccl(keep, target), offline=offline).lock
-    check_override(recipe, target, pinned)
-    return resolve_it(overrides=[override], keep=_without_nccl(pinned, target), offline=offline)
-
-
-def resolve(
-    recipe: LoadedRecipe,
-    target: Target,
-    environment: Environment,
-    requirements: Sequence[str],
-    digest: str,
-    *,
-    overrides: Sequence[str] = (),
-    provided: Mapping[str, str] = {},
-    stubs: Path | None = None,
-    keep: Lock | None = None,
-    offline: bool = False,
-) -> Resolved[Lock]:
-    """Resolve `requirements` for `target` of `recipe`; versions pinned in `keep` are preferred while they fit.
-
-    `digest` is the recipe_digest of the new lock. `overrides` replace the requirements of packages. `provided` maps
-    distributions that another installer provides to their versions; `stubs` is the folder with stub wheels for them.
-    They take part in the resolution but are not in the lock. Raises LockError with uv's explanation when no packages
-    satisfy the requirements, when a package has no fitting wheel with a sha256, or when the result is for another
-    accelerator than the target's.
-    """
-    table = recipe.recipe.targets[target.name]
-    python, platform = recipe.recipe.python, target.platform(table.glibc)
-    indexes, unreached = reachable(table.indexes, environment, offline)
-    notes = [f"note: {reason}; it was left out" for reason in unreached]
-    sources = sources_of(recipe, target, environment, requirements, offline)
-    wanted = applicable(requirements, python, platform)  # a requirement with another marker binds nothing
-    offers = Offers(environment, indexes, offline, bound=bound_indexes(recipe, wanted, environment, offline))
-    constraints = [*recipe.recipe.constraints, *(f"{name}=={version}" for name, version in provided.items())]
-    # To keep versions, every package is pinned, then preferred. Preferences alone would suffice, but uv 0.13 takes a
-    # preferred version from the first index that has it, even when only another index has a wheel of it that fits.
-    ways: list[tuple[Lock | None, list[str], tuple[LockedPackage, ...]]] = [(None, [], ())]
-    if keep is not None:
-        pins = [f"{name}=={version}" for name, version in keep.versions.items() if name not in sources.references]
-        ways = [(keep, pins, ()), (keep, [], keep.packages), *ways]
-    with environment.temporary_folder("lock-") as folder:
-        uv = UvCompile(folder, offers, python, platform, constraints, overrides, stubs, sources.builds)
-        for kept, pins, preferred in ways:
-            done = uv.run(sources.lines(requirements, python, platform, kept), pins, preferred)
-            if done.returncode == 0:
-                break
-        else:
-            command = f"{recipe.recipe.name} --target {target.name}"
-            raise LockError(
-                f"{recipe.path}: target {target.name} cannot be resolved:\n{explanation(done)}"
-                + "".join(f"\n  {note}" for note in notes),
-                uv.hint(done.stderr, requirements, table.requirements, command, unreached=bool(notes)),
-            )
-        text = uv.pylock.read_text(encoding="utf-8")
-        rows = [row for row in tomllib.loads(text).get("packages", []) if normalise(row["name"]) not in provided]
-        rows.sort(key=lambda row: str(row["name"]))
-        own = [row for row in rows if normalise(row["name"]) in sources.builds]
-        packages = tuple(locked_wheels(row, python, platform, str(recipe.path)) for row in rows if row not in own)
-        built = lock_built(sources, own, UvCompile(folder, offers, python, platform), packages, provided, keep)
-        check_used(recipe, target, built)
-        every: list[LockedPackage | BuiltPackage] = [*packages, *built]
-        of_indexes = [one for one in every if one.name not in sources.references]
-        check_bound(recipe, of_indexes, offers)
-        check_pages(recipe, of_indexes, offers)
-        wheels = {one.name: one.version for one in packages if one.name not in sources.references}
-        warnings = skipped_warnings(
-            requirements,
-            recipe.recipe.constraints,
-            wheels,
-            offers,
-            python,
-            platform,
-            lambda line: without_wheel(uv.run([line]).stderr),
-            f"{recipe.path}: target {target.name}",
-        )
-        notes += ambiguous_names(of_indexes, offers)
-    check_accelerator(target, packages, str(recipe.path))
-    lock = Lock(recipe.recipe.name, target.name, python, platform, digest, packages, warnings, built)
-    summary = f"{len(packages)} packages" + (f", {len(built)} to build from source" if built else "")
-    return Resolved(lock, summary, sources.published(text), notes)
-
-
-def without(lock: Lock, names: Iterable[str]) -> Lock:
-    """Return `lock` without `names`, whose versions may change. Raises LockError when a name is not in the lock."""
-    moving = {normalise(name) for name in names}
-    known = dict.fromkeys([*lock.versions, *(wheel.name for one in lock.built for wheel in one.build)])
-    unknown = moving - known.keys()
-    if unknown:
-        raise LockError(
-            f"--upgrade: {', '.join(sorted(unknown))} is not in the lock of {lock.recipe} ({lock.target})",
-            f"locked are: {', '.join(known)}",
-        )
-    built = (
-        replace(one, build=tuple(wheel for wheel in one.build if wheel.name not in moving))
-        for one in lock.built
-        if one.name not in moving
-    )
-    return replace(lock, packages=tuple(p for p in lock.packages if p.name not in moving), built=tuple(built))
-
-
-def nccl_package(target: Target) -> str:
-    """Return the distribution with NCCL for a CUDA target: `nvidia-nccl-cu12` (NVIDIA's names on PyPI)."""
-    return f"{target.family.nccl_wheel}{target.accelerator[:4]}"
-
-
-def nccl_override(recipe: LoadedRecipe, target: Target) -> str | None:
-    """Return the pin that overrides torch's own in a resolution for `target`, or None if the recipe requests none."""
-    version = recipe.nccl_wheel(target)
-    return None if version is None else f"{nccl_package(target)}=={version}"
-
-
-def check_override(recipe: LoadedRecipe, target: Target, pinned: Lock) -> None:
-    """Raise LockError when [layers.nccl] cannot replace the NCCL in `pinned`, the resolution without an override.
-
-    That is the case when torch takes no NCCL from PyPI, and when the override is older than torch's pin: torch
-    may call functions that an older NCCL lacks.
-    """
-    from packaging.version import Version
-
-    wanted = recipe.nccl_wheel(target)
-    assert wanted is not None
-    name, where = nccl_package(target), recipe.where("layers", "nccl")
-    torch, own = pinned.versions.get("torch"), pinned.versions.get(name)
-    if own is None:
-        what = f"torch=={torch} brings no {name}" if torch else f"nothing here depends on {name}"
-        raise LockError(
-            f"{where}: NCCL {wanted} cannot replace anything for {target.name}: {what}",
-            "NCCL is inside that wheel or the base image; choose a torch that pins it, or take [layers.nccl] out",
-        )
-    try:
-        older = Version(wanted) < Version(own)
-    except ValueError:
-        raise LockError(
-            f"{where}: {wanted!r} is not a version of {name}", f"write it as PyPI does, for example {own}"
-        ) from None
-    if older:
-        raise LockError(
-            f"{where}: NCCL {wanted} is older than {own}, which torch=={torch} pins",
-            f'version = "{own}" or newer; without [layers.nccl] it is {own}',
-        )
-
-
-def _without_nccl(lock: Lock, target: Target) -> Lock:
-    """Return `lock` without NCCL, whose version the override decides."""
-    return replace(lock, packages=tuple(p for p in lock.packages if p.name != nccl_package(target)))

@@ -1,4 +1,4 @@
-"""Checks of single recipe values: each returns a description of the mistake, or None."""
+"""Checks of single recipe values: each returns a description of the mistake, or None. Requirements and their parts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from envbuild.base.text import normalise
 from envbuild.base.toml import form
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 DIRECT = re.compile(r"\s*+[A-Za-z0-9][A-Za-z0-9._-]*+\s*+(?:\[[^]]*\]\s*+)?@\s*+\S")
 _SDISTS = (".tar.gz", ".zip")
@@ -285,3 +288,26 @@ def spec_problem(text: str) -> str | None:
     if re.match(r"\s*[;#]", found["rest"]):
         return f"{text!r}: match specs have no markers or comments; use [targets.NAME] conda = [...]"
     return None
+
+
+def applicable(lines: Iterable[str], python: str, platform: str, extra: str = "") -> dict[str, list[Requirement]]:
+    """Return the requirements whose markers hold on the target with this `extra`, by normalised name."""
+    from packaging.requirements import Requirement
+
+    variables = {
+        "python_version": python,
+        "python_full_version": f"{python}.0",
+        "implementation_name": "cpython",
+        "platform_python_implementation": "CPython",
+        "os_name": "posix",
+        "sys_platform": "linux",
+        "platform_system": "Linux",
+        "platform_machine": platform.partition("-")[0],
+        "extra": extra,
+    }
+    found: dict[str, list[Requirement]] = {}
+    for text in lines:
+        line = Requirement(text)
+        if line.marker is None or line.marker.evaluate(variables):
+            found.setdefault(normalise(line.name), []).append(line)
+    return found

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from envbuild.base.packages import INDEX_NAME
 from envbuild.base.text import normalise
 from envbuild.base.toml import Document, Keys, Problem, form, json_schema, key, list_at, nearest, required, table_at
 from envbuild.contract.verification import VerifySettings
@@ -15,7 +16,6 @@ from envbuild.recipe import checks
 from envbuild.recipe.checks import reference_of
 from envbuild.recipe.project import ProjectTable
 from envbuild.recipe.targets import Target, target_problem
-from envbuild.site.pip_config import INDEX_NAME
 from envbuild.slim import file_rules
 
 layer_name_problem = form(r"[a-z0-9][a-z0-9_.+-]*", "is not a layer's name: lower-case letters, digits and . _ + -")

@@ -1,14 +1,196 @@
-"""Targets: the accelerator and the CPU architecture of an environment."""
+"""Targets: the accelerator and the CPU architecture of an environment.
+
+ACCELERATORS has one row for each family of processors that torch supports; a new family needs only a new row.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from envbuild.base.elf import MACHINES
 from envbuild.base.errors import HostError, UsageError
 from envbuild.base.toml import closest
-from envbuild.recipe.accelerators import ACCELERATORS, Accelerator, accelerator_of
+
+VERSION_FILE = "torch/version.py"
+# torch/version.py has a few lines; a larger file is a different file.
+MAX_VERSION_FILE = 64 << 10
+# `cuda: Optional[str] = '12.6'` in one release, `cuda = '12.6'` in others; `hip = '6.4.43482-0f2d60242'`.
+_FIELD = r"^{}\b[^=\n]*=\s*['\"]([0-9.]+)[^'\"\n]*['\"]"
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A family of accelerators; an empty field means that the family does not have the feature.
+
+    Names: `name` identifies the row; `title` is used in messages; `tag` matches the names of targets, local
+    versions of wheels (`+cu126`) and PyTorch's indexes, and its groups joined by dots are the version; `form`
+    explains the tag; `usual` are suggestions for a misspelled one.
+
+    torch's build: the `torch_field` of torch.version and the `torch_library` identify the accelerator; `wheels`
+    matches the distributions that only such a build needs; conda's build strings begin with `conda_builds`;
+    `conda_virtual` is conda's virtual package; `nccl_wheel` is the prefix of the distribution with its NCCL.
+
+    Hosts: `devices` is the pattern of the device files of GPUs, `probe` that of any file of the driver, both below
+    /dev; `visible` is the variable that restricts a process to some GPUs; `driver_libraries` tells whether
+    containers use libraries of the host's driver.
+
+    Containers: `apptainer` is its option; `docker_request` requests a daemon's GPU runtime, otherwise
+    `docker_devices` are passed to a container; `container_variables` select devices for the hooks of container
+    runtimes.
+
+    Clusters: `kubernetes` is the resource of pods, `backend` torch's backend for collectives, `nccl` the name of
+    the library behind it, and `net_plugin` the prefix of the aws-ofi-nccl file that this library opens.
+    """
+
+    name: str
+    title: str
+    tag: str
+    form: str
+    usual: tuple[str, ...]
+    backend: str
+    nccl: str = ""
+    torch_field: str = ""
+    torch_library: str = ""
+    wheels: str = ""
+    nccl_wheel: str = ""
+    conda_builds: tuple[str, ...] = ()
+    conda_virtual: str = ""
+    devices: str = ""
+    probe: str = ""
+    visible: str = ""
+    driver_libraries: bool = False
+    apptainer: str = ""
+    docker_request: bool = False
+    docker_devices: tuple[str, ...] = ()
+    container_variables: tuple[tuple[str, str], ...] = ()
+    kubernetes: str = ""
+    net_plugin: str = ""
+
+    @property
+    def gpu(self) -> bool:
+        """Whether its torch needs GPUs."""
+        return bool(self.torch_library)
+
+    def version(self, tag: str) -> str | None:
+        """Return `12.6` for the tag cu126; None for a tag of another family and one without a version."""
+        match = re.fullmatch(self.tag, tag)
+        return ".".join(match.groups()) if match and match.groups() else None
+
+
+CPU = Accelerator("cpu", "CPUs", "cpu", "cpu", ("cpu",), backend="gloo")
+CUDA = Accelerator(
+    "cuda",
+    "CUDA",
+    "cu([0-9]{2})([0-9])",
+    "cuNNN (cu126)",
+    ("cu118", "cu121", "cu124", "cu126", "cu128", "cu129", "cu130"),
+    torch_field="cuda",
+    torch_library="libtorch_cuda.so",
+    wheels="nvidia-.*|cuda-bindings|cuda-toolkit|cuda-pathfinder|triton|pytorch-triton",
+    conda_builds=("cuda", "gpu"),
+    conda_virtual="__cuda",
+    nccl_wheel="nvidia-nccl-",
+    devices="nvidia[0-9]*",
+    probe="nvidia*",
+    visible="CUDA_VISIBLE_DEVICES",
+    driver_libraries=True,
+    apptainer="--nv",
+    docker_request=True,
+    # enroot's hook 98-nvidia.sh and NVIDIA's container runtime read these.
+    container_variables=(("NVIDIA_VISIBLE_DEVICES", "all"), ("NVIDIA_DRIVER_CAPABILITIES", "compute,utility")),
+    kubernetes="nvidia.com/gpu",
+    backend="nccl",
+    nccl="libnccl",
+    net_plugin="libnccl-net",
+)
+# Sources: rocm.docs.amd.com, "Running ROCm Docker containers" (devices) and "GPU isolation techniques" (variable);
+# apptainer-exec(1); github.com/ROCm/k8s-device-plugin (resource); aws-ofi-nccl, src/Makefile.am of v1.18.0. torch
+# calls RCCL nccl, and its wheels contain RCCL.
+ROCM = Accelerator(
+    "rocm",
+    "ROCm",
+    r"rocm([0-9]+\.[0-9]+(?:\.[0-9]+)?)",
+    "rocmN.N (rocm6.4)",
+    ("rocm6.2.4", "rocm6.3", "rocm6.4", "rocm7.0", "rocm7.1"),
+    torch_field="hip",
+    torch_library="libtorch_hip.so",
+    wheels="(pytorch-)?triton-rocm",
+    conda_builds=("rocm",),
+    devices="dri/renderD*",
+    probe="kfd",
+    visible="ROCR_VISIBLE_DEVICES",
+    apptainer="--rocm",
+    docker_devices=("/dev/kfd:/dev/kfd:rwm", "/dev/dri:/dev/dri:rwm"),
+    kubernetes="amd.com/gpu",
+    backend="nccl",
+    nccl="librccl",
+    net_plugin="librccl-net",
+)
+ACCELERATORS = {one.name: one for one in (CPU, CUDA, ROCM)}
+
+
+def accelerator_of(tag: str) -> Accelerator | None:
+    """Return the family of the tag `cu126`, or None when no family has such tags."""
+    return next((one for one in ACCELERATORS.values() if re.fullmatch(one.tag, tag)), None)
+
+
+def gpu_families() -> list[Accelerator]:
+    """Return the families whose torch needs GPUs, in the table's order."""
+    return [one for one in ACCELERATORS.values() if one.gpu]
+
+
+def torch_index(tag: str) -> str:
+    """Return the URL of PyTorch's wheel index for `cu126`."""
+    return f"https://download.pytorch.org/whl/{tag}"
+
+
+def torch_libraries() -> set[str]:
+    """Return the names of torch's accelerator libraries: conda installs them in lib, wheels in torch/lib."""
+    return {one.torch_library for one in gpu_families()}
+
+
+def torch_builds(text: str) -> dict[str, str]:
+    """Return the accelerators that torch was built for, {"cuda": "12.6"}, from the text of torch/version.py."""
+    names = [one.torch_field for one in gpu_families()]
+    found = {name: re.search(_FIELD.format(name), text, re.MULTILINE) for name in names}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+def survey_builds(survey: Collection[str]) -> dict[str, str]:
+    """Return the accelerators that torch was built for from the entries of a survey, such as `cuda=12.6`."""
+    pairs = (one.partition("=") for one in survey)
+    return {name: version for name, equals, version in pairs if equals}
+
+
+def accelerator_fault(target: str, builds: Mapping[str, str], libraries: Collection[str], *, exact: bool) -> str | None:
+    """Return why a torch that was built for `builds`, with accelerator `libraries`, does not suit `target`, or None.
+
+    Without `exact` only the major version counts: conda builds of one major version are interchangeable.
+    """
+    tag = target.partition("-")[0]
+    wanted = accelerator_of(tag)
+    if wanted is None or not wanted.gpu:
+        if not builds and not torch_libraries() & set(libraries):
+            return None
+        return f"is built for {builds_title(builds) or 'GPUs'}, and {target} is for CPUs"
+    title, version = wanted.title, wanted.version(tag) or ""
+    found = builds.get(wanted.torch_field)
+    if found is None or wanted.torch_library not in libraries:
+        return f"has no {title} in it, and {target} needs {title} {version}"
+    parts = 2 if exact else 1  # a HIP version has more components than its target
+    if found.split(".")[:parts] == version.split(".")[:parts]:
+        return None
+    return f"is built for {title} {found}, and {target} is for {title} {version}"
+
+
+def builds_title(builds: Mapping[str, str]) -> str:
+    """Return `CUDA 12.6` for {"cuda": "12.6"}; "" for a build for CPUs."""
+    families = [one for one in gpu_families() if one.torch_field in builds]
+    return " and ".join(f"{one.title} {builds[one.torch_field]}" for one in families)
+
 
 ARCHES = ("x86_64", "aarch64")
 _ARCH_ALIASES = {"amd64": "x86_64", "arm64": "aarch64"}

@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from envbuild.base.errors import RecipeError
-from envbuild.base.files import read_small
+from envbuild.base.files import home_folder, read_small
 from envbuild.base.masking import redact as redact
 from envbuild.base.process import of_caller
 from envbuild.base.toml import toml_pairs, toml_value
 
 T = TypeVar("T")
-# uv's rule for names of indexes, without upper case.
-INDEX_NAME = r"^[a-z0-9][a-z0-9_.-]*$"
 # Sections that affect downloads, in ascending precedence; the environment overrides them.
 _SECTIONS = ("global", "download", "install")
 _ALIASES = {"pypi-url": "index-url", "default-timeout": "timeout"}
@@ -218,11 +216,6 @@ def _line_of(text: str, section: str, option: str) -> int:
 def _name(option: str) -> str:
     name = option.lower().replace("_", "-").removeprefix("--")
     return _ALIASES.get(name, name)
-
-
-def home_folder(env: Mapping[str, str]) -> Path:
-    """Return $HOME, else the home folder of the user database. Raises RuntimeError when there is none."""
-    return Path(env["HOME"]) if env.get("HOME") else Path.home()
 
 
 def _local_path(value: str, home: Path) -> str:

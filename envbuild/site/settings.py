@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from envbuild.base.errors import UsageError
-from envbuild.base.files import shipped
+from envbuild.base.files import home_folder, shipped
+from envbuild.base.packages import INDEX_NAME
 from envbuild.base.toml import decode, form, json_schema, key, nearest, read
 from envbuild.site import jobs, tables
-from envbuild.site.pip_config import INDEX_NAME, home_folder
 
 # Tables whose single entries a later file replaces.
 _BY_ENTRY = ("mirrors", "indexes", "registries", "environment")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from envbuild.base.files import parse_json
-from envbuild.base.packages import digest_of
-from envbuild.image.model import EMPTY, OCI_MANIFEST, canonical, is_digest
+from envbuild.base.packages import digest_of, is_digest
+from envbuild.image.model import EMPTY, OCI_MANIFEST, canonical
 
 if TYPE_CHECKING:
     from securesystemslib.signer import Key, Signer

@@ -17,9 +17,10 @@ from typing import Any, BinaryIO
 
 from envbuild.base.errors import BuildError
 from envbuild.base.files import copy_span, parse_json
+from envbuild.base.packages import is_digest
 from envbuild.base.progress import OnProgress
 from envbuild.cache.hashed import read_note, write_note
-from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical, is_digest
+from envbuild.image.model import OCI_MANIFEST, Descriptor, canonical
 from envbuild.image.squashfs.segment import stored_digest
 from envbuild.store.store import Store
 

@@ -27,8 +27,7 @@ from envbuild.contract.state import PREFIX, State
 from envbuild.contract.verification import VerifySettings
 from envbuild.image.limits import ImageLimits
 from envbuild.image.tar import Chunks
-from envbuild.recipe.accelerators import CPU, Accelerator
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import CPU, Accelerator, Target
 from envbuild.verify import processes
 from envbuild.verify.model import Subject
 from envbuild.verify.namespace import WORK

@@ -9,8 +9,7 @@ from pathlib import Path
 from envbuild.base.elf import Elf, elf_machine, machine_name
 from envbuild.contract.installed import HOST, Files
 from envbuild.gpus import Containers
-from envbuild.recipe.accelerators import MAX_VERSION_FILE, VERSION_FILE, torch_builds, torch_libraries
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import MAX_VERSION_FILE, VERSION_FILE, Target, torch_builds, torch_libraries
 
 # Code for GPUs is in ELF files too (NVIDIA's cubin, AMD's code objects); it is not for the processor.
 _ACCELERATORS = frozenset({190, 224})

@@ -18,7 +18,7 @@ from envbuild.contract.state import FILE, PREFIX, State, parse_state
 from envbuild.image.sif import is_sif, read_sif
 from envbuild.image.squashfs.model import NAMES
 from envbuild.image.squashfs.read import SquashfsImage, is_squashfs
-from envbuild.recipe.accelerators import CPU, Accelerator
+from envbuild.recipe.targets import CPU, Accelerator
 
 _HEAD = 64
 _MOST_STATE, _MOST_MANIFEST = 16 << 20, 1 << 30

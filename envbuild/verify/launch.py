@@ -24,10 +24,10 @@ from envbuild.base.files import parse_json
 from envbuild.base.process import torchrun_word
 from envbuild.base.progress import Log, step
 from envbuild.contract.verification import VerifySettings
-from envbuild.fabrics import Fabric, fabric_variables, find_fabric, nccl_version, plugin_variables
+from envbuild.fabrics import Fabric, fabric_variables, find_fabric, plugin_variables
 from envbuild.jobcheck.diagnose.nccl_log import parse_nccl_log
 from envbuild.layers.trainer import load_trainer
-from envbuild.recipe.accelerators import Accelerator
+from envbuild.recipe.targets import Accelerator
 from envbuild.site.tables import FabricTable
 from envbuild.verify.model import Agent, Nodes, Subject
 from envbuild.verify.probes import Request
@@ -106,7 +106,7 @@ def network_of(
     if site.interface and not shared:
         variables["NCCL_SOCKET_IFNAME"] = f"={nodes.interface}"
     path = "" if subject.isolated else env.get("LD_LIBRARY_PATH", "")
-    root, nccl = PurePath(subject.roots[0]), nccl_version(state)
+    root, nccl = PurePath(subject.roots[0]), state.nccl
     if chips := state.slim.get("gpus"):
         variables[_CHIPS] = ",".join(chips)
     variables |= plugin_variables(state.layers, root, nccl, path, net_plugin=accelerator.net_plugin)

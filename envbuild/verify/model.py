@@ -17,7 +17,6 @@ from envbuild.contract.receipt import BLOCKED, FAIL, FORMAT, NOT_TRIED, PASS
 from envbuild.contract.state import State
 from envbuild.contract.verification import VerifySettings
 from envbuild.data import load_table
-from envbuild.fabrics import nccl_version
 from envbuild.recipe.targets import Target
 
 if TYPE_CHECKING:
@@ -229,7 +228,7 @@ def make_receipt(subject: Subject, verdict: Verdict, path: Path | str) -> dict[s
             "envbuild": __version__,
             **{name: versions.get(name) for name in ("python", "torch", "torch_cuda")},
             **({"python_build": state.python_build} if state.python_build else {}),
-            "nccl": nccl_version(state) or None,
+            "nccl": state.nccl or None,
         },
         "host": {
             "name": uname.nodename,

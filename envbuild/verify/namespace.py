@@ -424,7 +424,7 @@ def image_variables(etc: str = "/etc") -> dict[str, str]:
     """Return the variables of an enroot image, which always include PATH.
 
     `etc`/environment has one NAME=VALUE per line; enroot removes one pair of quotes around a value. Values that
-    enroot would change there are in `etc`/rc instead (build/enroot.py).
+    enroot would change there are in `etc`/rc instead (build/runtime_files.py).
     """
     found = {"PATH": _PATH}
     for line in _text(f"{etc}/environment").split("\n"):

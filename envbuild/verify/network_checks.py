@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from envbuild.contract.state import BuiltLayer
-from envbuild.fabrics import PLUGIN, Fabric, nccl_version
+from envbuild.fabrics import PLUGIN, Fabric
 from envbuild.jobcheck.diagnose.nccl_log import Kind, NcclLog, parse_nccl_log
-from envbuild.recipe.accelerators import gpu_families
+from envbuild.recipe.targets import gpu_families
 from envbuild.verify.model import Check, Report, Subject, check_texts, judge
 
 _MAX_LOG = 16 << 20
@@ -168,7 +168,7 @@ def _port(address: str) -> str:
 
 def check_libraries(subject: Subject, fabric: Fabric, report: Report) -> Check:
     """Check that each rank maps the artifact's own NCCL as locked, and plugin and libfabric as built or named."""
-    locked, ranks = nccl_version(subject.state), report["ranks"]
+    locked, ranks = subject.state.nccl, report["ranks"]
     wrong: dict[str, list[str]] = {}
     for rank in ranks:
         for text in _library_problems(subject, fabric, locked, rank):

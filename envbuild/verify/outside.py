@@ -29,8 +29,7 @@ from envbuild.image.entry import DIR, FILE, HARDLINK, SYMLINK
 from envbuild.image.limits import ImageLimits, Quota
 from envbuild.image.squashfs.read import SquashfsImage
 from envbuild.image.tar import Chunks, tar_items
-from envbuild.recipe.accelerators import VERSION_FILE
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import VERSION_FILE, Target
 from envbuild.verify.model import out_of_time
 from envbuild.verify.survey import Survey, survey
 

@@ -33,8 +33,7 @@ from envbuild.contract.state import PREFIX, State
 from envbuild.environment import Environment
 from envbuild.image.limits import ImageLimits
 from envbuild.image.sif import content_digest
-from envbuild.recipe.accelerators import gpu_families
-from envbuild.recipe.targets import Target, host_arch
+from envbuild.recipe.targets import Target, gpu_families, host_arch
 from envbuild.verify import namespace
 from envbuild.verify.host import HostNodes, Launch
 from envbuild.verify.image_file import ImageFile, image_state, open_image_file, own_manifest

@@ -16,8 +16,7 @@ from envbuild.contract.state import IMAGE, PREFIX, BuiltLayer, State
 from envbuild.gpus import UNREADABLE, Containers, all_chips, gpu_faults, is_judged, library_runs
 from envbuild.image.limits import ImageLimits
 from envbuild.layers.trainer import NAME, load_trainer
-from envbuild.recipe.accelerators import accelerator_fault, builds_title, survey_builds
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import Target, accelerator_fault, builds_title, survey_builds
 from envbuild.verify.elf_files import folder_gpu_code, scan_elf
 from envbuild.verify.image_file import open_image_file
 from envbuild.verify.launch import run_program

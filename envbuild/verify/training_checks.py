@@ -13,8 +13,7 @@ from typing import Any
 
 from envbuild.base import process
 from envbuild.jobcheck.diagnose.engine import diagnose, explain
-from envbuild.recipe.accelerators import CPU, gpu_families
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import CPU, Target, gpu_families
 from envbuild.verify.launch import Outcome, TrainingJob
 from envbuild.verify.model import Check, Report, Subject, judge
 from envbuild.verify.probes import (

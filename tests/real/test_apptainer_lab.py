@@ -23,9 +23,8 @@ import pytest
 from lab.apptainer import FLAGS, Apptainer, missing
 
 from envbuild.base.errors import BuildError, HostError
-from envbuild.build.apptainer import apptainer_files, inspect_metadata, mount_points, oci_config
 from envbuild.build.apptainer_engine import build_with_apptainer
-from envbuild.build.enroot import enroot_files
+from envbuild.build.runtime_files import apptainer_files, enroot_files, inspect_metadata, mount_points, oci_config
 from envbuild.environment import Environment
 from envbuild.image.entry import DIR, SYMLINK
 from envbuild.image.sif import finish_sif, read_sif, write_sif_front

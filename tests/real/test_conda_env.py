@@ -31,7 +31,7 @@ from envbuild.layers.conda_package import locate_conda
 from envbuild.layers.trainer import load_trainer
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
-from envbuild.plan.plan import Plan, make_plan
+from envbuild.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target, host_arch

@@ -42,8 +42,7 @@ from envbuild.image.limits import ImageLimits
 from envbuild.image.squashfs.model import codec_of
 from envbuild.interpreter import read_python
 from envbuild.layers.bytecode import Compiler, compiler_of
-from envbuild.layers.layer_cache import TarCache
-from envbuild.layers.recorded import recorded
+from envbuild.layers.layer_cache import TarCache, recorded
 from envbuild.layers.segment_cache import SegmentCache
 from envbuild.layers.wheel import WheelFile
 from envbuild.store.store import Store

@@ -1,4 +1,4 @@
-"""ROCm from its target to the job: what one row of recipe/accelerators.py decides."""
+"""ROCm from its target to the job: what one row of recipe/targets.py decides."""
 
 from __future__ import annotations
 
@@ -24,14 +24,22 @@ from envbuild.jobs.schedulers.kubernetes import render_kubernetes
 from envbuild.layers.source_known import source_layers
 from envbuild.layers.wheel import WheelFile
 from envbuild.layers.wheels import check_wheels
-from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.conda import CondaPackage
 from envbuild.lock.format import Lock
-from envbuild.plan.plan import make_plan
-from envbuild.recipe.accelerators import ACCELERATORS, CUDA, ROCM, accelerator_of, torch_builds, torch_index
+from envbuild.lock.judge import check_accelerator
+from envbuild.plan import make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
-from envbuild.recipe.targets import Target, target_problem
+from envbuild.recipe.targets import (
+    ACCELERATORS,
+    CUDA,
+    ROCM,
+    Target,
+    accelerator_of,
+    target_problem,
+    torch_builds,
+    torch_index,
+)
 from envbuild.verify.elf_files import scan_elf
 from envbuild.verify.launch import visible_gpus
 from envbuild.verify.training_checks import _wrong_build
@@ -169,7 +177,7 @@ def test_its_stack_is_judged() -> None:
 
 
 def test_a_build_of_conda_for_rocm_is_told_by_its_string() -> None:
-    from envbuild.lock.accelerator import check_conda_accelerator
+    from envbuild.lock.judge import check_conda_accelerator
 
     def package(build: str) -> CondaPackage:
         return CondaPackage("pytorch", "2.9.1", build, "linux-64", "u", "0" * 32, "1" * 64, ())

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
-from envbuild.build.apptainer import (
+from envbuild.build.apptainer_engine import build_with_apptainer
+from envbuild.build.runtime_files import (
     all_labels,
     apptainer_files,
     definition,
@@ -24,7 +25,6 @@ from envbuild.build.apptainer import (
     oci_config,
     recipe_definition,
 )
-from envbuild.build.apptainer_engine import build_with_apptainer
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.run_environment import load_environment
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from envbuild.base.errors import LockError
-from envbuild.compat.check import check_stack, impossible_pins
 from envbuild.compat.stack import Stack, stack_of
 from envbuild.layers.source_known import source_layers
 from envbuild.lock.format import Lock, lock_file_name, render
+from envbuild.lock.judge import check_stack, impossible_pins
 from envbuild.lock.lifecycle import ensure, update
 from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.load import LoadedRecipe, load_recipe

@@ -14,12 +14,12 @@ from ruamel.yaml import YAML
 from envbuild.base.errors import LockError, UsageError
 from envbuild.lock import format as pip_format
 from envbuild.lock import lifecycle
-from envbuild.lock.accelerator import check_conda_accelerator
 from envbuild.lock.conda import CondaLock, CondaPackage, environment_text, explicit_text, pip_entries, topological_order
 from envbuild.lock.conda_format import part_of, render
 from envbuild.lock.conda_kind import conda_changes, conda_lock, provided, without_conda
 from envbuild.lock.conda_solve import canonical_url, hide, recipe_specs, virtual_packages
 from envbuild.lock.format import Lock
+from envbuild.lock.judge import check_conda_accelerator
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from lab.debian import ar, deb, info, tar
 
 from envbuild.base.errors import BuildError, EnvbuildError
-from envbuild.debian.deb import read_control, read_data
 from envbuild.debian.lock import LockedDeb
-from envbuild.debian.rootfs import debian_tree
+from envbuild.debian.rootfs import debian_tree, read_control, read_data
 from envbuild.image.entry import Entry
 
 CONTROL = b"Package: demo\nVersion: 1\nArchitecture: amd64\n"

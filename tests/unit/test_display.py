@@ -181,7 +181,7 @@ def test_messages_of_threads_are_not_torn_by_the_live_part(tmp_path: Path) -> No
     script.write_text(
         textwrap.dedent("""
         import threading, time
-        from envbuild.base.terminal import guard_streams
+        from envbuild.base.progress import guard_streams
         guard_streams()
         from envbuild.base.progress import log, step
         def talk(number):

@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from envbuild.base.errors import BuildError
-from envbuild.build.enroot import enroot_files, normalised
-from envbuild.build.image_run import run_of
+from envbuild.build.runtime_files import enroot_files, normalised, run_of
 from envbuild.image.entry import BLOCK, CHAR, DIR, FIFO, FILE, HARDLINK, SYMLINK, Entry
 from envbuild.verify.namespace import image_variables
 

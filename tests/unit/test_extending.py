@@ -40,11 +40,10 @@ from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
 from envbuild.jobs.schedulers import render
 from envbuild.matrix import SelectedRecipe, make_jobs
-from envbuild.plan.plan import state_of
-from envbuild.recipe import accelerators
-from envbuild.recipe.accelerators import Accelerator, gpu_families
+from envbuild.plan import state_of
+from envbuild.recipe import targets
 from envbuild.recipe.load import load_recipe
-from envbuild.recipe.targets import Target, host_arch
+from envbuild.recipe.targets import Accelerator, Target, gpu_families, host_arch
 from envbuild.run_environment import load_environment
 from envbuild.site.settings import Site, load_site
 from envbuild.verify import image_file, runtimes
@@ -282,7 +281,7 @@ def test_an_accelerator_has_targets(addition: Addition) -> None:
     )
     with pytest.raises(UsageError, match="toy1"):
         Target.parse("toy1-x86_64")
-    addition.row(accelerators, "ACCELERATORS", "toy", toy)
+    addition.row(targets, "ACCELERATORS", "toy", toy)
     target = Target.parse("toy1-x86_64")
     assert target.family is toy and target.version == "1" and toy in gpu_families()
     assert runtimes.passed({"TOY_VISIBLE_DEVICES": "1", "TOY": "2"}) == {"TOY_VISIBLE_DEVICES": "1"}

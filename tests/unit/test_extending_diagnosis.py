@@ -89,7 +89,7 @@ def test_a_lint_rule_with_a_pattern_is_one_row(more_rows: Callable[[str, str], N
 def test_the_table_is_read_by_a_diagnosis_alone() -> None:
     script = (
         "import sys, envbuild.cli.commands; assert not any('envbuild.jobcheck' in name for name in sys.modules);"
-        "import envbuild.verify.training_checks, envbuild.layers.source_causes;"
+        "import envbuild.verify.training_checks, envbuild.layers.source_build;"
         "from envbuild.jobcheck.diagnose.rules import load_rules;"
         "from envbuild.jobcheck.diagnose.engine import explain;"
         "assert load_rules.cache_info().misses == 0; explain('x', 'verification');"

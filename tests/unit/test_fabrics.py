@@ -24,16 +24,14 @@ from envbuild.fabrics import (
     fabric_variables,
     find_fabric,
     load_fabrics,
-    nccl_version,
     plugin_variables,
     preflight_devices,
 )
 from envbuild.jobcheck.lint.kubernetes import lint_manifest
 from envbuild.layers.source_known import source_layers
-from envbuild.recipe.accelerators import CPU, CUDA
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import Recipe
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import CPU, CUDA, Target
 from envbuild.site.settings import load_site
 from envbuild.site.tables import FabricTable
 from envbuild.verify.launch import fit_to_gpus, network_of, visible_gpus
@@ -306,9 +304,9 @@ def test_an_image_s_plugin_must_be_the_one_that_was_built_though_all_files_are_t
 
 
 def test_nccl_s_version_is_the_layer_s_or_the_package_s() -> None:
-    assert nccl_version(state()) == "2.26.2"
-    assert nccl_version(state(layers=(BuiltLayer("nccl", "2.29.7-1", "f"),))) == "2.29.7"
-    assert nccl_version(state(packages=())) == ""
+    assert state().nccl == "2.26.2"
+    assert state(layers=(BuiltLayer("nccl", "2.29.7-1", "f"),)).nccl == "2.29.7"
+    assert state(packages=()).nccl == ""
 
 
 def test_the_largest_all_reduce_is_held_against_the_floor() -> None:

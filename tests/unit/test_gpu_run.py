@@ -253,14 +253,12 @@ def cuda_context(out: Path, **python: Any) -> Context:
 def test_the_machine_s_python_is_a_subject_with_its_nccl_and_the_planted_one(tmp_path: Path) -> None:
     from gpu.subject import _subject
 
-    from envbuild.fabrics import nccl_version
-
     context = cuda_context(tmp_path)
     subject = _subject(context, "socket", "")
-    assert subject.target.name.startswith("cu126-") and nccl_version(subject.state) == "2.26.2"
+    assert subject.target.name.startswith("cu126-") and subject.state.nccl == "2.26.2"
     assert subject.root == tmp_path / "env" and not subject.isolated
     assert subject.holds(context.python["libraries"][2])
-    assert nccl_version(_subject(context, "ib", "99.0.0").state) == "99.0.0"
+    assert _subject(context, "ib", "99.0.0").state.nccl == "99.0.0"
     other = cuda_context(tmp_path, libraries=["/usr/lib/libnccl.so.2"])
     assert _subject(other, "socket", "").isolated, "NCCL of the system and torch of a user have no folder in common"
 

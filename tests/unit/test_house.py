@@ -42,14 +42,14 @@ def test_the_formatter_formats_every_line() -> None:
 # The closure of a module is itself and all that it imports at its top, again and again: what a reader has to know.
 # Flow, budget of today in modules and lines, and the goal. A budget only falls, until it is the goal.
 BUDGETS = [
-    ("envbuild.build.folder", (95, 16_800), (90, 16_000)),
-    ("envbuild.build.squash", (80, 14_300), (80, 14_000)),
+    ("envbuild.build.folder", (90, 16_000), (90, 16_000)),
+    ("envbuild.build.squash", (80, 14_000), (80, 14_000)),
     ("envbuild.build.prepare", (78, 13_700), (78, 13_700)),
     ("envbuild.jobs.plan", (60, 9_000), (60, 9_000)),
     ("envbuild.jobcheck.lint.engine", (30, 4_000), (30, 4_000)),
     ("envbuild.inspect.reader", (60, 10_000), (60, 10_000)),
 ]
-MOST_MODULES, GOAL_OF_MODULES = 303, 290
+MOST_MODULES, GOAL_OF_MODULES = 290, 290
 # Rooms that a reader needs for the image library.
 BELOW_IMAGE = {"envbuild", "envbuild.image", "envbuild.cache", "envbuild.base", "envbuild.data"}
 

@@ -18,8 +18,7 @@ import pytest
 from envbuild.contract.state import State
 from envbuild.contract.verification import VerifySettings
 from envbuild.fabrics import find_fabric
-from envbuild.recipe.accelerators import CPU
-from envbuild.recipe.targets import Target
+from envbuild.recipe.targets import CPU, Target
 from envbuild.site.tables import FabricTable
 from envbuild.verify.launch import Bench, Network, Outcome, TrainingJob
 from envbuild.verify.model import Check, Subject

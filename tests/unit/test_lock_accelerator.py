@@ -14,13 +14,12 @@ from lab.wheels import make_recipe, make_wheel
 from envbuild.base.errors import BuildError, LockError
 from envbuild.layers.wheel import WheelFile
 from envbuild.layers.wheels import check_wheels, wheel_arch
-from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.format import Lock
-from envbuild.lock.wheels import check_override, nccl_override
-from envbuild.recipe.accelerators import torch_builds
+from envbuild.lock.judge import check_accelerator
+from envbuild.lock.resolve import check_override, nccl_override
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
-from envbuild.recipe.targets import ARCHES, Target
+from envbuild.recipe.targets import ARCHES, Target, torch_builds
 from envbuild.verify.elf_files import ElfReport, scan_elf
 from envbuild.verify.static_checks import check_accelerator as check_artifact
 

@@ -11,11 +11,12 @@ from sdists import commit, git, make_sdist, project, sha256
 
 from envbuild.base.errors import EnvbuildError, LockError
 from envbuild.environment import Environment
-from envbuild.layers.built import built_layers
+from envbuild.layers.source_known import built_layers
 from envbuild.lock.conda import CondaPackage
 from envbuild.lock.conda_kind import conda_lock
 from envbuild.lock.format import Lock, parse, render
-from envbuild.lock.wheels import wheel_lock, without
+from envbuild.lock.resolve import without
+from envbuild.lock.wheels import wheel_lock
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.run_environment import load_environment, with_tmpdir

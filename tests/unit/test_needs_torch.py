@@ -19,7 +19,7 @@ from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.conda_format import part_of
 from envbuild.lock.conda_format import render as render_conda
 from envbuild.lock.format import Lock, render
-from envbuild.plan.plan import Plan, state_of
+from envbuild.plan import Plan, state_of
 from envbuild.recipe.find import shipped_folder
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.model import ImageTable

@@ -32,7 +32,7 @@ from envbuild.lock import lifecycle
 from envbuild.lock.base import builder_lock
 from envbuild.lock.format import Lock
 from envbuild.lock.image import ImageLock, render_image
-from envbuild.plan.plan import Plan, make_plan, state_of
+from envbuild.plan import Plan, make_plan, state_of
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.sources import HostLayer, LockedPackage, SourceLayer
 from envbuild.recipe.targets import Target

@@ -30,7 +30,7 @@ from envbuild.layers.wheel import WheelFile
 from envbuild.lock.format import Lock
 from envbuild.lock.format import render as render_lock
 from envbuild.lock.lifecycle import write_lock_file
-from envbuild.plan.plan import Plan, make_plan, state_of
+from envbuild.plan import Plan, make_plan, state_of
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.model import ImageTable
 from envbuild.recipe.project import ProjectTable

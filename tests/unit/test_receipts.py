@@ -15,7 +15,7 @@ from envbuild.contract.receipt import passing_receipt, receipt_path
 from envbuild.contract.state import State, read_state
 from envbuild.contract.verification import VerifySettings
 from envbuild.lock.format import Lock
-from envbuild.plan.plan import Plan, make_plan
+from envbuild.plan import Plan, make_plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target

@@ -14,14 +14,15 @@ from envbuild.base.errors import LockError
 from envbuild.cli.commands import cli
 from envbuild.compat.judge import judge
 from envbuild.layers.source_known import source_layers
-from envbuild.lock.accelerator import check_accelerator
 from envbuild.lock.base import image_lock
 from envbuild.lock.conda_format import parse_packages
 from envbuild.lock.format import Lock
+from envbuild.lock.judge import check_accelerator
 from envbuild.lock.lifecycle import ensure
-from envbuild.lock.wheels import nccl_package, wheel_lock
+from envbuild.lock.resolve import nccl_package
+from envbuild.lock.wheels import wheel_lock
 from envbuild.locks import locked_stack
-from envbuild.plan.plan import make_plan
+from envbuild.plan import make_plan
 from envbuild.recipe.load import LoadedRecipe, load_recipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.run_environment import load_environment

@@ -33,7 +33,7 @@ from envbuild.image.registry import Registry
 from envbuild.lock.format import BuiltPackage, Lock
 from envbuild.lock.format import render as render_lock
 from envbuild.lock.lifecycle import write_lock_file
-from envbuild.plan.plan import Plan
+from envbuild.plan import Plan
 from envbuild.recipe.load import load_recipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target

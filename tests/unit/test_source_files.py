@@ -26,9 +26,9 @@ from envbuild.base.errors import BuildError, HostError
 from envbuild.base.unpack import unpack
 from envbuild.contract.installed import check_files
 from envbuild.jobcheck.diagnose.engine import explain
-from envbuild.layers import source_wheel
+from envbuild.layers import source_steps
 from envbuild.layers.local_build_host import build_variables, local_build_host
-from envbuild.layers.source_causes import config_error, failure
+from envbuild.layers.source_build import config_error, failure
 from envbuild.layers.source_files import (
     SourceManifest,
     list_files,
@@ -203,8 +203,8 @@ def test_what_a_wheel_was_built_of_is_recorded_as_it_is_after_it_was_changed(tmp
     (info / "entry_points.txt").write_text("[console_scripts]\nfoo = foo.cli:Main.run\n")
     (tree / "bin").mkdir()
     (tree / "bin/script").write_text("#!python -s\nprint('script')\n")
-    source_wheel.add_scripts(tree, "foo")
-    source_wheel.renew_records(tree, "foo")
+    source_steps.add_scripts(tree, "foo")
+    source_steps.renew_records(tree, "foo")
     report = check_files(site)
     assert (report.missing, report.altered, report.unowned) == ([], [], []) and report.files == 7
     assert (info / "INSTALLER").read_text() == "envbuild\n"

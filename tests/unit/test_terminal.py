@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from envbuild.base.terminal import clean
+from envbuild.base.progress import clean
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_an_error_message_cannot_command_a_terminal() -> None:
     assert done.returncode == 2 and done.stderr == b"error: /nowhere: no such file\n"
 
 
-PRINT = r"from envbuild.base.terminal import guard_streams; guard_streams(); print('a\x1b[2J\x1b]0;t\x07b \udcff')"
+PRINT = r"from envbuild.base.progress import guard_streams; guard_streams(); print('a\x1b[2J\x1b]0;t\x07b \udcff')"
 
 
 def test_a_terminal_gets_no_commands_and_a_script_every_byte() -> None:

@@ -185,7 +185,7 @@ def test_position(keys: tuple[str | int, ...], expected: tuple[int, int]) -> Non
 def test_reading_does_not_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.toml"
     file.write_text("a = 1\n")
-    monkeypatch.setattr("envbuild.base.toml.document.Scanner", None)
+    monkeypatch.setattr("envbuild.base.toml.Scanner", None)
     assert read(file).data == {"a": 1}
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from envbuild.build.image_layers import missing_folder
 from envbuild.image.entry import DIR, FILE, SYMLINK
 from envbuild.image.tar import Member
-from envbuild.layers.workdir import missing_folder
 
 
 def member(name: str, kind: str = DIR, mode: int = 0o755, owner: int = 0, link: str = "") -> Member:
