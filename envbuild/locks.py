@@ -90,7 +90,7 @@ def changed_locks(before: LoadedRecipe, after: LoadedRecipe) -> list[LockKind[An
 
 def locked_stack(loaded: LoadedRecipe, target: Target) -> tuple[Stack, str]:
     """Return the stack of `target`, and a description of its source."""
-    conda = loaded.recipe.environment == "conda"
+    conda = loaded.has_conda_images
     if conda:
         from envbuild.lock.conda_kind import conda_lock
 

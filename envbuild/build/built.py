@@ -12,7 +12,7 @@ from envbuild.base.errors import EnvbuildError, LockError, UsageError
 from envbuild.base.files import build_folder, named_path
 from envbuild.base.progress import log
 from envbuild.base.toml import closest
-from envbuild.contract.kinds import ARTIFACTS, CONDA, VENV, Artifact
+from envbuild.contract.kinds import ARTIFACTS, Artifact
 from envbuild.contract.receipt import read_receipt, receipt_path
 from envbuild.contract.state import read_state
 from envbuild.recipe.find import FILE_NAME, command_word, default_recipe, recipe_files, search_folders
@@ -141,8 +141,13 @@ def _commands(recipe: str, file: Path | None, kinds: Sequence[str]) -> list[str]
 
     loaded = load_recipe(file)
     wheels = any(loaded.has_wheels(Target.parse(name)) for name in loaded.recipe.targets)
-    packed = {CONDA.name: loaded.has_conda, VENV.name: wheels}
-    return [f"`envbuild {kind} {command_word(loaded)}`" for kind in kinds if packed.get(kind, True)]
+    word = command_word(loaded)
+    return [f"`envbuild {name} {word}`" for name in kinds if _packed(ARTIFACTS[name], loaded.has_conda, wheels)]
+
+
+def _packed(kind: Artifact, conda: bool, wheels: bool) -> bool:
+    """Return whether a recipe with such packages has some for `kind`; an image takes either."""
+    return kind.form != "folder" or (conda if kind.of_conda else wheels)
 
 
 def unknown(text: str, folders: Sequence[Path]) -> UsageError:
@@ -174,7 +179,7 @@ def check_lock(built: BuiltArtifactPath, lock_digest: str) -> None:
     if built.target not in loaded.recipe.targets:
         raise LockError(f"{built.path} is for {built.target}, which its recipe has no more", command)
     target = Target.parse(built.target)
-    conda = built.kind.of_conda or (built.kind.form != "folder" and loaded.recipe.environment == "conda")
+    conda = built.kind.of_conda or (built.kind.form != "folder" and loaded.has_conda_images)
     if conda and not loaded.has_conda:
         raise LockError(f"{built.path} has conda packages, and its recipe has none any more", "remove it")
     locks = [conda_lock(loaded, target)] if conda else wheel_locks(loaded, target)  # one for each Python

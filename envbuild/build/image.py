@@ -77,7 +77,7 @@ def prepare_image(
             base,
             loaded.recipe.python,
             environment,
-            conda=loaded.recipe.environment == "conda",
+            conda=loaded.has_conda_images,
             offline=use["offline"],
             log=use["log"],
         )
@@ -88,7 +88,7 @@ def prepare_image(
         environment,
         artifact=IMAGE,
         image=inputs,
-        conda=loaded.recipe.environment == "conda",
+        conda=loaded.has_conda_images,
         layers=layers,
         verify=verify,
         **use,

@@ -32,8 +32,8 @@ class Artifact:
 
     For doctor: `sources` are the sources from which a build reads besides the store, `imports` the modules that it
     imports, and `by_uv` says whether uv installs the wheels; `starters` are the programs that start the artifact, best
-    first. For jobs: `containers` are the values of the site's [container] runtime that start the artifact on nodes; the
-    last one needs no srun.
+    first. For jobs: `containers` are the values of the site's [container] runtime that start the artifact on nodes,
+    keys of JOB_RUNTIMES in jobs/containers.py.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Artifact:
     of_conda: bool = False
     by_uv: bool = True
     starters: tuple[str, ...] = ()
-    containers: tuple[Literal["pyxis", "enroot", "apptainer"], ...] = ()
+    containers: tuple[str, ...] = ()
 
     form: ClassVar[Form]
 
@@ -150,6 +150,11 @@ APPTAINER = FileArtifact(
     last_words=2,
 )
 ARTIFACTS: Mapping[str, Artifact] = {kind.name: kind for kind in (VENV, CONDA, DOCKER, ENROOT, APPTAINER)}
+
+
+def container_runtimes() -> tuple[str, ...]:
+    """Return the values of [container] runtime of a site."""
+    return ("none", *dict.fromkeys(name for kind in ARTIFACTS.values() for name in kind.containers))
 
 
 def kinds_of(*forms: str) -> tuple[str, ...]:

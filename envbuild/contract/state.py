@@ -90,6 +90,11 @@ class State:
         built = next((layer.version for layer in self.layers if layer.name == "nccl"), "")
         return built.split("-")[0] or next((v for name, v, _ in self.packages if _NCCL_WHEEL.fullmatch(name)), "")
 
+    @property
+    def of_conda(self) -> bool:
+        """Whether it consists of conda packages."""
+        return "conda" in (self.artifact, self.environment)
+
     def render(self) -> str:
         """Return the text of the state file, without those of the newer fields that have their defaults."""
         data = {"format": FORMAT, **asdict(self), "verify": self.verify.as_state()}

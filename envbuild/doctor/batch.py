@@ -8,8 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from envbuild.base.toml import closest
+from envbuild.contract.kinds import container_runtimes
 from envbuild.data.schedulers import LAUNCHERS, SCHEDULER_NAMES, TITLES, listed
 from envbuild.doctor.probe import Host, HostFinding, find, first_line, run_probe
+from envbuild.jobs.containers import JOB_RUNTIMES
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import Queue
 from envbuild.recipe.targets import gpu_families
@@ -68,11 +70,19 @@ def _scheduler(site: Site) -> Iterator[HostFinding]:
 
 def _container(site: Site) -> Iterator[HostFinding]:
     kind, launcher = site.scheduler.kind, site.scheduler.launcher
-    if site.container.runtime == "pyxis" and "srun" not in LAUNCHERS.get(kind, ()):
-        yield _bad("[container] runtime", "pyxis is a part of Slurm", f'"enroot", "apptainer" or "none" with {kind}')
-    if site.container.runtime == "pyxis" and launcher not in (None, "srun"):
-        hint = 'launcher = "srun", or runtime = "enroot"'
-        yield _bad("[container] runtime", f"pyxis is started by srun, not by {launcher}", hint)
+    runtime = site.container.runtime
+    only = JOB_RUNTIMES[runtime].launcher if runtime in JOB_RUNTIMES else ""
+    if only and only not in LAUNCHERS.get(kind, ()):
+        yield _bad("[container] runtime", f"{runtime} is started by {only}", f"{everywhere()} with {kind}")
+    if only and launcher not in (None, only):
+        hint = f'launcher = "{only}", or runtime = "{JOB_RUNTIMES[runtime].instead}"'
+        yield _bad("[container] runtime", f"{runtime} is started by {only}, not by {launcher}", hint)
+
+
+def everywhere() -> str:
+    """Return the values of [container] runtime that need no launcher."""
+    none, *names = container_runtimes()
+    return listed(tuple(f'"{name}"' for name in (*names, none) if name == none or not JOB_RUNTIMES[name].launcher))
 
 
 def _pods(site: Site) -> Iterator[HostFinding]:
@@ -165,7 +175,7 @@ def slurm(host: Host) -> Iterator[HostFinding]:
     if pyxis:
         yield HostFinding("pyxis", "ok", "srun has --container-image", facts={"there": True})
     elif pyxis is False:
-        hint = 'site.toml: [container] runtime = "enroot", "apptainer" or "none"'
+        hint = f"site.toml: [container] runtime = {everywhere()}"
         yield HostFinding("pyxis", "info", "srun has no --container-image", hint, {"there": False})
     yield from _allocation("slurm", host)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from envbuild.base.errors import EnvbuildError
 from envbuild.base.masking import redact
 from envbuild.base.toml import toml_value
+from envbuild.contract.kinds import container_runtimes
 from envbuild.data.schedulers import TITLES, listed
 from envbuild.doctor import batch, machine
 from envbuild.doctor import machine as storage
@@ -24,6 +25,7 @@ from envbuild.doctor.tools import has_module, module_init
 from envbuild.environment import Environment
 from envbuild.fabrics import load_fabrics
 from envbuild.gpus import gpu_of
+from envbuild.jobs.containers import JOB_RUNTIMES
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.jobs.schedulers.base import HostFacts, Queue
 from envbuild.site.jobs import value_problem
@@ -169,7 +171,7 @@ def _paths(site: Site, host: Host) -> Iterator[HostFinding]:
 
 def _container(site: Site, host: Host) -> Iterator[HostFinding]:
     runtime, here, name = site.container.runtime, on_site(site, host.variables), "[container] runtime"
-    if runtime == "pyxis":
+    if runtime in JOB_RUNTIMES and JOB_RUNTIMES[runtime].launcher:
         found = batch.has_pyxis(host.variables)
         if found is None:
             yield elsewhere(name, "no srun on this host")
@@ -183,9 +185,9 @@ def _container(site: Site, host: Host) -> Iterator[HostFinding]:
                     name, "info", what, "ask for container_scope=job in plugstack.conf: Slurm removes them"
                 )
         else:
-            what, hint = "srun has no --container-image, so no pyxis", 'runtime = "enroot", "apptainer" or "none"'
+            what, hint = "srun has no --container-image, so no pyxis", f"runtime = {batch.everywhere()}"
             yield missing(name, what, here, hint)
-    elif runtime != "none":
+    elif runtime in JOB_RUNTIMES:
         path = find(runtime, host.variables)
         what = path or f"{runtime} is not on this host; nodes must have it"
         yield HostFinding(name, "ok" if path else "info", what)
@@ -382,7 +384,7 @@ def _paths_text(host: Host) -> Iterator[str]:
 
 
 def _container_text(variables: Mapping[str, str]) -> Iterator[str]:
-    program = next((name for name in ("enroot", "apptainer") if find(name, variables)), None)
+    program = next((name for name in container_runtimes() if find(name, variables)), None)
     if batch.has_pyxis(variables):
         yield _said("runtime", "pyxis", "srun has --container-image")
     elif program:

@@ -17,14 +17,16 @@ import json
 import posixpath
 import textwrap
 import zipfile
+from collections.abc import Mapping
 
 import envbuild
 from envbuild.base.errors import UsageError
 from envbuild.base.files import shipped
 from envbuild.data.schedulers import LAUNCHERS
-from envbuild.jobs.model import JobPlan, Launcher
+from envbuild.jobs.model import JobPlan, JobRuntime, Launcher
 from envbuild.jobs.quote import fill, heredoc, mount, path_word, word, words
 from envbuild.recipe.targets import CUDA
+from envbuild.site.settings import Site
 
 _WIDTH = 118
 _MAIN = 'import runpy\n\nrunpy.run_module("stage", run_name="__main__")\n'
@@ -78,7 +80,7 @@ def image_word(plan: JobPlan) -> str:
 def interpreter_word(plan: JobPlan) -> str:
     """Return the word for the interpreter of a job."""
     python = plan.artifact.python
-    if plan.stage and plan.runtime == "folder":
+    if plan.stage and runtime_of(plan).host_files:
         return f'"$image"/{path_word(posixpath.relpath(python, plan.artifact.path), "the interpreter")}'
     return path_word(python, "the interpreter")
 
@@ -105,7 +107,7 @@ def stage_lines(plan: JobPlan, launcher: Launcher) -> str:
     """Return the step that stages the artifact; "" if the job reads the shared one."""
     if not plan.stage:
         return ""
-    folder = plan.runtime == "folder"
+    folder, in_step = runtime_of(plan).host_files, runtime_of(plan).step_options is not None
     kind = "environment" if folder else "image"
     interface = plan.site.fabric.interface.split(",")[0]
     about = {
@@ -116,8 +118,7 @@ def stage_lines(plan: JobPlan, launcher: Launcher) -> str:
         "number": launcher.number,
         "interface": "" if interface.startswith(("^", "=")) else interface,
     }
-    pyxis = plan.runtime == "pyxis"
-    array = "container" if pyxis else "launch"
+    array = "container" if in_step else "launch"
     packed, digest = _packed()
     program = heredoc('base64 -d >"$ENVBUILD_RUN/stage-$restarts.zip"', packed, "STAGE")
     return fill(_PROGRAM, kind=kind, program=program, version=envbuild.__version__, sha=digest) + fill(
@@ -125,7 +126,7 @@ def stage_lines(plan: JobPlan, launcher: Launcher) -> str:
         kind=kind,
         python=path_word(plan.site.stage.python, "[stage] python"),
         about=word(json.dumps(about, ensure_ascii=False), "[stage]"),
-        container="container=()\n    " if pyxis else "",
+        container="container=()\n    " if in_step else "",
         instead=f'{array}=("${{{array}[@]/"$image"/{_shared(plan)}}}")',
     )
 
@@ -268,29 +269,36 @@ def _mount_key(plan: JobPlan, host: str) -> str:
 
 def tidies(plan: JobPlan) -> bool:
     """Return whether a job removes the containers that ended jobs left on its nodes: squeue knows which have ended."""
-    return "srun" in LAUNCHERS[plan.scheduler] and plan.runtime in ("pyxis", "enroot")
+    return "srun" in LAUNCHERS[plan.scheduler] and runtime_of(plan).tidies
 
 
 def container_words(plan: JobPlan) -> list[str]:
-    """Return the words that start a command in the plan's container, quoted for the shell.
+    """Return the words that start a command in the plan's container; none for environments in folders."""
+    words_of = runtime_of(plan).words
+    return words_of(plan) if words_of else []
 
-    There are none for environments in folders, for pyxis and for enroot. With Apptainer, the home folder is not
-    mounted, as in verification: ~/.local is not part of the artifact. Apptainer passes the job's variables
-    (SLURM_…, PMIX_…, CUDA_VISIBLE_DEVICES) on by itself.
-    """
-    image = image_word(plan)
+
+def _binds(plan: JobPlan) -> list[str]:
     binds = []
     for host, container in plan.mounts:
         source, place, options = mount(host, container)
         binds.append(words(["--bind", ":".join([source, place, *([",".join(options)] if options else [])])]))
-    match plan.runtime:
-        case "apptainer":
-            flags = f"apptainer exec --no-home {plan.artifact.accelerator.apptainer}".rstrip()
-            return [flags, *binds, image]
-        case "own":
-            return [f"{path_word(plan.envbuild, 'the command envbuild')} run", *binds, f"{image} --"]
-        case _:
-            return []
+    return binds
+
+
+def _apptainer_words(plan: JobPlan) -> list[str]:
+    """Return the words that start a command in Apptainer.
+
+    The home folder is not mounted, as in verification: ~/.local is not part of the artifact. Apptainer passes the job's
+    variables (SLURM_…, PMIX_…, CUDA_VISIBLE_DEVICES) on by itself.
+    """
+    flags = f"apptainer exec --no-home {plan.artifact.accelerator.apptainer}".rstrip()
+    return [flags, *_binds(plan), image_word(plan)]
+
+
+def _own_words(plan: JobPlan) -> list[str]:
+    """Return the words that start a command by `envbuild run`."""
+    return [f"{path_word(plan.envbuild, 'the command envbuild')} run", *_binds(plan), f"{image_word(plan)} --"]
 
 
 def start_enroot(plan: JobPlan, program: str) -> str:
@@ -320,3 +328,28 @@ def start_enroot(plan: JobPlan, program: str) -> str:
         program=program,
         folders=" ".join(folders),
     )
+
+
+def _folder_caches(site: Site) -> dict[str, str]:
+    return {"XDG_CACHE_HOME": site.paths.cache, "TMPDIR": site.paths.scratch}
+
+
+def _apptainer_caches(site: Site) -> dict[str, str]:
+    cache = site.paths.cache
+    return {"APPTAINER_CACHEDIR": cache and f"{cache}/apptainer", "APPTAINER_TMPDIR": site.paths.scratch}
+
+
+FOLDER, OWN, POD = "folder", "own", "pod"
+JOB_RUNTIMES: Mapping[str, JobRuntime] = {
+    FOLDER: JobRuntime(host_files=True, caches=_folder_caches),
+    POD: JobRuntime(pods=True),
+    OWN: JobRuntime(words=_own_words),
+    "pyxis": JobRuntime(launcher="srun", step_options=pyxis_options, instead="enroot", tidies=True),
+    "enroot": JobRuntime(start=start_enroot, tidies=True),
+    "apptainer": JobRuntime(words=_apptainer_words, caches=_apptainer_caches),
+}
+
+
+def runtime_of(plan: JobPlan) -> JobRuntime:
+    """Return the runtime that starts the plan's artifact on the nodes."""
+    return JOB_RUNTIMES[plan.runtime]

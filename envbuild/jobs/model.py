@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Strategy = Literal["ddp", "accelerate", "deepspeed", "horovod", "single"]
 # The way to start an artifact's program on a node: in the folder of an environment, with pyxis (through srun),
 # enroot, apptainer or `envbuild run` ("own"), or as the container of a pod.
-Runtime = Literal["folder", "pyxis", "enroot", "apptainer", "own", "pod"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +99,16 @@ class JobPlan:
     `mounts` are (host, container) folders for containers, including the working folder. `modules` are loaded on
     nodes after `site.modules.init` (and purge). `speed` lets the preflight compare how fast nodes are, and
     `exclude_slow` starts the job again without the slow ones. `stage` is the folder on nodes' disks to which the
-    artifact is brought first, "" to read the shared one, and `stage_bytes` the limit of copies there. `envbuild` is the
-    command on nodes, which `runtime` `own` and a site with signers need. Times are in seconds. `origins` names who
-    set each field (and variables.NAME).
+    artifact is brought first, "" to read the shared one, and `stage_bytes` the limit of copies there. `runtime` is a
+    key of JOB_RUNTIMES. `envbuild` is the command on nodes, which the runtime `own` and a site with signers need. Times
+    are in seconds. `origins` names who set each field (and variables.NAME).
     """
 
     name: str
     scheduler: str
     artifact: JobArtifact
     site: Site
-    runtime: Runtime
+    runtime: str
     launcher: str
     strategy: Strategy
     nodes: int
@@ -173,6 +172,29 @@ class Launcher:
     node_lines: str = ""
     signal: str = ""
     signal_note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobRuntime:
+    """A way to start an artifact on nodes; a row of JOB_RUNTIMES in jobs/containers.py.
+
+    With `host_files`, programs see the files of the node, and nothing is mounted; with `pods`, the cluster pulls the
+    image and starts it. `words` returns the words that start a command in the artifact, quoted for the shell. `start`
+    returns the lines of a node's shell script that start a program in it, where words are not enough. `step_options`
+    returns options of `launcher`, which alone starts the artifact then; under schedulers without it, the runtime
+    `instead` does. `tidies` means that jobs under srun remove containers that ended jobs left. `caches` returns the
+    variables for caches and temporary files on the nodes that the site names.
+    """
+
+    host_files: bool = False
+    pods: bool = False
+    words: Callable[[JobPlan], list[str]] | None = None
+    start: Callable[[JobPlan, str], str] | None = None
+    launcher: str = ""
+    step_options: Callable[[JobPlan], list[str]] | None = None
+    instead: str = ""
+    tidies: bool = False
+    caches: Callable[[Site], dict[str, str]] = lambda site: {}
 
 
 @dataclass(frozen=True, slots=True)

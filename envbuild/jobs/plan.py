@@ -15,7 +15,8 @@ from envbuild.base.text import size
 from envbuild.contract.kinds import ARTIFACTS, Artifact, kinds_of
 from envbuild.data.schedulers import LAUNCHERS, SCHEDULER_NAMES
 from envbuild.fabrics import fabric_variables, find_fabric, plugin_variables
-from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, Runtime
+from envbuild.jobs.containers import FOLDER, JOB_RUNTIMES, OWN, POD
+from envbuild.jobs.model import JobArtifact, JobInputs, JobPlan, JobRequest, JobRuntime
 from envbuild.jobs.plan_checks import IN_IMAGE, check_exclusion, check_nodes, check_rendezvous, check_strategy
 from envbuild.jobs.schedulers import SCHEDULERS
 from envbuild.site.jobs import time_problem
@@ -58,10 +59,10 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         "scheduler": _from(request.scheduler, site.origin("scheduler", "kind"), "--scheduler"),
         "artifact": f"receipt of {artifact.verified_at}" if artifact.verified_at else "--unverified",
     }
-    runtime = _runtime(artifact.of_kind, scheduler, site)
-    origins["runtime"] = (
-        f"{artifact.kind} artifact" if runtime in ("folder", "pod") else site.origin("container", "runtime")
-    )
+    runtime_name = _runtime(artifact.of_kind, scheduler, site)
+    runtime = JOB_RUNTIMES[runtime_name]
+    by_kind = runtime.host_files or runtime.pods
+    origins["runtime"] = f"{artifact.kind} artifact" if by_kind else site.origin("container", "runtime")
     single = request.strategy == "single"
     nodes, origins["nodes"] = _first(
         ("--nodes", request.nodes),
@@ -112,7 +113,7 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
         scheduler=scheduler,
         artifact=artifact,
         site=site,
-        runtime=runtime,
+        runtime=runtime_name,
         launcher=launcher,
         strategy=request.strategy,
         nodes=nodes,
@@ -141,11 +142,11 @@ def plan_job(request: JobRequest, opened: JobInputs, site: Site) -> JobPlan:
     )
 
 
-def _stage(artifact: JobArtifact, runtime: Runtime, nodes: int, site: Site) -> tuple[str, str]:
+def _stage(artifact: JobArtifact, runtime: JobRuntime, nodes: int, site: Site) -> tuple[str, str]:
     """Return the folder on nodes' disks to which the artifact is brought, and who chose it; "" for the shared one."""
-    if runtime == "pod":
+    if runtime.pods:
         return "", "nodes pull images"
-    if runtime == "folder" and not artifact.manifest:
+    if runtime.host_files and not artifact.manifest:
         return "", "no receipt tells the files of the environment"
     if nodes == 1:
         return "", "one node"
@@ -171,7 +172,7 @@ def _claimed(scheduler: str, site: Site) -> str | None:
     return site.kubernetes.mount if SCHEDULERS[scheduler].pods else None
 
 
-def _runtime(kind: Artifact, scheduler: str, site: Site) -> Runtime:
+def _runtime(kind: Artifact, scheduler: str, site: Site) -> str:
     """Return the runtime that starts an artifact of `kind` on the nodes. Raises UsageError when there is none."""
     if (kind.form == "registry") != SCHEDULERS[scheduler].pods:
         if kind.form == "registry":
@@ -184,15 +185,14 @@ def _runtime(kind: Artifact, scheduler: str, site: Site) -> Runtime:
             "push one (`envbuild docker RECIPE --tag REGISTRY/NAME:TAG --push`) and give the recipe or NAME@sha256:…",
         )
     if kind.form == "registry":
-        return "pod"
+        return POD
     if kind.form == "folder":
-        return "folder"
+        return FOLDER
     runtime = site.container.runtime
-    if runtime == "none" or runtime not in kind.containers:
-        return "own"
-    if runtime == "pyxis" and "srun" not in LAUNCHERS[scheduler]:
-        return "enroot"
-    return runtime
+    if runtime not in kind.containers:
+        return OWN
+    launcher = JOB_RUNTIMES[runtime].launcher
+    return JOB_RUNTIMES[runtime].instead if launcher and launcher not in LAUNCHERS[scheduler] else runtime
 
 
 def _ranks(request: JobRequest, opened: JobInputs, site: Site) -> tuple[int, str]:
@@ -284,7 +284,7 @@ def command_of(
 
 
 def job_env(
-    opened: JobInputs, site: Site, runtime: Runtime, nproc: int, cpus: int, origins: dict[str, str]
+    opened: JobInputs, site: Site, runtime: JobRuntime, nproc: int, cpus: int, origins: dict[str, str]
 ) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Return the variables of every process, in order, and the folders to prepend to LD_LIBRARY_PATH.
 
@@ -300,12 +300,12 @@ def job_env(
             origins[f"variables.{name}"] = origin
 
     # More threads per rank than its share of CPUs would slow each other down.
-    if runtime == "pod":
+    if runtime.pods:
         cpus = _limit(site) or cpus
     if cpus:
         threads = max(1, cpus // nproc)
         take({"OMP_NUM_THREADS": str(threads)}, f"{cpus} CPUs for {nproc} ranks")
-    elif runtime != "pod":
+    elif not runtime.pods:
         origins["variables.OMP_NUM_THREADS"] = f"the CPUs that a node has, for {nproc} ranks"
     library: tuple[str, ...] = ()
     if artifact.accelerator.gpu:
@@ -319,8 +319,10 @@ def job_env(
         take(plugin, "layer aws-ofi-nccl")
     own = artifact.of_kind.job_variables(artifact.path)
     take(own, f"the {artifact.kind} environment")
-    take(_caches(site, runtime), "")
-    for name in _caches(site, runtime):
+    # The site's paths may not exist in a container, so programs in containers do not get them.
+    caches = {name: value for name, value in runtime.caches(site).items() if value}
+    take(caches, "")
+    for name in caches:
         key = "scratch" if name.endswith("TMPDIR") else "cache"
         origins[f"variables.{name}"] = site.origin("paths", key)
     take(site.environment, "")
@@ -337,24 +339,9 @@ def _limit(site: Site) -> int:
     return max(1, int(amount[1]) // (1000 if amount[3] else 1))
 
 
-def _caches(site: Site, runtime: Runtime) -> dict[str, str]:
-    """Return variables for caches and temporary files outside of $HOME, as the site sets them.
-
-    The site's paths may not exist in a container, so programs in containers do not get them; Apptainer itself
-    does.
-    """
-    cache, scratch = site.paths.cache, site.paths.scratch
-    variables: dict[str, str] = {}
-    if runtime == "folder":
-        variables = {"XDG_CACHE_HOME": cache, "TMPDIR": scratch}
-    elif runtime == "apptainer":
-        variables = {"APPTAINER_CACHEDIR": cache and f"{cache}/apptainer", "APPTAINER_TMPDIR": scratch}
-    return {name: value for name, value in variables.items() if value}
-
-
-def container_mounts(script: str | None, runtime: Runtime, work: str, site: Site) -> tuple[tuple[str, str], ...]:
+def container_mounts(script: str | None, runtime: JobRuntime, work: str, site: Site) -> tuple[tuple[str, str], ...]:
     """Return (host, container) folders that a container sees: the site's, the working folder and the script's."""
-    if runtime in ("folder", "pod"):
+    if runtime.host_files or runtime.pods:
         return ()
     mounts = []
     for mount in site.container.mounts:

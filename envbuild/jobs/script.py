@@ -24,10 +24,10 @@ from envbuild.jobs.containers import (
     TIDY,
     container_words,
     interpreter_word,
+    runtime_of,
     shared_unless_staged,
     stage_lines,
     staged_image,
-    start_enroot,
     tidies,
     work_key,
 )
@@ -69,7 +69,7 @@ def settings(plan: JobPlan, launcher: Launcher) -> str:
     artifact = plan.artifact
     for value in (*plan.command, *(text for pair in plan.run_files for text in pair)):
         word(value, "an argument of the command")
-    folder = plan.runtime == "folder"
+    folder = runtime_of(plan).host_files
     interface = plan.site.fabric.interface.split(",")[0]
     fields: dict[str, Any] = {
         "name": plan.name,
@@ -110,7 +110,7 @@ def _checks(plan: JobPlan) -> list[str]:
     """Return the preflight's options."""
     artifact = plan.artifact
     given = ["--arch", artifact.arch]
-    if plan.runtime == "folder":  # an image's digest is not visible from inside
+    if runtime_of(plan).host_files:  # an image's digest is not visible from inside
         given += ["--digest", artifact.digest]
         if artifact.manifest:
             given += ["--manifest", artifact.manifest, *(["--exact", "--wait", _READING_S] if plan.exact else [])]
@@ -149,7 +149,7 @@ def keeps_first_code(plan: JobPlan) -> bool:
 def launch(plan: JobPlan, launcher: Launcher) -> str:
     """Return the bash array `launch`, the command for every node, and `settings`, the path of the settings there."""
     run = "$ENVBUILD_RUN"
-    if plan.runtime != "folder":
+    if not runtime_of(plan).host_files:
         run = f"{path_word(inside(plan.work, plan.mounts), work_key(plan))}/${{ENVBUILD_RUN##*/}}"
     if runs_shell(plan, launcher):
         words = [f'{module_shell(plan, "sh")} "$ENVBUILD_RUN/node-$restarts.sh"']
@@ -163,8 +163,9 @@ def launch(plan: JobPlan, launcher: Launcher) -> str:
 
 def runs_shell(plan: JobPlan, launcher: Launcher) -> bool:
     """Return whether a node needs the shell script `node_program` before ddp_train.launch."""
-    bare = plan.runtime in ("folder", "pyxis") and not plan.modules
-    return bool(launcher.node_lines) or plan.runtime == "enroot" or not (launcher.carries_environment or bare)
+    runtime = runtime_of(plan)
+    bare = runtime.words is None and not plan.modules
+    return bool(launcher.node_lines or runtime.start) or not (launcher.carries_environment or bare)
 
 
 def node_program(plan: JobPlan, launcher: Launcher) -> str:
@@ -177,8 +178,8 @@ def node_program(plan: JobPlan, launcher: Launcher) -> str:
         number = f'[ "${{3-}}" ] || set -- "$1" "$2" "{expression}"\n'
     modules = "" if launcher.carries_environment or not plan.modules else f"{module_lines(plan)}\n"
     program = _program(plan)
-    if plan.runtime == "enroot":
-        start = start_enroot(plan, program)
+    if lines_of := runtime_of(plan).start:
+        start = lines_of(plan, program)
     else:
         words = " \\\n    ".join([*container_words(plan), program])
         start = f'exec {words} "$@"\n'
@@ -351,10 +352,10 @@ def _check(plan: JobPlan) -> None:
         raise UsageError(
             f"{plan.name!r} cannot be a job's name", "letters, digits, dots, dashes and underscores; say --name"
         )
-    if plan.runtime == "pyxis" and plan.launcher != "srun":
+    if (only := runtime_of(plan).launcher) and plan.launcher != only:
         raise UsageError(
-            f"pyxis is a plugin of srun, and the launcher is {plan.launcher}",
-            'set [scheduler] launcher = "srun", or another [container] runtime',
+            f"{plan.runtime} is a plugin of {only}, and the launcher is {plan.launcher}",
+            f'set [scheduler] launcher = "{only}", or another [container] runtime',
         )
     if plan.strategy == "horovod" and plan.launcher not in ("mpirun", "mpiexec"):
         raise UsageError(
@@ -362,7 +363,7 @@ def _check(plan: JobPlan) -> None:
         )
     if plan.strategy == "single" and plan.world_size != 1:
         raise UsageError("strategy single is one process on one node")
-    if plan.runtime == "pod":
+    if runtime_of(plan).pods:
         raise UsageError(f"{plan.scheduler} has no pods", "give an artifact that is not an image")
 
 
@@ -421,7 +422,7 @@ def _programs(plan: JobPlan, launcher: Launcher) -> str:
             "# XDG_RUNTIME_DIR belongs to the submit host and may not exist on this node.\n"
             f"unset XDG_RUNTIME_DIR\n{staged_image(plan)}{launch(plan, launcher)}\n",
             launcher.everywhere(plan),
-            *([_TIDY] if plan.runtime == "pyxis" else []),
+            *([_TIDY] if runtime_of(plan).step_options else []),
         ]
     )
 

@@ -118,6 +118,11 @@ class LoadedRecipe:
         """Whether the recipe has conda packages."""
         return bool(self.recipe.conda.dependencies)
 
+    @property
+    def has_conda_images(self) -> bool:
+        """Whether the environment in its images consists of conda packages."""
+        return self.recipe.environment == "conda"
+
     def has_wheels(self, target: Target) -> bool:
         """Return whether `target` needs a wheel lock: an image recipe with only conda packages does not."""
         recipe = self.recipe

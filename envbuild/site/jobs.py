@@ -15,6 +15,7 @@ from typing import Literal
 from envbuild.base.masking import looks_secret, redact, sounds_secret
 from envbuild.base.text import SIZES
 from envbuild.base.toml import form, key
+from envbuild.contract.kinds import container_runtimes
 from envbuild.data.schedulers import LAUNCHER_NAMES, LAUNCHERS, SCHEDULER_NAMES, TITLES
 from envbuild.gpus import GPU_PATTERN, gpu_problem
 
@@ -328,7 +329,7 @@ class StageTable:
 class ContainerTable:
     """`[container]`: the container runtime of the nodes."""
 
-    runtime: Literal["none", "pyxis", "enroot", "apptainer"] = key("none", "What the nodes have.", example="pyxis")
+    runtime: str = key("none", "What the nodes have.", choices=container_runtimes, example="pyxis")
     mounts: tuple[str, ...] = key(
         (), "What containers see of the host: /PATH, or /HOST:/CONTAINER.", check=mount_problem, example=["/fsx:/fsx"]
     )

@@ -118,7 +118,7 @@ def check_accelerator(subject: Subject, survey: Survey) -> Check:
     fault, seen = None, "no torch of its own"
     if found is not None:
         builds = survey_builds(found)
-        exact = "conda" not in (subject.state.artifact, subject.state.environment)
+        exact = not subject.state.of_conda
         fault = accelerator_fault(target.name, builds, found, exact=exact)
         seen = f"torch {fault}" if fault else f"torch is built for {builds_title(builds) or 'CPUs'}"
     return judge(

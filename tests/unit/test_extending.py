@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from envbuild.base.errors import UsageError, VerificationError
+from envbuild.base.errors import RecipeError, UsageError, VerificationError
 from envbuild.build import squash_files
 from envbuild.build.commit import Result, failed_path, open_subject
 from envbuild.build.folder import make_environment
@@ -35,8 +36,8 @@ from envbuild.environment import Environment
 from envbuild.fabrics import fabric_name_problem, fabric_names, find_fabric, load_fabrics
 from envbuild.image.reference import parse_source
 from envbuild.job_inputs import open_artifact
-from envbuild.jobs import schedulers
-from envbuild.jobs.model import JobRequest
+from envbuild.jobs import containers, schedulers
+from envbuild.jobs.model import JobArtifact, JobInputs, JobRequest, JobRuntime
 from envbuild.jobs.plan import plan_job, wanted_kinds
 from envbuild.jobs.schedulers import render
 from envbuild.matrix import SelectedRecipe, make_jobs
@@ -54,6 +55,8 @@ from envbuild.verify.runtimes import ImageRuntime, Runtime
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HERE = f"cpu-{host_arch()}"
+# "docker" is also the name of a form of manifests.
+ALLOWED = ("image.py: options.form == 'docker'",)
 TOY = FolderArtifact("toy", "Build a toy.", "toy", sources=("package index",), imports=("rattler",))
 
 
@@ -247,6 +250,49 @@ def test_a_container_runtime_starts_image_files(addition: Addition, environment:
     assert "OTHER" not in given and "toyrun" in runtimes.names()
     with pytest.raises(UsageError, match=r"toyrun does not start \.sif images"):
         runtimes.choose("apptainer", "toyrun", environment.variables)
+
+
+def test_a_container_runtime_starts_jobs(addition: Addition, tmp_path: Path) -> None:
+    kind = replace(kinds.ENROOT, containers=(*kinds.ENROOT.containers, "toyrun"))
+    addition.row(kinds, "ARTIFACTS", "enroot", kind)
+    row = JobRuntime(words=lambda plan: ["toyrun start", containers.image_word(plan)])
+    addition.row(containers, "JOB_RUNTIMES", "toyrun", row)
+    site = site_of(tmp_path, '[scheduler]\nkind = "pbs"\n[container]\nruntime = "toyrun"\n')
+    artifact = JobArtifact("enroot", "/s/x.sqsh", "sha256:d", "r", HERE, "/opt/env/bin/python")
+    assert wanted_kinds("pbs", site)[0] == "enroot"
+    plan = plan_job(JobRequest(current=tmp_path), JobInputs(artifact), site)
+    assert "exec toyrun start \\\n    /s/x.sqsh \\\n    /opt/env/bin/python" in render(plan)
+    assert (plan.runtime, plan.mounts) == ("toyrun", ((str(tmp_path), str(tmp_path)),))
+    with pytest.raises(RecipeError, match="'toyrn' is not accepted; did you mean 'toyrun'"):
+        site_of(tmp_path, '[container]\nruntime = "toyrn"\n')
+
+
+@pytest.mark.parametrize("room", ["build", "jobs", "verify"])
+def test_no_kind_and_no_runtime_is_asked_for_by_its_name(room: str) -> None:
+    """What differs is a field of its row, or a function of its module."""
+    names = {*ARTIFACTS, *kinds.container_runtimes(), *runtimes.RUNTIMES} - {"none"}
+    modules = list((REPOSITORY / "envbuild" / room).rglob("*.py"))
+    asked = [f"{path.name}: {text}" for path in modules for text in comparisons(path.read_text(), names)]
+    assert [one for one in asked if one not in ALLOWED] == []
+
+
+def comparisons(source: str, names: set[str]) -> Iterator[str]:
+    """Yield the comparisons with one of `names`, also by their constants, such as ENROOT."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            for part in (node.left, *node.comparators):
+                texts = {one.value for one in ast.walk(part) if isinstance(one, ast.Constant)}
+                texts |= {one.id.lower() for one in ast.walk(part) if isinstance(one, ast.Name) and one.id.isupper()}
+                if texts & names:
+                    yield ast.unparse(node)
+        elif isinstance(node, ast.MatchValue) and isinstance(node.value, ast.Constant) and node.value.value in names:
+            yield f"case {node.value.value}"
+
+
+def test_a_comparison_with_a_name_is_found() -> None:
+    source = "if a == 'enroot' or b in ('x', 'pyxis') or kind is ENROOT.name: pass\nmatch a:\n  case 'own': pass"
+    found = list(comparisons(source, {"enroot", "pyxis", "own"}))
+    assert found == ["a == 'enroot'", "b in ('x', 'pyxis')", "kind is ENROOT.name", "case own"]
 
 
 def test_a_scheduler_takes_jobs(

@@ -114,7 +114,7 @@ def test_a_torch_of_another_accelerator_is_seen_in_what_was_built(
 
 
 def judge_artifact(target: str, report: ElfReport, artifact: str = "venv") -> Any:
-    state = SimpleNamespace(artifact=artifact, environment="venv")
+    state = SimpleNamespace(artifact=artifact, of_conda=artifact == "conda")
     subject: Any = SimpleNamespace(target=Target.parse(target), state=state)
     survey: Any = SimpleNamespace(elf=report)
     return check_artifact(subject, survey)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from envbuild.base.errors import UsageError
 from envbuild.jobcheck.lint.directives import Directive, ScriptFacts, option_values, whole_number
-from envbuild.jobs.containers import pyxis_options, work_key
+from envbuild.jobs.containers import runtime_of, work_key
 from envbuild.jobs.model import JobPlan, Launcher
 from envbuild.jobs.quote import directive, fill
 from envbuild.jobs.schedulers.base import (
@@ -160,9 +160,9 @@ def directives(plan: JobPlan) -> list[str]:
 def _srun(plan: JobPlan) -> str:
     more = _RESUME if plan.site.scheduler.auto_resume else ""
     container = ""
-    if plan.runtime == "pyxis":
-        options = "".join(f"    {option}\n" for option in pyxis_options(plan))
-        container = f"# shellcheck disable=SC2054 # the commas are for pyxis\ncontainer=(\n{options})\n\n"
+    if options_of := runtime_of(plan).step_options:
+        options = "".join(f"    {option}\n" for option in options_of(plan))
+        container = f"# shellcheck disable=SC2054 # the commas are for {plan.runtime}\ncontainer=(\n{options})\n\n"
         more += _PYXIS
     return f"{container}{ABOUT}\n{fill(_SRUN, nodes=plan.nodes, more=more)}"
 
