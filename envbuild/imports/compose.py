@@ -25,6 +25,7 @@ from envbuild.imports.statement import (
     gpu_note,
     gpu_signs,
     group_note,
+    is_published,
     linux_places,
     published,
     published_note,
@@ -155,7 +156,8 @@ def compose(
     for one in targets:
         indexes = [url for url in [*of("index"), *of("index", arch=one.arch)] if _tag_of(url) in ("", one.accelerator)]
         indexes.sort(key=lambda url: not _tag_of(url))
-        if not is_conda and needs_index(one, indexes):
+        # Where PyTorch has no index for a build that the sources pin, it is in theirs.
+        if not is_conda and needs_index(one, indexes) and (is_published(one.accelerator) or not indexes):
             indexes.insert(0, torch_index(one.accelerator))
         tables[one.name] = _filled(
             requirements=[built_for(text, pins.get(name), one) for name, texts in of_targets.items() for text in texts],
@@ -385,7 +387,11 @@ def built_for(text: str, pin: Requirement | None, target: Target, old: str = "")
     wanted = Requirement(text)
     parts = [str(part) for part in wanted.specifier] + ([str(pin.specifier)] if pin else [])
     local = local_version(target) if normalise(wanted.name) == "torch" or _LOCAL.search(" ".join([*parts, old])) else ""
-    built = [re.sub(r"^(===?)([^+*]+)(\+.*)?$", rf"\1\2{local}", part) for part in parts]
+
+    def replaced(found: re.Match[str]) -> str:  # a longer local version of the same build, +rocm6.4.1, stays
+        return found[0] if local and (found[3] or "").startswith(local) else f"{found[1]}{found[2]}{local}"
+
+    built = [re.sub(r"^(===?)([^+*]+)(\+.*)?$", replaced, part) for part in parts]
     return _joined(wanted.name, wanted.extras, built) + (f" ; {wanted.marker}" if wanted.marker else "")
 
 

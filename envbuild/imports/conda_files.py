@@ -201,9 +201,14 @@ def read_conda_lock(path: Path) -> Iterator[Statement]:
 
 
 def read_pixi_lock(path: Path) -> Iterator[Statement]:
-    """Yield the pins of a pixi.lock, version 6; those of another environment than `default` have its name as group."""
+    """Yield the pins of a pixi.lock, versions 5 to 7; those of other environments than `default` have a group.
+
+    Source: the model of the lock in rattler_lock; version 7 names platforms, version 5 has `kind` and `url`.
+    """
     data, _ = _yaml(path)
-    check_version(path, "pixi.lock", data.get("version"), "6")
+    check_version(path, "pixi.lock", data.get("version"), "[5-7]")
+    subdirs = {str(value_at(one, "name")): str(value_at(one, "subdir")) for one in list_at(data, "platforms")}
+    subdirs = {name: subdir for name, subdir in subdirs.items() if subdir != "None"}
     groups: dict[str, dict[str, list[str]]] = {}  # by URL and platform
     for name, environment in table_at(data, "environments").items():
         for one, _, place in _placed(path, value_at(environment, "channels")):
@@ -213,12 +218,13 @@ def read_pixi_lock(path: Path) -> Iterator[Statement]:
         for platform, listed in table_at(environment, "packages").items():
             for one in map(table_at, list_at(listed)):
                 found = groups.setdefault(str(one.get("conda") or one.get("pypi")), {})
-                found.setdefault(str(platform), []).append(str(name))
+                found.setdefault(subdirs.get(str(platform), str(platform)), []).append(str(name))
     for one, _, place in _placed(path, data.get("packages")):
         row = table_at(one)
-        url = str(row.get("conda") or row.get("pypi"))
+        url = str(row.get("conda") or row.get("pypi") or row.get("url"))
+        is_pip = "pypi" in row or row.get("kind") == "pypi"
         for platform, names in groups.get(url, {}).items():
-            yield _pin("conda" not in row, url, row, place, "" if "default" in names else " ".join(names), platform)
+            yield _pin(is_pip, url, row, place, "" if "default" in names else " ".join(names), platform)
     yield lost("url, hash", str(path), _LOCKED)
 
 

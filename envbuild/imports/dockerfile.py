@@ -132,7 +132,9 @@ def read_dockerfile(path: Path) -> Iterator[Statement]:
 
 def _from(rest: str, place: str, stages: list[_Stage]) -> _Stage:
     """Return the stage that a FROM begins."""
-    words = [word for word in _replaced(rest, stages[0].args).split() if not word.startswith("--")]
+    # A builder knows those before the first FROM alone; some files have theirs after it.
+    known = {**stages[-1].args, **stages[0].args}
+    words = [word for word in _replaced(rest, known).split() if not word.startswith("--")]
     image = words[0] if words else ""
     name = words[2].lower() if len(words) == 3 and words[1].lower() == "as" else ""
     above = _stage_of(image, stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import re
 import textwrap
@@ -117,9 +118,14 @@ def git_address(about: Mapping[str, Any]) -> str:
 
 
 def text_of(path: Path) -> str:
-    """Return the text of a source. Raises UsageError when it cannot be read or is not UTF-8."""
+    """Return the text of a source. Raises UsageError when it cannot be read or is not UTF-8.
+
+    UTF-16 with its mark is read, too: PowerShell writes it for `pip freeze > requirements.txt`, and pip reads it.
+    """
     try:
-        return read_small(path).decode("utf-8-sig").replace("\r\n", "\n")
+        data = read_small(path)
+        is_wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        return data.decode("utf-16" if is_wide else "utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -291,6 +297,16 @@ def published(tag: str, torch: Collection[SpecifierSet], arch: str) -> str:
     choices = next(filter(None, ([one for one in each if one.partition(".")[0] == major] for each in lists)), [])
     nearest = min(choices, key=lambda one: abs(Version(one).minor - Version(version).minor), default=version)
     return tag_of_version(family.name, nearest)
+
+
+def _newest_first(rows: Sequence[TorchBuild]) -> list[tuple[str, ...]]:
+    return [row.cuda for row in reversed(rows)]
+
+
+def is_published(tag: str) -> bool:
+    """Return whether PyTorch has an index for an accelerator."""
+    versions = load_table("gpu_signs")["published"]
+    return tag == "cpu" or any(one.version(tag) in versions.get(one.name, ()) for one in ACCELERATORS.values())
 
 
 # Releases of torch that may exist; those that specifiers accept tell which rows apply.

@@ -408,7 +408,7 @@ def test_bases(tmp_path: Path, text: str, said: str) -> None:
         ("pylock.toml", 'lock-version = "1.1"\n', "version 1.1 of the format pylock.toml is not known (known: 1.0)"),
         ("poetry.lock", '[metadata]\nlock-version = "1.1"\n', "version 1.1 of the format poetry.lock"),
         ("Pipfile.lock", '{"_meta": {"pipfile-spec": 5}}', "version 5 of the format Pipfile.lock"),
-        ("pixi.lock", "version: 5\n", "version 5 of the format pixi.lock"),
+        ("pixi.lock", "version: 4\n", "version 4 of the format pixi.lock"),
         ("conda-lock.yml", "version: 2\n", "version 2 of the format conda-lock.yml"),
         ("setup.cfg", "", "not a file of a known format"),
         ("uv.lock", "version = \n", "uv.lock:1:11"),
@@ -546,3 +546,30 @@ def test_the_tables_of_rye_and_hatch_are_read(tmp_path: Path) -> None:
     assert recipe.requirements == ("cupy-cuda12x",) and "CUDA 12" in draft.warning
     assert "https://host.example/simple" in recipe.targets["cpu-x86_64"].indexes
     assert [(one.text, one.group) for one in draft.lost] == [("ruff", "dev")]
+
+
+def test_a_pixi_lock_of_the_versions_before_and_after(tmp_path: Path) -> None:
+    conda = "https://conda.anaconda.org/conda-forge/linux-64/"
+    rows = {"numpy": f"{conda}numpy-2.2.6-py312h1_0.conda", "cuda-version": f"{conda}cuda-version-12.8-h5_3.conda"}
+    wheel = "https://files.example/rich-14.0.0-py3-none-any.whl"
+    listed = "".join(f"      - conda: {url}\n" for url in rows.values()) + f"      - pypi: {wheel}\n"
+    text = "version: {}\n{}environments:\n  {}:\n    channels:\n    - url: {}\n    packages:\n      {}:\n{}packages:\n"
+    seven = text.format(7, "platforms:\n- name: p1\n  subdir: linux-64\n", "default", conda[:-9], "p1", listed)
+    seven += "".join(f"- conda: {url}\n" for url in rows.values())
+    seven += f"- pypi: {wheel}\n  name: rich\n  version: 14.0.0\n"
+    five = text.format(5, "", "default", conda[:-9], "linux-64", listed)
+    five += "".join(f"- kind: conda\n  name: {name}\n  url: {url}\n" for name, url in rows.items())
+    five += f"- kind: pypi\n  name: rich\n  version: 14.0.0\n  url: {wheel}\n"
+    for content in (five, seven):
+        (tmp_path / "pixi.lock").write_text(content)
+        _, recipe = draft_of(tmp_path / "pixi.lock", target=None)
+        ((target, table),) = recipe.targets.items()
+        assert target == "cu128-x86_64" and table.conda == ("numpy 2.2.6 py312h1_0", "cuda-version 12.8 h5_3")
+        assert recipe.conda is not None and recipe.conda.requirements == ("rich==14.0.0",)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-8-sig"])
+def test_requirements_that_powershell_wrote_are_read(tmp_path: Path, encoding: str) -> None:
+    text = ("\ufeff" if encoding == "utf-16-be" else "") + "numpy==2.2.6\r\nrich\r\n"
+    (tmp_path / "requirements.txt").write_bytes(text.encode(encoding))
+    assert draft_of(tmp_path / "requirements.txt")[1].requirements == ("numpy==2.2.6", "rich")

@@ -131,6 +131,7 @@ def test_a_sign_of_gpus_chooses_the_target(tmp_path: Path, name: str, text: str,
         ("requirements.txt", "tensorflow-rocm\n", "tensorflow-rocm (ROCm)"),
         ("requirements.txt", "thing[rocm]\n", "thing[rocm] (ROCm)"),
         ("Dockerfile", "FROM ghcr.io/nvidia/jax:base\nRUN pip install flax\n", "ghcr.io/nvidia/jax:base (CUDA)"),
+        ("Dockerfile", "FROM scratch AS a\nARG B=vllm/vllm-openai:v1\nFROM $B\n", "vllm/vllm-openai:v1 (CUDA)"),
         ("Dockerfile", "FROM vllm/vllm-openai:v0.9\nRUN pip install rich\n", "vllm/vllm-openai:v0.9 (CUDA)"),
         ("Dockerfile", "FROM debian:12\nRUN apt-get install -y libcudnn9-cuda-12\n", "libcudnn9-cuda-12 (CUDA)"),
         ("Dockerfile", "FROM python:3.11\nENV NVIDIA_VISIBLE_DEVICES=all\n", "NVIDIA_VISIBLE_DEVICES=all (CUDA)"),
@@ -349,3 +350,11 @@ def test_a_command_that_may_not_run_names_gpus_and_chooses_no_target(tmp_path: P
         text += f"RUN if {branch}; then pip install -i https://host.example/whl/cu126 torch; else pip install torch; fi"
         draft, recipe = imported(tmp_path, "Dockerfile", text)
         assert list(recipe.targets) == ["cpu-x86_64"] and draft.warning.endswith("choose --target cu126-x86_64")
+
+
+def test_the_local_version_of_another_index_stays(tmp_path: Path) -> None:
+    text = "--index-url https://nightlies.example/v2/gfx120X/\ntorch==2.10.0+rocm7.13.0a20260513\n"
+    _, recipe = imported(tmp_path, "requirements.txt", text)
+    ((_, table),) = recipe.targets.items()
+    assert table.requirements == ("torch==2.10.0+rocm7.13.0a20260513",)
+    assert table.indexes == ("https://nightlies.example/v2/gfx120X/",)
