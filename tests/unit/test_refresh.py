@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import tomllib
 import zipfile
 from dataclasses import replace
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from ruamel.yaml import YAML
 from unit.gpu_files import fatbin
 from unit.test_release import load
 
@@ -210,6 +213,51 @@ def test_a_wheel_is_read_by_few_ranges() -> None:
         before = len(asked)
         assert archive.read("torch/lib/libtorch_cuda.so") == large
         assert len(asked) - before < 9, "ranges grow"
+
+
+# The workflow
+
+
+def steps() -> dict[str, str]:
+    """Return the scripts of the workflow that runs the tool, by a word of each."""
+    workflow = YAML(typ="safe").load((TOP / ".github/workflows/refresh.yml").read_text())
+    scripts = [step["run"] for step in workflow["jobs"]["read"]["steps"] if "run" in step]
+    return {word: next(one for one in scripts if word in one) for word in ("tools/refresh", "envbuild lock", "gh pr")}
+
+
+def run(script: str, folder: Path, **variables: str) -> None:
+    environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOME": str(folder), **variables}
+    subprocess.run(["bash", "-eo", "pipefail", "-c", script], cwd=folder / "work", env=environment, check=True)
+
+
+def test_the_workflow_opens_a_pull_request_with_the_difference(tmp_path: Path) -> None:
+    work, programs = tmp_path / "work", tmp_path / "bin"
+    programs.mkdir()
+    fakes = {
+        "gh": 'printf "%s\n" "$@" > ../asked; cp body.md ../body',
+        # pt_bad is half locked when it fails.
+        "envbuild": 'echo new > "recipes/$2/lock"; echo more > "recipes/$2/more"; [ "$2" != pt_bad ]',
+        "python": 'echo "+ torch 9.0 x86_64"; echo new > envbuild/data/releases.toml',
+    }
+    for name, script in fakes.items():
+        (programs / name).write_text(f"#!/usr/bin/env bash\n{script}\n")
+        (programs / name).chmod(0o755)
+    for name in ("envbuild/data/releases.toml", "recipes/pt_good/lock", "recipes/pt_bad/lock"):
+        (work / name).parent.mkdir(parents=True)
+        (work / name).write_text("old\n")
+    run("git init -q --bare -b main ../origin; git init -q -b main; git remote add origin ../origin", tmp_path)
+    run("git add .; git -c user.name=a -c user.email=a@b commit -qm a; git push -q origin HEAD", tmp_path)
+    run(steps()["tools/refresh"], tmp_path, GITHUB_OUTPUT=str(tmp_path / "output"))
+    assert (tmp_path / "output").read_text() == "changed=true\n"
+    run(steps()["envbuild lock"], tmp_path, RECIPES="pt_good pt_bad")
+    run(steps()["gh pr"], tmp_path, RECIPES="pt_good pt_bad", BRANCH="refresh-7")
+    changed = subprocess.run(
+        ["git", "-C", tmp_path / "origin", "diff", "--name-only", "main", "refresh-7"], capture_output=True, text=True
+    )
+    assert changed.stdout.split() == ["envbuild/data/releases.toml", "recipes/pt_good/lock", "recipes/pt_good/more"]
+    body = (tmp_path / "body").read_text()
+    assert "+ torch 9.0 x86_64" in body and "- pt_bad keeps its locks" in body and "pt_good" not in body
+    assert (tmp_path / "asked").read_text().startswith("pr\ncreate\n")
 
 
 # The shipped rows
