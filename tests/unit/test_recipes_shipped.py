@@ -169,8 +169,8 @@ def test_locks_of_images_are_current(name: str, target: str) -> None:
     ("name", "target", "version"),
     [
         ("pt_cu126", "cu126-x86_64", "2.26.2"),
-        ("pt_efa", "cu130-x86_64", "2.29.7"),
-        ("pt_efa", "cu130-aarch64", "2.29.7"),
+        ("pt_efa", "cu130-x86_64", "2.30.7"),
+        ("pt_efa", "cu130-aarch64", "2.30.7"),
     ],
 )
 def test_the_nccl_that_comments_name_is_the_locked_one(name: str, target: str, version: str) -> None:
