@@ -41,7 +41,7 @@ _FAILURES: dict[str, tuple[str, dict[str, str]]] = {
     "no-gpu": ("import torch; torch.zeros(1).cuda()", {"CUDA_VISIBLE_DEVICES": ""}),
     "gpu-ordinal": ("import torch; torch.cuda.set_device(63); torch.zeros(1).cuda()", {}),
     "gpu-memory": ("import torch; torch.empty(1 << 44, dtype=torch.uint8, device='cuda')", {}),
-    "gpu-ordinal (two ranks on one GPU)": (_PAIR, {"NCCL_DEBUG": "WARN"}),
+    "gpu-shared (two ranks on one GPU)": (_PAIR, {"NCCL_DEBUG": "WARN"}),
     "nccl-interface": (_PAIR, {"NCCL_DEBUG": "INFO", "NCCL_SOCKET_IFNAME": "=nosuch0"}),
     "nccl-timeout": (_LATE, {"NCCL_DEBUG": "WARN", **_APART}),
     "network-missing": (_PAIR, {"NCCL_DEBUG": "INFO", "NCCL_NET": "AWS Libfabric", **_APART}),

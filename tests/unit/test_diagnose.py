@@ -498,6 +498,14 @@ _QUOTED = "[rank0]: Last error:"
         (["prted: error while loading shared libraries: libpmix.so.2: cannot open shared object file"], "mpi-starter"),
         (["job 7.n1 exceeded MEM usage hard limit (9000 > 8192)"], "slurm-memory"),
         (["RuntimeError: cuda runtime error (2)"], "gpu-memory"),
+        (["dist.sh: 行 84: torchrun：未找到命令"], "program-missing"),
+        (["Permission denied (publickey,password)."], "ssh-refused"),
+        (["A sequential map was requested, but not enough node entries"], "mpi-slots"),
+        (["ValueError: Process number should not be larger than total available slots."], "mpi-slots"),
+        (["[Rank 0] Overflow detected. Skipping step. Attempted loss scale: 1, reducing to 1"], "loss-scale-falls"),
+        (["avg_loss: 4.5]:  20%|| 11/56 [00:02<00:08,  5.02it/s]Segmentation fault (core dumped)"], "worker-crashed"),
+        (["Process finished with exit code 139 (interrupted by signal 11: SIGSEGV)"], "worker-crashed"),
+        (["ImportError: Flash Attention 2.0 is not available. Please refer to its documentation"], "requirement-unmet"),
         (["/var/spool/slurmd/job00007/slurm_script: line 4: ml: command not found"], "module-command"),
         (["environment: /usr/share/lmod/lmod/libexec/lmod: No such file or directory"], "module-failed"),
         (["RuntimeError: storage has wrong size: expected 0 got 512"], "snapshot-damaged"),
@@ -1711,7 +1719,7 @@ def test_a_rank_that_torchrun_killed_after_another_failed_is_no_cause() -> None:
 def test_the_line_behind_last_error_is_nccls_in_any_block() -> None:
     text = "ncclInvalidUsage: x\nLast error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"
     for blocks in ([text], text.split("\n"), [text[:31], text[32:]]):
-        assert [one.id for one in diagnose([("log", blocks)], load_rules()).findings] == ["gpu-ordinal"], blocks
+        assert [one.id for one in diagnose([("log", blocks)], load_rules()).findings] == ["gpu-shared"], blocks
     assert told("Last error:", "x", "Duplicate GPU detected : rank 1") == []
 
 
