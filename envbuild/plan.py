@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from envbuild import __version__
 from envbuild.base.packages import json_digest
@@ -13,7 +13,6 @@ from envbuild.contract.state import BuiltLayer, State
 from envbuild.contract.verification import VerifySettings
 from envbuild.lock.conda import CondaLock, CondaPackage
 from envbuild.lock.format import Lock
-from envbuild.lock.image import ImageLock, OciLock
 from envbuild.recipe.checks import references
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.model import ImageTable
@@ -21,6 +20,9 @@ from envbuild.recipe.project import OwnCode
 from envbuild.recipe.sources import HostLayer, LockedPackage, SourceLayer
 from envbuild.recipe.targets import Target
 from envbuild.slim import SlimRules, slim_rules
+
+if TYPE_CHECKING:
+    from envbuild.lock.image import ImageLock
 
 FORMAT = 1
 
@@ -244,11 +246,7 @@ def _urls(loaded: LoadedRecipe, requirements: Iterable[str]) -> dict[str, str]:
 
 
 def _base_steps(image: ImageInputs) -> list[Step]:
-    base = image.base.base
-    if isinstance(base, OciLock):
-        first = Step("base", base.reference, base.digest.removeprefix("sha256:")[:12], base.digest)
-    else:
-        first = Step("base", f"debian {base.suite}", f"{len(base.packages)} packages", image.base.digest)
+    first = Step("base", *image.base.step)
     if image.compiler is None:
         return [first]
     tag, version, *_ = image.compiler.split(" ")

@@ -62,7 +62,7 @@ _INDEXES = (
 _LOST = {
     ("build-system", "requires"): "builds the project's own wheel",
     ("tool", "uv", "override-dependencies"): (
-        "replaces what other packages ask for, which pip cannot; if they accept it, add it to `constraints`"
+        "replaces what other packages ask for: add it to `overrides` of the recipe if you still need it"
     ),
 }
 BOUND = (

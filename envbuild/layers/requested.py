@@ -8,17 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from envbuild.base.errors import HostError, UsageError
 from envbuild.environment import Environment
 from envbuild.lock.conda import CondaLock
 from envbuild.lock.format import Lock
-from envbuild.lock.image import ImageLock
 from envbuild.lock.lifecycle import LockUse
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import HostLayer, SourceLayer
 from envbuild.recipe.targets import Target, host_arch
+
+if TYPE_CHECKING:
+    from envbuild.lock.image import ImageLock
 
 # The value of `SourceLayer.environment` on a host without a compiler.
 UNKNOWN = "unknown"

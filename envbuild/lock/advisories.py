@@ -328,6 +328,8 @@ class UpgradeReport:
             sizes = [sizes_of(lock, store) for lock in (one.before, one.after)]
             text += [_row(line, *sizes) for line in one.lines]
             text.append("")
+            if overrides := _overrides(one.after):
+                text += [f"Overridden, whatever packages ask for: {', '.join(f'`{one}`' for one in overrides)}.", ""]
         for verified in self.verified:
             text += _verified(verified)
         if table.database:
@@ -356,6 +358,11 @@ class UpgradeReport:
             text += [f"**{title}: {len(those)}**", ""]
             text += [f"- {_said(one)}" for one in those] + ([""] if those else [])
         return text
+
+
+def _overrides(lock: object) -> tuple[str, ...]:
+    found = lock.pip if isinstance(lock, CondaLock) else lock
+    return found.overrides if isinstance(found, Lock) else ()
 
 
 def _without(those: Sequence[Advisory], others: Collection[Advisory]) -> list[Advisory]:

@@ -26,6 +26,7 @@ _KEYS = ("recipe", "target", "python", "platform", "recipe-digest")
 _HEADER = re.compile(rf"#\s*({'|'.join(_KEYS)})\s*:\s*(\S+)\s*$")
 # Forms of values that become words of commands and parts of paths.
 _FORMS = {"python": re.compile(r"\d\.\d{1,2}"), "platform": re.compile(r"[a-z0-9_]+-manylinux_2_\d{1,3}")}
+_OVERRIDE = re.compile(r"#\s*override\s*:\s*(.+)$")
 _WARNING = re.compile(r"#\s*warning\s*:\s*(.+)$")
 _PIN = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)==([^\s;@\\]+)\s*(.*)$")
 _BUILT = re.compile(r"#\s*built\s*:\s*(.+)$")
@@ -62,7 +63,7 @@ class Lock:
     """Resolution of one target.
 
     `recipe_digest` covers what affects it in the recipe; every build that uses the lock repeats its `warnings`.
-    `built` are the packages whose wheels envbuild builds from source.
+    `built` are the packages whose wheels envbuild builds from source. `overrides` replaced what packages ask for.
     """
 
     recipe: str
@@ -73,6 +74,7 @@ class Lock:
     packages: tuple[LockedPackage, ...]
     warnings: tuple[str, ...] = field(default=(), compare=False)
     built: tuple[BuiltPackage, ...] = ()
+    overrides: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -99,6 +101,7 @@ def render(lock: Lock) -> str:
     head = [
         f"{_FIRST_LINE}{FORMAT}; made by: envbuild lock {lock.recipe} --target {lock.target}",
         *(f"# {key}: {value}" for key, value in zip(_KEYS, values, strict=True)),
+        *(f"# override: {override}" for override in lock.overrides),
         *(f"# warning: {warning}" for warning in lock.warnings),
         *(f"# built: {json.dumps(built_row(one))}" for one in lock.built),
     ]
@@ -122,6 +125,7 @@ def parse(text: str, source: str) -> Lock:
     """
     header: dict[str, str] = {}
     packages: dict[str, LockedPackage] = {}
+    overrides: list[str] = []
     warnings: list[str] = []
     built: list[BuiltPackage] = []
     faults: list[str] = []
@@ -139,6 +143,8 @@ def parse(text: str, source: str) -> Lock:
         if line.startswith("#"):
             if match := _HEADER.match(line):
                 header[match[1]] = match[2]
+            elif match := _OVERRIDE.match(line):
+                overrides.append(match[1])
             elif match := _WARNING.match(line):
                 warnings.append(match[1])
             elif match := _BUILT.match(line):
@@ -170,7 +176,10 @@ def parse(text: str, source: str) -> Lock:
     if faults:
         raise LockError("\n".join(faults), "locks are not edited by hand: run `envbuild lock` again")
     recipe, target, python, platform, digest = (header[key] for key in _KEYS)
-    return Lock(recipe, target, python, platform, digest, tuple(packages.values()), tuple(warnings), tuple(built))
+    found_packages = tuple(packages.values())
+    return Lock(
+        recipe, target, python, platform, digest, found_packages, tuple(warnings), tuple(built), tuple(overrides)
+    )
 
 
 def built_row(one: BuiltPackage) -> dict[str, object]:

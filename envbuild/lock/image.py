@@ -50,6 +50,13 @@ class ImageLock:
             content = ["debian", [[p.name, p.version, p.sha256] for p in self.base.packages]]
         return json_digest(content)
 
+    @property
+    def step(self) -> tuple[str, str, str]:
+        """Name, version and digest of the base as a step of a plan."""
+        if isinstance(self.base, OciLock):
+            return self.base.reference, self.base.digest.removeprefix("sha256:")[:12], self.base.digest
+        return f"debian {self.base.suite}", f"{len(self.base.packages)} packages", self.digest
+
 
 def image_lock_name(target: str) -> str:
     """Return the name of the image lock file of `target`, in the recipe's folder."""

@@ -28,7 +28,7 @@ from envbuild.lock.offers import (
     reachable,
     skipped_warnings,
 )
-from envbuild.recipe.checks import applicable
+from envbuild.recipe.checks import applicable, requirement_parts
 from envbuild.recipe.load import LoadedRecipe
 from envbuild.recipe.sources import LockedPackage
 from envbuild.recipe.targets import Target
@@ -85,7 +85,8 @@ def resolve(
         pins = [f"{name}=={version}" for name, version in keep.versions.items() if name not in sources.references]
         ways = [(keep, pins, ()), (keep, [], keep.packages), *ways]
     with environment.temporary_folder("lock-") as folder:
-        uv = UvCompile(folder, offers, python, platform, constraints, overrides, stubs, sources.builds)
+        replaced = (*recipe.recipe.overrides, *overrides)
+        uv = UvCompile(folder, offers, python, platform, constraints, replaced, stubs, sources.builds)
         for kept, pins, preferred in ways:
             done = uv.run(sources.lines(requirements, python, platform, kept), pins, preferred)
             if done.returncode == 0:
@@ -121,7 +122,13 @@ def resolve(
         )
         notes += ambiguous_names(of_indexes, offers)
     check_accelerator(target, packages, str(recipe.path))
-    lock = Lock(recipe.recipe.name, target.name, python, platform, digest, packages, warnings, built)
+    locked = {*(one.name for one in every), *provided}
+    for text in recipe.recipe.overrides:
+        if requirement_parts(text)[0] not in locked:
+            notes.append(f"note: the override {text} has no effect for {target.name}: no package needs it")
+    lock = Lock(
+        recipe.recipe.name, target.name, python, platform, digest, packages, warnings, built, recipe.recipe.overrides
+    )
     summary = f"{len(packages)} packages" + (f", {len(built)} to build from source" if built else "")
     return Resolved(lock, summary, sources.published(text), notes)
 

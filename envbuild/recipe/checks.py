@@ -191,6 +191,15 @@ def constraint_problem(text: str) -> str | None:
     return f"{text!r} is not a requirement: " + (f"write {meant!r}" if meant else problem)
 
 
+def override_problem(text: str) -> str | None:
+    """Return why `text` is not a name with the versions that replace those that packages ask for, or None."""
+    if (problem := constraint_problem(text)) is not None:
+        return problem
+    if re.match(r"[=<>!~]", requirement_parts(text)[1]):
+        return None
+    return f"{text!r} names no version: an override replaces the versions that packages ask for"
+
+
 def _parse_problem(text: str) -> str | None:
     from packaging.requirements import Requirement
 

@@ -204,6 +204,7 @@ class LoadedRecipe:
             glibc=table.glibc,
             **self._bound_of(recipe.conda.requirements),
             **self._builds_of(target),
+            **({"overrides": recipe.overrides} if recipe.overrides and recipe.conda.requirements else {}),
         )
 
     def resolution_digest(self, target: Target) -> str:
@@ -220,6 +221,7 @@ class LoadedRecipe:
             indexes=table.indexes,
             glibc=table.glibc,
             **more,
+            **({"overrides": recipe.overrides} if recipe.overrides else {}),
         )
 
     def nccl_wheel(self, target: Target) -> str | None:
@@ -244,6 +246,7 @@ def decode_recipe(document: Document) -> LoadedRecipe:
     checks = (
         build_mistakes,
         model.duplicate_requirements,
+        model.override_mistakes,
         model.index_mistakes,
         model.image_mistakes,
         model.conda_mistakes,

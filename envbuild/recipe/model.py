@@ -394,6 +394,13 @@ class Recipe:
         check=checks.constraint_problem,
         example=["setuptools<81"],
     )
+    overrides: tuple[str, ...] = key(
+        (),
+        "Versions that replace those that packages of the lock ask for, where these are wrong; they install nothing"
+        " themselves.",
+        check=checks.override_problem,
+        example=["numpy>=2"],
+    )
     indexes: dict[str, str] = key(
         {},
         "Package → name of the index of the site that alone may serve it, whatever other indexes have.",
@@ -447,6 +454,28 @@ def duplicate_requirements(document: Document) -> Iterator[Problem]:
             # Two markers may exclude each other, which is pip's way to select a version.
             if rest != other and not (";" in rest and ";" in other):
                 yield keys, f"{name!r} is also required by {earlier!r} at {document.where(*before)}"
+
+
+def override_mistakes(document: Document) -> Iterator[Problem]:
+    """Yield overrides of one project twice, and those that would replace a version that the recipe itself asks for."""
+    required = {
+        name: (keys, text)
+        for keys, text in requirement_entries(document)
+        for name, versions in [checks.requirement_parts(text)]
+        if versions and not versions.startswith(";")
+    }
+    seen = set[str]()
+    for index, text in enumerate(list_at(document.data, "overrides")):
+        name = checks.requirement_parts(str(text))[0]
+        if name in seen and ";" not in str(text):
+            yield ("overrides", index), f"{name!r} is overridden twice"
+        elif name in required:
+            keys, other = required[name]
+            problem = (
+                f"{text!r} would replace {other!r} at {document.where(*keys)}: write {name!r} there, without versions"
+            )
+            yield ("overrides", index), problem
+        seen.add(name)
 
 
 def index_mistakes(document: Document) -> Iterator[Problem]:

@@ -130,6 +130,27 @@ def test_what_cannot_be_resolved_is_explained(lab: Command) -> None:
     assert not list((lab.folder / "recipes/bad").glob("*.txt"))
 
 
+def test_an_override_replaces_what_packages_ask_for_in_lock_and_report(lab: Command) -> None:
+    """alpha says beta<2, which is wrong; without the override, beta 1.0 is the only choice."""
+    make_wheel(lab.folder / "wheels", "alpha", requires=["beta<2"])
+    for version in ("1.0", "2.0", "3.0"):
+        make_wheel(lab.folder / "wheels", "beta", version)
+    make_recipe(lab.folder / "recipes", "over", ["alpha"])
+    assert lab("lock", "over", "--wheels").returncode == 0
+    assert pins(lock_text(lab, "over")) == ["alpha==1.0", "beta==1.0"] and "override" not in lock_text(lab, "over")
+    make_recipe(lab.folder / "recipes", "over", ["alpha"], extra='overrides = ["beta>=2,<3", "gamma==1"]')
+    assert lab("lock", "over", "--wheels", "--check").returncode == 3
+    done = lab("lock", "over", "--wheels", "--report", "report.md")
+    assert done.returncode == 0 and "the override gamma==1 has no effect for cpu-x86_64" in done.stderr, done.stderr
+    text = lock_text(lab, "over")
+    assert pins(text) == ["alpha==1.0", "beta==2.0"] and "# override: beta>=2,<3\n# override: gamma==1\n" in text
+    report = (lab.folder / "report.md").read_text()
+    assert "| beta | 1.0 | 2.0 |" in report and "Overridden, whatever packages ask for: `beta>=2,<3`, " in report
+    assert lab("lock", "over", "--wheels", "--check").returncode == 0
+    built = lab("venv", "over", "--locked", "--no-verify", "--out", "v")
+    assert built.returncode == 0, built.stderr
+
+
 def test_a_package_without_a_wheel_for_the_target(lab: Command) -> None:
     make_wheel(lab.folder / "wheels", "native", tag="cp311-cp311-manylinux_2_28_x86_64")
     make_recipe(lab.folder / "recipes", "n", ["native"], targets="[targets.cpu-aarch64]")

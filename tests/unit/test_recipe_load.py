@@ -141,6 +141,28 @@ def test_the_same_project_again(tmp_path: Path) -> None:
     load_text(tmp_path, one_each)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["six"], "'six' names no version: an override replaces the versions that packages ask for"),
+        (["six @ https://h/six.whl"], "an address without a name"),
+        (["six==1", "SIX>=2"], "'six' is overridden twice"),
+        (["torch>=2"], "'torch>=2' would replace 'torch==2.13.0+cpu' at "),
+        (["six=1"], "write 'six==1'"),
+    ],
+)
+def test_an_override_that_would_mislead(tmp_path: Path, overrides: list[str], expected: str) -> None:
+    text = GOOD.replace("[targets.cpu-x86_64]", f"overrides = {overrides}\n[targets.cpu-x86_64]")
+    (found,) = mistakes(tmp_path, text)
+    assert expected in found
+
+
+def test_an_override_of_what_is_required_without_a_version(tmp_path: Path) -> None:
+    overrides = """overrides = ["Pillow>=11", 'six==1; python_version < "3.12"', 'six==2; python_version >= "3.12"']"""
+    loaded = load_text(tmp_path, GOOD.replace("[targets.cpu-x86_64]", f"{overrides}\n[targets.cpu-x86_64]"))
+    assert loaded.recipe.overrides[0] == "Pillow>=11" and len(loaded.recipe.overrides) == 3
+
+
 def test_name_is_free_outside_a_recipes_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(GOOD)
@@ -339,6 +361,7 @@ def test_digest_is_of_the_meaning(tmp_path: Path) -> None:
         ("3.12", "3.13", ("cpu-x86_64", "cu130-aarch64")),
         ("Pillow", "Pillow==11", ("cpu-x86_64", "cu130-aarch64")),
         ("[targets.cpu-x86_64]", "constraints = ['six<2']\n[targets.cpu-x86_64]", ("cpu-x86_64", "cu130-aarch64")),
+        ("[targets.cpu-x86_64]", "overrides = ['six<2']\n[targets.cpu-x86_64]", ("cpu-x86_64", "cu130-aarch64")),
         ("2.13.0+cpu", "2.12.0+cpu", ("cpu-x86_64",)),
         ("whl/cpu", "whl/nightly/cpu", ("cpu-x86_64",)),
         ("2.34", "2.35", ("cu130-aarch64",)),
