@@ -20,8 +20,6 @@ _INSTALLER_FILE = re.compile(rb"\"?[^/,]+\.dist-info/(?:uv_cache\.json|INSTALLER
 
 # In a .dist-info folder: what a slim wheel is without (layers/slim_wheel.py).
 SLIM_FILE = "envbuild-slim.json"
-# uv's rule for names of indexes, without upper case.
-INDEX_NAME = r"^[a-z0-9][a-z0-9_.-]*$"
 # conda's default `channel_alias`: the server of channels that are given by name. Sites mirror it in site.toml.
 CHANNEL_ALIAS = "https://conda.anaconda.org"
 # conda calls channels on these hosts by the rest of their URL.

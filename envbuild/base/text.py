@@ -8,6 +8,8 @@ from collections.abc import Mapping
 _SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}
 _BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 AGES, SIZES = "12h, 30d or 8w", "50G or 800M"
+# uv's rule for names of indexes, without upper case.
+INDEX_NAME = r"^[a-z0-9][a-z0-9_.-]*$"
 
 
 def seconds(text: str) -> int | None:

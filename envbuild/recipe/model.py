@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from envbuild.base.packages import INDEX_NAME
-from envbuild.base.text import normalise
+from envbuild.base.text import INDEX_NAME, normalise
 from envbuild.base.toml import Document, Keys, Problem, form, json_schema, key, list_at, nearest, required, table_at
 from envbuild.contract.verification import VerifySettings
 from envbuild.fabrics import fabric_names

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from envbuild.base.errors import UsageError
 from envbuild.base.files import home_folder, shipped
-from envbuild.base.packages import INDEX_NAME
+from envbuild.base.text import INDEX_NAME
 from envbuild.base.toml import decode, form, json_schema, key, nearest, read
 from envbuild.site import jobs, tables
 
