@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -273,23 +274,43 @@ def lab(tmp_path: Path) -> Command:
     return Command(tmp_path, env)
 
 
+@dataclass
+class _Daemon:
+    """A real dockerd, and the removal of what the last module left in it, which may still be running."""
+
+    lab: Lab
+    removal: Future[None] | None = None
+
+    def remove_all(self) -> None:
+        """Remove all containers, images and results of builds."""
+        with closing(DockerClient(base_url=self.lab.environment()["DOCKER_HOST"], timeout=300)) as client:
+            client.containers.prune()
+            client.images.prune(filters={"dangling": False})
+            client.api.prune_builds(all=True)
+
+
 @pytest.fixture(scope="session")
-def _dockerd(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[Lab]:
+def _dockerd(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Iterator[_Daemon]:
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
     with dockerd(session_root(tmp_path_factory) / f"dockerd-{worker_id}", wait=False) as lab:
-        yield lab
+        daemon = _Daemon(lab)
+        yield daemon
+        if daemon.removal:
+            daemon.removal.result()
 
 
 @pytest.fixture(scope="module")
-def docker_daemon(_dockerd: Lab) -> Iterator[Lab]:
+def docker_daemon(_dockerd: _Daemon) -> Iterator[Lab]:
     """A real dockerd, which begins each module without images; `environment()` points commands at it."""
-    yield _dockerd
-    with closing(DockerClient(base_url=_dockerd.environment()["DOCKER_HOST"], timeout=300)) as client:
-        client.containers.prune()
-        client.images.prune(filters={"dangling": False})
-        client.api.prune_builds(all=True)
+    if _dockerd.removal:
+        _dockerd.removal.result()
+    yield _dockerd.lab
+    # Meanwhile, other modules are tested: to remove gigabytes takes a disk's time, and no processor's.
+    background = ThreadPoolExecutor(1)
+    _dockerd.removal = background.submit(_dockerd.remove_all)
+    background.shutdown(wait=False)
 
 
 @pytest.fixture(scope="session")
