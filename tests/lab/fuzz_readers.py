@@ -39,7 +39,7 @@ from envbuild.cache import hashed
 from envbuild.cache.http import RequestFailed, retry_after, split
 from envbuild.contract import conda_meta as conda_survey
 from envbuild.contract import image_manifest, installed, layer_lists, manifest, receipt, state
-from envbuild.debian import base, control, deb, release
+from envbuild.debian import base, control, release, rootfs
 from envbuild.doctor.batch import pyxis_scope
 from envbuild.environment import Environment
 from envbuild.image import archive, credentials, layout, model, registry, registry_endpoint, sif
@@ -486,9 +486,9 @@ def _debs(_: Path) -> Seeds:
 
 
 def _deb(path: Path) -> None:
-    with suppress(deb.BuildError):
-        deb.read_control(path, "lab")
-    for _, content in deb.read_data(path, "lab"):
+    with suppress(rootfs.BuildError):
+        rootfs.read_control(path, "lab")
+    for _, content in rootfs.read_data(path, "lab"):
         if content is not None:
             _drain(content)
 
