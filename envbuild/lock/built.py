@@ -159,7 +159,10 @@ class UvCompile:
             )
         cause = _cause(stderr, _names(requirements))
         if cause is None:
-            return "loosen or correct the requirement that uv names above"
+            return (
+                "loosen or correct the requirement that uv names above; if it is that of a package, and wrong, replace "
+                "it in `overrides` of the recipe"
+            )
         kind, name, specifier = cause
         elsewhere = unreached and (name in _names(of_target) or "+" in specifier)
         if elsewhere and (kind == "unknown" or (kind == "version" and "+" in specifier)):

@@ -416,6 +416,12 @@ def test_a_conflict_of_pip_and_conda_is_explained(demo: Command) -> None:
     done = demo("lock", "demo", "--conda")
     assert done.returncode == 3 and "numpy" in done.stderr and "those of the conda" in done.stderr, done.stderr
     assert not list(place.glob("*conda*"))
+    text = (place / "recipe.toml").read_text()
+    (place / "recipe.toml").write_text(
+        text.replace("requirements = []", 'requirements = []\noverrides = ["numpy>=2"]', 1)
+    )
+    assert demo("lock", "demo", "--conda").returncode == 0
+    assert "# override: numpy>=2\n" in pip_lock(demo) and "\nnumpy==" not in pip_lock(demo)
 
 
 def test_a_recipe_of_conda_packages_alone_has_no_wheel_lock(demo: Command) -> None:

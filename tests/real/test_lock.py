@@ -126,7 +126,8 @@ def test_what_cannot_be_resolved_is_explained(lab: Command) -> None:
     make_wheel(lab.folder / "wheels", "beta")
     make_recipe(lab.folder / "recipes", "bad", ["alpha", "beta<2"])
     done = lab("lock", "bad", "--wheels")
-    assert done.returncode == 3 and "alpha" in done.stderr and "beta" in done.stderr and "hint:" in done.stderr
+    assert done.returncode == 3 and "alpha" in done.stderr and "beta" in done.stderr
+    assert "hint: loosen or correct the requirement" in done.stderr and "`overrides` of the recipe" in done.stderr
     assert not list((lab.folder / "recipes/bad").glob("*.txt"))
 
 
