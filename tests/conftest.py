@@ -20,6 +20,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Examples are not timed: a busy machine must not fail a property. In CI they are the same each time, so that a
 # change is judged by itself; elsewhere they are new each time, so that the properties keep being explored.
 settings.register_profile("envbuild", deadline=None, derandomize=bool(os.environ.get("CI")))
+# Of `tests/run --fast`.
+settings.register_profile("fast", settings.get_profile("envbuild"), max_examples=25)
 settings.load_profile("envbuild")
 
 
