@@ -32,7 +32,7 @@ from envbuild.site.pip_config import ca_bundle
 from envbuild.store.client import split_credentials
 
 # In the solver's explanation: a package that is needed, and that no channel has.
-_ABSENT = re.compile(r"([\w.-]+) [^\n]*, for which no candidates were found")
+_ABSENT = re.compile(r"^[^\w\n]*+([\w.-]+) [^\n]*, for which no candidates were found", re.MULTILINE)
 _ELSEWHERE = "bring the lock of a host that reaches it: `envbuild lock RECIPE --conda` makes it for every target"
 _TOKEN = re.compile(r"/t/[^/\s]+")
 
