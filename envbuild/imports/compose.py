@@ -61,6 +61,7 @@ def _requirement_problem(text: str) -> str | None:
 _CHECKS: Mapping[str, Callable[[str], str | None]] = {
     "requirement": _requirement_problem,
     "constraint": checks.constraint_problem,
+    "override": checks.override_problem,
     "pin": _requirement_problem,
     "conda": checks.spec_problem,
     "conda-pin": checks.spec_problem,
@@ -148,6 +149,13 @@ def compose(
         constraints += found[1:] if ";" not in found[0] else []
         found[1:] = found[1:] if ";" in found[0] else []
     constraints += [f"{one}{re.sub(r'[+][^,;]*', '', str(pin.specifier))}" for one, pin in pins.items()]
+    for statement in [one for one in kept if one.kind == "override"]:
+        project = _project(statement)
+        if differs(project, [statement.text]) or any("@" in text for text in named.get(project, ())):
+            lose(statement, "its builds differ by target, or it has an address: change its version there")
+        elif project in named:  # an override replaces its versions, too
+            first = Requirement(named[project][0])
+            named[project] = [_joined(first.name, first.extras, ())]
     # Packages whose builds differ by accelerator: torch, and those with a local version such as +cu126.
     built = [] if is_conda else [one for one, texts in named.items() if differs(one, texts)]
     of_targets = {one: named.pop(one) for one in built}
@@ -165,7 +173,10 @@ def compose(
             conda=of(*_CONDA, arch=one.arch),
         )
     data: dict[str, Any] = {"name": name, "description": f"Imported by envbuild init: {name}", "python": python}
-    data |= {"requirements": [] if is_conda else common} | _filled(constraints=list(dict.fromkeys(constraints)))
+    data |= {"requirements": [] if is_conda else common} | _filled(
+        constraints=list(dict.fromkeys(constraints)),
+        overrides=[text for found in _merged(kept, "override").values() for text in found],
+    )
     if is_conda:
         channels = [url for text in of("channel") for url in (_DEFAULTS if text == "defaults" else (text,))]
         conda = {"channels": channels or ["conda-forge"], "dependencies": of(*_CONDA) or ["python"]}

@@ -59,12 +59,7 @@ _INDEXES = (
     ("tool", "pdm", "source"),
     ("tool", "rye", "sources"),
 )
-_LOST = {
-    ("build-system", "requires"): "builds the project's own wheel",
-    ("tool", "uv", "override-dependencies"): (
-        "replaces what other packages ask for: add it to `overrides` of the recipe if you still need it"
-    ),
-}
+_LOST = {("build-system", "requires"): "builds the project's own wheel"}
 BOUND = (
     "the target has this index; that the package comes from it alone is said in [indexes] of the recipe and the site"
 )
@@ -98,6 +93,7 @@ def read_pyproject(path: Path) -> Iterator[Statement]:
         for key in ("dependencies", "extra-dependencies"):
             yield from texts(document, (*_HATCH, name, key), "requirement", name)
     yield from texts(document, ("tool", "uv", "constraint-dependencies"), "constraint")
+    yield from texts(document, ("tool", "uv", "override-dependencies"), "override")
     yield from _dynamic(document)
     for keys, reason in _LOST.items():
         yield from (replace(one, reason=reason) for one in texts(document, keys, "lost"))

@@ -58,8 +58,8 @@ _EXTRAS = re.compile(r"""extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?
 class Statement:
     """One statement of a source, at `place` (FILE:LINE).
 
-    `kind` is the part of a recipe that takes it: requirement, constraint, pin (of a lock), conda, conda-pin,
-    channel, index, platform (conda's), python (a specifier), base, env, workdir, package (Debian's), fabric,
+    `kind` is the part of a recipe that takes it: requirement, constraint, override, pin (of a lock), conda,
+    conda-pin, channel, index, platform (conda's), python (a specifier), base, env, workdir, package (Debian's), fabric,
     project (the folder of own code, relative to the recipe's) or name.
     `group` has the extras, dependency groups, features or categories with it, separated by blanks, "" for none;
     `platform` is the only conda platform that has it. With a `reason` it is not carried.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -129,7 +130,7 @@ four = { git = "https://host.example/four" }
     lost = reasons(draft)
     assert lost["https://download.pytorch.org/whl/rocm6.4"] == "belongs to rocm: carry it with --extra rocm"
     assert lost["https://download.pytorch.org/whl/cu130"] == "belongs to cu13: carry it with --extra cu13"
-    assert lost["ml-dtypes==0.4.1"].startswith("replaces what other packages ask for")
+    assert recipe.overrides == ("ml-dtypes==0.4.1",) and "ml-dtypes==0.4.1" not in lost
     assert not draft.warning
     # The index of a package that only an extra requires is a sign of that extra.
     text = '[project]\nname = "a"\ndependencies = ["numpy"]\n[project.optional-dependencies]\nxpu = ["triton-xpu"]\n'
@@ -139,6 +140,17 @@ four = { git = "https://host.example/four" }
         "extras or groups that name GPUs"
     )
     assert lost["four = {'git': 'https://host.example/four'}"] == "no requirement here names this package"
+
+
+def test_an_override_of_uv_replaces_the_versions_of_a_requirement(tmp_path: Path) -> None:
+    address = "six @ https://h.example/six-1-py3-none-any.whl"
+    overrides = ["numpy>=2", "numpy<2.4", "torch==2.7.1", address, "idna", "tqdm>=4"]
+    text = '[project]\nname = "a"\ndependencies = ["numpy[x]<2", "six", "torch==2.6.0"]\n[tool.uv]\n'
+    draft, recipe = imported(tmp_path, "pyproject.toml", f"{text}override-dependencies = {json.dumps(overrides)}\n")
+    assert recipe.requirements == ("numpy[x]", "six") and recipe.overrides == ("numpy>=2,<2.4", "tqdm>=4")
+    lost = reasons(draft)
+    assert lost["torch==2.7.1"].startswith("its builds differ by target") and "names no version" in lost["idna"]
+    assert address in lost
 
 
 @pytest.mark.parametrize(
