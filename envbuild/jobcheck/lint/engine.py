@@ -17,7 +17,7 @@ from typing import Any
 from envbuild.base.errors import UsageError
 from envbuild.base.masking import redact
 from envbuild.jobcheck.lint import environment, faults, hosts, rendezvous, resources, slips, status
-from envbuild.jobcheck.lint.directives import ScriptFacts
+from envbuild.jobcheck.lint.directives import ScriptFacts, whole_number
 from envbuild.jobcheck.lint.faults import LEVELS, LintRule, load_faults
 from envbuild.jobcheck.lint.kubernetes import lint_manifest
 from envbuild.jobcheck.lint.launch import Launch, before_program
@@ -35,11 +35,11 @@ RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
     environment.of_commands,
     faults.of_patterns,
     environment.of_output,
+    environment.of_array_output,
     environment.of_folder,
     environment.of_own_path,
     slips.of_directives,
     status.of_status,
-    status.of_checks,
     slips.of_shell,
     environment.of_secrets,
     environment.of_gpu_containers,
@@ -49,7 +49,6 @@ RULES: tuple[Callable[[ParsedScript], Iterator[Found]], ...] = (
     resources.of_requests,
     resources.of_placement,
     resources.of_optional_variables,
-    resources.of_typed_counts,
     resources.of_idle_nodes,
     resources.of_single_nodes,
     rendezvous.of_addresses,
@@ -81,8 +80,8 @@ _OTHER_FILE = re.compile(r"\.(?:py|ipynb|toml|json|txt|md|log|out|err|c|cpp|cu)$
 _JOB = re.compile(r"^(?:#!.*sh\b|#(?:SBATCH|PBS|BSUB|COBALT|OAR|PJM)\b|#\s*flux:)", re.MULTILINE)
 _EXPECTED = "give the script that sbatch, qsub, bsub, flux or kubectl gets"
 _IGNORED = "lint-job: ignore"
-# What makes a finding doubtful.
 _COMPONENTS = re.compile(r"^#SBATCH\s+(?:het|pack)job|--(?:het|pack)-group|^[ \t]*srun\b.* : ", re.MULTILINE)
+_OF_OTHERS = re.compile(r"\bYOUR[ _]|\b[Yy]our [\w.]+\.py|^(?:#[A-Z]+ .*@[A-Z]{3}|salloc |!\w|https?:)", re.MULTILINE)
 _OPENS = re.compile(r"(?:^|[;&|{]|\b(?:then|else|do))\s*(?:if|case|while|until)\b")
 _CLOSES = re.compile(r"(?:^|[;&|]|\b(?:then|else|do)\s)\s*(?:fi|esac)\b|^\s*done\b")
 _LOOPS = re.compile(r"(?:^|;)\s*(?:for|select)\b")
@@ -131,7 +130,7 @@ def lint_file(path: Path, schedulers: Mapping[str, ScriptFacts]) -> list[Problem
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is no text", _EXPECTED) from None
-    if _OTHER_FILE.search(path.name) and not _JOB.search(text):
+    if _OTHER_FILE.search(path.name) and not (_JOB.search(text) and path.suffix not in (".out", ".err", ".log")):
         raise UsageError(f"{path} is neither a shell script nor a manifest", _EXPECTED)
     return lint(text, str(path), schedulers)
 
@@ -172,15 +171,16 @@ def _is_proven(script: ParsedScript, found: Found, fault: LintRule) -> bool:
 
     It does not if the caller, the environment, another file or a branch may decide, or if a program fills in the rest.
     """
-    if script.template or _COMPONENTS.search(script.text):
+    if script.template or _COMPONENTS.search(script.text) or _OF_OTHERS.search(script.text):
         return False
     directive = any(line == found.line for line, _ in script.directives)
     if not directive and _conditional(script, found.line):
         return False
     if not (fault.of_nodes or fault.of_values):
         return True
-    if not script.directives:  # nobody knows who starts it, and how often
-        return False
+    every = (script.directive("--ntasks", "-n") if script.has_steps else None) or (0, "")
+    if not script.directives or (whole_number(every[1]) or 10**9) < (script.nodes or (0, 0))[1]:
+        return False  # nobody knows who starts it, and how often; or Slurm takes fewer nodes
     at = max((one.line for one in script.commands if one.line <= found.line and not one.captured), default=0)
     own = [one for one in script.commands if directive or one.line == at]
     launches = [one for one in script.launches if one.command in own]

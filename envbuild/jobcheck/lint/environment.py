@@ -21,6 +21,8 @@ _OWN_PATH = re.compile(
 )
 _ITSELF = re.compile(r"\bbasename\b[^|;)]{0,20}\$\{?(?:0|BASH_SOURCE)\b")  # the copy is there, too
 _DEFAULT = re.compile(r"\W?\$\{\w+:?-")
+_WRITES = re.compile(r"(?<![>&\d])>\s*(?!/dev/)([\w./-]+)\s*(?:2>\s*&1)?\s*&?\s*$")
+_ARRAY = re.compile(r"(?:--array|-a|-J)[= ]?(?:\S*\[)?\d+[-,]\d")
 _USES = frozenset(["bash", "sh", "zsh", "source", ".", "cd", "pushd"])
 _MOST_FOLDERS = 50  # folders that are looked for
 _GPUS_IN_DOCKER = re.compile(r"--gpus|--runtime|--device|--privileged|nvidia|rocm")
@@ -62,6 +64,22 @@ def _has_files(script: ParsedScript, folder: str) -> bool:
     return any(uses.search(word) for word in script.variables.expanded(words))
 
 
+def of_array_output(script: ParsedScript) -> Iterator[Found]:
+    """Find files that each task of an array writes."""
+    asks = " ".join(word for _, row in script.directives for word in row)
+    if not _ARRAY.search(asks) or re.search(r"\bcd .*(?:TASK|INDEX)", script.text):
+        return
+    for command in script.commands:
+        end = command.line
+        while end < len(script.lines) and script.lines[end - 1].endswith("\\"):
+            end += 1
+        text = "\n".join(script.lines[command.line - 1 : end])
+        name = _WRITES.search(text) if starts_training(command) and not command.file else None
+        if name:
+            yield Found("array-output", end, name[1])
+            return
+
+
 def of_folder(script: ParsedScript) -> Iterator[Found]:
     """Find paths relative to the folder of the submission in scripts that start in the home folder."""
     here = [command for command in script.commands if not command.started_by]
@@ -69,6 +87,13 @@ def of_folder(script: ParsedScript) -> Iterator[Found]:
     moves = [command.words[1] for command in here if command.program in ("cd", "pushd") and command.words[1:]]
     moved = any(folder.startswith(("/", "$", "~", "`")) or folder.isupper() for folder in moves)
     options = script.facts.folder if script.facts else ()
+    for command in here if options and moved and not script.directive(*options) else ():
+        if command.program in ("cd", "pushd"):
+            break
+        file = command.words[1] if command.program in ("source", ".") and len(command.words) > 1 else "/"
+        if "/" in file and file[0] not in "/$~":
+            yield Found("home-folder", command.line)
+            return
     if not options or moved or script.directive(*options):
         return
     # Some scripts mean the home folder: they name a folder in it both ways.

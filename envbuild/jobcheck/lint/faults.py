@@ -16,6 +16,7 @@ Level = Literal["error", "warning", "hint"]
 LEVELS: tuple[Level, ...] = ("error", "warning", "hint")
 _SHOWN = 60
 _OF_TRAININGS = ("install-in-job",)  # elsewhere it is the purpose of the script, and one finding is enough
+_OF_BATCH = ("prompt",)  # by hand, somebody answers
 _OF_INFINIBAND = ("NCCL_IB_DISABLE",)  # Slingshot has none
 _OF_ADDRESSES = ("first-address", "own-address")
 # A comment that says why a variable has its value.
@@ -74,7 +75,7 @@ def of_patterns(script: ParsedScript) -> Iterator[Found]:
             if fault.directive and fault.directive.search(" ".join(word.replace(" ", "_") for word in words)):
                 yield Found(fault.id, line)
         doubts: list[Found] = []
-        for command in script.commands if fault.command else ():
+        for command in script.commands if fault.command and (script.facts or fault.id not in _OF_BATCH) else ():
             text = command_text(command)
             if text.startswith("$") and len(command.words) == 1:
                 text = " ".join(script.variables.expanded(command.words))

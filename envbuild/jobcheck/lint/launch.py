@@ -71,7 +71,8 @@ class Launch:
     @property
     def complete(self) -> bool:
         """Whether all its options are known: none are in a variable that another file or the user sets."""
-        return not "".join(self.rest[:1]).startswith("$") or self.rest[0].endswith(".py")
+        program = "".join(self.rest[:1])
+        return program != " " and (not program.startswith("$") or program.endswith(".py"))
 
     def option(self, *names: str) -> str:
         """Return the value of the launcher's option with one of these names, "" for none."""
@@ -92,12 +93,12 @@ def find_launches(commands: Sequence[Command], variables: Variables, given: Mapp
             options = {_ACCELERATE.get(name, name): value for name, value in read.items()}
             # Its own default is the configuration of the user who started it.
             if options.keys() & _ACCELERATE_NODES:
-                yield Launch(command, options, around, starters(command, words[:at]), rest, "accelerate launch")
+                yield Launch(command, options, around, starters(command, around), rest, "accelerate launch")
             continue
         if at is None or words[0] in ("echo", "printf", "which", "-v", "type", "pkill", "cd"):
             continue
         around = (*variables.expanded(command.around), *words[:at])
-        by = starters(command, words[:at])
+        by = starters(command, around)
         options, rest = _options(words[at + 1 :])
         program = "tune run" if words[at] == "run" else "torchrun"
         yield Launch(command, {**given, **options}, around, by, rest, program)

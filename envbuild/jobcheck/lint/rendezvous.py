@@ -132,7 +132,7 @@ def of_addresses(script: ParsedScript) -> Iterator[Found]:
         if "standalone" in launch.options:
             continue
         for name in ("rdzv-endpoint", "master-addr"):
-            for variable in _NAME.findall(launch.options.get(name, "")):
+            for variable in re.findall(r"\$\{?([A-Z]\w*)(?!\w|:[-=])", launch.options.get(name, "")):
                 told = variable in set_here or GIVEN.fullmatch(variable)
                 if variable.isupper() and not told:  # others are of a script that is left out here
                     yield Found("endpoint-unset", launch.command.line, variable)
@@ -218,7 +218,8 @@ def of_numbers(script: ParsedScript) -> Iterator[Found]:
                 # Most programs ask the scheduler's own variables.
                 level: Literal["warning", "hint"] = "warning" if name in ("RANK", "LOCAL_RANK") else "hint"
                 yield Found("node-rank", command.line, match[0].strip("${"), level=level)
-            size = whole_number(" ".join(words)) if here and name == "WORLD_SIZE" else None
+            sets = here and name == "WORLD_SIZE" and "export" in script.lines[command.line - 1]
+            size = whole_number(" ".join(words)) if sets else None
             if size is not None and size not in (total, nodes * script.gpus):  # a task can start more ranks
                 yield Found("world-size", command.line, f"WORLD_SIZE={size}, {total} tasks", level="warning")
 

@@ -29,11 +29,6 @@ _FREE = r"(?:quiet,|verbose,|[qv],)?(?:no|map_|mask_|rank|sockets|ldoms|boards)"
 _BOUND = re.compile(rf"(?:^| )(?:--cpus-per-task|--cpus-per-gpu|-c ?[\d$]|--cpu[-_]bind[= ]{_FREE})")
 _UNBOUND = re.compile(_FREE, re.IGNORECASE)
 _EMPTY = re.compile(r"\$(?:(SLURM_\w+)|\{(SLURM_\w+)\}|\(\(\s*(SLURM_\w+))")
-_TYPED = {
-    "SLURM_GPUS_PER_NODE": ("--gpus-per-node",),
-    "SLURM_GPUS": ("--gpus", "-G"),
-    "SLURM_GPUS_PER_TASK": ("--gpus-per-task",),
-}
 _MPIRUN = frozenset(["mpirun", "mpiexec", "orterun"])
 _ALL_GPUS = re.compile(r"\b(?:tf|tensorflow|keras|jax)\b", re.IGNORECASE)  # one process takes all GPUs
 _COUNT = re.compile(
@@ -167,7 +162,8 @@ def of_ranks(script: ParsedScript) -> Iterator[Found]:
             len(script.launches) == 1 and (script.tasks <= 1 or not launch.launcher) and launch.launcher not in _MPIRUN
         )
         if ranks > most:
-            yield Found("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {most} GPUs")
+            chosen: Literal["", "warning"] = "warning" if seen > gpus > 0 else ""  # GPUs of the script's own choice
+            yield Found("ranks-exceed-gpus", script.where("nproc", line), f"{ranks} ranks, {most} GPUs", level=chosen)
         elif 0 < ranks < most and (not seen or most == gpus) and alone and launch.complete:
             yield Found("one-rank", line, f"{ranks} of {gpus}")
     tasks = [
@@ -337,24 +333,6 @@ def of_single_nodes(script: ParsedScript) -> Iterator[Found]:
         if started and not told and not (command.file or "DLTS_HOSTFILE" in script.text):
             yield Found("nodes-missing", command.line, nodes=script.several, program="deepspeed", level="warning")
             return
-
-
-def of_typed_counts(script: ParsedScript) -> Iterator[Found]:
-    """Find Slurm's variables with a number of GPUs that have the type before it, where a number is needed."""
-    typed = {}
-    for name, options in _TYPED.items():
-        told = script.directive(*options) if script.has_steps else None
-        if told and re.fullmatch(r"[A-Za-z][\w.-]*:\d+", told[1]) and name not in script.values:
-            typed[name] = told[1]
-    for command in script.commands if typed else ():
-        texts = [*command.words, *(word for _, row in command.assignments for word in row)]
-        own = [text for text in texts if "$((" in text]
-        own += list(option_values(command.words, ("--nproc_per_node", "--nproc-per-node", *RANK_OPTIONS)))
-        text = " ".join(script.variables.expanded(own))
-        for name, value in typed.items():
-            if re.search(rf"\$\{{?{name}\}}?(?![\w#%:/])|\$\(\([^)]*\b{name}\b", text):
-                yield Found("count-typed", command.line, f"{name} is {value}")
-                return
 
 
 def of_idle_nodes(script: ParsedScript) -> Iterator[Found]:

@@ -289,7 +289,7 @@ def read_script(text: str, schedulers: Mapping[str, ScriptFacts]) -> ParsedScrip
     assigned = {name for one in commands for name, _ in one.assignments}
     begun = min((one.line for one in commands if not _filled_in(lines[one.line - 1], assigned)), default=len(lines) + 1)
     # A file of notes, which holds other scripts, is no job.
-    second = next((n for n, line in enumerate(lines, 1) if n > begun and n in reader.comments and line[:3] == "#!/"), 0)
+    second = next((n for n in sorted(reader.comments) if n > begun and re.match("#! ?/", lines[n - 1])), 0)
     own = [row for row in own if not 0 < second < row[1]]
     found = [row for row in found if not 0 < second < row[1]]
     last = max((row[1] for row in own), default=0)

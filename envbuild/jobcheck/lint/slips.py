@@ -41,7 +41,8 @@ _ANGLES = re.compile(
 )
 _ACCOUNT = re.compile(r"[a-z]{0,8}x{5,}|X|X{3,}|[Yy]our[_-]\w+|[Mm]y[_-](?:account|partition|project)")
 _PATH = re.compile(
-    r"(?:^|[^-])/path/to/|^/your/|^path/to/|^path_to_\w|^[Yy]our[_A-Z-]\w+$|<(?:your|path|my)[ \w-]{1,60}>"
+    r"(?:^|[^-])/path/to/|^/your/|^path/to/|^path_to_\w|(?:^|/)PATH_TO_[A-Z]|^[Yy]our[_A-Z-]\w+$"
+    r"|<(?:your|path|my)[ \w-]{1,60}>"
     r"|\{\{ ?(?:your|path|my)[ \w.-]{0,60}\}\}"
     r"|(?<!\$)\{\d{1,2}\. ?[A-Za-z]|(?<!\$)\{(?:your|path_to)[_ -][\w -]{1,60}\}"
 )

@@ -29,7 +29,9 @@ _FIRST_STEPS = re.compile(
 )
 _LOOP = re.compile(r"\s*for\b(?! \w+ in [\w.'\"-]+ *(?:;|$))")  # of more than one run
 _RUNS = re.compile(r"\btorchrun\b|-m torch\.distributed\.(?:run|launch)\b|^(?:accelerate launch|deepspeed) ")
-_STARTS_RANKS = re.compile(r"\b(?:torchrun|deepspeed|accelerate launch|srun|mpirun|mpiexec|jsrun) ")
+_STARTS_RANKS = re.compile(
+    r"\b(?:torchrun|torch\.distributed\.\w+|deepspeed|accelerate launch|srun|mpirun|mpiexec|jsrun) "
+)
 _TEED = re.compile(r"\b(?:python[\d.]*|torchrun|deepspeed|accelerate) [^|]{1,4000}\|&? *tee\b[^|;&]*$")
 _CHECKS = re.compile(r"\$\?|\|\||&&|\b(?:exit|break|wait|trap|PIPESTATUS)\b|&$", re.MULTILINE)
 
@@ -42,29 +44,6 @@ def of_status(script: ParsedScript) -> Iterator[Found]:
         or list(_loop_status(script))
         or _first_of_two(script)
     )
-
-
-def of_checks(script: ParsedScript) -> Iterator[Found]:
-    """Find checks of a training's exit code that `set -e` makes useless."""
-    relaxes = any(
-        command.words[:1] == ("set",) and any(re.match(r"\+\w*e", word) for word in command.words)
-        for command in script.commands
-    )
-    if not option_set(script, ERREXIT) or relaxes:
-        return
-    begun = min((command.line for command in script.commands if command.words[:1] == ("set",)), default=0)
-    top = [
-        command
-        for command in script.commands
-        if not (command.started_by or command.file or command.per_node or command.around)
-    ]
-    for one, two in pairwise(top):
-        runs = _is_run(script, one) or (starts_training(one) and not one.background)
-        line = script.lines[two.line - 1]
-        checks = re.match(r"\s*(?:if|while|until)\s+(?:\[\[?|test)\s[^\n]*\$\?", line)
-        if runs and checks and one.end == "\n" and one.line > begun and not one.function:
-            yield Found("check-unreached", two.line)
-            return
 
 
 def _outer_status(script: ParsedScript) -> Iterator[Found]:
@@ -80,6 +59,10 @@ def _outer_status(script: ParsedScript) -> Iterator[Found]:
         scripts = (n for n, one in enumerate(top) if (one.program in shells and one.words[1:]) or _starts_file(one))
         at = max((n for n in scripts if all(command.program in _MESSAGES for command in top[n + 1 :])), default=-1)
     if at < 0 or (script.kind == "shell" and not (script.launches or script.everywhere)):
+        return
+    others = [one for one in top[:at] if one.background and one.words[:2] == top[at].words[:2]]
+    if script.facts and others and not top[at].background and not re.search("wait|xargs|parallel", script.text):
+        yield Found("ends-early", others[0].line, level="warning")
         return
     for one, two in pairwise(top[:at]):
         if one.program == "echo" and _FAILED.search(" ".join(one.words)) and two.words in (("exit",), ("exit", "0")):
@@ -147,8 +130,7 @@ def _tells(script: ParsedScript, handler: str) -> bool:
 
 def _kept(script: ParsedScript, command: Command) -> bool:
     """Return whether a command is the value of a variable that starts ranks."""
-    alone = len(command.words) == 1 and command.program.startswith("$")
-    if alone:
+    if "".join(command.words[:1]).startswith("$"):
         return bool(_STARTS_RANKS.search(" ".join(script.variables.expanded(command.words))))
     # A wrapper that gets a launcher and what that starts.
     return command.program.endswith(".sh") and any(
@@ -169,10 +151,14 @@ def _inner_status(script: ParsedScript) -> Iterator[Found]:
     for around, group in groupby(inner, key=lambda one: one.around):
         row = list(group)
         at = max((number for number, one in enumerate(row) if starts_training(one)), default=-1)
+        first = next((one for one in row[: max(at, 0)] if is_plain_training(one)), None)
         after = row[at + 1 :]
         options = [word for command in row if command.program == "set" for word in command.words[1:]]
         stops = any(re.match(r"-[a-z]*e|errexit", word) for word in options) or "-ec" in around
         pipes = "pipefail" in (*options, *around)
+        if first is not None and first.end in (";", "\n") and not stops and not _CHECKS.search(" ".join(around)):
+            yield Found("status-lost", first.line, "the run behind it")
+            return
         # The commands of $(…) in the training's own words follow it in the list.
         if at < 0 or not after or "$(" in " ".join(row[at].words):
             continue
@@ -217,12 +203,20 @@ def _first_of_two(script: ParsedScript) -> Iterator[Found]:
         return
     if option_set(script, ERREXIT):
         return
-    for one, two in pairwise(runs):
+    programs = [one for one in script.commands if _is_run(script, one) or _is_program(one)]
+    for one, two in pairwise(programs):
         between = "\n".join(script.lines[one.line - 1 : two.line])
         parted = re.search(r"^\s*(?:else|elif|fi|esac|done|;;|\))", between, re.MULTILINE) or _CHECKS.search(between)
-        if one.end in ("\n", ";") and not parted:
+        if one.end in ("\n", ";") and not parted and one in runs:
             yield Found("status-lost", one.line, f"the run in line {two.line}")
             return
+
+
+def _is_program(command: Command) -> bool:
+    """Return whether a command of the script itself is a Python program."""
+    inside = command.started_by or command.function or command.file or command.captured or command.background
+    python = re.fullmatch(r"python[\d.]*", command.program) and any(word.endswith(".py") for word in command.words[1:4])
+    return bool(python) and not inside and not _FIRST_STEPS.search(" ".join(command.words[:4]))
 
 
 def _is_run(script: ParsedScript, command: Command) -> bool:
