@@ -114,7 +114,7 @@ ROCM = Accelerator(
     "ROCm",
     r"rocm([0-9]+\.[0-9]+(?:\.[0-9]+)?)",
     "rocmN.N (rocm6.4)",
-    ("rocm6.2.4", "rocm6.3", "rocm6.4", "rocm7.0", "rocm7.1"),
+    ("rocm6.2.4", "rocm6.3", "rocm6.4", "rocm7.0", "rocm7.1", "rocm7.2"),
     torch_field="hip",
     torch_library="libtorch_hip.so",
     wheels="(pytorch-)?triton-rocm",

@@ -170,6 +170,19 @@ def test_what_cannot_be_read_is_unknown_or_what_the_file_has(
     assert path.read_bytes() == text, "a failure takes nothing away"
 
 
+def test_a_release_that_needs_a_row_by_hand_is_a_gap(
+    index: RecordedIndex, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.tags = {"https://github.com/ofiwg/libfabric": "2.6.0", "https://github.com/aws/aws-ofi-nccl": "1.21.1"}
+    refreshed(index, tmp_path / "rows.toml")
+    assert "by hand" not in capsys.readouterr().out
+    index.tags["https://github.com/ofiwg/libfabric"] = "9.1.0"
+    monkeypatch.setattr(tool, "load_rows", lambda: replace(load_rows(), nccl=()))
+    refreshed(index, tmp_path / "rows.toml")
+    said = capsys.readouterr().out
+    assert "gap: libfabric 9.1.0: compatibility.toml has no row" in said and "gap: nccl 2.32.3: " in said
+
+
 def test_other_indexes_and_tags_count_where_they_are_reached(index: RecordedIndex, tmp_path: Path) -> None:
     index.builds = {"cu126": {"2.14.1 x86_64"}, "cu130": {"2.14.1 x86_64", "2.14.1 aarch64"}}
     index.tags = {"https://github.com/ofiwg/libfabric": "2.6.0"}
