@@ -49,6 +49,7 @@ _WITHOUT_EFFECT = ("-y", "-q", "-qq", "--yes", "--quiet", "--no-install-recommen
 _CONDA_FILES = ("-f", "--file")
 _CONDA_VALUED = ("-n", "--name", "-p", "--prefix", "--solver", "--repodata-fn", "--platform")
 _SHELL = "a command of the shell"
+_FOR_COMMAND = "a variable of this command alone"
 _SYNC = re.compile(r"(?:\S*/)?(?:uv (?:\S+ )*?sync|(?:poetry|pipenv|pixi|pdm) (?:-\S+ )*(?:install|sync))(?= |$)")
 _CHOSEN_PYTHON = re.compile(
     r"(?:\S*/)?(?:uv python install (?:-\S+ )*|uv venv (?:\S+ )*?(?:-p|--python)[ =](?:python)?)(3\.\d+)"
@@ -407,6 +408,7 @@ def _command(words: list[str], start: int, place: str, stage: _Stage, find: Find
         # In the shell, numpy>=2 without quotes is numpy, whose output goes to the file =2.
         yield lost(" ".join(words[redirected - 1 : redirected + 2]), place, _REDIRECTED)
         del words[redirected - words[redirected - 1].isdecimal() : redirected + 2]  # the 2 of 2>&1, too
+    yield from (lost(word, place, _FOR_COMMAND) for word in words[:start] if "=" in word)
     left = words[start + len(found[0].split()) :]
     if kind == "pip":
         yield from pip_words(left, place, find)

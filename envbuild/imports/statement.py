@@ -154,7 +154,7 @@ def texts(
         if name and name not in (*seen, keys[-1]):
             yield from texts(document, (*keys[:-1], name), kind, group, (*seen, keys[-1]))
         elif isinstance(one, str):
-            yield Statement(kind, one, place, group)
+            yield Statement(kind, one.strip(), place, group)
         else:
             yield lost(one, place, "not a string" if inner is None else "no other group has this name", group)
 

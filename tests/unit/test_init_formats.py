@@ -585,3 +585,9 @@ def test_requirements_that_powershell_wrote_are_read(tmp_path: Path, encoding: s
     text = ("\ufeff" if encoding == "utf-16-be" else "") + "numpy==2.2.6\r\nrich\r\n"
     (tmp_path / "requirements.txt").write_bytes(text.encode(encoding))
     assert draft_of(tmp_path / "requirements.txt")[1].requirements == ("numpy==2.2.6", "rich")
+
+
+def test_blanks_around_a_requirement_are_no_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "a"\ndependencies = ["vispy>=0.14.1   ", " rich "]\n')
+    draft, recipe = draft_of(tmp_path / "pyproject.toml")
+    assert recipe.requirements == ("vispy>=0.14.1", "rich") and not draft.lost
