@@ -42,7 +42,7 @@ FORMATS: dict[str, tuple[str, Callable[..., Iterator[Statement]]]] = {
     "pixi.lock": (r"pixi\.lock", read_pixi_lock),
     "pixi.toml": (r"pixi\.toml", read_pixi),
     "environment.yml": (r".*\.ya?ml", read_environment),
-    "Dockerfile": (r"(.*[.-])?([Dd]ocker|[Cc]ontainer)file([.-].*)?", read_dockerfile),
+    "Dockerfile": (r"(.*[._-])?([Dd]ocker|[Cc]ontainer)file([._-].*)?", read_dockerfile),
     "requirements.txt": (r".*\.(txt|in)", _read_text),
 }
 # Files that envbuild does not read → what converts them, a pattern of their dependencies, the file that has them too.

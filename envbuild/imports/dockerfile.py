@@ -54,6 +54,7 @@ _SYNC = re.compile(r"(?:\S*/)?(?:uv (?:\S+ )*?sync|(?:poetry|pipenv|pixi|pdm) (?
 _CHOSEN_PYTHON = re.compile(
     r"(?:\S*/)?(?:uv python install (?:-\S+ )*|uv venv (?:\S+ )*?(?:-p|--python)[ =](?:python)?)(3\.\d+)"
     r"|(?:\S*/)?python(3\.\d+) -m (?:venv|virtualenv) |pyenv (?:install|global) (3\.\d+)"
+    r"|(?:dnf|yum|microdnf|zypper|apk) (?:\S+ )*?python(3\.\d+)(?![\w.])"
 )
 _SYNCED = "installs what the project's files and its lock have: name these with --from"
 _PYTHON = "the recipe's Python"

@@ -261,6 +261,7 @@ def test_other_files_than_requirements_are_no_requirements_files(context: Path, 
         "RUN uv venv --seed --python 3.12 /opt/venv",
         "RUN python3.12 -m venv /opt/venv",
         "RUN pyenv install 3.12.7",
+        "RUN dnf install -y gcc python3.12 python3.12-devel",
     ],
 )
 def test_the_python_that_a_command_chooses_is_the_recipes(context: Path, line: str) -> None:
