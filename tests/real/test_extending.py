@@ -8,24 +8,37 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import pytest
 
 from envbuild.base import host
+from envbuild.base.progress import OnProgress
+from envbuild.build import squash_files
 from envbuild.build.commit import open_subject
 from envbuild.build.folder import make_environment, prepare_folder
+from envbuild.build.image import prepare_image
 from envbuild.build.installing import FolderBuild
+from envbuild.build.squash import ImageFileOptions, OutputFile, make_from_recipe
 from envbuild.contract import kinds
 from envbuild.contract.installed import distributions, names_and_versions
-from envbuild.contract.kinds import FolderArtifact
+from envbuild.contract.kinds import FileArtifact, FolderArtifact
 from envbuild.contract.manifest import seal, write_manifest
 from envbuild.contract.receipt import passing_receipt
 from envbuild.contract.state import FILE, State, has_packages, site_packages
+from envbuild.environment import Environment
+from envbuild.image.layout import file_digest
+from envbuild.image.squashfs.model import codec_of
+from envbuild.image.squashfs.read import SquashfsImage
+from envbuild.image.squashfs.unpack import unpack
 from envbuild.job_inputs import open_artifact
 from envbuild.jobs.model import JobRequest
 from envbuild.jobs.plan import plan_job, wanted_kinds
@@ -37,6 +50,11 @@ from envbuild.recipe.load import load_recipe
 from envbuild.recipe.targets import Target, host_arch
 from envbuild.run_environment import load_environment
 from envbuild.site.settings import load_site
+from envbuild.verify import image_file, runtimes
+from envbuild.verify.host import Launch
+from envbuild.verify.image_file import ImageFile
+from envbuild.verify.model import Thoroughness
+from envbuild.verify.runtimes import ImageRuntime, Runtime
 
 from .conftest import REPOSITORY
 
@@ -115,3 +133,83 @@ def test_a_kind_of_artifact_trains_and_is_judged(
     assert opened.artifact.kind == "toy"
     assert f"{result.path.absolute()}/bin/python -I" in render(plan_job(JobRequest(current=tmp_path), opened, site))
     assert json.loads((result.path / FILE).read_text())["artifact"] == "toy"
+
+
+# ---- a kind of image files, its format, and the program that starts it
+IMAGE = FileArtifact(
+    "toy", "Build a toy.", "{recipe}.toy", (), (), starters=("toyrun",), containers=("apptainer",), format="paged"
+)
+PAGE = b"PAGED".ljust(4096, b"\0")
+# toyrun ROOT WORK PROGRAM ARGUMENT…: a program in a root file system, which sees the work folder of the host.
+TOYRUN = """#!/bin/sh
+set -e
+if [ "$1" != --inside ]; then exec unshare --mount --propagation private "$0" --inside "$@"; fi
+root=$2 work=$3
+shift 3
+mkdir -p "$root/work"
+mount --bind "$work" "$root/work"
+touch "$root/etc/hosts"
+mount --bind /etc/hosts "$root/etc/hosts"
+mount -t proc proc "$root/proc"
+mount --rbind /dev "$root/dev"
+cd "$root/work"
+PATH=$PATH:/usr/sbin
+exec chroot "$root" /usr/bin/env PATH=/opt/env/bin:/usr/bin:/bin /bin/sh -c 'cd /work && exec "$@"' sh "$@"
+"""
+
+
+def write_paged(
+    root: squash_files.SquashTree, out: BinaryIO, on_progress: OnProgress, squashfs: Path | None = None
+) -> tuple[int, str]:
+    """Write a page before the squashfs."""
+    place = Path(out.name)
+    with place.with_suffix(".squashfs").open("x+b") as alone:
+        squash_files.write_sqsh(root, alone, on_progress)
+        alone.seek(0)
+        out.write(PAGE)
+        shutil.copyfileobj(alone, out)
+    out.flush()
+    return len(PAGE), file_digest(place)
+
+
+def start(image: ImageFile, program: Path, host: dict[str, str], environment: Environment) -> Runtime:
+    @contextmanager
+    def opened(work: Path) -> Iterator[Launch]:
+        with TemporaryDirectory() as folder, image.path.open("rb") as stream:
+            unpack(SquashfsImage(stream, image.offset, str(image.path)), root := Path(folder, "root"))
+            before = [str(program), str(root), str(work)]
+            yield lambda name, arguments, extra: ([*before, name, *arguments], {**host, **extra})
+
+    return Runtime("toyrun 1", opened, "/work")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the toy runtime mounts and changes its root folder, as root may")
+def test_a_kind_of_image_file_is_written_started_and_judged(
+    monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None], tmp_path: Path, session_store: Path
+) -> None:
+    """A page before the squashfs, and a program of its own that starts what is behind it."""
+    monkeypatch.setitem(kinds.ARTIFACTS, "toy", IMAGE)  # type: ignore[attr-defined]
+    paged = image_file.ImageFormat("paged", lambda head: head.startswith(b"PAGED"), lambda _, __: len(PAGE))
+    monkeypatch.setitem(image_file.FORMATS, "paged", paged)
+    monkeypatch.setitem(squash_files.WRITERS, "paged", write_paged)
+    runtime = ImageRuntime(("toy",), ("toyrun",), ("TOY_",), start)
+    monkeypatch.setitem(runtimes.RUNTIMES, "toyrun", runtime)  # type: ignore[attr-defined]
+    rows = ["contract/kinds.py", "verify/image_file.py", "build/squash_files.py", "verify/runtimes.py"]
+    record_property("files of an addition", [f"envbuild/{name}" for name in rows])
+    (tmp_path / "toyrun").write_text(TOYRUN)
+    (tmp_path / "toyrun").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ENVBUILD_STORE", str(session_store))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    environment, target = load_environment(), Target.parse(HERE)
+    loaded = load_recipe(REPOSITORY / "recipes/pt_cpu/recipe.toml")
+    one = prepare_image(loaded, target, environment, bytecode=True, locked=True, offline=False, log=print)
+    wanted = OutputFile("toy", IMAGE.default_path("pt_cpu", HERE))
+    options = ImageFileOptions((wanted,), codec_of("zstd"), verify=True, asked=Thoroughness(quick=True))
+    (result,) = make_from_recipe(one, options, environment, offline=False)
+    assert result.path == Path("build/pt_cpu", HERE, "pt_cpu.toy") and result.path.read_bytes()[:5] == b"PAGED"
+    receipt = passing_receipt(result.path, result.digest)
+    assert receipt is not None and receipt["artifact"]["kind"] == "toy" and receipt["runtime"] == "toyrun 1"
+    tried = {check["name"]: check["status"] for check in receipt["checks"] if check["status"] != "not tried"}
+    assert {"installed", "launch", "allreduce", "imports"} <= tried.keys() and {*tried.values()} == {"pass"}
+    assert open_subject(result.path, environment).runtime == "toyrun 1"
