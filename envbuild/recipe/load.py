@@ -30,7 +30,7 @@ from envbuild.recipe.project import OwnCode, declared_code, declared_requirement
 from envbuild.recipe.targets import Target, host_arch, target_problem
 
 # Keys of a recipe that count in its digest only if it has them.
-_NEW = ("indexes", "project", "build")
+_NEW = ("overrides", "indexes", "project", "build")
 # Keys of [verify] that always count in it; a later one does only with a value of its own.
 _VERIFY = ["nodes", "nproc_per_node", "epochs", "batch_size", "model", "timeout_s", "loss_tolerance", "busbw_floor"]
 # A script's text is part of envbuild.json in the artifact and of its receipt.
