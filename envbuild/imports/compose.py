@@ -53,6 +53,8 @@ _LOCAL = re.compile(r"===?[^;,+=]*\+([a-z]+[0-9.]*)")
 
 def _requirement_problem(text: str) -> str | None:
     problem = checks.requirement_problem(text)
+    if problem is None and re.search(r"@\s*file:", text):
+        return "a file of the host on which it was written: copy it into the recipe's folder, name it `NAME @ ./FILE`"
     if problem is None and (found := reference_of(text)) and found.kind == "path":
         return "a file of the project: copy it into the recipe's folder, and name it as `NAME @ ./FILE`"
     return problem

@@ -591,3 +591,10 @@ def test_blanks_around_a_requirement_are_no_part_of_it(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "a"\ndependencies = ["vispy>=0.14.1   ", " rich "]\n')
     draft, recipe = draft_of(tmp_path / "pyproject.toml")
     assert recipe.requirements == ("vispy>=0.14.1", "rich") and not draft.lost
+
+
+def test_a_file_of_another_host_is_listed(tmp_path: Path) -> None:
+    line = f"jaxlib @ file:///opt/dist/jaxlib-0.4.26-cp311-cp311-linux_x86_64.whl#sha256={'c' * 64}\nrich\n"
+    (tmp_path / "requirements.txt").write_text(line)
+    draft, recipe = draft_of(tmp_path / "requirements.txt")
+    assert recipe.requirements == ("rich",) and "of the host on which it was written" in draft.lost[0].reason
