@@ -1,8 +1,8 @@
 """Known vulnerabilities of locked packages, from an offline export of OSV's database, and reports of an upgrade.
 
 The export is a folder as OSV publishes it: PyPI/all.zip and Debian/all.zip, each with one JSON file a record
-(ossf.github.io/osv-schema, 1.6). Packages of PyPI are compared by PEP 440, Debian's source packages by dpkg's order.
-Conda packages are in no database of OSV's.
+(ossf.github.io/osv-schema, 1.6). Versions are ordered by PEP 440 for PyPI, and by dpkg's rules for Debian's source
+packages. OSV has no database of conda packages.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AuditedPackage:
 
 @dataclass(frozen=True, slots=True)
 class Advisory:
-    """A vulnerability of `package`: its identifier and aliases, one line about it, and the versions that mend it."""
+    """A vulnerability of `package`: its identifier and aliases, one line about it, and the fixed versions."""
 
     package: AuditedPackage
     id: str
@@ -61,14 +61,14 @@ class Advisory:
 
 @dataclass(frozen=True, slots=True)
 class AdvisoryDatabase:
-    """The records that concern some packages, by ecosystem and name, and the time of the newest record of each zip."""
+    """Advisory records by ecosystem and package name, and the time of the newest record of each zip."""
 
     records: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
     newest: Mapping[str, datetime]
 
 
 def audited(lock: object) -> tuple[set[AuditedPackage], int]:
-    """Return the packages of a lock of any kind that OSV may know, and the number of the others."""
+    """Return the packages of a lock whose ecosystem OSV covers, and the number of its other packages."""
     if isinstance(lock, CondaLock):
         pip, _ = audited(lock.pip)
         return pip, len(lock.packages)
@@ -90,15 +90,15 @@ def audited(lock: object) -> tuple[set[AuditedPackage], int]:
 
 
 def _without_rebuild(version: str) -> str:
-    """Return the version of the source of a package that Debian rebuilt (Debian policy, 5.6.12)."""
+    """Return a Debian version without the suffix of a binary rebuild, such as +b1 (Debian Policy, 5.6.12)."""
     head, mark, number = version.rpartition("+b")
     return head if mark and number.isdecimal() else version
 
 
 def read_database(folder: Path, wanted: Collection[AuditedPackage]) -> AdvisoryDatabase:
-    """Read the records that concern `wanted` from the export in `folder`.
+    """Read the records about the packages `wanted` from the export in `folder`.
 
-    Raises VerificationError when a zip that is needed is missing or damaged.
+    Raises VerificationError when a required zip is missing or damaged.
     """
     names = {(one.ecosystem, one.name) for one in wanted}
     records: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
@@ -141,7 +141,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def advisories(packages: Iterable[AuditedPackage], database: AdvisoryDatabase) -> list[Advisory]:
-    """Return the vulnerabilities of `packages`, in their order; records that were withdrawn are left out.
+    """Return the vulnerabilities of `packages`, in the packages' order; withdrawn records are left out.
 
     Raises VerificationError for a record that cannot be read.
     """
@@ -160,7 +160,7 @@ def advisories(packages: Iterable[AuditedPackage], database: AdvisoryDatabase) -
 
 
 def _advisory(package: AuditedPackage, record: Mapping[str, Any]) -> Advisory | None:
-    """Return the vulnerability of `record` if `package` has it. Raises the errors of a malformed record."""
+    """Return the vulnerability in `record` if it affects `package`, else None. A malformed record raises an error."""
     rows = [row for row in record["affected"] if (_ecosystem(row), _name(row)) == (package.ecosystem, package.name)]
     hit = [row for row in rows if _affects(row, package)]
     if record.get("withdrawn") or not hit:
@@ -179,7 +179,7 @@ def _events(row: Mapping[str, Any]) -> list[Mapping[str, str]]:
 def _affects(row: Mapping[str, Any], package: AuditedPackage) -> bool:
     """Return whether a version is affected, by the evaluation algorithm of OSV's schema.
 
-    A version that cannot be understood ends no range: what is not known to be mended counts as affected.
+    A fixed version that cannot be parsed is ignored, so that the package still counts as affected.
     """
     mine = _place(package, package.version)
     versions = row.get("versions") or ()
@@ -209,7 +209,7 @@ _FIRST = (0,)  # before every version: OSV's "0"
 
 
 def _place(package: AuditedPackage, version: str) -> tuple[Any, ...] | None:
-    """Return what orders a version among those of its package, None for one that cannot be understood."""
+    """Return the sort key of a version in its ecosystem, None for a version that cannot be parsed."""
     if version == "0":
         return _FIRST
     try:
@@ -225,10 +225,10 @@ def _debian(version: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LockAudit:
-    """The vulnerabilities of some locks' packages, without those in `ignored`.
+    """Vulnerabilities of the packages of some locks: `found`, and `ignored` by the site or the user.
 
-    `judged` is the number of packages that were compared, `unknown` of those that no database has, `newest` the time of
-    the database's newest record, by its older zip.
+    `judged` is the number of compared packages, `unknown` the number of packages without a database, `newest` the
+    time of the newest record in the older of the database's zips.
     """
 
     found: tuple[Advisory, ...]
@@ -239,12 +239,12 @@ class LockAudit:
 
 
 def audit(locks: Sequence[object], table: AuditTable, now: datetime) -> LockAudit:
-    """Compare the packages of `locks` with the database of `table`. Raises as `open_database`."""
+    """Compare the packages of `locks` with the database that `table` configures. Raises as `open_database`."""
     return judge_locks(locks, open_database(locks, table, now), table)
 
 
 def open_database(locks: Iterable[object], table: AuditTable, now: datetime) -> AdvisoryDatabase:
-    """Read what the database of `table` has of the packages of `locks`.
+    """Read the records about the packages of `locks` from the database that `table` configures.
 
     Raises UsageError when there is none, VerificationError when it is missing, damaged or older than `max_age`.
     """
@@ -265,7 +265,7 @@ def open_database(locks: Iterable[object], table: AuditTable, now: datetime) -> 
 
 
 def judge_locks(locks: Iterable[object], database: AdvisoryDatabase, table: AuditTable) -> LockAudit:
-    """Return the vulnerabilities of the packages of `locks`, of which `database` has the records."""
+    """Return the vulnerabilities of the packages of `locks`; `database` must contain their records."""
     packages: set[AuditedPackage] = set()
     unknown = 0
     for lock in locks:
@@ -280,7 +280,7 @@ def judge_locks(locks: Iterable[object], database: AdvisoryDatabase, table: Audi
 
 @dataclass(frozen=True, slots=True)
 class LockChange:
-    """An upgraded lock: its recipe, target and kind, the lines of its changes, and the locks before and after."""
+    """Upgraded lock: its recipe, target and kind, its changes as lines, and the lock before and after."""
 
     recipe: str
     target: str
@@ -292,7 +292,7 @@ class LockChange:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedUpgrade:
-    """Receipts of an environment built from the locks before and after, and the bytes of its files; None without."""
+    """Receipts and sizes (bytes) of the environments built from the old and the new lock; None if not built."""
 
     recipe: str
     target: str
@@ -311,8 +311,8 @@ class UpgradeReport:
     def render(self, table: AuditTable, store: Store) -> str:
         """Return the report in Markdown; with a database, the vulnerabilities before and after.
 
-        Sizes of wheels and conda packages are those of the files in `store`. A database that cannot be used is among
-        the `faults`: the locks have changed already, and nothing else says how.
+        Sizes of wheels and conda packages are those of the files in `store`. An unusable database is added to
+        the `faults`: the locks have changed already, and only the report lists the changes.
         """
         text = ["# Upgraded locks", ""]
         changed = [one for one in self.changes if one.lines]
@@ -371,7 +371,7 @@ def _without(those: Sequence[Advisory], others: Collection[Advisory]) -> list[Ad
 
 
 def _row(line: str, before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    """Return the row of a line such as `~ numpy 1.0 -> 2.0`, see `package_changes`, with the packages' sizes."""
+    """Return the table row for a change such as `~ numpy 1.0 -> 2.0` (see `package_changes`), with package sizes."""
     sign, _, rest = line.partition(" ")
     name, _, versions = rest.partition(" ")
     old, arrow, new = versions.partition(" -> ")
@@ -382,7 +382,7 @@ def _row(line: str, before: Mapping[str, int], after: Mapping[str, int]) -> str:
 
 
 def sizes_of(lock: object, store: Store) -> dict[str, int]:
-    """Return the bytes of the packages of a lock of any kind, by name, as far as lock or `store` tell them."""
+    """Return name → size (bytes) for the locked packages whose size is in the lock or in `store`."""
     if isinstance(lock, CondaLock):
         files = {one.name: store.find(ARCHIVES, one.sha256, one.file_name.__eq__) for one in lock.packages}
         own = {one.name: one.size for one in lock.packages if one.size}

@@ -1,4 +1,4 @@
-"""The base of a target's images, and the builder image, in which the target's source layers are built: their locks.
+"""Locks of a target's base image and of its builder image, in which the source layers are built.
 
 Both hold Debian packages or the digest of an existing image. The builder's (`<target>.build.toml` beside the image
 lock) are the image's packages and compilers, or `build_base`, an existing image with compilers.
@@ -35,13 +35,13 @@ _COMPILERS = ("bzip2", "file", "g++", "gcc", "libc6-dev", "make", "patch", "pkgc
 
 
 def image_lock(recipe: LoadedRecipe, target: Target) -> LockKind[ImageLock]:
-    """Return the kind of lock that holds the base of the target's images."""
+    """Return the LockKind of the base of the target's images."""
     digest, file = recipe.image_digest(target), image_lock_name(target.name)
     return _base_lock("image", recipe, target, recipe.recipe, recipe.recipe.image.base, file, digest)
 
 
 def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceLayer]) -> LockKind[ImageLock]:
-    """Return the kind of lock that holds the image in which `sources` are built. Raises UsageError if there is none."""
+    """Return the LockKind of the builder image for `sources`. Raises UsageError if the recipe has no builder image."""
     image = recipe.recipe.image
     debian = image.base == "debian"
     if not debian and not image.build_base:
@@ -64,7 +64,7 @@ def builder_lock(recipe: LoadedRecipe, target: Target, sources: Sequence[SourceL
 def _base_lock(
     name: str, loaded: LoadedRecipe, target: Target, recipe: Recipe, reference: str, file: str, digest: str
 ) -> LockKind[ImageLock]:
-    """Return the kind of lock that holds the base `reference`: "debian" (`recipe`'s packages) or an existing image."""
+    """Return the LockKind of the base `reference`: "debian" (the recipe's packages) or an existing image."""
 
     def resolved(
         environment: Environment, _old: ImageLock | None, _upgrade: Upgrade, _offline: bool, _: Log
@@ -123,7 +123,7 @@ def site_archives(suite: str, date: str, environment: Environment) -> list[Debia
 
 
 def _resolve_digest(base: str, target: Target, environment: Environment, folder: Path) -> str:
-    """Return the digest of the manifest that `base` has for the target's architecture. Raises LockError."""
+    """Return the manifest digest of `base` for the target's architecture. Raises LockError."""
     try:
         if (pulled := _local(base, target.arch, environment, folder)) is not None:
             return pulled.manifest.digest
@@ -140,11 +140,11 @@ def _resolve_digest(base: str, target: Target, environment: Environment, folder:
 
 
 def pull(base: str, digest: str | None, arch: str, environment: Environment, folder: Path) -> Pulled:
-    """Return the image `base` for `arch` (x86_64, aarch64), as locked or as it is now, with its blobs in the store.
+    """Fetch the image `base` for `arch` (x86_64, aarch64), locked or current, into the store, and return it.
 
     `base` is an image name in a registry, oci:DIR[:TAG], docker-archive:FILE or docker-daemon:NAME; relative paths are
-    relative to `folder`. Raises BuildError when the image does not exist, is for another architecture, or has another
-    digest than the locked `digest`.
+    relative to `folder`. Raises BuildError when the image does not exist, is for another architecture, or differs from
+    the locked `digest`.
     """
     blobs = environment.store.blobs
     if digest is not None and blobs.path(digest).is_file():

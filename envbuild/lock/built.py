@@ -1,8 +1,8 @@
 """Resolution of wheels by `uv pip compile`, and packages whose wheels envbuild builds.
 
-uv chooses the version, reads the metadata of the source archive or asks its build back end (PEP 517) for it, and names
-the commit or the sha256. envbuild adds the archive's sha256, and locks the build requirements: those of [build-system],
-and those that the build back end adds (PEP 517, 518).
+uv chooses the version, reads the metadata of the source archive or asks its build back end (PEP 517) for it, and
+reports the commit or the sha256. envbuild adds the archive's sha256, and locks the build requirements: those of
+[build-system] and those of the build back end (PEP 517, 518).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class UvCompile:
-    """Runs of uv that share `offers`' sources, platform and constraints; their files are in the folder `work`.
+    """Runs of uv with the sources of `offers`, one platform and common constraints; `work` is their folder.
 
     Packages in `builds` (by normalised name) are resolved from their source archives, all others from wheels.
     """
@@ -140,10 +140,10 @@ class UvCompile:
     def hint(
         self, stderr: str, requirements: Sequence[str], of_target: Sequence[str], command: str, *, unreached: bool
     ) -> str:
-        """Return the advice that usually cures the failure that uv explains in `stderr`.
+        """Return the hint for the resolution failure that uv explains in `stderr`.
 
-        `of_target` are those of `requirements` that the target itself has, `command` are the recipe and target for
-        `envbuild lock`, and `unreached` is whether an index of the recipe was left out.
+        `of_target` are the entries of `requirements` from the target's own table, `command` are the recipe and target
+        for `envbuild lock`, and `unreached` is whether an unreachable index of the recipe was left out.
         """
         if self.offers.offline:
             return "resolving needs an index: run it once without --offline, or give pip a find-links folder"
@@ -189,7 +189,7 @@ class UvCompile:
         return f"{advice}; releases of {name} with a wheel for Python {self.python} on {self.platform}: {newest}{more}"
 
     def _other_python(self, name: str, requirements: Sequence[str], releases: Sequence[ProjectRelease]) -> str | None:
-        """Return advice on the Pythons for which the newest requested release has wheels, None without a release."""
+        """Return a hint with the Pythons for which the newest requested release has wheels; None without a release."""
         from packaging.requirements import Requirement
 
         lines = [line for line in map(Requirement, requirements) if normalise(line.name) == name]
@@ -207,7 +207,7 @@ class UvCompile:
 
 
 def _build_settings(builds: Mapping[str, BuildTable]) -> str:
-    """Return lines of a uv.toml for the metadata of `builds`."""
+    """Return the lines of a uv.toml with the build settings that uv needs to read the metadata of `builds`."""
     if not builds:
         return ""
     lines = ["[extra-build-dependencies]"]
@@ -221,9 +221,9 @@ def _build_settings(builds: Mapping[str, BuildTable]) -> str:
 
 
 def explanation(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the end of uv's explanation of a failure, without its advice on projects of its own.
+    """Return the end of uv's explanation of a failure, without advice that applies only to uv projects.
 
-    Of an index that cannot be reached, it is one line: its URL without the package, and the last cause.
+    For an unreachable index, return one line: the index's URL and the last cause.
     """
     done.stderr = _OWN_ADVICE.sub("", done.stderr)
     lines = done.stderr.splitlines()
@@ -241,7 +241,7 @@ def without_wheel(stderr: str) -> str | None:
 
 
 def _cause(stderr: str, direct: set[str]) -> tuple[str, str, str] | None:
-    """Return (kind, normalised name, specifier) of the first cause, if possible one of a direct requirement."""
+    """Return (kind, normalised name, specifier) of the first cause; causes about direct requirements come first."""
     text = " ".join(stderr.split())
     found = [(kind, normalise(m[1]), m[2] or "") for kind, pattern in _CAUSES.items() for m in pattern.finditer(text)]
     return min(found, key=lambda cause: cause[1] not in direct, default=None)
@@ -253,7 +253,7 @@ def _names(requirements: Sequence[str]) -> set[str]:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The direct references among the requirements of a target, and the packages that may be built, by name."""
+    """Direct references among the requirements of a target, and the packages that may be built, by name."""
 
     recipe: LoadedRecipe
     environment: Environment
@@ -263,7 +263,7 @@ class Sources:
     indexes: tuple[str, ...] = ()
 
     def lines(self, requirements: Iterable[str], python: str, platform: str, kept: Lock | None = None) -> list[str]:
-        """Return `requirements` as uv reads them: with verified files instead of URLs, and the commits of `kept`.
+        """Return `requirements` for uv: verified local files replace URLs, and the commits in `kept` replace refs.
 
         Raises LockError for a file that cannot be fetched.
         """
@@ -294,14 +294,14 @@ class Sources:
         return self._file(one).as_uri()
 
     def published(self, pylock: str) -> str:
-        """Return a PEP 751 file with the URLs of direct references instead of this host's files."""
+        """Return a PEP 751 file in which the URLs of direct references replace the paths of local files."""
         for one in self.references.values():
             if one.kind == "url":
                 pylock = pylock.replace(f"path = {json.dumps(str(self._file(one)))}", f"url = {json.dumps(one.url)}")
         return pylock
 
     def _file(self, one: DirectReference) -> Path:
-        """Return the file that `one` refers to. Raises LockError."""
+        """Return the local file of the direct reference `one`. Raises LockError."""
         if not one.is_wheel:
             return self.archive(WantedArchive(one.name, "", one.url, one.sha256))
         from packaging.utils import parse_wheel_filename
@@ -324,7 +324,7 @@ class Sources:
             raise LockError(error.message, error.hint) from None
 
     def archive(self, wanted: WantedArchive) -> Path:
-        """Return the source archive `wanted`. Raises LockError."""
+        """Fetch the source archive `wanted` into the store, and return its file. Raises LockError."""
         of = self.environment
         try:
             return locate_archive(
@@ -372,7 +372,7 @@ class Sources:
 def sources_of(
     recipe: LoadedRecipe, target: Target, environment: Environment, requirements: Sequence[str], offline: bool
 ) -> Sources:
-    """Return the sources of packages among `requirements` that no index has as wheels, and of those in [build]."""
+    """Return the sources of the packages in [build], and of `requirements` that are direct references."""
     direct, builds = references(requirements), recipe.builds(target)
     builds |= {name: recipe.build_table(name) for name, one in direct.items() if not one.is_wheel}
     return Sources(recipe, environment, offline, direct, builds, recipe.recipe.targets[target.name].indexes)
@@ -381,7 +381,7 @@ def sources_of(
 def check_used(recipe: LoadedRecipe, target: Target, built: Iterable[BuiltPackage]) -> None:
     """Raise LockError for a package in [build] of the recipe that nothing requires.
 
-    Of a recipe with conda packages and requirements, each lock has a part of the packages: there is no error.
+    A recipe with both conda packages and requirements is not checked: each of its locks has a part of the packages.
     """
     if recipe.recipe.conda.dependencies and recipe.requirements(target, conda=False):
         return
@@ -395,7 +395,7 @@ def check_used(recipe: LoadedRecipe, target: Target, built: Iterable[BuiltPackag
 
 
 def locked_wheels(row: Mapping[str, Any], python: str, platform: str, source: str) -> LockedPackage:
-    """Return a package of a PEP 751 file with the hashes of its wheels that fit. Raises LockError without one."""
+    """Return a package of a PEP 751 file with the hashes of its compatible wheels. Raises LockError if it has none."""
     from packaging.utils import parse_wheel_filename
 
     hashes: set[str] = set()
@@ -421,7 +421,7 @@ _VERSION = ("SETUPTOOLS_SCM_PRETEND_VERSION", "PDM_BUILD_SCM_VERSION", "PBR_VERS
 
 
 def build_variables(table: BuildTable, version: str, *, git: bool) -> dict[str, str]:
-    """Return the environment variables of the build of a package: of the recipe, and with its version if from `git`."""
+    """Return the environment variables for a package's build: the recipe's, and for `git` sources its version."""
     return {**(dict.fromkeys(_VERSION, version) if git else {}), **table.environment}
 
 
@@ -438,7 +438,7 @@ def declared_requirements(
 ) -> list[str]:
     """Return the build requirements of the project in `archive`; `folder` is an empty folder for its files.
 
-    An isolated build's back end is asked for more of them, in a virtual environment with those of [build-system].
+    For an isolated build, the back end reports further ones, from a virtual environment with those of [build-system].
     Raises LockError when the back end fails.
     """
     from build import BuildException, ProjectBuilder
@@ -482,10 +482,10 @@ def lock_built(
     provided: Mapping[str, str],
     keep: Lock | None,
 ) -> tuple[BuiltPackage, ...]:
-    """Return the packages of PEP 751 `rows` whose wheels are built, with the wheels that their builds run.
+    """Return the packages of PEP 751 `rows` that are built from source, each with the wheels of its build tools.
 
-    Builds use the versions of `keep` and of the environment's `packages` while they fit. Wheels that a build without
-    isolation finds in the environment, from its `packages` or `provided`, are left out. Raises LockError.
+    Builds keep the versions in `keep` and in the environment's `packages` while they fit. A build without isolation
+    uses the environment's `packages` and `provided`; wheels of these are left out. Raises LockError.
     """
     found, before = [], {one.name: one.build for one in keep.built} if keep else {}
     there = {one.name for one in packages} | provided.keys()

@@ -32,8 +32,8 @@ class CondaPackage:
     """One conda package.
 
     `url` is canonical: the URL at its channel, never at a mirror, and without credentials. `md5` and `sha256` are
-    hexadecimal, `depends` holds match specs ("numpy >=1.21"), `subdir` is a platform or "noarch". `size` is that of
-    the file in bytes, 0 if unknown: the channel says it to a solver, and the lock does not hold it.
+    hexadecimal, `depends` holds match specs ("numpy >=1.21"), `subdir` is a platform or "noarch". `size` is the file
+    size in bytes, 0 if unknown: channels report it to a solver, but the lock does not store it.
     """
 
     name: str
@@ -93,7 +93,7 @@ class CondaLock:
         return self.pip.versions | {package.name: package.version for package in self.packages}
 
     def knows(self, name: str) -> bool:
-        """Return whether `name` is a package of the lock, conda's or pip's."""
+        """Return whether the lock has a conda or pip package called `name`."""
         return not self.versions.keys().isdisjoint((name.lower(), normalise(name)))
 
 
@@ -106,8 +106,8 @@ def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
     """Return match specs in the form that conda-lock.yml can hold: one for each name, sorted by name.
 
     The spec of a name accepts the packages that all its specs accept: versions are joined by commas, alternatives
-    (`1.*|2.*`) in parentheses, and a build string stays beside them. Raises LockError if the specs of a name have
-    build strings of which neither includes the other, because a match spec has one.
+    (`1.*|2.*`) in parentheses, followed by the build string. Raises LockError if the specs of a name have different
+    build strings and neither matches the other, because a match spec has only one.
     """
     versions: dict[str, list[str]] = {}
     builds: dict[str, str] = {}
@@ -133,14 +133,14 @@ def canonical_depends(specs: Iterable[str]) -> tuple[str, ...]:
 
 
 def _split_spec(spec: str) -> tuple[str, str]:
-    """Return a match spec's name, and the rest with at most one space: that before the build string."""
+    """Return a match spec's name and the rest, in which one space separates version and build string."""
     match = _SPEC_NAME.match(spec.strip())
     name, rest = match.groups() if match else (spec.strip(), "")
     return name.lower(), _LOOSE_SPACE.sub(r"\1\2", " ".join(rest.split()))
 
 
 def _all_of(versions: Iterable[str], build: str) -> str:
-    """Return the version part that all of `versions` allow, with the build string."""
+    """Return one version part that accepts the versions that all of `versions` accept, with the build string."""
     bounds = list(dict.fromkeys(version for version in versions if version))
     bounds = [version for version in bounds if version != "*"] or bounds
     if len(bounds) > 1:
@@ -182,7 +182,7 @@ def entry(
 
 
 def pip_entries(lock: CondaLock, pylock: str) -> str:
-    """Return the packages that pip adds as entries of conda-lock.yml, after those that `conda_format.render` writes.
+    """Return the packages that pip adds as entries of conda-lock.yml, to append to the output of `conda_format.render`.
 
     conda-lock lists them with `manager: pip`, each with one locked wheel: a platform wheel before a `none-any` one,
     among equals the first by URL. `pylock` is the resolution (PEP 751) with the URLs. Raises LockError for a package

@@ -35,7 +35,7 @@ Solver = Callable[..., tuple[CondaPackage, ...]]
 
 
 def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = None) -> LockKind[CondaLock]:
-    """Return the kind of lock that holds the target's conda packages and the packages that pip adds.
+    """Return the LockKind of the target's conda packages and of the packages that pip adds.
 
     `solver` has the signature of `conda_solve.solve`, the default. Raises UsageError without conda packages.
     """
@@ -80,7 +80,7 @@ def conda_lock(recipe: LoadedRecipe, target: Target, solver: Solver | None = Non
         check_stack(recipe, target, lock.versions, log, conda=True)
 
     def write(path: Path, lock: CondaLock) -> None:
-        """Replace the target's packages in the file, which keeps those of the other targets."""
+        """Replace the target's packages in the file, and keep the packages of other targets."""
         part = conda_format.part_of(lock, recipe.recipe.conda.channels, lock.pip.digest if with_pip else "")
         beside = path.with_name(pip_name)
         with contextlib.ExitStack() as held:
@@ -124,7 +124,7 @@ def check_has_conda(recipe: LoadedRecipe) -> None:
 
 
 def without_conda(lock: CondaLock, names: Collection[str]) -> CondaLock:
-    """Return `lock` without the conda and pip packages `names`, which may change. Raises LockError for unknown ones."""
+    """Return `lock` without the packages `names`, so that they may change. Raises LockError for an unknown package."""
     unknown = sorted(name for name in names if not lock.knows(name))
     if unknown:
         raise LockError(
@@ -138,7 +138,7 @@ def without_conda(lock: CondaLock, names: Collection[str]) -> CondaLock:
 
 
 def conda_changes(old: CondaLock | None, new: CondaLock) -> list[str]:
-    """Return the changes of an update, one line per package: conda packages sorted by name, then pip's."""
+    """Return the changes of an update, one line per package: conda packages by name, then pip packages by name."""
     lines = package_changes(
         {p.name: p for p in old.packages} if old else {},
         {p.name: p for p in new.packages},

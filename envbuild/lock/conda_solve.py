@@ -61,7 +61,7 @@ def recipe_specs(recipe: LoadedRecipe, target: Target) -> list[Spec]:
 
 
 def virtual_packages(recipe: LoadedRecipe, target: Target) -> list[tuple[str, str, str]]:
-    """Return (name, version, build) of the target's virtual packages (conda's docs, "Managing virtual packages")."""
+    """Return the target's virtual packages as (name, version, build) (conda's docs, "Managing virtual packages")."""
     glibc = recipe.recipe.targets[target.name].glibc
     rows = [("__unix", "0", "0"), ("__linux", "0", "0"), ("__glibc", glibc, "0"), ("__archspec", "1", target.arch)]
     virtual = target.family.conda_virtual
@@ -75,7 +75,7 @@ def solve(
 
     Channels are read through the site's mirrors; `offline` uses indexes that earlier runs left in the store.
     Raises RecipeError for an invalid match spec, and LockError when a channel cannot be read or no packages
-    satisfy the specs, with the solver's explanation and the lines of the recipe that it concerns.
+    satisfy the specs, with the solver's explanation and the recipe lines of the conflicting specs.
     """
     return _from_channels(recipe, target, environment, recipe_specs(recipe, target), keep=keep, offline=offline)
 
@@ -89,7 +89,7 @@ def _from_channels(
     keep: Collection[CondaPackage],
     offline: bool,
 ) -> tuple[CondaPackage, ...]:
-    """Return what `solve` returns, for `specs`; without specs, the channels' own records of `keep`."""
+    """Solve `specs` and return packages as `solve`; without specs, return the channels' own records of `keep`."""
     channels = [channel_url(name) for name in recipe.recipe.conda.channels]
     key = hashlib.sha256("\n".join(channels).encode()).hexdigest()[:16]
     request = {
@@ -243,7 +243,7 @@ def bad_spec(spec: Spec, why: str) -> RecipeError:
 
 
 def unsatisfiable(recipe: LoadedRecipe, target: Target, explanation: str, specs: Sequence[Spec]) -> LockError:
-    """Return the error for unsatisfiable specs: the solver's explanation and the recipe lines that it concerns."""
+    """Return the error for unsatisfiable specs: the solver's explanation and the recipe lines of the specs in it."""
     named = set(re.findall(r"[a-z0-9_][a-z0-9_.-]*", explanation.lower()))
     lines = [f"\n  {spec.where}: asks for {spec.text!r}" for spec in specs if spec.name in named]
     if not target.family.gpu and set(_ABSENT.findall(explanation)) == {CUDA.conda_virtual}:
@@ -265,7 +265,7 @@ _REFUSAL = re.compile(
 
 
 def find_conda(environment: Environment) -> str:
-    """Return the conda to solve with: $ENVBUILD_CONDA, else the first of its kinds on PATH. Raises HostError."""
+    """Return the conda program for solving: $ENVBUILD_CONDA, else conda or a variant on PATH. Raises HostError."""
     if importlib.util.find_spec("conda_lock") is None:
         raise HostError(
             "--solver conda-lock: conda-lock is not installed",
@@ -286,7 +286,7 @@ def find_conda(environment: Environment) -> str:
 def solve_by_conda_lock(
     recipe: LoadedRecipe, target: Target, environment: Environment, *, keep: Collection[CondaPackage], offline: bool
 ) -> tuple[CondaPackage, ...]:
-    """Solve with conda-lock and return what `solve` returns.
+    """Solve with conda-lock and return packages as `solve`.
 
     conda reads channels through the site's first mirror, with its own credentials (.condarc and netrc).
     Raises HostError when conda-lock or conda is missing, and LockError with conda-lock's output when it fails.
@@ -356,7 +356,7 @@ def solve_by_conda_lock(
 
 
 def _missed(specs: Sequence[Spec], package: CondaPackage) -> list[Spec]:
-    """Return those of `specs` that `package` does not satisfy. Raises RecipeError for an invalid match spec."""
+    """Return the `specs` that `package` does not satisfy. Raises RecipeError for an invalid match spec."""
     from rattler import MatchSpec, PackageRecord
     from rattler.exceptions import InvalidMatchSpecError
     from rattler.package import BuildString

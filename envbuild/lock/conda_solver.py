@@ -29,9 +29,9 @@ class SolveFailed(Exception):
 
 
 async def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the records that solve `request`, and the URLs that served the channels. Raises SolveFailed.
+    """Solve `request`; return the package records and the URLs that served the channels. Raises SolveFailed.
 
-    Without specs, the records are those of the packages to keep: nothing is solved.
+    Without specs, nothing is solved: the records of the packages to keep are returned.
     """
     from rattler import GenericVirtualPackage, MatchSpec, PackageName, Version, solve
     from rattler.channel import ChannelPriority
@@ -97,7 +97,7 @@ async def _open(request: dict[str, Any]) -> tuple[Any, list[Any], list[str]]:
 
 
 def _gateway(request: dict[str, Any], serving: dict[str, dict[str, Any]]) -> Any:
-    """Return a gateway that sends each channel's requests to its address, with credentials that it does not cache."""
+    """Return a rattler gateway that maps each channel to its address; credentials are not cached."""
     from rattler import Gateway, SourceConfig, networking
 
     mirrors = {
@@ -137,7 +137,7 @@ def _reach(url: str, offline: bool) -> None:
 
 
 async def _kept(gateway: Any, channels: list[Any], platforms: list[str], keep: list[dict[str, str]]) -> list[Any]:
-    """Return the channels' own records of the packages to keep; a package that no channel has any more may change."""
+    """Return the channels' own records of the packages to keep; packages that no channel has any more are left out."""
     if not keep:
         return []
     from rattler import MatchSpec

@@ -46,8 +46,8 @@ _FIRST_LINE = "# envbuild lock, format "
 class BuiltPackage:
     """A distribution whose wheel envbuild builds: normalised `name`, exact `version`, sha256 of its source archive.
 
-    `commit` is that of a git repository, for the branch or tag `ref` that was asked for. `build` are the wheels that
-    the build runs.
+    `commit` is the git commit to which the requested branch or tag `ref` resolved. `build` are the wheels of the
+    build tools.
     """
 
     name: str
@@ -62,8 +62,8 @@ class BuiltPackage:
 class Lock:
     """Resolution of one target.
 
-    `recipe_digest` covers what affects it in the recipe; every build that uses the lock repeats its `warnings`.
-    `built` are the packages whose wheels envbuild builds from source. `overrides` replaced what packages ask for.
+    `recipe_digest` covers the recipe's inputs of the lock; every build that uses the lock repeats its `warnings`.
+    `built` are the packages whose wheels envbuild builds from source. `overrides` replaced requirements of packages.
     """
 
     recipe: str
@@ -183,14 +183,14 @@ def parse(text: str, source: str) -> Lock:
 
 
 def built_row(one: BuiltPackage) -> dict[str, object]:
-    """Return a built package as the object of its line in the lock; `parse_built` returns an equal package."""
+    """Return a built package as the JSON object of its line in the lock; `parse_built` reads it back."""
     row = {"name": one.name, "version": one.version, "sha256": one.sha256, "commit": one.commit, "ref": one.ref}
     build = {wheel.name: [wheel.version, *wheel.hashes] for wheel in one.build}
     return {key: value for key, value in row.items() if value} | {"build": build}
 
 
 def parse_built(text: str) -> BuiltPackage:
-    """Return the package of an object in a lock. Raises ValueError for a faulty one."""
+    """Return the package in a JSON object of a lock. Raises ValueError for a malformed object."""
     row = parse_json(text)
     if not isinstance(row, dict) or not row.keys() <= {*_FIELDS, "build"} or not isinstance(row.get("build"), dict):
         raise ValueError("expected an object with name, version, sha256, commit, ref and build")
@@ -235,7 +235,7 @@ def without_credentials(text: str) -> str:
 
 
 def wheel_files(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the files of a PEP 751 row: the wheels of an index, or the one that a requirement refers to."""
+    """Return the files of a PEP 751 row: its wheels on an index, or the file of a direct reference."""
     return [row["archive"]] if "archive" in row else list(row.get("wheels", []))
 
 

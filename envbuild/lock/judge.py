@@ -1,7 +1,7 @@
 """Known faults of a lock: a torch for another accelerator than the target's, and stacks that are known not to work.
 
-The most reported failure of PyTorch locks is a target that resolves to a build for another accelerator. The links of a
-stack are judged in compat/judge.py.
+The most reported failure of PyTorch locks is a target that resolves to a build for another accelerator. Module
+compat/judge.py checks a stack: driver, CUDA, torch, NCCL and network libraries.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def check_stack(
     *,
     conda: bool = False,
 ) -> None:
-    """Refuse `target` with the locked `packages` (name → version), as in `stack_of`, if it is known not to work.
+    """Raise LockError if `target` with the locked `packages` (name → version) is a stack that is known not to work.
 
     If `packages` is None, because there is no lock yet, the recipe's layers are checked against its pins; the
     contents of indexes are unknown before a resolution. Targets with neither GPUs nor layers are not checked.
-    Unknown links are reported through `log`, one line each. Raises LockError with every reason and fix.
+    Combinations without data are reported through `log`, one line each. The error names every reason and fix.
     """
     recipe = loaded.recipe
     layers = [name for name, table in recipe.layers.items() if table.for_target(target.name)]
@@ -83,8 +83,8 @@ def _lines(findings: list[CompatFinding]) -> str:
 def check_accelerator(target: Target, packages: Iterable[LockedPackage], source: str) -> None:
     """Raise LockError when the torch build in `packages` does not match `target`'s accelerator.
 
-    The build follows from the wheel's local version (`+cpu`, `+cu126`: the naming of download.pytorch.org) and from
-    the CUDA packages that it depends on (builds on the default index have no local version).
+    The wheel's local version identifies the build (`+cpu`, `+cu126`, as on download.pytorch.org), or, on the default
+    index, where builds have no local version, the CUDA packages that it depends on.
     """
     versions, wanted, families = {p.name: p.version for p in packages}, target.family, gpu_families()
     if "torch" not in versions:

@@ -1,4 +1,4 @@
-"""Check, make and renew a lock: one mechanism for wheels, conda packages and the bases of images."""
+"""Lifecycle of a lock (check, create, update): one mechanism for wheels, conda packages and the bases of images."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ T = TypeVar("T")
 
 
 class LockUse(TypedDict):
-    """Handling of a missing or stale lock in a build.
+    """Policy for a missing or stale lock in a build.
 
-    With `locked` it is an error; otherwise the lock is created, from the store alone if `offline`; without `write`, in
-    memory only.
+    With `locked`, such a lock is an error; otherwise it is resolved, from the store alone if `offline`. Without
+    `write`, the new lock is not written to a file.
     """
 
     locked: bool
@@ -69,7 +69,7 @@ class LockState(Generic[L]):
 class Resolved(Generic[L]):
     """A new lock, its `summary` for messages, a wheel lock's resolution as PEP 751 text, and lines for the log.
 
-    `before` is the lock that it replaces, `changes` are the differences, one line each; `update` adds both.
+    `before` is the replaced lock, `changes` are the differences, one line each; `update` adds both.
     """
 
     lock: L
@@ -84,13 +84,13 @@ class Resolved(Generic[L]):
 class LockKind(Generic[L]):
     """The lock of one kind for one target of a recipe.
 
-    `name` is its name in lists: wheels, image, builder or conda. `file` is its name in the recipe's folder, and
-    a lock for another `digest` is stale.
+    `name` is the kind's name in lists: wheels, image, builder or conda. `file` is the lock's name in the recipe's
+    folder; a lock for another `digest` is stale.
 
-    `read` returns the lock in a file, None without one. `resolve` is called with the environment, the old lock, the
-    packages that may change, whether it may use only the store, and the log. `changes` describes the changes of
+    `read` returns the lock in a file, None without a file. `resolve` takes the environment, the old lock, the
+    packages that may change, whether only the store may be used, and the log. `changes` describes the changes of
     an update, one line each. `write` replaces the file. `judge` raises LockError for a current lock that is known not
-    to work; `warnings` are those of its resolution.
+    to work; `warnings` returns the warnings of its resolution.
     """
 
     recipe: LoadedRecipe
@@ -107,16 +107,16 @@ class LockKind(Generic[L]):
 
     @property
     def label(self) -> str:
-        """Name of the lock, with the Python of one that is not for the recipe's own."""
+        """Name of the lock; it includes the Python version if that is not the recipe's own."""
         return f"{self.name} for Python {self.recipe.variant}" if self.recipe.variant else self.name
 
     @property
     def part(self) -> str:
-        """Option of `envbuild lock` that makes the lock: wheels, image or conda."""
+        """Option of `envbuild lock` that selects the lock: wheels, image or conda."""
         return _KINDS[self.name][0]
 
     def inspect(self) -> LockState[L]:
-        """Return the state of the lock file: a current one, else an existing one. Raises LockError if unreadable."""
+        """Return the state of the first current lock file, else of an existing file. Raises LockError if unreadable."""
         states = [self._state(folder / self.file) for folder in lock_folders(self.recipe, self.target)]
         return min(states, key=lambda state: (state.fault is not None, state.lock is None))
 
@@ -138,7 +138,7 @@ class LockKind(Generic[L]):
         return LockState(path, lock, f"stale: {subject} changed since it was made" if stale else None)
 
     def fault(self) -> str | None:
-        """Return why the lock is not current ("no image lock for this target yet"), None if it is."""
+        """Return why the lock is not current ("no image lock for this target yet"), None for a current lock."""
         try:
             return self.inspect().fault
         except LockError as error:
@@ -146,7 +146,7 @@ class LockKind(Generic[L]):
 
     @property
     def command(self) -> str:
-        """The command that makes the lock."""
+        """Command that resolves and writes the lock."""
         return f"envbuild lock {command_word(self.recipe)} --target {self.target.name} --{self.part}"
 
 
@@ -177,7 +177,7 @@ def ensure(
 def update(
     kind: LockKind[L], environment: Environment, *, upgrade: Upgrade, offline: bool, log: Log, write: bool = True
 ) -> Resolved[L]:
-    """Resolve again and write the lock, as `resolve_again`. The file is replaced atomically. Raises LockError."""
+    """Resolve the lock again as `resolve_again`, and replace its file atomically. Raises LockError."""
     new = resolve_again(kind, environment, upgrade=upgrade, offline=offline, log=log)
     keep_lock(kind, new, log, write=write)
     return new
@@ -186,7 +186,7 @@ def update(
 def resolve_again(
     kind: LockKind[L], environment: Environment, *, upgrade: Upgrade, offline: bool, log: Log
 ) -> Resolved[L]:
-    """Return the lock, resolved again; of its packages only those in `upgrade` may change, all of them for None.
+    """Resolve the lock again and return it; only the packages in `upgrade` may change, or all packages if it is None.
 
     Each change is reported through `log`, one line each, except the hundreds of a new base. Raises LockError when the
     recipe cannot be resolved, or when the result is known not to work.
@@ -203,7 +203,7 @@ def resolve_again(
 
 
 def keep_lock(kind: LockKind[L], new: Resolved[L], log: Log, *, write: bool = True) -> Path:
-    """Write a lock that `resolve_again` returned, except without `write`, and return its path. Raises LockError."""
+    """Write a lock from `resolve_again`, if `write` is true, and return its path. Raises LockError."""
     path = lock_folders(kind.recipe, kind.target)[-1] / kind.file
     if not write:
         log(f"{path}: not written (dry run), {len(new.changes)} would change")

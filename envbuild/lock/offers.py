@@ -1,4 +1,4 @@
-"""Package indexes of a resolution: the releases that they offer, and the packages that come from one of them alone.
+"""Package indexes of a resolution: the releases that they offer, and packages that are bound to a single index.
 
 A public index can have a package with the name of a private one and a higher version ("dependency confusion"). A recipe
 binds such packages to their index."""
@@ -87,9 +87,9 @@ class Offers:
         return self._known
 
     def on_several(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Return the indexes, without credentials, of each of `names` that several have with different files.
+        """Return name → indexes (URLs without credentials) for `names` that indexes have with different files.
 
-        An index with a file in common with an earlier one, by its sha256, is a copy of it. Bound names are left out,
+        An index that shares a file (by sha256) with an earlier index counts as its copy. Bound names are left out,
         and no page is read if there is only one index.
         """
         if sum(source.is_index for source in self._sources) < 2:
@@ -103,7 +103,7 @@ class Offers:
         return {name: [url for url, _ in rows] for name, rows in found.items() if len(rows) > 1}
 
     def plain_redirects(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the page and the reason for those of `names` whose page redirects from HTTPS to plain HTTP."""
+        """Return page and reason for each of `names` whose index page redirects from HTTPS to plain HTTP."""
         if any(source.url.lower().startswith("https:") for source in self._sources):
             self._pages(names)
         return self._redirects
@@ -210,8 +210,8 @@ def skipped_warnings(
     """Return a warning for each direct requirement whose newest allowed release is not `locked` for lack of a wheel.
 
     `locked` maps names to versions. `without_wheel` resolves one requirement alone and returns the requirement
-    that has no wheel, or None: a release with a wheel may depend on one that has none. Raises LockError, which names
-    `source`, when a locked release is over two years older than the newest one.
+    without a wheel, or None: a release with a wheel may depend on a release without wheels. Raises LockError, which
+    names `source`, when a locked release is over two years older than the newest one.
     """
     from packaging.version import Version
 
@@ -271,14 +271,14 @@ def allowed_releases(
 
 
 def _is_pin(line: Requirement) -> bool:
-    """Return whether `line` allows only one version: there is no newer release to look for."""
+    """Return whether the requirement `line` allows only one version, so that newer releases do not matter."""
     return any(one.operator in ("==", "===") and not one.version.endswith("*") for one in line.specifier)
 
 
 def reachable(indexes: Sequence[str], environment: Environment, offline: bool) -> tuple[list[str], list[str]]:
-    """Return the URLs of the indexes (their first mirror) that answer, and a note for each index that does not.
+    """Return the URLs (first mirrors) of the indexes that answer, and a note for each index that does not.
 
-    With `offline` only folders are asked.
+    With `offline`, only local folders are used.
     """
     answering, notes = list[str](), list[str]()
     for index in indexes:
@@ -300,7 +300,7 @@ def reachable(indexes: Sequence[str], environment: Environment, offline: bool) -
 def bound_indexes(
     recipe: LoadedRecipe, names: Collection[str], environment: Environment, offline: bool
 ) -> dict[str, str]:
-    """Return name → URL of its index for those of `names` that the recipe binds; {} if pip forbids all indexes.
+    """Return name → index URL for the `names` that the recipe binds to an index; {} if pip forbids all indexes.
 
     Raises LockError for an index that the site does not name or that does not answer.
     """
@@ -327,7 +327,7 @@ def bound_indexes(
 
 
 def check_bound(recipe: LoadedRecipe, packages: Iterable[LockedPackage | BuiltPackage], offers: Offers) -> None:
-    """Raise LockError for a package that the recipe binds, but that only other packages require: uv ignores these."""
+    """Raise LockError for a bound package that only other packages require, because uv then ignores the binding."""
     loose = {p.name for p in packages} & (recipe.bound.keys() - offers.bound.keys())
     for project in recipe.recipe.indexes if not offers.environment.pip.no_index else ():
         if normalise(project) in loose:

@@ -1,6 +1,6 @@
-"""The resolution of a wheel lock: uv resolves a recipe's requirements, on a host of any platform.
+"""Resolution of a wheel lock: uv resolves a recipe's requirements, on a host of any platform.
 
-`[layers.nccl]` can put another wheel of NCCL in the place of the one that torch pins: torch's libtorch_cuda finds
+`[layers.nccl]` can replace the NCCL wheel that torch pins by another version: torch's libtorch_cuda finds
 libnccl.so.2 by its DT_RPATH, in nvidia/nccl/lib beside torch. LD_LIBRARY_PATH therefore does not select another NCCL.
 """
 
@@ -134,7 +134,7 @@ def resolve(
 
 
 def without(lock: Lock, names: Iterable[str]) -> Lock:
-    """Return `lock` without `names`, whose versions may change. Raises LockError when a name is not in the lock."""
+    """Return `lock` without the packages `names`, so that they may change. Raises LockError for an unknown name."""
     moving = {normalise(name) for name in names}
     known = dict.fromkeys([*lock.versions, *(wheel.name for one in lock.built for wheel in one.build)])
     unknown = moving - known.keys()
@@ -152,7 +152,7 @@ def without(lock: Lock, names: Iterable[str]) -> Lock:
 
 
 def nccl_package(target: Target) -> str:
-    """Return the distribution with NCCL for a CUDA target: `nvidia-nccl-cu12` (NVIDIA's names on PyPI)."""
+    """Return the name of NVIDIA's NCCL distribution on PyPI for a CUDA target: `nvidia-nccl-cu12`."""
     return f"{target.family.nccl_wheel}{target.accelerator[:4]}"
 
 
@@ -165,8 +165,8 @@ def nccl_override(recipe: LoadedRecipe, target: Target) -> str | None:
 def check_override(recipe: LoadedRecipe, target: Target, pinned: Lock) -> None:
     """Raise LockError when [layers.nccl] cannot replace the NCCL in `pinned`, the resolution without an override.
 
-    That is the case when torch takes no NCCL from PyPI, and when the override is older than torch's pin: torch
-    may call functions that an older NCCL lacks.
+    It cannot if torch does not depend on an NCCL wheel, or if the override is older than torch's pin: torch may call
+    functions that an older NCCL lacks.
     """
     from packaging.version import Version
 

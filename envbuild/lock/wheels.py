@@ -1,4 +1,4 @@
-"""The wheel lock of a target: how it is read, judged and made again."""
+"""Wheel lock of a target: read, check and resolve it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from envbuild.recipe.targets import Target
 
 
 def wheel_lock(recipe: LoadedRecipe, target: Target) -> LockKind[Lock]:
-    """Return the kind of lock that holds the target's wheels."""
+    """Return the LockKind of the target's wheels."""
 
     def resolved(
         environment: Environment, old: Lock | None, upgrade: Upgrade, offline: bool, log: Log
