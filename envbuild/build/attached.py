@@ -1,7 +1,7 @@
 """Attestations of images in registries, as OCI referrers that cosign finds too.
 
-Source: cosign, specs/BUNDLE_SPEC.md: artifact type and layer are of the bundle's media type. The annotations are a help
-for people and for the order of reading: what is taken is decided by the signed statement.
+Source: cosign, specs/BUNDLE_SPEC.md: artifact type and layer are of the bundle's media type. The annotations help
+people and set the order of reading; only the signed statement decides which bundle counts.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class SignedBundles:
             self._newest[name] = time_of, told["predicate"], bundle
 
     def needs(self, kind: str | None, at: float) -> bool:
-        """Return whether a bundle attached `at`, 0 if unknown, may be one of those; `kind` is that of its predicate.
+        """Return whether the bundle must be read: it may be newer than the kept one of its predicate type `kind`.
 
-        A signer attaches a receipt after its verification, and names its kind. If others write something else into
-        theirs, only these are passed over.
+        `at` is the time when it was attached, 0 if unknown; `kind` is None for a bundle without that annotation.
+        Signers set both correctly; wrong annotations can only hide the bundle that carries them.
         """
         name = "" if kind is None else _NAMES.get(kind)
         if name is None:
@@ -86,9 +86,9 @@ class SignedBundles:
         return kind is None or not at or name not in self._newest or at > self._newest[name][0]
 
     def keep(self, store: Store) -> Path | None:
-        """Write the bundles, and the receipt, into `store`.
+        """Write the bundles and the receipt into `store`.
 
-        Returns the place beside which they lie, None if no receipt is signed.
+        Returns the path beside which they were written, None if no receipt is signed.
         """
         if not self.has_receipt:
             return None
@@ -104,7 +104,7 @@ class SignedBundles:
 
 @dataclass(frozen=True, slots=True)
 class _Attached:
-    """A referrer, when it was attached (0 if unknown), and its blob if that is large and read later."""
+    """A referrer, the time when it was attached (0 if unknown), and its blob if it is large and read later."""
 
     at: float
     row: Descriptor
@@ -114,9 +114,9 @@ class _Attached:
 def add_attached(found: SignedBundles, registry: Registry, store: Store) -> None:
     """Add to `found` the bundles that are attached to its image in `registry`, beginning with the newest.
 
-    Everybody who may write to the repository may attach bundles, with any date. So those of others cost only time: they
-    are read, up to the limits above, and passed over. Logs when there are more. Raises BuildError when the registry
-    fails, or when it lacks a bundle and no other is a receipt.
+    Everybody with write access to the repository may attach bundles with any date. Bundles without a trusted signature
+    are therefore read up to the limits above, and ignored. Logs when there are more. Raises BuildError when the
+    registry fails, or when it lacks a bundle and no other is a receipt.
     """
     rows, cut = referrers(registry, found.digest, BUNDLE)
     latest = time.time() + CLOCK_S

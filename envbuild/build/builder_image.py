@@ -38,9 +38,9 @@ _ENV = ("PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LA
 
 
 def builder_file(lock: ImageLock, folder: Path, environment: Environment, *, offline: bool) -> Path:
-    """Return the .sqsh of the builder image that `lock` describes; it is written if missing. `folder` is the recipe's.
+    """Return the .sqsh of the builder image of `lock`; write it if it is missing. `folder` is the recipe's folder.
 
-    Raises BuildError when no source has a part of it, and when the store is not writable.
+    Raises BuildError when a package is not available, and when the store is not writable.
     """
     key = hashlib.sha256(f"{_FORMAT} {lock.digest} {rules_digest()}".encode()).hexdigest()
     store = environment.store

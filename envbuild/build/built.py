@@ -1,4 +1,4 @@
-"""Artifacts by the name of their recipe: the one resolver of all commands that take an artifact."""
+"""Resolver of artifacts by the name of their recipe, for all commands that take an artifact."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from envbuild.recipe.targets import Target
 class BuiltArtifactPath:
     """An artifact of `recipe` in a folder of builds.
 
-    `path` is its own, or, of an image in a daemon or registry, the one beside which its receipt lies. `recipe_file` is
-    None if only the folder of builds knows the recipe.
+    `path` is the artifact's path; for an image in a daemon or registry, its receipt lies beside `path`. `recipe_file`
+    is None if the recipe was not found, only its artifacts.
     """
 
     recipe: str
@@ -61,12 +61,12 @@ def find_built(
     prefer: bool = False,
     site_folders: Sequence[Path] = (),
 ) -> BuiltArtifactPath | None:
-    """Return the artifact that was built of the recipe `text`, a name or path, or the default recipe for None.
+    """Return the artifact of the recipe `text` (a name or path; None for the default recipe).
 
-    Returns None when `text` is no recipe: the path, or the name in a registry or daemon, of an artifact. `site_folders`
-    are searched for recipes, too. Artifacts are those of `kinds` for `target` (None for any) in the project's folder of
-    builds, or else in `shared` ([paths] shared of the site), where jobs build. With `prefer`, `kinds` has the best one
-    first, and the others of a target do not count.
+    Returns None when `text` is no recipe but the path of an artifact, or its name in a registry or daemon.
+    `site_folders` are searched for recipes, too. The artifact is of one of `kinds` and for `target` (None for any),
+    from the project's folder of builds, or else from `shared` ([paths] shared of the site), where jobs build. With
+    `prefer`, only the first of `kinds` that a target has counts.
 
     Raises UsageError when there is none, and when there are several.
     """
@@ -99,7 +99,7 @@ def find_built(
 def _recipe_of(text: str | None, folders: Sequence[Path], tops: Sequence[Path]) -> tuple[str, Path | None] | None:
     """Return name and file of the recipe `text`, None for the name or path of an artifact.
 
-    One that has a folder in `tops`, but none in `folders`, has no file.
+    The file is None for a recipe that has artifacts in `tops`, but is in none of `folders`.
     """
     if text is None:
         default = default_recipe()
@@ -135,7 +135,7 @@ def _built_in(
 
 
 def _commands(recipe: str, file: Path | None, kinds: Sequence[str]) -> list[str]:
-    """Return the commands that build artifacts of `kinds`, without those for which the recipe has no packages."""
+    """Return the commands that build artifacts of `kinds`; kinds for which the recipe has no packages are left out."""
     if file is None:
         return [f"`envbuild {kind} {recipe}`" for kind in kinds]
 
@@ -146,7 +146,7 @@ def _commands(recipe: str, file: Path | None, kinds: Sequence[str]) -> list[str]
 
 
 def _packed(kind: Artifact, conda: bool, wheels: bool) -> bool:
-    """Return whether a recipe with such packages has some for `kind`; an image takes either."""
+    """Return whether the recipe has packages for `kind`: wheels or conda packages; images take either."""
     return kind.form != "folder" or (conda if kind.of_conda else wheels)
 
 
@@ -163,7 +163,7 @@ def unknown(text: str, folders: Sequence[Path]) -> UsageError:
 
 
 def check_lock(built: BuiltArtifactPath, lock_digest: str) -> None:
-    """Check that an artifact, which was built from the lock `lock_digest`, has the packages that its recipe locks now.
+    """Check that an artifact built from the lock `lock_digest` has the packages of its recipe's current lock.
 
     Raises LockError with the command that builds it again.
     """

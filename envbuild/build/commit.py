@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished artifact; `receipt` is None without verification. `built`, `verified`: by this run, not before it."""
+    """A finished artifact; `receipt` is None without verification. `built` and `verified` are about this run alone."""
 
     path: Path
     digest: str
@@ -65,8 +65,8 @@ def verify_staged(
     """Verify `subject`, to be placed at `final`, and return its passing receipt, with `more` about the artifact.
 
     When verification fails, moves `staged` to NAME.failed, writes the failing receipt beside that path, and raises
-    VerificationError; an artifact that is already at `final` stays there. `held` says where a failed artifact is that
-    has no path.
+    VerificationError; an artifact that is already at `final` stays there. `held` is the location of a failed artifact
+    without a path, for messages.
     """
     verdict = _verdict(subject, settings, environment, final)
     failed = final if verdict.passed or staged == final else failed_path(final)
@@ -115,7 +115,7 @@ def open_subject(path: Path, environment: Environment, runtime: str | None = Non
 def verify_artifact(
     path: Path, environment: Environment, overrides: dict[str, Any], runtime: str | None, beside: Path
 ) -> tuple[State, dict[str, Any]]:
-    """Verify the artifact at `path` again, and write its receipt, passing or not, beside `beside`, mostly `path`.
+    """Verify the artifact at `path` again, and write its receipt, passing or not, beside the path `beside`.
 
     Returns its state and the receipt.
     """
@@ -138,9 +138,9 @@ def verify_artifact(
 
 
 def check_unverified_gpus(state: State, site: Site, read: Callable[[Target], Mapping[str, Containers]]) -> None:
-    """Raise VerificationError for an artifact, built without verification, that lacks code for the GPUs named.
+    """Raise VerificationError for an artifact, built without verification, that lacks code for the requested GPUs.
 
-    `read` returns the containers of each of its libraries; it is called only if GPUs are named.
+    `read` returns the containers of each of its libraries; it is called only if GPUs are requested.
     """
     target, words = Target.parse(state.target), state.verify.gpus or site.node.gpu_types
     if words and target.family.gpu and (faults := gpu_faults(read(target), words)):
@@ -156,7 +156,7 @@ def failed_path(path: Path) -> Path:
 
 
 def commit(staged: Path, final: Path, receipt: dict[str, Any] | None, *, known: bool = False) -> None:
-    """Replace the artifact at `final` by `staged`, and write its receipt unless it is `known` to exist."""
+    """Replace the artifact at `final` with `staged`, and write its receipt unless it is `known` to exist."""
     atomic.replace(staged, final)
     # The receipt comes last: if a run stops before this line, the next one finds no receipt of this content and
     # verifies.
@@ -176,7 +176,7 @@ def keep_receipt(receipt: dict[str, Any] | None, path: Path) -> None:
 
 
 def has_receipt(path: Path, digest: str, plan: Plan, asked: Thoroughness) -> bool:
-    """Return whether a passing receipt for this content, as thorough as the plan and `asked`, is beside `path`."""
+    """Return whether `path` has a passing receipt for this content, as thorough as the plan and `asked` require."""
     receipt = passing_receipt(path, digest)
     if receipt is None:
         return False

@@ -221,9 +221,9 @@ def _runs(file: Path, root: Path) -> bool:
 
 
 def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Return `env` as after `conda activate`, whose scripts bash runs, without Python settings. Raises HostError.
+    """Return `env` as after `conda activate` (bash runs its scripts), without Python settings. Raises HostError.
 
-    As in jobs, packages in the user's ~/.local, which conda's Python would take first, are left out.
+    As in jobs, Python ignores packages in the user's ~/.local, which would otherwise come first.
     """
     root = path.absolute()
     result = {name: value for name, value in process.of_caller(env).items() if name not in _DROPPED}

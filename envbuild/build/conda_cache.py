@@ -1,9 +1,9 @@
 """Conda packages unpacked in the store, from which environments are linked.
 
-conda/pkgs/NAME-VERSION-BUILD holds a package in the form of conda's own cache. Its files can be changed through
-a hard link in an environment, or be lost on a full disk. So conda/stamps records the contents, times and modes of
-the files after unpacking; they are read for each environment, and a package that differs is unpacked again.
-conda/info holds the metadata of each archive.
+conda/pkgs/NAME-VERSION-BUILD holds a package in the form of conda's own cache. Its files can be changed through a hard
+link in an environment, or be lost on a full disk. So conda/stamps records the contents, times and modes of the files
+after unpacking; each build compares them, and unpacks a changed package again. conda/info holds the metadata of each
+archive.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def read_metadata(store: Store, package: CondaPackage, archive: Path) -> Metadat
 
 
 def damaged(store: Store, packages: Sequence[CondaPackage], read: dict[Stat, str]) -> list[CondaPackage]:
-    """Return those of `packages` whose files changed since they were unpacked; for `read`, see `tree_digest`."""
+    """Return the `packages` whose files changed since they were unpacked; for `read`, see `tree_digest`."""
 
     def is_intact(package: CondaPackage, _: object) -> bool:
         with contextlib.suppress(OSError):
@@ -116,7 +116,7 @@ def damaged(store: Store, packages: Sequence[CondaPackage], read: dict[Stat, str
 
 
 def stamp(store: Store, packages: Sequence[CondaPackage], read: dict[Stat, str]) -> None:
-    """Record the files of `packages`, which were just unpacked; for `read`, see `tree_digest`.
+    """Record the files of the newly unpacked `packages`; for `read`, see `tree_digest`.
 
     Raises BuildError when the store is not writable.
     """

@@ -35,7 +35,7 @@ _FULL = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """An empty folder to install into, and the path that the files name as their own: where the folder will be used."""
+    """An empty folder to install into, and the final path of that folder, which installed files contain."""
 
     staged: Path
     final: str
@@ -129,7 +129,7 @@ def _prepared(packages: Sequence[CondaPackage], prefix: Prefix, store: Store, lo
 
 
 def _link_and_check(work: _Work, then: Callable[[], None]) -> list[CondaPackage]:
-    """Link packages and call `then`; return the damaged packages, which explain an error: then it is not raised."""
+    """Link packages, call `then`, and return damaged packages. These explain an error, which is then not raised."""
     with contextlib.closing(Workers(1)) as pool:
         checking: Answer[list[CondaPackage]] | None = None
         try:
@@ -201,7 +201,7 @@ def _record(package: CondaPackage, work: _Work) -> dict[str, Any]:
 
 
 def _explained(text: str, work: _Work) -> BuildError:
-    """Return the error for a failure of rattler, with the operating system's message if it was the cause."""
+    """Return the error for a failure of rattler, with the operating system's message if that was the cause."""
     found = _ERRNO.search(text)
     if found is None or int(found[1]) == errno.ENOENT:  # a package lacks a file that it lists
         return BuildError(f"{work.final}: the locked conda packages cannot be installed: {text}", "run it again")
@@ -219,7 +219,7 @@ def _explained(text: str, work: _Work) -> BuildError:
 
 
 def _clean_records(work: _Work) -> None:
-    """Make conda-meta the same on every host. Edited as text: parsing takes longer than installing."""
+    """Make conda-meta the same on every host, by edits of its text: parsing would take longer than installing."""
     for package in work.known:
         path = work.staged / META / f"{package.stem}.json"
         data = path.read_bytes()

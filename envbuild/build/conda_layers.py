@@ -70,7 +70,7 @@ class LinkedPackage:
 
 @dataclass(frozen=True, slots=True)
 class LinkedPackages:
-    """The conda packages of an image; `root` returns the folder in which they are linked, and links them if needed."""
+    """The conda packages of an image; `root` links them if needed, and returns their folder."""
 
     packages: tuple[LinkedPackage, ...]
     root: Callable[[], Path]
@@ -82,8 +82,8 @@ def link_packages(
 ) -> LinkedPackages:
     """Return `packages` for an image; `locate` finds their archives. Their folder exists until `stack` is closed.
 
-    The store keeps a note of the records and paths, so that packages whose layers it has are not linked again. Raises
-    BuildError for packages that are damaged or cannot be installed at the prefix of `scheme`.
+    The store keeps the records and paths, so that packages with cached layers are not linked again. Raises BuildError
+    for packages that are damaged or cannot be installed at the prefix of `scheme`.
     """
 
     @cache
@@ -173,7 +173,7 @@ def _package_tree(root: Path, one: LinkedPackage, scheme: Scheme, mtime: int, st
 
 
 class _Checked(HashedContent):
-    """A hashed content of `whole` bytes; at its end, the digest must be `wanted` (hexadecimal) if that is not ""."""
+    """A stream of `whole` bytes that is hashed; at its end, the digest must be `wanted` (hexadecimal, "" for any)."""
 
     def __init__(self, content: Readable, whole: int, wanted: str, where: str) -> None:
         super().__init__(content)

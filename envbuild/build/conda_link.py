@@ -1,8 +1,8 @@
 """rattler's installer in a child process that exits without Python's clean-up.
 
-In one of twenty-five runs, Python's exit crashes while threads of rattler's runtime still finish (py-rattler
-0.28: segmentation fault, or abort, after all work was done). A child that exits by os._exit avoids that. It can
-also be stopped at once, while threads of envbuild's own process would go on writing.
+In one of twenty-five runs, Python's exit crashes while threads of rattler's runtime still finish (py-rattler 0.28:
+segmentation fault, or abort, after all work was done). A child that exits by os._exit avoids that. A child process can
+also be stopped at once, whereas threads of envbuild's own process would go on writing.
 
 Run as a module, it takes the path of a job: JSON with `records` (index, size, sha256, md5, subdir, depends, fn,
 url, channel of each package), `staged`, `prefix`, `pkgs` and `copying`. It prints `unpacked NAME` for each
@@ -51,7 +51,7 @@ def main(job: str) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line whole: threads of rattler's runtime still report packages while an error is printed."""
+    """Print a line in one write: threads of rattler's runtime may report packages while an error is printed."""
     with _saying:
         os.write(sys.stdout.fileno(), f"{line}\n".encode())
 

@@ -79,7 +79,7 @@ def load_tagged(image: AssembledImage, tag: str, environment: Environment) -> di
 
 @contextmanager
 def loaded(client: Any, image: AssembledImage, *, keep: bool) -> Iterator[None]:
-    """Keep the image in the daemon, without a name, during the block, and longer if it was there or must stay."""
+    """Keep the image in the daemon, without a name, during the block; then remove it if it is new and need not stay."""
     from docker.errors import DockerException
 
     done = _load(client, image, [])
@@ -126,7 +126,7 @@ def write(images: Sequence[AssembledImage], index: ImageIndex | None, out: Image
 
 
 def check_place(out: ImageOutput, count: int) -> None:
-    """Raise UsageError when `out` cannot hold `count` images, or when its path holds something else."""
+    """Raise UsageError when `out` cannot hold `count` images, or when its path has other content."""
     path = absolute_path(out.path)
     if out.form == "docker-archive" and count > 1:
         raise UsageError("a docker-archive holds one platform", "use --out oci:DIR")
@@ -142,7 +142,7 @@ def check_place(out: ImageOutput, count: int) -> None:
 
 
 def push(images: Sequence[AssembledImage], tag: str, environment: Environment) -> dict[str, Any]:
-    """Push what the registry lacks: manifests by digest first, then the index or manifest by its tag."""
+    """Push the images: missing blobs, then manifests by digest, then the index or manifest by its tag."""
     registry = environment.registry(tag)
     index = index_of(images) if len(images) > 1 else None
     counts = {"uploaded": 0, "uploaded_bytes": 0, "mounted": 0, "present": 0}
@@ -176,7 +176,7 @@ def push(images: Sequence[AssembledImage], tag: str, environment: Environment) -
 
 
 def _repositories(image: AssembledImage, host: str, environment: Environment) -> list[str]:
-    """Return the repositories of the registry `host` that have the base image: its own, or a mirror's."""
+    """Return the repositories on the registry `host` that have the base image, its own or a mirror's."""
     try:
         base = parse_reference(image.base_name)
     except UsageError:  # the base is Debian packages or a local image

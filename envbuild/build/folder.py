@@ -1,4 +1,4 @@
-"""Environments in a folder of this host, of any kind: from a recipe to a verified environment at its path."""
+"""Builds of environments in a folder of this host, of any kind: from a recipe to a verified environment."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def prepare_folder(
 ) -> tuple[Plan, Trainer]:
     """Return the plan of an environment of `kind`, and its trainer. Raises UsageError, HostError if built `here`.
 
-    `python` is as in `make_environment`. A virtual environment gets its Python now, before anything is resolved; if no
-    lock is written, nothing is downloaded either.
+    `python` is as in `make_environment`. The Python of a virtual environment is chosen first, before packages are
+    resolved; it is downloaded only if locks may be written.
     """
     if here:
         check_host(folder_module(kind).TITLE, target)
@@ -94,7 +94,7 @@ def prepare_folder(
 def _for_python(
     loaded: LoadedRecipe, target: Target, environment: Environment, python: str | None, **use: Unpack[LockUse]
 ) -> LoadedRecipe:
-    """Return the recipe for the Python that its virtual environment gets on this host, which may be downloaded."""
+    """Return the recipe with the Python that its virtual environment gets on this host, which may be downloaded."""
     recipe, wanted = loaded.recipe, python or loaded.recipe.python
     try:
         choose = provide_python if use.get("write", True) else choose_python
@@ -139,9 +139,9 @@ def make_environment(
 ) -> Result:
     """Build and verify the environment of `plan` at `path`, unless the existing one is current, by `exact` comparison.
 
-    One of another `digest` raises BuildError before its code is run; "" allows any.
-    The new environment replaces the old one only after it passed. If it fails, the old one stays, the failed one is
-    kept as NAME.failed with its receipt, and VerificationError is raised.
+    An environment whose digest is not `digest` ("" for any) raises BuildError before its code is run. The new
+    environment replaces the old one only after it passed. If it fails, the old one stays, the failed one is kept as
+    NAME.failed with its receipt, and VerificationError is raised.
     """
     started = time.monotonic()
     module, workers = folder_module(kind), host.workers(environment.variables)
@@ -210,8 +210,8 @@ def make_environment(
 def _layers(plan: Plan, environment: Environment, offline: bool) -> Callable[[Path], Sequence[LayerFolder]]:
     """Return a function from a new environment's interpreter to the source layers of `plan`.
 
-    Python projects are compiled against the packages of that environment. All other layers are built now, so that their
-    errors come early.
+    Python projects are compiled against the packages of that environment. All other layers are built at once, so that
+    they fail early.
     """
     requested = RequestedLayers(plan.sources, plan.host_layers)
     first = build_layers(before_environment(requested), plan.folder, environment, offline=offline)
@@ -228,9 +228,9 @@ def _layers(plan: Plan, environment: Environment, offline: bool) -> Callable[[Pa
 def verified_here(
     loaded: LoadedRecipe, target: Target, environment: Environment, *, offline: bool
 ) -> tuple[Mapping[str, Any], int] | None:
-    """Build and verify the venv, or else the conda environment, at its usual path unless it is current.
+    """Build and verify the venv, or else the conda environment, at its default path unless it is current.
 
-    Returns its receipt, which may be a failed one, and the bytes of its files; None without locks, or for a target of
+    Returns its receipt, passing or not, and the size of its files in bytes; None without locks, or for a target of
     another architecture. Raises BuildError.
     """
     if target.arch != host_arch():

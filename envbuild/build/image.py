@@ -38,7 +38,7 @@ from envbuild.verify.model import FULL, Thoroughness
 class ImageOptions:
     """Outputs requested for images: a name in a daemon, a file or folder, a registry.
 
-    Images are pushed in `form`, "oci" or "docker", which is that of their media types.
+    `form`, "oci" or "docker", selects the media types of pushed images.
     """
 
     tag: str
@@ -68,7 +68,7 @@ def prepare_image(
     verify: bool | None = None,
     **use: Unpack[LockUse],
 ) -> PreparedImage:
-    """Return the plan of an image, with current locks. Raises HostError for layers that cannot be built `here`."""
+    """Return the plan of an image, with current locks. Raises HostError if built `here` and its layers cannot be."""
     layers = for_image(loaded, target, environment, **use)
     base = ensure(image_lock(loaded, target), environment, **use)
     compiler = None
@@ -107,7 +107,7 @@ def image_layers(one: PreparedImage, environment: Environment, *, offline: bool)
 def make_images(
     prepared: Sequence[PreparedImage], options: ImageOptions, environment: Environment, *, offline: bool
 ) -> dict[str, Any]:
-    """Assemble, verify and write images; return what `--json` prints. Raises VerificationError before any output."""
+    """Assemble, verify and write images; return the `--json` object. Raises VerificationError before any output."""
     started = time.monotonic()
     check_options(options, len(prepared), environment)
     images = []
@@ -137,7 +137,7 @@ def make_images(
 def report(
     prepared: Sequence[PreparedImage], digests: Sequence[str], receipts: Sequence[str | None], started: float
 ) -> dict[str, Any]:
-    """Return what `--json` prints of the images' receipts, targets and warnings."""
+    """Return the part of the `--json` output about the images' receipts, targets and warnings."""
     rows = zip(prepared, digests, receipts, strict=True)
     return {
         "receipt": next((receipt for receipt in receipts if receipt), None),
@@ -149,7 +149,7 @@ def report(
 
 
 def check_options(options: ImageOptions, count: int, environment: Environment) -> None:
-    """Raise early what would fail later for `count` images: invalid options, a taken path, no daemon to load into."""
+    """Raise errors early for `count` images: invalid options, a path with other content, no daemon to load into."""
     if options.load and count > 1:
         raise UsageError(
             "a docker daemon holds images of one platform; several targets need --out or --push",
@@ -165,7 +165,7 @@ def check_options(options: ImageOptions, count: int, environment: Environment) -
 def _record_push(
     images: Sequence[AssembledImage], sent: Sequence[AssembledImage], options: ImageOptions, name: str
 ) -> None:
-    """Record in each image's receipt, and in a copy for jobs, the reference that nodes pull: its manifest as `sent`."""
+    """Record the reference that nodes pull, by the `sent` image, in each image's receipt and in a copy for jobs."""
     for image, pushed in zip(images, sent, strict=True):
         usual = DOCKER.default_path(image.plan.recipe, image.plan.target)
         with atomic.writing(usual.parent):

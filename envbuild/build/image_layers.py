@@ -106,7 +106,7 @@ class AssembledImage:
 class Filled(Generic[M]):
     """The layers of a plan's image from the lowest up, and the state and manifest that the last one contains.
 
-    `file_manifest` is the digest of the manifest, "" if the last layer has only an empty file in its place.
+    `file_manifest` is the digest of the manifest, "" if the last layer has only an empty file at its path.
     """
 
     layers: tuple[M, ...]
@@ -164,7 +164,7 @@ def fill(
 ) -> Filled[M]:
     """Return all layers of the image `one` in the form that `maker` makes. Raises BuildError or LockError.
 
-    Give `with_manifest` as False for layers of which a tree with a manifest of its own is composed.
+    `with_manifest` is False for layers that are merged into a tree with its own manifest.
     """
     plan, compiler = one.plan, one.compiler
     scheme = Scheme(PREFIX, plan.python, conda=bool(plan.conda))
@@ -202,7 +202,7 @@ def fill(
 
 
 def _with_place(part: LayerRequest, mtime: int) -> LayerRequest:
-    """Return `part`, the last layer, with an empty file in the manifest's place."""
+    """Return `part`, the last layer, with an empty file at the manifest's path."""
 
     def tree() -> Tree:
         yield from part.tree()
@@ -434,11 +434,12 @@ def _variables(plan: Plan, base: BaseImage[M]) -> dict[str, str]:
 def missing_folder(
     path: str, layers: Sequence[Sequence[Member]], limits: ImageLimits | None, mtime: int
 ) -> tuple[list[str], list[Entry]]:
-    """Return what a layer on top of `layers` (lowest first) needs so that `path` is a folder: it, and its parents.
+    """Return the entries with which a layer on top of `layers` (lowest first) makes `path` a folder: it, and its
+    parents.
 
-    Nothing is needed where the folder is there, also by way of links, as it keeps its mode, owner and content; nor for
-    a missing parent. Those that are there are returned as they are: a folder in a layer replaces mode and owner.
-    Raises BuildError when the layers cannot be merged.
+    There are none if the folder exists, also through links: it keeps its mode, owner and content. Existing parents are
+    returned unchanged, because a folder in a layer replaces mode and owner; missing parents are not returned. Raises
+    BuildError when the layers cannot be merged.
     """
     tree = MergedTree(Quota(limits))
     for number, members in enumerate(layers, 1):

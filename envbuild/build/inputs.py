@@ -30,8 +30,8 @@ BY_DIGEST = (WHEELS, CONDA, SOURCES)
 class BuildInput:
     """A file that a build of a plan may read, in `folder` of the store, by its sha256 (hexadecimal).
 
-    `fits` tells a name by which the store has it. `named` returns the name to keep it by: by the lock and the content
-    of the file, and by nobody's word. It raises BuildError for a file that is another package, or of another platform.
+    `fits` returns whether a file name in the store is this file's. `named` returns the name for the store, derived from
+    the lock and the content of the file. It raises BuildError for another package, or for one of another platform.
     """
 
     folder: str
@@ -88,7 +88,7 @@ def count_files(file: Path, name: str, quota: Quota) -> None:
 
 
 def check_portable(loaded: LoadedRecipe, what: str) -> None:
-    """Raise UsageError when a build of `loaded` reads own code, or a script outside of its folder; `what` says why."""
+    """Raise UsageError when a build of `loaded` reads own code, or a script outside its folder; `what` names the use."""
     if loaded.code is not None:
         raise UsageError(
             f"{loaded.code.where}: {what} has no [project]",
@@ -107,7 +107,7 @@ def recipe_files(folder: Path) -> list[Path]:
 
 
 def read_by(plans: Sequence[Plan], environment: Environment, *, offline: bool) -> Iterator[tuple[Path, str]]:
-    """Yield each file that builds of `plans` read, and its path in a store. Raises BuildError for what is not there."""
+    """Yield each file that builds of `plans` read, and its path in a store. Raises BuildError for a missing file."""
     from envbuild.layers.conda_package import locate_conda
     from envbuild.layers.source_build import fetch_source
     from envbuild.layers.wheels import fetch_wheels, published_wheels

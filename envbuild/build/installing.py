@@ -55,7 +55,7 @@ class FolderBuild:
 
 
 class InstalledFilesDiffer(BuildError):
-    """Installed files are not those of the lock; uv's cache, which they may be linked to, is empty now."""
+    """Installed files differ from the lock. uv's cache, to which they may be linked, was emptied."""
 
 
 class FolderModule(FolderPrograms, Protocol):
@@ -121,7 +121,7 @@ def install_wheels(wanted: FolderBuild, wheels: Sequence[WheelFile], own: Sequen
 def _apply_umask(staged: Path, packages: Path, wanted: int) -> None:
     """Set the permissions of files that uv installed to `wanted`, those of a new file, and keep the right to execute.
 
-    uv's cache, which they are linked to, has them by the umask of the run that filled it. Raises OSError.
+    The files are linked from uv's cache, whose permissions follow the umask of the run that filled it. Raises OSError.
     """
     # A right to write that is lacking is no reason for a copy; the folders tell who may read at all.
     wrong = [
@@ -191,9 +191,9 @@ def finish(
 
 
 def _check_moved(wanted: FolderBuild, manifest: Manifest, known: Collection[str]) -> None:
-    """Raise BuildError for a file that names the folder in which the environment is built, and which is renamed.
+    """Raise BuildError for a file that contains the path of the build folder, which is renamed later.
 
-    Files whose path is `known` are those of a lock. Bytecode names its source, and Python corrects that on loading.
+    Files at `known` paths are those of a lock. Bytecode may contain it: Python corrects the path on loading.
     """
     wrong = [
         path
@@ -286,9 +286,9 @@ class LayerFolder:
 
 
 def layer_folder(source: SourceLayer, folder: Path, digest: Callable[[Path], str] = sha256_of) -> LayerFolder:
-    """Return the layer that was built into `folder`; `digest` returns the sha256 of a file.
+    """Return the source layer in `folder`; `digest` returns the sha256 of a file.
 
-    Raises BuildError for one that cannot be installed.
+    Raises BuildError for a layer that cannot be installed.
     """
     manifest = read_manifest(folder, digest)
     known = {path: what for path, what, _ in manifest.files} if manifest else {}

@@ -1,6 +1,6 @@
-"""The artifacts of a host, of every kind: which kind has a path, its state, its verification, its plan.
+"""Artifacts of every kind on this host: the kind at a path, its state, its verification, its plan.
 
-What belongs to one form is imported on use: a build of an environment needs nothing of images.
+Modules of one form are imported on use: a build of an environment imports none about images.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def folder_module(kind: FolderArtifact) -> FolderModule:
 
 
 def kind_at(path: Path) -> Artifact | None:
-    """Return the kind of the artifact at `path`, None when there is none. Raises BuildError for a damaged one."""
+    """Return the kind of the artifact at `path`, None without one. Raises BuildError for a damaged artifact."""
     if (folder := folder_kind(path)) is not None:
         return folder
     from envbuild.verify.image_file import image_kind

@@ -27,8 +27,9 @@ def plan_of(
 ) -> Plan:
     """Return the plan of an artifact of `kind`, as its build makes it.
 
-    Raises the errors of that build; without `verify`, those of a build without verification; without `here`, none that
-    depend on this host. `bytecode` says whether to look for the interpreter that compiles an image's bytecode.
+    Raises the errors of that build, without `verify` those of a build without verification. Without `here`, it raises
+    no error that depends on this host. `bytecode` says whether to look for the interpreter that compiles an image's
+    bytecode.
     """
     if isinstance(kind, FolderArtifact):
         plan, _ = prepare_folder(kind, loaded, target, environment, here=here, verify=verify, **use)

@@ -50,9 +50,9 @@ def prepare(
 ) -> tuple[Plan, Trainer]:
     """Return the plan of `artifact` and its trainer; a missing or stale lock is updated first.
 
-    `conda` says that the artifact consists of the recipe's conda packages. `layers` are its source layers, None for
-    those that this host builds. An environment refers to an `editable` project. `lock` takes the place of the recipe's.
-    `verify` says whether the artifact will be verified, None where nothing is built: then torch may be missing.
+    With `conda`, the artifact consists of the recipe's conda packages. `layers` are its source layers, None for the
+    ones that this host builds. An environment refers to an `editable` project. `lock` overrides the recipe's lock.
+    `verify` is whether the artifact will be verified, None if nothing is built: then torch may be missing.
     """
     layers = layers or for_host(loaded, target, environment)
     if lock is None and conda:
@@ -110,7 +110,7 @@ def _check_torch(loaded: LoadedRecipe, plan: Plan, verify: bool) -> None:
 def build_layers(
     layers: RequestedLayers, folder: Path, environment: Environment, *, offline: bool, python: BuildPython | None = None
 ) -> list[LayerFolder]:
-    """Return every source layer of `layers`, from the store, or built now and kept there; `folder` is the recipe's.
+    """Return every source layer of `layers`, from the store, or built and stored; `folder` is the recipe's folder.
 
     `python` is the Python that Python projects are built for. Raises BuildError for a build that fails, HostError when
     no build can run here.
@@ -162,7 +162,7 @@ def image_python(plan: Plan, environment: Environment, *, offline: bool) -> Buil
 def build_hosts(
     layers: RequestedLayers, folder: Path, environment: Environment, *, offline: bool
 ) -> Callable[[Path], AbstractContextManager[BuildHost]]:
-    """Return a function that opens the build host of `layers`; it raises HostError when that cannot run here."""
+    """Return a function that opens the build host of `layers`; it raises HostError when this host cannot run it."""
     arch = Target.parse(layers.sources[0].target).arch
 
     @contextmanager
@@ -183,7 +183,7 @@ def build_hosts(
 def _image_build_host(
     layers: RequestedLayers, folder: Path, environment: Environment, work: Path, offline: bool
 ) -> Iterator[BuildHost]:
-    """Start the builder image, by enroot or in own namespaces, with `work` shared. Raises HostError if neither can."""
+    """Start the builder image with enroot, or else in namespaces, with `work` shared. Raises HostError if both fail."""
     from envbuild.build.builder_image import builder_file
     from envbuild.verify.image_file import open_image_file
     from envbuild.verify.runtimes import passed, runtime_for
@@ -201,7 +201,7 @@ def _image_build_host(
 
 @dataclass(frozen=True, slots=True)
 class _ImageBuildHost:
-    """A `BuildHost` in the builder image. `launch` is that of the runtime (verify/host.py)."""
+    """A `BuildHost` in the builder image. `launch` starts a program in the runtime (verify/host.py)."""
 
     work: Path
     inside: PurePath

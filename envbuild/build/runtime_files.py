@@ -2,8 +2,8 @@
 
 Sources: OCI image specification 1.1, config.md; enroot 4.1 (src/docker.sh, src/runtime.sh, bin/enroot-switchroot.c) and
 pyxis 0.21; Apptainer 1.4.5 (internal/pkg/build/sources, internal/pkg/build/metadata.go, pkg/inspect), all read and not
-copied. `enroot import` writes the same four files; these also keep what enroot's lose, as documented below.
-SingularityCE reads the same files as Apptainer. Files that are the same in all images are in data/apptainer.toml.
+copied. `enroot import` writes the same four files; differences from them are documented below. SingularityCE reads the
+same files as Apptainer. Files that are the same in all images are in data/apptainer.toml.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ProgramConfig:
 
     @property
     def default(self) -> tuple[str, ...]:
-        """The words when the user gives none: the image's, or a shell (as in enroot) if the image names no command."""
+        """The default command: the image's, or a shell (as in enroot) if the image has none."""
         return self.cmd if self.cmd or self.entrypoint else ("/bin/sh",)
 
 
@@ -131,7 +131,7 @@ _RC_LOCAL = """\
 
 
 def normalised(entry: Entry) -> Entry | None:
-    """Return `entry` as `enroot import` puts it into an image, None if that leaves it out.
+    """Return `entry` as `enroot import` puts it into an image, None if `enroot import` leaves it out.
 
     Everything belongs to 0:0, because images are unpacked and mounted by users who own nothing else. Extended
     attributes outside user.* (capabilities, SELinux, ACLs) are dropped, because they cannot be set without root. The
@@ -188,7 +188,7 @@ def _fstab(run: ProgramConfig) -> str:
 
 
 def _rc(run: ProgramConfig, provenance: str) -> str:
-    """Return the script that starts the program: POSIX sh, unlike enroot's own, and any value keeps its newlines."""
+    """Return the script that starts the program. Unlike enroot's, it is POSIX sh, and newlines in values are kept."""
     comments = [f"enroot-provenance: {provenance}"]
     comments += [f"{name} {value}" for name, value in run.labels.items()]
     lines = ["# " + " ".join(re.split(r"[\r\n]", comment)) for comment in comments] + [""]
@@ -255,7 +255,7 @@ def mount_points(has: Callable[[str], bool], mtime: int) -> list[Addition]:
 
 
 def definition(source: str) -> str:
-    """Return a definition file for an image from `source`, a comment if none can name it. Passwords are left out."""
+    """Return a definition file for an image from `source` without passwords; a comment if no agent can read it."""
     shown = redact(source)
     if shown.startswith("docker://") and "\n" not in shown:
         return f"Bootstrap: docker\nFrom: {shown.removeprefix('docker://')}\n"
@@ -263,7 +263,7 @@ def definition(source: str) -> str:
 
 
 def recipe_definition(recipe: str, target: str, plan_digest: str) -> str:
-    """Return the text in place of a definition file for the image of a recipe, which Apptainer did not build."""
+    """Return the substitute for a definition file in the image of a recipe, which Apptainer did not build."""
     return (
         "# This image was made without a definition file, by\n"
         f"#     envbuild apptainer {recipe} --target {target}\n"

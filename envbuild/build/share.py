@@ -53,7 +53,7 @@ MOST = 16 << 20  # bytes of a configuration, a receipt and an attestation
 
 @dataclass(frozen=True, slots=True)
 class PulledArtifact:
-    """A pulled artifact, its digest and target, and the bytes that came over the network of those it has."""
+    """A pulled artifact: its digest, its target, its size, and how many of its bytes were downloaded."""
 
     path: Path
     digest: str
@@ -64,9 +64,9 @@ class PulledArtifact:
 
 
 def push_file(path: Path, kind: str, target: str, digest: str, registry: Registry, store: Store) -> tuple[str, Pushed]:
-    """Push the image file at `path`, which has this digest, with receipt and attestation beside it, to the reference.
+    """Push the image file at `path`, which has this digest, with its receipt and attestations, to the reference.
 
-    Returns the digest of the manifest, and what was uploaded. Raises BuildError, and OSError for an unreadable file.
+    Returns the digest of the manifest, and the uploads. Raises BuildError, and OSError for an unreadable file.
     """
     size, (spans, names) = path.stat().st_size, known_spans(store, digest)
     with store.working("opened") as folder:
@@ -92,9 +92,9 @@ def push_blobs(
     registry: Registry,
     store: Store,
 ) -> tuple[str, Pushed]:
-    """Push the manifest of the artifact at `path`: the configuration `about`, `blobs`, and what lies beside it.
+    """Push the artifact at `path`: the configuration `about`, `blobs`, its receipt and attestations.
 
-    `places` are the files of the blobs by digest. Returns the digest of the manifest, and what was uploaded.
+    `places` are the files of the blobs by digest. Returns the digest of the manifest, and the uploads.
     """
     blobs, places = list(blobs), dict(places)
     with store.working("opened") as folder:
@@ -116,9 +116,9 @@ def push_blobs(
 
 
 def open_pushed(registry: Registry, store: Store) -> tuple[bytes, list[Descriptor]]:
-    """Return the configuration and the blobs of the artifact of the registry's reference; `store` gets the small ones.
+    """Return the configuration and the blobs of the artifact in the registry; small blobs are fetched into `store`.
 
-    Raises BuildError, also for what `push_blobs` did not push.
+    Raises BuildError, also for a manifest that `push_blobs` did not write.
     """
     where = str(registry.reference)
     config, blobs = read_manifest(registry.manifest()[0], where)
@@ -136,8 +136,8 @@ def pull_file(
 ) -> PulledArtifact:
     """Write the image file that a configuration describes to `out`, with its receipt and attestations.
 
-    What the store has of its segments is not fetched. Raises BuildError, UsageError for `out` of another kind or with
-    other content, and VerificationError when the site trusts only what signers attested, and this is not.
+    Segments in the store are not fetched again. Raises BuildError, UsageError for `out` of another kind or with other
+    content, and VerificationError when the site requires an attestation that the file lacks.
     """
     where, store = str(registry.reference), environment.store
     pieces = [blob for blob in blobs if blob.media_type == PIECE]
@@ -188,9 +188,9 @@ def _here(pieces: Sequence[Descriptor], store: Store) -> tuple[dict[str, Path], 
 
 
 def judge_pushed(registry: Registry, store: Store, trust: TrustTable, recipe: str) -> tuple[str, TrustVerdict]:
-    """Return the digest of the artifact that was pushed to the reference of `registry`, and why its receipt is trusted.
+    """Return the digest of the artifact in `registry`, and the verdict of trust in its receipt.
 
-    Only `envbuild pull` compares its content with the digest. `recipe` is that of which it must be, "" for any. Raises
+    Only `envbuild pull` compares its content with the digest. `recipe` is the required recipe, "" for any. Raises
     BuildError, also for a manifest that `push` did not write, and VerificationError.
     """
     data, blobs = open_pushed(registry, store)
@@ -212,8 +212,8 @@ def attested_receipt(
 ) -> dict[str, Any] | None:
     """Return the receipt among `blobs` of the artifact with this digest, for its path `final`; None without one.
 
-    It and the attestations are written beside `staged`. Raises BuildError for a damaged one, and VerificationError for
-    one of another artifact, or that the site does not trust as what `reference` names.
+    Writes it and the attestations beside `staged`. Raises BuildError for a damaged receipt, and VerificationError for
+    the receipt of another artifact, or one that the site does not trust for `reference`.
     """
     trust = environment.site.trust
     receipt = _receipt(blobs, staged, digest, final.name, environment.store)

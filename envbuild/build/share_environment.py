@@ -1,7 +1,7 @@
-"""Environments in registries: `push` sends what their build reads, `pull` builds the same environment from it.
+"""Environments in registries: `push` uploads the inputs of their build, `pull` builds the same environment again.
 
-An environment has its path in some of its files, so it is not copied. Its manifest has the recipe's files with the
-locks, the wheels and packages, each as a blob, which registries and stores keep once.
+An environment contains its own path, so it cannot be copied. Its manifest lists the recipe's files with the locks, the
+wheels and packages, each as a blob; registries and stores keep shared blobs once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PLACE = re.compile(rf"(?:{'|'.join(BY_DIGEST)})/([0-9a-f]{{64}})/[^/]+")
 class EnvironmentInputs:
     """Inputs of an environment's build: `files` maps the path of each file to its digest.
 
-    A path is `recipe/PATH`, or one in a store. `digest` is that of the environment, `plan` that of its plan.
+    A path is `recipe/PATH`, or a path in a store. `digest` is the environment's, `plan` the digest of its plan.
     """
 
     kind: str
@@ -61,10 +61,10 @@ class EnvironmentInputs:
 def push_environment(
     path: Path, kind: FolderArtifact, state: State, loaded: LoadedRecipe, registry: Registry, environment: Environment
 ) -> tuple[str, Pushed]:
-    """Push what the environment at `path` was built from, with its receipt and attestations, to the reference.
+    """Push the inputs of the environment at `path`, with its receipt and attestations, to the reference.
 
-    Returns the digest of the manifest, and what was uploaded. Raises UsageError when `loaded`, its locks or envbuild
-    changed since it was built, LockError and BuildError.
+    Returns the digest of the manifest, and the uploads. Raises UsageError when `loaded`, its locks or envbuild changed
+    since it was built, LockError and BuildError.
     """
     check_portable(loaded, "a pushed environment")
     target = Target.parse(state.target)
@@ -105,9 +105,9 @@ def pull_environment(
 ) -> PulledArtifact:
     """Build the environment that the configuration `data` of a manifest with `blobs` describes, at `out`.
 
-    With `verify` it is verified there: its receipt is of this host. Raises what its build raises, BuildError for a
+    With `verify`, it is verified on this host and gets a new receipt. Raises the errors of a build, BuildError for a
     damaged manifest or a plan of another version of envbuild, UsageError for `out` of an image file, and
-    VerificationError when the site trusts only what signers attested.
+    VerificationError when the site requires an attestation that it lacks.
     """
     where, store = str(registry.reference), environment.store
     if out.suffix in (".sqsh", ".sif"):
@@ -164,9 +164,10 @@ def _planned(
     environment: Environment,
     where: str,
 ) -> tuple[Plan, Trainer]:
-    """Write the recipe's `files`, which the store has, to `folder`; return its plan, the one in `about`, and trainer.
+    """Write the recipe's `files`, which the store has, to `folder`; return its plan and its trainer.
 
-    Raises BuildError for a recipe with own code, which only a hostile hand could have pushed, and for another plan.
+    Raises BuildError for a plan that differs from the one in `about`, and for a recipe with own code: `push` refuses
+    these, so the manifest was forged.
     """
     with atomic.writing(folder):
         for place, digest in files.items():
@@ -200,9 +201,9 @@ def _planned(
 
 
 def _check_attested(receipt: Mapping[str, Any], plan: Plan, where: str) -> None:
-    """Raise VerificationError unless the attested `receipt` is of what is built: by `plan`, which covers its packages.
+    """Raise VerificationError unless the attested `receipt` is for the same `plan`, whose digest covers all packages.
 
-    Whether the built environment is the attested one is known only after its code has run.
+    The environment itself can be compared with the receipt only after its code has run.
     """
     # The lock also has the hashes of the wheels that builds from source run.
     digests = {"recipe": plan.recipe_digest, "plan": plan.digest, "lock": plan.lock_digest}
@@ -215,7 +216,7 @@ def _check_attested(receipt: Mapping[str, Any], plan: Plan, where: str) -> None:
 
 
 def _read(data: bytes, blobs: Sequence[Descriptor], where: str) -> EnvironmentInputs:
-    """Return what a configuration describes, whose files are among `blobs`. Raises BuildError for a damaged one."""
+    """Return the inputs in a configuration, whose files are among `blobs`. Raises BuildError if it is damaged."""
     sizes = {blob.digest: blob.size for blob in blobs}
     try:
         found = parse_json(data)

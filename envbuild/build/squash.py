@@ -68,8 +68,8 @@ class OutputFile:
 class ImageFileOptions:
     """Outputs requested for an image: files in the order in which they are written, compressed by `codec`.
 
-    `runtime` starts them for verification, None for the best one on this host; `engine`, "native" or "apptainer",
-    writes them.
+    `runtime` starts them for verification, None for the best one on this host; `engine` writes them ("native" or
+    "apptainer").
     """
 
     files: tuple[OutputFile, ...]
@@ -99,7 +99,7 @@ def imported_file(kind: str, source: ImageSource) -> OutputFile:
 
 
 def check_files(options: ImageFileOptions) -> None:
-    """Raise UsageError when the path of a file holds something that must not be replaced."""
+    """Raise UsageError when the path of a file has content that must not be replaced."""
     for file in options.files:
         check_image_place(file.path)
 
@@ -154,7 +154,7 @@ def _from_layers(
 
 
 def _with_retry(build: _Build, make: Callable[[SegmentCache], list[Result]]) -> list[Result]:
-    """Return what `make` makes with layers whose data may still arrive; if some do not, with layers that are there."""
+    """Call `make` with layers that may still be downloading; after a failed download, again with complete layers."""
     maker = segment_cache(build.environment, build.options.codec, {})
     try:
         return make(maker)
@@ -235,7 +235,7 @@ def _natively(
 
 
 def _beside(file: OutputFile, stack: ExitStack) -> Path:
-    """Return a path for writing a file before it is moved: its name in a folder that `stack` removes."""
+    """Return a temporary path for writing a file before it is moved: its name in a folder that `stack` removes."""
     wanted = absolute_path(file.path)
     return stack.enter_context(atomic.staged(wanted)) / wanted.name
 

@@ -1,6 +1,6 @@
 """A root file system as one squashfs, from layers as segments: for enroot, Apptainer and Charliecloud.
 
-The same squashfs is the .sqsh and the partition of the .sif: files for one runtime do not disturb the others.
+The .sqsh and the partition of the .sif are the same squashfs: a runtime ignores the files for the others.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _BEHIND = 64  # spans whose bytes are not hashed yet
 
 @dataclass(frozen=True, slots=True)
 class SquashTree:
-    """The tree to write, over its segments, which `maker` made, and the `choice` of their blocks.
+    """The tree to write, with its segments, made by `maker`, and the `choice` of their blocks.
 
     `config` is the image's OCI configuration (its JSON object), `definition` the text in place of a definition file,
     `arch` x86_64 or aarch64, `mtime` the time of the file system in seconds since 1970, `size` the maximum size of the
-    squashfs in bytes, `file_manifest` the digest of the manifest of its files, "" for a tree without an environment of
-    envbuild's.
+    squashfs in bytes, `file_manifest` the digest of the manifest of its files, "" for a tree that envbuild did not
+    build.
     """
 
     entries: Sequence[MergedEntry]
@@ -120,7 +120,7 @@ def _temporary(maker: SegmentCache, stack: ExitStack) -> Path:
 
 
 def _rows_of(entries: Iterable[tuple[Entry, str]]) -> dict[str, PathRow]:
-    """Return the rows of a tree, whose hard links come after their files; the sha256 of each file is given."""
+    """Return the rows of a tree, in which hard links follow their files and every file has its sha256."""
     rows: dict[str, PathRow] = {}
     for entry, sha256 in entries:
         if entry.kind == HARDLINK and (first := rows.get(entry.target)):
@@ -162,7 +162,7 @@ def write_sqsh(
 
 
 def spans_of(root: SquashTree, base: int) -> list[Span]:
-    """Return the parts of a file whose squashfs begins at `base` that are those of segments in the store."""
+    """Return the parts of a file, with its squashfs at `base`, that were copied from segments in the store."""
     at, found = base + data_start(root.maker.codec), []
     for layer, start, size in root.choice.spans:
         path = root.segments[layer].path
@@ -177,7 +177,7 @@ def write_sif(
 ) -> tuple[int, str]:
     """Write the SIF to `out`, a new file, with `squashfs` if it was written already. Raises BuildError and OSError.
 
-    Returns where the squashfs begins, and the file's digest.
+    Returns the offset of the squashfs, and the file's digest.
     """
     definition = root.definition.encode()
     jsons = [
@@ -206,9 +206,9 @@ WRITERS = {"squashfs": write_sqsh, "sif": write_sif}
 
 
 def _write(root: SquashTree, out: BinaryIO, base: int, on_progress: OnProgress, finish: Callable[[int], object]) -> str:
-    """Write the squashfs at `base`, and return the digest of `out`, which a thread hashes behind the writer.
+    """Write the squashfs at `base`, and return the digest of `out`, which a thread computes during the writing.
 
-    `finish` is called with the end of `out` when all but the copied data are written.
+    `finish` is called with the end of `out` when everything except the copied data is written.
     """
     maker, sha256, at, chunk = root.maker, hashlib.sha256(), 0, memoryview(bytearray(_CHUNK))
     with contextlib.closing(Behind(_BEHIND)) as hashing:

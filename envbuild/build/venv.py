@@ -21,7 +21,7 @@ TITLE = "venv"
 
 
 def is_current(path: Path, state: State, python: str | None = None) -> bool:
-    """Return whether the environment matches its `state`, and its interpreter the path `python`, by a quick check."""
+    """Return whether the environment matches its `state` and uses the interpreter `python`, by a quick check."""
     if not interpreter(path).exists():
         return False
     if python is not None and os.sep in python and os.path.realpath(python) != os.path.realpath(state.interpreter):
@@ -83,6 +83,6 @@ def launch_environment(path: Path, env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _failure(creating: subprocess.Popen[bytes], wanted: FolderBuild, said: str) -> BuildError:
-    """Return the error of `uv venv`, which printed `said`."""
+    """Return the error for a failed `uv venv`, with its output `said`."""
     status = creating.returncode
     return BuildError(f"{wanted.final}: uv venv failed ({process.ending(status)}):\n  {said}", uv_hint(said, status))
