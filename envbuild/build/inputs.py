@@ -88,7 +88,7 @@ def count_files(file: Path, name: str, quota: Quota) -> None:
 
 
 def check_portable(loaded: LoadedRecipe, what: str) -> None:
-    """Raise UsageError when a build of `loaded` reads own code, or a script outside its folder; `what` names the use."""
+    """Raise UsageError if a build of `loaded` reads own code, or a script outside its folder; `what` names the use."""
     if loaded.code is not None:
         raise UsageError(
             f"{loaded.code.where}: {what} has no [project]",
