@@ -21,8 +21,8 @@ _OWN_PATH = re.compile(
 )
 _ITSELF = re.compile(r"\bbasename\b[^|;)]{0,20}\$\{?(?:0|BASH_SOURCE)\b")  # the copy is there, too
 _DEFAULT = re.compile(r"\W?\$\{\w+:?-")
-_WRITES = re.compile(r"(?<![>&\d])>\s*(?!/dev/)([\w./-]+)\s*(?:2>\s*&1)?\s*&?\s*$")
-_ARRAY = re.compile(r"(?:--array|-a|-J)[= ]?(?:\S*\[)?\d+[-,]\d")
+_WRITES = re.compile(r"(?<![>&\d])>\s*+(?!/dev/)([\w./-]++)\s*+(?:2>\s*+&1)?\s*+&?\s*+$")
+_ARRAY = re.compile(r"(?:--array|-a|-J)[= ]?(?:[^\s\[]{0,100}\[)?\d{1,9}[-,]\d")
 _USES = frozenset(["bash", "sh", "zsh", "source", ".", "cd", "pushd"])
 _MOST_FOLDERS = 50  # folders that are looked for
 _GPUS_IN_DOCKER = re.compile(r"--gpus|--runtime|--device|--privileged|nvidia|rocm")
