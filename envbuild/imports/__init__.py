@@ -1,7 +1,7 @@
 """Import of dependency files and environments that other tools wrote: FORMATS has one row for each format.
 
-A reader yields a Statement for each line of its source that says something; `compose` puts it into a recipe, or into
-the list of those that were not carried.
+A reader yields one Statement for each requirement, index or setting of its source; `compose` puts it into a recipe or
+into the list of statements that were not carried.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _RECIPE = Path("recipes", "NAME")
 
 
 def read_source(path: Path, groups: Collection[str] = (), recipe: Path = _RECIPE) -> Iterator[Statement]:
-    """Yield the statements of a file, an environment, or the files of a project's folder, for the folder `recipe`.
+    """Yield the statements of a file, an environment or a project's folder; `recipe` is the folder of the new recipe.
 
     `groups` are the extras and groups that will be carried. A lock needs them, because its pins depend on them; other
     readers yield the statements of all groups. Raises UsageError.
@@ -101,7 +101,7 @@ def _read_folder(path: Path, groups: Collection[str], recipe: Path) -> Iterator[
 
 
 def _hint(name: str) -> str:
-    """Return what converts a file that envbuild does not read, or ""."""
+    """Return the hint for converting a file of an unsupported format, or ""."""
     if name.endswith((".sqsh", ".sif", ".tar")):
         return "an image: `envbuild inspect` lists its packages; init reads the folders of environments"
     return _CONVERTED[name][0] if name in _CONVERTED else ""

@@ -87,10 +87,10 @@ def compose(
 ) -> Draft:
     """Return the recipe called `name` with `statements`.
 
-    Those of extras, groups, features or categories are carried if `groups` names one; a name in `groups` that no
-    statement has is among the lost. The Python is `preferred` if the statements accept it. The targets are `target`, or
-    those of the accelerators and platforms in the statements, else this host's with CPUs. Raises UsageError for a
-    `target` that is none.
+    Statements of extras, groups, features or categories are carried if `groups` names one of these; an unknown name in
+    `groups` is reported as not carried. The Python is `preferred` if the statements accept it. The targets are
+    `target`, else those of the accelerators and platforms in the statements, else this host's with CPUs. Raises
+    UsageError for an invalid `target`.
     """
     kept: dict[Statement, None] = {}
     gone: list[Statement] = []
@@ -202,7 +202,7 @@ def _filled(**values: Any) -> dict[str, Any]:
 
 
 def _once(statements: Iterable[Statement]) -> list[Statement]:
-    """Return each statement once: one of an extra that other extras include belongs to all of them."""
+    """Return the statements without duplicates; the groups of equal statements are combined."""
     groups: dict[Statement, list[str]] = {}
     for one in statements:
         groups.setdefault(replace(one, group=""), []).append(one.group)
@@ -210,13 +210,13 @@ def _once(statements: Iterable[Statement]) -> list[Statement]:
 
 
 def _left_out(statement: Statement, groups: set[str]) -> bool:
-    """Return whether a statement belongs to groups of which `groups`, normalised names (PEP 685), has none."""
+    """Return whether a statement has groups, but none of `groups` (normalised names, PEP 685)."""
     own = statement.group.split()
     return bool(own) and groups.isdisjoint(map(normalise, own))
 
 
 def _chooses(statement: Statement) -> bool:
-    """Return whether a statement is of an extra with which the user has chosen a torch."""
+    """Return whether a statement in an extra chooses the torch build: torch itself, or an index of PyTorch."""
     return bool(statement.group) and (
         _project(statement) == "torch" or (statement.kind == "index" and bool(_tag(statement)))
     )
@@ -272,7 +272,7 @@ def _python(kept: Collection[Statement], lose: Lose, preferred: str) -> str:
 
 
 def pythons() -> list[str]:
-    """Return the Pythons, preferred ones first: of those that Debian has, and so images, then of the others."""
+    """Return the Pythons in order of preference: first Debian's, which images use, then the others."""
     packages = " ".join(name for suite in load_table("debian")["suites"].values() for name in suite["python"])
     usual = PYTHONS.index("3.11")
     newer_first = [*PYTHONS[usual:], *reversed(PYTHONS[:usual])]
@@ -284,7 +284,7 @@ def _tag(statement: Statement) -> str:
 
 
 def _tag_of(url: str) -> str:
-    """Return the accelerator of an index of PyTorch's, its nightly builds or a mirror of them; "" for other indexes."""
+    """Return the accelerator's tag in the URL of a PyTorch index, nightly index or mirror; "" for other indexes."""
     parts = [part for part in url.split("/")[3:] if accelerator_of(part) or part in _OTHER_TAGS]
     return parts[-1] if parts else ""
 
@@ -297,7 +297,7 @@ def _arches(kept: Collection[Statement]) -> list[str]:
 
 
 def _targets(kept: Collection[Statement], arches: Sequence[str], signed: Sequence[str]) -> list[Target]:
-    """Return the targets: of torch's own version, else of the indexes, else of the tags `signed`, else for CPUs."""
+    """Return the targets for torch's local version, else for the indexes, else for the tags `signed`, else for CPUs."""
     here = [one for one in kept if _is_for(one, arches)]
     texts = [one.text for one in here if one.kind in _REQUIREMENTS]
     pinned = [tag for text in texts if _project_of(text) == "torch" for tag in _LOCAL.findall(text)]
@@ -307,7 +307,7 @@ def _targets(kept: Collection[Statement], arches: Sequence[str], signed: Sequenc
 
 
 def _pins(kept: Collection[Statement], python: str, targets: list[Target], lose: Lose) -> dict[str, Requirement]:
-    """Return the pin of each project: of several versions, the one whose marker is true for all targets."""
+    """Return the pin of each project; if a project has several, the pin whose marker is true for all targets."""
     found: dict[str, dict[Statement, Requirement]] = {}
     for statement in [one for one in kept if one.kind == "pin"]:
         pin = Requirement(statement.text)
@@ -340,7 +340,7 @@ def _applies(pin: Requirement, python: str, target: Target) -> bool:
 
 
 def _merged(kept: Collection[Statement], kind: str) -> dict[str, list[str]]:
-    """Return the requirements of each project: one that combines those without a marker, then those with markers."""
+    """Return the requirements of each project: first one that combines all without markers, then those with markers."""
     found: dict[str, list[Requirement]] = {}
     for statement in [one for one in kept if one.kind == kind]:
         arch = _PLATFORMS.get(statement.platform) if ";" not in statement.text else None
@@ -370,13 +370,13 @@ def _joined(name: str, extras: Collection[str], specifiers: Iterable[str]) -> st
 
 
 def _at(pin: Requirement, wanted: Requirement) -> str:
-    """Return the requirement `wanted` with the address of its `pin` in the place of a version."""
+    """Return the requirement `wanted` with the address from its `pin` instead of a version."""
     marker = f" ; {wanted.marker}" if wanted.marker else ""
     return _joined(wanted.name, wanted.extras | pin.extras, [f" @ {pin.url}"]) + marker
 
 
 def local_version(target: Target) -> str:
-    """Return the local version of torch's builds for a target; those for CPUs with aarch64 have none everywhere."""
+    """Return the local version of torch's builds for a target; CPU builds for aarch64 lack one on some indexes."""
     return "" if target.arch == "aarch64" and not target.family.gpu else f"+{target.accelerator}"
 
 

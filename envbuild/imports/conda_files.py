@@ -50,7 +50,7 @@ def _placed(path: Path, listed: Any) -> Iterator[tuple[Any, int, str]]:
 
 
 def _line(around: Any, key: Any) -> int:
-    """Return the line of the entry `key`, or of `around` if none is known: it was merged by `<<`, or has a tag."""
+    """Return the line of the entry `key`, or of `around` if it is unknown, as for merged (`<<`) and tagged entries."""
     known = around.lc.data or {}
     return int(known[key][0] if key in known else around.lc.line or 0)
 
@@ -87,7 +87,7 @@ def read_environment(path: Path) -> Iterator[Statement]:
 
 
 def conda_spec(kind: str, text: str, place: str, group: str = "", platform: str = "") -> Statement:
-    """Return the statement of a conda match spec; python without a build is a specifier of the recipe's Python."""
+    """Return the statement of a conda match spec; `python` without a build string constrains the recipe's Python."""
     plain = re.sub(r"\s*([<>=!~,|])\s*", r"\1", text.strip())
     if built := re.fullmatch(r"python={1,2}([\d.]+)=([^=\s]+)", plain):  # of `conda env export`
         return Statement(kind, f"python {built[1]} {built[2]}", place, group, platform)
@@ -98,7 +98,7 @@ def conda_spec(kind: str, text: str, place: str, group: str = "", platform: str 
 
 
 def _python_clause(text: str) -> str:
-    """Return a clause of conda's version of python as a specifier; a patch release does not count."""
+    """Return one clause of a conda version of python as a PEP 440 specifier, without the patch release."""
     exact = re.fullmatch(r"={0,2}(\d+(?:\.\d+)?)(?:[.*][.*\d]*)?", text)
     return f"=={exact[1]}.*" if exact else re.sub(r"^=([<>])", r"\1=", text)  # =>3.9, as some write
 
@@ -106,7 +106,7 @@ def _python_clause(text: str) -> str:
 def conda_entries(
     document: Document, keys: tuple[str, ...], group: str = "", platform: str = ""
 ) -> Iterator[Statement]:
-    """Yield name = spec statements in the form of pixi and conda-lock; those of pip are in `pypi-dependencies`."""
+    """Yield the statements of a `name = spec` table of pixi or conda-lock, without `pypi-dependencies`."""
     for name, spec in table_at(document.data, *keys).items():
         place, about = document.where(*keys, name), spec if isinstance(spec, dict) else {"version": spec}
         if platform not in _LINUX:
@@ -133,7 +133,7 @@ def read_pixi(path: Path) -> Iterator[Statement]:
 def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statement]:
     """Yield the statements of pixi's tables below `root`.
 
-    Those of a feature have its name as their group, unless the environment `default` has the feature.
+    The group of a feature's statements is its name, or "" if the environment `default` includes the feature.
     """
     data = table_at(document.data, *root)
     default = value_at(data, "environments", "default")
@@ -180,7 +180,7 @@ def pixi_entries(document: Document, root: tuple[str, ...]) -> Iterator[Statemen
 
 
 def _table_entry(document: Document, entry: Statement, keys: tuple[str, ...]) -> Statement:
-    """Return the channel or platform of an entry of pixi's that is a table: {channel = "nvidia", priority = 1}."""
+    """Return the channel or platform of a pixi entry in table form: {channel = "nvidia", priority = 1}."""
     for index, one in enumerate(list_at(document.data, *keys)):
         if document.where(*keys, index) == entry.place and (name := value_at(one, keys[-1].removesuffix("s"))):
             return Statement(KINDS[keys[-1]], str(name), entry.place, entry.group)
@@ -201,7 +201,7 @@ def read_conda_lock(path: Path) -> Iterator[Statement]:
 
 
 def read_pixi_lock(path: Path) -> Iterator[Statement]:
-    """Yield the pins of a pixi.lock, versions 5 to 7; those of other environments than `default` have a group.
+    """Yield the pins of a pixi.lock, versions 5 to 7; pins of environments other than `default` have a group.
 
     Source: the model of the lock in rattler_lock; version 7 names platforms, version 5 has `kind` and `url`.
     """
@@ -229,7 +229,7 @@ def read_pixi_lock(path: Path) -> Iterator[Statement]:
 
 
 def read_conda_file(path: Path) -> Iterator[Statement]:
-    """Yield the statements of what `conda install --file` and `conda env create --file` read. Raises UsageError."""
+    """Yield the statements of a file for `conda install --file` or `conda env create --file`. Raises UsageError."""
     if re.fullmatch(r".*\.ya?ml", path.name):
         yield from read_conda_lock(path) if re.search(r"conda-lock\.ya?ml$", path.name) else read_environment(path)
     elif is_conda_list(text := text_of(path)):
@@ -291,7 +291,7 @@ def read_conda_list(path: Path) -> Iterator[Statement]:
 
 
 def _pin(pip: bool, url: str, row: dict[str, Any], place: str, group: str, platform: str) -> Statement:
-    """Return the pin of a package in a lock; conda's files are called NAME-VERSION-BUILD.EXTENSION."""
+    """Return the pin of a locked package from the name of its file, NAME-VERSION-BUILD.EXTENSION."""
     text = f"{row.get('name')}=={row.get('version')}"
     if not pip:
         file = re.fullmatch(r".*/([^/]+)-([^/-]+)-([^/-]+?)(?:\.conda|\.tar\.bz2)", unquote(url))

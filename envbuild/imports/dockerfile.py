@@ -1,9 +1,9 @@
 """Reader of Dockerfiles: base, environment, working directory, and the packages of pip, conda and apt.
 
-It follows a builder: variables of each stage, files that are copied into the image, the working directory of each
-command, and stages whose environment a later stage copies. Nothing is read from the host but files of the build
-context. Source: docs.docker.com, "Dockerfile reference". The reader is envbuild's own: dockerfile-parse 2.0 reads the
-lines of a here-document as instructions, and has no types.
+Like a builder, it tracks the variables of each stage, the copied files, the working directory of each command, and
+stages whose environment a later stage copies. From the host, it reads only files of the build context. Source:
+docs.docker.com, "Dockerfile reference". dockerfile-parse 2.0 is not used: it reads the lines of a here-document as
+instructions, and has no types.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ _PARENTS = 3
 
 @dataclass(slots=True, eq=False)
 class _Stage:
-    """A stage while it is read: its variables, working directory, and which files it has from where.
+    """A stage while it is read: its variables, its working directory, and the sources of its files.
 
-    `files` are (path in the image, paths in possible build contexts, or text and place); of several, the last counts.
-    `made` are the folders of environments, `above` is the stage on which it builds, `copied` those whose environments
-    it copies.
+    `files` are (path in the image, paths in possible build contexts, or text and place); the last one of a path counts.
+    `made` are the folders of environments, `above` is the parent stage, `copied` are the stages whose environments it
+    copies.
     """
 
     name: str
@@ -98,7 +98,7 @@ class _Stage:
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Variables that its instructions see."""
+        """Variables that are visible to its instructions."""
         return self.args | self.env
 
     def path(self, text: str) -> str:
@@ -107,7 +107,7 @@ class _Stage:
 
 
 def read_dockerfile(path: Path) -> Iterator[Statement]:
-    """Yield the statements of a Dockerfile's last stage and of those that it builds on or copies. Raises UsageError."""
+    """Yield the statements of a Dockerfile's last stage and of the stages it builds on or copies. Raises UsageError."""
     arch = GOARCH.get(host_arch(), host_arch())
     # What a builder sets; source: docs.docker.com, "Automatic platform ARGs in the global scope".
     platform = {"PLATFORM": f"linux/{arch}", "OS": "linux", "ARCH": arch}
@@ -185,7 +185,7 @@ def _instruction(
 
 
 def _replaced(text: str, variables: Mapping[str, str]) -> str:
-    """Return `text` with the variables that are known; the others stay."""
+    """Return `text` with known variables expanded; unknown variables are left unexpanded."""
 
     def value(found: re.Match[str]) -> str:
         name, sign = found[1] or found[2], found[3]
@@ -234,7 +234,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _values(text: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ENV or ARG: a value may have blanks from another one, and a backslash keeps a dollar."""
+    """Return the variables of ENV or ARG with expanded values; a dollar after a backslash is literal."""
     kept = {name: _replaced(value, variables) for name, value in _pairs(text.replace("\\$", "\x02")).items()}
     return {name: value.replace("\x02", "$") for name, value in kept.items()}
 
@@ -252,7 +252,7 @@ def _base(image: str, place: str) -> Iterator[Statement]:
 
 
 def _copy(text: str, shown: str, place: str, stage: _Stage, stages: list[_Stage], folder: Path) -> Iterator[Statement]:
-    """Record the files that a COPY or ADD brings, and yield statements that they are not carried."""
+    """Record the files of a COPY or ADD, and yield a statement for each copy that is not carried into the recipe."""
     first, *bodies = text.split("\n", 1)
     words, options = _copied(first)
     *sources, target = words or [""]
@@ -280,7 +280,7 @@ def _copy(text: str, shown: str, place: str, stage: _Stage, stages: list[_Stage]
 
 
 def _copied(text: str) -> tuple[list[str], dict[str, str]]:
-    """Return sources and target, and the options, of a COPY."""
+    """Return the paths (sources, then target) and the options of a COPY."""
     try:
         words = [str(one) for one in parse_json(text)] if text.startswith("[") else shlex.split(text)
     except (ValueError, TypeError):
@@ -294,7 +294,7 @@ def _overlap(one: str, other: str) -> bool:
 
 
 def _in_context(source: str, folder: Path) -> list[Path]:
-    """Return the files or folders that `source` may be: the build context is the Dockerfile's folder, or one above."""
+    """Return the matches of `source` in the possible build contexts: the Dockerfile's folder and the folders above."""
     relative = posixpath.normpath(source.lstrip("/"))
     if relative.startswith("..") or "$" in relative:
         return []
@@ -308,7 +308,7 @@ def _in_context(source: str, folder: Path) -> list[Path]:
 
 
 def _placed(found: list[Path], stage: _Stage, target: str, into: bool) -> Iterator[tuple[str, list[Path]]]:
-    """Yield each path in the image, with the files or folders of the context that it may be from."""
+    """Yield each path in the image with its possible sources in the build context, files or folders."""
     place = stage.path(target)
     for name in dict.fromkeys(path.name for path in found if path.is_file()):
         inner = into or place in (stage.workdir, "/") or len({path.name for path in found}) > 1
@@ -319,9 +319,9 @@ def _placed(found: list[Path], stage: _Stage, target: str, into: bool) -> Iterat
 
 
 def _finder(stage: _Stage, workdir: str, mounted: list[tuple[str, list[Path]]]) -> Find:
-    """Return what finds a file of the image: the one that an instruction copied there, or that RUN mounts.
+    """Return a function that finds the source of a file in the image that an instruction copied or RUN mounts.
 
-    It raises UsageError if two files of possible build contexts fit.
+    The function raises UsageError if files of several possible build contexts match.
     """
 
     def find(name: str) -> Path | tuple[str, str] | None:
@@ -395,7 +395,7 @@ def _run(text: str, place: str, stage: _Stage, folder: Path) -> Iterator[Stateme
 
 
 def _command(words: list[str], start: int, place: str, stage: _Stage, find: Find) -> Iterator[Statement]:
-    """Yield the statements of one command of the shell, whose name is the word number `start`."""
+    """Yield the statements of one shell command; the name of its program is word number `start`."""
     line = " ".join(words[start:])
     stage.made += [stage.path(path) for path in _MAKES.findall(line)]
     matches = {kind: one for kind, pattern in _INSTALL.items() if (one := pattern.match(line))}
@@ -432,7 +432,7 @@ _SUBSTITUTION = re.compile(r"\$\([^()]*\)")
 
 
 def _held(text: str, held: list[str]) -> str:
-    """Return a word in the place of a command's substitution, which the shell's words would split."""
+    """Return a placeholder for a command substitution, so that splitting into words does not divide it."""
     held.append(text)
     return f"\x01{len(held) - 1}\x01"
 
@@ -447,8 +447,8 @@ def _freed(word: str, held: list[str]) -> str:
 class _Branches:
     """The branches and loops around a command of the shell.
 
-    `open` has for each whether it is taken (None: unknown), `before` whether one before it in the same `if` is;
-    `testing` tells whether a condition is read.
+    `open` holds for each whether it is taken (None: unknown), `before` whether an earlier branch of its `if` is taken;
+    `testing` tells whether a condition is being read.
     """
 
     open: list[bool | None] = field(default_factory=list)
@@ -457,7 +457,7 @@ class _Branches:
 
     @property
     def reason(self) -> str:
-        """Why the command is not carried, or ""."""
+        """Reason why the command is not carried, or ""."""
         return NOT_TAKEN if False in self.open else BRANCH if None in self.open else ""
 
     def enter(self, words: list[str]) -> list[str]:
@@ -493,7 +493,7 @@ class _Branches:
 
 
 def _is_true(words: list[str]) -> bool | None:
-    """Return whether a test of the shell, of values alone, is true; None for what only a shell knows."""
+    """Return the result of a shell test that compares constant values; None for any other test."""
     if any(re.search(r"[$`*?]", word) for word in words):
         return None
     inner = words[1:-1] if words[:1] in (["["], ["[["]) else words[1:] if words[:1] == ["test"] else []
@@ -538,7 +538,7 @@ def _packages(words: list[str], place: str, kind: str, find: Find) -> Iterator[S
 
 
 def _conda_file(name: str, place: str, find: Find) -> Iterator[Statement]:
-    """Yield the statements of a file of conda's; the environment's name is none of the recipe's."""
+    """Yield the statements of a conda file without the environment's name, which does not name the recipe."""
     try:
         found = find(name)
         if not isinstance(found, Path):

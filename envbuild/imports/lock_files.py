@@ -56,7 +56,7 @@ _CLAUSE = re.compile(r"""(?:extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not
 def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Statement]:
     """Yield the pins of a uv.lock, pylock.toml or poetry.lock, and uv's direct requirements. Raises UsageError.
 
-    `groups` are the extras and groups that will be carried: of uv's pins for conflicting extras they choose one.
+    `groups` are the extras and groups to carry; they choose among uv's pins for conflicting extras.
     """
     name = "pylock.toml" if path.name.startswith("pylock") else path.name
     keys, known, packages = _FORMATS[name]
@@ -99,7 +99,7 @@ def read_toml_lock(path: Path, groups: Collection[str] = ()) -> Iterator[Stateme
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Where a locked package is used on Linux: by `group` ("" is always), under `marker`; with a `reason`, nowhere."""
+    """Use of a locked package on Linux: by `group` ("" is always), under `marker`; unused if there is a `reason`."""
 
     group: str = ""
     marker: str = ""
@@ -112,9 +112,9 @@ _PLACES = linux_places()
 
 
 def _uses_of_uv(rows: Sequence[Mapping[str, Any]], chosen: Collection[str]) -> dict[int, _Use]:
-    """Return the use of each package of a uv.lock, by its number: along the dependencies from the project on.
+    """Return package number → use for a uv.lock, by following the dependencies from the project.
 
-    Markers at the dependencies name the extras of the project by which they are needed: extra-8-my-train-gpu.
+    The markers of dependencies name the project's extras that need them: extra-8-my-train-gpu.
     Source: docs.astral.sh/uv, "Lockfile" and "Conflicting dependencies".
     """
     own = next((number for number, row in enumerate(rows) if _is_own(row)), None)
@@ -147,7 +147,7 @@ def _is_own(row: Mapping[str, Any]) -> bool:
 
 
 def _reached(rows: Sequence[Mapping[str, Any]], own: int, groups: Sequence[str], place: _Place) -> set[int]:
-    """Return the numbers of the packages that the project needs with `groups` of it at one place."""
+    """Return the numbers of the packages that the project needs with its extras and groups `groups` at one place."""
     by_name: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         by_name.setdefault(str(row.get("name")), []).append(number)
@@ -172,7 +172,7 @@ def _reached(rows: Sequence[Mapping[str, Any]], own: int, groups: Sequence[str],
 
 
 def _needs_of(row: Mapping[str, Any], extra: str | None = None) -> list[dict[str, Any]]:
-    """Return what a package of a uv.lock needs: for "" without extras, for one extra of it, or (None) in all cases."""
+    """Return the dependencies of a package in a uv.lock: without extras (""), of one extra, or all of them (None)."""
     tables = {"": row.get("dependencies")}
     for key in ("optional-dependencies", "dev-dependencies"):
         for name, given in table_at(row, key).items():
@@ -182,7 +182,7 @@ def _needs_of(row: Mapping[str, Any], extra: str | None = None) -> list[dict[str
 
 
 def _is_true(marker: str, place: _Place, extras: Collection[str] = ()) -> bool:
-    """Return whether a marker is true on Linux at `place`, with clauses about extras as `extras` says."""
+    """Return whether a marker is true on Linux at `place` with the active `extras`."""
     switched = re.sub(
         r"extra (==|!=) ['\"]([^'\"]*)['\"]",
         lambda found: f"python_version {'>=' if (found[2] in extras) is (found[1] == '==') else '<'} '3'",
@@ -192,7 +192,7 @@ def _is_true(marker: str, place: _Place, extras: Collection[str] = ()) -> bool:
 
 
 def _marker_of(places: Sequence[_Place]) -> str:
-    """Return the marker of the places where a package is used, "" for all; gaps between Pythons are filled."""
+    """Return a marker for `places`, "" for all places; it also covers Pythons between the lowest and the highest."""
     arches = list(dict.fromkeys(arch for arch, _ in places))
     used = [python for python in PYTHONS if any(one == python for _, one in places)]
     parts = [f"platform_machine == '{arches[0]}'"] if len(arches) == 1 else []
@@ -202,9 +202,9 @@ def _marker_of(places: Sequence[_Place]) -> str:
 
 
 def _uses_of_poetry(rows: Sequence[Mapping[str, Any]]) -> dict[int, _Use]:
-    """Return the packages of a poetry.lock that nothing needs on Linux: all that need them do so for other systems.
+    """Return the packages of a poetry.lock that are unused on Linux: every dependency on them is for other systems.
 
-    The lock does not name what the project itself needs, so a package that no other needs is used.
+    The lock omits the project's own dependencies, so a package without dependants counts as used.
     """
     needs: dict[str, list[tuple[int, str]]] = {}  # name → number of the package that needs it, and the marker
     for number, row in enumerate(rows):
@@ -244,7 +244,7 @@ def _own(row: Mapping[str, Any], place: str) -> Iterator[Statement]:
 
 
 def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
-    """Return the address of a locked package: of its git commit, or of its file with the sha256; "" for neither."""
+    """Return the address of a locked package: its git commit, or its file with the sha256; "" for index packages."""
     vcs, archive, url = table_at(row, "vcs"), table_at(row, "archive"), str(source.get("url", ""))
     if "git" in source:  # uv: URL?rev=REF&subdirectory=FOLDER#COMMIT
         try:
@@ -269,7 +269,7 @@ def _address(row: Mapping[str, Any], source: Mapping[str, Any]) -> str:
 
 
 def _markers(row: Mapping[str, Any]) -> str:
-    """Return the marker of a locked package, with true in the place of clauses about extras and groups."""
+    """Return the marker of a locked package; clauses about extras and groups are replaced by true."""
     given = row.get("resolution-markers") or row.get("markers") or row.get("marker") or []
     given = table_at(given).get("main", []) if isinstance(given, dict) else given
     found = [f"({one})" for one in (given if isinstance(given, list) else [given]) if isinstance(one, str)]
@@ -284,7 +284,7 @@ def _pin(name: object, version: object, marker: str, place: str, group: str) -> 
 
 
 def read_pipfile_lock(path: Path) -> Iterator[Statement]:
-    """Yield the pins of a Pipfile.lock; those of other categories than `default` have their name as group."""
+    """Yield the pins of a Pipfile.lock; the group is the category, "" for `default`."""
     text = text_of(path)
     try:
         data = table_at(parse_json(text))
@@ -319,7 +319,7 @@ def is_environment(path: Path) -> bool:
 
 
 def read_installed(path: Path) -> Iterator[Statement]:
-    """Yield a pin for each package, and a requirement for those that a user requested. Raises EnvbuildError."""
+    """Yield a pin for each installed package, and a requirement for each requested by a user. Raises EnvbuildError."""
     with open_artifact(str(path.absolute()), load_environment(), None) as opened:
         found, about = opened.contents(hashes=False), opened.about
     if about.python:

@@ -1,7 +1,7 @@
-"""The recipe of a project's files: made once, and brought up to date when the files have changed.
+"""Imported recipes: written from a project's files, and updated when the files have changed.
 
-`imported.toml` beside the recipe keeps the sources, and the recipe that they gave. The next import compares three
-recipes: that one, the one that the sources give now, and the recipe with the user's own edits.
+`imported.toml` beside the recipe records the sources and the recipe generated from them. The next import is a
+three-way merge: the recorded recipe, a recipe generated from the current sources, and the recipe with the user's edits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Place = tuple[Keys, str]
 
 
 def merge(text: str, base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return `text`, a recipe, with the changes from `base` to `new`, and a line for each that it does not get.
+    """Merge the changes from `base` to `new` into the recipe `text`; return it, and a line for each conflict.
 
     Raises ValueError for a layout that cannot be edited.
     """
@@ -66,7 +66,7 @@ def merge(text: str, base: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[s
 
 
 def _flat(data: Mapping[str, Any], above: Keys = ()) -> dict[Place, Any]:
-    """Return each value of a recipe by its place; a target has a place of its own, too."""
+    """Return place → value for all values of a recipe, and an empty value for each target."""
     found: dict[Place, Any] = {}
     for key, value in data.items():
         keys = (*above, key)
@@ -95,7 +95,7 @@ def _is_target(place: Place) -> bool:
 
 
 def _elsewhere(place: Place, mine: Mapping[Place, Any], gone: set[Place]) -> str:
-    """Return where the recipe requires the package of `place` already, "" if nowhere."""
+    """Return entry and list in which the recipe already requires the package of `place`; "" if there is none."""
     keys, entry = place
     if keys[-1] != "requirements" or keys[0] == "conda":
         return ""
@@ -106,14 +106,14 @@ def _elsewhere(place: Place, mine: Mapping[Place, Any], gone: set[Place]) -> str
 
 
 def _own_edits(place: Place, mine: Mapping[Place, Any], old: Mapping[Place, Any]) -> str:
-    """Return what the user has changed in a target."""
+    """Return the user's edits in a target, for a message: `KEY = VALUE, …`."""
     keys, _ = place
     inside = [one for one in {**mine, **old} if one[0][:2] == keys and mine.get(one) != old.get(one)]
     return ", ".join(f"{_name(one)} = {mine.get(one)!r}" for one in inside)
 
 
 def _applied(text: str, place: Place, before: Any, after: Any) -> str:
-    """Return `text` with the value `after` (None for none) instead of `before` at `place`."""
+    """Return `text` with the value `before` at `place` replaced by `after`, or removed if `after` is None."""
     keys, entry = place
     data = parse_toml(text)
     if not entry:
@@ -129,7 +129,7 @@ def _applied(text: str, place: Place, before: Any, after: Any) -> str:
 
 
 def _without(text: str, keys: Keys) -> str:
-    """Return `text` without the key, nor a table that then has none."""
+    """Return `text` without the key, and without tables that become empty."""
     text, table = delete_value(text, keys), keys[:-1]
     is_left = table and table[0] != "targets" and _value(parse_toml(text), table) == {}
     return _without(text, table) if is_left else text
@@ -160,10 +160,10 @@ def _name(place: Place) -> str:
 def compose_here(
     name: str, statements: Sequence[Statement], groups: Collection[str], target: str | None, environment: Environment
 ) -> Draft:
-    """Return the draft of `compose`, for a Python that this host has where one suits.
+    """Return the draft of `compose`, if possible for a Python that this host has.
 
-    The usual Python comes first. Indexes are asked only if this host lacks it and has another one that the sources
-    accept; one that does not answer is no reason against a Python.
+    The default Python is preferred. If this host lacks it and has another Python that the sources accept, envbuild
+    looks for wheels on the indexes; it ignores indexes that do not answer.
     """
     usual = compose(name, statements, groups, target)
     if usual.data.get("environment") == "conda" or _is_here(str(usual.data["python"]), environment):
@@ -184,7 +184,7 @@ def _is_here(python: str, environment: Environment) -> bool:
 
 
 def _has_wheels(loaded: LoadedRecipe, environment: Environment) -> bool:
-    """Return whether each requirement that the indexes know has an allowed release with a wheel, for each target."""
+    """Return whether each requirement on the indexes has an allowed release with a wheel for each target."""
     recipe = loaded.recipe
     for name, table in recipe.targets.items():
         target, _ = loaded.target(name)
@@ -211,7 +211,7 @@ _HEAD = """\
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The sources of a recipe, with the extras and the target that were chosen, and the `recipe` that they gave."""
+    """Sources of an imported recipe, with the chosen extras and target, and the `recipe` generated from them."""
 
     sources: tuple[Path, ...]
     groups: tuple[str, ...] = ()
@@ -220,7 +220,7 @@ class Origin:
 
     @classmethod
     def read(cls, folder: Path) -> Origin | None:
-        """Return that of the recipe in `folder`, None without one. Raises RecipeError for a damaged file."""
+        """Return the origin of the recipe in `folder`, None without a file. Raises RecipeError for a damaged file."""
         if not os.path.lexists(folder / ORIGIN):
             return None
         data = read(folder / ORIGIN).data
@@ -234,7 +234,7 @@ class Origin:
         return cls(places, tuple(groups), target, table_at(data, "recipe"))
 
     def text(self, folder: Path) -> str:
-        """Return the file for the recipe in `folder`, to which paths in the project are relative."""
+        """Return the text of imported.toml; paths in the project are relative to the recipe's `folder`."""
         project = folder.absolute().parent.parent
         names = [
             os.path.relpath(one, folder) if one.absolute().is_relative_to(project) else str(one.absolute())
@@ -247,10 +247,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class ImportedRecipe:
-    """A recipe that sources gave, at `path`: its `draft`, and as it will be read.
+    """Recipe at `path` that was generated from sources: its `draft`, and the recipe as loaded.
 
-    `before` is the text that it replaces, None for a new recipe. `conflicts` are changes of the sources that the recipe
-    does not get, as the user has changed the same.
+    `before` is the replaced text, None for a new recipe. `conflicts` are changes of the sources that are not applied
+    because the user has edited the same values.
     """
 
     path: Path
@@ -270,14 +270,14 @@ class ImportedRecipe:
 
     @property
     def diff(self) -> list[str]:
-        """The lines of the difference between the recipe before and now; of a new recipe, there are none."""
+        """Lines of a diff between the old and the new recipe; empty for a new recipe."""
         if self.before is None:
             return []
         old, new = self.before.splitlines(), self.text.splitlines()
         return list(difflib.unified_diff(old, new, str(self.path), str(self.path), n=1, lineterm=""))
 
     def write(self) -> None:
-        """Write the recipe and its origin atomically, unless both are as they were. Raises UsageError, BuildError."""
+        """Write the recipe and its origin atomically, unless both are unchanged. Raises UsageError, BuildError."""
         folder = self.path.parent
         text = self.origin.text(folder)
         with atomic.exclusive(folder, log):
@@ -300,7 +300,7 @@ class ImportedRecipe:
 def new_recipe(
     name: str | None, statements: Sequence[Statement], origin: Origin, environment: Environment
 ) -> ImportedRecipe:
-    """Return the recipe called `name` (None: as the project or its folder) of the `statements` of `origin`."""
+    """Return the recipe composed from the `statements` of `origin`; `name` None: named as the project or its folder."""
     name = checked_name(name, statements, origin.sources)
     path = project_folder() / "recipes" / name / FILE_NAME
     draft = compose_here(name, statements, origin.groups, origin.target, environment)
@@ -312,7 +312,7 @@ def new_recipe(
 def updated_recipe(
     loaded: LoadedRecipe, sources: Sequence[Path] = (), groups: Collection[str] = (), target: str | None = None
 ) -> ImportedRecipe:
-    """Return the recipe with the changes of its sources; those that are given replace the ones of its origin.
+    """Return the recipe with the changes of its sources; given sources, extras and target replace those of its origin.
 
     Raises UsageError for a recipe without an origin, unless there are `sources`.
     """
@@ -348,9 +348,9 @@ def updated_recipe(
 def imported_recipe(
     name: str | None, sources: Sequence[Path], target: str | None, environment: Environment
 ) -> ImportedRecipe:
-    """Return the recipe of `sources`: a new one, or the existing one with what changed in them.
+    """Return a new recipe from `sources`, or the existing recipe updated with their changes.
 
-    Raises UsageError for an existing recipe of other sources.
+    Raises UsageError for an existing recipe from other sources.
     """
     origin = Origin(tuple(sources), target=target)
     statements = read_sources(origin)
@@ -373,13 +373,13 @@ def imported_recipe(
 
 
 def read_sources(origin: Origin, folder: Path | None = None) -> list[Statement]:
-    """Return the statements of all sources, for a recipe in `folder`, None for a new one. Raises UsageError."""
+    """Return the statements of all sources, for a recipe in `folder` (None: a new recipe). Raises UsageError."""
     folder = folder or project_folder() / "recipes" / "NAME"
     return [one for path in origin.sources for one in read_source(path, origin.groups, folder)]
 
 
 def checked_name(name: str | None, statements: Sequence[Statement], sources: Sequence[Path]) -> str:
-    """Return the name of the recipe: `name`, else the project's own, else that of its folder. Raises UsageError."""
+    """Return the name of the recipe: `name`, else the project's name, else its folder's. Raises UsageError."""
     if name is None:
         named = next((one.text for one in statements if one.kind == "name"), "")
         return recipe_name(named or _folder(sources[0]).name)
@@ -389,7 +389,7 @@ def checked_name(name: str | None, statements: Sequence[Statement], sources: Seq
 
 
 def _folder(source: Path) -> Path:
-    """Return the folder of the project: the current one if it has the source, else the source's own."""
+    """Return the project's folder: the current folder if it contains the source, else the source's folder."""
     path, here = source.absolute(), Path.cwd()
     if path.is_relative_to(here):
         return here

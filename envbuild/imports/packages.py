@@ -1,4 +1,4 @@
-"""Packages into a recipe and out of it: edits of its lists, which leave the rest of the file as it is."""
+"""Addition and removal of packages in a recipe: edits of its lists that preserve the rest of the file."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _EQUALS = re.compile(r"([A-Za-z0-9][\w.-]*(?:\[[^]]*\])?)=([^=].*)")
 
 @dataclass(frozen=True, slots=True)
 class PackageEdit:
-    """A recipe `before` and `after` packages were added or removed: `changes` are (list, old text, new text)."""
+    """Edit of a recipe's packages: its text `before` and `after`, and `changes` as (list, old text, new text)."""
 
     before: LoadedRecipe
     after: LoadedRecipe
     changes: tuple[tuple[str, str, str], ...]
 
     def lock(self, environment: Environment, *, write: bool = True) -> dict[str, list[str]]:
-        """Lock again, then write the recipe and its locks; return the changes of each lock, by its path.
+        """Resolve the locks again, then write recipe and locks; return lock path → changes.
 
         All locks are resolved before a file is written. Raises LockError, and UsageError if the recipe was edited
         meanwhile.
@@ -90,10 +90,10 @@ class _Editor:
 
 
 def add_packages(loaded: LoadedRecipe, words: Sequence[str], *, target: str | None, conda: bool | None) -> PackageEdit:
-    """Return the recipe with the packages `words`, requirements or, with `conda`, match specs.
+    """Add the packages `words` to the recipe: requirements or, with `conda`, match specs.
 
-    None for `conda`: as the recipe's environment. A package that is there gets the new version in its place. `target`
-    is the only target that gets them, None for all. Raises UsageError, and RecipeError if the file cannot be edited.
+    If `conda` is None, the recipe's environment decides. An existing entry of a package is replaced. `target` restricts
+    the packages to one target. Raises UsageError, and RecipeError if the file cannot be edited.
     """
     conda = loaded.recipe.environment == "conda" if conda is None else conda
     texts = {word: _checked(word, conda=conda) for word in words}
@@ -109,7 +109,7 @@ def add_packages(loaded: LoadedRecipe, words: Sequence[str], *, target: str | No
 
 
 def remove_packages(loaded: LoadedRecipe, words: Sequence[str], *, target: str | None) -> PackageEdit:
-    """Return the recipe without the packages `words`, in all lists, or in those of `target`. Raises UsageError."""
+    """Remove the packages `words` from all lists of the recipe, or from those of `target`. Raises UsageError."""
     editor = _Editor(loaded, loaded.document.text)
     every = [*_lists(loaded, target, conda=False), *_lists(loaded, target, conda=True)]
     with _editing(loaded):
@@ -144,9 +144,9 @@ def _add(editor: _Editor, text: str, lists: Sequence[Keys], *, conda: bool) -> N
 
 
 def _replace(editor: _Editor, keys: Keys, text: str) -> None:
-    """Write `text` in the place of what the list at `keys` has of its package.
+    """Replace the entries of the package of `text` in the list at `keys` by `text`.
 
-    Several requirements of one package have markers: the new one replaces that with its own marker, or joins them.
+    If all existing entries have markers, the new one replaces only the entry with the same marker, or is added.
     """
     marker, there = _marker(text), list(editor.entries([keys], _name(text)))
     same = [one for one in there if _marker(one[2]) == marker]
@@ -164,14 +164,14 @@ def _marker(text: str) -> str:
 
 
 def _for_list(text: str, keys: Keys, old: str) -> str:
-    """Return a requirement with the local version of the target whose list it is for."""
+    """Return a requirement for the list at `keys`, with the local version of the list's target."""
     if keys[0] != "targets" or keys[-1] != "requirements" or DIRECT.match(text):
         return text
     return built_for(text, None, Target.parse(str(keys[1])), old)
 
 
 def _lists(loaded: LoadedRecipe, target: str | None, *, conda: bool) -> list[Keys]:
-    """Return the lists of packages: that for all targets first, then those of the targets; or that of `target`."""
+    """Return the keys of the lists of packages, first for all targets, then per target; or only those of `target`."""
     own = "conda" if conda else "requirements"
     if target is not None:
         return [("targets", loaded.target(target)[0].name, own)]
@@ -185,7 +185,7 @@ def _lists(loaded: LoadedRecipe, target: str | None, *, conda: bool) -> list[Key
 
 
 def _checked(word: str, *, conda: bool) -> str:
-    """Return a package as a recipe has it. Raises UsageError for what is none."""
+    """Return a package as written in a recipe. Raises UsageError for text that is not a package."""
     if word.startswith("-"):
         raise UsageError(f"{word} is an option, not a package", "name packages, such as numpy or 'numpy>=2'")
     if _PATH.match(word) and not DIRECT.match(word):
@@ -238,7 +238,7 @@ def _not_there(
 
 
 def _drop_settings(editor: _Editor, name: str) -> None:
-    """Remove what [indexes] and [build] say of a package that the recipe no longer requires."""
+    """Remove the entries in [indexes] and [build] of a package that the recipe no longer requires."""
     for table in ("indexes", "build"):
         build = editor.data.get(table)
         if isinstance(build, list):

@@ -38,7 +38,7 @@ Find = Callable[[str], Path | tuple[str, str] | None]
 
 
 def beside(folder: Path) -> Find:
-    """Return what finds files relative to `folder`."""
+    """Return a function that finds files relative to `folder`."""
     return lambda name: folder / name if os.path.isfile(folder / name) else None
 
 
@@ -61,7 +61,7 @@ def pip_line(
 ) -> Iterator[Statement]:
     """Yield the statements of one line of a requirements file.
 
-    `find` finds the files that it names, `kind` is that of its requirements, `seen` are the files that lead to it.
+    `find` locates included files, `kind` is the kind of its requirements, `seen` are the including files.
     """
     requirement, *options = re.split(r"(?:^|\s+)(?=-)", text, maxsplit=1)
     if not requirement:
@@ -104,7 +104,7 @@ def pip_words(
 def _valued(
     option: str, value: str, text: str, place: str, find: Find, kind: str, seen: tuple[Path, ...]
 ) -> Iterator[Statement]:
-    """Yield the statements of an option with its value; `text` are the two as they are written."""
+    """Yield the statements of an option with its value; `text` is the original spelling of both."""
     if option in _FILES:
         try:
             other = None if "://" in value else find(value)
@@ -140,7 +140,7 @@ def _valued(
 
 @functools.cache
 def _options() -> dict[str, tuple[str, bool]]:
-    """Return each spelling of an option → its first long spelling, and whether it has a value; pip's count first."""
+    """Return spelling → (first long spelling, takes a value) for all options; pip's own meaning takes precedence."""
     found: dict[str, tuple[str, bool]] = {}
     for tool in ("uv", "pip"):
         for key in ("valued", "flags"):
@@ -151,7 +151,7 @@ def _options() -> dict[str, tuple[str, bool]]:
 
 
 def _abbreviated(name: str) -> tuple[str, bool] | None:
-    """Return pip's option that alone begins with `name`."""
+    """Return the only option of pip that begins with `name`, None if there is none or several."""
     table = load_table("pip_options")["pip"]
     names = [one for key in ("valued", "flags") for text in table[key] for one in text.split() if one.startswith(name)]
     found = {_options()[one] for one in names} if name.startswith("--") and len(name) > 3 else set()
@@ -171,7 +171,7 @@ def _split(text: str) -> list[str]:
 
 
 def _named(text: str) -> str:
-    """Return a URL with pip's old `egg=NAME` as `NAME @ URL`, any other text, such as `NAME @ URL`, unchanged."""
+    """Return `NAME @ URL` for a URL with pip's old `egg=NAME`; return any other text unchanged."""
     address, _, fragment = text.partition("#")
     pairs = {key: value for key, _, value in (one.partition("=") for one in fragment.split("&"))}
     name = pairs.pop("egg", "")

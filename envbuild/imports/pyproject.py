@@ -70,7 +70,7 @@ _POETRY, _CONDA_LOCK = ("tool", "poetry"), ("tool", "conda-lock")
 
 
 def builds_package(path: Path) -> bool:
-    """Return whether a pyproject.toml has a build system, and nothing that says that the project is no package."""
+    """Return whether a pyproject.toml has a build system and does not declare that the project is no package."""
     data = read(path, UsageError).data
     is_package = value_at(data, "tool", "uv", "package") is not False
     is_package = is_package and value_at(data, *_POETRY, "package-mode") is not False
@@ -141,7 +141,7 @@ def _dynamic(document: Document) -> Iterator[Statement]:
 
 
 def _sourced(document: Document, found: Iterator[Statement]) -> Iterator[Statement]:
-    """Yield the requirements `found`, of those with an own source ([tool.uv.sources]) what a recipe can have."""
+    """Yield the requirements `found`; unsupported sources in [tool.uv.sources] are marked as not carried."""
     for one in found:
         name = requirement_parts(one.text)[0]
         sources = [] if one.reason else [about for about in _uv_sources(document).get(name, []) if _applies(about, one)]
@@ -154,20 +154,20 @@ def _sourced(document: Document, found: Iterator[Statement]) -> Iterator[Stateme
 
 
 def _applies(source: Mapping[str, Any], requirement: Statement) -> bool:
-    """Return whether a source of uv's serves a requirement: for Linux, and for the extra or group that it has."""
+    """Return whether an entry of [tool.uv.sources] applies to a requirement: on Linux, and for its extra or group."""
     groups = {normalise(name) for name in requirement.group.split()}
     wanted = normalise(_group_of(source))
     return for_linux(str(source.get("marker", ""))) and (not wanted or wanted in groups)
 
 
 def _group_of(source: Mapping[str, Any]) -> str:
-    """Return the extra or group of a source of uv's, which its marker may name: "" for all."""
+    """Return the extra or group of an entry of [tool.uv.sources], from its keys or its marker; "" for all."""
     named = re.search(r"\bextra\s*==\s*['\"]([^'\"]+)['\"]", str(source.get("marker", "")))
     return str(source.get("extra") or source.get("group") or (named[1] if named else ""))
 
 
 def _required(document: Document) -> dict[str, list[str]]:
-    """Return the groups ("" is none) whose requirements name each project, by its normalised name."""
+    """Return normalised project name → groups ("" for none) whose requirements contain it."""
     found: dict[str, list[str]] = {}
     for array, group in _ARRAYS.items():
         for name in table_at(document.data, *array) if group is None else array[-1:]:
@@ -179,7 +179,7 @@ def _required(document: Document) -> dict[str, list[str]]:
 
 
 def _uv_sources(document: Document) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the sources of each project, by its normalised name."""
+    """Return normalised project name → entries of [tool.uv.sources]."""
     table = table_at(document.data, "tool", "uv", "sources")
     return {
         normalise(name): [table_at(one) for one in (given if isinstance(given, list) else [given])]
@@ -222,8 +222,8 @@ def _uv_settings(document: Document) -> Iterator[Statement]:
 def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
     """Yield the named indexes at `keys`, of uv, poetry or pdm.
 
-    An index that packages name as their source belongs to the extras or groups of these packages; it is lost if they
-    are for other systems, or if it is explicit and no package names it.
+    An index that packages name as their source belongs to the extras or groups of these packages. It is not carried if
+    they are for other systems, or if it is explicit and no package names it.
     """
     uses: dict[str, list[tuple[str, str]]] = {}  # the index → group and marker of each package that names it
     required = _required(document)
@@ -254,7 +254,7 @@ def _indexes(document: Document, keys: tuple[str, ...]) -> Iterator[Statement]:
 def _without_own(
     document: Document, found: Iterator[Statement], seen: frozenset[str] = frozenset()
 ) -> Iterator[Statement]:
-    """Yield the statements `found`; "pkg[a,b]" of the project pkg itself becomes what its extras a and b have."""
+    """Yield the statements `found`; "pkg[a,b]" of the project pkg itself is replaced by the requirements of a and b."""
     own = value_at(document.data, "project", "name")
     extras = {normalise(name): name for name in table_at(document.data, *_EXTRAS)}
     for one in found:
@@ -298,7 +298,7 @@ def _poetry_tables(document: Document) -> dict[tuple[str, ...], str]:
 
 
 def _poetry_entries(document: Document) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield group and table of each dependency of poetry's that is a table."""
+    """Yield (group, table) for each poetry dependency in table form."""
     for keys, group in _poetry_tables(document).items():
         for given in table_at(document.data, *keys).values():
             yield from (

@@ -58,11 +58,11 @@ _EXTRAS = re.compile(r"""extra (?:==|!=) ['"][^'"]*['"]|['"][^'"]*['"] (?:not )?
 class Statement:
     """One statement of a source, at `place` (FILE:LINE).
 
-    `kind` is the part of a recipe that takes it: requirement, constraint, override, pin (of a lock), conda,
+    `kind` is the kind of its content: requirement, constraint, override, pin (of a lock), conda,
     conda-pin, channel, index, platform (conda's), python (a specifier), base, env, workdir, package (Debian's), fabric,
     project (the folder of own code, relative to the recipe's) or name.
-    `group` has the extras, dependency groups, features or categories with it, separated by blanks, "" for none;
-    `platform` is the only conda platform that has it. With a `reason` it is not carried.
+    `group` lists its extras, dependency groups, features or categories, separated by blanks, "" for none;
+    `platform` restricts it to one conda platform. A statement with a `reason` is not carried into the recipe.
     """
 
     kind: str
@@ -74,7 +74,7 @@ class Statement:
 
 
 def linux_places(arches: Iterable[str] = ARCHES) -> list[tuple[str, str]]:
-    """Return each of `arches` with each Python: the places on Linux where a marker may be true."""
+    """Return all pairs of `arches` and Pythons, the Linux environments for which markers are evaluated."""
     return [(arch, python) for arch in arches for python in PYTHONS]
 
 
@@ -86,7 +86,7 @@ def _parsed(marker: str) -> Marker:
 def for_linux(marker: str, places: Iterable[tuple[str, str]] | None = None) -> bool:
     """Return whether an environment marker (PEP 508) is true on Linux at one of `places` (all, for None).
 
-    Clauses about extras count as true, and so does a text that is no marker.
+    Clauses about extras and invalid markers count as true.
     """
     if not marker.strip():
         return True
@@ -102,7 +102,7 @@ def for_linux(marker: str, places: Iterable[tuple[str, str]] | None = None) -> b
 
 
 def lost(text: object, place: str, reason: str, group: str = "") -> Statement:
-    """Return a statement that is not carried."""
+    """Return a statement that is not carried, with the reason."""
     return Statement("lost", " ".join(str(text).split()), place, group, reason=reason)
 
 
@@ -133,7 +133,7 @@ def text_of(path: Path) -> str:
 
 
 def check_version(path: Path, name: str, found: object, known: str) -> None:
-    """Raise UsageError unless `found`, the version of a lock's format, matches the pattern `known`."""
+    """Raise UsageError unless the lock format version `found` matches the pattern `known`."""
     if not re.fullmatch(known, str(found)):
         shown = known.replace("\\", "").replace("[0-9]+", "x")
         hint = "write it anew with a current version of the tool that made it, or name what it was made from"
@@ -161,10 +161,10 @@ def texts(
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A recipe before it is written: its `data`, the statements that it has, and those that were not carried.
+    """Recipe before it is written: its `data`, and the statements that were carried and not carried.
 
-    `warning` is what the user has to decide: GPUs that the sources name and the targets do not carry. It is in the
-    recipe's text, too.
+    `warning` asks the user for a decision about GPUs that the sources name and no target supports. The recipe's text
+    contains it, too.
     """
 
     name: str
@@ -180,7 +180,7 @@ class Draft:
         return (f"{comment}\n" if comment else "") + table_text(self.data)
 
     def loaded(self, path: Path) -> LoadedRecipe:
-        """Return the recipe as it will be read from `path`. Raises RecipeError when it cannot be read."""
+        """Return the recipe as loaded from `path`. Raises RecipeError when it is invalid."""
         try:
             return decode_recipe(Document(path, self.text, parse_toml(self.text)))
         except ValueError as error:
@@ -188,7 +188,7 @@ class Draft:
 
 
 def recipe_name(text: str) -> str:
-    """Return `text` as the name of a recipe."""
+    """Return `text` converted to a valid name of a recipe."""
     name = re.sub(r"[^a-z0-9_.-]+", "_", text.lower()).strip("_.-")
     return name if re.fullmatch(NAME_PATTERN, name) else "environment"
 
@@ -209,8 +209,8 @@ _TORCH = re.compile(r"(?:[\w./-]+::)?(?:torch|pytorch|pytorch-cuda|libtorch)(?![
 class GpuSign:
     """A statement that names GPUs of `family` (cuda, rocm; another name, such as Intel XPU, if no target is for it).
 
-    `version` is that of the family's toolkit, "12.6", only its major part, or "". A `weak` sign chooses a target only
-    where no other one does: a base image's CUDA need not be torch's.
+    `version` is the toolkit's version, "12.6", only its major part, or "". A `weak` sign chooses a target only if no
+    other sign does: a base image's CUDA may differ from torch's.
     """
 
     statement: Statement
@@ -220,12 +220,12 @@ class GpuSign:
 
     @property
     def rank(self) -> int:
-        """Which signs choose the target: first (0) those of torch itself, last (2) the weak ones."""
+        """Precedence in the choice of the target: 0 for signs of torch itself, 2 for weak signs, else 1."""
         return 2 if self.weak else 0 if _TORCH.match(self.statement.text) else 1
 
     @property
     def tag(self) -> str:
-        """Tag of the accelerator, cu126; "" if the version is not known so far."""
+        """Tag of the accelerator, cu126; "" if the version is unknown or incomplete."""
         return tag_of_version(self.family, self.version) if "." in self.version else ""
 
     @property
@@ -235,7 +235,7 @@ class GpuSign:
 
     @property
     def known(self) -> bool:
-        """Whether a target can be for it."""
+        """Whether targets for its family exist."""
         return self.family in ACCELERATORS
 
 
@@ -253,19 +253,19 @@ def tag_of_version(family: str, version: str) -> str:
 
 
 def gpu_signs(statements: Iterable[Statement], groups: Collection[str] | None = None) -> list[GpuSign]:
-    """Return the signs in `statements`, of each its most precise one; those for other systems have none.
+    """Return the most precise sign of each of `statements`; statements for other systems have none.
 
-    The names of extras and groups are signs if they are in `groups`, normalised names; all are, for None.
+    The names of extras and groups are signs if they are in `groups` (normalised names; None: all are).
     """
     signs = (_sign(one) or _group_sign(one, groups) for one in statements if one.reason not in _ELSEWHERE)
     return [sign for sign in signs if sign is not None]
 
 
 def tags_of(signs: Sequence[GpuSign], torch: Collection[SpecifierSet], arch: str) -> list[str]:
-    """Return the accelerator's tag that `signs` choose, as a list of one or none: an environment has one CUDA.
+    """Return the accelerator's tag that `signs` choose, as a list with at most one entry: an environment has one CUDA.
 
-    Of the signs of the first rank the newest version counts: other packages may have older ones. Signs with a major
-    version alone choose the CUDA of the plain wheel of the torch that the specifiers `torch` pin, if it has that one.
+    The newest version among the signs of the first rank counts, since other packages may have older ones. Signs with
+    only a major version choose the CUDA of torch's default wheel, for the torch pinned by the specifiers `torch`.
     """
     signs = [one for one in signs if one.statement.reason not in _MAYBE]
     for rank in range(3):
@@ -280,9 +280,9 @@ def tags_of(signs: Sequence[GpuSign], torch: Collection[SpecifierSet], arch: str
 
 
 def published(tag: str, torch: Collection[SpecifierSet], arch: str) -> str:
-    """Return the accelerator's tag nearest to `tag` for which PyTorch has builds of a torch that `torch` accept.
+    """Return the tag nearest to `tag` for which PyTorch publishes builds of a torch that the specifiers `torch` accept.
 
-    Of CUDA, the same drivers run it: minor-version compatibility. `tag` itself if there is none, or none is known.
+    Its major version is the same; for CUDA, the same drivers run it. Returns `tag` itself if no such tag is known.
     """
     family = next(one for one in ACCELERATORS.values() if one.version(tag))
     version, indexes = family.version(tag) or "", load_table("gpu_signs")["published"][family.name]
@@ -304,7 +304,7 @@ def _newest_first(rows: Sequence[TorchBuild]) -> list[tuple[str, ...]]:
 
 
 def is_published(tag: str) -> bool:
-    """Return whether PyTorch has an index for an accelerator."""
+    """Return whether PyTorch publishes a wheel index for an accelerator."""
     versions = load_table("gpu_signs")["published"]
     return tag == "cpu" or any(one.version(tag) in versions.get(one.name, ()) for one in ACCELERATORS.values())
 
@@ -324,7 +324,7 @@ def _first(row: TorchBuild) -> Version:
 
 
 def published_note(signs: Sequence[GpuSign], tags: Sequence[str], targets: Sequence[Target]) -> str:
-    """Return the warning that `targets` are for another version than the first of `tags`, the signs', or ""."""
+    """Return the warning that `targets` have another accelerator version than the `tags` of the signs, or ""."""
     sign = next((one for one in signs if one.tag in tags and one.tag not in {two.accelerator for two in targets}), None)
     if sign is None:
         return ""
@@ -336,9 +336,9 @@ def published_note(signs: Sequence[GpuSign], tags: Sequence[str], targets: Seque
 
 
 def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence[str]) -> str:
-    """Return the warning about `signs` that none of `targets` carries, or ""; `tags` are those that signs choose.
+    """Return the warning about `signs` that no target supports, or ""; `tags` are the tags that signs choose.
 
-    Where torch's own sign is carried, the versions of other packages in a lock are no contradiction.
+    If a target supports torch's own sign, differing signs of other pins in a lock are ignored.
     """
 
     def is_carried(sign: GpuSign) -> bool:
@@ -361,7 +361,7 @@ def gpu_note(signs: Sequence[GpuSign], targets: Sequence[Target], tags: Sequence
 
 
 def group_note(signs: Sequence[GpuSign], targets: Sequence[Target]) -> str:
-    """Return the warning about `signs` in extras and groups that are not carried while no target is for GPUs, or ""."""
+    """Return the warning that extras and groups with GPU `signs` are not carried and no target is for GPUs, or ""."""
     groups: dict[str, GpuSign] = {}
     for sign in sorted(signs, key=lambda sign: not sign.tag):  # those that choose a target first
         groups.setdefault(sign.statement.group.split()[0], sign)
@@ -409,9 +409,9 @@ def _rows() -> tuple[_SignRow, ...]:
 
 
 def _forms(statement: Statement) -> Iterator[str]:
-    """Yield the text of a statement; of a requirement also with its normalised name, and as the wheel of its address.
+    """Yield the text of a statement; for a requirement, also with normalised name, and as NAME==VERSION of its wheel.
 
-    A git repository is read as a package with the repository's name.
+    A git repository counts as a package with the repository's name.
     """
     text = statement.text[:_MAX_TEXT]
     yield text
@@ -431,7 +431,7 @@ _GROUP = re.compile(r"(?:[\w.-]*[-_.])?(?:(cu\d\d\d|rocm\d+\.\d+)|(?:cuda|cu|gpu
 
 
 def _group_sign(statement: Statement, groups: Collection[str] | None) -> GpuSign | None:
-    """Return the sign in the name of an extra or group of a requirement of torch, or None."""
+    """Return the sign in the name of an extra or group of a requirement of torch, or None for other statements."""
     if statement.kind not in _REQUIREMENTS or not _TORCH.match(statement.text):
         return None
     for name in statement.group.split():

@@ -1,7 +1,7 @@
-"""Edits of a TOML text that leave comments, order and layout of everything else as they are.
+"""Edits of a TOML text that preserve the comments, order and layout of everything else.
 
-tomlkit edits values and arrays. New keys and removed tables are edits of the text: tomlkit takes a comment above a
-header for the end of the table before it.
+tomlkit edits values and arrays. New keys and removed tables are edits of the text, because tomlkit assigns a comment
+above a header to the preceding table.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from envbuild.base.toml import Keys, Scanner, parse_toml, read, table_text
 
 
 def set_value(text: str, keys: Keys, value: Any) -> str:
-    """Return `text` with `value` at `keys`; missing tables are added, and so is the element after an array's last.
+    """Return `text` with `value` at `keys`; missing tables are added, and index len(array) appends to an array.
 
-    Raises ValueError if `text` has a layout in which that cannot be written.
+    Raises ValueError if the layout of `text` does not allow the edit.
     """
     expected = parse_toml(text)
     _put(expected, keys, copy.deepcopy(value))
@@ -50,9 +50,9 @@ def delete_value(text: str, keys: Keys) -> str:
 
 
 def rewrite(path: Path, before: str, after: str) -> None:
-    """Replace the text `before` of the file at `path` atomically; its line ends and its mode stay as they are.
+    """Replace the text `before` of the file at `path` atomically; line ends and mode are preserved.
 
-    Raises UsageError if the file has another text by now, and OSError.
+    Raises UsageError if the file was edited meanwhile, and OSError.
     """
     path = path.resolve()  # the file that a link names, not the link
     raw = path.read_bytes()

@@ -225,7 +225,7 @@ def _debian(version: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LockAudit:
-    """Vulnerabilities of the packages of some locks: `found`, and `ignored` by the site or the user.
+    """Vulnerabilities of the packages of some locks: `found`, and those that the settings tell it to ignore.
 
     `judged` is the number of compared packages, `unknown` the number of packages without a database, `newest` the
     time of the newest record in the older of the database's zips.

@@ -1,4 +1,4 @@
-"""Checks of single recipe values: each returns a description of the mistake, or None. Requirements and their parts."""
+"""Checks of single recipe values, each of which returns a description of the mistake or None; requirements' parts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _GIT = ("git+https", "git+ssh", "git+file")
 
 @dataclass(frozen=True, slots=True)
 class DirectReference:
-    """The source of a requirement that is on no index.
+    """Source of a requirement that comes from git, a URL or a file and not from an index.
 
-    `kind` is "git" (the repository at `url`, `ref` of it or its HEAD, and the project in `subdirectory`), "url" (the
+    `kind` is "git" (the repository at `url`, at `ref` or at HEAD, with the project in `subdirectory`), "url" (the
     file at `url` with `sha256`) or "path" (a file; `url` is its path relative to the recipe's folder).
     """
 
@@ -47,7 +47,7 @@ class DirectReference:
         return self.kind != "git" and self.file_name.endswith(".whl")
 
     def source(self, folder: Path, commit: str = "") -> str:
-        """Return its address for store/archives.py: of this `commit`, or of a file below the recipe's `folder`."""
+        """Return its address for store/archives.py: at git `commit`, or as a path below the recipe's `folder`."""
         if self.kind == "git":
             return f"git+{self.url}@{commit}" + (f"#subdirectory={self.subdirectory}" if self.subdirectory else "")
         return self.url if self.kind == "url" else (folder / self.url).absolute().as_uri()
@@ -56,7 +56,7 @@ class DirectReference:
 def reference_of(text: str) -> DirectReference | None:
     """Return the direct reference of the requirement `text`, None if an index provides it.
 
-    Raises ValueError for one that a recipe cannot have. Its text never repeats the address: it may hold a password.
+    Raises ValueError for an unsupported reference. The message omits the address, which may contain a password.
     """
     if DIRECT.match(text) is None:
         return None
@@ -138,7 +138,7 @@ def _check_file(found: DirectReference) -> None:
 
 
 def _fragment(text: str, accepted: str) -> dict[str, str]:
-    """Return KEY=VALUE pairs of a URL's fragment. Raises ValueError for any but `accepted`, and pip's old `egg`."""
+    """Return KEY=VALUE pairs of a URL's fragment. Raises ValueError for keys but `accepted` and pip's old `egg`."""
     pairs = {key: unquote(value) for key, _, value in (one.partition("=") for one in text.split("&") if one)}
     if pairs.keys() - {accepted, "egg"}:
         raise ValueError(f"after # only {accepted}= is accepted")
@@ -192,7 +192,7 @@ def constraint_problem(text: str) -> str | None:
 
 
 def override_problem(text: str) -> str | None:
-    """Return why `text` is not a name with the versions that replace those that packages ask for, or None."""
+    """Return why `text` is not an override (a name with the versions that replace other requirements), or None."""
     if (problem := constraint_problem(text)) is not None:
         return problem
     if re.match(r"[=<>!~]", requirement_parts(text)[1]):
@@ -211,7 +211,7 @@ def _parse_problem(text: str) -> str | None:
 
 
 def _corrected(text: str) -> str | None:
-    """Return the requirement that `text` means in conda's spelling or with a usual typing mistake, or None."""
+    """Return `text`, in conda's syntax or with a common typing mistake, as a valid requirement; None if impossible."""
     parts = re.fullmatch(r"(\w[\w.-]*?(?:\s*\[[^]]*\])?)\s*([=<>!~\s].*)", text, re.S)
     if parts is None:
         return None
@@ -235,7 +235,7 @@ project_problem = form(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", "is not the 
 
 
 def index_problem(url: str) -> str | None:
-    """Return why `url` is not the URL of an index, or None. The text never repeats the URL: it may hold a password."""
+    """Return why `url` is not the URL of an index, or None. The message omits the URL, which may contain a password."""
     # This check comes first: a password is a worse mistake than a missing or wrong scheme.
     if "@" in re.split(r"[/?#]", url.partition("://")[2] or url, maxsplit=1)[0]:
         return "holds a user name or password; a recipe is shared: credentials belong to the site"
@@ -277,7 +277,7 @@ variable_problem = form(r"[A-Za-z_][A-Za-z0-9_]*", "is not the name of an enviro
 
 
 def channel_problem(text: str) -> str | None:
-    """Return why `text` is not a channel (a name on conda's own server, or a URL), or None. Never repeats a URL."""
+    """Return why `text` is not a channel (a name on conda's own server, or a URL), or None. The message omits URLs."""
     if "://" in text or "@" in text:
         if re.search(r"/t/[^/]+/", text):
             return "holds a token; a recipe is shared: credentials belong to the site"

@@ -112,7 +112,7 @@ def check_own(loaded: LoadedRecipe) -> None:
 
 
 def choose_target(loaded: LoadedRecipe, name: str | None, folders: Sequence[Path]) -> Target:
-    """Return the target `name` of the recipe. UsageError for an unknown one names the recipes in `folders` with it."""
+    """Return the target `name` of the recipe. Raises UsageError that lists recipes in `folders` with this target."""
     try:
         return loaded.target(name)[0]
     except UsageError as error:
@@ -140,7 +140,7 @@ def _is_path(text: str) -> bool:
 
 
 def list_recipes(folders: Sequence[Path]) -> list[ListedRecipe]:
-    """Return every recipe in `folders`, sorted by name; of two with the same name, the first folder's wins."""
+    """Return every recipe in `folders`, sorted by name; the first folder wins if two have a recipe of the same name."""
     found = []
     for name, path in recipe_files(folders).items():
         try:
@@ -151,7 +151,7 @@ def list_recipes(folders: Sequence[Path]) -> list[ListedRecipe]:
 
 
 def recipe_files(folders: Sequence[Path]) -> dict[str, Path]:
-    """Return the file of every recipe in `folders` by its name, sorted; of two with one name, the first folder's."""
+    """Return recipe name → file for `folders`, sorted; the first folder wins if two have a recipe of the same name."""
     names: dict[str, Path] = {}
     for folder in folders:
         try:

@@ -1,4 +1,4 @@
-"""Read a recipe file, select one of its targets, and compute its fingerprints."""
+"""Loaded recipes: decode a recipe file, select one of its targets, and compute its fingerprints."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _MOST_SCRIPT = 100_000
 class LoadedRecipe:
     """A valid recipe and its file.
 
-    The requirements of its project are among its own; `code` is without its files. `script` is the path and the text of
-    the script of [verify]. `variant` is the Python of `for_python`, "" for the recipe's own.
+    Its requirements include those of its project; `code` is the project without its files. `script` is the path and
+    the text of the script of [verify]. `variant` is the Python selected by `for_python`, "" for the recipe's own.
     """
 
     recipe: model.Recipe
@@ -75,7 +75,7 @@ class LoadedRecipe:
         return _digest(**{name: value for name, value in data.items() if value or name not in _NEW})
 
     def for_python(self, target: Target, python: str) -> LoadedRecipe | None:
-        """Return the recipe as it is built for `target` with this Python, None if the target has no lock for it."""
+        """Return the recipe with this Python for `target`, None if the target does not list the Python."""
         if python == self.recipe.python:
             return self
         if python not in self.recipe.targets[target.name].pythons:
@@ -88,7 +88,7 @@ class LoadedRecipe:
         return {normalise(project): index for project, index in self.recipe.indexes.items()}
 
     def _bound_of(self, requirements: Iterable[str]) -> dict[str, object]:
-        """Return the input of a lock's digest that tells which of its `requirements` are bound; {} without any."""
+        """Return the names and indexes of bound `requirements`, as input of a lock's digest; {} if none is bound."""
         names = {requirement_parts(text)[0] for text in requirements}
         bound = {name: index for name, index in self.bound.items() if name in names}
         return {"bound": bound} if bound else {}
@@ -98,18 +98,18 @@ class LoadedRecipe:
         return {normalise(name): table for name, table in self.recipe.build.items() if table.for_target(target.name)}
 
     def build_table(self, name: str) -> BuildTable:
-        """Return the table of [build] of a package (normalised name), an empty one if it has none."""
+        """Return the [build] table of a package (normalised name), or an empty table."""
         known = {normalise(one): table for one, table in self.recipe.build.items()}
         return known.get(name, BuildTable())
 
     def _builds_of(self, target: Target) -> dict[str, object]:
-        """Return the input of a lock's digest that tells how packages are built; {} without any."""
+        """Return the [build] settings for `target`, as input of a lock's digest; {} if there are none."""
         tables = self.builds(target)
         found = {name: [one.requires, one.dependencies, one.environment, one.isolation] for name, one in tables.items()}
         return {"build": found} if found else {}
 
     def requirements(self, target: Target, conda: bool) -> tuple[str, ...]:
-        """Return the requirements of `target`, with `conda` those that pip adds to the conda packages."""
+        """Return the requirements of `target`; with `conda`, the requirements that pip adds to the conda packages."""
         recipe = self.recipe
         return recipe.conda.requirements if conda else recipe.requirements + recipe.targets[target.name].requirements
 
@@ -129,7 +129,7 @@ class LoadedRecipe:
         return recipe.environment != "conda" or bool(recipe.requirements or recipe.targets[target.name].requirements)
 
     def direct(self, target: Target, conda: bool) -> tuple[str, ...]:
-        """Return the normalised names of the packages that `target` itself requires, with `conda` those of [conda]."""
+        """Return the normalised names of the direct requirements of `target`; with `conda`, the packages of [conda]."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         specs = (*recipe.conda.dependencies, *table.conda) if conda else ()
         names = [requirement_parts(text)[0] for text in self.requirements(target, conda)]
@@ -137,7 +137,7 @@ class LoadedRecipe:
         return tuple(sorted({normalise(name) for name in names}))
 
     def where_build(self, name: str) -> str:
-        """Return `FILE:LINE:COL` of a package (normalised name) in [build], else of a requirement of it."""
+        """Return `FILE:LINE:COL` of a package (normalised name) in [build], else in a list of requirements."""
         known = self.document.data.get("build", ())
         keys = {normalise(one): ("build", n if isinstance(known, list) else one) for n, one in enumerate(known)}
         direct = {requirement_parts(text)[0]: one for one, text in requirement_entries(self.document)}
@@ -171,14 +171,14 @@ class LoadedRecipe:
         return Target.parse(name), recipe.targets[name]
 
     def _target_hint(self, name: str) -> str:
-        """Return what to do about a target `name` that the recipe lacks."""
+        """Return the hint for a target `name` that the recipe lacks."""
         if target_problem(name) is not None:
             return "a target is ACCELERATOR-ARCHITECTURE: cpu-x86_64, cu126-x86_64, cu130-aarch64, rocm6.4-x86_64"
         table = Target.parse(name).table
         return f"to add it, write the table {table} into {self.path}, and run `envbuild lock {self.recipe.name}`"
 
     def image_digest(self, target: Target) -> str:
-        """Return `sha256:...` over the inputs of the image lock of `target`, and nothing else."""
+        """Return `sha256:...` over exactly the inputs of the image lock of `target`."""
         recipe, image = self.recipe, self.recipe.image
         more = {"environment": "conda"} if recipe.environment == "conda" else {}  # the base then has no Python
         return _digest(
@@ -191,7 +191,7 @@ class LoadedRecipe:
         )
 
     def conda_digest(self, target: Target) -> str:
-        """Return `sha256:...` over the inputs of the conda lock of `target`, and nothing else."""
+        """Return `sha256:...` over exactly the inputs of the conda lock of `target`."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         return _digest(
             target=target.name,
@@ -208,7 +208,7 @@ class LoadedRecipe:
         )
 
     def resolution_digest(self, target: Target) -> str:
-        """Return `sha256:...` over the inputs of the wheel lock of `target`. Raises UsageError for an unknown one."""
+        """Return `sha256:...` over the inputs of the wheel lock of `target`. Raises UsageError if it is unknown."""
         recipe, (_, table) = self.recipe, self.target(target.name)
         nccl = self.nccl_wheel(target)
         requirements = recipe.requirements + table.requirements
@@ -227,7 +227,7 @@ class LoadedRecipe:
     def nccl_wheel(self, target: Target) -> str | None:
         """Return the version of the NCCL wheel that `[layers.nccl]` uses instead of torch's pin, in PyPI's spelling.
 
-        Returns None if the target's NCCL has no wheel of its own, or if the pin is not replaced. NCCL's release
+        Returns None if the target has no separate NCCL wheel, or if the pin is not replaced. NCCL's release
         2.26.2-1 is 2.26.2 on PyPI.
         """
         table = self.recipe.layers.get("nccl")
@@ -297,7 +297,7 @@ def _script_of(settings: VerifySettings, document: Document) -> tuple[Path, str]
 
 
 def _wrong_folder(document: Document) -> Iterator[Problem]:
-    """Yield a `name` that differs from the folder's: recipes are found by their folder, so it would mislead."""
+    """Yield a mistake if the recipe's `name` differs from its folder's name, by which commands find the recipe."""
     path, name = document.path.absolute(), document.data.get("name")
     in_recipes = path.name == "recipe.toml" and path.parent.parent.name == "recipes"
     if in_recipes and isinstance(name, str) and name != path.parent.name:

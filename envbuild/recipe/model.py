@@ -230,7 +230,7 @@ class SlimTable:
 
 
 def slim_mistakes(document: Document) -> Iterator[Problem]:
-    """Yield `gpus` of [slim] where a target for CUDA does not say which GPUs it is for."""
+    """Yield a mistake for `gpus` in [slim] if a CUDA target does not list its GPUs."""
     if table_at(document.data, "slim").get("gpus") is not True:
         return
     for name in table_at(document.data, "targets"):
@@ -438,7 +438,7 @@ class Recipe:
 
 
 def duplicate_requirements(document: Document) -> Iterator[Problem]:
-    """Yield projects that a target requires twice with different specifiers, whatever other mistakes the data have."""
+    """Yield projects that a target requires twice with different specifiers. The data may have other mistakes."""
     every = list(requirement_entries(document))
     common = [entry for entry in every if entry[0][0] == "requirements"]
     of_targets = [
@@ -456,7 +456,7 @@ def duplicate_requirements(document: Document) -> Iterator[Problem]:
 
 
 def override_mistakes(document: Document) -> Iterator[Problem]:
-    """Yield overrides of one project twice, and those that would replace a version that the recipe itself asks for."""
+    """Yield duplicate overrides of one project, and overrides that would replace a version in the recipe itself."""
     required = {
         name: (keys, text)
         for keys, text in requirement_entries(document)
@@ -478,7 +478,7 @@ def override_mistakes(document: Document) -> Iterator[Problem]:
 
 
 def index_mistakes(document: Document) -> Iterator[Problem]:
-    """Yield packages in [indexes] that no list of requirements has, or that are there in two spellings."""
+    """Yield packages in [indexes] that are in no list of requirements, or that appear in two spellings."""
     known = sorted({checks.requirement_parts(text)[0] for _, text in requirement_entries(document)})
     seen = set[str]()
     for project in table_at(document.data, "indexes"):
@@ -507,7 +507,7 @@ def image_mistakes(document: Document) -> Iterator[Problem]:
 
 
 def conda_mistakes(document: Document) -> Iterator[Problem]:
-    """Yield conda settings that are missing or that have no effect without others."""
+    """Yield missing conda settings, and conda settings that have no effect without others."""
     conda = table_at(document.data, "conda")
     has = bool(conda.get("dependencies"))
     if document.data.get("environment") == "conda":
@@ -534,7 +534,7 @@ def gpu_mistakes(document: Document) -> Iterator[Problem]:
 
 
 def verify_mistakes(document: Document) -> Iterator[Problem]:
-    """Yield keys of [verify] that exclude each other, and those of [verify.expect] that need another key."""
+    """Yield mutually exclusive keys of [verify], and keys of [verify.expect] that need another key."""
     verify, expect = table_at(document.data, "verify"), table_at(document.data, "verify", "expect")
     if verify.get("command") and verify.get("script"):
         yield ("verify", "script"), "[verify] has `command` and `script`: leave one of them out"

@@ -59,9 +59,9 @@ class ProjectTable:
 class OwnCode:
     """The user's own code in the folder `root`.
 
-    `name` is its distribution, "" if only its build backend knows it. A plain folder has the `module` path of its
-    files; "" stands for a wheel. `files` are (path, mode, sha256), and `commit` is git's, with `-dirty` if tracked
-    files changed since. With `editable`, an environment refers to the folder, at no commit. `where` is
+    `name` is its distribution, "" if only its build backend knows it. `module` is the import path of a plain folder's
+    files, "" for a project that becomes a wheel. `files` are (path, mode, sha256). `commit` is git's, with `-dirty`
+    if tracked files have changed. With `editable`, an environment refers to the folder, without a commit. `where` is
     FILE:LINE:COL of its path in the recipe.
     """
 
@@ -76,7 +76,7 @@ class OwnCode:
 
     @property
     def digest(self) -> str:
-        """sha256 over all that determines what an artifact holds of it; if `editable`, no other file counts."""
+        """sha256 over all inputs of its files in an artifact; contents of files do not count if `editable`."""
         from envbuild.base.packages import json_digest
 
         files = [one for one in self.files if not self.editable or one[0] in _METADATA]
@@ -85,7 +85,7 @@ class OwnCode:
 
 
 def declared_code(document: Document, table: ProjectTable) -> OwnCode:
-    """Return the project of a recipe, without its files. Raises RecipeError for a folder that is none."""
+    """Return the project of a recipe, without its files. Raises RecipeError for a folder without a project."""
     where = document.where("project", "path")
     root = (document.path.parent / table.path).resolve()
     if not root.is_dir():
@@ -112,7 +112,7 @@ def _pyproject(root: Path) -> Document:
 def declared_requirements(code: OwnCode, table: ProjectTable, document: Document) -> Iterator[str]:
     """Yield the requirements in the pyproject.toml of `code`, with the extras and groups that `table` names.
 
-    Those that only a build backend knows are left out. Raises RecipeError for faulty ones.
+    Requirements that only a build backend knows are left out. Raises RecipeError for invalid requirements.
     """
     from packaging.requirements import Requirement
 
@@ -137,9 +137,9 @@ def declared_requirements(code: OwnCode, table: ProjectTable, document: Document
 
 
 def _entries(own: Document, keys: tuple[str, ...], asked: str) -> Iterator[tuple[str, Any]]:
-    """Yield each entry of the array at `keys` with its position, or of the files that setuptools reads instead.
+    """Yield (position, entry) of the array at `keys`, or of the files that setuptools reads in its place.
 
-    The last key is normalised, and `asked` for at this position: RecipeError is raised if nothing has it.
+    The last key is a normalised name. RecipeError names `asked`, the place of the reference, if the key is missing.
     """
     above, name = keys[:-1], keys[-1]
     known = {normalise(one): one for one in table_at(own.data, *above)}
@@ -165,7 +165,7 @@ def _entries(own: Document, keys: tuple[str, ...], asked: str) -> Iterator[tuple
 
 
 def _matches(path: str, globs: Collection[str]) -> bool:
-    """Return whether one of `globs` matches `path` or a folder around it; one without a slash matches any of its names.
+    """Return whether any glob matches `path` or a parent folder; a glob without a slash is compared with each name.
 
     `*` matches slashes, too.
     """

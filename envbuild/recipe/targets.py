@@ -30,19 +30,19 @@ class Accelerator:
     explains the tag; `usual` are suggestions for a misspelled one.
 
     torch's build: the `torch_field` of torch.version and the `torch_library` identify the accelerator; `wheels`
-    matches the distributions that only such a build needs; conda's build strings begin with `conda_builds`;
+    matches the distributions that only builds for it need; conda's build strings begin with `conda_builds`;
     `conda_virtual` is conda's virtual package; `nccl_wheel` is the prefix of the distribution with its NCCL.
 
-    Hosts: `devices` is the pattern of the device files of GPUs, `probe` that of any file of the driver, both below
+    Hosts: `devices` is the pattern of the GPUs' device files, `probe` the pattern of the driver's files, both below
     /dev; `visible` is the variable that restricts a process to some GPUs; `driver_libraries` tells whether
     containers use libraries of the host's driver.
 
-    Containers: `apptainer` is its option; `docker_request` requests a daemon's GPU runtime, otherwise
+    Containers: `apptainer` is Apptainer's option; `docker_request` requests a daemon's GPU runtime, otherwise
     `docker_devices` are passed to a container; `container_variables` select devices for the hooks of container
     runtimes.
 
     Clusters: `kubernetes` is the resource of pods, `backend` torch's backend for collectives, `nccl` the name of
-    the library behind it, and `net_plugin` the prefix of the aws-ofi-nccl file that this library opens.
+    the backend's library, and `net_plugin` the prefix of the aws-ofi-nccl file that this library opens.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Accelerator:
         return bool(self.torch_library)
 
     def version(self, tag: str) -> str | None:
-        """Return `12.6` for the tag cu126; None for a tag of another family and one without a version."""
+        """Return `12.6` for the tag cu126; None for a tag of another family or without a version."""
         match = re.fullmatch(self.tag, tag)
         return ".".join(match.groups()) if match and match.groups() else None
 
@@ -153,20 +153,20 @@ def torch_libraries() -> set[str]:
 
 
 def torch_builds(text: str) -> dict[str, str]:
-    """Return the accelerators that torch was built for, {"cuda": "12.6"}, from the text of torch/version.py."""
+    """Return the accelerators of a torch build, {"cuda": "12.6"}, from the text of torch/version.py."""
     names = [one.torch_field for one in gpu_families()]
     found = {name: re.search(_FIELD.format(name), text, re.MULTILINE) for name in names}
     return {name: match[1] for name, match in found.items() if match}
 
 
 def survey_builds(survey: Collection[str]) -> dict[str, str]:
-    """Return the accelerators that torch was built for from the entries of a survey, such as `cuda=12.6`."""
+    """Return the accelerators of a torch build from the entries of a survey, such as `cuda=12.6`."""
     pairs = (one.partition("=") for one in survey)
     return {name: version for name, equals, version in pairs if equals}
 
 
 def accelerator_fault(target: str, builds: Mapping[str, str], libraries: Collection[str], *, exact: bool) -> str | None:
-    """Return why a torch that was built for `builds`, with accelerator `libraries`, does not suit `target`, or None.
+    """Return why a torch built for `builds`, with accelerator `libraries`, does not suit `target`, or None.
 
     Without `exact` only the major version counts: conda builds of one major version are interchangeable.
     """
