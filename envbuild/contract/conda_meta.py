@@ -81,9 +81,9 @@ def owned_dist_infos(records: list[dict[str, Any]], site_packages: str) -> froze
 def survey_conda(
     root: Path, site_packages: Path, known: FileReport | None = None, host: Files = HOST
 ) -> tuple[dict[str, Distribution], FileReport]:
-    """Return the packages of the conda environment at `root`, with pip's, and its files, relative to it.
+    """Return the conda and pip packages of the environment at `root`, and its files, relative to it.
 
-    `known` is the report on its files if they have been compared.
+    `known` is the report on its files if they have been compared already.
     """
     inside = os.path.relpath(site_packages, root)
     try:
@@ -109,7 +109,7 @@ def survey_conda(
 
 
 def quick_names(root: Path, site_packages: Path) -> set[tuple[str, str]]:
-    """Return (name, version) of everything that is installed, from file names; conda-meta is read no further.
+    """Return (name, version) of every installed package, from file names alone.
 
     Packages of conda have the name in conda-meta, those that pip added their normalized name. A missing
     .dist-info folder of a conda package is returned with the version "missing". Raises OSError.

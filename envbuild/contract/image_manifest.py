@@ -1,11 +1,11 @@
 """The manifest of an image: every path of its root file system with type, mode, owner, content and attributes.
 
-It is made from the image's layers when these are assembled, and lies in the image as `opt/env/envbuild-image.manifest`.
-The first line is a JSON object with `format` and `form`: OCI for layers that a container runtime merges, SQUASHFS for
-the tree of a .sqsh or .sif file. Each further line is a JSON array, sorted by path: path, type, mode, owner, group,
-size in bytes, and the sha256 of a file, the target of a link, or the numbers of a device as MAJOR,MINOR; then an object
-with the extended attributes in hexadecimal, if there are any. A hard link is listed as the file that it leads to.
-Neither the root itself nor the manifest is listed.
+It is made from the image's layers when they are assembled, and stored in the image as
+`opt/env/envbuild-image.manifest`. The first line is a JSON object with `format` and `form`: OCI for layers that a
+container runtime merges, SQUASHFS for the tree of a .sqsh or .sif file. Each further line is a JSON array, sorted by
+path: path, type, mode, owner, group, size in bytes, and the sha256 of a file, the target of a link, or the numbers of a
+device as MAJOR,MINOR; then an object with the extended attributes in hexadecimal, if there are any. A hard link is
+listed as its file. The root itself and the manifest are not listed.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Described(Protocol):
 
 
 def row_of(path: Described, sha256: str, target: str) -> PathRow:
-    """Return the row of a path that is no hard link; `sha256` is that of a file, `target` the text of a link."""
+    """Return the row of a path that is no hard link; `sha256` is a file's digest, `target` the text of a link."""
     mode, size, value = path.mode, 0, ""
     if path.kind == _FILE:
         size, value = path.size, sha256
@@ -152,9 +152,9 @@ def _parsed(line: bytes) -> tuple[str, PathRow]:
 def compare(manifest: FileManifest, found: Mapping[str, PathRow], form: str) -> FileReport:
     """Compare the paths of an image in `form` with its manifest; paths in the report begin with a slash.
 
-    Left out is what a docker daemon adds to each container. An image that another tool converted from layers into a
-    squashfs is compared without owners and modes, except setuid, setgid and the permission to execute, and without the
-    files that runtimes add.
+    Files that a docker daemon adds to each container are left out. An image that another tool converted from layers
+    into a squashfs is compared without owners and modes, except setuid, setgid and the permission to execute, and
+    without the files that runtimes add.
     """
     converted = form != manifest.form
     ignored = _RUNTIMES if converted else _DOCKERS if form == OCI else frozenset()
@@ -190,7 +190,7 @@ def _exported(_: str, row: PathRow) -> PathRow:
 
 
 def converted_mode(path: str, kind: str, mode: int) -> int | None:
-    """Return the mode of a path in a squashfs that `enroot import` makes from layers, None if it leaves the path out.
+    """Return the mode of a path in a squashfs made by `enroot import` from layers, None if it leaves the path out.
 
     Files in dev, device nodes anywhere and .dockerenv are left out: creating a node needs root, and the runtimes mount
     the host's dev. The owner may read everything, and enter and write folders; setuid, setgid and sticky bits stay.

@@ -31,7 +31,7 @@ from envbuild.gpus import Containers, read_gpu_code
 class Distribution:
     """An installed distribution; `record` is the sha256 of its sorted RECORD, `modules` are its top-level ones.
 
-    `slim` tells what it is without, as its wheel says.
+    `slim` lists the removed parts of a slim wheel, as its metadata names them.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Distribution:
 
 
 class Files(Protocol):
-    """Files by their absolute paths; all methods but `target` follow links. They raise OSError."""
+    """Files by their absolute paths; all methods except `target` follow links. They raise OSError."""
 
     def names(self, folder: str) -> list[str]:
         """Return the names in a folder."""
@@ -63,7 +63,7 @@ class Files(Protocol):
         """Return the digest of a regular file. Raises ValueError for an unknown algorithm."""
 
     def target(self, path: str) -> str:
-        """Return the text of a symbolic link, "" for anything else that is there."""
+        """Return the text of a symbolic link, "" for any other existing path."""
 
     def is_folder(self, path: str) -> bool:
         """Return whether there is a folder at `path`."""
@@ -72,7 +72,7 @@ class Files(Protocol):
         """Return the containers of code for GPUs in an ELF file."""
 
     def elf(self, path: str) -> Elf | None:
-        """Return the ELF file at `path` with its symbols, None for any other or no file; raises nothing."""
+        """Return the ELF file at `path` with its symbols, None for any other or a missing file; raises no error."""
 
     def library_path(self) -> list[str]:
         """Return the folders of LD_LIBRARY_PATH that the files themselves set, as images do."""
@@ -122,7 +122,7 @@ HOST = HostFiles()
 
 
 class ReadFiles(HostFiles):
-    """The files of this host, of which some were read already: `heads` are their first bytes, by path."""
+    """The files of this host; `heads` has the first bytes of files that were read already, by path."""
 
     def __init__(self, heads: Mapping[str, bytes]) -> None:
         self._heads = heads
@@ -208,8 +208,8 @@ def check_files(
 ) -> FileReport:
     """Read every file that a RECORD names and compare size and sha256; list files that no RECORD names.
 
-    Left out are __pycache__, which Python writes and renews by itself, the .dist-info folders in `without`, and those
-    files without a RECORD whose absolute paths are in `others`.
+    Leaves out __pycache__, which Python renews by itself, the .dist-info folders in `without`, and unrecorded files
+    whose absolute paths are in `others`.
     """
     report = FileReport()
     owned: set[str] = set(others)

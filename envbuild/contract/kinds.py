@@ -1,4 +1,4 @@
-"""Facts of the kinds of artifacts: names, files, sources, runtimes. A new kind is a new entry in ARTIFACTS."""
+"""Facts about the kinds of artifacts: names, files, sources, runtimes. A new kind is a new entry in ARTIFACTS."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Artifact:
     """A kind of artifact; each subclass below is one form.
 
     `name` is the name of the command, and of the kind in states and receipts; `help` is the command's line in --help.
-    `default_name` is the name of an artifact in build/RECIPE/TARGET. `of_conda` says that the artifact consists of the
+    `default_name` is the name of an artifact in build/RECIPE/TARGET. With `of_conda`, the artifact consists of the
     packages in the recipe's [conda].
 
     For doctor: `sources` are the sources from which a build reads besides the store, `imports` the modules that it
@@ -82,8 +82,9 @@ class FolderPrograms(Protocol):
 class FileArtifact(Artifact):
     """An image in one file.
 
-    `format` is its format, a key of FORMATS in verify/image_file.py; `mode` are its permissions. The file of an image
-    that envbuild did not build has the words of the image's name, joined by `joint`: the last `last_words`, 0 for all.
+    `format` is its format, a key of FORMATS in verify/image_file.py; `mode` are its permissions. The default file name
+    of an image that envbuild did not build consists of the last `last_words` words of its name (0 for all), joined by
+    `joint`.
     """
 
     format: str = "squashfs"
@@ -153,7 +154,7 @@ ARTIFACTS: Mapping[str, Artifact] = {kind.name: kind for kind in (VENV, CONDA, D
 
 
 def container_runtimes() -> tuple[str, ...]:
-    """Return the values of [container] runtime of a site."""
+    """Return the possible values of [container] runtime of a site."""
     return ("none", *dict.fromkeys(name for kind in ARTIFACTS.values() for name in kind.containers))
 
 

@@ -1,7 +1,7 @@
 """Lists of the files of source layers in an environment, and whether the files match them.
 
-`share/envbuild/layers/NAME.json` names every file of a layer: its path below the environment's root, size in bytes and
-sha256 (hexadecimal), for each link its text.
+`share/envbuild/layers/NAME.json` lists every file of a layer: its path below the environment's root, its size in bytes
+and its sha256 (hexadecimal), or the text of a link.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LayerFile:
 
     @property
     def mode(self) -> int:
-        """The permissions of the file wherever it is installed."""
+        """The permissions of the installed file."""
         return 0o755 if self.executable else 0o644
 
     def row(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class LayerList:
 
 
 def list_files(folder: Path, known: Mapping[str, str] = {}) -> tuple[LayerFile, ...]:
-    """Return every file and link below `folder`, sorted by path; `known` has sha256 of files that need not be read.
+    """Return every file and link below `folder`, sorted by path; `known` has the sha256 of files that need not be read.
 
     Raises ValueError for an entry of another type, and OSError.
     """

@@ -3,8 +3,8 @@
 It is written into the environment as `envbuild.manifest` when the environment is built, and the receipt names its
 sha256. Each line is a JSON array, [path, mode, size, sha256] of a file or [path, target] of a link, sorted by path.
 
-Bytecode that Python writes later is not in it: `check` compares it with its source. Other files in `__pycache__` are
-caches of packages and not judged.
+The manifest does not list bytecode that Python writes later: `check` compares it with its source. Other files in
+`__pycache__` are caches of packages and not judged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Listed:
 
 
 class SealStore(Protocol):
-    """The store, in whose folder `seals` the results of comparisons are recorded."""
+    """The store; its folder `seals` holds the results of comparisons."""
 
     @property
     def root(self) -> Path: ...
@@ -86,10 +86,10 @@ class Manifest:
 
 
 def write_manifest(root: Path, workers: int, read: Mapping[Stat, str] = {}) -> tuple[Manifest, dict[str, Stat]]:
-    """Read every file below `root` in `workers` threads and write the manifest there; also return what was read.
+    """Read every file below `root` in `workers` threads and write the manifest there; return it and each file's stat.
 
-    `read` has the sha256 of files that were read before and are linked there, by stat. Raises BuildError for a file
-    that cannot be read, and for what is neither file, link nor folder, OSError.
+    `read` has the sha256 of linked files that were read before, by stat. Raises BuildError for a file that cannot be
+    read, and for a path that is no file, link or folder; OSError.
     """
     manifest, text, found = list_tree(root, workers, read)
     (root / FILE).write_text(text, encoding="ascii")
@@ -112,9 +112,9 @@ def list_tree(
 
 
 def read_manifest(root: Path) -> Manifest | None:
-    """Return the manifest of the environment at `root`; None if it has none.
+    """Return the manifest of the environment at `root`, None without one.
 
-    Raises BuildError for a damaged one, OSError for one that cannot be read.
+    Raises BuildError for a damaged manifest, OSError for one that cannot be read.
     """
     try:
         data = read_regular(root / FILE)
@@ -137,13 +137,13 @@ def _row(fields: Sequence[object]) -> Listed:
 
 
 def scan(root: Path) -> dict[str, Stat]:
-    """Return the stat of everything below `root` that is no folder, by path; no link is followed. Raises OSError."""
+    """Return the stat of every path below `root` except folders, by path; follow no links. Raises OSError."""
     found = {path: stat_of(info) for path, info in walk_stats(root)}
     return {path: found[path] for path in sorted(found.keys() - _USERS)}
 
 
 def stat_of(info: os.stat_result) -> Stat:
-    """Return what tells whether a file changed."""
+    """Return the fields of a file's stat that change with its content."""
     return info.st_mode, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino
 
 
@@ -158,12 +158,11 @@ def check(
     timeout_s: float = math.inf,
     heads: dict[str, bytes] | None = None,
 ) -> tuple[FileReport, dict[str, Stat]]:
-    """Compare what was `found` at `root` with its `manifest`; also return the stat of the files that are as they were.
+    """Compare the files `found` at `root` with its `manifest`; also return the stat of the unchanged files.
 
-    Files whose stat is in `known` are not read again. `interpreter` compares bytecode that is neither in the manifest
-    nor known in `store` (None: in none) as that of its sources; with "" it is not judged. `heads` gets the first bytes
-    of the files that are read, by their paths. Raises OSError, and TimeoutError when reading takes longer than
-    `timeout_s`.
+    Files whose stat is in `known` are not read again. `interpreter` compiles sources to compare bytecode that neither
+    the manifest nor `store` (if given) knows; with "", such bytecode is not judged. `heads` gets the first bytes of the
+    files that are read, by their paths. Raises OSError, and TimeoutError when reading takes longer than `timeout_s`.
     """
     report = FileReport()
     report.files, report.bytes = len(found), sum(info[1] for info in found.values())
@@ -221,7 +220,7 @@ def _read(path: str, info: Stat, sha256: str = "", heads: dict[str, bytes] | Non
 
 
 def sealed(root: Path, manifest: Manifest, store: SealStore) -> dict[str, Stat] | None:
-    """Return the stat of the files that were found to be those of `manifest`, None if they were never compared."""
+    """Return the stat of the files that matched `manifest` when they were last compared, None if they never were."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         data = parse_json(_note(root, store).read_bytes())
         if data["manifest"] == manifest.digest:
@@ -232,8 +231,8 @@ def sealed(root: Path, manifest: Manifest, store: SealStore) -> dict[str, Stat] 
 def seal(root: Path, manifest: Manifest, files: Mapping[str, Stat], store: SealStore) -> None:
     """Record in the store that `files`, by path and stat, were compared with `manifest`, if the store can be written.
 
-    The bytecode among them is recorded by its content too, for copies of the environment. Only files whose stat was
-    taken before they were compared may be named: what changed since then has another one.
+    The bytecode among them is recorded by its content too, for copies of the environment. The stat of `files` must be
+    older than their comparison: a file that changed since then has another stat.
     """
     with suppress(OSError, BuildError):
         store.folder("seals")
@@ -253,7 +252,7 @@ def seal(root: Path, manifest: Manifest, files: Mapping[str, Stat], store: SealS
 
 
 def _compiled(manifest: Manifest, store: SealStore) -> dict[str, list[str]]:
-    """Return the sha256 that bytecode of the environments of `manifest` was found to have, by path."""
+    """Return the recorded sha256 of bytecode in environments of `manifest`, by path."""
     with suppress(OSError, ValueError):
         found = parse_json(_known_code(manifest, store).read_bytes())
         return found if isinstance(found, dict) else {}
@@ -265,7 +264,7 @@ def _known_code(manifest: Manifest, store: SealStore) -> Path:
 
 
 def move_seal(root: Path, final: Path, store: SealStore) -> None:
-    """Move the recorded seal of the environment that was moved from `root` to `final`."""
+    """Move the seal of an environment that was moved from `root` to `final`."""
     with suppress(OSError):
         _note(root, store).replace(_note(final, store))
 
@@ -273,11 +272,10 @@ def move_seal(root: Path, final: Path, store: SealStore) -> None:
 def changes(
     root: Path, state: State, expected: str, store: SealStore, workers: int, *, exact: bool = False
 ) -> list[str]:
-    """Return the files of the environment at `root` that are not those of its manifest, [] if it has none.
+    """Return the files of the environment at `root` that differ from its manifest, [] without a manifest.
 
     `expected` is the manifest's sha256 in the receipt, "" if it names none. Files are read only if their stat changed
-    since they were last compared; with `exact`, nothing that the store records counts. Raises BuildError for a damaged
-    manifest, OSError.
+    since they were last compared; with `exact`, all files are read. Raises BuildError for a damaged manifest, OSError.
     """
     manifest = read_manifest(root)
     if manifest is None or expected not in ("", manifest.digest):
@@ -307,7 +305,7 @@ def source_of(path: str) -> str:
 
 
 def other_code(root: Path, paths: Sequence[str], interpreter: str, workers: int) -> list[str]:
-    """Return those of the bytecode files `paths` that are not the compiled form of their source."""
+    """Return the bytecode files among `paths` that are not the compiled form of their source."""
 
     def compare(share: Sequence[str], _: object) -> list[str]:
         asked = [(os.path.join(root, path), os.path.join(root, source_of(path))) for path in share]

@@ -76,7 +76,7 @@ def read_receipt(path: Path) -> dict[str, Any]:
 def passing_receipt(path: Path, digest: str) -> dict[str, Any] | None:
     """Return the receipt beside `path` if it passed and is for the artifact with `digest`, else None.
 
-    Raises OSError for one that cannot be read.
+    Raises OSError for a receipt that cannot be read.
     """
     try:
         receipt = read_receipt(receipt_path(path))
@@ -94,8 +94,7 @@ def is_quick(receipt: Mapping[str, Any]) -> bool:
 def manifest_of(path: Path, digest: str = "") -> str:
     """Return the sha256 of the manifest that the receipt beside `path` names, passing or not; "" without one.
 
-    Raises VerificationError for the receipt of an artifact that does not have the `digest`, if one is given, and
-    OSError.
+    Raises VerificationError for the receipt of an artifact with another digest than `digest` ("" for any), and OSError.
     """
     with suppress(*MISSING, ValueError, KeyError, TypeError, AttributeError):
         artifact = parse_json(read_regular(receipt_path(path)))["artifact"]
@@ -126,7 +125,7 @@ def record_push(path: Path, digest: str, reference: str, *places: Path) -> None:
 
 
 def recorded_gpu_code(receipt: Mapping[str, Any]) -> dict[str, Containers]:
-    """Return the containers of each library as the check `gpus` of a receipt has them; {} for a receipt without it."""
+    """Return the containers of each library from the check `gpus` of a receipt; {} for a receipt without this check."""
     try:
         found: Mapping[str, Any] = next(
             (one["evidence"]["libraries"] for one in receipt["checks"] if one["name"] == "gpus"), {}
@@ -145,7 +144,7 @@ def check_lines(receipt: Mapping[str, Any]) -> list[str]:
 
 
 def passed_line(receipt: Mapping[str, Any]) -> str:
-    """Return how many checks passed, and how many were not tried: "22 checks passed, 2 not tried"."""
+    """Return the numbers of checks that passed and that were not tried: "22 checks passed, 2 not tried"."""
     states = [check["status"] for check in receipt["checks"]]
     skipped = f", {states.count('not tried')} not tried" if "not tried" in states else ""
     return f"{states.count('pass')} checks passed{skipped}{' (--verify quick)' if is_quick(receipt) else ''}"

@@ -1,4 +1,4 @@
-"""`envbuild.json` in an environment: the origin of its content, for checks that need nothing else."""
+"""`envbuild.json` in an environment: the origin of its content, for checks without the recipe."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class State:
 
     @property
     def has_torch(self) -> bool:
-        """Whether torch is among its packages; an image may have the torch of its base besides."""
+        """Whether torch is among its packages; the torch of an image's base does not count."""
         return any(name in ("torch", "pytorch") for name, _, _ in self.packages)
 
     @property
@@ -96,7 +96,7 @@ class State:
         return "conda" in (self.artifact, self.environment)
 
     def render(self) -> str:
-        """Return the text of the state file, without those of the newer fields that have their defaults."""
+        """Return the text of the state file; newer fields are left out if they have their defaults."""
         data = {"format": FORMAT, **asdict(self), "verify": self.verify.as_state()}
         if not self.layers:
             del data["layers"]
@@ -119,9 +119,9 @@ def site_packages(path: Path, python: str) -> Path:
 
 
 def has_packages(root: Path, state: State, found: Iterable[tuple[str, str]]) -> bool:
-    """Return whether `found`, (name, version) of the packages in the environment at `root`, are those of its `state`.
+    """Return whether `found`, (name, version) of the packages in the environment at `root`, match its `state`.
 
-    Its layers must be there too, by the names of their lists alone.
+    The lists of its source layers must exist, too; their content is not read.
     """
     packages = {(name, version) for name, version, _ in state.packages}
     return set(found) == packages and all((root / list_path(one.name)).exists() for one in state.layers if one.files)

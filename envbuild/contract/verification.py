@@ -153,7 +153,7 @@ class VerifySettings:
         return replace(self, **{name: value for name, value in options.items() if value is not None})
 
     def covers(self, wanted: VerifySettings) -> bool:
-        """Return whether a verification by these settings shows what one by `wanted` would."""
+        """Return whether a verification by these settings is at least as thorough as one by `wanted`."""
         same = _SAME_QUICK if wanted.quick else _SAME
         if any(getattr(self, name) != getattr(wanted, name) for name in same):
             return False
@@ -181,9 +181,9 @@ _OF_RUN = ("faults", "quick", "wanted_nproc_per_node")
 
 
 def parse_settings(table: object) -> VerifySettings:
-    """Return the settings that a state or a receipt has as plain data; keys of a newer envbuild are ignored.
+    """Return the settings from the plain data of a state or a receipt; keys of a newer envbuild are ignored.
 
-    Raises ValueError for a value of another type, and without a key that says how thorough the verification is.
+    Raises ValueError for a value of another type, and without a key for the thoroughness of the verification.
     """
     if not isinstance(table, dict):
         raise ValueError(f"the verification's settings are {table!r:.100}")

@@ -1,1 +1,1 @@
-"""Verification of artifacts: launch the trainer on simulated nodes (run), judge the results, write the receipt."""
+"""Verification of artifacts: launch the trainer on simulated nodes, judge the results, write the receipt."""

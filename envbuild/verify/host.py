@@ -1,4 +1,4 @@
-"""Simulated nodes that are processes of this host and communicate over loopback, for an environment in a folder."""
+"""Simulated nodes for an environment in a folder: processes of this host that communicate over loopback."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def folder_subject(
 ) -> Subject:
     """Return the subject for the environment of `kind` in `path`. Raises HostError when it cannot run on this host.
 
-    Its files are compared with the manifest that the receipt beside it names; those of a `fresh` one were read when it
-    was built. Raises VerificationError when that is the receipt of another environment.
+    Its files are compared with the manifest that the receipt beside it names; the files of a `fresh` environment were
+    read when it was built. Raises VerificationError when the receipt is for another environment.
     """
     target = Target.parse(state.target)
     check_host(kind.TITLE, target)

@@ -28,7 +28,7 @@ _MOST_STATE, _MOST_MANIFEST = 16 << 20, 1 << 30
 class ImageFormat:
     """A format of image files; `title` is its name in messages.
 
-    `matches` tells whether a file with these first bytes has the format; `offset` returns where its squashfs begins.
+    `matches` returns whether a file with these first bytes has the format; `offset` returns the offset of its squashfs.
     """
 
     title: str
@@ -46,7 +46,7 @@ FORMATS = {
 class ImageFile:
     """A file that holds a squashfs from `offset` on.
 
-    `path` is absolute; `kind` is the artifact's; `accelerator` is the one that the image's programs run on.
+    `path` is absolute; `kind` is the artifact's kind; `accelerator` is the accelerator of the image's programs.
     """
 
     path: Path
@@ -83,7 +83,7 @@ def _kind_of(head: bytes) -> FileArtifact | None:
 
 
 def check_image_place(path: Path) -> None:
-    """Raise UsageError when `path`, of an image file to write, holds something that must not be replaced."""
+    """Raise UsageError when `path`, where an image file is to be written, has content that must not be replaced."""
     if path.is_dir():
         raise UsageError(f"{path} is a folder", "name a file with --out")
     if path.exists() and path.stat().st_size and image_kind(path) is None:

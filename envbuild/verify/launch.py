@@ -1,4 +1,4 @@
-"""Start one torchrun agent for each node of a job and wait for all of them.
+"""Launches of jobs: one torchrun agent for each node, and a wait for all of them.
 
 Nodes are simulated: each agent has its own node identity, and all meet at a c10d rendezvous on a free port of
 node 0. `is_host` marks the agent that hosts the store, and each agent gives its own address: this works
@@ -75,7 +75,7 @@ _VARIABLES = {
 class Network:
     """The fabric, the variables that all nodes of a job get for it, and the GPUs that each node may use (() for all).
 
-    `replaced` are the caller's variables that differ in the job: name → (the caller's value, the job's value).
+    `replaced` maps each caller's variable that the job changes to (the caller's value, the job's value).
     """
 
     fabric: Fabric
@@ -264,7 +264,7 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The context of launches, with files in this host's folder `work`; `floor_of` set the bandwidth `floor` (GB/s)."""
+    """The context of launches, with files in this host's folder `work`; `floor_of` is the origin of `floor` (GB/s)."""
 
     nodes: Nodes
     work: Path
@@ -337,7 +337,7 @@ class Bench:
 
 
 def _alone(job: TrainingJob, node: int, address: str, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for the only program of a node."""
+    """Return the variables that torchrun would set for a single program on each node."""
     ranks = {"RANK": node, "GROUP_RANK": node, "WORLD_SIZE": job.nodes, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     return {**{name: str(rank) for name, rank in ranks.items()}, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
@@ -396,6 +396,6 @@ def _read(path: Path) -> str:
 
 
 def trainer_files() -> dict[str, bytes]:
-    """Return envbuild's own trainer and the script that starts it, by their paths in a node's work folder."""
+    """Return envbuild's trainer and the script that starts it, by their paths in a node's work folder."""
     folder = PurePath(TRAINER).parent
     return {TRAINER: _START, **{str(folder / name): content for name, content in load_trainer().files}}

@@ -67,16 +67,16 @@ class Nodes(Protocol):
         """Copy the files of `work` into the folder `into` on this host."""
 
     def kill_rank(self, run_id: str, rank: int) -> int | None:
-        """Send SIGKILL to one rank of a torchrun job. Return its process ID, None when there is no such rank."""
+        """Send SIGKILL to one rank of a torchrun job. Return its process ID, None without such a rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """An artifact and the operations that verification needs.
 
-    `root` is the environment's folder as its own processes see it; `isolated` means that they see nothing but the
-    artifact (a container). `kind` is the artifact's kind in the receipt, if it differs from the state's. `runtime`
-    names the program that runs it. `survey` reads its files within that many seconds. `nodes` opens the nodes on which
+    `root` is the environment's folder as its own processes see it; `isolated` means that they see only the artifact (a
+    container). `kind` is the artifact's kind in the receipt, if it differs from the state's. `runtime` names the
+    program that runs it. `survey` reads its files within a time limit in seconds. `nodes` opens the nodes on which
     torchrun is started; it takes a work folder on this host, the number of nodes and the caller's environment.
     `manifest` is the sha256 of the manifest with which its files are compared, "" for none; `accept` is called when all
     checks passed.
@@ -114,7 +114,8 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check; `cause` is the usual cause of a failure, `evidence` holds the figures behind the result.
+    """The result of one check; `cause` is the usual cause of a failure, `evidence` the data on which the result is
+    based.
 
     `status` is "pass", "fail", "blocked" (not judged because the check named in `seen` failed) or "not tried" (`seen`
     says why).
@@ -130,7 +131,7 @@ class Check:
 
 
 def out_of_time(artifact: str, seconds: float) -> VerificationError:
-    """Return the error of an artifact whose files could not be read within `seconds`."""
+    """Return the error for an artifact whose files could not be read within `seconds`."""
     return VerificationError(
         f"{artifact} could not be read within {seconds:g} s",
         "set `timeout_s` in [verify] of the recipe higher, or verify on a faster host",
@@ -153,7 +154,7 @@ def judge(
 
 
 def listed(faults: list[str]) -> str:
-    """Return the first of `faults`, and the number of the others."""
+    """Return the first of `faults`, and the number of further ones, for a message."""
     return "; ".join(faults[:_SHOWN]) + (f"; {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else "")
 
 

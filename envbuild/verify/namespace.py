@@ -1,10 +1,10 @@
-"""A mount namespace whose root is an image, and the programs started in it. Runs in separate processes.
+"""A mount namespace with an image as its root, and the programs started in it. Runs in separate processes.
 
-`keep SPEC` makes the namespace (inside a user namespace if the user is not root), prints one line of JSON, and
-holds the namespace until it is killed; no mount is left behind, whatever ended it. `enter KEEPER …` joins the
-namespace of that keeper and becomes a program of the image. `run FD` makes a namespace for a single program.
+`keep SPEC` makes the namespace (inside a user namespace if the user is not root), prints one line of JSON, and holds
+the namespace until it is killed; the kernel then removes all mounts. `enter KEEPER …` joins the namespace of that
+keeper and becomes a program of the image. `run FD` makes a namespace for a single program.
 
-Mounts need no external tools; only squashfuse, where the kernel refuses the squashfs. Needs only the standard library.
+Mounts need no external tool, except squashfuse if the kernel refuses the squashfs. Needs only the standard library.
 Sources: mount(2), mount_namespaces(7), user_namespaces(7), pivot_root(2), setns(2), prctl(2), proc(5), loop(4),
 linux/loop.h, squashfuse(1); doc/image-format.md of enroot.
 """
@@ -73,7 +73,7 @@ _QUOTED = re.compile(r"""'([^']*)'|"(')\"""")
 
 
 class StepFailed(Exception):
-    """A step that this host cannot do, "image" or "bind", and the reason."""
+    """The failure of a step, "image" or "bind", on this host, with the reason."""
 
 
 def by_kernel(spec: dict[str, Any], place: str) -> None:
@@ -153,7 +153,7 @@ def by_fuse(spec: dict[str, Any], place: str) -> None:
 
 
 def as_extracted(spec: dict[str, Any], place: str) -> None:
-    """Make the unpacked image read-only, as a mounted one is."""
+    """Make the unpacked image read-only, like a mounted image."""
     mount(place, place, None, BIND)
     read_only(place)
 
@@ -180,7 +180,7 @@ def mount(source: str | None, place: str, kind: str | None, flags: int, options:
 
 
 def show_binds(root: str, binds: Sequence[Bind], stash: str) -> None:
-    """Bind-mount each of `binds`, parents first, below `root`, in which all else is already mounted.
+    """Bind-mount each of `binds`, parents first, below `root`, after all other mounts.
 
     `stash` is an empty scratch folder outside of `root`. Raises StepFailed.
     """
@@ -225,7 +225,7 @@ def _make_mount_point(root: str, place: str, folder: bool, stash: str) -> None:
 
 
 def _open_up(folder: str, stash: str) -> None:
-    """Mount a tmpfs over `folder`, so that it becomes writable, and show the old content in it."""
+    """Mount a tmpfs over `folder`, so that it becomes writable, and bind the old content into it."""
     os.mkdir(stash)
     mount(folder, stash, None, BIND | REC)
     mount("tmpfs", folder, "tmpfs", NOSUID | NODEV, "mode=0755")
@@ -233,7 +233,7 @@ def _open_up(folder: str, stash: str) -> None:
 
 
 def show_all(folder: str, place: str, *, leave: Sequence[str] = (), flags: int = 0) -> None:
-    """Show each file and folder in `folder`, except those to `leave`, in the writable folder `place`."""
+    """Bind each file and folder in `folder`, except the names in `leave`, into the writable folder `place`."""
     for entry in os.scandir(folder):
         here = f"{place}/{entry.name}"
         if entry.name in leave:
@@ -248,7 +248,7 @@ def show_all(folder: str, place: str, *, leave: Sequence[str] = (), flags: int =
 
 
 def show_file(source: str, place: str) -> None:
-    """Show the file `source` at `place`, which is created if it does not exist."""
+    """Bind the file `source` to `place`, which is created if it does not exist."""
     if not os.path.exists(place):
         os.close(os.open(place, os.O_CREAT))
     mount(os.path.realpath(source), place, None, BIND)
@@ -296,7 +296,7 @@ def main() -> NoReturn:
 
 
 def keep(spec: dict[str, Any]) -> NoReturn:
-    """Make the namespace that `spec` (runtimes.py) describes, print one line of JSON, and hold the namespace."""
+    """Make the namespace of `spec` (see runtimes.py), print one line of JSON, and hold the namespace."""
     fault = _make(spec, os.getppid(), signal.SIGKILL)
     print(json.dumps(fault), flush=True)
     if fault:
@@ -308,7 +308,7 @@ def keep(spec: dict[str, Any]) -> NoReturn:
 def run(launcher: socket.socket) -> NoReturn:
     """Make the namespace that exec_image.py describes through the socket `launcher`, and run the program in it.
 
-    The first line of the answer tells whether the namespace was made; the program then runs with this process's
+    The first line of the answer reports whether the namespace was made; the program then runs with this process's
     streams, and its wait status is the second line.
     """
     parent = os.getppid()
@@ -351,7 +351,7 @@ def run(launcher: socket.socket) -> NoReturn:
 def _remove(name: str, above: int, ended: bool = False) -> None:
     """Remove the folder `name` in the open folder `above`, which a bind may show in the image, too.
 
-    It cannot be removed while a mount point lies in it in this namespace; after the program `ended`, none is needed.
+    The kernel refuses this while the namespace has mount points in it; these are unmounted if the program `ended`.
     """
     for point in reversed(mounts_below("/")):
         if ended or f"/{name}/" in point:
@@ -375,7 +375,7 @@ def _make(spec: dict[str, Any], parent: int, at_its_end: signal.Signals) -> dict
 
 
 def enter(keeper: str, image_format: str, program: str, *arguments: str) -> NoReturn:
-    """Replace this process by `program` of the image that process `keeper` holds.
+    """Replace this process by `program` in the namespace of process `keeper`.
 
     Variables of this process override those of the image.
     """
@@ -421,7 +421,7 @@ def _become(image_format: str, program: str, arguments: tuple[str, ...], variabl
 
 
 def image_variables(etc: str = "/etc") -> dict[str, str]:
-    """Return the variables of an enroot image, which always include PATH.
+    """Return the variables of an enroot image, always with PATH.
 
     `etc`/environment has one NAME=VALUE per line; enroot removes one pair of quotes around a value. Values that
     enroot would change there are in `etc`/rc instead (build/runtime_files.py).

@@ -1,7 +1,7 @@
-"""Images read from outside, by envbuild's own readers: nothing of the image is run to say what is in it.
+"""Images read by envbuild's own readers: no program of the image is run to list its content.
 
 A squashfs is read in place. A docker daemon exports a container that was never started, as one tar. Each file is read
-once, as its bytes come by: its digest, and all that the checks ask of its content.
+once: the same pass computes its digest and the facts that the checks need.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Reread = Callable[[str], Iterable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """A regular file: sha256, first bytes, its text if it says what is installed, code for GPUs, the ELF file in it."""
+    """A regular file: sha256, first bytes, text of a metadata file, code for GPUs, and its ELF data."""
 
     sha256: str
     head: bytes
@@ -63,26 +63,27 @@ class ReadFile:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """The end of the time that reading may take, by time.monotonic()."""
+    """The deadline for reading, by time.monotonic()."""
 
     end: float
     seconds: float
 
     @classmethod
     def of(cls, timeout_s: float) -> Clock:
-        """Return the one that ends in `timeout_s` seconds."""
+        """Return the deadline in `timeout_s` seconds."""
         return cls(time.monotonic() + timeout_s, timeout_s)
 
     def check(self) -> None:
-        """Raise VerificationError when the time is over."""
+        """Raise VerificationError after the deadline."""
         if time.monotonic() > self.end:
             raise out_of_time("the image", self.seconds)
 
 
 def read_once(path: str, pieces: Iterable[bytes], size: int, clock: Clock, gpu: bool) -> ReadFile:
-    """Return what `pieces`, the content of the file at `path` with `size` bytes, are; with `gpu` also code for GPUs.
+    """Return the facts about the file at `path`, with `gpu` also its code for GPUs; `pieces` are its content of `size`
+    bytes.
 
-    Raises VerificationError when the time is over.
+    Raises VerificationError after the deadline.
     """
     digest, head, kept = hashlib.sha256(), b"", list[bytes]()
     scanner, parts = GpuCodeScanner(), ElfParts(size)
@@ -105,7 +106,7 @@ def read_once(path: str, pieces: Iterable[bytes], size: int, clock: Clock, gpu: 
 class ImageFiles:
     """The files of an image, as `artifacts.installed.Files`: rows, heads and ELF files by path, the texts of some.
 
-    `variables` are lines with those of an image that keeps them in no file.
+    `variables` are lines NAME=VALUE, for an image that has no file with its variables.
     """
 
     reread: Reread
@@ -118,7 +119,7 @@ class ImageFiles:
     _folders: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, path: str, row: PathRow, seen: ReadFile | None = None) -> None:
-        """Add a path; `seen` is the content of a regular file."""
+        """Add a path; `seen` are the facts about a regular file."""
         self.rows[path] = row
         if seen is not None:
             self.heads[path] = seen.head
@@ -208,7 +209,7 @@ class ImageFiles:
         return row
 
     def _resolved(self, path: str) -> str:
-        """Return the path to which `path` leads; that of the last link of a chain that is too long."""
+        """Return `path` with symbolic links resolved; a chain that is too long is followed only in part."""
         done, todo, links = "", _key(path).split("/")[::-1], 0
         while todo:
             part = todo.pop()
@@ -306,10 +307,10 @@ def _copied(container: Any, path: str) -> Iterator[bytes]:
 
 
 def survey_image(files: ImageFiles, state: State, form: str, expected: str) -> Survey:
-    """Survey an image in `form`; `expected` is the digest of its manifest, "" if none was made when it was built.
+    """Survey an image in `form`; `expected` is the digest of its manifest, "" for an image without one.
 
-    The manifest's rows are compared with all files; without one, the packages' files are compared with their RECORDs.
-    Raises VerificationError for an image without an environment.
+    All files are compared with the manifest's rows; without a manifest, the packages' files with their RECORDs. Raises
+    VerificationError for an image without an environment.
     """
     text, known = files.texts.get(FILE_NAME), None
     if text is not None:

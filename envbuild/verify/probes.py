@@ -1,7 +1,8 @@
-"""The probes of a verification: what the trainer must compute (ddp_train/probes.py), and the results, without torch.
+"""The probes of a verification: the inputs for the trainer (ddp_train/probes.py), and the expected results, without
+torch.
 
-The inputs are random for each verification, so no report can be prepared. Those of collectives are small integers whose
-results are exact in every type: the bytes of each result are known. Those of operations have a tolerance.
+The inputs are random for each verification, so that a report cannot be prepared. Inputs of collectives are small
+integers, for which the bytes of each result are known in every type. Operations have a tolerance.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def make_operations(chance: Random, *, gpu: bool = False) -> dict[str, Any]:
     """Return the `cases` (operation, type) and the random `inputs` of each operation, as JSON values."""
 
     def numbers(values: Sequence[float], *shape: int) -> Any:
-        """Return lists of that shape."""
+        """Return nested lists of this shape."""
         if len(shape) == 1:
             return chance.choices(values, k=shape[0])
         return [numbers(values, *shape[1:]) for _ in range(shape[0])]
@@ -216,7 +217,7 @@ def _normalised(row: Row, eps: float) -> tuple[list[float], float, float, float]
 
 
 def _norm_gradient(normal: Row, factor: float, upstream: Row) -> list[float]:
-    """Return the gradient of the input of a normalisation, from that of the normalised values."""
+    """Return the gradient of the input of a normalisation, from the gradient of the normalised values."""
     mean, along = math.fsum(upstream) / len(upstream), _dot(upstream, normal) / len(normal)
     return [factor * (one - mean - along * value) for one, value in zip(upstream, normal, strict=True)]
 

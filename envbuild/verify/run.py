@@ -1,4 +1,4 @@
-"""Verification of an artifact: a training in it on several simulated nodes, its judgement, and the time of a step."""
+"""Verification of an artifact: training on several simulated nodes, the checks of its results, and its step time."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _BANDWIDTH_S, _GLOO_BANDWIDTH_S, _GLOO_JUDGED_BANDWIDTH_S = "10", "0.05", "1"
 
 
 def step_seconds(report: Report) -> float:
-    """Return the mean time of a step in the fastest epoch: other programs make an epoch slower, and never faster."""
+    """Return the mean step time of the fastest epoch, which is the one least disturbed by other programs."""
     return min(map(float, report["epoch_seconds"])) / int(report["steps_per_epoch"])
 
 
@@ -93,7 +93,7 @@ _READERS: dict[str, Callable[[Report, Outcome], float]] = {
 
 
 def performance_of(first: Outcome, reference: Outcome) -> dict[str, Any]:
-    """Return the figures of the first launch, and of the single process; those that were not measured are left out."""
+    """Return the figures of the first launch and of the single process; figures that were not measured are left out."""
     found: dict[str, Any] = {}
     if not first.finished or not first.reports:
         return found
@@ -136,8 +136,8 @@ def verify(
 ) -> Verdict:
     """Run every check on `subject`, with the network and the GPUs of `site`. After a failure, `logs` keeps the logs.
 
-    Of the caller's variables `env`, those that would decide the verification are left out. With `fit`, a node has no
-    more ranks than this host has GPUs.
+    Variables of the caller's `env` that could change the result are left out. With `fit`, a node has no more ranks than
+    this host has GPUs.
     """
     if fit:
         settings = fit_to_gpus(settings, env, subject.target.family, log)
@@ -161,7 +161,7 @@ def verify(
 
 
 def _floor(subject: Subject, settings: VerifySettings, site: FabricTable) -> tuple[float, str]:
-    """Return the bus bandwidth to reach, in GB/s, and who set it."""
+    """Return the required bus bandwidth in GB/s, and who set it."""
     if settings.busbw_floor:
         return settings.busbw_floor, "the recipe"
     return site.busbw_floor.get(subject.state.fabric, 0.0), "the site"
@@ -241,7 +241,7 @@ def _quick(settings: VerifySettings) -> VerifySettings:
 
 
 def _quick_checks(bench: Bench) -> list[Check]:
-    """Return the checks on the files and on one short launch; the others are not tried."""
+    """Return the checks on the files and on one short launch; other checks are "not tried"."""
     survey = bench.subject.survey(bench.settings.timeout_s)
     imports = user_code.modules_to_import(bench.settings, survey)
     extra = {PROBES: str(bench.nodes.work / _REQUEST), user_code.IMPORTS: " ".join(imports)}
@@ -270,9 +270,9 @@ def _resume(bench: Bench, extra: Mapping[str, str] | None = None) -> AbstractCon
 
 
 def _may_start_beside(first: Running, reference: Outcome) -> bool:
-    """Return whether the second launch may start beside `first`, which it may not after a failed `reference`.
+    """Return whether the second launch may run at the same time as `first`: not after a failed `reference`.
 
-    In that case, sleep until the agents of `first` have imported torch, as long as the reference took.
+    If it may, first sleep until the agents of `first` have imported torch, which takes as long as in the reference.
     """
     report = reference.reports[0] if reference.reports else {}
     if "seconds" not in report:
@@ -288,7 +288,7 @@ def judge_launches(
     """Return every check on the launches. A check is blocked if a check that it depends on did not pass.
 
     `first` trained for half of the epochs and imported the modules `imports`, `second` continued to the end,
-    `reference` is one process. Of a quick verification, there is only the first one.
+    `reference` is one process. A quick verification has only the first launch.
     """
     epochs, half = bench.settings.epochs, bench.settings.first_epochs
     origin = min(first.started, second.started, reference.started)

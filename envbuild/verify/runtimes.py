@@ -1,4 +1,4 @@
-"""The runtime that starts programs in an image without an installed one: its own mount namespace (namespace.py).
+"""The runtimes that start programs in an image file: the installed ones, and envbuild's own (namespace.py).
 
 One keeper process holds the namespace for all processes of a verification. The namespace is invisible from
 outside and disappears with the keeper, however that ends. The image is made available in one of three ways, the
@@ -97,13 +97,13 @@ class Runtime:
 
 
 def passed(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those of the caller's `variables` that are passed into an image."""
+    """Return the caller's `variables` that are passed into an image."""
     prefixes = (*_PASSED, *(one.visible for one in gpu_families()))
     return {name: value for name, value in variables.items() if name.startswith(prefixes)}
 
 
 class WayUnavailable(Exception):
-    """A way that cannot make an image available on this host; the message gives the reason."""
+    """The error of a way of mounting that does not work on this host; the message gives the reason."""
 
 
 def own_runtime(image: ImageFile, way: str | None, environment: Environment) -> Runtime:
@@ -219,7 +219,7 @@ def _keeper(spec: Mapping[str, Any], environment: Environment) -> Iterator[int]:
 
 
 def forbidden(why: str, proc: Path = Path("/proc/sys")) -> HostError:
-    """Return the error for a host that forbids namespaces; it names the settings that may be the reason."""
+    """Return the error for a host that forbids namespaces, with the settings that may be the reason."""
     found = []
     for name, forbids, allows in _SETTINGS:
         with suppress(OSError):
@@ -250,13 +250,13 @@ def _driver_libraries(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def cached(text: str, machine: str | None = None) -> list[str]:
-    """Return the paths in the output of `ldconfig -p` that are for `machine` (default: this host's)."""
+    """Return the libraries for `machine` (default: this host's) in the output of `ldconfig -p`."""
     mark = {"x86_64": "x86-64", "aarch64": "AArch64"}.get(machine or os.uname().machine, "")
     return [path for _, flags, path in _CACHED.findall(text) if mark in flags]
 
 
 def named(paths: Iterable[str]) -> dict[str, str]:
-    """Return name → path of the driver's libraries among `paths`: the first of each name that programs load."""
+    """Return name → path of the driver's libraries among `paths`, the first path for each name."""
     found: dict[str, str] = {}
     for path in paths:
         match = _FILE.fullmatch(os.path.basename(path))
@@ -299,9 +299,9 @@ def file_subject(
 ) -> Subject:
     """Return the subject for the image file `path` of `kind` (`enroot` or `apptainer`).
 
-    `manifest` is the digest of the manifest of its files, "" for that of the manifest inside. `runtime` is one of
-    `names()`, or None for the best available one. Raises UsageError for a file or a runtime of another kind,
-    HostError when no runtime on this host can start the image.
+    `manifest` is the digest of the manifest of its files, "" to use the manifest inside. `runtime` is one of `names()`,
+    or None for the best available one. Raises UsageError for a file or a runtime of another kind, HostError when no
+    runtime on this host can start the image.
     """
     target = Target.parse(state.target)
     if target.arch != host_arch():
@@ -473,7 +473,7 @@ def _open_apptainer(
 
 
 def _exec(program: Path, image: ImageFile, mode: Sequence[str]) -> list[str]:
-    """Return the begin of each command line. /tmp is mounted as the site configured it."""
+    """Return the first words of each command line. /tmp is mounted as the site configured it."""
     gpus = [image.accelerator.apptainer] if image.accelerator.apptainer else []
     return [str(program), "--quiet", "--nocolor", "exec", *mode, "--cleanenv", "--no-home", *gpus]
 

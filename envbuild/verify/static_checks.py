@@ -131,7 +131,7 @@ def check_accelerator(subject: Subject, survey: Survey) -> Check:
 
 
 def check_gpus(subject: Subject, survey: Survey, words: tuple[str, ...]) -> Check:
-    """Check that every library with code for GPUs has some for each of the GPUs that `words` name."""
+    """Check that every library with code for GPUs has code for each of the GPUs in `words`."""
     libraries, faults = survey.elf.gpu_code, gpu_faults(survey.elf.gpu_code, words)
     unread = [path for path, containers in libraries.items() if (UNREADABLE,) in containers]
     ways = [
@@ -221,7 +221,7 @@ def check_linkage(subject: Subject, survey: Survey) -> Check:
 
 
 def _broken_pins(subject: Subject, survey: Survey) -> Iterator[str]:
-    """Yield the requirements of torch that other versions than the installed ones fulfil; a newer NCCL is accepted."""
+    """Yield the requirements of torch that the installed versions do not fulfil; a newer NCCL is accepted."""
     if not survey.requires:  # as of a machine's own torch, which is tried by a Python without packages
         return
     from packaging.requirements import InvalidRequirement, Requirement

@@ -1,4 +1,4 @@
-"""Supervise a program of an image: pass signals on to it, and leave none of its processes behind.
+"""Supervision of a program of an image: it gets the signals of its caller, and leaves no processes behind.
 
 Two processes stand between the caller and the program, each a subreaper of the orphans below it (prctl(2),
 PR_SET_CHILD_SUBREAPER): the launcher, whose process ID the caller knows, and the keeper, which holds the namespace and
@@ -39,9 +39,9 @@ _SI_KERNEL = 0x80
 
 
 def hold_signals() -> set[int]:
-    """Block the signals of launcher and keeper until `launcher_waits` or `keep_program` takes them. Return the set.
+    """Block the signals of launcher and keeper until `launcher_waits` or `keep_program` handles them. Return the set.
 
-    It lacks the signals that the caller had ignored (nohup, a background job of a shell). Child processes inherit it.
+    Signals that the caller ignores (nohup, a background job of a shell) are not in the set. Child processes inherit it.
     """
     watched = {number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN}
     held = watched | set(_HEARD) | {signal.SIGCHLD}
@@ -50,7 +50,7 @@ def hold_signals() -> set[int]:
 
 
 def inherit_orphans() -> None:
-    """Make this process the subreaper: the new parent of every descendant whose parent ends."""
+    """Make this process the subreaper, the new parent of every descendant whose parent ends."""
     call("prctl", _SET_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -94,7 +94,7 @@ def keep_program(become: Callable[[], NoReturn], held: set[int], launcher: int, 
 
 
 def _wait_for(program: int, held: set[int], launcher: int) -> int | None:
-    """Return the wait status of `program`; None if it did not end in time after its launcher did."""
+    """Return the wait status of `program`; None if it did not end in time after its launcher ended."""
     own: dict[int, float] = {}
     due: dict[int, float] = {}
     deadline = None

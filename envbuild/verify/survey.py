@@ -1,6 +1,6 @@
 """Survey of an environment: distributions, files against their RECORDs, ELF files for their processor and accelerator.
 
-The files are those of this host, or those of an image that was read from outside.
+The files are on this host, or in an image that envbuild reads without running it.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def symbol_families() -> tuple[SymbolFamily, ...]:
 
 @dataclass
 class Linkage:
-    """Faults of the libraries as lines of text; `libraries` is how many were read, `symbols` how many looked up.
+    """Faults of the libraries as lines of text, and the numbers of read `libraries` and of looked-up `symbols`.
 
-    `base` is the newest version of each of GLIBC, GLIBCXX and CXXABI that they need, `absent` the libraries that were
-    not found, with the number of files that need them: optional parts of packages, the driver, and those that a program
-    loads by itself.
+    `base` is the newest version of each of GLIBC, GLIBCXX and CXXABI that they need. `absent` maps each missing library
+    to the number of files that need it: optional parts of packages, the driver, or libraries that a program loads by
+    itself.
     """
 
     libraries: int = 0
@@ -104,7 +104,7 @@ class _Loader:
                     self.preloaded.setdefault(one, path)
 
     def _elf(self, path: str) -> Elf | None:
-        """Return the library at `path`, None for none of this processor."""
+        """Return the library at `path`, None for a file that is no library for this processor."""
         elf = self.libraries.get(path) or self.files.elf(path)
         return elf if elf and elf.machine == self.machine else None
 
@@ -116,7 +116,7 @@ class _Loader:
         return [posixpath.normpath(one.replace("$ORIGIN", origin)) for one in fixed if one.startswith(("/", "$ORIGIN"))]
 
     def _find(self, path: str, name: str) -> str:
-        """Return the library `name` that the one at `path` loads, "" if the loader finds none."""
+        """Return the path at which the loader finds `name` for the library at `path`, "" if it is missing."""
         elf = self.elf(path)
         with_torch = _PRELOADED.search(path) or (elf and any(one.startswith(_OF_TORCH) for one in elf.needed))
         for folder in self.run_path(path):
@@ -131,10 +131,10 @@ class _Loader:
         return self.preloaded.get(name, "")
 
     def _closure(self, path: str) -> tuple[list[str], set[str]]:
-        """Return the libraries that are loaded with the one at `path`, in the loader's order, and the absent ones.
+        """Return the libraries that are loaded with the library at `path`, in the loader's order, and the absent ones.
 
-        In the place of a library that no folder of the search has are all of this name in the environment: its package
-        may load one of them by its path.
+        A library in no searched folder is replaced by all files of its name in the environment: its package may load
+        one of them by path.
         """
         found, absent, todo = dict[str, None](), set[str](), deque([path])
         while todo:
@@ -195,7 +195,7 @@ def _check_symbols(loader: _Loader, found: Linkage) -> None:
 
 
 def _scope(loader: _Loader, path: str, users: Mapping[str, list[str]]) -> Iterator[str]:
-    """Yield the libraries in which the loader looks for symbols of the one at `path`; some twice."""
+    """Yield the libraries in which the loader looks for symbols of the library at `path`; some twice."""
     yield from loader.closure(path)[0]
     yield from loader.preloaded.values()
     for user in users.get(path, ()):
@@ -222,7 +222,7 @@ def _check_versions(loader: _Loader, found: Linkage) -> None:
 
 
 def _copies(loader: _Loader) -> Iterator[str]:
-    """Yield the families of which libraries of the environment load different files."""
+    """Yield the families of symbols for which libraries of the environment load different files."""
     for family in (one for one in symbol_families() if one.single):
         users: dict[str, str] = {}
         for path, elf in loader.libraries.items():
@@ -281,8 +281,8 @@ def survey(
 ) -> Survey:
     """Survey the environment at `root`; `elf_machine` is the expected e_machine of its libraries.
 
-    `known` is the report on its files if they have been compared with its manifest, and not with the RECORDs alone.
-    With `gpu`, libraries are read for code for GPUs. Raises OSError.
+    `known` is the report on its files if they were already compared with its manifest. With `gpu`, libraries are read
+    for code for GPUs. Raises OSError.
     """
     elf = scan_elf(root, elf_machine, files, gpu=gpu)
     elf.gpu_code = {os.path.relpath(path, root): found for path, found in elf.gpu_code.items()}

@@ -42,7 +42,7 @@ _HOST = "host: "
 def check_launch(name: str, outcome: Outcome, origin: float | None = None) -> Check:
     """Check that torchrun exited with 0 on every node and rank 0 wrote a report that is JSON.
 
-    `origin` is when the first launch started, None for this one.
+    `origin` is the start time of the first launch, None for this launch.
     """
     unreadable = [f", {report['unreadable']} is not JSON" for report in outcome.reports if "unreadable" in report]
     good = outcome.finished and bool(outcome.reports) and not unreadable
@@ -128,7 +128,8 @@ def check_curve(
     steps: Sequence[Sequence[float]] = (),
     reference_steps: Sequence[Sequence[float]] = (),
 ) -> Check:
-    """Check that each epoch's loss equals one process's on the same global batches, within `tolerance` (relative).
+    """Check that each epoch's loss equals the loss of one process on the same global batches, within `tolerance`
+    (relative).
 
     `steps` and `reference_steps` have the losses of each epoch's steps, for the report.
     """
@@ -227,7 +228,7 @@ def check_restart(outcome: Outcome, killed: Mapping[str, Any], reference: Sequen
 
 
 def check_versions(subject: Subject, reports: Sequence[Report], trainer: str) -> Check:
-    """Check that the ranks loaded the artifact's own, locked interpreter and torch, and the `trainer` of envbuild."""
+    """Check that the ranks loaded the artifact's locked interpreter and torch, and the `trainer` of envbuild."""
     state = subject.state
     locked = next((version for name, version, _ in state.packages if name == "torch"), None)
     wrong: list[str] = []
@@ -280,7 +281,7 @@ def losses_of(report: Report) -> list[float]:
 
 
 def steps_of(report: Report) -> list[list[float]]:
-    """Return the global mean loss of the steps of each epoch in a report, in order, with seven digits."""
+    """Return the global mean loss of each step, by epoch, in a report, in order, with seven digits."""
     return [[float(f"{loss:.7g}") for loss in entry.get("steps", ())] for entry in report.get("losses", ())]
 
 
@@ -339,9 +340,9 @@ def _some(wrong: Sequence[str]) -> str:
 
 
 def _may_lack(facts: Mapping[str, Any], rank: Mapping[str, Any]) -> bool:
-    """Return whether a row of data/probes.toml says that torch may not support a probe on this rank.
+    """Return whether a row of data/probes.toml allows torch to lack a probe on this rank.
 
-    `facts` are those of the probe, under the names of a row's keys.
+    `facts` describe the probe, under the names of a row's keys.
     """
     facts = {**facts, "device": rank["device"].partition(":")[0]}
     return any(
@@ -356,7 +357,7 @@ def _release(version: str) -> list[int]:
 
 
 def check_sampler(request: Request, report: Report) -> Check:
-    """Check that the ranks' shares are complete and equally large, in an order that the epoch alone decides."""
+    """Check that the ranks' shares are complete and equally large, in an order that depends only on the epoch."""
     size, epochs, world = request["sampler"]["size"], request["sampler"]["epochs"], len(request["values"])
     each = -(-size // world)  # shares are filled up with samples that another rank has, too
     # By epoch, the shares of all ranks
@@ -435,7 +436,7 @@ def check_operations(request: Request, report: Report) -> Check:
 
 
 def _part(part: str, values: Sequence[float] | None, expected: Sequence[float], tolerance: float) -> tuple[float, str]:
-    """Return the largest difference of a part of a result, and the fault in words, "" for none."""
+    """Return the largest difference in a part of a result, and the fault in words, "" for none."""
     if values is None:
         return math.inf, f"{part} is missing"
     if len(values) != len(expected):

@@ -65,7 +65,7 @@ def modules_to_import(settings: VerifySettings, survey: Survey) -> list[str]:
 
 
 def check_without_training(bench: Bench, survey: Survey) -> list[Check]:
-    """Return the checks `imports` and `command` of an artifact in which nothing is trained."""
+    """Return the checks `imports` and `command` of an artifact that is verified without training."""
     wanted = modules_to_import(bench.settings, survey)
     checks = [check_imports(wanted, _import_alone(bench, wanted).reports if wanted else [])]
     return [*checks, check_command(bench, survey, checks)]
@@ -95,7 +95,7 @@ def _import_alone(bench: Bench, modules: Sequence[str]) -> Outcome:
 
 
 def check_imports(wanted: Sequence[str], reports: Sequence[Report]) -> Check:
-    """Check that every rank imported every module of `wanted`; not tried for none."""
+    """Check that every rank imported every module of `wanted`; "not tried" without modules."""
     if not wanted:
         return not_tried("imports", "no module is named, and no direct requirement has one")
     failed: dict[str, dict[str, list[object]]] = {}
@@ -154,7 +154,7 @@ def run_command(bench: Bench, *, torchrun: bool) -> Check:
 
 
 def judge_command(expect: ExpectTable, outcome: Outcome, missing: bool = False) -> Check:
-    """Check exit codes, metric and file of a command; `missing` says that its file is not there, or empty."""
+    """Check exit codes, metric and file of a command; `missing` is whether its file is missing or empty."""
     values, wrong = metric_values(expect.metric, outcome.log), []
     codes = outcome.returncodes
     if any(codes) and not outcome.job.bare:
@@ -268,7 +268,7 @@ def run_program_on_nodes(
 
 
 class _Follower:
-    """The ends of the nodes' logs that were not echoed yet; torchrun's own lines are echoed after a failure alone."""
+    """The parts of the nodes' logs that were not echoed yet; torchrun's own lines are echoed only after a failure."""
 
     def __init__(self, running: Running, echo: Callable[[str], None]) -> None:
         self.echo = echo
@@ -276,7 +276,7 @@ class _Follower:
         self.own: list[str] = []
 
     def poll(self, running: Running) -> None:
-        """Echo the whole lines that came since the last call; after the end, all that is left."""
+        """Echo the complete lines since the last call; after the end, also an incomplete last line."""
         ended = all(child.poll() is not None for child in running.children)
         for node, start in enumerate(self.read):
             with (running.work / f"{running.job.name}-node{node}.log").open("rb") as stream:
