@@ -33,9 +33,9 @@ class Step:
 
     `kind` is "python" (an interpreter of version `version`), "base" (the base of an image), "bytecode" (the
     interpreter that compiles modules for an image), "conda" (a locked conda package), "wheel" (a locked
-    distribution), "source" (a source layer), "host" (a layer that the nodes provide), "slim" (what is left out of
+    distribution), "source" (a source layer), "host" (a layer that the nodes provide), "slim" (the rules of [slim] for
     wheels), "fabric" (the network that must be in use), "trainer" (the bundled ddp_train), "config" (the settings of an
-    image) or "project" (the user's own code, whose version here is its commit).
+    image) or "project" (the user's own code, with its commit as `version`).
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Plan:
     are those of the lock. `bound` maps normalised names of packages to their only source: an index of the site, or the
     URL of a wheel.
     `project` is the user's own code, which comes last.
-    `slim` says what the wheels are without.
+    `slim` are the rules by which files and code are left out of wheels.
     """
 
     recipe: str
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """sha256 over the inputs of the artifact's content; the sources of wheels and the verification do not count."""
+        """sha256 over the inputs of the artifact's content, except the sources of wheels and the verification."""
         steps = [[step.kind, step.name, step.version, step.digest] for step in self.layers]
         return json_digest([FORMAT, self.artifact, self.target, self.python, self.compile_bytecode, steps])
 
@@ -212,7 +212,7 @@ def state_of(
 ) -> State:
     """Return the state of an environment built from `plan`; `layers` are its source layers as installed.
 
-    `own` are the wheels of own code, that of the project last. `python_build` is as in State.
+    `own` are the wheels of own code, the project's last. `python_build` is as in State.
     """
     code, project = plan.project, dict[str, Any]()
     if code is not None:

@@ -1,1 +1,1 @@
-"""Compatibility of a stack, from driver, CUDA, torch and NCCL to the network, judged by data with sources."""
+"""Compatibility of a stack (driver, CUDA, torch, NCCL, network), checked against data with sources."""

@@ -1,4 +1,4 @@
-"""Compatibility of a stack: whether its parts work together, by which sources, and what to change."""
+"""Checks of a stack's compatibility: a finding for each pair of parts, with its source and the advised change."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from envbuild.recipe.targets import torch_index
 
 
 def gpu_findings(stack: Stack, words: tuple[str, ...], built: Mapping[str, Containers]) -> list[CompatFinding]:
-    """Return the GPUs on which the libraries of a target run; "bad" if they miss one of the GPUs that `words` name.
+    """Return a finding with the GPUs on which a target's libraries run; "bad" if a GPU in `words` is missing.
 
-    `built` has the code in the libraries of an artifact that was built from the recipe; {} without one.
+    `built` holds the GPU code in the libraries of the recipe's artifact; {} without an artifact.
     """
     row = None
     if built:
@@ -293,7 +293,7 @@ def _libfabric_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
 
 
 def _provider_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
-    """Check that NCCL reaches the recipe's fabric, by itself or by a provider of libfabric."""
+    """Check that NCCL supports the recipe's fabric, itself or through a libfabric provider."""
     fabric = load_fabrics().get(stack.fabric)
     if fabric is None:
         return [finding("unknown", "fabric", f"no row says what fabric {stack.fabric!r} needs", LOOK_IT_UP)]
@@ -334,7 +334,7 @@ def _rule_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
 
 
 def _release_links(stack: Stack, rows: Rows) -> list[CompatFinding]:
-    """Check what releases on the default index require: the Pythons with a wheel of torch, and of other packages."""
+    """Check the requirements of releases on the default index, and the Pythons for which they have wheels."""
     found = []
     release = rows.release(stack.torch, stack.arch) if stack.torch and stack.torch_origin == "recipe" else None
     if release and UNKNOWN not in release.python and stack.python not in release.python:

@@ -41,7 +41,7 @@ def older(version: str, than: str) -> bool | None:
 def matches(version: str, specifier: str) -> bool | None:
     """Return whether `version` satisfies `specifier` (">=1.14,<1.15"), or None if one of them is malformed.
 
-    As by PEP 440, "<1.15" has no pre-release of 1.15: that is more like 1.15 than like what precedes it.
+    As in PEP 440, "<1.15" excludes pre-releases of 1.15, which resemble 1.15 more than the releases before it.
     """
     found = key(version)
     if found is None:
@@ -72,7 +72,7 @@ LOOK_IT_UP = "look it up with the project; docs/reference/compatibility.md says 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row: the `source` that says so, and the `date` (ISO 8601) on which it was read."""
+    """Row of the data: its `source`, and the `date` (ISO 8601) on which the source was read."""
 
     source: str
     date: str
@@ -80,7 +80,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Driver(Row):
-    """The oldest driver (`minimum`) for the CUDA versions `cuda`."""
+    """Oldest driver (`minimum`) that runs the CUDA versions `cuda`."""
 
     cuda: str
     minimum: str
@@ -105,7 +105,7 @@ class Rccl(Row):
 
 @dataclass(frozen=True, slots=True)
 class Release(Row):
-    """A row about the releases `versions` of one project."""
+    """Row about the releases `versions` of one project."""
 
     versions: str
 
@@ -159,9 +159,9 @@ class Libfabric(Release):
 
 @dataclass(frozen=True, slots=True)
 class TorchRelease(Row):
-    """The wheels of one release of torch for `arch`, as tools/refresh read them; UNKNOWN for what it could not read.
+    """Wheels of one release of torch for `arch`, as read by tools/refresh; unreadable values are UNKNOWN.
 
-    `cuda` is that of the plain wheel, "cpu" for none; `nccl`, `cudnn` and `triton` are "" where it requires none.
+    `cuda` is the plain wheel's version, "cpu" for none; `nccl`, `cudnn` and `triton` are "" if not required.
     """
 
     version: str
@@ -177,7 +177,7 @@ class TorchRelease(Row):
 
     @property
     def build(self) -> TorchBuild:
-        """The release as a row of builds, which may have others, too."""
+        """Release as a TorchBuild row, which may be incomplete."""
         cuda = tuple(one for one in dict.fromkeys((*self.builds, self.cuda)) if one not in (UNKNOWN, "cpu"))
         nccl = "wheel" if self.nccl not in ("", UNKNOWN) else ""
         versions, (default, glibc) = f"=={self.version}", (_stated(self.cuda), _stated(self.glibc))
@@ -204,7 +204,7 @@ class PackageRelease(Row):
 
 @dataclass(frozen=True, slots=True)
 class CompatRule(Row):
-    """A combination that does not work: a stack with all of `when`. `fix` is the advised change."""
+    """Known incompatible combination: a stack that matches all of `when`. `fix` is the advised change."""
 
     id: str
     subject: str
@@ -216,7 +216,7 @@ class CompatRule(Row):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of data/compatibility.toml, by kind; `releases`, `packages` and the day `read` of data/releases.toml."""
+    """Rows of data/compatibility.toml by kind, and `releases`, `packages` and the day `read` of data/releases.toml."""
 
     drivers: tuple[Driver, ...] = ()
     torch: tuple[TorchBuild, ...] = ()
@@ -232,7 +232,7 @@ class Rows:
     read: str = ""
 
     def torch_build(self, torch: str, arch: str) -> TorchBuild | None:
-        """Return the row of torch's builds for `arch`: the one by hand, which has all builds, else the release's."""
+        """Return the row of torch's builds for `arch`: the curated row, which lists all builds, else the release's."""
         if row := row_of((row for row in self.torch if row.arch == arch), torch):
             return row
         release = self.release(torch, arch)
@@ -255,13 +255,13 @@ class Rows:
 
     @property
     def by_hand(self) -> str:
-        """The day (ISO 8601) on which the newest of the rows by hand was read."""
+        """Day (ISO 8601) of the newest curated row."""
         tables = (self.drivers, self.torch, self.torch_rocm, self.rccl, self.nccl_pins, self.nccl, self.plugins)
         return max(row.date for table in (*tables, self.libfabric, self.rules) for row in table)
 
     @property
     def newest_torch(self) -> str:
-        """The newest release of torch that has a row."""
+        """Newest release of torch that has a row."""
         return max((row.version for row in self.releases), key=lambda version: key(version) or ((), 0), default="")
 
     def is_newer(self, torch: str) -> bool:
@@ -299,10 +299,10 @@ def _row(kind: Callable[..., T], row: dict[str, Any]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class CompatFinding:
-    """Result for one link of the stack.
+    """Result of a check of one pair of parts of the stack.
 
-    "good" and "bad" rest on `source`, "unknown" means that the data have no row for it, a "note" informs the
-    reader. `fix` is the advised change, `date` (ISO 8601) the day when the source was read.
+    "good" and "bad" are based on `source`, "unknown" means that the data have no row, a "note" is information.
+    `fix` is the advised change, `date` (ISO 8601) the day when the source was read.
     """
 
     status: Status
@@ -318,5 +318,5 @@ class CompatFinding:
 
 
 def finding(status: Status, subject: str, text: str, fix: str = "", *, by: Row | Fabric | None = None) -> CompatFinding:
-    """Return a finding that rests on the row `by`."""
+    """Return a finding with the source and date of the row `by`."""
     return CompatFinding(status, subject, text, fix, by.source if by else "", by.date if by else "")

@@ -1,4 +1,4 @@
-"""Stack of a recipe's target, the input of the compatibility checks: from its layers and its lock, or its pins."""
+"""Stack of a recipe's target, the input of the compatibility checks, from its layers and its lock or pins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stack:
     `nccl_in` tells how this build of torch includes NCCL ("wheel", "inside"). For ROCm, `nccl` is the NCCL that
     RCCL is based on. `plugin` is the version of aws-ofi-nccl, `plugin_aws` whether it is built for AWS.
     `libfabric_origin` is "source", "host" or "conda". `base` is whether images are built on an existing image,
-    which may contain all of these. `packages` are distributions with exactly one version, by normalised name.
+    which may contain any of these. `packages` maps normalised names of distributions to their only version.
     """
 
     arch: str
@@ -71,7 +71,7 @@ _FIELDS = EXACT | {"python", "glibc", "cuda", "rocm", "driver", "torch", "nccl",
 
 
 def stack_of(loaded: LoadedRecipe, target: Target, packages: Mapping[str, str] | None, *, conda: bool = False) -> Stack:
-    """Return the stack of `target` with these locked packages (`conda`: of conda), or None: with the recipe's pins."""
+    """Return the stack of `target` with locked `packages` and `conda` packages; None: with the recipe's pins."""
     recipe, table = loaded.recipe, loaded.recipe.targets[target.name]
     if packages is None:
         found, origin = dict(_pins(recipe.requirements + table.requirements)), "recipe"
@@ -107,7 +107,7 @@ def stack_of(loaded: LoadedRecipe, target: Target, packages: Mapping[str, str] |
 
 
 def _conda_cuda(found: Mapping[str, str]) -> str | None:
-    """Return the CUDA version of conda packages, whose solver may choose a newer one than the target's."""
+    """Return the CUDA version of the conda packages, which may be newer than the target's."""
     version = found.get("cuda-version") or found.get("cudatoolkit") or ""
     match = re.match(r"[0-9]+\.[0-9]+", version)
     return match[0] if match else None
@@ -121,7 +121,7 @@ def _pins(requirements: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _with_nccl(stack: Stack, target: Target, found: Mapping[str, str]) -> Stack:
-    """Return `stack` with torch's own NCCL: the locked wheel, else the version that torch's release is known to pin."""
+    """Return `stack` with torch's own NCCL: the version of the locked wheel, else the pin of torch's release."""
     if stack.torch is None or stack.torch_origin == "conda":
         return stack
     rows = load_rows()

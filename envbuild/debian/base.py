@@ -1,8 +1,8 @@
-"""A Debian base over the network: from the names of packages to a lock by a resolver, from a lock to files.
+"""Debian base over the network: resolve package names to a lock, and fetch the locked packages.
 
-The resolver takes all packages that the named ones need from several suites, reproducibly. Each package is taken in its
-newest version. Of alternatives, the first that exists is taken; of several providers, the first by name; but a package
-that is already chosen is preferred if it satisfies the relation (Debian Policy 7.1, 7.5, 7.6).
+The resolver is deterministic. It selects the named packages and their dependencies from several suites, each in its
+newest version. A selected package that satisfies a relation is preferred; otherwise the first existing alternative is
+selected, and of several providers the first by name (Debian Policy 7.1, 7.5, 7.6).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Package:
         return tuple(group for name in names for group in parse_relations(fields.get(name, ""), f"{self.name}: {name}"))
 
     def provided(self) -> dict[str, list[str | None]]:
-        """Return the names that it provides besides its own, with their versions (None for no version)."""
+        """Return the additional names that it provides, with their versions (None for no version)."""
         given: dict[str, list[str | None]] = {}
         for group in self.relations("provides"):
             for relation in group:
@@ -69,7 +69,7 @@ class Package:
 
 @dataclass(slots=True)
 class PackageIndex:
-    """The newest version of each package over all added suites; of equal versions, the one added first."""
+    """Newest version of each package in all added suites; of equal versions, the first added."""
 
     packages: dict[str, Package] = field(default_factory=dict)
     _providing: dict[str, Package] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class PackageIndex:
             raise LockError(f"{path}: not a list of packages: {error}") from error
 
     def providers(self, relation: Relation) -> list[Package]:
-        """Return the packages that provide the name in `relation`, by name; only a versioned Provides meets a bound."""
+        """Return the packages that provide the name in `relation`, by name; a bound needs a versioned Provides."""
         needle = relation.name.encode()
         found = [
             package
@@ -115,7 +115,7 @@ class PackageIndex:
 
 @dataclass(slots=True)
 class _Selection:
-    """The packages chosen so far, and for each the package that first needed it."""
+    """Packages selected so far, each with the first package that depends on it."""
 
     packages: dict[str, Package] = field(default_factory=dict)
     asked_by: dict[str, str] = field(default_factory=dict)
@@ -128,7 +128,7 @@ class _Selection:
             self._virtual.setdefault(name, []).extend((package, v) for v in versions)
 
     def meeting(self, relation: Relation) -> Iterator[Package]:
-        """Yield the chosen packages that satisfy `relation` by their own name or as providers."""
+        """Yield the selected packages that satisfy `relation` by their own name or as providers."""
         own = self.packages.get(relation.name)
         if own is not None and relation.admits(own.version):
             yield own
@@ -137,7 +137,7 @@ class _Selection:
                 yield package
 
     def chain(self, name: str) -> str:
-        """Return the packages that need `name`, back to the requested one, as text."""
+        """Return the chain of dependants from `name` to the requested package, as text."""
         text, asker = name, self.asked_by[name]
         while asker:
             text, asker = f"{text}, needed by {asker}", self.asked_by[asker]
@@ -147,9 +147,9 @@ class _Selection:
 def resolve(index: PackageIndex, wanted: Iterable[str], without: Iterable[str], arch: str) -> list[Package]:
     """Return `wanted` and all dependencies, sorted by name. `arch` is Debian's name of the architecture.
 
-    A package in `without` is left out even if others need it, together with what only it needs; a wanted package is
-    never left out. Raises LockError for a name that does not exist, a dependency that nothing satisfies, and packages
-    that exclude each other.
+    Packages in `without` and their exclusive dependencies are left out even if others depend on them; `wanted` packages
+    never are. Raises LockError for an unknown name, an unsatisfiable dependency, and packages that conflict with each
+    other.
     """
     names = sorted(set(wanted))
     left_out = frozenset(without) - set(names)
@@ -240,9 +240,9 @@ def resolve_base(
 ) -> DebianLock:
     """Lock `packages` of `suite` and their dependencies, for `arch` (x86_64, aarch64, or Debian's names).
 
-    For each of the suite, its updates and its security fixes, the first good one of `archives` is used. An archive
-    whose Release file has expired is good only with `allow_expired`, except a snapshot, which is old on purpose.
-    Raises LockError when one of the three has no good archive, and when the packages cannot be resolved.
+    For the suite, its updates and its security fixes, the first valid one of `archives` is used. An archive with an
+    expired Release file is valid only with `allow_expired`; snapshots do not expire. Raises LockError when one of the
+    three has no valid archive, and when the packages cannot be resolved.
     """
     arch = DEBIAN_ARCH.get(arch, arch)
     keys = load_keys(keyring)
@@ -266,7 +266,7 @@ def _add_first(
     keys: Sequence[Cert],
     allow_expired: bool,
 ) -> str:
-    """Add the first good archive of `candidates` to `index`; return the date of its Release."""
+    """Add the first valid archive of `candidates` to `index`; return the date of its Release file."""
     answers: list[str] = []
     expired = False
     for archive in candidates:
@@ -310,10 +310,10 @@ def _locked(package: Package) -> LockedDeb:
 
 
 def fetch_debs(lock: DebianLock, blobs: Blobs, archives: Sequence[DebianSuite], client: Client) -> list[Path]:
-    """Return a file for each package of `lock`, in its order; files in `blobs` are not downloaded again.
+    """Return the files of the packages of `lock`, in its order; files in `blobs` are not downloaded again.
 
-    `archives` are tried in order; none means offline. Raises BuildError that names every package that no archive has,
-    with the answer of each archive; completed downloads are kept for the next run.
+    `archives` are tried in order; an empty list means offline. Raises BuildError with every unavailable package and the
+    answer of each archive; completed downloads are kept for the next run.
     """
     missing = [deb for deb in lock.packages if not _here(deb, blobs)]
     if missing:

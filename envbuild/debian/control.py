@@ -39,7 +39,7 @@ class Relation:
         return f"{name} ({self.operator} {self.version})" if self.operator else name
 
     def admits(self, version: str | None) -> bool:
-        """Return whether a package of `version` satisfies the relation; None is a name provided without a version."""
+        """Return whether a package of `version` satisfies the relation; None stands for an unversioned Provides."""
         if not self.operator or version is None:
             return not self.operator
         return compare_versions(version, self.version) in _ORDERS[self.operator]
@@ -62,10 +62,10 @@ def parse_relations(field: str, where: str) -> tuple[tuple[Relation, ...], ...]:
 
 
 def parse_control(text: str, where: str) -> dict[str, str]:
-    """Return the fields of the one paragraph `text`, by name in lower case (names are case-insensitive).
+    """Return lower-case name → value of the fields in the paragraph `text` (names are case-insensitive).
 
-    Continuation lines follow newlines, without the blank that marks them. Raises LockError, naming `where`, for a line
-    that does not belong into a paragraph and for a duplicate field.
+    Continuation lines are joined by newlines, without their leading blank. Raises LockError, naming `where`, for an
+    invalid line and for a duplicate field.
     """
     fields: dict[str, list[str]] = {}
     last = ""
@@ -92,7 +92,7 @@ def paragraphs(text: str) -> Iterator[str]:
 
 
 def compare_versions(one: str, other: str) -> int:
-    """Return -1, 0 or 1 if `one` is older than, equal to or newer than `other`. Raises LockError for no version."""
+    """Return -1, 0 or 1 if `one` is older than, equal to or newer than `other`. Raises LockError if invalid."""
     left, right = _key(one), _key(other)
     return (left > right) - (left < right)
 

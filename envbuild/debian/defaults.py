@@ -18,10 +18,10 @@ _FILE = Path(__file__).resolve().parents[1] / "data" / "debian.toml"
 
 @dataclass(frozen=True, slots=True)
 class TreeRules:
-    """The rules that turn packages into a tree.
+    """Rules for the tree of a base image.
 
-    `drop` and `keep` match whole paths (slim). The others replace maintainer scripts: `copies` maps target → source,
-    `links` path → text, `folders` path → (mode, gid), `alternatives` path → files, best first.
+    `drop` and `keep` match whole paths to leave out and to keep. The others replace maintainer scripts: `copies` maps
+    target → source, `links` path → text, `folders` path → (mode, gid), `alternatives` path → files, best first.
     """
 
     drop: re.Pattern[str]
@@ -43,7 +43,7 @@ def default_packages(suite: str, *, python: bool = True) -> tuple[str, ...]:
 
 
 def default_without() -> tuple[str, ...]:
-    """Return the packages that a base omits: only maintainer scripts need them."""
+    """Return the packages that a base omits because only maintainer scripts need them."""
     return tuple(load_table("debian")["base"]["without"])
 
 
@@ -70,17 +70,17 @@ def _any_of(globs: list[str]) -> re.Pattern[str]:
 
 
 def newest_suite() -> str:
-    """Return the suite for bases that do not need Debian's Python: the one with the newest glibc."""
+    """Return the suite with the newest glibc, for bases that do not need Debian's Python."""
     return str(load_table("debian")["base"]["newest"])
 
 
 def suites_by_python() -> dict[str, str]:
-    """Return Python's version → the suite that has it."""
+    """Return Python version → suite."""
     minimal = re.compile(r"python(\d+\.\d+)-minimal")
     suites = load_table("debian")["suites"].items()
     return {m[1]: suite for suite, table in suites for name in table["python"] if (m := minimal.fullmatch(name))}
 
 
 def rules_digest() -> str:
-    """Return the digest of the whole data file: a base made by other rules is another base."""
+    """Return the digest of the whole data file, an input of the digest of a base."""
     return hashlib.sha256(_FILE.read_bytes()).hexdigest()

@@ -71,10 +71,10 @@ def suites(suite: str) -> tuple[str, str, str]:
 def archives(
     suite: str, date: str, *, mirror: str | None = None, security_mirror: str | None = None, etc: Path = _ETC_APT
 ) -> list[DebianSuite]:
-    """Return all archives to try, in order: the site's mirror, the host's apt sources, snapshots of `date`.
+    """Return the archives in order of precedence: the site's mirror, the host's apt sources, snapshots of `date`.
 
-    Without `security_mirror`, a mirror that ends in "/debian" is assumed to have "/debian-security" beside it, as
-    mirrors do. `date` is ISO 8601 in UTC.
+    Without `security_mirror`, a mirror ending in "/debian" is assumed to have "/debian-security" beside it.
+    `date` is ISO 8601 in UTC.
     """
     found = []
     if mirror:
@@ -98,9 +98,9 @@ def archives(
 def host_archives(suite: str, etc: Path = _ETC_APT) -> list[DebianSuite]:
     """Return the archives in this host's apt sources that have `suite`, its updates and its security fixes.
 
-    They are in apt's order of files; there are none if the host is not Debian. If the host uses another Debian release,
-    its servers have `suite` too. Only the component main counts: every host must get the same lock. Raises LockError,
-    naming the file, for one that cannot be read as apt does.
+    They are in apt's order of files; there are none if the host is not Debian. For a host with another Debian release,
+    its servers are used for `suite`. Only the component main counts: every host must get the same lock. Raises
+    LockError, naming the file, for a file that is not valid for apt.
     """
     same, others = [], []
     for path in _files(etc):
@@ -121,7 +121,7 @@ def host_archives(suite: str, etc: Path = _ETC_APT) -> list[DebianSuite]:
 
 
 def debian_client(pip: PipConfig, env: Mapping[str, str], etc: Path = _ETC_APT) -> Client:
-    """Return a client for archives, with the proxy of pip's configuration or the environment, else that of apt."""
+    """Return a client for archives, with the proxy of pip's configuration, the environment or else apt."""
     named = pip.proxy or any(env.get(name) for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"))
     proxy = None if named else apt_proxy(etc)
     return Client(replace(pip, proxy=proxy) if proxy else pip, env)
@@ -207,7 +207,7 @@ def load_keys(keyring: Path | None = None) -> list[Cert]:
 def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) -> DebianRelease:
     """Fetch and verify an archive's InRelease, or its Release and Release.gpg.
 
-    Raises RequestFailed for an archive that cannot be read, LockError for one that is unsigned, badly signed, signed
+    Raises RequestFailed for an unreadable archive, LockError for a Release file that is unsigned, badly signed, signed
     only by unknown or expired keys, or of another suite.
     """
     try:
@@ -223,7 +223,7 @@ def fetch_release(archive: DebianSuite, client: Client, keys: Sequence[Cert]) ->
 
 
 def verified(content: bytes, signature: bytes | None, keys: Sequence[Cert], where: str) -> bytes:
-    """Return the signed part of `content`, all of it with a detached `signature`. Raises LockError for a bad one."""
+    """Return the signed part of `content`; all of it with a detached `signature`. Raises LockError if it is bad."""
     from pysequoia import Sig, verify
 
     asked: list[str] = []
@@ -275,8 +275,8 @@ def fetch_packages(
 ) -> Path:
     """Return the file of a component's package list for a Debian architecture, compressed or not.
 
-    A list that `blobs` already has is not downloaded. Raises RequestFailed, and LockError when the suite has no such
-    list or the archive serves another one.
+    A list in `blobs` is not downloaded again. Raises RequestFailed, and LockError when the suite has no such list or
+    the archive serves a list with another sha256.
     """
     archive, base = release.archive, f"{component}/binary-{arch}"
     form = next((form for form in _FORMS if f"{base}/Packages{form}" in release.files), None)
@@ -317,14 +317,14 @@ def _get(url: str, client: Client) -> bytes:
 
 
 def _late(content: bytes) -> str | None:
-    """Return that this host's clock is before the date of the Release file `content`, None if it is not."""
+    """Return an explanation if this host's clock is before the date of the Release file `content`, else None."""
     found = re.search(rb"^Date:(.*)$", content, re.MULTILINE | re.IGNORECASE)
     made, now = _iso(found[1].decode("ascii", "replace")) if found else "", f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
     return f"it was signed at {made}, and this host's clock is at {now}" if made > now else None
 
 
 def _why(asked: Sequence[str], keys: Sequence[Cert]) -> str | None:
-    """Return why no signature by the keys named in `asked` is good, None when there was no signature at all."""
+    """Return why no signature by the keys `asked` is valid, None if there is no signature."""
     from pysequoia.packet import PacketPile
 
     if not asked:

@@ -1,17 +1,17 @@
-"""Debian packages → the tree of one layer, as dpkg would unpack them with a merged /usr.
+"""Conversion of Debian packages to the tree of one layer, as unpacked by dpkg with a merged /usr.
 
 A package is read as a stream. Source: deb(5) format 2.0: an ar archive of debian-binary, control.tar and data.tar, in
 this order.
 
-No maintainer script is run: files that they would create, and dpkg's database, are written here.
+Maintainer scripts are not run: this module writes the files that they would create, and dpkg's database.
 
 Sources: the postinst scripts of base-files 12.4, base-passwd 3.6, ca-certificates 20230311, debianutils 5.7, libc-bin
 2.36, readline-common 8.2; update-alternatives(1); shadow(5), gshadow(5); dpkg 1.21, /var/lib/dpkg: status (deb-control
 fields, Status and Conffiles added), info/ in format 1.
 
-There is no ld.so.cache: it holds paths that the loader searches anyway (its built-in ones name Debian's
-/usr/lib/<triplet>), and ldconfig of another architecture cannot run. There are no hashed links in /etc/ssl/certs: they
-serve programs that get this folder as CApath; OpenSSL's default is /usr/lib/ssl/cert.pem, a link to the bundle.
+There is no ld.so.cache: the loader's built-in paths include Debian's /usr/lib/<triplet>, and ldconfig of another
+architecture cannot run. There are no hashed links in /etc/ssl/certs: only programs that use this folder as CApath need
+them; OpenSSL's default is /usr/lib/ssl/cert.pem, a link to the bundle.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _HINT = "lock the base again"
 class Control:
     """The control data of a package.
 
-    `text` is its control file, `fields` are the fields of that file by lower-case name, `conffiles` are paths relative
-    to the root, `md5sums` is the text of that file in the package.
+    `text` is its control file, `fields` are the fields of this file by lower-case name, `conffiles` are paths relative
+    to the root, `md5sums` is the text of the package's md5sums file.
     """
 
     text: str
@@ -76,12 +76,12 @@ def read_control(path: Path, name: str) -> Control:
 
 
 def read_data(path: Path, name: str) -> Tree:
-    """Return the files of the package `name`, in its own order; the root is "". Raises BuildError for a faulty one."""
+    """Return the files of the package `name`, in its own order; the root is "". Raises BuildError if it is faulty."""
     return _members(path, name, "data.tar")
 
 
 def relative(path: str, name: str) -> str:
-    """Return `path` of a package in the form of tree entries. Raises BuildError for one that could leave the root."""
+    """Return a package's `path` relative to the root. Raises BuildError for a path that could leave the root."""
     parts = path.split("/")
     if path.startswith("/") or ".." in parts or "\0" in path:
         raise _faulty(name, f"it holds the path {path!r}")
@@ -168,7 +168,7 @@ Made = Iterator[tuple[Entry, bytes | None]]
 
 @dataclass(frozen=True, slots=True)
 class InstalledPackage:
-    """A package, its paths as in the package, and the MD5 of each of its conffiles by path."""
+    """Unpacked package: its paths as in the package, and path → MD5 of its conffiles."""
 
     control: Control
     listing: tuple[str, ...]
@@ -176,9 +176,9 @@ class InstalledPackage:
 
 
 def made(rules: TreeRules, sources: Mapping[str, bytes], seen: Collection[str], mtime: int) -> Made:
-    """Yield what to add to the packages' files: entries, and the content of each file.
+    """Yield the files that maintainer scripts would create, as entries with their content.
 
-    `sources` are the contents of the files that SOURCES matches, `seen` are all paths of packages.
+    `sources` are the contents of the packages' files that SOURCES matches, `seen` are all paths of packages.
     """
     for path, (mode, gid) in sorted(rules.folders.items()):
         yield Entry(path, DIR, mode, gid=gid), None
@@ -244,7 +244,7 @@ def _lines(lines: Iterable[str]) -> bytes:
 
 
 def database(installed: Sequence[InstalledPackage]) -> Made:
-    """Yield the files of dpkg's database. Maintainer scripts are left out, because they were not run."""
+    """Yield the files of dpkg's database, without maintainer scripts, because these were not run."""
     by_name = sorted(installed, key=lambda package: package.control.fields["package"])
     yield Entry(f"{_DPKG}/status"), "\n".join(map(_stanza, by_name)).encode("utf-8", "surrogateescape")
     yield Entry(f"{_DPKG}/info/format"), b"1\n"
@@ -279,11 +279,11 @@ _MAX_SOURCE = 16 << 20
 
 
 def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
-    """Return the base made of `debs` (locked package, its file): the same items in the same order each time.
+    """Return the tree of a base from `debs` (locked package, its file); items and their order are reproducible.
 
-    Parents come before their children; the root itself is not among the items. Each item has `mtime` (seconds since
-    1970). Raises BuildError, naming the package, for one that is damaged, is not the locked one, or has a file that
-    another one has.
+    Parents come before their children; the root is left out. Each item has `mtime` (seconds since 1970). Raises
+    BuildError, naming the package, for a package that is damaged, differs from the locked one, or shares a file with
+    another package.
     """
     merge = _Merge(load_rules(), mtime)
     for alias in _ALWAYS:
@@ -309,7 +309,7 @@ def debian_tree(debs: Sequence[tuple[LockedDeb, Path]], mtime: int) -> Tree:
 
 
 def merged(path: str) -> str:
-    """Return the path that `path` of a package has with a merged /usr."""
+    """Return the location of a package's `path` in a merged /usr."""
     for alias, real in _ALIASES.items():
         if path.startswith(alias + "/"):
             return real + path[len(alias) :]
@@ -318,10 +318,10 @@ def merged(path: str) -> str:
 
 @dataclass(slots=True)
 class _Merge:
-    """The state of a merge.
+    """State of the conversion.
 
-    `seen` maps each path in the tree to its kind and package. `name`, `listing`, `conffiles` and `expected` belong to
-    the current package: its name, its paths as in the package, the MD5 of its conffiles so far, the paths of them all.
+    `seen` maps each path in the tree to its kind and package. The others describe the current package: its `name`, its
+    paths (`listing`), the MD5 of the `conffiles` read so far, and the paths of all its conffiles (`expected`).
     """
 
     rules: TreeRules
@@ -369,7 +369,7 @@ class _Merge:
         yield replace(entry, path=path, target=target, mtime=self.mtime), content
 
     def own(self, entry: Entry, data: bytes | None) -> Tree:
-        """Yield the items of a file that envbuild adds, none if a package has it."""
+        """Yield the items of a file that envbuild adds, unless a package has this path."""
         if entry.path not in self.seen:
             self.name = "envbuild"
             yield from self._parents(entry.path)
@@ -378,7 +378,7 @@ class _Merge:
             yield replace(entry, size=len(data or b""), mtime=self.mtime), content
 
     def alias(self, alias: str) -> Tree:
-        """Yield the link `alias`, once, after the folder that it names; links in /var come later, from generated.py."""
+        """Yield the link `alias` once, after its target folder; generated.py adds the links in /var later."""
         if alias not in self.seen and _ALIASES[alias].startswith("usr/"):
             yield from self._parents(_ALIASES[alias] + "/")
             self.seen[alias] = (SYMLINK, "envbuild")
@@ -398,7 +398,7 @@ class _Merge:
                 )
 
     def _remembered(self, entry: Entry, path: str, content: Readable) -> Readable:
-        """Return the content again, after keeping a copy if other files are generated from it."""
+        """Return the unread content; keep a copy of it if other files are generated from it."""
         source, conffile = SOURCES.fullmatch(path), entry.path in self.expected
         if not (source or conffile):
             return content
